@@ -1,15 +1,15 @@
-"""Parameters on an accelerator: the link, the selection of Top-K, and a step. From the project's root:
+"""Parameters on an accelerator: rates of the link, of Top-K selection, and of a step. From the project's root:
 
     python -m bench.accelerator                         300 M parameters, some minutes
     python -m bench.accelerator --quick                 to see that it works
     python -m bench.accelerator --directory /mnt/nvme0  on this drive
 
-    link       a tile's image from and to pinned memory: each way alone, and both at once on two streams
-    selection  8 tiles with error feedback, as a step does it: beside a copy of their gradients, and torch.topk
-    step       on `ram:` and on a file, dense and with Top-K 1 %: beside the same with parameters in host memory; and on
-               `gpu:`, beside `ram:` there
+    link       a tile's gradients copied from and to pinned memory: each way alone, and both at once on two streams
+    selection  8 tiles with error feedback, as in a step, compared with a copy of their gradients and with torch.topk
+    step       on `ram:` and on a file, dense and with Top-K 1 %, compared with parameters in host memory; and on
+               `gpu:`, compared with `ram:` for parameters on the accelerator
 
-First, steps with parameters there are compared with steps on the CPU, bit for bit. --json prints schema
+First, steps with parameters on the accelerator are compared with steps on the CPU, bit for bit. --json prints schema
 csd_optim.bench.accelerator/1.
 """
 
@@ -58,7 +58,7 @@ def name_of(device: torch.device) -> str:
 
 
 def optimizer_on(place: torch.device | str, params: int, devices: str, topk: float | None) -> CSDAdam:
-    """Over so many random bf16 elements with gradients, the same wherever they are."""
+    """Return a CSDAdam over `params` random bf16 elements on `place`, with gradients; the values depend on no place."""
     generator = torch.Generator().manual_seed(1)
     tensors = []
     for first in range(0, params, TENSOR):
@@ -69,7 +69,7 @@ def optimizer_on(place: torch.device | str, params: int, devices: str, topk: flo
 
 
 def cases(directory: Path) -> list[tuple[str, str, float | None]]:
-    """Devices of steps there and of those in host memory, and Top-K's share."""
+    """Return for each case the devices for parameters on the accelerator, those for host memory, and Top-K's share."""
     on_both = [(d, d, topk) for d in ("ram:", f"file:{directory}?scratch=1") for topk in (None, 0.01)]
     return [*on_both, ("gpu:", "ram:", None)]
 
@@ -84,12 +84,12 @@ def verify(device: torch.device, directory: Path) -> None:
                 p = opt.param_groups[0]["params"][0]
                 found.append([t.detach().cpu().clone() for _, t in [("", p), *sorted(opt.state[p].items())]])
         if not all(map(torch.equal, *found)):
-            raise SystemExit(f"{devices}, topk={topk}: not the bits of the CPU: nothing is timed")
+            raise SystemExit(f"{devices}, topk={topk}: bits differ from the CPU's: nothing is timed")
     say("verified: steps on ram: and a file, dense and with Top-K, and on gpu: have the bits of the CPU")
 
 
 def by_turns(runs: int, *calls: Callable[[], Any]) -> list[list[float]]:
-    """Seconds of each call until the accelerator is done, one after another in every run."""
+    """Time the calls in turn, `runs` times. Returns each call's seconds until the accelerator is done."""
     seconds: list[list[float]] = [[] for _ in calls]
     for i in range(WARM_UP + runs):
         for call, own in zip(calls, seconds, strict=True):
@@ -177,7 +177,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--params", type=float, default=3e8, help="number of parameters (default 3e8)")
     parser.add_argument("--runs", type=int, default=7, help="timed runs, at least 5")
-    parser.add_argument("--directory", type=Path, default=Path("build/bench"), help="on the drive of the files")
+    parser.add_argument("--directory", type=Path, default=Path("build/bench"), help="on the drive to be timed")
     parser.add_argument("--quick", action="store_true", help="300 000 parameters, small tiles")
     parser.add_argument("--json", action="store_true", help="print everything on stdout")
     arguments = parser.parse_args()

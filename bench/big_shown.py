@@ -1,4 +1,4 @@
-"""What bench/big.py was told of each training, as tables, a plot and a sentence."""
+"""Shows what the trainings of bench/big.py reported: tables, a plot and a summary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.table import Table
 from bench.demo import RATED, megabytes, table
 from csd_optim.devices.spec import days_left
 
-KINDS = {  # colours of the kinds of memory, from below
+KINDS = {  # kinds of memory and their colours, from the bottom of the plot to the top
     "Python, torch, transformers": "#b8b8b8",
     "parameters": "#1f5fa8",
     "gradients, activations": "#2a8f3c",
@@ -26,25 +26,25 @@ KINDS = {  # colours of the kinds of memory, from below
 
 @dataclass
 class Run:
-    """What one process told. Times are seconds since the first one began."""
+    """What one process reported. Times are seconds since the first process began."""
 
     name: str
     began: float
     ended: float = 0.0
-    ending: str = ""  # what ended it before its time
+    ending: str = ""  # why it ended early; empty if it did not
     facts: dict[str, Any] = field(default_factory=dict)
     losses: dict[int, float] = field(default_factory=dict)
-    seconds: list[dict[str, float]] = field(default_factory=list)  # of each step, by part
-    memory: list[dict[str, float]] = field(default_factory=list)  # at times `at`: bytes resident, and of states
-    stats: dict[str, Any] = field(default_factory=dict)  # of the last step
-    checksum: int | None = None  # of the parameters before the step in which one is killed
+    seconds: list[dict[str, float]] = field(default_factory=list)  # per step, by part
+    memory: list[dict[str, float]] = field(default_factory=list)  # at times `at`: resident bytes, bytes of states
+    stats: dict[str, Any] = field(default_factory=dict)  # CSDAdam.stats() of the last step
+    checksum: int | None = None  # of the parameters before the step in which a process is killed
 
     @property
     def peak(self) -> float:
         return max((m["resident"] for m in self.memory), default=0.0)
 
     def kinds(self, params: int) -> list[list[float]]:
-        """Bytes of each of KINDS at each time. Nobody counts gradients and activations: they are what is left."""
+        """Return the bytes of each of KINDS over time. Gradients and activations are the rest: nothing counts them."""
         rows = []
         for m in self.memory:
             base = min(self.facts["base"], m["resident"])
@@ -55,7 +55,7 @@ class Run:
 
 
 def plot(runs: dict[str, Run], params: int, limit: float, path: Path) -> None:
-    """Memory by kind over time above, the losses below."""
+    """Plot memory by kind over time (top) and the losses (bottom)."""
     figure, (upper, lower) = plt.subplots(2, 1, figsize=(10, 7.5), height_ratios=(1.6, 1), layout="constrained")
     top = 1.3 * limit / 1e9
     for run in runs.values():
@@ -93,21 +93,21 @@ def plot(runs: dict[str, Run], params: int, limit: float, path: Path) -> None:
 
 
 def runs_table(runs: dict[str, Run]) -> Table:
-    made = table("Four processes", "", "most memory", "steps", "last loss", "seconds", "its end")
+    made = table("Four processes", "", "most memory", "steps", "last loss", "seconds", "ending")
     for run in runs.values():
         steps = f"{min(run.losses)} to {max(run.losses)}" if run.losses else "none"
         loss = f"{[*run.losses.values()][-1]:.4f}" if run.losses else ""
-        end = run.ending if run.name == "killed" else "refused: no memory" if run.ending else "done"
+        end = run.ending if run.name == "killed" else "out of memory" if run.ending else "done"
         made.add_row(run.name, megabytes(run.peak), steps, loss, f"{run.ended - run.began:.0f}", end)
     return made
 
 
 def parts_table(run: Run, params: int) -> Table:
-    """Of CSDAdam's training: where a step's time and bytes go."""
+    """Return a table of where the time and bytes of CSDAdam's step go."""
     made = table("A step of CSDAdam, median", "", "seconds", "bytes", "bytes per parameter")
     stats = run.stats
     for part in ("forward", "backward", "step"):
-        name = {"backward": "backward, with the update in it", "step": "step()"}.get(part, part)
+        name = {"backward": "backward, including the update", "step": "step()"}.get(part, part)
         made.add_row(name, f"{statistics.median(s[part] for s in run.seconds):.1f}", "", "")
     made.add_section()
     kinds = {
@@ -124,7 +124,7 @@ def parts_table(run: Run, params: int) -> Table:
 
 
 def apart(runs: dict[str, Run]) -> float:
-    """The largest difference between the losses of the training that was killed and of the one that was not."""
+    """Return the largest difference between the losses of the killed and resumed training and of the other one."""
     whole = runs["CSDAdam"].losses
     return max(abs(loss - whole[s]) for name in ("killed", "resumed") for s, loss in runs[name].losses.items())
 
@@ -133,15 +133,15 @@ def conclusion(runs: dict[str, Run], params: int, limit: float, took: float) -> 
     whole, resumed = runs["CSDAdam"], runs["resumed"]
     written = whole.stats["written_bytes"]
     days = days_left(int(RATED), written, sum(sum(s.values()) for s in whole.seconds))
-    losses = "Its losses are those of the training that nobody killed, to the last bit"
+    losses = "Its losses are those of the training without a kill, to the last bit"
     if apart(runs):
-        losses = f"Its losses are within {apart(runs):.4f} of those of the training that nobody killed: torch's matrix "
-        losses += "products, and so a forward, had other bits in another process"
+        losses = f"Its losses are within {apart(runs):.4f} of those of the training without a kill: torch's matrix "
+        losses += "products, and with them the forward, had other bits in another process"
     return (
         f"\n[bold]Shown in {took:.0f} s:[/] {params / 1e9:.2f} B parameters trained with at most "
-        f"{megabytes(whole.peak)} of memory, where torch.optim.AdamW is refused {megabytes(limit)}. Killed in step "
-        f"{max(runs['killed'].losses)} and started again, it went on at step {min(resumed.losses)}, with the same "
+        f"{megabytes(whole.peak)} of memory; for torch.optim.AdamW {megabytes(limit)} are not enough. Killed in step "
+        f"{max(runs['killed'].losses)} and started again, it continued at step {min(resumed.losses)}, with the same "
         f"parameters to the last bit. {losses}. Wear: {megabytes(written)} written in "
-        f"{len(whole.seconds)} steps; going on like this without a pause, a drive rated for {RATED / 1e12:.0f} TB "
-        f"would last {days:,.0f} days. It is steps that wear it: with larger batches it lasts longer."
+        f"{len(whole.seconds)} steps; at this rate, without a pause, a drive rated for {RATED / 1e12:.0f} TB "
+        f"would last {days:,.0f} days. Only steps wear it: with larger batches it lasts longer."
     )

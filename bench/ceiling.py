@@ -1,4 +1,4 @@
-"""How fast the engine is when drives are not the limit, and what its CPU time goes to. From the project's root:
+"""How fast the engine is when drives are not the limit, and where its CPU time goes. From the project's root:
 
     python -m bench.ceiling                         100 M parameters, threads from 1 to all, a disk beside it
     python -m bench.ceiling --dtype fp16 --threads 1 2 4 8 16
@@ -6,20 +6,21 @@
 
 First the engine is compared with torch.optim.AdamW. Then, by turns, for each number of update threads:
 
-    engine    on a device that completes at once (AtOnce): every tile lies in memory, is verified, updated,
-              summed and written to where nothing is kept. A tmpfs instead would copy every byte twice more
-    verify    the same without gradients: tiles are fetched from memory and verified, no more
-    wake-ups  tiles and requests as of drives, each of them tiny: threads, locks, system calls, Python
-    memory    as much of it read and written back in place
-    chunk     updated, and summed, by one thread whose second-level cache has it
-    codec     one thread, states in memory: the update of 8-bit states, decoded and encoded, beside that of fp32 states,
-              with each instruction set of the CPU; before that, all of them give the same bits
+    engine    a step on a device that completes at once (AtOnce): every tile lies in memory, is verified, updated and
+              checksummed, and its write is discarded. A tmpfs would copy every byte twice more
+    verify    the same without gradients: tiles are only fetched from memory and verified
+    wake-ups  as many tiles and requests as on drives, but tiny ones: threads, locks, system calls, Python
+    memory    as many bytes of memory, read and written back in place
+    chunk     the update and the checksum of a chunk in the second-level cache, on one thread
+    codec     the update of 8-bit states in memory, decoded and encoded, and that of fp32 states, on one thread, with
+              each instruction set of the CPU; first it is verified that all of them give the same bits
 
-and with all threads on a disk: a step of CSDAdam, and the same requests without the update, whose system time is that
-of the I/O calls, and whose user time that of verifying. CPU time is that of all threads of the process, user and
-system, given per GB moved to or from drives (24 B per parameter); where others use the machine, too, it says more than
-the rates do. The parts' sum stands beside what was measured of the whole: they should about agree. What is said of many
-fast drives then is arithmetic: no such machine was measured.
+and on a disk, with all threads: a step of CSDAdam, and the same requests without the update. The system time of the
+latter is that of I/O calls, its user time that of verifying.
+
+CPU time is user plus system time of all threads of the process, per GB moved to or from drives (24 B per parameter). On
+a machine that others use as well, it says more than the rates. The sum of the parts is shown beside the measured whole:
+they should roughly agree. The figures for many fast drives are arithmetic: no such machine was measured.
 
 --json prints schema csd_optim.bench.ceiling/1; --plot writes a PNG.
 """
@@ -52,13 +53,13 @@ from csd_optim.optim.adamw import ADAMW
 from csd_optim.store.layout import GRAIN, SUM_ELEMS, TILE_ELEMS
 from csd_optim.store.sections import EIGHT_BIT, SECTIONS, slot_of
 
-TILES = 1024  # tiny ones, for the wake-ups
-TINY = 4 * GRAIN  # elements of one, bytes of a request: so it has twelve of them each way, as a tile of 12 MiB has
-CODED_ELEMS, FEW_CODED_ELEMS = 1 << 24, 1 << 18  # of which caches hold a fraction; to see that it works
-CALLS = 200  # to time something that takes microseconds
+TILES = 1024  # tiny tiles, for the wake-ups
+TINY = 4 * GRAIN  # elements of a tiny tile, and bytes of its requests: twelve each way, like those of a 12 MiB tile
+CODED_ELEMS, FEW_CODED_ELEMS = 1 << 24, 1 << 18  # far more than fits in caches; the latter with --quick
+CALLS = 200  # timed together, because one takes microseconds
 DRIVES, DRIVE_RATE, CORES = (4, 8, 16), 13e9, 16  # bytes per second, read plus written
-# Bytes of memory traffic per parameter if caches keep nothing but a chunk: states in from the drive, into the CPU,
-# back, out to the drive; 16-bit gradients in, 16-bit parameters out past the caches.
+# Bytes of memory traffic per parameter if caches hold only a chunk: states in from the drive, into the CPU, back, out
+# to the drive; 16-bit gradients in; 16-bit parameters out, written past the caches.
 TRAFFIC = 4 * 12 + 2 + 2
 
 
@@ -87,7 +88,7 @@ def main() -> None:
 
 
 def same_bits(dtype: torch.dtype) -> None:
-    """What is timed gives the parameters that CSDAdam gives."""
+    """Verify that the engine without a drive gives the parameters that CSDAdam gives."""
     p = torch.nn.Parameter(torch.zeros(300_001, dtype=dtype))
     with CSDAdam([p], devices=["file:"]) as opt, AtOnce(p.numel(), dtype) as engine:
         for t in range(1, 6):
@@ -102,12 +103,12 @@ def same_bits(dtype: torch.dtype) -> None:
 
 
 def codes(elems: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """New 8-bit states of parameters of a dtype, section by section."""
+    """Return new 8-bit states of `elems` parameters of a dtype, a tensor per section."""
     return [torch.zeros(s.size, dtype=torch.uint8) for s in slot_of(elems, SECTIONS[:3], EIGHT_BIT, dtype)]
 
 
 def same_codes(dtype: torch.dtype) -> None:
-    """Every instruction set gives the codes and parameters of the others."""
+    """Verify that all instruction sets give the same codes and parameters."""
     elems, grads = 100_003, [torch.randn(100_003).to(dtype) for _ in range(5)]
     found = []
     for isa in bindings.isas():
@@ -124,7 +125,7 @@ def same_codes(dtype: torch.dtype) -> None:
 
 
 def used(call: Callable[[], Any]) -> Row:
-    """Seconds, and the CPU seconds of all threads of the process meanwhile."""
+    """Return the seconds of a call, and the CPU seconds of all threads of the process meanwhile."""
     before = resource.getrusage(resource.RUSAGE_SELF)
     seconds = timed(call)
     after = resource.getrusage(resource.RUSAGE_SELF)
@@ -133,7 +134,10 @@ def used(call: Callable[[], Any]) -> Row:
 
 
 def by_turns(calls: dict[str, Callable[[], Row]], runs: int) -> dict[str, Row]:
-    """Of each call, after some to warm up: what it returned, as lists. The machine's speed drifts: one by one."""
+    """Make each call `runs` times, after a warm-up. Returns what each call returned, as lists.
+
+    The calls take turns, because the machine's speed drifts.
+    """
     kept: dict[str, list[Row]] = {name: [] for name in calls}
     for _ in range(WARM_UP + runs):
         for name, call in calls.items():
@@ -142,7 +146,7 @@ def by_turns(calls: dict[str, Callable[[], Row]], runs: int) -> dict[str, Row]:
 
 
 def engine_rows(arguments: argparse.Namespace) -> list[Row]:
-    """One for each number of threads; `seconds` and so on of each part by its name."""
+    """Return a row for each number of threads, with `seconds` and so on of each part by its name."""
     params, dtype = arguments.params, DTYPES[arguments.dtype]
     memory, rows = Memory(arguments.memory), []
     with contextlib.ExitStack() as stack:
@@ -166,7 +170,7 @@ def engine_rows(arguments: argparse.Namespace) -> list[Row]:
 
 
 def in_cache(arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """One chunk again and again on this thread: bytes summed, and parameters updated, per CPU second."""
+    """Measure one chunk over and over on this thread: bytes checksummed, parameters updated, per CPU second."""
     dtype = DTYPES[arguments.dtype]
     grad, states, param = torch.randn(SUM_ELEMS).to(dtype), torch.zeros(3, SUM_ELEMS), torch.zeros(SUM_ELEMS).to(dtype)
     isa, data = bindings.isa_used(), memoryview(states.numpy()).cast("B")
@@ -185,7 +189,7 @@ def in_cache(arguments: argparse.Namespace) -> dict[str, list[float]]:
 
 
 def codec_rows(arguments: argparse.Namespace) -> list[Row]:
-    """One for each instruction set: parameters per CPU second of this thread, with 8-bit states and with fp32 ones."""
+    """Return a row per instruction set: parameters per CPU second of this thread, with 8-bit and with fp32 states."""
     elems, dtype = arguments.coded, DTYPES[arguments.dtype]
     grad, param = torch.randn(elems).to(dtype), torch.zeros(elems, dtype=dtype)
     plain, coded, hyper = [torch.zeros(elems) for _ in range(3)], codes(elems, dtype), HYPERS
@@ -216,7 +220,7 @@ def codec_rows(arguments: argparse.Namespace) -> list[Row]:
 
 
 def disk_row(arguments: argparse.Namespace, specs: list[Any]) -> Row:
-    """Steps of CSDAdam until the last state is on the disk, and the same requests alone, by turns."""
+    """Time steps of CSDAdam until all states are on the disk, and the same requests alone, by turns."""
     say("a disk ...")
     with benchmark.make_optimizer(specs, arguments.params, DTYPES[arguments.dtype]) as opt:
         calls = {
@@ -234,7 +238,7 @@ def disk_row(arguments: argparse.Namespace, specs: list[Any]) -> Row:
 
 
 def per_gb(chunk: dict[str, list[float]], rows: list[Row], disk: Row) -> list[Row]:
-    """CPU seconds per GB moved: of the parts, of all together, of what was measured; the last one is on the disk."""
+    """Return CPU seconds per GB moved: the parts, their sum, and the measured whole. The last row is the disk's."""
 
     def runs(part: Row, nbytes: float, *kinds: str) -> list[float]:
         every = zip(*(part[f"{kind}_seconds"] for kind in kinds or ("user", "system")), strict=True)
@@ -243,20 +247,21 @@ def per_gb(chunk: dict[str, list[float]], rows: list[Row], disk: Row) -> list[Ro
     def cpu(*of: Any) -> float:
         return statistics.median(runs(*of))
 
-    # Wake-ups are those of reads and writes. What lies in buffers is only written: there they are fewer, and what is
-    # left for "fetch, verify" is more, by 2 or 3 ms that change places.
-    found, tiles = [], DISK_BYTES * TILE_ELEMS * TILES  # bytes that as many tiles of full size move
+    # Wake-ups are those of reads and writes together. Tiles that lie in buffers are only written: they have fewer
+    # wake-ups, and "fetch, verify" gets 2 or 3 ms that are really wake-ups.
+    found, tiles = [], DISK_BYTES * TILE_ELEMS * TILES  # bytes that as many full-size tiles would move
     for row in rows:
         wakes = cpu(row["wake-ups"], tiles)
         parts = {
             "fetch, verify": cpu(row["verify"], row["bytes"]) - wakes,
             "update": 1e9 / DISK_BYTES / statistics.median(chunk["update_per_cpu_s"]),
-            "sum": 1e9 / 2 / statistics.median(chunk["sum_per_cpu_s"]),  # half of what moves: what is written
+            "sum": 1e9 / 2 / statistics.median(chunk["sum_per_cpu_s"]),  # half of the bytes moved are written
             "wake-ups": wakes,
         }
         whole = runs(row["engine"], row["bytes"])
         found.append({"what": f"{row['threads']} thread(s)", "parts": parts, "measured": whole})
-    # Of the requests without the update: what the tiles' verification took, and the kernel; wake-ups are in both.
+    # From the requests without the update: the time to verify the tiles (user) and that of the kernel (system). Both
+    # include wake-ups.
     parts = dict(found[-1]["parts"])
     for part, kind in (("fetch, verify", "user"), ("I/O calls", "system")):
         parts[part] = cpu(disk["requests"], disk["bytes"], kind) - cpu(rows[-1]["wake-ups"], tiles, kind)
@@ -268,8 +273,11 @@ def per_gb(chunk: dict[str, list[float]], rows: list[Row], disk: Row) -> list[Ro
 
 
 def reckoned(per_gb: list[Row], row: Row) -> list[Row]:
-    """Arithmetic: cores of this kind, and memory, that drives of DRIVE_RATE keep busy; and what CORES can do."""
-    *_, engine, disk = per_gb  # by all threads: from memory, whatever the buffers of few drives may find in a cache
+    """Calculate how many cores like these, and how much memory bandwidth, drives of DRIVE_RATE keep busy.
+
+    The last row says what CORES cores can do.
+    """
+    *_, engine, disk = per_gb  # with all threads; all from memory, even if few drives' buffers stay in a cache
     second, memory = engine["together"] + disk["parts"]["I/O calls"], statistics.median(row["memory"]["bytes_per_s"])
     rates = [(f"{n} drives", n * DRIVE_RATE) for n in DRIVES] + [(f"{CORES} cores", CORES / second * 1e9)]
     return [
@@ -316,7 +324,7 @@ def describe(found: Row) -> str:
             f"    {entry['what']}: {parts}; together {1e3 * entry['together']:.1f}, {entry['ratio']:.2f} of what was "
             f"measured: {span([1e3 * s for s in entry['measured']], 1)}, {rate} Mparam per CPU second"
         )
-    lines.append(f"\nreckoned, not measured: drives of {DRIVE_RATE / 1e9:.0f} GB/s, cores and memory like these")
+    lines.append(f"\ncalculated, not measured: drives of {DRIVE_RATE / 1e9:.0f} GB/s, cores and memory like these")
     lines += [
         f"    {r['what']}: {r['bytes_per_s'] / 1e9:.0f} GB/s, {r['params_per_s'] / 1e9:.2f} Gparam/s: "
         f"{r['cores']:.1f} cores, {r['memory_bytes_per_s'] / 1e9:.0f} GB/s of memory "

@@ -1,15 +1,16 @@
-"""What the FPGA's kernels take, from the structure of their stages: cycles, memory, Mparam/s and area.
+"""A model of the FPGA's kernels, from the structure of their stages: cycles, memory traffic, Mparam/s and area.
 
     python -m bench.cycles                         prints the tables
     python -m bench.cycles hls_kernels/README.md   puts them between their two marks in a file
 
-A stage takes its initiation interval (II) for each of its iterations; stages run at the same time, so the slowest
-counts, and once what fills the pipelines. The card's one bank of DDR4 serves whole bursts, one after another: each
-costs its transfer at the full rate, a new row, and a turnaround where a write follows a read or the other way round;
-refreshes take their share of all. Latencies are those of the standard (JESD79-4, DDR4-2400); none was fitted. The same
-model of what others have published of the same card says how far it can be believed: CHECKS, printed with the tables.
+A stage takes its initiation interval (II) for each iteration. Stages run at the same time, so the slowest counts, plus
+the time to fill the pipelines once. The card's single bank of DDR4 serves whole bursts, one after another. A burst
+costs its transfer at the full rate, a new row, and a turnaround if a write follows a read or a read follows a write;
+refreshes take their share of all time. Latencies are those of the standard (JESD79-4, DDR4-2400); none was fitted. How
+far the model can be trusted shows where it is applied to published figures of the same card: CHECKS, printed with the
+tables.
 
-No stage was synthesized: that II is what its directive asks for is an assumption, and so is every clock.
+No stage was synthesized: it is assumed that each reaches the II that its directive asks for, and each clock.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from bench.tables import main
 from csd_optim.store.layout import SUM_ELEMS
 
 LANES, WORD = 16, 64  # fp32 values in a word, bytes of one
-BLOCK = 1 << 16  # elements that a block of entries covers
-BURST = 64 * WORD  # bytes: 4 KiB, the longest of AXI
+BLOCK = 1 << 16  # elements that a block of sparse entries covers
+BURST = 64 * WORD  # bytes: 4 KiB, the longest burst of AXI
 TILE = 1 << 20  # elements, as the optimizer lays them out
 SUM_WORDS = SUM_ELEMS // LANES
 
-PAGE = 4096  # elements of a page of a section of bytes, which is a burst
-LOOP = 100  # cycles until a loop over memory has its first word; reckoned
+PAGE = 4096  # elements of a page, in a section of one byte per element: one burst
+LOOP = 100  # cycles until a loop over memory gets its first word; an estimate
 
-# The II of each loop of hls_kernels/stages.h and codes.h, by its label; a test compares them.
+# The II of each loop in hls_kernels/stages.h and codes.h, by its label; a test compares them with the sources.
 II = {
     "READ": 1,
     "READ_SECTION": 2,
@@ -49,13 +50,13 @@ II = {
     "UPDATE_CODES": 2,
     "ENCODE": 2,
 }
-FILL = 500  # cycles until the first word is through all stages and the last one's response is there; reckoned
+FILL = 500  # cycles to fill and drain: the first word through all stages, the last write's response; an estimate
 
 PCIE = 3.4e9  # bytes per second each way, as others measured
 
 # DDR4-2400, 64 bits, 8 Gbit: bytes per second, seconds.
 PEAK = 19.2e9
-ROW = 27.5e-9  # precharge and activate (tRP + tRCD), of a burst that others have driven out of its row
+ROW = 27.5e-9  # precharge and activate (tRP + tRCD): other bursts have closed a burst's row
 READ_TO_WRITE, WRITE_TO_READ = 7e-9, 20e-9  # (CL - CWL + 4 clocks); CWL + 4 clocks + tWTR
 REFRESH = 350e-9 / 7.8e-6  # tRFC of tREFI
 CYCLE = 46e-9  # tRC: row to row in a bank
@@ -64,7 +65,7 @@ ACCESS = 14e-9  # CL
 
 @dataclass(frozen=True)
 class Run:
-    """One run of the kernel over a tile. `share`: of gradients that are sent (Top-K), None: all of them."""
+    """One run of the kernel over a tile. `share`: the share of gradients that Top-K sends, None if all are sent."""
 
     elems: int = TILE
     grad_bytes: int = 2
@@ -84,20 +85,20 @@ class Run:
     @property
     def entry_words(self) -> int:
         blocks = ceil(self.elems / BLOCK)
-        return 0 if self.share is None else ceil(4 * self.entries / WORD) + blocks  # each with a count, and padded
+        return 0 if self.share is None else ceil(4 * self.entries / WORD) + blocks  # a count per block, and padding
 
     @property
     def chunks(self) -> int:
         return ceil(self.words / self.sum_words)
 
     def bytes(self) -> tuple[int, int]:
-        """Bytes that it reads from memory and writes there."""
+        """Return the bytes that the run reads from memory, and those that it writes."""
         grad = self.elems * self.grad_bytes if self.share is None else WORD * self.entry_words
         state = self.sections * 4 * self.elems
         return state + grad, state + self.elems * self.param_bytes + WORD * (1 + self.chunks)
 
     def stages(self) -> dict[str, int]:
-        """Cycles of each stage."""
+        """Return the cycles of each stage."""
         grad_words = ceil(self.elems * self.grad_bytes / WORD)
         sparse = self.share is not None
         return {
@@ -114,14 +115,14 @@ class Run:
 
 @dataclass(frozen=True)
 class CodedRun(Run):
-    """One of the kernel for codes. A port that serves several sections waits anew for each page of each of them."""
+    """A run of the kernel for 8-bit states. A port that serves several sections waits anew for each page of each."""
 
     @property
     def pages(self) -> int:
         return ceil(self.elems / PAGE)
 
     def bytes(self) -> tuple[int, int]:
-        read, written = Run.bytes(replace(self, sections=0))  # of all but the state
+        read, written = Run.bytes(replace(self, sections=0))  # all but the states
         peak = self.sections - 3
         state = self.elems * (self.param_bytes + (self.param_bytes == 2) + 2 + peak) + (1 + peak) * WORD * self.pages
         return state + read, state + written
@@ -147,8 +148,10 @@ class CodedRun(Run):
 
 
 def memory_seconds(read: float, written: float, burst: float = BURST, *, alternating: bool = True) -> float:
-    """Seconds that so many bytes take, in bursts of so many. `alternating`: reads and writes come at the same time, and
-    take turns while there are both; otherwise all of one follow all of the other."""
+    """Return the seconds that the memory needs for `read` and `written` bytes, in bursts of `burst` bytes.
+
+    `alternating`: reads and writes take turns as long as there are both; otherwise all writes follow all reads.
+    """
     bursts = (read + written) / burst
     turns = 2 * min(read, written) / burst if alternating else 0
     busy = (read + written) / PEAK + bursts * ROW + turns * (READ_TO_WRITE + WRITE_TO_READ) / 2
@@ -156,8 +159,10 @@ def memory_seconds(read: float, written: float, burst: float = BURST, *, alterna
 
 
 def seconds(run: Run, hertz: float, others: float = 0) -> tuple[float, str]:
-    """Seconds of a run and what bounds it, "memory" or a stage. `others`: bytes that transfers move through the same
-    memory meanwhile, as many in as out."""
+    """Return the seconds of a run and what bounds it: "memory" or a stage.
+
+    `others`: bytes that transfers of other tiles move through the same memory meanwhile, half of them in, half out.
+    """
     read, written = run.bytes()
     cycles = run.stages()
     slowest = max(cycles, key=lambda stage: (cycles[stage], stage == "update"))
@@ -170,7 +175,7 @@ def seconds(run: Run, hertz: float, others: float = 0) -> tuple[float, str]:
 
 
 def read_and_write_at_once() -> float:
-    """Bytes per second of AMD's `mem-bw`, which reads and writes at the same time."""
+    """Return the bytes per second of AMD's `mem-bw`, which reads and writes at the same time."""
     return 1 / memory_seconds(0.5, 0.5)
 
 
@@ -178,10 +183,13 @@ SMART_HERTZ = 300e6  # the platform's own clock: its Makefile names none
 
 
 def smart_infinity(share: float | None = None, sections: int = 3, grad_bytes: int = 4) -> float:
-    """Parameters per second of Smart-Infinity's Adam: 65 536 of them in eight loops, one after another, over fp32
-    states, gradients in fp32 and parameters in fp16 (30 B); with fewer `sections`, of its SGD and AdaGrad, which read a
-    gradient in fp16. Top-K: a dense gradient is cleared in memory, and written there one element at a time, each of
-    which is a read and a write of 64 bytes in another row (ECC)."""
+    """Return the parameters per second of Smart-Infinity's kernels.
+
+    Its Adam runs eight loops, one after another, over 65 536 parameters: fp32 states, fp32 gradients and fp16
+    parameters (30 B). With fewer `sections`: its SGD and AdaGrad, which read an fp16 gradient. With Top-K (`share`), a
+    dense gradient is cleared in memory and written one element at a time; each is a read and a write of 64 bytes in
+    another row (ECC).
+    """
     n, loops, state = 65536, 2 * sections + 2, 4 * sections
     moved = memory_seconds((grad_bytes + state) * n, (state + 2) * n, alternating=False)
     total = max(moved, (grad_bytes + 2 * state + 2) * n / WORD / SMART_HERTZ) + loops * LOOP / SMART_HERTZ
@@ -191,7 +199,7 @@ def smart_infinity(share: float | None = None, sections: int = 3, grad_bytes: in
     return n / total
 
 
-CHECKS = (  # what, published, by this model
+CHECKS = (  # what is checked, the published figure, the model's
     ("`mem-bw` of a SmartSSD, GB/s", 15.417, lambda: read_and_write_at_once() / 1e9),
     ("Smart-Infinity's Adam, Mparam/s (8.2 GiB/s of 16 B)", 8.2 * 2**30 / 16 / 1e6, lambda: smart_infinity() / 1e6),
     (
@@ -212,7 +220,7 @@ CODED_COLUMNS = {
     "codes, fp32": CodedRun(grad_bytes=4, param_bytes=4),
     "codes, 16-bit, `amsgrad`": CodedRun(sections=4),
 }
-RULE_COLUMNS = {  # by the sections that a rule's tiles have; gradients and parameters of 16 bits
+RULE_COLUMNS = {  # by the number of sections in a rule's tiles; gradients and parameters have 16 bits
     "1: SGD": Run(sections=1),
     "2: SGD with momentum, Adagrad, Lion, RMSprop": Run(sections=2),
     "3: RMSprop with `centered` or momentum": Run(sections=3),
@@ -234,7 +242,7 @@ def table() -> str:
 
 
 def budget(columns: Mapping[str, Run]) -> list[str]:
-    """The lines of a table."""
+    """Return the lines of a table of cycles, memory traffic and rates."""
 
     def row(name: str, cell) -> str:
         return f"| {name} | " + " | ".join(cell(run) for run in columns.values()) + " |"
@@ -268,13 +276,13 @@ def budget(columns: Mapping[str, Run]) -> list[str]:
 # ---- area -----------------------------------------------------------------------------
 
 KERNELS = Path(__file__).resolve().parent.parent / "hls_kernels"
-DSP = {"fmul": 3, "fadd": 2, "fsub": 2}  # of an operator (PG060); divisions and roots are LUTs
-DSPS, BLOCKS, MASTERS = 1344, 984, 15  # that can be placed; of the device; of a bank (UG1393)
+DSP = {"fmul": 3, "fadd": 2, "fsub": 2}  # DSPs of an operator (PG060); divisions and roots use LUTs
+DSPS, BLOCKS, MASTERS = 1344, 984, 15  # DSPs that can be placed, the device's BRAM36, AXI masters of a bank (UG1393)
 
 
 @dataclass(frozen=True)
 class Area:
-    """What a kernel takes, and what cannot be known before synthesis left out."""
+    """What a kernel takes, as far as it is known before synthesis."""
 
     rule: str
     dsp: int
@@ -286,7 +294,7 @@ class Area:
 
 
 def area_of(rule: str) -> Area:
-    """Of the kernel for fp32 states, from what its source asks for.
+    """Return the area of the kernel for fp32 states, from what its source asks for.
 
     Block RAMs: 8 for each direction of an AXI port (512 words), 8 for segments, 8 for each FIFO of 64 words.
     """
@@ -305,7 +313,7 @@ def area_of(rule: str) -> Area:
 
 
 def areas() -> list[str]:
-    """The lines of a table of every rule's kernel."""
+    """Return the lines of a table with the kernel of every rule."""
     lines = [
         f"| kernel for fp32 states | DSP, of {DSPS} | dividers, square roots | BRAM36, of {BLOCKS} | checksums "
         f"| AXI masters, of {MASTERS} |",

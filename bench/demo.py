@@ -1,14 +1,14 @@
-"""Trains a small GPT three times, step by step side by side: with CSDAdam on emulated CSDs, with fp32 states and with
-8-bit states, and with torch.optim.AdamW.
+"""Trains a small GPT three times, side by side: with CSDAdam on emulated CSDs, with fp32 states and with 8-bit states,
+and with torch.optim.AdamW.
 
     python bench/demo.py                  about two minutes on two cores, into build/demo/
     python bench/demo.py --devices 2 --steps 100 --out DIR --json
-    python bench/demo.py --cards --devices 2        on SmartSSDs; `csd-optim emu --devices 2 --` before it emulates them
+    python bench/demo.py --cards --devices 2        on SmartSSDs; with `csd-optim emu --devices 2 --` before, emulated
 
-All start from the same weights and see the same batches: bytes of the Python standard library's own source, which
-every machine has. Weights are bf16. AdamW keeps fp32 masters and moments in memory; CSDAdam keeps them in files, one
-directory per emulated CSD, or 8-bit codes of them in others. The demo shows the loss curves, the bytes that moved, and
-what each needs of host memory.
+All three start from the same weights and see the same batches: bytes of the Python standard library's own source, which
+every machine has. Weights are bf16. AdamW keeps fp32 masters and moments in memory. CSDAdam keeps them in files, one
+directory per emulated CSD; the third training keeps them as 8-bit codes. The demo shows the loss curves, the bytes that
+moved, and the host memory that each needs.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from matplotlib import pyplot as plt
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "build" / "demo"
 SEED = 0
-# Bytes per parameter and step that ZeRO-Infinity moves over the interconnect, as its data path is published:
-# fp32 gradient and states (16 B) are read from storage, states and gradients (16 B) written to it.
+# Bytes per parameter and step that ZeRO-Infinity's published data path moves over the interconnect: fp32 gradient and
+# states (16 B) are read from storage, and states and gradients (16 B) written to it.
 ZERO_INFINITY = {"read": 16.0, "written": 16.0}
 STATE_BYTES = 12  # master, exp_avg, exp_avg_sq in fp32
-LARGE = 7e9  # parameters of the model that the memory table looks ahead to
-RATED = 600e12  # bytes: what makers say of a usual 1 TB drive
-FULL_TILE_BYTES = 12 << 20  # a tile of 1 Mi elements: what a large model's buffers hold
+LARGE = 7e9  # parameters of the large model in the memory table
+RATED = 600e12  # bytes: the endurance rating of a usual 1 TB drive
+FULL_TILE_BYTES = 12 << 20  # a large model's tile, of 1 Mi elements, which fills a buffer
 BUFFERS = 8  # per device
-CODES_SHARE = 5 / 12  # of a tile: what its 8-bit states take of the bytes of fp32 ones
+CODES_SHARE = 5 / 12  # size of 8-bit states relative to fp32 states
 NAMES = {"csdadam": "CSDAdam", "csdadam_8bit": "CSDAdam, 8-bit", "adamw": "AdamW"}
 CSDADAM = ("csdadam", "csdadam_8bit")
 
@@ -67,12 +67,12 @@ class Size:
     width: int
     layers: int
     heads: int
-    context: int  # bytes of text a prediction sees
+    context: int  # bytes of text that a prediction sees
     batch: int
     steps: int
-    validations: int  # how often the validation loss is taken
+    validations: int  # how often the validation loss is computed
     validation_batches: int
-    text_bytes: int  # of source that is read at most
+    text_bytes: int  # most bytes of source that are read
     lr: float
 
 
@@ -84,7 +84,7 @@ QUICK = Size(64, 2, 2, 32, 8, 20, 2, 2, 1_000_000, 2e-3)
 
 
 def source_files(folder: Path) -> list[Path]:
-    """Python's own below `folder`, without tests, in an order that depends on names alone and mixes packages."""
+    """Return Python files below `folder`, without tests, in an order that depends only on names and mixes packages."""
     skipped = {"test", "tests", "site-packages", "dist-packages", "__pycache__"}
     files = []
     for where, folders, names in os.walk(folder):
@@ -94,11 +94,11 @@ def source_files(folder: Path) -> list[Path]:
 
 
 def standard_library(limit: int) -> tuple[Tensor, Tensor, int]:
-    """Bytes of the standard library's sources: training text, validation text (other files), number of files."""
+    """Read the standard library's sources. Returns training text, validation text (other files), number of files."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     texts: dict[bool, bytearray] = {False: bytearray(), True: bytearray()}
     n = total = 0
-    for n, file in enumerate(source_files(folder), 1):  # mixed: a limit takes a bit of everything
+    for n, file in enumerate(source_files(folder), 1):  # in mixed order, so that a limit takes a bit of everything
         data = file.read_bytes()
         texts[n % 10 == 0] += data  # every tenth file is for validation
         total += len(data)
@@ -111,14 +111,14 @@ def standard_library(limit: int) -> tuple[Tensor, Tensor, int]:
 
 
 def batch(text: Tensor, size: Size, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Random windows of `text` and the bytes that follow: (inputs, targets), each [batch, context]."""
+    """Return random windows of `text`, and the same one byte later: (inputs, targets), each [batch, context]."""
     starts = torch.randint(len(text) - size.context, (size.batch, 1), generator=generator)
     windows = text[starts + torch.arange(size.context + 1)].long()
     return windows[:, :-1], windows[:, 1:]
 
 
 class Block(nn.Module):
-    """Attention, then two layers of perceptrons, each added to what comes in."""
+    """Attention, then a perceptron of two layers, each with a residual connection."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predicts the next byte."""
+    """A transformer that predicts the next byte."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(size.width, 256, bias=False)
         for name, p in self.named_parameters():
             if p.dim() == 2:
-                # What adds to the residual stream starts smaller, as there are 2 * layers of it.
+                # Weights that add to the residual stream start smaller, because 2 * layers of them do.
                 scale = (2 * size.layers) ** -0.5 if name.endswith(("out.weight", "down.weight")) else 1.0
                 nn.init.normal_(p, std=0.02 * scale)
 
@@ -160,7 +160,7 @@ class GPT(nn.Module):
 
 
 def loss_of(model: GPT, inputs: Tensor, targets: Tensor, compute: torch.dtype) -> Tensor:
-    """Cross-entropy in nats per byte. Weights are bf16; `compute` is what is calculated in."""
+    """Return the cross-entropy in nats per byte. Weights are bf16; `compute` is the dtype of the computation."""
     weights = {name: p.to(compute) for name, p in model.named_parameters()}
     logits = torch.func.functional_call(model, weights, (inputs,))
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
@@ -172,9 +172,9 @@ def validation_loss(model: GPT, batches: list[tuple[Tensor, Tensor]], compute: t
 
 
 def fastest_dtype(model: GPT, example: tuple[Tensor, Tensor]) -> tuple[torch.dtype, float]:
-    """bf16 or fp32, whichever this processor trains the model in faster, and how many times faster."""
+    """Return bf16 or fp32, whichever this processor trains the model in faster, and how many times faster."""
     seconds: dict[torch.dtype, list[float]] = {torch.bfloat16: [], torch.float32: []}
-    for _ in range(5):  # in turns, so that a disturbance meets both
+    for _ in range(5):  # by turns, so that a disturbance affects both
         for dtype, runs in seconds.items():
             start = time.perf_counter()
             loss_of(model, *example, dtype).backward()
@@ -185,7 +185,7 @@ def fastest_dtype(model: GPT, example: tuple[Tensor, Tensor]) -> tuple[torch.dty
 
 
 class AdamWOnMasters:
-    """Mixed precision as it is done in memory: AdamW on fp32 masters of a 16-bit model."""
+    """The usual mixed precision in memory: AdamW on fp32 masters of a 16-bit model."""
 
     def __init__(self, params: list[nn.Parameter], lr: float) -> None:
         self.params = params
@@ -201,7 +201,7 @@ class AdamWOnMasters:
             p.copy_(master)
 
     def state_bytes(self) -> int:
-        """Memory of the masters and of every tensor in AdamW's state."""
+        """Return the bytes of the masters and of all tensors in AdamW's state."""
         states = [t for entry in self.adamw.state.values() for t in entry.values()]
         return sum(t.untyped_storage().nbytes() for t in self.masters + states)
 
@@ -215,7 +215,7 @@ class Row:
 
     step: int
     loss: dict[str, float]
-    seconds: dict[str, float]  # CSDAdam's: until the last state has reached its device
+    seconds: dict[str, float]  # CSDAdam's end when all states have reached their devices
 
 
 @dataclass
@@ -231,7 +231,7 @@ def train(
     texts: tuple[Tensor, Tensor],
     compute: torch.dtype,
 ) -> Iterator[tuple[Row, Validation | None, dict[str, Any]]]:
-    """Trains all models one step at a time; yields losses, now and then validation, and the statistics of CSDAdam."""
+    """Train all models one step at a time. Yields each step's losses, its validation if any, CSDAdam's statistics."""
 
     def schedule(step: int) -> float:
         warm_up = max(1, size.steps // 10)
@@ -278,14 +278,14 @@ def smooth(values: list[float], span: int) -> list[float]:
 
 
 def plot(rows: list[Row], validations: list[Validation], title: str, path: Path) -> None:
-    """The loss curves above, what they differ by below."""
+    """Plot the loss curves (top) and their differences (bottom)."""
     blue, green, orange, grey = "#1f5fa8", "#2a8f3c", "#e8871e", "#666666"
     steps = [r.step for r in rows]
     span = max(2, len(rows) // 30)
     figure, (upper, lower) = plt.subplots(
         2, 1, figsize=(9, 7), sharex=True, height_ratios=(3, 1.2), layout="constrained"
     )
-    # The broad line below and the broken ones on top stay visible where they coincide, which is everywhere.
+    # A broad line below and broken lines on top stay visible where the curves coincide, which is everywhere.
     lines = {
         "adamw": ("AdamW, in memory", {"color": orange, "lw": 6, "alpha": 0.5}),
         "csdadam_8bit": ("CSDAdam, 8-bit states, on CSDs", {"color": green, "lw": 3, "ls": (0, (1, 1))}),
@@ -329,7 +329,7 @@ def megabytes(n: float) -> str:
 
 
 def table(title: str, *heads: str) -> Table:
-    """An empty table: names on the left, figures on the right."""
+    """Return an empty table: the first column left-aligned, for names; the others right-aligned, for figures."""
     made = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
     for i, head in enumerate(heads):
         made.add_column(head, justify="right" if i else "left")
@@ -381,7 +381,7 @@ def memory_table(report: dict[str, Any]) -> Table:
 
 
 def measure(rows: list[Row], validations: list[Validation], stats: list[dict[str, Any]]) -> dict[str, Any]:
-    """The figures of the tables. Medians leave out the first two steps, which make the files."""
+    """Return the figures of the tables. Medians leave out the first two steps, which create the files."""
     steady = slice(2, None) if len(stats) > 4 else slice(None)
     tail = max(1, len(rows) // 20)
     seconds = {name: statistics.median(r.seconds[name] for r in rows[steady]) for name in NAMES}
@@ -398,7 +398,7 @@ def measure(rows: list[Row], validations: list[Validation], stats: list[dict[str
 
 
 def measure_devices(stats: list[dict[str, Any]], step: float) -> dict[str, Any]:
-    """What one CSDAdam's devices did, in steps of so many seconds."""
+    """Return what the devices of one CSDAdam did. `step`: seconds of a step."""
 
     def median_rate(device: int, kind: str) -> float:
         devices = [s["devices"][device] for s in stats]
@@ -433,8 +433,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, help=f"training steps ({FULL.steps})")
     parser.add_argument("--devices", type=int, default=4, metavar="N", help="CSDs (4)")
-    parser.add_argument("--cards", action="store_true", help="SmartSSDs, instead of files updated by the CPU")
-    parser.add_argument("--compute", choices=("bfloat16", "float32"), help="calculate in this (the faster one here)")
+    parser.add_argument("--cards", action="store_true", help="SmartSSDs instead of files updated by the CPU")
+    parser.add_argument("--compute", choices=("bfloat16", "float32"), help="dtype to compute in (the faster one here)")
     parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help="where files go")
     parser.add_argument("--quick", action="store_true", help="a tiny model and few steps: seconds, for tests")
     parser.add_argument(
@@ -483,7 +483,7 @@ def main() -> None:
         say(f"  CSDAdam  {what}: xrt:0 to xrt:{options.devices - 1}, in scratch files")
         say("           and once more, with 8-bit states")
     else:
-        # The buffers would have all of so small a model: then no state would ever be read.
+        # cache=off: buffers would hold all states of so small a model, and none would ever be read.
         folders = {"csdadam": "csd", "csdadam_8bit": "8bit-csd"}
         devices = {
             name: [f"file:{options.out}/{folder}{i}?cache=off" for i in range(options.devices)]
@@ -562,12 +562,12 @@ def main() -> None:
     notes = {
         loss_table: "At the end, in nats per byte, training over the last steps. A step of the optimizer ends "
         "when its last state is stored.",
-        traffic_table: "push: into the device, pull: out of it. flash: 12 B of state, or of 8-bit ones "
-        f"{5 if options.cards else 3} B read and 5 B written, and the rest of the last tile.",
+        traffic_table: "push: into the device, pull: out of it. flash: 12 B of fp32 states, or of 8-bit states "
+        f"{5 if options.cards else 3} B read and 5 B written, and the padding of the last tile.",
         device_table: "They share one disk, which serves them in turns: GB/s of a device while it has requests "
         f"waiting, of all together over the whole step. Wear: {megabytes(wear['written_bytes'])} written, "
-        f"{megabytes(wear['bytes_per_step'])} a step; going on like this, a drive rated for "
-        f"{RATED / 1e12:.0f} TB would last {wear['days']:,.0f} days. With 8-bit states "
+        f"{megabytes(wear['bytes_per_step'])} a step; at this rate, a drive rated for "
+        f"{RATED / 1e12:.0f} TB would last {wear['days']:,.0f} days. With 8-bit states: "
         f"{megabytes(report['wear']['csdadam_8bit']['bytes_per_step'])} a step.",
         memory_table: f"AdamW: {STATE_BYTES} B per parameter. CSDAdam: {BUFFERS} tile buffers a device, at most 12 MiB "
         "each, or 5 MiB.",
@@ -577,7 +577,7 @@ def main() -> None:
         say(make(report))
         say(note, style="dim")
     say()
-    real = "These CSDs are emulated: here the flash bytes, too, went through the host; with real ones only the link "
+    real = "These CSDs are emulated: here the flash bytes also went through the host; with real ones only the link "
     real += "bytes would."
     if options.cards and emulated:
         real += " And a CPU did the work of the FPGAs: times and rates mean nothing."

@@ -1,24 +1,25 @@
-"""One optimizer step on several ranks, against ZeroRedundancyOptimizer(AdamW). From the project's root:
+"""One optimizer step on several ranks, compared with ZeroRedundancyOptimizer(AdamW). From the project's root:
 
     python -m bench.distributed                       50 M parameters on 1, 2 and 4 processes, joined by gloo
     python -m bench.distributed --devices /mnt/nvme{local_rank} ram: --params 1e8 --dtype bf16
     python -m bench.distributed --quick               tiny, to see that it works
 
     DDP replicated   every rank holds all parameters and keeps all states (sharded=False)
-    DDP sharded      ... keeps the states of its share, updates that, gets the rest from the others: the default
+    DDP sharded      every rank holds all parameters, keeps the states of its share and updates that, and gets the
+                     other parameters from the other ranks: the default
     FSDP2            every rank holds and updates its shards; parameters are gathered in the forward, not in the step
     AdamW            torch's (fused), on replicas and on FSDP2's shards, for orientation
 
 First each way, on each device, is compared with torch.optim.AdamW on fp32 copies, and the ranks with each other. Then
-steps are timed by turns with ZeRO's (fused AdamW, parameters as views of buckets), which keeps its states in memory, in
-bf16 where parameters are bf16: 4 bytes per parameter instead of our 12. A step is timed alone, from a barrier, on the
-slowest rank: gradients are there already, and what DDP and FSDP move in forward and backward is not in it, as it is the
-same for everybody. Within our step the updates overlap with reading and writing states and with gathering parameters.
-It counts until the last state is in its place, though in a training that overlaps with the next forward; when step()
-returned is told beside it.
+its steps and ZeRO's are timed by turns. ZeRO (fused AdamW, parameters as views of buckets) keeps its states in memory,
+in bf16 if parameters are bf16: 4 bytes per parameter instead of our 12. A step is timed alone, from a barrier, on the
+slowest rank. Gradients are there already; what DDP and FSDP move in forward and backward is not included, since it is
+the same for both. Within our step, updates overlap with reading and writing states and with gathering parameters. It
+counts until all states are written, although in a training the end overlaps with the next forward; the time until
+step() returns is shown as well.
 
 Bytes are per rank: ours are counted where they are moved, ZeRO's are what the other ranks own. All processes share this
-machine's cores, memory and disk: see what a way costs beside another one, and not how it scales.
+machine's cores, memory and disk: the figures compare ways with each other and say nothing about scaling.
 
 --json prints schema csd_optim.bench.distributed/1.
 """
@@ -80,14 +81,14 @@ def main() -> None:
 
 def on_processes(size: int, arguments: argparse.Namespace) -> list[Row]:
     with tempfile.TemporaryDirectory() as meeting:
-        # Forked, which saves each an import of torch: nothing has been computed here yet, so no threads are lost.
+        # Forked, so that torch is imported once. Nothing was computed here yet, so there are no threads to lose.
         torch.multiprocessing.start_processes(work, (size, meeting, arguments), size, start_method="fork")
         rows: list[Row] = json.loads(Path(meeting, "rows").read_text())
     return rows
 
 
 def work(rank: int, size: int, meeting: str, arguments: argparse.Namespace) -> None:
-    """What each process does. The processes share the cores."""
+    """Run all measurements as rank `rank` of `size`. The processes share the cores."""
     threads = max(1, len(os.sched_getaffinity(0)) // size)
     torch.set_num_threads(threads)
     bindings.threads_use(threads)
@@ -118,7 +119,7 @@ def work(rank: int, size: int, meeting: str, arguments: argparse.Namespace) -> N
 
 
 def ours(device: str, options: Row) -> Callable[[Params], Optimizer]:
-    """Makes one on nameless scratch space: a store that is there is never touched."""
+    """Return a function that makes a CSDAdam on unnamed scratch space, so that no store is touched."""
     devices = [scratch(spec) for spec in parse_devices(device)]
     return lambda params: CSDAdam(params, devices=devices, **options)
 
@@ -128,7 +129,7 @@ def zero(params: Params) -> ZeroRedundancyOptimizer:
 
 
 def parameters(params: int, dtype: torch.dtype, way: str) -> Params:
-    """Those of square linear layers with biases, with `params` elements or a little more, alike on all ranks."""
+    """Return parameters of square linear layers with biases: `params` elements or a few more, alike on all ranks."""
     torch.manual_seed(1)
     width = 1024 if params > 10**7 else 64
     layers = -(-params // (width * (width + 1)))
@@ -153,7 +154,7 @@ def whole(t: torch.Tensor) -> torch.Tensor:
 
 
 def verify(way: str, make: Callable[[Params], Optimizer], dtype: torch.dtype, n: int) -> float:
-    """Ten steps, compared with AdamW on fp32 copies: the largest relative difference. Exits if it is no AdamW's."""
+    """Compare ten steps with AdamW on fp32 copies. Returns the largest relative difference; exits if too large."""
     params = parameters(n, dtype, way)
     copies = [nn.Parameter(whole(p).float().clone()) for p in params]
     oracle = AdamW(copies)
@@ -179,7 +180,7 @@ def verify(way: str, make: Callable[[Params], Optimizer], dtype: torch.dtype, n:
 
 
 def check_alike(way: str, params: Params) -> None:
-    """Exits if the ranks do not hold the same bits."""
+    """Exit if the ranks' parameters differ in any bit."""
     said: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(said, [zlib.crc32(whole(p).contiguous().view(torch.uint8).numpy()) for p in params])
     if any(theirs != said[0] for theirs in said):
@@ -187,20 +188,20 @@ def check_alike(way: str, params: Params) -> None:
 
 
 def measure(way: str, make: Callable[[Params], Optimizer], dtype: torch.dtype, arguments: argparse.Namespace) -> Row:
-    """Steps by turns with ZeRO's; of each the slowest rank."""
+    """Time steps and ZeRO's steps by turns. The slowest rank counts."""
     params, replicas = parameters(arguments.params, dtype, way), parameters(arguments.params, dtype, "DDP")
     gradients = [torch.randn_like(p) for p in replicas]
     give(params, gradients)
     give(replicas, gradients)
     peer = zero(replicas)
-    seconds = []  # until it returned, until the last state was in its place, ZeRO's
+    seconds = []  # per run: until step() returned, until all states were written, ZeRO's step
     with closing(make(params)) as opt:
         for _ in range(WARM_UP + arguments.runs):
             dist.barrier()
             start = time.perf_counter()
             opt.step()
             returned = time.perf_counter()
-            counted = opt.stats() if isinstance(opt, CSDAdam) else {}  # waits for the last states
+            counted = opt.stats() if isinstance(opt, CSDAdam) else {}  # waits until all states are written
             done = time.perf_counter()
             dist.barrier()
             began = time.perf_counter()
@@ -226,7 +227,7 @@ def measure(way: str, make: Callable[[Params], Optimizer], dtype: torch.dtype, a
 
 
 def others_own(peer: ZeroRedundancyOptimizer) -> int:
-    """Bytes of the parameters that the other ranks update and send."""
+    """Return the bytes of the parameters that the other ranks update and send."""
     owned = [group for r, groups in enumerate(peer._partition_parameters()) if r != dist.get_rank() for group in groups]
     return sum(p.nbytes for group in owned for p in group["params"])
 
@@ -245,7 +246,7 @@ def closing(opt: Optimizer) -> contextlib.AbstractContextManager[Any]:
 
 
 def describe(row: Row) -> str:
-    """Median (least to most) of everything; of bytes the rank that moves most."""
+    """Return a row as text: medians (minimum to maximum); bytes are those of the rank that moves most."""
     milliseconds = {k: [1e3 * s for s in row[k]] for k in ("seconds", "seconds_until_step_returns", "zero_seconds")}
     runs = len(row["seconds"])
     on = f" on {row['device']}" if "device" in row else ""
@@ -270,9 +271,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--dtype", nargs="+", choices=("bf16", "fp16", "fp32"), default=["bf16", "fp32"])
     parser.add_argument(
-        "--devices", nargs="+", help="each by itself, as CSDAdam(devices=...) takes it; {rank} etc. in it"
+        "--devices", nargs="+", help="each is timed by itself; as in CSDAdam(devices=...), with {rank} etc."
     )
-    parser.add_argument("--directory", type=Path, default=Path("build/bench"), help="where no device is named")
+    parser.add_argument("--directory", type=Path, default=Path("build/bench"), help="used if no device is named")
     parser.add_argument("--runs", type=int, default=7, help="timed steps, at least 5")
     parser.add_argument("--quick", action="store_true", help="0.05 M parameters on 1 and 2 processes")
     parser.add_argument("--json", action="store_true", help="print everything on stdout")

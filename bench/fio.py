@@ -17,7 +17,7 @@ from csd_optim.engine.tuning import HUGE_PAGE
 
 SMALL_PAGE = mmap.PAGESIZE
 
-# (bytes per request, requests in flight). Beyond about 8 MiB in flight neither matters much, so four are enough.
+# (bytes per request, requests in flight). With more than about 8 MiB in flight, the shape matters little: four suffice.
 FIO_SHAPES = ((512 << 10, 32), (1 << 20, 16), (4 << 20, 8), (256 << 10, 64))
 FIO_ENGINES = ("io_uring", "libaio", "psync")  # best first; containers often forbid the first
 
@@ -36,7 +36,7 @@ def fio_mixed(directory: Path, gib: float, seconds: float = 4) -> dict[str, Any]
     if fio is None:
         return {"skipped": "fio is not installed"}
     directory = Path(directory)
-    size = int(gib * 2**30) // (32 << 20) * (32 << 20)  # whole requests for each of psync's threads too
+    size = int(gib * 2**30) // (32 << 20) * (32 << 20)  # each of psync's threads must get whole requests
     if size < 64 << 20:
         return {"skipped": f"{gib} GiB is too small a file, 0.0625 is the least"}
     free = shutil.disk_usage(directory).free

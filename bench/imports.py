@@ -7,11 +7,11 @@ Seconds of CPU time, in new interpreters by turns; before the first turn each ha
 compiled and cached:
 
     torch       import torch
-    CSDAdam     and after it `from csd_optim import CSDAdam`, beyond torch's own
-    csd_optim   import csd_optim, without torch, which comes with the first optimizer
+    CSDAdam     from csd_optim import CSDAdam, after torch, whose own import is not included
+    csd_optim   import csd_optim, which does not import torch before the first optimizer is named
     command     csd-optim --version, the whole process
 
-Reported are medians, lowest and highest. --json prints schema csd_optim.bench.imports/1.
+It reports medians, minima and maxima. --json prints schema csd_optim.bench.imports/1.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ AFTER_EACH_OTHER = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=15)
-    parser.add_argument("--quick", action="store_true", help="one turn, whatever is cached")
+    parser.add_argument("--quick", action="store_true", help="one turn, without filling caches first")
     parser.add_argument("--json", action="store_true", help="print everything on stdout")
     arguments = parser.parse_args()
     facts = machine_facts()
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def turn() -> dict[str, float]:
-    """CPU seconds of each, by name."""
+    """Run every measurement once. Returns CPU seconds by name."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     seconds: dict[str, float] = {}
     for lines in AFTER_EACH_OTHER:

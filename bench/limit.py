@@ -1,4 +1,4 @@
-"""Limits the memory of this process, and says how it is done."""
+"""Limits the memory of this process, by a cgroup or by RLIMIT_DATA."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ OWN = Path("/proc/self/cgroup")
 
 
 def limit_memory(nbytes: int) -> tuple[str, Path | None]:
-    """From now on this process, and those that it starts, have so many bytes: what did it, and the cgroup if it is one.
+    """Limit this process, and those it starts from now on, to `nbytes` bytes of memory.
 
-    A cgroup v2 where one can be made: it counts everything, and who takes too much is killed. Else RLIMIT_DATA, which
-    takes no privileges: it counts all memory of the process that is private and writable, and who takes too much is
-    refused. Whoever made a cgroup removes it when all in it have ended.
+    Uses a cgroup v2 if one can be made: it counts all memory, and kills a process that takes too much. Otherwise
+    RLIMIT_DATA, which needs no privileges: it counts the process's private writable memory, and allocations beyond it
+    fail. Returns a description of the limit, and the cgroup's directory or None. The caller removes the cgroup when all
+    its processes have ended.
     """
     try:
         group = _cgroup(nbytes)
@@ -26,14 +27,14 @@ def limit_memory(nbytes: int) -> tuple[str, Path | None]:
 
 
 def _cgroup(nbytes: int) -> Path:
-    """Raises OSError if there can be none."""
+    """Make a cgroup with the limit and move this process into it. Raises OSError if that is not possible."""
     own = next((line for line in OWN.read_text().splitlines() if line.startswith("0::/")), None)
     if own is None or not (CGROUPS / "cgroup.controllers").exists():
         raise OSError(f"none is mounted at {CGROUPS}")
-    # Beside our own group: one that has processes in it cannot have groups with a limit below it.
+    # A sibling of our own group: a group that contains processes cannot have limited child groups.
     above = (CGROUPS / own.removeprefix("0::/")).parent if own != "0::/" else CGROUPS
     if "memory" not in (above / "cgroup.subtree_control").read_text().split():
-        raise OSError(f"{above} does not hand on the control of memory")
+        raise OSError(f"{above} does not delegate the memory controller")
     group = above / f"csd-optim-{os.getpid()}"
     try:
         group.mkdir()

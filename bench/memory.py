@@ -1,20 +1,20 @@
-"""What a training takes of memory that grows with its model, with gradients freed in backward and without. From the
-project's root:
+"""The memory of a training per parameter of its model, with and without gradients freed in backward. From the project's
+root:
 
     python -m bench.memory                    up to 1.6 B parameters: some minutes, and 16 GB of disk
     python -m bench.memory --quick            one small model, to see that it works
 
 A GPT in bf16, with 8-bit states in a named directory, takes a few steps, each time in a process of its own:
 
-    none    p.grad as torch keeps it
+    none    gradients stay in p.grad, as in torch
     free    overlap(model, free_gradients=True): the step runs in backward
 
-What is reported is the most that was resident (VmHWM): parameters, gradients, activations, buffers, Python and torch;
-not the page cache. From the smallest model to the largest it grows by so many bytes per parameter. The largest one is
-trained once more in a process limited to what it should need, 2 bytes per parameter and --allowance for all the rest;
-and so is one without, to see that the limit is one. The limit is RLIMIT_DATA: what counts is all memory of a process
-that is private and writable, so it fails where it allocates too much. It takes no privileges, and no page cache counts.
-All parameters have to be the same after the last step, whatever the mode, or nothing is reported.
+Peak resident memory (VmHWM) is reported (parameters, gradients, activations, buffers, Python and torch, but not the
+page cache), and its growth in bytes per parameter, from the smallest model to the largest. With `free`, the largest
+model is trained once more in a process limited to what it should need, 2 bytes per parameter and --allowance for the
+rest; with `none` it must fail there, which shows that the limit works. The limit is RLIMIT_DATA: it counts the private
+writable memory of a process, not the page cache, needs no privileges, and makes allocations beyond it fail. After the
+last step, all modes must have the same parameters, or nothing is reported.
 
 --json prints schema csd_optim.bench.memory/1.
 """
@@ -43,7 +43,7 @@ from csd_optim.devices.units import parse_bytes
 
 Row = dict[str, Any]
 MODES = ("none", "free")
-CONTEXT = 16  # tokens: activations are no matter here
+CONTEXT = 16  # tokens: few, so that activations take hardly any memory
 SECONDS = 3600  # for one process
 
 
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def slope(small: Row, large: Row) -> float:
-    """Bytes that one parameter more takes."""
+    """Return the growth of memory in bytes per additional parameter."""
     return float((large["peak_bytes"] - small["peak_bytes"]) / (large["params"] - small["params"]))
 
 
@@ -89,7 +89,7 @@ def verify(rows: list[Row]) -> None:
 
 
 def measured(arguments: argparse.Namespace, mode: str, layers: int, limit: int = 0) -> Row:
-    """A training in a process of its own; `limit`: of its memory, in bytes; 0: none."""
+    """Run a training in a process of its own. `limit`: of its memory, in bytes; 0 for none."""
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
         options = [f"--child={mode}", f"--directory={directory}", f"--limit={limit}", f"--layers={layers}"]
         options += [f"--width={arguments.width}", f"--steps={arguments.steps}"]
@@ -105,7 +105,7 @@ def measured(arguments: argparse.Namespace, mode: str, layers: int, limit: int =
 
 
 def train(arguments: argparse.Namespace) -> Row:
-    """In the process that is measured."""
+    """Train, in the process that is measured."""
     if arguments.limit:
         resource.setrlimit(resource.RLIMIT_DATA, (arguments.limit, arguments.limit))
     torch.manual_seed(0)
@@ -139,7 +139,7 @@ def train(arguments: argparse.Namespace) -> Row:
 
 
 def peak() -> int:
-    """Bytes of this process that were resident at most: not ru_maxrss, which it has from whoever forked it."""
+    """Return this process's peak resident bytes. Not ru_maxrss, which it inherits from the process that forked it."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) << 10
 
@@ -157,9 +157,9 @@ def describe(row: Row) -> str:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=1664)
-    parser.add_argument("--layers", type=int, nargs="+", default=[12, 48], help="of each model, ascending")
+    parser.add_argument("--layers", type=int, nargs="+", default=[12, 48], help="layers of each model, ascending")
     parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--allowance", type=parse_bytes, default="2GiB", help="beside 2 bytes per parameter")
+    parser.add_argument("--allowance", type=parse_bytes, default="2GiB", help="the limit beyond 2 bytes per parameter")
     parser.add_argument("--directory", type=Path, default=Path("build/bench"), help="where the states go")
     parser.add_argument("--quick", action="store_true", help="one small model")
     parser.add_argument("--json", action="store_true", help="print everything on stdout")

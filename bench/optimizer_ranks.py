@@ -1,25 +1,25 @@
-"""Optimizer ranks on networks and drives that keep a pace, beside ways without them. From the project's root:
+"""Optimizer ranks (owners) on paced networks and drives, compared with ways without them. From the project's root:
 
     python -m bench.optimizer_ranks             5 M parameters, 4 trainers: about five minutes
-    python -m bench.optimizer_ranks --kills     what is left of the time if trainers are killed
+    python -m bench.optimizer_ranks --kills     goodput while trainers are killed
     python -m bench.optimizer_ranks --quick     a few seconds, to see that it works
 
     adamw     DDP and torch's fused AdamW, states in each trainer's memory
     zero      DDP and ZeroRedundancyOptimizer(AdamW), in memory
-    local     DDP and CSDAdam, each trainer has its share on drives of its own, as many as an owner has
-    kept ...  the routes to owners (csd-optim serve): those that --routes names
+    local     DDP and CSDAdam, each trainer has its share on as many drives of its own as an owner has
+    kept ...  the routes to owners (csd-optim serve) that --routes names
 
-Trainers and owners are machines of a network of namespaces (bench/paced_network.py): bytes really move, by TCP, at
-the pace of `--trainer-link` and of 1, 2, 4 times that for owners; drives keep theirs, `--drive`. Where there can be no
-such network everything is on loopback and nothing of it is paced but the drives: said in the output, and then times say
+Trainers and owners are machines of a network of namespaces (bench/paced_network.py). Bytes really move, by TCP, at the
+rate of `--trainer-link`, for owners at 1, 2 and 4 times that rate; drives are paced, too (`--drive`). If such a network
+cannot be made, everything runs on loopback and only the drives are paced: the output says so, and the times mean
 little. All processes share this machine's cores either way.
 
-An iteration is forward and backward (no seconds, or --backward) with DDP's hooks, and step(). All ways must end with
-the same parameters on all trainers, ours with those of one process that was given the mean gradient, to the last bit,
-or nothing is reported. Bytes are those that the kernel counts at the interfaces, beside those of the formulas. Times
-are beside what `csd-optim plan --trainers` predicts, and beside the limit: what the busiest link or drive needs at
-least. For both a link is as fast as TCP alone is on it, which is measured first: all trainers exchange the bytes of a
-step with all owners, in both directions at once.
+An iteration is forward and backward (which take no time, or --backward seconds) with DDP's hooks, and step(). All
+trainers must end with the same parameters, and with ours they must be those of one process that gets the mean gradient,
+to the last bit, or nothing is reported. Bytes are counted by the kernel at the interfaces, and shown beside those of
+the formulas. Times are shown beside the prediction of `csd-optim plan --trainers`, and beside the limit: the time that
+the busiest link or drive needs at least. Both take as a link's rate what TCP alone reaches on it, which is measured
+first: all trainers exchange the bytes of a step with all owners, in both directions at once.
 
 --json prints schema csd_optim.bench.optimizer_ranks/1.
 """
@@ -50,12 +50,12 @@ from csd_optim.planning.ranks import Fleet
 from csd_optim.serve import wire
 
 Row = dict[str, Any]
-WARM_UP = 2  # iterations: DDP finds its buckets, states are made
+WARM_UP = 2  # iterations: DDP rebuilds its buckets, states are created
 NETWORK = f"network namespaces, veth and tbf, frames of {paced_network.MTU} bytes, TCP {paced_network.CONGESTION}"
-TCP_RUNS = 3  # of which the best counts: a limit that is too low would flatter
-WITHIN = 0.02  # of the formula, bytes are good
+TCP_RUNS = 3  # the best one counts: a limit measured too low would flatter us
+WITHIN = 0.02  # largest relative deviation of bytes from the formula
 ROUTES = [route for route in ranks.ROUTES if route in wire.ROUTES]
-SAME_BITS = ("local", *ROUTES)  # as the reference; AdamW in bf16 rounds otherwise
+SAME_BITS = ("local", *ROUTES)  # ways that must have the reference's bits; AdamW in bf16 rounds differently
 
 
 def main() -> None:
@@ -68,7 +68,7 @@ def main() -> None:
         **machine_facts(),
         "storage": machine.storage(arguments.directory),
         "network": f"loopback, unpaced: {why_not}" if why_not else NETWORK,
-        "load": os.getloadavg()[0],  # processes that wanted a core before: figures of a busy machine say so
+        "load": os.getloadavg()[0],  # load average before, which shows if the machine was busy
         **{k: getattr(arguments, k) for k in ("params", "trainers", "owners", "trainer_link", "drive", "backward")},
     }
     say("  ".join(f"{k}: {v}" for k, v in facts.items()))
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def machines(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """Names of the trainers', and of the owners'."""
+    """Return the names of the trainers' machines, and of the owners'."""
     return [f"trainer{k}" for k in range(arguments.trainers)], [f"owner{k}" for k in range(arguments.owners)]
 
 
@@ -95,12 +95,12 @@ def made_network(arguments: argparse.Namespace) -> Network:
 
 
 def measure_all(arguments: argparse.Namespace, network: Network | None, directory: Path) -> list[Row]:
-    """Each way in turn, on trainers that stay. SystemExit: results differ."""
+    """Measure each way in turn, with the same trainer processes. Raises SystemExit if results differ."""
     trainers_at, owners_at = machines(arguments)
     trainers = Trainers(places_of(network, trainers_at), f"file://{directory}/meeting")
     host = network.address(owners_at[0]) if network else "127.0.0.1"
     rows = []
-    # Links of owners that never wait: what it is of them, it is of trainers' links.
+    # With links so wide, owners never slow trainers down: what TCP reaches then is its rate on trainers' links.
     wide = arguments.trainers / arguments.owners
     tcp = paced(network, wide, arguments) / wide
     for way in ("adamw", "zero"):
@@ -127,7 +127,7 @@ def measure_all(arguments: argparse.Namespace, network: Network | None, director
     for row in rows:
         alike = {wanted} if row["way"] in SAME_BITS else {row["checksums"][0]}
         if {*row["checksums"]} != alike:
-            raise SystemExit(f"{describe(row)}\n    has other parameters than it should have: nothing is reported")
+            raise SystemExit(f"{describe(row)}\n    has wrong parameters: nothing is reported")
         del row["checksums"]
     say(f"verified: {total} steps, the same parameters on all trainers; ours those of one process, to the last bit")
     if not network:
@@ -135,12 +135,12 @@ def measure_all(arguments: argparse.Namespace, network: Network | None, director
     off = [row for row in rows if any(abs(ratio - 1) > WITHIN for ratio in row.get("bytes_ratio", {}).values())]
     say(f"bytes are within {WITHIN:.0%} of the formulas: {'no, see ' + str(len(off)) + ' rows' if off else 'all'}")
     ratios = [statistics.median(row["seconds"]) / row["predicted"] for row in rows if row["predicted"]]
-    say(f"measured, of the prediction: {span(ratios, 2)}")
+    say(f"measured over predicted: {span(ratios, 2)}")
     return rows
 
 
 def paced(network: Network | None, times: float, arguments: argparse.Namespace) -> float:
-    """Gives the owners links of so many times a trainer's. Returns as how many of these TCP alone moves."""
+    """Give owners links `times` as fast as a trainer's. Returns TCP's rate on them, in units of a trainer's link."""
     if not network:
         return times
     trainers_at, owners_at = machines(arguments)
@@ -155,7 +155,7 @@ def paced(network: Network | None, times: float, arguments: argparse.Namespace) 
 
 
 def measured(way: str, at: Row, trainers: Trainers, network: Network | None, arguments: argparse.Namespace) -> Row:
-    """One row: an optimizer of its own, warmed up, timed, and closed."""
+    """Return one row: make an optimizer, warm it up, time it, and close it."""
     devices = at.pop("devices")
     options = {"tile_size": arguments.tile, "overwrite": True} if way in SAME_BITS else {}
     same = {"params": arguments.params, "backward": arguments.backward, "way": way, **options}
@@ -196,7 +196,7 @@ def measured(way: str, at: Row, trainers: Trainers, network: Network | None, arg
 
 
 def planned(arguments: argparse.Namespace, drives: int, tcp: float, owner_tcp: float) -> tuple[Request, Fleet]:
-    """What the model is asked about a row; of links, how much of a trainer's pace TCP moves."""
+    """Return what the model is asked about a row. `tcp`, `owner_tcp`: TCP's rate on the links, in units of the pace."""
     r = Request(
         params=arguments.params,
         devices=drives,
@@ -244,14 +244,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--owners", type=int, default=1)
     parser.add_argument("--routes", nargs="+", choices=ROUTES, default=ROUTES)
     parser.add_argument("--trainer-link", type=parse_link, default=50e6, help="such as 400Mb/s, the default")
-    parser.add_argument("--owner-link", type=float, nargs="+", default=[1, 2, 4], help="times a trainer's")
-    parser.add_argument("--drives", type=int, nargs="+", default=[1, 2, 4], help="of an owner, or of a trainer")
+    parser.add_argument("--owner-link", type=float, nargs="+", default=[1, 2, 4], help="as multiples of a trainer's")
+    parser.add_argument(
+        "--drives", type=int, nargs="+", default=[1, 2, 4], help="of each owner; `local`: of each trainer"
+    )
     parser.add_argument("--drive", type=parse_rate, default=300e6, help="read and written together (default 300MB/s)")
-    parser.add_argument("--backward", type=float, default=0.0, help="seconds that it takes")
+    parser.add_argument("--backward", type=float, default=0.0, help="seconds that backward takes")
     parser.add_argument("--runs", type=int, default=5, help="timed iterations, at least 5")
     parser.add_argument("--kills", action="store_true", help="goodput while trainers are killed, instead of the rest")
-    parser.add_argument("--mtbf", type=float, default=10, help="--kills: mean steps between two of them")
-    parser.add_argument("--steps", type=int, default=40, help="--kills: that each way trains")
+    parser.add_argument("--mtbf", type=float, default=10, help="--kills: mean number of steps between two")
+    parser.add_argument("--steps", type=int, default=40, help="--kills: steps that each way trains")
     parser.add_argument("--every", type=int, nargs="+", default=[5, 20], help="--kills: steps between checkpoints")
     parser.add_argument("--unpaced", action="store_true", help="on loopback, even where a network can be made")
     parser.add_argument("--directory", type=Path, default=Path("build/bench"), help="where the drives are")

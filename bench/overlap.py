@@ -2,27 +2,28 @@
 
     python -m bench.overlap                   12.6 M parameters on a slow device, about ten minutes
     python -m bench.overlap --quick           half a minute, to see that it works
-    python -m bench.overlap --accelerator     parameters and gradients there; --emulated: on that of the tests
+    python -m bench.overlap --accelerator     parameters and gradients on an accelerator
+    python -m bench.overlap --emulated        the same on the tests' emulated accelerator
 
-Without an accelerator a model that takes as long as its step leaves no CPU for that. So the model stands in for one:
-each layer sleeps its share of forward (f) and backward (b = 2 f), uses all bytes of its parameter in forward, and makes
-a gradient of them. The device is a file that keeps a pace. So only times are made up: parameters, gradients and states
-are real, and every step is committed.
+Without an accelerator, a model that takes as long as its step would leave the step no CPU. So the model pretends to run
+on one: each layer sleeps for its share of forward (f) and backward (b = 2 f), reads all bytes of its parameter in
+forward, and makes a gradient of them. The device is a paced file. Only the times are made up: parameters, gradients and
+states are real, and every step is committed.
 
     none       step() returns when the parameters are there
     forward    overlap(model): step() returns at once, layers wait for their parameters
     backward   overlap(model, backward=True): the step begins in backward, too
 
-s is the time of a step by itself: steps without a model, one after another; f + b are measured, too. The three are
-timed by turns, several iterations in a row from the end of one step() to that of another, for several f + b; the ratio
-is to what could be reached: f + b + s, b + max(f, s), max(f + b, s). Further rows: gradients clipped in each step, or
-in every other one, so that what began in backward is begun anew; several backward passes in a step; little memory
-(hold). One row is a small GPT that computes, on the disk as it is: model and device share the cores there, so it shows
-that the bits are the same, and claims nothing. Nothing is reported unless all parameters are the same, whatever the
-mode. Each row has the seconds that step() held the program, too.
+s is the time of a step by itself, measured over steps without a model; f + b is measured, too. The three modes are
+timed by turns, for several f + b: several iterations in a row, from the end of one step() to that of another. The ratio
+is to what could be reached: f + b + s, b + max(f, s), max(f + b, s). Further rows: gradients clipped in each step or in
+every other one, so that a step that began in backward must start over; several backward passes per step; little memory
+(hold). One row is a small GPT that really computes, on an unpaced disk: model and device share the cores there, so it
+only shows that the bits are the same. Nothing is reported unless all modes end with the same parameters. Each row also
+has the seconds for which step() blocked the program.
 
-On an accelerator only the first rows are timed. The emulated one copies with the CPU, and when it is told to: what it
-shows is what waits for what, and no rate of a link.
+On an accelerator only the first rows are timed. The emulated one copies with the CPU: it shows what waits for what, but
+no rate of a link.
 
 --json prints schema csd_optim.bench.overlap/1.
 """
@@ -53,15 +54,15 @@ from csd_optim.devices import machine
 Row = dict[str, Any]
 LAYERS = 24
 TILE = 1 << 16  # elements
-WARM_UP = 3  # iterations: the order of use is noted, and the share of a step that fits into backward is found
-IN_A_ROW = 4  # iterations, of which the first is not timed
+WARM_UP = 3  # iterations, in which overlap() learns the order of use and how much of a step fits into backward
+IN_A_ROW = 4  # iterations of a turn; the first is not timed
 MODES: dict[str, Row | None] = {"none": None, "forward": {}, "backward": {"backward": True}}
 TIMES = (1 / 7, 3 / 7, 1.0, 2.0)  # f + b, in units of s
 NEVER, ALWAYS = 1e30, 1e-3  # norms to which gradients are clipped
 
 
 class Sleeps(torch.autograd.Function):
-    """Stands for a layer on an accelerator."""
+    """A layer that sleeps, as if an accelerator computed it."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, seconds: tuple[float, float]) -> torch.Tensor:
@@ -82,12 +83,12 @@ class Sleeps(torch.autograd.Function):
 
 
 def sleep_until(moment: float) -> None:
-    """Of time.perf_counter()."""
+    """Sleep until `moment`, of time.perf_counter()."""
     time.sleep(max(0.0, moment - time.perf_counter()))
 
 
 class Layer(nn.Module):
-    """`forward`, `backward`: seconds."""
+    """A layer of the pretended model. `forward`, `backward`: its seconds."""
 
     def __init__(self, elems: int, forward: float, backward: float, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -99,7 +100,7 @@ class Layer(nn.Module):
 
 
 class Training:
-    """One model in one mode. `seconds`: of forward and backward."""
+    """One model in one mode. `seconds`: those of forward and of backward."""
 
     def __init__(self, arguments: argparse.Namespace, mode: str, seconds: float, place: Path, case: Row) -> None:
         passes = case.get("passes", 1)
@@ -122,7 +123,7 @@ class Training:
         if how is not None:
             self.opt.overlap(self.model, **(how | ({"hold": case["hold"]} if "hold" in case and how else {})))
         self.iterations = 0
-        self.held = 0.0  # seconds of step(), since turn() began
+        self.held = 0.0  # seconds spent in step() since turn() began
 
     def loss(self) -> torch.Tensor:
         if not self.is_gpt:
@@ -143,7 +144,7 @@ class Training:
         self.iterations += 1
 
     def passes_alone(self) -> float:
-        """Seconds of forward and backward, with nothing beside them."""
+        """Return the seconds of forward and backward without a step beside them."""
         self.opt.synchronize()
         began = time.perf_counter()
         for _ in range(self.passes):
@@ -153,7 +154,7 @@ class Training:
         return elapsed
 
     def turn(self) -> tuple[float, float]:
-        """Seconds of an iteration, and of step() in it."""
+        """Return the mean seconds of an iteration, and of step() in it."""
         self.iteration()
         began, self.held = time.perf_counter(), 0.0
         for _ in range(IN_A_ROW - 1):
@@ -201,7 +202,7 @@ def cases(arguments: argparse.Namespace) -> Iterable[Row]:
 
 
 def bare(arguments: argparse.Namespace) -> list[float]:
-    """Seconds of a step by itself, one after another."""
+    """Return the seconds of steps by themselves, one after another."""
     with tempfile.TemporaryDirectory(dir=arguments.directory) as place:
         training = Training(arguments, "none", 0.0, Path(place), {})
         training.loss().backward()
@@ -215,7 +216,7 @@ def bare(arguments: argparse.Namespace) -> list[float]:
 
 
 def by_turns(arguments: argparse.Namespace, case: Row, s: float) -> list[Row]:
-    """A row for each mode of a case."""
+    """Time the modes of a case by turns. Returns a row for each."""
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
         trainings: dict[str, Training] = {}
         for mode in case["modes"]:
@@ -260,7 +261,7 @@ def by_turns(arguments: argparse.Namespace, case: Row, s: float) -> list[Row]:
 
 
 def verify(trainings: dict[str, Training]) -> None:
-    """All have the same parameters, or nothing is claimed."""
+    """Exit unless all modes have the same parameters."""
     one, *others = trainings.values()
     for other in others:
         pairs = zip(one.model.parameters(), other.model.parameters(), strict=True)
@@ -284,8 +285,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--times", type=float, nargs="+", default=TIMES, help="f + b, in units of s")
     parser.add_argument("--runs", type=int, default=5, help="turns, at least 5")
     parser.add_argument("--directory", type=Path, default=Path("build/bench"), help="where the states go")
-    parser.add_argument("--accelerator", action="store_true", help="parameters and gradients are there")
-    parser.add_argument("--emulated", action="store_true", help="the same on the emulated one")
+    parser.add_argument("--accelerator", action="store_true", help="parameters and gradients on an accelerator")
+    parser.add_argument("--emulated", action="store_true", help="the same on the tests' emulated accelerator")
     parser.add_argument("--quick", action="store_true", help="fewer parameters and rows")
     parser.add_argument("--json", action="store_true", help="print everything on stdout")
     arguments = parser.parse_args()
@@ -293,7 +294,7 @@ def parse() -> argparse.Namespace:
         parser.error("--runs: at least 5")
     arguments.accelerator |= arguments.emulated
     if arguments.accelerator and not arguments.emulated and not kind():
-        parser.error("--accelerator: torch has none here")
+        parser.error("--accelerator: torch has no accelerator here")
     if arguments.quick:
         arguments.params, arguments.times = min(arguments.params, LAYERS << 15), [1.0]
     return arguments

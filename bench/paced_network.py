@@ -1,8 +1,8 @@
-"""Machines of a made-up network: network namespaces on a bridge, each with a link that keeps a pace in both directions.
+"""A virtual network: its machines are network namespaces on a bridge, each with a link paced in both directions.
 
-No root is needed where users may have namespaces of their own: `unshare -rn` makes one, and everything in it goes when
-the last process there ends. `tbf` on both ends of a veth paces what a machine sends and what it gets; the bytes are
-those that the kernel counts at the bridge's end.
+It needs no root if users may make namespaces: `unshare -rn` makes one, and everything in it disappears when its last
+process ends. `tbf` on both ends of a veth paces what a machine sends and receives; bytes are those that the kernel
+counts at the bridge's end.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from collections.abc import Iterable
 from pathlib import Path
 
 NEW_NETWORK, NEW_NAME = 0x40000000, 0x04000000  # CLONE_NEWNET, CLONE_NEWUTS
-INSIDE = "CSD_OPTIM_BENCH_NETWORK"  # set where this process is in a namespace that it may fill
+INSIDE = "CSD_OPTIM_BENCH_NETWORK"  # environment variable, set inside the namespace that enter() makes
 ALONE = ("unshare", "--map-root-user", "--net", "--mount")
 TOOLS = ("unshare", "mount", "ip", "tc")
-BURST = 256 << 10  # bytes: more than the kernel puts in one piece, or it would be cut into frames, with a header each
-QUEUE_MS = 1000  # what waits longer is dropped, and sent again: that would be counted twice
-MTU = 9000  # bytes: jumbo frames, as networks between such machines have
-CONGESTION = "reno"  # shares a link evenly between connections, and is allowed to whoever makes a namespace
+BURST = 256 << 10  # bytes: larger than the kernel's packets, which tbf would otherwise cut into frames with headers
+QUEUE_MS = 1000  # a packet that waits longer is dropped and sent again, and its bytes would count twice
+MTU = 9000  # bytes: jumbo frames, usual in networks between such machines
+CONGESTION = "reno"  # shares a link evenly between connections, and needs no privileges
 SUBNET = "10.77.0"
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 def missing() -> str:
-    """Why there can be no paced network here; empty: there can be."""
+    """Return why a paced network cannot be made here; empty if it can."""
     if lacking := [tool for tool in TOOLS if not shutil.which(tool, path=_path())]:
         return f"{', '.join(lacking)} not found (apt install util-linux iproute2)"
     link = "ip link add name csd0 type veth peer name csd1"
@@ -43,14 +43,14 @@ def missing() -> str:
 
 
 def enter(module: str) -> None:
-    """Begins this program, `python -m module`, again in a namespace; returns there."""
+    """Restart this program, `python -m module`, in a new namespace. Returns in the restarted program."""
     if os.environ.get(INSIDE) != str(os.getpid()):
-        os.environ[INSIDE] = str(os.getpid())  # which stays as it is
+        os.environ[INSIDE] = str(os.getpid())  # exec keeps the process id
         os.execvpe("unshare", [*ALONE, sys.executable, "-m", module, *sys.argv[1:]], _environment())
 
 
 def _path() -> str:
-    return os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"  # where `ip` is, which users do not have
+    return os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"  # `ip` is there, which is not on every user's PATH
 
 
 def _environment() -> dict[str, str]:
@@ -58,12 +58,12 @@ def _environment() -> dict[str, str]:
 
 
 class Network:
-    """`rates`: of machines by name (13 letters at most), bytes per second each way."""
+    """A network of machines. `rates`: bytes per second each way, by the machine's name (at most 13 letters)."""
 
     def __init__(self, rates: dict[str, float]) -> None:
         self._namespaces: dict[str, int] = {}  # open files
         self._addresses = {name: f"{SUBNET}.{k}" for k, name in enumerate(rates, 1)}
-        with tempfile.NamedTemporaryFile("w") as hosts:  # gloo and TCPStore look for names, and nobody else answers
+        with tempfile.NamedTemporaryFile("w") as hosts:  # gloo and TCPStore resolve names, without DNS
             for name, address in {"localhost": "127.0.0.1", **self._addresses}.items():
                 hosts.write(f"{address} {name}\n::ffff:{address} {name}\n")
             hosts.flush()
@@ -71,7 +71,7 @@ class Network:
         _run(["mount", "--bind", "/dev/null", "/etc/resolv.conf"])
         _ip("link add name bridge type bridge mcast_snooping 0; link set bridge up; link set lo up")
         for name, rate in rates.items():
-            # A process that stays in its new namespace until its input ends.
+            # `cat` keeps its new namespace alive until its input ends.
             with subprocess.Popen(["cat"], stdin=subprocess.PIPE, preexec_fn=_unshare) as there:
                 self._namespaces[name] = os.open(f"/proc/{there.pid}/ns/net", os.O_RDONLY)
                 pair = f"link add name {name} mtu {MTU} type veth peer name eth0 mtu {MTU} netns {there.pid}"
@@ -90,7 +90,7 @@ class Network:
         self._within(name, ["tc", *f"qdisc replace dev eth0 {paced}".split()])
 
     def move_in(self, name: str) -> None:
-        """This process goes to that machine, with what it will start."""
+        """Move this process, and those it starts later, to machine `name`."""
         _join(self._namespaces[name])
         if libc.unshare(NEW_NAME):
             raise OSError(ctypes.get_errno(), "unshare")
@@ -98,11 +98,11 @@ class Network:
         os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
 
     def counters(self) -> dict[str, tuple[int, int]]:
-        """Bytes that each machine has sent and received so far, frames' headers included."""
+        """Return the bytes that each machine has sent and received so far, including frame headers."""
         found = {}
         for line in Path("/proc/net/dev").read_text().splitlines()[2:]:
             name, _, numbers = line.partition(":")
-            if (name := name.strip()) in self._namespaces:  # whose other end receives what it sends
+            if (name := name.strip()) in self._namespaces:  # the bridge's end receives what it sends
                 each = numbers.split()
                 found[name] = (int(each[0]), int(each[8]))
         return found
@@ -136,5 +136,5 @@ def _join(namespace: int) -> None:
 
 
 def moved(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]], names: Iterable[str]) -> list[int]:
-    """Bytes that the one of these machines that did most of it has sent, and received."""
+    """Return the most bytes that one of the machines `names` has sent, and the most that one has received."""
     return [max(after[name][k] - before[name][k] for name in names) for k in (0, 1)]

@@ -1,4 +1,4 @@
-"""The same optimizer step done by others, timed in this very run.
+"""The same optimizer step as other libraries do it, timed in the same run.
 
     torch-fp32           torch.optim.AdamW(fused=True) on fp32 parameters and gradients, in memory
     torch-fp16, -bf16    the same work for a 16-bit model: gradients up-cast, fused AdamW on fp32 masters, parameters
@@ -8,8 +8,8 @@
     deepspeed-nvme       ZeRO-Infinity: a ZeRO-3 engine with its optimizer state on NVMe, one process on the CPU, bf16
     tensornvme           fp32 state moved by TensorNVMe's DiskOffloader, fused AdamW between, bf16 model
 
-A peer runs in its own interpreter, which may be another virtual environment: its memory, its threads and its imports
-then disturb nobody, and a peer that is not installed is reported as such.
+A peer runs in an interpreter of its own, which may be another virtual environment: its memory, threads and imports then
+disturb no other measurement. A peer that is not installed is reported as such.
 
     python -m bench.peers deepspeed-nvme --params 134217728 --runs 5 --directory DIR --json
 
@@ -44,7 +44,7 @@ from typing import Any
 import torch
 
 Result = dict[str, Any]
-WARM_UP = 2  # steps; the first makes the state, the second finds memory and code warm
+WARM_UP = 2  # steps; the first creates the states, the second warms up memory and code
 TENSOR = 1 << 24  # elements per parameter tensor in memory, a 4096 x 4096 weight
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
 PEER_PYTHON = "CSD_BENCH_PEER_PYTHON"  # environment variable: the interpreter that has the peers installed
@@ -75,7 +75,7 @@ def run(
         command = [python, "-m", "bench.peers", name, f"--params={params}", f"--runs={runs}"]
         command += [f"--directory={scratch}", "--json"] + ([f"--threads={threads}"] if threads else [])
         try:
-            # A session of its own, so that compilers it started can be ended with it.
+            # In a session of its own, so that compilers that it starts can be killed with it.
             peer = subprocess.Popen(
                 command,
                 cwd=Path(__file__).parents[1],
@@ -122,7 +122,7 @@ def measure(name: str, params: int, runs: int, directory: Path, threads: int) ->
 
 
 def torch_adamw(dtype: torch.dtype) -> Callable[[int, int, Path], Result]:
-    """The fastest of torch's own: one fused kernel per tensor, all threads."""
+    """torch's fastest AdamW: one fused kernel per tensor, all threads."""
     return lambda params, runs, _: _in_memory(lambda p: torch.optim.AdamW(p, **ADAMW, fused=True), dtype, params, runs)
 
 
@@ -197,7 +197,7 @@ def deepspeed_nvme(params: int, runs: int, directory: Path) -> Result:
     import deepspeed
 
     width = 2048
-    layers = max(4, round(params / width**2))  # fewer, and sub-groups fall below the size that DeepSpeed swaps
+    layers = max(4, round(params / width**2))  # with fewer, sub-groups would be smaller than DeepSpeed swaps
     params = layers * width**2
     _need_memory(8 * params + (2 << 30))
     with _scratch(directory, 16 * params) as scratch:

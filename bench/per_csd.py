@@ -1,18 +1,18 @@
-"""What each device can do, part by part, and how much of it a training step gets. From the project's root:
+"""What each device can do, part by part, and how much of that a step reaches. From the project's root:
 
     python -m bench.per_csd                       the disk below build/bench, and memory
     python -m bench.per_csd /mnt/nvme0 /mnt/nvme1 xrt:0 "file:/mnt/nvme0?read=300MB/s&update=30M/s"
     python -m bench.per_csd --quick               tiny, to see that it works
 
-For every device by itself, on nameless scratch space, 48 bytes for each of --params (a store there is not touched):
+Each device is measured by itself, on unnamed scratch space of 48 bytes per parameter (stores there are not touched):
 
-    drive     direct reads, writes and both at once, at several sizes of a request and numbers of them in flight
-    P2P, DMA  of a SmartSSD: between drive and card, between host and card
+    drive     direct reads, writes and both at once, with several request sizes and queue depths
+    P2P, DMA  of a SmartSSD: between drive and card, and between host and card
     updater   alone: the CPU's, or the card's kernel
-    step      compared with torch.optim.AdamW first; then timed until the last state is in its place
+    step      first compared with torch.optim.AdamW, then timed until all states are written
 
-The slowest part bounds a step in which everything overlaps. The ratio to it says how well the pipeline hides the rest.
-Where a device has a pace, its parts have it, too. --json prints schema csd_optim.bench.per_csd/1, --plot writes a PNG.
+The slowest part bounds a step in which everything overlaps; the ratio to it says how well the pipeline hides the rest.
+If a device is paced, so are its parts. --json prints schema csd_optim.bench.per_csd/1, --plot writes a PNG.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def measure(spec: DeviceSpec, arguments: argparse.Namespace) -> Row:
-    """Raises CSDError: no room, the device fails, or the result is not torch's."""
+    """Return all measurements of a device. Raises CSDError: no room, the device fails, or the result is not torch's."""
     found = benchmark.bench([spec], arguments.params, arguments.dtype, arguments.runs, lambda _: None)
     row = {
         "device": str(spec),
@@ -85,12 +85,14 @@ def measure(spec: DeviceSpec, arguments: argparse.Namespace) -> Row:
         bound = row["parts"][row["slowest"]]["params_per_second"]
         row["ratio_to_slowest"] = {k: v / bound for k, v in row["params_per_second"].items()}
         if row["slowest"] in ("mixed", "memory") and not spec.pace.mixed:
-            row["ratio_to_slowest"] = found["ratio_to_limit"]  # each step to what was measured right after it
+            row["ratio_to_slowest"] = found[
+                "ratio_to_limit"
+            ]  # each step is compared with the rate measured right after it
     return row
 
 
 def sweep(spec: DeviceSpec, arguments: argparse.Namespace) -> list[Row]:
-    """The drive as the host sees it, without any pace."""
+    """Measure the drive as the host sees it, without any pace, for each request size and queue depth."""
     assert spec.directory is not None
     rows = []
     size = min(arguments.sweep_bytes, machine.storage(spec.directory)["free_bytes"] // 4)
@@ -106,9 +108,9 @@ def sweep(spec: DeviceSpec, arguments: argparse.Namespace) -> list[Row]:
 
 
 def parts(spec: DeviceSpec, found: Row) -> dict[str, Row]:
-    """What a parameter has to pass on its way through a step: medians of bytes per second, parameters per second."""
+    """Return the parts that a parameter passes in a step, with medians of bytes and of parameters per second."""
     pushed, pulled = (found["bytes_per_param"][kind] for kind in ("push", "pull"))
-    rates: dict[str, tuple[float, float]] = {}  # rate, and how much of it a parameter takes
+    rates: dict[str, tuple[float, float]] = {}  # rate, and how many units of it a parameter takes
     if spec.directory:
         device = found["devices"][0]
         rates = {kind: (device[f"{kind}_bytes_per_second"]["median"], STATE) for kind in KINDS}
@@ -117,7 +119,7 @@ def parts(spec: DeviceSpec, found: Row) -> dict[str, Row]:
     if spec.card:
         assert spec.directory is not None
         card = card_rates(spec, machine.storage(spec.directory)["free_bytes"])
-        if card["drive_to_card"]:  # else the state goes through the host: what was measured above
+        if card["drive_to_card"]:  # otherwise states go through the host, at the rates measured above
             rates = {"P2P to card": (card["drive_to_card"], STATE), "P2P from card": (card["card_to_drive"], STATE)}
         rates["DMA to card"] = card["to_card"], pushed
         rates["DMA from card"] = card["from_card"], pulled
@@ -204,17 +206,17 @@ def plot(rows: list[Row], facts: Row, path: Path) -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("devices", nargs="*", help="as CSDAdam(devices=...) takes them")
+    parser.add_argument("devices", nargs="*", help="as in CSDAdam(devices=...)")
     parser.add_argument("--params", type=float, default=5e7, help="number of parameters (default 5e7)")
     parser.add_argument("--dtype", choices=tuple(benchmark.DTYPES), default="fp16", help="of parameters and gradients")
-    parser.add_argument("--runs", type=int, default=5, help="of each measurement, at least 5")
-    parser.add_argument("--directory", type=Path, default=Path("build/bench"), help="where no device is named")
+    parser.add_argument("--runs", type=int, default=5, help="runs of each measurement, at least 5")
+    parser.add_argument("--directory", type=Path, default=Path("build/bench"), help="used if no device is named")
     parser.add_argument("--quick", action="store_true", help="3 M parameters, few requests")
     parser.add_argument("--json", action="store_true", help="print everything on stdout")
     parser.add_argument("--plot", type=Path, help="write a PNG")
     arguments = parser.parse_args()
     arguments.sizes, arguments.depths = SIZES, DEPTHS
-    arguments.sweep_bytes, arguments.sweep_seconds = 1 << 30, 0.25  # of the file; of each measurement
+    arguments.sweep_bytes, arguments.sweep_seconds = 1 << 30, 0.25  # size of the file, seconds of each measurement
     if arguments.quick:
         arguments.sizes, arguments.depths = SIZES[1:3], (1, IO_DEPTH)
         arguments.sweep_bytes, arguments.sweep_seconds = 64 << 20, 0.01

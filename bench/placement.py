@@ -3,20 +3,20 @@
     python -m bench.placement                 8 M parameters on paced drives, about two minutes
     python -m bench.placement --quick         a few seconds, to see that it works
 
-Drives keep a pace that is far below what the disk can, so that times do not depend on what else it does: only the clock
-is made up, the bytes move. Memory (`ram:`) is not paced. All ways are timed by turns, a step of each, from gradients
-that are there until the last state is where it belongs:
+Drives are paced far below the disk's rate, so that times do not depend on what else the disk does: bytes really move,
+only the clock is made up. Memory (`ram:`) is not paced. All ways are timed by turns, one step each, from the moment
+when gradients are there until all states are written:
 
     drive           all states on the drive
-    half in ram     equal shares: memory and the drive have half each
-    auto, 2/3 fit   `auto`, with room in memory for two thirds of the states: the best is a third of the drive's time
+    half in ram     equal shares: half in memory, half on the drive
+    auto, 2/3 fit   `auto`, with room in memory for two thirds of the states: at best a third of the drive's time
     1/3 ... in ram  other divisions, to see that none is faster
-    auto, cache     the drive keeps the states, memory for two thirds becomes its cache, every step is durable
-    2 drives        of which one is three times as fast: equal shares
-    auto, 2 drives  the same, placed
+    auto, cache     the drive keeps all states, memory for two thirds of them is its cache, every step is durable
+    2 drives        equal shares on two drives, one of which is three times as fast
+    auto, 2 drives  the same drives, with states placed by `auto`
 
-Nothing is reported unless all of them have the same parameters and states, to the last bit. Each ratio is of a turn: to
-`drive`, or of `auto, 2 drives` to `2 drives`; beside it is what bytes and rates alone would give.
+Nothing is reported unless all ways have the same parameters and states, to the last bit. Each ratio is that of one
+turn, to `drive`, or of `auto, 2 drives` to `2 drives`; beside it is the ratio that bytes and rates alone would give.
 
 --json prints schema csd_optim.bench.placement/1.
 """
@@ -42,9 +42,9 @@ from csd_optim.devices.units import parse_rate
 
 Row = dict[str, Any]
 TILE = 1 << 16  # elements
-WARM_UP = 2  # steps: states are made, and read for the first time
+WARM_UP = 2  # steps: states are created, and read for the first time
 SLOTS = 24  # bytes of states per parameter, in two slots
-GOAL = 1.9  # times as fast as the drive alone, with half of the states in memory
+GOAL = 1.9  # with half of the states in memory, a step should be this many times as fast as on the drive alone
 
 
 def main() -> None:
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def ways(arguments: argparse.Namespace, directory: str) -> dict[str, tuple[list[str], str, float]]:
-    """By name: the devices, the way with which it is compared, and how many times as fast it could be at most."""
+    """Return for each way its devices, the way that it is compared with, and the largest possible speed-up."""
     drive, durable = (f"file:{directory}{name}?mixed={arguments.mixed}B/s" for name in ("", "/durable"))
     drive += "&cache=off&scratch=1"
     third = f"file:{directory}?mixed={arguments.mixed / 3}B/s&cache=off&scratch=1"
@@ -89,7 +89,7 @@ def ways(arguments: argparse.Namespace, directory: str) -> dict[str, tuple[list[
 
 
 def measure(arguments: argparse.Namespace) -> list[Row]:
-    """Seconds of each way, by turns. SystemExit: the results differ."""
+    """Time all ways by turns. Raises SystemExit if their results differ."""
     torch.manual_seed(0)
     start, grad = (torch.randn(arguments.params).bfloat16() for _ in range(2))
     rows = []
@@ -105,14 +105,14 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
                 params[name].grad = grad
                 begin = time.perf_counter()
                 opt.step()
-                opt.stats()  # waits for the last states
+                opt.stats()  # waits until all states are written
                 if i >= WARM_UP:
                     seconds[name].append(time.perf_counter() - begin)
                 opt.synchronize()
         for name, (devices, beside, at_most) in how.items():
             for key, state in opts["drive"].state[params["drive"]].items():
                 if not torch.equal(state, opts[name].state[params[name]][key]):
-                    raise SystemExit(f"{name}: {key} is not as on the drive alone: nothing is reported")
+                    raise SystemExit(f"{name}: {key} differs from the drive alone: nothing is reported")
             stats = opts[name].stats()
             rows.append(
                 {

@@ -1,12 +1,12 @@
-"""What is left of the time if trainers are killed: `python -m bench.optimizer_ranks --kills`.
+"""Goodput while trainers are killed: `python -m bench.optimizer_ranks --kills`.
 
-After exponentially distributed times, in steps, that are the same for all ways, one trainer is killed, the others with
-it, as torchrun does, and all begin again at once: AdamW at its last checkpoint, which one trainer has written every K
-steps; CSDAdam, with drives in the trainers or with owners, where it was. New trainers are forked from a process that
-has imported torch: real ones take seconds longer, each time and whatever the way.
+Intervals between kills are exponentially distributed, counted in steps, and the same for all ways. One trainer is
+killed, the others with it, as torchrun does, and all restart at once: AdamW from its last checkpoint, which one trainer
+writes every K steps; CSDAdam, with drives in the trainers or with owners, where it was. New trainers are forked from a
+process that has imported torch; real ones take seconds longer, the same for all ways.
 
-Goodput is the time of so many undisturbed steps, of the time that they have taken. CSDAdam must end with the parameters
-of as many steps in one process, to the last bit, or nothing is reported.
+Goodput is the time that the steps would take undisturbed, divided by the time that they took. CSDAdam must end with the
+parameters of as many steps in one process, to the last bit, or nothing is reported.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def measure(arguments: argparse.Namespace, network: Network | None, directory: P
 def survived(
     row: Row, arguments: argparse.Namespace, directory: Path, places: list[Callable[[], None]], devices: list[Any]
 ) -> Row:
-    """Trains for `arguments.steps` steps, whoever dies."""
+    """Train for `arguments.steps` steps, restarting trainers after each kill."""
     directory.mkdir()
     log, chance, kills = directory / "log", random.Random(1), []
     log.touch()
@@ -87,11 +87,11 @@ def survived(
         lifetime = chance.expovariate(1 / arguments.mtbf)
         while True:
             failed = any(process.exitcode for process in running)
-            if log.read_text().count("\n") > len(done := steps_in(log)):  # the last line is that of the end
+            if log.read_text().count("\n") > len(done := steps_in(log)):  # one more line than steps: the end
                 end(running)
                 return judged(row, arguments.steps, start, kills, log)
             if failed:
-                raise SystemExit(f"{row['way']}: a trainer has ended by itself: {Path(directory, 'said').read_text()}")
+                raise SystemExit(f"{row['way']}: a trainer ended by itself: {Path(directory, 'said').read_text()}")
             if max(1, int(lifetime)) <= sum(of == run for of, _, _ in done):
                 break
             time.sleep(0.005)
@@ -102,7 +102,7 @@ def survived(
 
 
 def end(running: list[Any]) -> None:
-    """Whatever they do: gloo may hang where it is asked to end well while others are gone."""
+    """Kill all trainers, whatever they do: gloo may hang in an orderly exit after other ranks have died."""
     for process in running:
         process.kill()
     for process in running:
@@ -110,13 +110,13 @@ def end(running: list[Any]) -> None:
 
 
 def steps_in(log: Path) -> list[tuple[int, int, float]]:
-    """Of each step that was done: in which run, its number, when."""
+    """Return the run, the number and the time of each step in the log."""
     words = [line.split() for line in log.read_text().splitlines() if line.endswith(";")]
     return [(int(run), int(step), float(at)) for run, step, at, _ in words]
 
 
 def typical(done: list[tuple[int, int, float]]) -> float:
-    """Seconds of a step."""
+    """Return the typical seconds of a step."""
     alone = [b[2] - a[2] for a, b in itertools.pairwise(done) if a[0] == b[0]]
     return statistics.median(alone) if alone else 0.0
 
@@ -125,7 +125,7 @@ def judged(row: Row, steps: int, start: float, kills: list[float], log: Path) ->
     seconds, done = time.monotonic() - start, steps_in(log)
     lost, resumed = [], []
     for k, kill in enumerate(kills, 1):
-        if after := [(step, at) for run, step, at in done if run > k]:  # else owners had made the last step
+        if after := [(step, at) for run, step, at in done if run > k]:  # empty if owners had already made the last step
             lost.append(max(0, max(step for run, step, _ in done if run <= k) + 1 - after[0][0]))
             resumed.append(after[0][1] - kill)
     found = {
@@ -153,8 +153,8 @@ def work(
     devices: Any,
     arguments: argparse.Namespace,
 ) -> None:
-    """A trainer: goes on where training has been, to the last step."""
-    # What it says when another one is killed is no news.
+    """Run a trainer: continue where the training stopped, to the last step."""
+    # stderr goes to a file: what a trainer prints when another one is killed does not matter.
     os.dup2(os.open(directory / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 2)
     settle(place)
     dist.init_process_group("gloo", init_method=f"file://{directory}/meeting{run}", rank=rank, world_size=size)
@@ -181,7 +181,7 @@ def work(
                 os.replace(directory / "new", checkpoint)
         if rank == 0:
             log.write(f"{checksum(trainer.model)}\n")
-    time.sleep(3600)  # until it is killed with the others
+    time.sleep(3600)  # until this trainer is killed with the others
 
 
 def describe(row: Row) -> str:

@@ -1,8 +1,8 @@
-"""Tables of docs/optimizer-ranks.md, of what bench/optimizer_ranks.py has measured:
+"""Writes the tables of docs/optimizer-ranks.md from results of bench/optimizer_ranks.py:
 
     python -m bench.ranks_table RESULT.json KILLS.json docs/optimizer-ranks.md    puts them between their marks
 
-The first is what --json printed, the second what it printed with --kills.
+RESULT.json is the output of --json, KILLS.json that of --json --kills.
 """
 
 from __future__ import annotations

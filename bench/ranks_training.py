@@ -1,8 +1,8 @@
-"""What trainers and owners of bench/optimizer_ranks.py do, each in a process of its own.
+"""Trainers and owners of bench/optimizer_ranks.py, each in a process of its own.
 
-A trainer has a model under DDP whose backward yields gradients that are known beforehand, one parameter after another,
-as slowly as asked for. They have so few bits that nothing is rounded when trainers' gradients are summed, in whatever
-order: so all ways give the same bits, those of one process with the mean gradient.
+A trainer has a model under DDP whose backward yields known gradients, one parameter after another, as slowly as asked
+for. The gradients have so few bits that their sum over trainers is exact in any order. So all ways give the same bits
+as one process with the mean gradient.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # which the first optimizer of a process would import, for seconds
+import torch._dynamo  # imported here, once: the first optimizer of each process would import it, which takes seconds
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -32,15 +32,17 @@ from bench.paced_network import Network, libc
 from csd_optim import CSDAdam, bindings
 from csd_optim.cli.serving import serve
 
-MOST_LAYERS = 64  # enough that one is little of a step: parameters come back when the tiles that two share are whole
-FEWEST_LAYERS, LEAST = 16, 1 << 16  # fewer where they would have less elements: of small ones headers are much
+# So many layers that one is a small part of a step: the parameters of a tile that two layers share come back only when
+# both have their gradients. Fewer layers if they had less than LEAST elements, because then headers would count.
+MOST_LAYERS = 64
+FEWEST_LAYERS, LEAST = 16, 1 << 16
 LR = 0.01
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
-processes = multiprocessing.get_context("fork")  # before anything is computed: an import of torch for all of them
+processes = multiprocessing.get_context("fork")  # forked before anything is computed: torch is imported once
 
 
 class Layer(torch.autograd.Function):
-    """Hands on what it gets; in backward the weight's gradient is there after some seconds."""
+    """Passes its input on unchanged. Its backward sleeps, then yields the weight's known gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, seconds: float) -> torch.Tensor:
@@ -55,7 +57,7 @@ class Layer(torch.autograd.Function):
 
 
 class Model(nn.Module):
-    """Equal matrices of bf16, with `params` elements together or a few more, alike on all ranks."""
+    """A model of equal bf16 matrices, alike on all ranks, with `params` elements in all or a few more."""
 
     def __init__(self, params: int) -> None:
         super().__init__()
@@ -74,13 +76,13 @@ class Model(nn.Module):
 
 
 def gradients(model: Model, rank: int) -> list[torch.Tensor]:
-    """Of one trainer: multiples of 1/64 from -1/8 to 1/8."""
+    """Return the gradients of one trainer: multiples of 1/64 from -1/8 to 1/8."""
     generator = torch.Generator().manual_seed(rank + 1)
     return [torch.randint(-8, 9, w.shape, generator=generator).to(torch.bfloat16) / 64 for w in model.weights]
 
 
 def factor(step: int) -> float:
-    """By which a step's gradients are larger: what is left of another step would be noticed."""
+    """Return the factor of a step's gradients. It differs from step to step, so that stale gradients are noticed."""
     return float(2 ** (step % 3))
 
 
@@ -92,7 +94,7 @@ def checksum(model: Model) -> int:
 
 
 def reference(params: int, trainers: int, steps: int) -> int:
-    """The checksum after so many steps of CSDAdam in memory, alone, with the mean of all trainers' gradients."""
+    """Return the checksum of the parameters after `steps` steps of one CSDAdam in memory with the mean gradients."""
     model = Model(params)
     mean = [torch.stack(g).float().mean(0) for g in zip(*(gradients(model, r) for r in range(trainers)), strict=True)]
     with CSDAdam(model.parameters(), lr=LR, devices="ram:") as opt:
@@ -107,13 +109,13 @@ def reference(params: int, trainers: int, steps: int) -> int:
 
 
 class Trainer:
-    """One of them; what `way` names: adamw, zero, local (drives here), or a route to owners."""
+    """A trainer's model and optimizer. `way`: adamw, zero, local (drives here), or a route to owners."""
 
     def __init__(self, params: int, backward: float, way: str, devices: Any, **options: Any) -> None:
         self.model, self.rank = Model(params), dist.get_rank()
         self.grads = gradients(self.model, self.rank)
         self.backward, self.done = backward, 0
-        megabytes = 0.9 * self.grads[0].nbytes / (1 << 20)  # less than a layer has: each is a bucket
+        megabytes = 0.9 * self.grads[0].nbytes / (1 << 20)  # less than a layer, so that each layer is a bucket
         self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=megabytes)  # type: ignore[arg-type]
         self.opt = self._optimizer(way, devices, options)
         if way in ("slices", "star"):
@@ -127,7 +129,7 @@ class Trainer:
         return CSDAdam(self.model.parameters(), lr=LR, devices=devices, **options)
 
     def step(self) -> tuple[float, float]:
-        """Seconds of an iteration, and of what comes after backward."""
+        """Run an iteration. Returns its seconds, and those after backward."""
         grads = [g * factor(self.done) for g in self.grads]
         self.opt.zero_grad()
         dist.barrier()
@@ -146,7 +148,7 @@ class Trainer:
 
 
 def settle(place: Callable[[], None], threads: int = 1) -> None:
-    """What a new process does first: it moves to its machine, and ends when its parent does, however that is."""
+    """Prepare a new process: move it to its machine, and make it end with its parent, even if that is killed."""
     libc.prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
     place()
     torch.set_num_threads(threads)
@@ -154,7 +156,7 @@ def settle(place: Callable[[], None], threads: int = 1) -> None:
 
 
 def train(conn: Connection, rank: int, size: int, meeting: str, place: Callable[[], None]) -> None:
-    """A trainer that does what it is told, and answers: to `open` one, to take so many `steps`, to `close` it."""
+    """Run a trainer that executes commands from `conn` and answers each: `open`, `steps`, `close`."""
     settle(place)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
     trainer: Trainer | None = None
@@ -173,12 +175,12 @@ def train(conn: Connection, rank: int, size: int, meeting: str, place: Callable[
                     trainer.close()
                     trainer = None
             conn.send((True, answer))
-        except Exception as e:  # told to the parent, who ends
+        except Exception as e:  # reported to the parent, which then exits
             conn.send((False, f"{type(e).__name__}: {e}"))
 
 
 class Trainers:
-    """All of them; `places`: what each does first, `meeting`: where they meet (torch's init_method)."""
+    """All trainer processes. `places`: what moves each to its machine. `meeting`: torch's init_method."""
 
     def __init__(self, places: list[Callable[[], None]], meeting: str) -> None:
         self._ends: list[Connection] = []
@@ -192,11 +194,14 @@ class Trainers:
             self._running.append(process)
 
     def tell(self, what: str, *each: Any) -> list[Any]:
-        """What each of them answers; `each`: what it is told, or what all of them are. SystemExit: one has failed."""
+        """Send a command to all trainers and return their answers. `each`: an argument per trainer, or one for all.
+
+        Raises SystemExit if a trainer fails.
+        """
         for k, end in enumerate(self._ends):
             end.send((what, each[k % len(each)]))
         answers: dict[Any, Any] = {}
-        while len(answers) < len(self._ends):  # whoever is first: when one fails, others may wait for it
+        while len(answers) < len(self._ends):  # in the order of their answers: when one fails, others may wait for it
             for end in wait([end for end in self._ends if end not in answers]):
                 try:
                     well, answer = end.recv()  # type: ignore[union-attr]
@@ -229,7 +234,10 @@ def own(
 
 @contextlib.contextmanager
 def owners(directory: Path, places: list[Callable[[], None]], devices: str, drives: int, host: str) -> Iterator[str]:
-    """Where they serve; each has so many `devices`, a device string in which {} is its directory."""
+    """Start owners, and yield the address at which they serve.
+
+    Each owner has `drives` devices. `devices`: a device string in which {} stands for the directory.
+    """
     directory.mkdir(parents=True)
     running = []
     log = directory / "log"
@@ -242,7 +250,7 @@ def owners(directory: Path, places: list[Callable[[], None]], devices: str, driv
     try:
         while not (said := re.search(r"optimizer ranks? with .* at \S+:(\d+)", log.read_text())):
             if not all(process.is_alive() for process in running):
-                raise SystemExit(f"the owners have ended: {log.read_text()}")
+                raise SystemExit(f"the owners ended: {log.read_text()}")
             time.sleep(0.02)
         yield f"serve://{host}:{said[1]}?timeout=120"
     finally:
@@ -261,7 +269,7 @@ def drive_strings(directory: Path, devices: str, drives: int) -> list[str]:
 
 
 def places_of(network: Network | None, names: list[str]) -> list[Callable[[], None]]:
-    """What a process does to be on each of these machines; without a network all are here, on loopback."""
+    """Return functions that move a process to each of these machines. Without a network they do nothing: loopback."""
 
     def place(name: str) -> Callable[[], None]:
         def move() -> None:

@@ -1,8 +1,8 @@
-"""Every optimizer, each beside the class of torch whose place it takes: bench/step.py --optimizer.
+"""Each optimizer, compared with the class of torch that it replaces: bench/step.py --optimizer.
 
-The two take turns: ours over 16-bit parameters, with its states on the devices, followed by what it could be at best;
-torch's over as many fp32 parameters in memory, fused if it can be, else foreach. Lion, which torch has not, is beside
-the paper's algorithm in torch operations.
+The two are timed by turns: ours over 16-bit parameters with its states on the devices, each step followed by a
+measurement of the limit; torch's over as many fp32 parameters in memory, fused if possible, otherwise foreach. There is
+no Lion in torch: ours is compared with the paper's algorithm in torch operations.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 
 class Lion(torch.optim.Optimizer):
-    """Chen et al., 2023, algorithm 2, as foreach operations."""
+    """Lion (Chen et al., 2023, algorithm 2) in foreach operations."""
 
     def __init__(self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99)) -> None:
         super().__init__(params, {"lr": lr, "betas": betas})
@@ -62,21 +62,21 @@ PAIRS = {
 
 
 def fastest(pair: Pair) -> dict[str, bool]:
-    """The argument that chooses torch's fastest implementation; Lion's has one only."""
+    """Return the argument that selects torch's fastest implementation; Lion above has only one."""
     names = inspect.signature(pair.theirs).parameters
     how = next((how for how in ("fused", "foreach") if how in names), None)
     return {how: True} if how else {}
 
 
 class Limit(NamedTuple):
-    """What a step of ours is beside, measured right after each."""
+    """The limit that a step of ours is compared with, measured right after each step."""
 
     what: str
     seconds: Callable[[CSDOptimizer], float]
 
 
 def row(name: str, specs: Sequence[DeviceSpec], place: str, params: int, runs: int, dtype: str, limit: Limit) -> Row:
-    """Steps of ours until the last state is in its place, and of torch's in memory, by turns."""
+    """Time our steps until all states are written, and torch's in memory, by turns."""
     pair = PAIRS[name]
     sizes = [min(TENSOR, params - first) for first in range(0, params, TENSOR)]
     tensors = [[torch.nn.Parameter(torch.randn(n).to(of)) for n in sizes] for of in (DTYPES[dtype], torch.float32)]
@@ -88,11 +88,11 @@ def row(name: str, specs: Sequence[DeviceSpec], place: str, params: int, runs: i
     limits = []
     with pair.ours(tensors[0], devices=[scratch(s) for s in specs], **pair.kwargs) as opt:
         for i in range(WARM_UP + runs):
-            for who in ("ours", "theirs") if i % 2 else ("theirs", "ours"):  # whoever comes second may have it better
+            for who in ("ours", "theirs") if i % 2 else ("theirs", "ours"):  # alternating: order may matter
                 start = time.perf_counter()
                 if who == "ours":
                     opt.step()
-                    stats = opt.stats()  # waits for the last states
+                    stats = opt.stats()  # waits until all states are written
                 else:
                     theirs.step()
                 elapsed = time.perf_counter() - start

@@ -1,43 +1,43 @@
-"""How a training step scales with the number of devices: the published figure, then CSDAdam on the same testbed.
+"""How a training step scales with the number of devices: first the published systems, then CSDAdam on the same testbed.
 From the project's root:
 
     python -m bench.scaling                     GPT-2 4.0 B on 1 to 10 emulated SmartSSDs, about ten minutes
     python -m bench.scaling --quick             two devices, in half a minute, to see that it works
 
-The testbed is that of Smart-Infinity (HPCA'24): ten SmartSSDs behind one link of 8 GB/s, and an A5000. Paced devices
-keep its rates, all reduced alike: there are fewer parameters, and the clock runs --speed times faster. States and
-gradients are real bytes in real files, moved by the engine that trains; only the clock is set.
+The testbed is that of Smart-Infinity (HPCA'24): ten SmartSSDs behind one link of 8 GB/s, and an A5000. Devices are
+paced at its rates, all scaled by the same factor: there are fewer parameters, and the clock runs --speed times faster.
+States and gradients are real bytes in real files, moved by the real engine; only the clock is made up.
 
-    base           ZeRO-Infinity on a RAID0 of plain drives: the host updates, and the state crosses the link
-    su_o, su_o_c   Smart-Infinity, dense and with the largest 1 % of the gradient
-    csdadam, csdadam_topk     the same two on our own data path
-    csdadam_8bit, csdadam_8bit_topk     and with 8-bit states
-    csdadam_8bit_overlap     and the step begins in backward, and goes on in the next forward
+    base           ZeRO-Infinity on a RAID0 of plain drives: the host updates, and the states cross the link
+    su_o, su_o_c   Smart-Infinity, dense and with the largest 1 % of the gradients
+    csdadam, csdadam_topk               the same two on our own data path
+    csdadam_8bit, csdadam_8bit_topk     the same with 8-bit states
+    csdadam_8bit_overlap                8-bit states, and the step begins in backward and ends in the next forward
 
-base is one device with the rates of all drives together: that is what an md array is to its host. The published
-systems do one thing after another, so their devices have one buffer. DeepSpeed reads, updates and writes a sub-group
-before it turns to the next one (their configuration sets neither pipeline_read nor pipeline_write). Smart-Infinity has
-one set of buffers per drive, and all drives wait for each other after every sub-group: here that is a step over one
-sub-group of each. Their fp32 gradients go through flash. Backward writes them to a file and takes the time in which
-drives or link would have done that, less the part that backward hides; the engine reads them from there at the rate
-of the drive (flash_grads=1).
+base is one device with the rates of all drives together, as a host sees an md array. The published systems do one thing
+after another, so their devices have one buffer. DeepSpeed reads, updates and writes a sub-group before it begins the
+next one (their configuration sets neither pipeline_read nor pipeline_write). Smart-Infinity has one set of buffers per
+drive, and all drives wait for each other after every sub-group: here each such round is a step over one sub-group of
+every drive. Their fp32 gradients go through flash. Backward writes them to a file, and takes as long as drives or link
+would need for that, less the part that backward hides. The engine reads them from there at the drive's rate
+(flash_grads=1).
 
-CSDAdam sends fp16 gradients over the link, and reads, updates and writes at the same time; its step counts until the
-last state is on the drive, although it returns earlier. With 8-bit states a card reads and writes 5.016 B: the
-parameter is part of the state, and is on its drive. (A plain drive leaves it out of a read.) How fast a SmartSSD reads
-and writes together is not published: --mixed is what fio reads by itself; with 2.2 GB/s both at once would be no faster
-than one after the other.
+CSDAdam sends fp16 gradients over the link, and reads, updates and writes at the same time. Its step counts until all
+states are on the drive, although step() returns earlier. With 8-bit states a card reads and writes 5.016 B: the
+parameter is part of the states on its drive. (A plain drive does not read that part.) The rate at which a SmartSSD
+reads and writes together is not published. The default of --mixed is what fio reaches with reads alone; 2.2 GB/s would
+make both at once no faster than one after the other.
 
-With overlap the model is that of bench.overlap: 24 layers that sleep through their share of forward and backward. 16 GB
-of host memory are lent to what is ready before step(). An iteration counts from the end of one step() to that of the
-next, and the last until all states are on the drives.
+With overlap the model is that of bench.overlap: 24 layers that sleep for their share of forward and backward. Up to
+16 GB of host memory hold updated states before step(). An iteration counts from the end of one step() to that of the
+next, and the last one until all states are on the drives.
 
-First every point has to give the bits of a run that is not paced, on an engine that agrees with torch.optim.AdamW and
-has the same 8-bit states on a disk as in memory.
-Then base and Smart-Infinity have to come within 15 % of what was published, and a step without a pace has to take a
-small part of the same step with it. If any of that fails, nothing is claimed of CSDAdam.
+First, every point must have the bits of an unpaced run, on an engine that agrees with torch.optim.AdamW and whose 8-bit
+states are the same on a disk and in memory. Then base and Smart-Infinity must come within 15 % of the published
+figures, and unpaced steps must take only a small part of the time of paced ones. If any of that fails, nothing is
+claimed about CSDAdam.
 
---json prints schema csd_optim.bench.scaling/1, seconds are those of the testbed; --plot writes a PNG.
+--json prints schema csd_optim.bench.scaling/1, with seconds of the testbed; --plot writes a PNG.
 """
 
 from __future__ import annotations
@@ -71,19 +71,19 @@ Row = dict[str, Any]
 
 # The testbed. Rates are decimal; the paper's are in GiB/s (2.78 and 1.63 of P2P).
 PARAMS = 4.0e9
-FORWARD, BACKWARD = 0.67, 4.1  # seconds; backward as with compressed gradients, which take hardly any time to write
-HIDDEN = 1 / 3  # of the time in which gradients are written; so the published phases of 4.0, 8.4 and 33 B say
-LINK = 8e9  # bytes per second each way, as measured there
+FORWARD, BACKWARD = 0.67, 4.1  # seconds; backward with compressed gradients, which take hardly any time to write
+HIDDEN = 1 / 3  # share of the gradients' writing time that backward hides, by the published phases of 4.0, 8.4, 33 B
+LINK = 8e9  # bytes per second each way, as measured on the testbed
 READ, WRITE = 2.98e9, 1.75e9  # P2P, with one synchronous request
 MIXED = "3.5GB/s"  # both at once: fio reads 3.52, and writes 3.28, with many requests in flight
-# A plain drive through libaio: "about 3 GB/s". The 2.4 are fitted, so that base takes the published 53.8 s
-# with one drive; all else follows. They lie between the synchronous 1.75 and the 3.28 that fio reaches.
+# A plain drive through libaio: "about 3 GB/s". Only the 2.4 are fitted, so that base takes the published 53.8 s with
+# one drive. They lie between the synchronous 1.75 and the 3.28 that fio reaches.
 HOST_READ, HOST_WRITE = 3.0e9, 2.4e9
 HOST_UPDATE = 1.4e9  # parameters per second: DeepSpeed's CPU Adam
-KERNEL, TOPK_KERNEL = 552e6, 260e6  # Smart-Infinity's, measured there
+KERNEL, TOPK_KERNEL = 552e6, 260e6  # Smart-Infinity's kernels, as measured on the testbed
 OUR_KERNEL = 275e6  # 56 bytes per parameter over the card's 15.4 GB/s of memory; no bitstream of ours was timed
-OUR_CODES_KERNEL = 590e6  # with 8-bit states 26 bytes
-HOLD = 4  # bytes of host memory per parameter that are lent to a step that begins in backward: all that it takes
+OUR_CODES_KERNEL = 590e6  # the same with 8-bit states: 26 bytes
+HOLD = 4  # bytes of host memory per parameter for a step that begins in backward: as much as it can use
 
 DEVICES = (1, 2, 4, 6, 8, 10)
 PUBLISHED = {  # speed-up over base with one drive, A5000
@@ -91,19 +91,19 @@ PUBLISHED = {  # speed-up over base with one drive, A5000
     "su_o": (0.81, 1.48, 2.55, 2.92, 3.25, 3.63),
     "su_o_c": (0.89, 1.62, 2.80, 3.45, 3.75, 4.42),
 }
-WAVES = 20  # sub-groups of a device, or of the array
-TILES = 60  # of a device of CSDAdam; a real one has hundreds, and fills its pipeline in a smaller share of the time
+WAVES = 20  # sub-groups per device, or of the array
+TILES = 60  # per device of CSDAdam; a real one has hundreds, and fills its pipeline in a smaller share of the time
 GRAIN = 1024  # elements: the smallest tile
 WARM_UP = 1
-WARM_UP_OVERLAP = 3  # the order of use is noted, and the share of a step that fits into backward is found
+WARM_UP_OVERLAP = 3  # iterations, in which overlap() learns the order of use and how much fits into backward
 COLOURS = ("tab:gray", "tab:orange", "tab:red", "tab:blue", "tab:cyan", "tab:green", "limegreen", "black")
-TOLERANCE = 0.15  # of what was published
-MOST_REAL = 0.2  # share of a paced step that the same step takes without a pace
+TOLERANCE = 0.15  # largest relative deviation from published figures
+MOST_REAL = 0.2  # an unpaced step may take at most this share of the paced one's time
 
 
 @dataclass(frozen=True)
 class Variant:
-    """`rates`: of one device, per second on the testbed. Bytes are per parameter."""
+    """A system of the figure. `rates`: of one device, per second on the testbed. Bytes are per parameter."""
 
     label: str
     rates: dict[str, float]
@@ -113,7 +113,7 @@ class Variant:
     state_dtype: str = "fp32"
     raid: bool = False  # all drives are one device
     waves: bool = False  # all devices wait for each other
-    overlap: bool = False  # with backward and the next forward
+    overlap: bool = False  # the step overlaps with backward and the next forward
     flash_write: float = 0.0  # gradient bytes that backward writes to flash
 
 
@@ -143,7 +143,7 @@ VARIANTS = {
         "CSDAdam, 8-bit states, overlap", CODED, dtype=torch.float16, state_dtype="8bit", overlap=True
     ),
 }
-GOALS = {"csdadam": {1: 1, 10: 3}, "csdadam_8bit": {1: 2.5, 10: 4.5}}  # times as fast as base with as many devices
+GOALS = {"csdadam": {1: 1, 10: 3}, "csdadam_8bit": {1: 2.5, 10: 4.5}}  # speed-up over base with as many devices
 
 
 def main() -> None:
@@ -194,8 +194,9 @@ def main() -> None:
 
 
 def measure(name: str, devices: int, arguments: argparse.Namespace) -> Row:
-    """One point of the figure. SystemExit: the pace changed a bit of the result."""
-    # Fewer devices have more to do. 8-bit states are read and written in less than half of the time, updated in more.
+    """Measure one point of the figure. Raises SystemExit if the pace changes a bit of the result."""
+    # With few devices each has more work, so the clock may run faster. With 8-bit states it runs half as fast: reads
+    # and writes take less than half the time, but the CPU's update takes longer.
     speed = arguments.speed * max(1.0, 4 / devices) / (1 if VARIANTS[name].state_dtype == FP32 else 2)
     plain, _, expected = train(name, devices, arguments, None)
     step, iteration, result = train(name, devices, arguments, speed)
@@ -215,9 +216,9 @@ def measure(name: str, devices: int, arguments: argparse.Namespace) -> Row:
 def train(
     name: str, devices: int, arguments: argparse.Namespace, speed: float | None
 ) -> tuple[list[float], list[float], list[torch.Tensor]]:
-    """Seconds of each optimizer step and of each iteration, and the bits of the result. `speed` None: not paced.
+    """Train. Returns seconds of each optimizer step and of each iteration, and the result. `speed` None: unpaced.
 
-    With overlap a step has no time of its own: both are those of iterations.
+    With overlap a step has no time of its own: both are the seconds of iterations.
     """
     variant, params = VARIANTS[name], arguments.params
     if variant.overlap:
@@ -229,7 +230,7 @@ def train(
             torch.nn.Parameter(t.clone())
             for t in torch.randn(params).to(variant.dtype).chunk(WAVES if variant.waves else 1)
         ]
-        if variant.flash_write:  # they lie in a file, from where the engine takes them
+        if variant.flash_write:  # the engine reads gradients from a file
             grads = torch.from_file(f"{directory}/gradients", shared=True, size=params, dtype=variant.dtype)
         else:
             grads = torch.empty(params, dtype=variant.dtype)
@@ -254,7 +255,7 @@ def train(
                 wave.grad = part
                 if variant.waves:
                     opt.step()
-                    opt.stats()  # waits for the last states
+                    opt.stats()  # waits until all states are written
                     wave.grad = None
             if not variant.waves:
                 opt.step()
@@ -300,7 +301,7 @@ def train_with_overlap(
                 opt.step()
                 opt.zero_grad()
                 if i == count - 1:
-                    opt.stats()  # waits for the last states
+                    opt.stats()  # waits until all states are written
                 ends.append(time.perf_counter())
             result = [t.detach().clone() for p in model.parameters() for t in (p, *opt.state[p].values())]
     iterations = [end - begin for begin, end in itertools.pairwise(ends)][WARM_UP_OVERLAP:]
@@ -310,15 +311,15 @@ def train_with_overlap(
 def device(
     variant: Variant, devices: int, arguments: argparse.Namespace, directory: str, speed: float | None, tile: int
 ) -> str:
-    """The device string, its rates reduced to the parameters and the clock of this run. `tile`: elements."""
-    # What buffers keep would save so small a model many reads; the real one few, and other systems have no such thing.
+    """Return the device string, with rates scaled to the parameters and the clock of this run. `tile`: elements."""
+    # cache=off: buffers would save so small a model many reads, but a real one few, and other systems have no cache.
     options = f"file:{directory}?scratch=1&cache=off&{variant.options}"
     if speed is None:
         return options
     rates = dict(variant.rates)
     if variant.raid:
         rates |= {kind: devices * rates[kind] for kind in ("read", "write")}
-    if not variant.flash_write:  # the others never do both at once
+    if not variant.flash_write:  # variants with gradients on flash never read and write at once
         rates["mixed"] = arguments.mixed
     rates |= {kind: padding(tile, variant) * rate for kind, rate in rates.items() if kind in ("read", "write", "mixed")}
     reduced = {kind: rate * arguments.params / PARAMS * speed / 1e6 for kind, rate in rates.items()}
@@ -326,14 +327,14 @@ def device(
 
 
 def padding(tile: int, variant: Variant) -> float:
-    """How many times as large a tile is because its sections are whole pages. Of real, larger ones it is 1.00."""
+    """Return by which factor whole pages per section enlarge a tile. For real tiles, which are larger, it is 1.00."""
     param_dtype = None if variant.state_dtype == FP32 else variant.dtype
     extent = plan_extent([tile], 1, tile_elems=tile, codec=variant.state_dtype, param_dtype=param_dtype)
     return extent.slot_bytes / extent.tile_elems / elem_bytes(extent.sections, variant.state_dtype, param_dtype)
 
 
 def hold(start: float, seconds: float, speed: float | None) -> None:
-    """Returns `seconds` of the testbed after `start`."""
+    """Sleep until `seconds` of the testbed's time after `start`. `speed`: of the clock; None: return at once."""
     if speed:
         time.sleep(max(0.0, start + seconds / speed - time.perf_counter()))
 
@@ -342,7 +343,7 @@ def hold(start: float, seconds: float, speed: float | None) -> None:
 
 
 def judge(rows: list[Row]) -> None:
-    """Adds the speed-ups over base at one device, and how far they are from what was published."""
+    """Add to each row the speed-up over base with one device, and its deviation from the published one."""
     base = next(r["seconds"] for r in rows if r["variant"] == "base" and r["devices"] == 1)
     for row in rows:
         row["speedup"] = base / row["seconds"]
@@ -352,9 +353,9 @@ def judge(rows: list[Row]) -> None:
 
 
 def claim(rows: list[Row]) -> dict[str, Any]:
-    """What may be said of CSDAdam beside base, or why nothing may."""
+    """Return the claims about CSDAdam compared with base, or the reasons why none is made."""
     why_not = [
-        f"{r['variant']} with {r['devices']} devices is {100 * r['deviation']:+.0f} % off what was published"
+        f"{r['variant']} with {r['devices']} devices is {100 * r['deviation']:+.0f} % off the published figure"
         for r in rows
         if abs(r.get("deviation", 0)) > TOLERANCE
     ]
@@ -389,7 +390,7 @@ def describe(row: Row) -> str:
 
 
 def table(rows: list[Row]) -> str:
-    """Speed-ups over base at one device; published ones in brackets."""
+    """Return a table of speed-ups over base with one device; published ones in brackets."""
     devices = list(dict.fromkeys(r["devices"] for r in rows))
     lines = ["| devices | " + " | ".join(map(str, devices)) + " |", "|---" * (len(devices) + 1) + "|"]
     for name in VARIANTS:
@@ -432,8 +433,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, nargs="+", choices=DEVICES, default=list(DEVICES))
     parser.add_argument("--runs", type=int, default=5, help="timed iterations, at least 5")
-    parser.add_argument("--speed", type=float, default=6, help="of the clock, with four devices or more")
-    parser.add_argument("--mixed", type=parse_rate, default=MIXED, help="of a drive, read and written together")
+    parser.add_argument("--speed", type=float, default=6, help="speed of the clock with four devices or more")
+    parser.add_argument("--mixed", type=parse_rate, default=MIXED, help="rate of a drive, read and written together")
     parser.add_argument("--directory", type=Path, default=Path("build/bench"), help="where the states go")
     parser.add_argument("--quick", action="store_true", help="1 and 2 devices, and a clock ten times as fast")
     parser.add_argument("--json", action="store_true", help="print everything on stdout")
@@ -441,9 +442,9 @@ def parse() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.devices, arguments.speed = [1, 2], 60
-    arguments.devices = sorted({1, *arguments.devices})  # what all are compared with
+    arguments.devices = sorted({1, *arguments.devices})  # all are compared with one device
     arguments.runs = max(5, arguments.runs)
-    # Whatever the number of devices, each has the same number of whole tiles.
+    # So that each device has the same number of whole tiles, for every number of devices.
     arguments.params = GRAIN * WAVES * math.lcm(*arguments.devices)
     return arguments
 

@@ -1,27 +1,26 @@
-"""One optimizer step, against what the machine can do and against what others do. From the project's root:
+"""One optimizer step, compared with the machine's limits and with other libraries. From the project's root:
 
-    python -m bench.step                                    100 M parameters on a file and in memory, torch beside them
-    python -m bench.step --params 1e9 --peers all           with DeepSpeed and TensorNVMe where they are installed
+    python -m bench.step                                    100 M parameters on a file and in memory, and torch's AdamW
+    python -m bench.step --params 1e9 --peers all           with DeepSpeed and TensorNVMe, if they are installed
     python -m bench.step --quick                            half a minute, to see that it works
 
-First every back end is compared with torch.optim.AdamW. Then each step is timed beside a limit measured in the same
-run: by their ratio, not by absolute times, two machines or two minutes can be compared.
+First every back end is compared with torch.optim.AdamW. Then each step is timed beside a limit that is measured in the
+same run: their ratio, unlike absolute times, can be compared between machines and moments.
 
-    file   until the last state is on the disk; after each step the same requests once more without the update
-           (replay); before and after, fio's best mixed read and write over a file as large as the store
+    file   until all states are on the disk. After each step, the same requests again without the update (replay);
+           before and after the run, fio's best mixed rate over a file as large as the store
     8bit   bf16 parameters with 8-bit states and with fp32 states, by turns: on the same disk, each step followed by its
-           replay, and in memory; first, ten steps on the disk are compared with the same in memory: equal to the last
-           bit
-    commit several steps one after another in named directories, where each is committed, and on scratch space, where
-           none is; what was committed is resumed and compared
-    cache  with what is kept in memory from step to step: the buffers that are there anyway, and memory for half of the
-           states; and without, by turns
-    ram    after each step, as much memory read and written back in place
+           replay, and in memory. First, ten steps on the disk must equal those in memory to the last bit
+    commit several steps in a row in named directories, where each is committed, and on scratch space, where none is.
+           What was committed is resumed and compared
+    cache  with states kept in memory from step to step, in the ordinary buffers and in memory for half of the states,
+           and without, by turns
+    ram    in memory; after each step, as much memory is read and written back in place
     null   Python and the engine alone: 1000 small parameters
-    rules  the optimizers that --optimizer names, on a file and in memory, each beside the same limits and beside
-           torch's: rules.py
-    peer   others do the same work in an interpreter of their own, by turns with CSDAdam; those that use a disk, with
-           CSDAdam's 8-bit states, too
+    rules  the optimizers that --optimizer names, on a file and in memory, each compared with the same limits and with
+           torch's (rules.py)
+    peer   other libraries do the same work in an interpreter of their own, by turns with CSDAdam; those that use a disk
+           are compared with CSDAdam's 8-bit states, too
 
 --json prints schema csd_optim.bench.step/1; --plot writes a PNG.
 """
@@ -57,10 +56,10 @@ from csd_optim.optim.optimizer import CSDOptimizer
 Row = dict[str, Any]
 BURST = 4  # steps without a pause between them
 MEMORY = 1 << 30  # bytes, several times a last-level cache
-LITTLE_MEMORY = 64 << 20  # to see that it works
+LITTLE_MEMORY = 64 << 20  # with --quick
 BACKENDS = ("file", "8bit", "commit", "cache", "ram", "null", "rules")
 ON_DISK = ("deepspeed-nvme", "tensornvme")
-OURS = {"fp32": "our", "8bit": "our_8bit"}  # what a peer's row calls CSDAdam with these states
+OURS = {"fp32": "our", "8bit": "our_8bit"}  # prefix of CSDAdam's keys in a peer's row, by its states
 
 
 def main() -> None:
@@ -115,7 +114,7 @@ def verify(specs: list[DeviceSpec], dtype: str) -> None:
 
 
 def verify_codes(specs: list[DeviceSpec]) -> None:
-    """Parameters and states of ten steps on these devices and in memory. Raises SystemExit if a bit differs."""
+    """Compare ten steps with 8-bit states on these devices and in memory. Raises SystemExit if any bit differs."""
     torch.manual_seed(1)
     start = [torch.randn(n).bfloat16() for n in (1, 4095, 300_001)]
     here, in_memory = ([torch.nn.Parameter(p.clone()) for p in start] for _ in range(2))
@@ -140,7 +139,7 @@ def verify_codes(specs: list[DeviceSpec]) -> None:
 
 
 def file_row(arguments: argparse.Namespace, specs: list[DeviceSpec]) -> Row:
-    """Steps until the last state is on the disk, each followed by its replay."""
+    """Time steps until all states are on the disk, each followed by its replay."""
     params = arguments.params
     gib = benchmark.DISK_BYTES * params / 2**30
     fio = [fio_mixed(arguments.directory, gib, arguments.fio_seconds)]
@@ -150,7 +149,7 @@ def file_row(arguments: argparse.Namespace, specs: list[DeviceSpec]) -> Row:
             start = time.perf_counter()
             opt.step()
             back = time.perf_counter()
-            stats = opt.stats()  # waits for the last states
+            stats = opt.stats()  # waits until all states are written
             end = time.perf_counter()
             replay = timed(lambda: replay_step(opt))
             if i >= WARM_UP:
@@ -180,7 +179,7 @@ def file_row(arguments: argparse.Namespace, specs: list[DeviceSpec]) -> Row:
 
 
 def coded_rows(arguments: argparse.Namespace, specs: list[DeviceSpec]) -> list[Row]:
-    """8-bit states on files, and fp32 states beside them, each step followed by its replay."""
+    """Time steps with 8-bit states and with fp32 states on files, by turns, each followed by its replay."""
     opts, rows = by_states(arguments, specs, f"{len(specs)} file(s)")
     replayed: dict[str, list[float]] = {kind: [] for kind in opts}
     with opts["8bit"], opts["fp32"]:
@@ -193,7 +192,7 @@ def coded_rows(arguments: argparse.Namespace, specs: list[DeviceSpec]) -> list[R
                     continue
                 flash = {k: stats[f"flash_{k}_bytes"] for k in ("read", "write")}
                 if flash != {k: again[f"flash_{k}_bytes"] for k in flash}:
-                    raise SystemExit(f"a replay moves other bytes than {row['what']}: nothing is reported")
+                    raise SystemExit(f"a replay does not move the bytes of {row['what']}: nothing is reported")
                 row["seconds"].append(seconds)
                 replayed[kind].append(replay)
                 row["bytes"] = sum(flash.values())
@@ -208,12 +207,12 @@ def coded_rows(arguments: argparse.Namespace, specs: list[DeviceSpec]) -> list[R
 
 
 def coded_ram_rows(arguments: argparse.Namespace, specs: list[DeviceSpec]) -> list[Row]:
-    """8-bit states in memory, and fp32 states beside them."""
+    """Time steps with 8-bit states and with fp32 states in memory, by turns."""
     opts, rows = by_states(arguments, specs, "in memory")
     with opts["8bit"], opts["fp32"]:
         for kind, opt in opts.items():
             before = resident_bytes()
-            opt.step()  # makes the states
+            opt.step()  # creates the states
             rows[kind]["state_bytes_per_param"] = (resident_bytes() - before) / arguments.params
         for i in range(WARM_UP + arguments.runs):
             for kind in in_turn(opts, i):
@@ -226,7 +225,7 @@ def coded_ram_rows(arguments: argparse.Namespace, specs: list[DeviceSpec]) -> li
 def by_states(
     arguments: argparse.Namespace, specs: list[DeviceSpec], place: str
 ) -> tuple[dict[str, CSDAdam], dict[str, Row]]:
-    """An optimizer with 8-bit states and one with fp32 states, over bf16 parameters, and the row of each."""
+    """Return an optimizer with 8-bit states and one with fp32 states, over bf16 parameters, and a row for each."""
     kinds = {"8bit": "8-bit", "fp32": "fp32"}
     opts = {k: benchmark.make_optimizer(specs, arguments.params, torch.bfloat16, state_dtype=k) for k in kinds}
     rows: dict[str, Row] = {
@@ -242,7 +241,7 @@ def by_states(
 
 
 def in_turn(opts: dict[str, CSDAdam], i: int) -> list[str]:
-    """Their names, each first every other time: whoever comes second may have it better."""
+    """Return their names in alternating order, because the second may have an advantage."""
     return [*opts] if i % 2 else [*reversed(opts)]
 
 
@@ -254,17 +253,17 @@ def beside_fp32(rows: dict[str, Row]) -> list[Row]:
 
 
 def resident_bytes() -> int:
-    """Memory of this process, as the kernel counts it."""
+    """Return the resident bytes of this process, as the kernel counts them."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def replay_step(opt: CSDOptimizer) -> None:
-    """The requests of a step, in its order and through its buffers, without the update."""
+    """Make the requests of a step, in its order and through its buffers, without the update."""
     engine = opt._engine
     assert engine is not None
     table, hypers = np.zeros(engine.n_params, PARAM), np.zeros(1, HYPER)
     for b in opt._state_map.by_index:
-        if b.compares:  # of codes, a step does not read the parameters that the host has
+        if b.compares:  # a step with 8-bit states does not read the parameters, which the host has
             table[b.index]["param"], table[b.index]["param_dtype"] = b.local.data_ptr(), DTYPE_CODES[b.local.dtype]
     tiles = engine.flowing(np.arange(engine.n_tiles, dtype=np.uint32))
     engine.begin(table, hypers, tiles)
@@ -275,7 +274,7 @@ def replay_step(opt: CSDOptimizer) -> None:
 
 
 def commit_row(arguments: argparse.Namespace) -> Row:
-    """Bursts of steps with nothing between them, committed and not, by turns."""
+    """Time bursts of steps without pauses, committed and uncommitted, by turns."""
     params, dtype = arguments.params, DTYPES[arguments.dtype]
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
         specs = parse_devices([f"file:{directory}/{d}?cache=off" for d in range(arguments.devices)])
@@ -285,7 +284,7 @@ def commit_row(arguments: argparse.Namespace) -> Row:
         def burst(opt: CSDAdam) -> None:
             for _ in range(BURST):
                 opt.step()
-            opt.stats()  # waits for the last states
+            opt.stats()  # waits until all states are written
             opt.synchronize()
 
         seconds, uncommitted = [], []
@@ -301,7 +300,7 @@ def commit_row(arguments: argparse.Namespace) -> Row:
         with benchmark.make_optimizer(specs, params, dtype, durable=True, resume=True) as resumed:
             same = all(map(torch.equal, resumed.param_groups[0]["params"], expected))
             if not resumed.committed_step == steps == BURST * (WARM_UP + arguments.runs) or not same:
-                raise SystemExit("what was resumed is not what was committed: nothing is reported")
+                raise SystemExit("what was resumed differs from what was committed: nothing is reported")
     return {
         "what": f"CSDAdam, {arguments.dtype}, committed, {len(specs)} file(s)",
         "params": params,
@@ -312,7 +311,7 @@ def commit_row(arguments: argparse.Namespace) -> Row:
 
 
 def cache_row(arguments: argparse.Namespace, cache: int) -> Row:
-    """Steps that need not read what `cache` bytes on each device keep, beside steps that read everything."""
+    """Time steps with `cache` bytes per device, which save reads, and steps that read everything, by turns."""
     params, dtype, place = arguments.params, DTYPES[arguments.dtype], f"file:{arguments.directory}?scratch=1"
     kept, plain = (
         benchmark.make_optimizer(parse_devices([f"{place}&cache={option}"] * arguments.devices), params, dtype)
@@ -321,7 +320,7 @@ def cache_row(arguments: argparse.Namespace, cache: int) -> Row:
     times: dict[CSDAdam, list[float]] = {kept: [], plain: []}
     with kept, plain:
         for i in range(WARM_UP + arguments.runs):
-            for opt in (kept, plain) if i % 2 else (plain, kept):  # whoever comes second may have it better
+            for opt in (kept, plain) if i % 2 else (plain, kept):  # alternating: order may matter
                 times[opt].append(timed(lambda o=opt: (o.step(), o.stats())))  # type: ignore[misc]
         seconds, all_read = (t[WARM_UP:] for t in times.values())
         moved = [sum(opt.stats()[f"flash_{kind}_bytes"] for kind in ("read", "write")) for opt in (kept, plain)]
@@ -336,7 +335,7 @@ def cache_row(arguments: argparse.Namespace, cache: int) -> Row:
 
 
 def ram_row(arguments: argparse.Namespace, specs: list[DeviceSpec], dtype: str) -> Row:
-    """Steps in memory, each followed by passes over plain memory, of which the median counts."""
+    """Time steps in memory, each followed by passes over plain memory, whose median counts."""
     params, threads = arguments.params, bindings.threads_used()
     memory = measure.Memory(arguments.memory)
     seconds, rates = [], []
@@ -363,7 +362,7 @@ def ram_row(arguments: argparse.Namespace, specs: list[DeviceSpec], dtype: str) 
 
 
 def rules_rows(arguments: argparse.Namespace, specs: list[DeviceSpec]) -> list[Row]:
-    """Each optimizer that was named, on files and in memory, beside the limit of each, and beside torch's."""
+    """Return rows for each named optimizer, on files and in memory, compared with the limits and with torch's."""
     memory, threads = measure.Memory(arguments.memory), bindings.threads_used()
 
     def in_memory(opt: CSDOptimizer) -> float:
@@ -388,7 +387,7 @@ def rules_rows(arguments: argparse.Namespace, specs: list[DeviceSpec]) -> list[R
 
 
 def overhead_row(runs: int) -> Row:
-    """What a step costs before any byte moves."""
+    """Measure what a step costs without moving any byte."""
     params = [torch.nn.Parameter(torch.randn(1000).bfloat16()) for _ in range(1000)]
     seconds = []
     with CSDAdam(params, devices=["null:"]) as opt:
@@ -408,7 +407,7 @@ def peer_row(
     dtype: str,
     state_dtypes: Iterable[str] = ("fp32",),
 ) -> Row:
-    """A peer and CSDAdam by turns, because the machine's speed drifts; ours until the last state is in its place."""
+    """Time a peer and CSDAdam by turns, because the machine's speed drifts; ours until all states are written."""
     theirs: list[float] = []
     ours: dict[str, list[float]] = {kind: [] for kind in state_dtypes}
     ratios: dict[str, list[float]] = {kind: [] for kind in ours}
@@ -418,7 +417,7 @@ def peer_row(
         if "skipped" in peer:
             return {"what": name, "skipped": peer["skipped"]}
         theirs += peer["seconds"]
-        # A peer may round the number of parameters to what it can divide.
+        # A peer may round the number of parameters.
         theirs_each = statistics.median(peer["seconds"]) / peer["params"]
         for kind in ours:
             with benchmark.make_optimizer(specs, arguments.params, DTYPES[dtype], state_dtype=kind) as opt:
@@ -451,7 +450,7 @@ def span(values: list[float], digits: int) -> str:
 
 
 def describe(row: Row) -> str:
-    """Median (least to most) of everything."""
+    """Return a row as text: medians (minimum to maximum)."""
     if "skipped" in row:
         return f"{row['what']}: skipped, {row['skipped']}"
     rates = [row["params"] / s / 1e6 for s in row["seconds"]]
@@ -510,7 +509,7 @@ def plot(rows: list[Row], facts: Row, path: Path) -> None:
 
 
 def machine_facts() -> Row:
-    """When, on what: what every bench prints first."""
+    """Return the date and the machine, which every bench prints first."""
     now = datetime.datetime.now(datetime.timezone.utc)
     return {"date": now.isoformat(timespec="seconds"), **machine.machine(), **machine.updater()}
 
@@ -523,7 +522,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--params", type=float, default=1e8, help="number of parameters (default 1e8)")
     parser.add_argument("--runs", type=int, default=7, help="timed steps, at least 5")
-    parser.add_argument("--rounds", type=int, default=3, help="times a peer and CSDAdam take turns")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of a peer and CSDAdam")
     parser.add_argument("--directory", type=Path, default=Path("build/bench"), help="on the disk to be measured")
     parser.add_argument("--devices", type=int, default=1, help="emulated CSDs on that disk")
     parser.add_argument("--dtype", choices=("fp16", "bf16"), default="fp16", help="of parameters and gradients")
@@ -532,7 +531,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--peers", nargs="+", choices=[*peers.PEERS, "all", "none"], default=["torch-fp16", "torch-fp32"]
     )
-    parser.add_argument("--fio-seconds", type=float, default=4, help="for each of fio's request shapes")
+    parser.add_argument("--fio-seconds", type=float, default=4, help="seconds for each of fio's request shapes")
     parser.add_argument("--quick", action="store_true", help="3 M parameters, less memory, no peers")
     parser.add_argument("--json", action="store_true", help="print everything on stdout")
     parser.add_argument("--plot", type=Path, help="write a PNG")

@@ -1,10 +1,10 @@
-"""The table of bytes per parameter, as opt.stats() counts them: `make tables` writes it into docs/performance.md.
+"""The table of bytes per parameter, as opt.stats() counts them. `make tables` writes it into docs/performance.md.
 
     python -m bench.tables                        prints it
     python -m bench.tables docs/performance.md    puts it between its two marks in a file
 
-One step each in a named directory, where the kernel's own counters were found to agree
-(tests/step/test_traffic.py), and without what buffers have of the step before.
+Each row is one step in a named directory with empty buffers. There the kernel's own counters agree with opt.stats()
+(tests/step/test_traffic.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from csd_optim import CSDAdam
 
-SIDE = 2048  # 4 Mi elements, so that what fills up tiles and blocks does not count
+SIDE = 2048  # 4 Mi elements: so many that the padding of tiles and blocks does not show
 BEGIN, END = "<!-- begin: make tables -->\n", "<!-- end: make tables -->\n"
 CODES: dict[str, Any] = {"state_dtype": "8bit"}
 ROWS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
@@ -38,7 +38,7 @@ COLUMNS = ("push", "pull", "flash_read", "flash_write")
 
 
 def bytes_per_param(dtype: torch.dtype, **options: Any) -> list[float]:
-    """Of the second step, in the order of COLUMNS."""
+    """Return the bytes per parameter of the second step, in the order of COLUMNS."""
     p = torch.nn.Parameter(torch.randn(SIDE, SIDE).to(dtype))
     with (
         tempfile.TemporaryDirectory(dir=".") as directory,
@@ -60,7 +60,7 @@ def table() -> str:
 
 
 def put(path: str, made: str, begin: str, end: str) -> None:
-    """Puts `made` between its two marks in a file, and says whether that changes it."""
+    """Write `made` between the two marks in a file, and print whether that changes it."""
     file = Path(path)
     before, _, rest = file.read_text().partition(begin)
     old, found, after = rest.partition(end)
@@ -71,7 +71,7 @@ def put(path: str, made: str, begin: str, end: str) -> None:
 
 
 def main(make: Callable[[], str], begin: str, end: str) -> None:
-    """Prints what `make` returns; or puts it between its two marks in the file that the command line names."""
+    """Print the result of `make`, or write it between the marks in the file that the command line names."""
     if len(sys.argv) == 1:
         print(make(), end="")
     else:

@@ -1,4 +1,4 @@
-"""What TCP alone moves on the network of bench/optimizer_ranks.py: the limit that owners are measured against."""
+"""The rate of TCP alone on the network of bench/optimizer_ranks.py: the limit that owners are compared with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PIECE = 1 << 20  # bytes
 
 
 def _move(connection: socket.socket, nbytes: int) -> None:
-    """Sends and receives so much at the same time."""
+    """Send and receive `nbytes` bytes at the same time."""
     sending = threading.Thread(target=connection.sendall, args=(bytes(nbytes),))
     sending.start()
     left, piece = nbytes, bytearray(PIECE)
@@ -35,7 +35,7 @@ def _exchange(connections: Sequence[socket.socket], nbytes: int) -> None:
 
 
 def _answer(place: Callable[[], None], conn: Connection, trainers: int, nbytes: int) -> None:
-    """An owner: says its port, and then how long it took."""
+    """Run an owner: report its port, then the seconds that the exchange took."""
     settle(place)
     with socket.create_server(("", 0)) as server:
         conn.send(server.getsockname()[1])
@@ -53,9 +53,9 @@ def _ask(place: Callable[[], None], at: Sequence[tuple[str, int]], nbytes: int) 
 def tcp_rate(
     trainers: Sequence[Callable[[], None]], owners: Sequence[Callable[[], None]], hosts: Sequence[str], nbytes: int
 ) -> float:
-    """Bytes per second that pass an owner's link each way while all trainers exchange `nbytes` with all owners.
+    """Return the bytes per second on an owner's link, each way, while all trainers exchange `nbytes` with all owners.
 
-    `trainers`, `owners`: what brings a process to each of their machines; `hosts`: the owners' addresses.
+    `trainers`, `owners`: functions that move a process to each of their machines. `hosts`: the owners' addresses.
     """
     ends, running = [], []
     for place in owners:

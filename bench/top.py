@@ -1,17 +1,17 @@
-"""What it costs to be watched by `csd-optim top`. From the project's root:
+"""What `csd-optim top` costs the training that it watches. From the project's root:
 
     python -m bench.top
     python -m bench.top --quick         to see that it works
 
-Steps of a model so small that nothing but what goes with each step is measured, each of them durable before the next
-begins, in three ways by turns:
+It times steps of a model so small that only the fixed costs of a step count. Each step is durable before the next one
+begins. Three ways take turns:
 
-    silent      nothing is told, which a training never does: Reports.tell() is taken out
-    told        as always: what the step did goes to a file beside each store
-    watched     and `csd-optim top` looks ten times a second
+    silent      without reports: Reports.tell() is removed, which a real training never does
+    told        as always: each step writes a report to a file beside each store
+    watched     the same while `csd-optim top` looks ten times a second
 
-Reported are the seconds of a step, wall and CPU, medians with their quartiles; the ratio of each turn to the silent one
-beside it; and what Reports.tell() takes by itself. --json prints schema csd_optim.bench.top/1.
+It reports the seconds of a step, wall and CPU, as medians with quartiles; the ratio of each turn to the silent one next
+to it; and the time of Reports.tell() by itself. --json prints schema csd_optim.bench.top/1.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 class watching:
-    """What is done while a turn goes on."""
+    """A context that sets up one of the three ways for a turn."""
 
     def __init__(self, way: str, devices: list[Path]) -> None:
         command = [sys.executable, "-m", "csd_optim", "top", *map(str, devices), "--json", "--interval", "0.1"]
@@ -90,7 +90,7 @@ class watching:
         if self._command:
             self._looks = subprocess.Popen(self._command, stdout=subprocess.PIPE)
             assert self._looks.stdout
-            self._looks.stdout.readline()  # it has begun to look
+            self._looks.stdout.readline()  # wait until `top` has begun to look
 
     def __exit__(self, *_: object) -> None:
         if self._silent:
@@ -101,7 +101,7 @@ class watching:
 
 
 def turn(opt: CSDAdam, p: torch.nn.Parameter, steps: int) -> tuple[float, float]:
-    """Seconds of a step, wall and CPU."""
+    """Return the seconds of a step, wall and CPU."""
     p.grad = torch.ones_like(p)
     began = time.perf_counter(), time.process_time()
     for _ in range(steps):

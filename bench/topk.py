@@ -5,11 +5,11 @@
     python -m bench.topk --link 1GB/s --json      another link; everything as JSON
 
     link       bytes per parameter over the link and to storage, counted where they are moved
-    selection  how fast gradients are selected on the CPU, by one thread: beside a copy of the same gradient, and beside
-               torch.topk, which does the same work with more generality (on an accelerator: bench.accelerator)
-    step       a step on an emulated CSD whose link to the host is paced, Top-K and dense gradients by turns
+    selection  how fast one thread selects gradients on the CPU, compared with a copy of the gradient and with
+               torch.topk, which does the same in a more general way (on an accelerator: bench.accelerator)
+    step       a step on an emulated CSD with a paced link to the host, Top-K and dense gradients by turns
 
-First the selection is compared with a stable sort, and a step with Top-K on a file with one in memory, bit for bit.
+First the selection is compared with a stable sort, and Top-K steps on a file with those in memory, bit for bit.
 --json prints schema csd_optim.bench.topk/1; --plot writes a PNG.
 """
 
@@ -34,9 +34,9 @@ from csd_optim.devices.spec import parse_devices
 from csd_optim.devices.units import parse_rate
 
 Row = dict[str, Any]
-TILE = 1 << 20  # elements: the parts of a large model
+TILE = 1 << 20  # elements, as in a large model
 SHARES = (None, 0.1, 0.05, 0.02, 0.01)
-# Slow enough for two cores to keep up with it: it is the link that is measured.
+# So slow that two cores keep up with it: then the step measures the link.
 LINK = "0.4GB/s"
 
 
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def verify(directory: Path) -> None:
-    """The selection against a stable sort; Top-K steps on a file against the same in memory."""
+    """Compare the selection with a stable sort, and Top-K steps on a file with those in memory."""
     torch.manual_seed(0)
     grad = torch.randn(300_007).bfloat16()  # with many ties
     k = bindings.topk_count(0.01, len(grad))
@@ -87,7 +87,7 @@ def verify(directory: Path) -> None:
 
 
 def link_rows(arguments: argparse.Namespace) -> list[Row]:
-    """Counted by the engine; states in memory, since what goes over the link does not depend on where they are."""
+    """Return rows of bytes that the engine counts. States are in memory, which makes no difference on the link."""
     rows = []
     for dtype in ("fp16", "fp32"):
         for share in SHARES:
@@ -102,7 +102,7 @@ def link_rows(arguments: argparse.Namespace) -> list[Row]:
 
 
 def selection_rows(arguments: argparse.Namespace) -> list[Row]:
-    """One tile's part at a time, as the engine does it."""
+    """Time the selection, one tile's part at a time, as in the engine."""
     rows = []
     for name, dtype in DTYPES.items():
         for feedback in (False, True):
@@ -142,10 +142,10 @@ def selection_row(where: str, dtype: str, feedback: bool, turns: list[list[float
 
 
 def step_rows(arguments: argparse.Namespace) -> list[Row]:
-    """Each variant and the dense step by turns, until the last state is in its place; the link is the slowest part.
+    """Time each variant and the dense step by turns, until all states are written. The link is the slowest part.
 
-    The link is full duplex: gradients go one way, parameters come the other. So what Top-K can gain is bounded by what
-    comes back; it gains most where gradients have more bits than parameters.
+    The link is full duplex: gradients go one way, parameters come back the other. So the bytes that come back bound
+    the gain of Top-K, which is largest if gradients have more bits than parameters.
     """
     link = parse_rate(arguments.link)
     specs = parse_devices(f"ram:?link={arguments.link}")
@@ -190,7 +190,7 @@ def step_rows(arguments: argparse.Namespace) -> list[Row]:
 
 
 def by_turns(runs: int, *calls: Callable[[], Any]) -> list[list[float]]:
-    """Seconds of each call, one after another in every run, because the machine's speed drifts."""
+    """Time the calls by turns, `runs` times, because the machine's speed drifts. Returns each call's seconds."""
     seconds: list[list[float]] = [[] for _ in calls]
     for i in range(WARM_UP + runs):
         for call, own in zip(calls, seconds, strict=True):
@@ -262,7 +262,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--params", type=float, default=16 * TILE, help="number of parameters (default 16 Mi)")
     parser.add_argument("--runs", type=int, default=7, help="timed runs, at least 5")
-    parser.add_argument("--link", default=LINK, help=f"of the paced step (default {LINK})")
+    parser.add_argument("--link", default=LINK, help=f"rate of the step's link (default {LINK})")
     parser.add_argument("--directory", type=Path, default=Path("build/bench"), help="for the file of the verification")
     parser.add_argument("--quick", action="store_true", help="2 M parameters")
     parser.add_argument("--json", action="store_true", help="print everything on stdout")

@@ -1,18 +1,18 @@
-"""Parameters whose gradient stays zero: an embedding of which each step meets few rows. From the project's root:
+"""Parameters whose gradients stay zero: an embedding, of which each step uses only few rows. From the project's root:
 
     python -m bench.zeros                         4000 steps of 2 M parameters in memory, about two minutes
     python -m bench.zeros --quick                 to see that it works
     python -m bench.zeros --at 20000 --json       at another step; everything as JSON
 
-Rows are drawn by Zipf's law, as words are: most of them seldom. Without a gradient a moment fades away, into the
-subnormal numbers, with which processors compute ten times slower, and there it stays. In CSDAdam they are zero.
+Rows are drawn by Zipf's law, like words: most of them rarely. Without a gradient, a moment decays into the subnormal
+numbers and stays there, and processors compute ten times slower with those. CSDAdam flushes them to zero.
 
     CSDAdam                       in memory
     torch                         torch.optim.AdamW(fused=True)
-    torch, set_flush_denormal     the same, its threads told to do as CSDAdam's
+    torch, set_flush_denormal     the same, with its threads set to flush subnormal numbers, as CSDAdam's do
 
-Each is timed at some steps, by turns with an optimizer of the same kind and size to which no gradient is zero: the
-ratio says what is left of its rate. First CSDAdam is compared with torch.optim.AdamW. --json prints schema
+Each is timed at some steps, by turns with an optimizer of the same kind and size whose gradients are never zero: the
+ratio says how much of that rate is left. First CSDAdam is compared with torch.optim.AdamW. --json prints schema
 csd_optim.bench.zeros/1.
 """
 
@@ -34,7 +34,7 @@ from csd_optim.devices.spec import parse_devices
 
 Row = dict[str, Any]
 WIDTH = 512  # elements of a row
-DRAWN = 32  # rows in a step, some more than once: the rarest comes back after a thousand steps
+DRAWN = 32  # rows per step, some more than once; the rarest row comes back after about a thousand steps
 OURS, TORCH, FLUSHED = CONTENDERS = ("CSDAdam", "torch", "torch, set_flush_denormal")
 
 
@@ -55,20 +55,24 @@ def main() -> None:
 
 
 def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What it returns. What threads have inherited stays with them: so each gets its own, and here are none to fork."""
+    """Call `function` in a forked process and return its result.
+
+    Threads inherit the flush mode when they start, and keep it. So each contender needs threads of its own, and this
+    process must have none when it forks.
+    """
     ours, theirs = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("fork").Process(target=lambda: theirs.send(function(*arguments)))
     process.start()
     theirs.close()
     try:
         return ours.recv()
-    except EOFError:  # it has said why
+    except EOFError:  # the process has printed the reason
         process.join()
         raise SystemExit(process.exitcode) from None
 
 
 def contend(arguments: argparse.Namespace, contender: str) -> list[Row]:
-    """All steps of one contender; those that are timed count as well."""
+    """Run all steps of one contender, timing some of them. Returns a row for each timed step."""
     bindings.threads_use(arguments.threads)
     torch.set_flush_denormal(contender == FLUSHED)
     torch.set_num_threads(arguments.threads)
@@ -80,7 +84,7 @@ def contend(arguments: argparse.Namespace, contender: str) -> list[Row]:
     ours, beside = (optimizer(contender, p) for p in (embedding, dense))
 
     def step() -> float:
-        """Seconds of the optimizer alone."""
+        """Return the seconds of the optimizer's step alone."""
         drawn = torch.multinomial(zipf, DRAWN, replacement=True)
         embedding.grad[drawn] = torch.randn(DRAWN, WIDTH)
         elapsed = timed(ours.step)
@@ -91,7 +95,7 @@ def contend(arguments: argparse.Namespace, contender: str) -> list[Row]:
     for at in arguments.at:
         for _ in range(at - done - 1):
             step()
-        timed(beside.step)  # warms up
+        timed(beside.step)  # warm-up
         pairs = [(step(), timed(beside.step)) for _ in range(arguments.runs)]
         done = at - 1 + arguments.runs
         seconds, dense_seconds = (list(each) for each in zip(*pairs, strict=True))
@@ -118,13 +122,13 @@ def optimizer(name: str, parameter: torch.nn.Parameter) -> torch.optim.Optimizer
 
 
 def subnormal(state: torch.Tensor) -> float:
-    """The share of them, by their bits: as numbers they may count as zero."""
+    """Return the share of subnormal numbers, found by their bits: comparisons may flush them to zero."""
     bits = state.view(torch.int32) & 0x7FFFFFFF
     return float(((bits > 0) & (bits < 0x00800000)).double().mean())
 
 
 def describe(row: Row) -> str:
-    """Median (least to most) of everything."""
+    """Return a row as text: medians (minimum to maximum)."""
     rate, gigabytes, dense = (
         [row[amount] / s / scale for s in row[seconds]]
         for amount, scale, seconds in (
@@ -143,8 +147,10 @@ def describe(row: Row) -> str:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=4096, help="of the embedding (default 4096)")
-    parser.add_argument("--at", type=int, nargs="+", default=[100, 1000, 4000], help="steps (default 100 1000 4000)")
+    parser.add_argument("--rows", type=int, default=4096, help="rows of the embedding (default 4096)")
+    parser.add_argument(
+        "--at", type=int, nargs="+", default=[100, 1000, 4000], help="steps that are timed (default 100 1000 4000)"
+    )
     parser.add_argument("--runs", type=int, default=15, help="timed steps at each, at least 5")
     parser.add_argument("--threads", type=int, default=2, help="update threads (default 2)")
     parser.add_argument("--quick", action="store_true", help="256 rows, steps 20 and 100")

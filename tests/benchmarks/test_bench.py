@@ -120,7 +120,7 @@ def test_ceiling(tmp_path):
     assert "verified bf16" in done.stderr
     assert "the same bits as CSDAdam's" in done.stderr
     assert "the same bits of 8-bit states" in done.stderr
-    assert "reckoned, not measured" in done.stderr
+    assert "calculated, not measured" in done.stderr
     assert png.read_bytes().startswith(b"\x89PNG")
     assert list(tmp_path.iterdir()) == [png]
 
