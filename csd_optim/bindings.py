@@ -84,11 +84,11 @@ TORN = (
     "With shadow=False, or gpu: without a drive, a step cannot be undone: parameters and state are a mix of two steps. "
     "Go back to a snapshot or a checkpoint."
 )
-_KEPT = "The step before is whole; what was not written is kept in memory and tried again by the next call."
+_KEPT = "The previous step is complete; states that were not written stay in memory, and the next call tries again."
 
 
 def check(status: int, error: Any, name: Namer | None = None, outcome: str = _KEPT) -> None:
-    """Turn a C status into an exception; no other place does. `outcome`: the state that an I/O error leaves behind."""
+    """Turns a C status into an exception; no other place does. `outcome`: the state that an I/O error leaves behind."""
     if status == lib.CSD_OK:
         return
     text = ffi.string(error.text).decode(errors="replace")
@@ -169,7 +169,7 @@ def _array(values: np.ndarray[Any, Any], ctype: str) -> Any:
 
 
 def card_open(name: str, xclbin: os.PathLike[str], kernels: Sequence[str], seconds: float) -> Any:
-    """Open a card. `kernels`: the names of the kernels in the xclbin. Raises CSDUnavailableError."""
+    """Opens a card. `kernels`: the names of the kernels in the xclbin. Raises CSDUnavailableError."""
     out, error = ffi.new("csd_card **"), ffi.new("csd_error *")
     names = " ".join(kernels).encode()
     status = lib.csd_card_open(name.encode(), os.fsencode(xclbin), names, int(1000 * seconds), out, error)
@@ -190,7 +190,7 @@ def card_has_p2p(card: Any) -> bool:
 
 
 def card_try_p2p(card: Any, fd: int, offset: int, name: str) -> None:
-    """Test P2P: read a page of an O_DIRECT file into the card's memory and write it back. Updates `card_has_p2p`."""
+    """Tests P2P: reads a page of an O_DIRECT file into the card's memory and writes it back; sets `card_has_p2p`."""
     error = ffi.new("csd_error *")
     status = lib.csd_card_try_p2p(card, fd, offset, error)
     error.device = 0
@@ -198,7 +198,7 @@ def card_try_p2p(card: Any, fd: int, offset: int, name: str) -> None:
 
 
 def card_measure(config: DeviceConfig, offset: int, nbytes: int, name: Namer) -> dict[str, float]:
-    """Measure the rates of a device with a card, see `csd_card_rates`. Overwrites `nbytes` of its file at `offset`."""
+    """Measures the rates of a device with a card, see `csd_card_rates`. Overwrites `nbytes` of its file at `offset`."""
     device, out, error = ffi.new("csd_device *"), ffi.new("csd_card_rates *"), ffi.new("csd_error *")
     keep = _fill(device, config)
     status = lib.csd_card_measure(device, offset, nbytes, out, error)
@@ -209,7 +209,7 @@ def card_measure(config: DeviceConfig, offset: int, nbytes: int, name: Namer) ->
 
 
 def _fill(device: Any, config: DeviceConfig) -> Any:
-    """Fill a `csd_device`. Returns the objects that it points to; they must live as long as the struct is read."""
+    """Fills a `csd_device`. Returns the objects that it points to; they must live as long as the struct is read."""
     device.backend = backend = ffi.new("char[]", config.backend.encode())
     device.fd, device.buffers, device.block_bytes = config.fd, config.buffers, config.block_bytes
     device.card, device.p2p = config.card or ffi.NULL, P2P[config.p2p]
@@ -252,7 +252,7 @@ def engine_extend(
     codec: str = "fp32",
     param_dtype: torch.dtype | None = None,
 ) -> list[Any]:
-    """Add an extent of `n_tiles` tiles with `sections` states; see csd_engine_extend().
+    """Adds an extent of `n_tiles` tiles with `sections` states; see csd_engine_extend().
 
     `devices`: the device of each tile, uint32; None: round-robin. `sum_elems`: elements per checksum; None: one
     checksum per section. `sums`: the checksums that go with `states`, uint32, of shape (n_tiles, chunks, sections of a
@@ -288,7 +288,7 @@ _mappings: dict[int, int] = {}  # address of a window → number of its memory m
 
 
 def _window(window: Any, elems: int, mappings: int) -> Any:
-    """Wrap the window so that it unmaps itself; until then mappings() counts it."""
+    """Wraps the window so that it unmaps itself; until then mappings() counts it."""
     address, counted, release = int(ffi.cast("uintptr_t", window)), _mappings, lib.csd_window_release
     counted[address] = mappings
 
@@ -440,7 +440,7 @@ def engine_remap(engine: Any, name: Namer, *, open: bool) -> None:
 def engine_decode(
     engine: Any, tile: int, first: int, n: int, states: Sequence[torch.Tensor | None], name: Namer, param: int = 0
 ) -> None:
-    """Decode elements [first, first + n) of a tile of codes into up to four contiguous fp32 CPU tensors, one per state.
+    """Decodes elements [first, first + n) of a tile of codes into up to four contiguous fp32 CPU tensors, one a state.
 
     A state whose tensor is None is skipped. `first` is a multiple of 64. `param`: address of these elements of the
     parameter, if the parameter itself serves as the section; 0: the section is in the tile. Waits for writes. Must not
@@ -483,7 +483,7 @@ def update(
     state: Sequence[torch.Tensor],
     param: torch.Tensor | None,
 ) -> None:
-    """Run the update rule alone, in place, on the calling thread, on contiguous CPU tensors of one length.
+    """Runs the update rule alone, in place, on the calling thread, on contiguous CPU tensors of one length.
 
     `hyper`: one element of dtype HYPER. `state`: fp32, section by section, as many as the rule takes.
     """
@@ -512,7 +512,7 @@ def update_codes(
     param: torch.Tensor,
     key: int,
 ) -> None:
-    """Run the update rule on codes, in place: one contiguous CPU tensor for each section, see csd_codec.
+    """Runs the update rule on codes, in place: one contiguous CPU tensor for each section, see csd_codec.
 
     `param`: receives the updated parameters. `key`: 32 bits that seed stochastic rounding, counted from the first
     element.
@@ -536,7 +536,7 @@ def update_codes(
 
 
 def encode(isa: str, states: Sequence[torch.Tensor | None], dtype: torch.dtype, codes: Sequence[torch.Tensor]) -> None:
-    """Encode fp32 states of one length, rounding to nearest: master, exp_avg, exp_avg_sq, max_exp_avg_sq.
+    """Encodes fp32 states of one length, rounding to nearest: master, exp_avg, exp_avg_sq, max_exp_avg_sq.
 
     The codes of a state that is None stay as they are. `dtype`: the parameter's.
     """
@@ -546,7 +546,7 @@ def encode(isa: str, states: Sequence[torch.Tensor | None], dtype: torch.dtype, 
 
 
 def decode(isa: str, codes: Sequence[torch.Tensor], dtype: torch.dtype, states: Sequence[torch.Tensor | None]) -> None:
-    """Decode into fp32 states of one length; a state that is None is skipped. `dtype`: the parameter's."""
+    """Decodes into fp32 states of one length; a state that is None is skipped. `dtype`: the parameter's."""
     error, n = ffi.new("csd_error *"), max(0 if s is None else s.numel() for s in states)
     to = _addresses("float *", states)
     check(lib.csd_decode(ISAS[isa], n, _addresses("void *", codes), DTYPE_CODES[dtype], to, len(codes), error), error)
@@ -564,7 +564,7 @@ def topk_count(ratio: float, n: int) -> int:
 def topk_select(
     grad: torch.Tensor, k: int, dtype: torch.dtype, residual: torch.Tensor | None = None, scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the engine's Top-K selection alone, on the calling thread.
+    """Runs the engine's Top-K selection alone, on the calling thread.
 
     Returns up to k indices (int32, ascending) and values (`dtype`, 16 bits).
 
@@ -590,7 +590,7 @@ def topk_select(
 
 
 def sum_up(summands: np.ndarray[Any, Any], isa: str, first: int, out: torch.Tensor) -> None:
-    """Write the sum of `summands` (dtype SUMMAND) over elements [first, first + len(out)) to `out`.
+    """Writes the sum of `summands` (dtype SUMMAND) over elements [first, first + len(out)) to `out`.
 
     `out`: fp32, contiguous, 1-D. Raises CSDValueError for malformed entries.
     """

@@ -1,4 +1,4 @@
-"""Close optimizers silently when they are garbage-collected or still open at exit; on a thread where needed."""
+"""Closes optimizers silently when they are garbage-collected or still open at exit; on a thread where needed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Closable(Protocol):
 
 
 def close_quietly(engine: Closable) -> None:
-    """Finalizer of an optimizer: close its engine and ignore any CSDError."""
+    """Finalizer of an optimizer: closes its engine and ignores any CSDError."""
 
     def close() -> None:
         with contextlib.suppress(CSDError):

@@ -57,7 +57,7 @@ def log_stats(trainer: Any) -> None:
 
 
 def _ours(optimizer: Any) -> CSDOptimizer:
-    """Unwrap the optimizer of a trainer. Raises CSDTypeError if it is not one of csd_optim."""
+    """Unwraps the optimizer of a trainer. Raises CSDTypeError if it is not one of csd_optim."""
     while not isinstance(optimizer, CSDOptimizer):
         if not hasattr(optimizer, "optimizer"):
             raise CSDTypeError(f"log_stats(): the trainer's optimizer is {type(optimizer).__name__}, none of csd_optim")

@@ -73,7 +73,7 @@ def _last_round(by_rank: list[list[StoreFile]]) -> list[list[Contents]]:
 
 
 def merged(ranks: list[list[Contents]]) -> Consolidated:
-    """Combine the contents of several ranks. Raises CSDStoreError for shards that only FSDP1 can put together."""
+    """Combines the contents of several ranks. Raises CSDStoreError for shards that only FSDP1 can put together."""
     if len(ranks) == 1:
         [recovered] = ranks
         return Consolidated(

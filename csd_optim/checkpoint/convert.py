@@ -1,4 +1,4 @@
-"""Convert a store between fp32 states and 8-bit codes, by making a new store."""
+"""Conversion of a store between fp32 states and 8-bit codes, by making a new store."""
 
 from __future__ import annotations
 

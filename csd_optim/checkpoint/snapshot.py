@@ -1,4 +1,4 @@
-"""Find stores, read them while no optimizer uses them, and copy them (snapshots).
+"""Finding stores, reading them while no optimizer uses them, and copying them (snapshots).
 
 Data goes tile by tile through a few buffers, whatever the size of the model. A copy appears as a whole or not at all.
 Tiles that were never written (holes in a sparse file) are neither read nor written.

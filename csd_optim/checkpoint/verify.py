@@ -1,4 +1,4 @@
-"""Verify the checksums of everything in a store that has one."""
+"""Verification of everything in a store that has a checksum."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ _Init = TypeVar("_Init", bound=Callable[..., None])
 
 
 def takes_options(init: _Init) -> _Init:
-    """Make inspect.signature() of an ``__init__(self, ..., **options: Unpack[Options])`` list the options by name."""
+    """Makes inspect.signature() of an ``__init__(self, ..., **options: Unpack[Options])`` list the options by name."""
     signature, ours = inspect.signature(init), inspect.signature(CSDOptimizer.__init__).parameters
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     parameters = [*own, *(ours[name] for name in Options.__annotations__)]

@@ -24,7 +24,7 @@ PartOf = Callable[[torch.Tensor], Partition]  # parameter → the part of it tha
 def manifest(
     rule: UpdateRule, param_states: Sequence[ParamState], extents: Sequence[Extent], groups: Groups, part_of: PartOf
 ) -> dict[str, Any]:
-    """Build the manifest of a model. `param_states`: in the order of the extents."""
+    """Builds the manifest of a model. `param_states`: in the order of the extents."""
     state_map = [(e, start) for e, extent in enumerate(extents) for start in extent.starts]
     place_of = {id(p): (k, i) for k, i, p in members(groups)}
     params = []
