@@ -33,9 +33,9 @@ def check_ranks(groups: Groups, state_map: StateMap, *, backward: bool) -> None:
     for k, i, p in members(groups):
         if p.requires_grad and state_map.part(p).replicas:
             raise CSDRuntimeError(
-                f"overlap() cannot hide that ranks share the updates of {name_of(groups, k, i)}, and send each other "
-                "what they have updated: use fully_shard (FSDP2, on a mesh without replicas), or construct the "
-                "optimizer with sharded=False, where each rank updates all that it holds"
+                f"overlap() cannot hide the exchange of {name_of(groups, k, i)}, whose updates the ranks share: use "
+                "fully_shard (FSDP2, on a mesh without replicas), or construct the optimizer with sharded=False, "
+                "where each rank updates all that it holds"
             )
 
 

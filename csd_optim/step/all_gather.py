@@ -188,7 +188,7 @@ class ParamAllGather:
 
 
 def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    if pairs:  # a copy to the host is synchronous
+    if pairs:  # a copy to the host has to be complete on return
         to, sources = zip(*pairs, strict=True)
         torch._foreach_copy_(list(to), list(sources), non_blocking=is_far(to[0]))
 

@@ -97,8 +97,8 @@ class GivenStates:
 def given_states(engine: Engine, step: PreparedStep) -> GivenStates | None:
     """The states that the accelerator will give in this step, marked in its table; None if there are none.
 
-    Loads the copies of these states that are not on the accelerator yet. Raises CSDOSError or CSDStoreError if that
-    fails; nothing has changed then.
+    Loads those of their copies on the accelerator that are not valid. Raises CSDOSError or CSDStoreError if that fails;
+    nothing has changed then.
     """
     copies = engine.accelerator.copies if engine.accelerator else None
     if copies is None:

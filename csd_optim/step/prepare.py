@@ -464,7 +464,7 @@ def apply_outside_writes(engine: Engine, step: PreparedStep) -> None:
     """Copies parameters that were written from outside since the last step to their masters. Raises CSDOSError."""
     taking_part = {b.index for b in step.plan.param_states}
     written = [b for b in step.written if engine.devices.keeps_state or b.on_accelerator]
-    if not engine.devices.resident:  # states in memory only: steps are not undone there
+    if not engine.devices.resident:  # resident states need no copy: no step is undone there
         step.set_to = {b.index: b.local.detach().clone() for b in written if b.compares and b.index in taking_part}
     if not written:
         return

@@ -176,7 +176,7 @@ class StepRunner:
         """Waits until the step is complete, and commits it. On any failure everything is restored.
 
         With several ranks only the states are restored, and take_back() has to follow; a commit that fails is left to
-        Engine.confirm(). They keep what undoes the updates on the accelerator until they have met.
+        Engine.confirm(). Until the ranks have met, `step` keeps what undoes the updates on the accelerator.
         """
         try:
             self._note_near(engine, step)

@@ -379,6 +379,6 @@ def _bits(t: torch.Tensor) -> torch.Tensor:
 
 
 def _join(streams: Streams) -> None:
-    """Makes the current stream of each device wait for this stream."""
+    """Makes the current stream of each device wait for the given one."""
     for device, stream in streams.items():
         torch.accelerator.current_stream(device).wait_stream(stream)

@@ -5,8 +5,8 @@
 The manifest says what the store holds (names, shapes, dtypes, places). The table says where its state is at a step: the
 current slot and the checksums of every tile, the step counters, the current space and the checksum of every residual,
 the hyperparameters, and user_state. Superblock, manifest and table exist twice. A copy is whole only if all three parts
-of it are. A commit writes copy 0 on all devices, and then copy 1, so that one copy is whole at any time, and both are
-at rest.
+of it are. A commit writes copy 0 on all devices, and then copy 1. So one copy is whole at any time, and between commits
+both are.
 
 Both copies are of the last step; they do not alternate between the last step and the one before. A crash leaves a whole
 copy either way. But this way any one of the six parts may also be lost at rest, to an unreadable sector, and the other
