@@ -1,5 +1,5 @@
-"""Programs that drive XRT by its C API. test_emulation.py runs each in a process of its own, under emulated cards:
-`python emulated.py NAME [ARGUMENT...]`. They check what they see themselves, and end with status 0 if it is right.
+"""Programs that drive XRT by its C API. test_emulation.py runs each in its own process, with emulated cards:
+`python emulated.py NAME [ARGUMENT...]`. Each checks its results itself, and exits with status 0 if they are right.
 """
 
 import mmap
@@ -42,10 +42,10 @@ TO_DEVICE, FROM_DEVICE = 0, 1
 COMPLETED = 4
 PAGE = 4096
 KERNEL = "csd_adamw_update"
-REPORT = 2 * 64  # bytes: a header, and the sums of the only chunk
+REPORT = 2 * 64  # bytes: a header, and the checksums of the only chunk
 TAKEN_BY_XRT = [signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGUSR1, signal.SIGCHLD]
 
-# The images of csd_kernel.h.
+# The memory layouts of csd_kernel.h.
 SEGMENT = np.dtype(
     [
         *((name, "u4") for name in ("first_word", "elems", "grad_dtype", "param_dtype")),
@@ -59,7 +59,7 @@ F32, F16 = 0, 1
 
 
 class Card:
-    """A card with our program. Everything that is opened from it is closed in the right order at the end."""
+    """A card with our xclbin loaded. At the end, everything opened on it is closed in the right order."""
 
     def __init__(self, index, xclbin=None):
         self.handle = xrt.xrtDeviceOpen(index)
@@ -97,7 +97,7 @@ class Card:
 
 
 class Update:
-    """A run over a tile with one segment, and its buffers."""
+    """A run of the kernel over a tile with one segment, and its buffers."""
 
     def __init__(self, card, n_words, elems, grad_dtype=F32, param_dtype=F32, sparse=False):
         self.n_words = n_words
@@ -125,7 +125,7 @@ class Update:
         assert xrt.xrtRunStart(self.run) == 0
 
     def wait(self, seconds=30.0):
-        """The state in which the run is at last."""
+        """Waits until the run has ended, for at most `seconds`; returns its state."""
         deadline = time.monotonic() + seconds
         while (state := xrt.xrtRunState(self.run)) < COMPLETED and time.monotonic() < deadline:
             time.sleep(1e-4)
@@ -136,7 +136,7 @@ class Update:
         return self.report_map[:REPORT].view("u4").copy()
 
     def did(self):
-        """Started, has it come to its end and said so?"""
+        """Starts the run; returns whether it completed and its report says so."""
         self.start()
         return self.wait() == COMPLETED and self.read_report()[1] == self.n_words
 
@@ -150,7 +150,7 @@ def from_card(buffer, size):
 
 
 def open_direct(path):
-    """For O_DIRECT where the file system has it: (file descriptor, has it?)."""
+    """Opens a file with O_DIRECT if the file system supports it; returns (file descriptor, whether it does)."""
     flags = os.O_RDWR | os.O_CREAT
     with suppress(OSError):
         fd = os.open(path, flags | os.O_DIRECT)
@@ -161,7 +161,8 @@ def open_direct(path):
 
 @contextmanager
 def handlers_kept():
-    """XRT's driver takes some signals for itself: with SIGCHLD, any child that is killed ends its whole group."""
+    """Restores the signal handlers that XRT's driver replaces: that for SIGCHLD ends the process group if any child is
+    killed."""
     before = [(number, signal.getsignal(number)) for number in TAKEN_BY_XRT]
     yield
     for number, handler in before:
@@ -172,7 +173,7 @@ def handlers_kept():
 
 
 def update(directory, n_words, elems):
-    """On each card: the tile comes from its drive into P2P memory, is updated there, and goes back by the same way."""
+    """On each card, reads the tile from its drive into P2P memory, updates it there and writes it back the same way."""
     directory, n_words, elems = Path(directory), int(n_words), int(elems)
     drives = os.environ["CSD_OPTIM_EMULATED_DRIVES"].split(os.pathsep)
     cards = [Card(i) for i in range(len(drives))]
@@ -181,7 +182,7 @@ def update(directory, n_words, elems):
         u = Update(card, n_words, elems, F16, F16)
         assert u.tile_map.ctypes.data % PAGE == 0
         fd, direct = open_direct(Path(drive, "tile"))
-        assert os.preadv(fd, [u.tile_map], 0) == len(u.tile_map)  # what the test has put there
+        assert os.preadv(fd, [u.tile_map], 0) == len(u.tile_map)  # written by the test
         grad = np.load(directory / f"grad{i}.npy").view("u1")
         u.grad_map[: len(grad)] = grad
         to_card(u.grad, len(u.grad_map))
@@ -199,7 +200,7 @@ def update(directory, n_words, elems):
 
 
 def sync():
-    """What is not synced is not seen: a buffer's map is not the card's memory, as on a real one."""
+    """Without a sync, writes do not become visible: as on a real card, a buffer's mapping is not the card's memory."""
     with Card(0) as card:
         buffer, content = card.buffer(300_000, CACHEABLE)
         content[:] = 1
@@ -213,7 +214,7 @@ def sync():
 
 
 def queue():
-    """Runs go one after another, in their order."""
+    """Runs execute one after another, in the order in which they were started."""
     with Card(0) as card:
         first, second = (Update(card, 16384, 16 * 16384) for _ in range(2))
         first.start()
@@ -225,7 +226,7 @@ def queue():
 
 
 def out_of_range():
-    """An entry beyond the tile is counted, and changes nothing."""
+    """An entry beyond the tile is counted as bad and changes nothing."""
     with Card(0) as card:
         u = Update(card, 16, 200, F16, F16, sparse=True)
         half = np.float16(0.5).view("u2").astype("u4") << 16
@@ -247,7 +248,7 @@ def out_of_range():
 
 
 def threads():
-    """Each thread has a card of its own, and runs there what it likes."""
+    """Several threads can run kernels at the same time, each on its own card."""
     failed = []
 
     def work(card):
@@ -266,7 +267,7 @@ def threads():
 
 
 def others():
-    """A card that is opened and closed leaves the buffers of another one alone."""
+    """Opening and closing a card leaves the buffers of another card alone."""
     with Card(0) as card:
         u = Update(card, 16, 256)
         u.tile_map[:] = 7
@@ -278,7 +279,7 @@ def others():
 
 
 def again():
-    """Opened and closed many times: no file is left open, no child left behind."""
+    """Opening and closing a card many times leaks neither files nor child processes."""
     counts = []
     for _ in range(12):
         with Card(0) as card:
@@ -289,11 +290,11 @@ def again():
 
 
 def hang(*, words=None):
-    """The second run never ends. XRT can neither close it nor end in good order."""
+    """The second run never ends. XRT can neither close the run nor shut down in an orderly way."""
     card = Card(0)
     u = Update(card, 16, 256)
     assert u.did()
-    if words:  # the tile is said to be larger than its buffer
+    if words:  # claim that the tile is larger than its buffer
         assert xrt.xrtRunSetArg(u.run, 13, ffi.cast("unsigned int", words)) == 0
     u.start()
     assert u.wait(1.0) < COMPLETED
@@ -306,7 +307,7 @@ def astray():
 
 
 def lost():
-    """From the second run on, the card says that it is done, and what is read from it is all ones."""
+    """From the second run on, the card reports completion, and all reads from it return ones."""
     with Card(0) as card:
         u = Update(card, 16, 256)
         assert u.did()
@@ -319,7 +320,7 @@ def lost():
 
 
 def garble():
-    """The second run's tile is not what the kernel wrote, whose report says nothing of that."""
+    """The second run's tile differs from what the kernel wrote, and the report does not show it."""
     with Card(0) as card:
         u = Update(card, 16, 256)
         seen = []
@@ -333,7 +334,7 @@ def garble():
 
 
 def kill():
-    """The card's process is killed by the second run, and XRT takes ours along."""
+    """The second run kills the card's process, and XRT then kills ours."""
     u = Update(Card(0), 16, 256)
     assert u.did()
     u.start()
@@ -341,7 +342,7 @@ def kill():
 
 
 def kill_kept():
-    """With the handlers as they were, we stay; what is asked of the card is never answered."""
+    """With the signal handlers restored, our process survives; requests to the card are never answered."""
     with handlers_kept():
         card = Card(0)
     u = Update(card, 16, 256)
@@ -356,7 +357,7 @@ def kill_kept():
 
 
 def child():
-    """With the handlers as they were, a child that is killed is nobody else's business."""
+    """With the signal handlers restored, killing a child process affects nothing else."""
     with handlers_kept():
         card = Card(0)
     with card:
@@ -369,7 +370,7 @@ def child():
 
 
 def no_p2p():
-    """Buffers that the host cannot map are refused; the others are there."""
+    """P2P buffers are refused, as the host cannot map them; other buffers work."""
     with Card(0) as card:
         assert not xrt.xrtBOAlloc(card.handle, 1 << 20, P2P, 0)
         buffer, content = card.buffer(1 << 20, CACHEABLE)
@@ -377,7 +378,7 @@ def no_p2p():
 
 
 def other_program(xclbin):
-    """A program without our kernels can be loaded, but they are not to be found in it."""
+    """An xclbin without our kernels can be loaded, but opening one of our kernels fails."""
     with Card(0, xclbin) as card:
         assert not card.kernel(KERNEL)
         assert card.kernel("somebody_elses")

@@ -1,9 +1,9 @@
-"""Which optimizers a SmartSSD has: those whose kernels are in its xclbin. On the real XRT in software emulation."""
+"""A SmartSSD supports the optimizers whose kernels are in its xclbin. On the real XRT, in software emulation."""
 
 from support.cards import needs_xrt
 from test_xrt import script
 
-# Programs with some of our kernels, and an optimizer's bits after some steps.
+# Writes xclbins with some of our kernels, and returns an optimizer's bits after some steps.
 TOOLS = """
 from pathlib import Path
 from csd_optim import CSDLion, CSDSGD, CSDValueError
@@ -36,7 +36,7 @@ def refused(error, says, call):
 
 @needs_xrt
 def test_the_rules_of_an_xclbin(tmp_path):
-    """And only these, however many ports their kernels have; others are refused before anything is made."""
+    """Optimizers with kernels in the xclbin work, whatever the kernels' number of ports; others are refused early."""
     script(
         TOOLS
         + """
@@ -56,7 +56,7 @@ refused(CSDUnavailableError, says, lambda: trained(CSDAdam, xclbin("adamw"), sta
 
 @needs_xrt
 def test_adam_and_the_groups_that_decay_as_adamw(tmp_path):
-    """Both may be in one tile, which Adam's kernel takes, and AdamW's would not."""
+    """Parameters of both may share a tile, which needs Adam's kernel; AdamW's would reject it."""
     script(
         TOOLS
         + """

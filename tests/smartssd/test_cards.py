@@ -1,9 +1,9 @@
-"""Finding SmartSSDs, on sysfs trees built here.
+"""Finding SmartSSDs, in sysfs trees that the tests build.
 
-No card was ever at hand: the trees are modelled on what others have published, not recorded. PCI functions, their
-order and the shell are those of a listing of four SmartSSDs by `lspci` and `xrt-smi examine` (XRT 2.18); attributes and
-their formats are those of the xocl driver's source and of XRT's page on sysfs; nvme, md, dm and IOMMU groups are as the
-kernel documents them.
+We never had a card: the trees follow published material and were not recorded. PCI functions, their order and the shell
+are from a published listing of four SmartSSDs by `lspci` and `xrt-smi examine` (XRT 2.18); attributes and their formats
+are from the xocl driver's source and from XRT's page on sysfs; nvme, md, dm and IOMMU groups are as the kernel
+documents them.
 """
 
 import os
@@ -22,7 +22,7 @@ GIB = 1 << 30
 SHELL = "xilinx_u2_gen3x4_xdma_gc_base_2"
 ROOT_PORT = "pci0000:d0/0000:d0:01.1"
 EXPANSION = f"{ROOT_PORT}/0000:d1:00.0"  # a switch that several cards share
-BUSES = (0xD5, 0xD9, 0xDD, 0xE1)  # of the cards' own switches
+BUSES = (0xD5, 0xD9, 0xDD, 0xE1)  # bus numbers of the cards' own switches
 
 
 class Machine:
@@ -51,7 +51,7 @@ class Machine:
         path.symlink_to(os.path.relpath(to, path.parent))
 
     def pci(self, path, kind, vendor=0x10EE, group=None):
-        """A function at devices/`path`."""
+        """Creates a PCI function at devices/`path`."""
         function = self.system.sysfs / "devices" / path
         if not function.exists():
             self.write(function / "class", f"0x{kind:06x}")
@@ -67,14 +67,14 @@ class Machine:
             self.pci("/".join(parts[:i]), 0x060400, vendor)
 
     def block(self, at, name):
-        """A block device whose folder is `at`."""
+        """Creates a block device whose directory is `at`."""
         self.minor += 1
         self.write(at / "dev", f"259:{self.minor}")
         self.link(self.system.sysfs / "class/block" / name, at)
         return at
 
     def volume(self, name, *below, mapper=None):
-        """dm-0 or md0, made of other block devices."""
+        """Creates dm-0 or md0, which consists of other block devices."""
         at = self.block(self.system.sysfs / "devices/virtual/block" / name, name)
         if mapper:
             self.write(at / "dm/name", mapper)
@@ -98,7 +98,7 @@ class Machine:
                 self.block(controller / (name + namespace), name + namespace)
 
     def accelerator(self, path, render, *, ready=1, p2p="bar", groups=None, xclbin="", driver=True, serial=""):
-        """The two functions of an FPGA at `path` (without the function), and its driver."""
+        """Creates the two functions of an FPGA at `path` (without the function number), and its driver."""
         self.pci(f"{path}.0", 0x120000)
         function = self.pci(f"{path}.1", 0x120000, group=groups)
         if not driver:
@@ -124,7 +124,7 @@ class Machine:
         return function.name
 
     def smartssd(self, bus=0xD5, nvme="nvme4", above=ROOT_PORT, render=132, groups=(None, None), **options):
-        """A card whose switch is at `bus`, as lspci shows them: two ports, drive on the first, FPGA on the second."""
+        """Creates a card whose switch is at `bus`, as lspci shows it: drive on the first port, FPGA on the second."""
         domain = above.split("/")[-1].split(":")[0]
         switch = f"{above}/{domain}:{bus:02x}:00.0"
         self.bridges(above, 0x10B5)
@@ -213,7 +213,7 @@ def test_the_cards_own_serial_comes_first(machine):
 
 
 def four(machine, nvmes=("nvme7", "nvme5", "nvme4", "nvme6")):
-    """Behind an expansion switch, together with a plain drive; the kernel numbers drives in the order they answer."""
+    """Four cards and a plain drive behind an expansion switch; the kernel numbers drives in the order they answer."""
     names = [
         machine.smartssd(bus, nvme, f"{EXPANSION}/0000:d2:{i:02x}.0", 132 + i)
         for i, (bus, nvme) in enumerate(zip(BUSES, nvmes, strict=True))
@@ -281,7 +281,7 @@ def test_a_card_that_a_container_was_not_given_has_no_index(machine):
 
 def test_no_permission(machine, monkeypatch):
     machine.smartssd()
-    monkeypatch.setattr(os, "access", lambda *_: False)  # root has every permission
+    monkeypatch.setattr(os, "access", lambda *_: False)  # the tests may run as root, who has every permission
     with pytest.raises(CSDUnavailableError, match=r"no permission for .*renderD132: join the group"):
         machine.find("0").place(Path("/mnt"))
 
@@ -335,7 +335,7 @@ def test_not_mounted(machine):
         CSDUnavailableError, match=r"card 0000:d8:00\.1: its NVMe drive /dev/nvme4n1 is not .*mkfs\.ext4"
     ):
         machine.find("0").place()
-    machine.partition("nvme4n1", 1)  # somebody has used it
+    machine.partition("nvme4n1", 1)  # the drive has been used before
     with pytest.raises(
         CSDUnavailableError, match=r"/dev/nvme4n1p1 is not mounted: `mount /dev/nvme4n1p1 /mnt/smartssd0`$"
     ):
@@ -384,7 +384,7 @@ def test_two_drives_behind_a_card(machine):
 
 
 def test_multipath_names(machine, tmp_path):
-    """The controller holds a hidden path; the disk lies under devices/virtual."""
+    """The controller's directory has a hidden path device; the disk is under devices/virtual."""
     machine.smartssd(nvme=None)
     machine.nvme(f"{ROOT_PORT}/0000:d5:00.0/0000:d6:00.0/0000:d7:00.0", "nvme4", namespaces=())
     controller = machine.system.sysfs / "bus/pci/devices/0000:d7:00.0/nvme/nvme4"
@@ -466,7 +466,7 @@ def test_which_directories_a_card_holds(machine, tmp_path):
     assert card.holds(tmp_path / "link", machine.system)
     assert not card.holds(tmp_path / "data/other", machine.system)
     assert not card.holds(tmp_path, machine.system)
-    machine.mount("nvme0n1", tmp_path / "data")  # over the other
+    machine.mount("nvme0n1", tmp_path / "data")  # hides the earlier mount
     assert not card.holds(below, machine.system)
 
 
@@ -489,7 +489,7 @@ def test_p2p_states(machine, tmp_path, window, state, help):
     (card,) = machine.cards()
     assert card.p2p == state
     assert [help in w for w in card.warnings] == ([True] if help else [])
-    assert card.place() == tmp_path / "data"  # works all the same, through the host
+    assert card.place() == tmp_path / "data"  # still works, through the host
 
 
 @pytest.mark.parametrize(
@@ -502,7 +502,7 @@ def test_p2p_states(machine, tmp_path, window, state, help):
             (11, 12),
             {"g11": "DMA-FQ", "g12": "identity"},
             r"group 11 is DMA-FQ",
-        ),  # it is the drive that reads and writes
+        ),  # only the drive's group matters: the drive does the transfers
         ((11, 12), {"g11": "identity", "g12": "identity"}, r"isolates its ports \(ACS; IOMMU groups 12, 11\)"),
     ],
 )
@@ -546,7 +546,7 @@ class device:
 
 @pytest.fixture
 def pyxrt(tmp_path, monkeypatch):
-    """Installs a pyxrt with this source."""
+    """Return a function that installs a module pyxrt with the given source."""
 
     def install(source):
         (tmp_path / "python").mkdir()
@@ -569,7 +569,7 @@ def test_pyxrt_fills_in_what_sysfs_lacks(machine, pyxrt):
 
 
 def test_pyxrt_of_another_version(machine, pyxrt):
-    """It counts the other way round, and cannot say something: the rest is used, and the difference is told."""
+    """It numbers cards in reverse, and lacks some facts: the others are used, and a warning tells the difference."""
     names = [machine.smartssd(bus, f"nvme{i}", render=132 + i) for i, bus in enumerate(BUSES[:2])]
     pyxrt(PYXRT.format(cards=names[::-1], platform="raise RuntimeError('no such query')"))
     found = machine.cards(ask_pyxrt())
@@ -622,7 +622,7 @@ def test_emulated_cards(tmp_path, monkeypatch):
     card = find("1")
     assert (card.name, card.problems, card.warnings) == ("1", (), ())
     assert card.holds(drives[1] / "below")
-    assert card.holds(tmp_path)  # any directory is as good
+    assert card.holds(tmp_path)  # any directory counts as on the drive
     for name in ("2", "0000:d8:00.1"):
         with pytest.raises(CSDValueError, match="the emulation has xrt:0, xrt:1"):
             find(name)

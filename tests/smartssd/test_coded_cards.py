@@ -1,11 +1,11 @@
-"""Tiles of codes on SmartSSDs, through the engine alone: the bits of tiles in a file, whatever happens meanwhile."""
+"""Tiles of codes on SmartSSDs, through the engine alone: always the same bits as tiles in a file."""
 
 import textwrap
 
 import pytest
 from support.cards import emulated_python, needs_xrt
 
-# Four parameters, of which two lie in two tiles, in an engine of its own on a card or in a file.
+# Four parameters, two of which span two tiles, in a separate engine on a card or in a file.
 PRELUDE = """
 import os, sys, tempfile
 import numpy as np
@@ -133,7 +133,7 @@ def script(text, *arguments, **options):
 @needs_xrt
 @pytest.mark.parametrize("p2p", ["auto", "0"])
 def test_the_bits_of_a_file(p2p):
-    """Every dtype, with and without AMSGrad, dense and sparse gradients, and none; a step that is undone."""
+    """For every dtype, with and without AMSGrad, with dense, sparse and missing gradients, and an undone step."""
     script(
         """
         card = open_card()
@@ -161,7 +161,7 @@ def test_the_bits_of_a_file(p2p):
 @needs_xrt
 @pytest.mark.parametrize("p2p", ["auto", "0"])
 def test_edited_states(p2p):
-    """What somebody wrote is what the step begins with, whether or not there is a gradient, and again after an undo."""
+    """A step starts from the states that the user wrote, with or without a gradient, and again after an undone step."""
     script(
         """
         card = open_card()
@@ -186,7 +186,7 @@ def test_edited_states(p2p):
 
 @needs_xrt
 def test_damaged_codes():
-    """Of whichever section, and where the host would have put edits in them."""
+    """Damage in any section is found, also in a tile into which the host would write edited states."""
     script(
         """
         card = open_card()
@@ -215,12 +215,12 @@ def test_damaged_codes():
     [
         ("params:6", "CSDUnavailableError", "are not those that its kernel wrote", 30),
         ("garble:2", "CSDStoreError", "section 0 of tile", 30),
-        ("hang:6", "CSDUnavailableError", "has not come to an end", 5),  # and the first step's have, if others are busy
+        ("hang:6", "CSDUnavailableError", "has not come to an end", 5),  # s, enough for the first step
         ("lost:6", "CSDUnavailableError", "dropped off the bus", 30),
     ],
 )
 def test_a_card_that_fails(fault, error, says, seconds):
-    """In the second step, of four tiles each."""
+    """The card fails in the second step; each step has four tiles."""
     script(
         """
         import csd_optim
@@ -238,7 +238,7 @@ def test_a_card_that_fails(fault, error, says, seconds):
 
 @needs_xrt
 def test_a_card_without_the_kernel_refuses_codes():
-    """And only those; and checksums that it does not make."""
+    """It refuses only codes, and checksum chunks that the kernel does not support."""
     script(
         """
         from pathlib import Path

@@ -1,6 +1,6 @@
-"""The FPGA's kernel for codes in C-simulation: bit for bit what the CPU updater makes of them, and nothing astray.
+"""The FPGA's kernel for codes in C-simulation: the same bits as the CPU updater, and no stray writes.
 
-As test_kernels.py, whose memory, segments and entries it takes: every run checks all of it.
+Uses the memory, segments and entries of test_kernels.py; as there, every run checks all of this.
 """
 
 import itertools
@@ -30,7 +30,7 @@ from test_kernels import (
 
 from csd_optim import bindings
 
-GROUP, PAGE = 64, 4096  # elements: of one exponent, of a page of bytes
+GROUP, PAGE = 64, 4096  # elements per exponent; elements in a page of one-byte codes
 GROUP_WORDS, PAGE_WORDS = GROUP // LANES, PAGE // LANES
 CODED_SUMS = np.dtype([("in", "u4", 8), ("out", "u4", 8)])
 
@@ -41,8 +41,11 @@ class KeyedPart(Part):
 
 
 class Tile:
-    """Codes of `n_words` words of 16 elements. `sections`: (place, its data in the slot) by the place in a tile of all
-    seven; what the exponents are filled up with is of no section."""
+    """A tile of codes with `n_words` words of 16 elements.
+
+    `sections`: (place, slice of bytes in the slot) for each section of this tile; places number all seven sections that
+    a tile can have. The padding after exponents belongs to no section.
+    """
 
     PORTS = (0, 1, 1, 2, 2, 2, 2)
 
@@ -66,7 +69,7 @@ class Tile:
         return other
 
     def codes(self, first=0):
-        """What is from element `first` on, as bindings take it."""
+        """Return the codes from element `first` on, one tensor per section, as bindings accept them."""
         elems, sections = LANES * self.n_words, []
         for _, span in self.sections:
             section = torch.from_numpy(self.bytes[span])
@@ -75,7 +78,7 @@ class Tile:
         return sections
 
     def words_of_port(self, port):
-        """Slices of 32-bit lanes."""
+        """Return the sections that go through a port, as slices of 32-bit lanes."""
         return [slice(s.start // 4, s.stop // 4) for place, s in self.sections if self.PORTS[place] == port]
 
     def sums(self, sum_words):
@@ -88,7 +91,7 @@ class Tile:
         return sums
 
     def clear_tails(self, parts):
-        """What the last group of a part has beyond its elements is nobody's, and zero."""
+        """Zeroes the elements after the end of each part, within the part's last group: they belong to no parameter."""
         for p in parts:
             last = p.first_word * LANES + p.elems
             for (_, span), code in zip(self.sections, self.codes(), strict=True):
@@ -97,7 +100,7 @@ class Tile:
 
 
 def bits_of_params(t):
-    """Bits, where a nan is a nan."""
+    """Return the bits, with all NaNs made equal."""
     pattern = t.view(torch.int32 if t.dtype == torch.float32 else torch.int16)
     return torch.where(t.isnan(), 0x7FFF, pattern)
 
@@ -113,7 +116,7 @@ def simulate(
     isa=None,
     sum_words=PAGE_WORDS,
 ):
-    """Runs the kernel on a tile, checks everything that comes out and returns the tile after it."""
+    """Runs the kernel on a tile, checks all its outputs, and returns the updated tile."""
     isa = isa or bindings.isas()[-1]
     n_words = tile.n_words
     segments = np.zeros(len(parts), SEGMENT)
@@ -129,7 +132,7 @@ def simulate(
     if in_place:
         inputs = outputs = [Memory(len(whole) // LANES, whole)] * 3
         written = [[s for port in range(3) for s in tile.words_of_port(port)]] * 3
-    else:  # each port has a memory of its own, which holds nothing but its sections
+    else:  # each port has its own memory, which contains only the port's sections
         inputs, outputs = ([Memory(len(whole) // LANES) for _ in range(3)] for _ in range(2))
         written = [tile.words_of_port(port) for port in range(3)]
         for m, spans in zip(inputs, written, strict=True):
@@ -188,7 +191,7 @@ def simulate(
 
 
 def random_tile(rng, n_words, dtype, amsgrad=False, anything=False):
-    """Codes of a model in training, or `anything` that bytes can be."""
+    """Return a tile with codes of a model in training, or with `anything`: random bytes."""
     tile = Tile(n_words, dtype, amsgrad)
     elems = LANES * n_words
     if anything:
@@ -206,7 +209,7 @@ def random_tile(rng, n_words, dtype, amsgrad=False, anything=False):
 
 
 def random_parts(rng, tile, sparse=False, hypers=random_hyper):
-    """Segments with and without gaps between them, of awkward lengths."""
+    """Return segments of awkward lengths, with and without gaps between them."""
     parts, at = [], 0
     while True:
         at += GROUP_WORDS * int(rng.choice([0, 0, 1, 5]))
@@ -243,7 +246,7 @@ def test_lengths(grad_dtype, param_dtype, amsgrad):
 @pytest.mark.parametrize("anything", [False, True])
 @pytest.mark.parametrize("seed", range(24))
 def test_many_segments_in_a_tile(seed, anything):
-    """Dense and sparse ones, over codes of a model and over any bytes."""
+    """Dense and sparse segments, over codes of a model and over random bytes."""
     rng = np.random.default_rng(seed)
     dtype, amsgrad = DTYPES[seed % 3], bool(seed // 3 % 2)
     tile = random_tile(rng, PAGE_WORDS * int(rng.integers(1, 4)), dtype, amsgrad, anything)
@@ -264,7 +267,7 @@ def test_no_segments(dtype, amsgrad):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("pages", [1, 2, 63, 65])
 def test_sums(pages, dtype):
-    """One of each chunk of each section, the last as long as it happens to be; exponents beyond a page of them."""
+    """The report has a checksum for each chunk of each section, also for a short last chunk and pages of exponents."""
     rng = np.random.default_rng(0)
     part = KeyedPart(0, torch.randn(pages * PAGE).half(), dtype, hyper(amsgrad=pages != 2))
     for sum_words in {PAGE_WORDS, 2 * PAGE_WORDS, 16 * PAGE_WORDS, 1 << 30}:
@@ -276,7 +279,7 @@ def test_sums(pages, dtype):
 @pytest.mark.parametrize("grad_dtype", DTYPES)
 @pytest.mark.parametrize("isa", bindings.isas())
 def test_special_values(isa, grad_dtype, amsgrad):
-    """In gradients and in codes, against each instruction set of this CPU."""
+    """Special values in gradients and codes, compared with each instruction set of this CPU."""
     rng = np.random.default_rng(1)
     for dtype, grad_scale in itertools.product(DTYPES, (1.0, -0.3, 1e30, 1e-30)):
         grad = special(2 * PAGE - 100, grad_dtype)
@@ -288,7 +291,7 @@ def test_special_values(isa, grad_dtype, amsgrad):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_steps_from_nothing(dtype):
-    """A new tile is zero bytes: its first moments are the gradients'."""
+    """Steps that start from a new tile, whose bytes are all zero."""
     rng = np.random.default_rng(2)
     tile = Tile(PAGE_WORDS, dtype, False)
     for step in range(1, 6):
@@ -300,7 +303,7 @@ def test_steps_from_nothing(dtype):
 # ---- The simulation itself -----------------------------------------------------------
 
 
-LEAST = {"kFifoGroups": GROUP_WORDS, "kFifoPages": GROUP}  # the least depths that do
+LEAST = {"kFifoGroups": GROUP_WORDS, "kFifoPages": GROUP}  # the least depths that suffice
 
 
 @pytest.mark.soak
@@ -314,7 +317,7 @@ def test_the_least_depths_do(tmp_path):
     [("kFifoGroups", "update_codes", "masters"), ("kFifoPages", "read_ratios", "corrections_in")],
 )
 def test_streams_that_are_too_shallow_are_found(stream, stage, waits_for, tmp_path):
-    """A group has to fit between update and encoding, and a page of one section while another one is on its way."""
+    """The streams must hold a group between update and encoding, and a page of one section while another is read."""
     says = run_natively(tmp_path, 64, "codes.h", **{stream: LEAST[stream] // 2}).stderr
     assert "deadlock: " in says
     assert f"{stage} waits for room in {waits_for}" in says

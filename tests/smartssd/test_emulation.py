@@ -1,6 +1,6 @@
-"""XRT's software emulation: the real XRT, with our process in place of each card; and the container of programs.
+"""XRT's software emulation: the real XRT, with our process in place of each card; and xclbin files.
 
-The programs that drive XRT are in emulated.py, each run in a process of its own.
+The programs that drive XRT are in emulated.py; each runs in its own process.
 """
 
 import json
@@ -36,7 +36,7 @@ needs_xrt = pytest.mark.skipif(LIBRARIES is None, reason=LIBRARIES is None and N
 
 @pytest.fixture
 def places(tmp_path, monkeypatch):
-    """A temporary directory and sockets of our own; at the end, nothing is left there, and no process."""
+    """Gives the test its own temporary directory and sockets; asserts at the end that no file or process is left."""
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     user = f"csd_optim_test_{os.getpid()}"
@@ -55,7 +55,7 @@ def places(tmp_path, monkeypatch):
 
 
 def processes_of(user):
-    """Those with this USER in their environment; a card takes a moment to see that its host is gone."""
+    """Return the processes with this USER that are left after some seconds; a card needs time to see its host end."""
     deadline = time.monotonic() + 5
     while True:
         found = []
@@ -64,14 +64,14 @@ def processes_of(user):
                 if int(process.name) != os.getpid() and f"USER={user}".encode() in (process / "environ").read_bytes():
                     found.append((process / "cmdline").read_bytes())
             except OSError:
-                continue  # gone, or somebody else's
+                continue  # it has ended, or belongs to another user
         if not found or time.monotonic() > deadline:
             return found
         time.sleep(0.05)
 
 
 def program(name, *arguments, devices=1, **options):
-    """Runs one of emulated.py: its exit status."""
+    """Runs a program of emulated.py; returns its exit status."""
     command = [sys.executable, str(PROGRAMS), name, *map(str, arguments)]
     return emulation.run(command, devices, timeout=120, **options)
 
@@ -82,7 +82,7 @@ def program(name, *arguments, devices=1, **options):
 @needs_xrt
 @pytest.mark.parametrize("devices", [1, 3])
 def test_a_tile_is_updated_beside_its_drive(devices, places, tmp_path, capfd):
-    """From a file by direct I/O into P2P memory, through the kernel, and back: bit for bit what the CPU computes."""
+    """From a file by direct I/O into P2P memory, through the kernel and back, with the same bits as on the CPU."""
     n_words, elems = 320, 5000
     drives = [tmp_path / f"drive{i}" for i in range(devices)]
     tiles, grads = [], []
@@ -102,7 +102,7 @@ def test_a_tile_is_updated_beside_its_drive(devices, places, tmp_path, capfd):
         before = [bindings.crc32c(section.numpy().tobytes()) for section in tile]
         param = torch.empty(elems, dtype=torch.float16)
         bindings.update(hyper, bindings.isas()[-1], grad, [section[:elems] for section in tile], param)
-        # The tile ends where its pages end.
+        # The tile fills its pages, so the file has no padding.
         assert (drives[i] / "tile").read_bytes() == tile.numpy().tobytes()
         assert np.array_equal(np.load(tmp_path / f"param{i}.npy"), param.view(torch.int16).numpy().view("u2"))
         report = np.load(tmp_path / f"report{i}.npy")
@@ -132,7 +132,7 @@ def test_cards_do_what_cards_do(name, devices, places):
         ("kill", "kill:2", 128 + signal.SIGTERM, "exited unexpectedly"),
         ("kill_kept", "kill:2", 0, ""),
         ("astray", "", 0, "csd_adamw_update went astray"),
-        ("sync", "hang:2@1", 0, ""),  # another card's
+        ("sync", "hang:2@1", 0, ""),  # a fault of another card
         ("not_a_fault", "hang", 0, "CSD_OPTIM_EMULATOR_FAULT is hang:N"),
     ],
 )
@@ -147,7 +147,7 @@ def test_what_else_is_set_up_does_not_matter(places, tmp_path, monkeypatch, capf
     for name in ("XILINX_VITIS", "XILINX_HLS", "XILINX_VIVADO", "XILINX_OPENCL", "XILINX_SDX"):
         monkeypatch.setenv(name, str(tmp_path))
     (tmp_path / "lib/lnx64.o").mkdir(parents=True)
-    (tmp_path / "lib/lnx64.o/libstdc++.so.6").write_text("an old one")  # before ours on XRT's library path
+    (tmp_path / "lib/lnx64.o/libstdc++.so.6").write_text("an old one")  # comes first on XRT's library path
     (tmp_path / "xrt.ini").write_text("[Emulation]\nno_such_option=true\n")  # in the current directory
     assert program("sync") == 0
     assert capfd.readouterr() == ("", "")
@@ -173,7 +173,7 @@ def python(code, **options):
 
 @needs_xrt
 def test_a_command_and_its_exit_status(places, capfd):
-    assert python("print(input()); raise SystemExit(7)") == 1  # no input: stdin is passed on, and here it is empty
+    assert python("print(input()); raise SystemExit(7)") == 1  # fails: stdin is passed on, and is empty here
     capfd.readouterr()
     assert python("import sys; print('out'); print('err', file=sys.stderr); raise SystemExit(7)") == 7
     assert capfd.readouterr() == ("out\n", "err\n")
@@ -337,7 +337,7 @@ def test_an_xclbin_comes_back(tmp_path):
 def test_only_what_is_needed_is_read(tmp_path):
     path = tmp_path / "large.xclbin"
     write_emulated(path, "a_platform", 1 << 30)
-    os.truncate(path, 1 << 40)  # a hole behind it
+    os.truncate(path, 1 << 40)  # appends a hole
     assert read_xclbin(path).kernels == tuple(KERNELS)
 
 
@@ -353,7 +353,7 @@ def test_files_that_are_no_xclbin(tmp_path):
         path.write_bytes(content)
         with pytest.raises(CSDStoreError, match="is no xclbin"):
             read_xclbin(path)
-    for at in range(304, 456 + 40 * 5):  # a byte of the headers: an error of ours, or nothing that matters
+    for at in range(304, 456 + 40 * 5):  # a changed header byte gives one of our errors, or has no effect
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
         with suppress(CSDStoreError):
             read_xclbin(path)

@@ -1,5 +1,5 @@
-"""What is said of the kernel's speed and area before anybody synthesized it follows from its sources: the cycle model
-has their stages, keeps to what is physically possible, comes near to what others measured, and README has its figures;
+"""The predictions of the kernel's speed and area, made without a synthesis, follow from its sources: the cycle model
+has the sources' stages, respects physical limits and agrees with published measurements, and README quotes its figures;
 the area is that of a netlist which computes the checksum."""
 
 import re
@@ -36,8 +36,8 @@ def test_the_model_keeps_to_what_is_possible(run):
     assert (read + written) / run.elems == pytest.approx(per_param, rel=1e-3)
     time, _ = cycles.seconds(run, 200e6)
     assert time > (read + written) / cycles.PEAK  # no memory is faster than its pins
-    assert time > run.words * 2 / 200e6  # no update is faster than a word every other cycle
-    assert cycles.seconds(run, 50e6)[1] == "update"  # at a slow clock arithmetic bounds, else the memory
+    assert time > run.words * 2 / 200e6  # no update is faster than one word every two cycles
+    assert cycles.seconds(run, 50e6)[1] == "update"  # the bottleneck is arithmetic at a slow clock, else memory
     assert cycles.seconds(run, 300e6)[1] == "memory"
     rates = [run.elems / cycles.seconds(run, hertz)[0] for hertz in (50e6, 100e6, 200e6, 400e6)]
     assert rates == sorted(rates)
@@ -52,13 +52,13 @@ def test_codes_take_what_their_sections_have(run):
     state = {2: 5, 4: 6}[run.param_bytes] + peak + (1 + peak) / 64
     assert (read + written) / run.elems == pytest.approx(2 * state + run.grad_bytes + run.param_bytes, rel=1e-3)
     assert cycles.seconds(run, 200e6)[0] > (read + written) / cycles.PEAK
-    # Ports that serve several sections keep pace with the memory, if not with the arithmetic.
+    # Ports that serve several sections keep up with the memory, if not with the arithmetic.
     assert cycles.seconds(run, 200e6)[1] == "memory"
     assert cycles.seconds(run, 50e6)[1] != "memory"
 
 
 def test_entries_cost_nothing_until_they_are_many():
-    """`scatter` takes one in a cycle: beside the update that is hidden up to 9 % of them, beside the memory to 32 %."""
+    """`scatter` takes one entry per cycle, which the update hides up to 9 % of entries, and the memory up to 32 %."""
     at = {share: Run(share=share) for share in (0.01, 0.09, 0.10, 0.31, 0.33)}
     slowest = {share: max(run.stages().items(), key=lambda s: s[1])[0] for share, run in at.items()}
     assert slowest[0.09] != "scatter" == slowest[0.10]
@@ -68,7 +68,7 @@ def test_entries_cost_nothing_until_they_are_many():
 
 
 def test_the_model_agrees_with_what_others_measured():
-    """Of streams, of which alone our kernel is made. One 4-byte write after another is only bounded from above."""
+    """For streams, which is all that our kernel uses; for single 4-byte writes the model only gives an upper bound."""
     (_, bandwidth, here), (_, adam, modelled), (_, topk, at_most) = cycles.CHECKS
     assert here() == pytest.approx(bandwidth, rel=0.02)
     assert modelled() == pytest.approx(adam, rel=0.05)
@@ -85,7 +85,7 @@ needs_yosys = pytest.mark.skipif(area.find_yosys() is None, reason="no yosys: pi
 
 @needs_yosys
 def test_the_checksum_takes_what_readme_says():
-    """`measure` raises if the netlist computes anything else. Versions of yosys differ by a few LUTs."""
+    """`measure` raises if the netlist computes anything but the checksum. Versions of yosys differ by a few LUTs."""
     readme = (KERNELS / "README.md").read_text()
     said = re.search(r"(\d+) LUT6 for a word, (\d+) from word to word; all nine: (\d+)", readme)
     word, again, all_of_them = said.groups()

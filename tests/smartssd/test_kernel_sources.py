@@ -1,4 +1,4 @@
-"""The sources of the FPGA's kernels: what Vitis would read of them and is asked to do, and what is built for a card."""
+"""The sources of the FPGA's kernels: that Vitis would accept them, its directives, and what is built for a card."""
 
 import functools
 import itertools
@@ -15,23 +15,23 @@ from test_kernels import DRIVEN, KERNELS, LANES, NATIVE, ROOT, WARNINGS, compile
 from csd_optim.devices import xclbin
 
 TOPS = sorted(path.stem for path in KERNELS.glob("*.cpp"))
-TEXT_OF_TOPS = [(KERNELS / name).read_text() for name in ("update.h", "coded_update.h")]  # without codes, and with
+TEXT_OF_TOPS = [(KERNELS / name).read_text() for name in ("update.h", "coded_update.h")]  # fp32 states; codes
 
 
 @functools.cache
 def preprocessed(top):
-    """A kernel as a compiler sees it, with what it includes of ours, and its pragmas."""
+    """Return a kernel after preprocessing, with our included headers and its pragmas."""
     includes = [f"-I{d}" for d in (*NATIVE, KERNELS, KERNELS / "vitis_check")]
     command = ["g++", "-std=gnu++14", "-E", "-P", *includes, KERNELS / f"{top}.cpp"]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-# ---- As Vitis reads it -------------------------------------------------------------
+# ---- The sources as Vitis reads them -----------------------------------------------
 
 
 @pytest.mark.parametrize("compiler", ["g++", "clang++"])
 def test_compiles_as_vitis_would(compiler, tmp_path):
-    """C++14 with GNU's extensions, against what Vitis declares; stages are calls, each after those it reads from."""
+    """As C++14 with GNU extensions, with the declarations of Vitis; each stage is called after those it reads from."""
     if not shutil.which(compiler):
         pytest.skip(f"{compiler} is not installed")
     as_vitis = ["-std=gnu++14", "-faligned-new"]
@@ -41,7 +41,7 @@ def test_compiles_as_vitis_would(compiler, tmp_path):
     subprocess.run([compiler, "-fsyntax-only", *as_vitis, *includes, *WARNINGS, *others], check=True)
 
 
-DIRECTIVES = [  # of UG1399; a compiler ignores what it does not know
+DIRECTIVES = [  # from UG1399; a compiler ignores unknown directives, so misspelled ones would go unnoticed
     r"INTERFACE m_axi port = \w+ bundle = gmem\d max_(\w+)_burst_length = \d+ num_(read|write)_outstanding = \d+",
     r"INTERFACE (s_axilite|ap_ctrl_chain) port = \w+ bundle = control",
     r"DATAFLOW",
@@ -65,7 +65,7 @@ def test_directives_are_ones_that_there_are():
 
 
 def test_each_stage_stays_a_module_of_its_own():
-    """A function that is not told otherwise is inlined if it is small, and is no process of the dataflow then."""
+    """Without INLINE off, Vitis inlines small functions, which are then no processes of the dataflow."""
     coded = {"store", "store_ratios", "store_roots", "read_section", "write_section"}
     for top in TOPS:
         inner, n = (coded, 18) if "_8bit_" in top else ({"store"}, 9)
@@ -76,7 +76,7 @@ def test_each_stage_stays_a_module_of_its_own():
             assert re.search(told, preprocessed(top), re.M), name
 
 
-LANES_OF = {  # stage → what it does with a lane
+LANES_OF = {  # stage → the function that it applies to a lane
     "update": """
 extern "C" void lane(float (*e)[4], const csd_hyper *h, const uint16_t *grad, uint16_t *param) {
   Rule(*h).update(*e, f16_to_f32(*grad));
@@ -111,7 +111,7 @@ INSTRUCTIONS = {"mul": "imull", "fmul": "mulss", "fadd": "addss", "fsub": "subss
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="counts instructions of x86-64")
 @pytest.mark.parametrize(("top", "stage"), STAGES)
 def test_operators_are_limited_to_what_the_arithmetic_needs(top, stage, tmp_path):
-    """Each one serves two lanes; counted in what a compiler makes of a lane, whichever variant of its rule it is."""
+    """Each operator serves two lanes. A lane's operations are counted in its compiled code, for any rule variant."""
     header, rule = re.search(
         r'#include "(\w+\.h)"\n\nusing Rule = (\w+);', (KERNELS / f"{top}.cpp").read_text()
     ).groups()
@@ -142,7 +142,7 @@ source [lindex $argv 0]
 
 
 def test_csynth_script(tmp_path):
-    """Under a Tcl that knows Vitis' commands by name: what it is told is there, and the report is printed."""
+    """Runs it in a Tcl with stubs of Vitis' commands: the files that it names exist, and it prints the report."""
     if not shutil.which("tclsh"):
         pytest.skip("tclsh is not installed")
     (tmp_path / "listens.tcl").write_text(LISTENS)
@@ -168,7 +168,7 @@ def test_csynth_script(tmp_path):
 
 
 def kernel_sources():
-    """Kernel → (its arguments, {port: bundle}), from the sources."""
+    """Return kernel → (its arguments, {port: bundle}), from the sources."""
     kernels = {}
     for top in TOPS:
         text = preprocessed(top)
@@ -183,7 +183,7 @@ def kernel_sources():
 
 
 def test_arguments_are_those_of_the_contract():
-    """Of csd_kernel.h, and of the table that emulated cards are made by."""
+    """The arguments equal those of csd_kernel.h, and those of the table that emulated cards use."""
     contract = (ROOT / "native" / "include" / "csd_kernel.h").read_text()
     described, last = {}, []
     for names, arguments in re.findall(r"^//   (csd_.*)\n//       \(([^)]*)\)", contract, re.M):
@@ -204,7 +204,7 @@ def test_arguments_are_those_of_the_contract():
 
 
 def test_reads_and_writes_do_not_wait_for_each_other():
-    """A bundle has one reader and one writer: its two channels are all there is to share."""
+    """Each bundle has at most one reader and one writer, which use separate channels."""
     for _, ports in kernel_sources().values():
         outputs = {p for p in ports if p.startswith("tile_out") or p in ("param", "report")}
         for group in (outputs, ports.keys() - outputs):
@@ -213,12 +213,12 @@ def test_reads_and_writes_do_not_wait_for_each_other():
 
 
 DEFAULT = ["adamw", "adamw_8bit"]
-CHOICES = [DEFAULT, ["sgd", "adagrad", "lion"], ["rmsprop"], ["adam", "adam_8bit"]]  # and these are all kernels
+CHOICES = [DEFAULT, ["sgd", "adagrad", "lion"], ["rmsprop"], ["adam", "adam_8bit"]]  # together, these are all kernels
 
 
 @pytest.mark.parametrize("rules", CHOICES, ids=" ".join)
 def test_every_port_is_connected_to_the_bank(rules, tmp_path):
-    """Of the kernels that are chosen, and again where others are."""
+    """For the chosen kernels, and again after other kernels are chosen."""
     sources, written = kernel_sources(), tmp_path / "connectivity.cfg"
     for chosen in rules[:1], rules, rules:
         before = written.stat().st_mtime_ns if written.exists() else None
@@ -229,9 +229,9 @@ def test_every_port_is_connected_to_the_bank(rules, tmp_path):
             arguments, ports = sources[name]
             expected += [f"nk={name}:1:{name}_1", *(f"sp={name}_1.{a}:bank0" for a in arguments if a in ports)]
             masters += len(set(ports.values()))
-        assert masters <= 15  # as many as a bank takes (UG1393)
+        assert masters <= 15  # the most that a bank allows (UG1393)
         assert written.read_text().splitlines() == expected
-    assert written.stat().st_mtime_ns == before  # what is as it was is not linked again
+    assert written.stat().st_mtime_ns == before  # an unchanged file does not cause another link
 
 
 def test_kernels_that_do_not_go_together_are_refused():
@@ -247,7 +247,7 @@ def test_kernels_that_do_not_go_together_are_refused():
 
 
 def dry_run(*arguments):
-    """The commands that make would run: those of v++, as lists of words, and the others."""
+    """Return the commands that make would run: those of v++, as lists of words, and the others."""
     make = ["make", "--no-print-directory", "-n", "-C", KERNELS, "BUILD=nowhere", *arguments]
     lines = subprocess.run(make, check=True, capture_output=True, text=True).stdout.splitlines()
     commands = [line.split() for line in lines]
@@ -271,7 +271,7 @@ def test_makefile(target):
         assert compiles[-3:] == ["-o", f"nowhere/{name}.xo", f"{name}.cpp"]
         for include in (word[2:] for word in compiles if word.startswith("-I")):
             assert (KERNELS / include).is_dir()
-            assert not (KERNELS / include / "hls_stream.h").exists()  # Vitis' own is wanted there
+            assert not (KERNELS / include / "hls_stream.h").exists()  # so that Vitis' own is used
     assert link[1] == "--link"
     assert link[link.index("--kernel_frequency") + 1] == "250"
     assert link[link.index("--config") + 1] == "nowhere/connectivity.cfg"

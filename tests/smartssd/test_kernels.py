@@ -1,7 +1,7 @@
-"""The FPGA's kernel in C-simulation: bit for bit what the CPU updater computes, and nothing written astray.
+"""The FPGA's kernel in C-simulation: the same bits as the CPU updater, and no stray writes.
 
-Every run checks all of it: states, parameters and report, the elements that must keep every bit, the memory around and
-between what is written, and each port for itself. Subnormal numbers are zero to both.
+Every run checks states, parameters and report, the elements that must keep every bit, the memory around and between the
+outputs, and each port separately. Kernel and CPU treat subnormal numbers as zero.
 """
 
 import itertools
@@ -32,7 +32,7 @@ SIZES = [1, 15, 16, 17, 31, 32, 33, 48, 1023, TILE - 1, TILE]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 HALVES = [torch.float16, torch.bfloat16]
 
-# The images of csd_kernel.h.
+# The memory layouts of csd_kernel.h.
 SEGMENT = np.dtype(
     [
         *((name, "u4") for name in ("first_word", "elems", "grad_dtype", "param_dtype")),
@@ -47,10 +47,10 @@ REPORT = np.dtype(
     ]
 )
 SUMS = np.dtype([("in", "u4", 4), ("out", "u4", 4), ("reserved", "u4", 8)])
-LEAST_SUM = 64  # words that a checksum covers
+LEAST_SUM = 64  # the fewest words that a checksum may cover
 
 
-# Number → sections that the rule updates, as rules.h has them.
+# Number of a rule → number of sections that it updates, from rules.h.
 UPDATED = {
     bindings.RULES[name.lower()]: int(n)
     for name, n in re.findall(r"RULE\(CSD_(\w+), \w+, (\d)", (NATIVE[0] / "rules.h").read_text())
@@ -58,7 +58,7 @@ UPDATED = {
 
 
 def hyper(lr=1e-2, weight_decay=0.1, betas=(0.9, 0.999), eps=1e-8, step=3, grad_scale=1.0, amsgrad=False):
-    """One `HYPER`, as the optimizer computes it."""
+    """Return one element of `HYPER`, as the optimizer computes it."""
     beta1, beta2 = betas
     betas = beta1, 1 - beta1, beta2, 1 - beta2
     folded = lr / (1 - beta1**step), (1 - beta2**step) ** -0.5
@@ -68,7 +68,7 @@ def hyper(lr=1e-2, weight_decay=0.1, betas=(0.9, 0.999), eps=1e-8, step=3, grad_
 
 @dataclass
 class Part:
-    """A segment. A sparse one has its gradient as the update is to see it, with its zeros."""
+    """A segment. A sparse one has the dense gradient that the update should see, with zeros."""
 
     first_word: int
     grad: torch.Tensor
@@ -86,13 +86,13 @@ class Part:
 
 
 def to_words(t):
-    """Any tensor as whole words, the last one filled up with zeros."""
+    """Return any tensor as whole words, the last one padded with zeros."""
     data = t.contiguous().view(torch.uint8).numpy().reshape(-1)
     return np.concatenate([data, np.zeros(-len(data) % 64, np.uint8)]).view(np.uint32)
 
 
 class Memory:
-    """Words of the card's memory between guards, which nobody may write to."""
+    """Words of the card's memory between guard words, which must not be written."""
 
     GUARD = 0x5AFE5AFE
 
@@ -110,7 +110,7 @@ class Memory:
         return ffi.cast("void *", self.words.ctypes.data)
 
     def assert_only_written(self, spans=()):
-        """Outside of these slices of 32-bit lanes nothing has changed."""
+        """Asserts that nothing has changed outside these slices of 32-bit lanes."""
         lanes = np.ones(len(self.all), bool)
         for span in spans:
             lanes[LANES:-LANES][span] = False
@@ -118,13 +118,13 @@ class Memory:
 
 
 def flushed(t):
-    """fp32 with zeros for subnormal numbers, of their sign."""
+    """Return fp32 numbers with subnormal ones replaced by zeros of the same sign."""
     pattern = t.view(torch.int32)
     return torch.where(pattern & 0x7F800000 == 0, pattern & -(1 << 31), pattern).view(torch.float32)
 
 
 def expect(state, parts, isa):
-    """What the CPU makes of it: (state, parameters)."""
+    """Return the CPU updater's result: (state, parameters)."""
     state, params = state.clone(), []
     for p in parts:
         param = torch.empty(p.elems, dtype=p.param_dtype)
@@ -134,8 +134,7 @@ def expect(state, parts, isa):
 
 
 def csim(kernel, inputs, grad, entries, segments, outputs, param, report, *numbers):
-    """One run of a kernel, with addresses: None, or why it does not come to its end. For sections that there are not,
-    it is given null."""
+    """Runs a kernel on addresses; returns None, or why the run cannot complete. Unused sections get null pointers."""
     ports = sum(name.startswith("tile_in") for name in xclbin.KERNELS[kernel].buffers)
     tiles = ([*addresses, *[ffi.NULL] * (ports - len(addresses))] for addresses in (inputs, outputs))
     buffers = [*next(tiles), grad, entries, segments, *next(tiles), param, report]
@@ -144,7 +143,7 @@ def csim(kernel, inputs, grad, entries, segments, outputs, param, report, *numbe
 
 
 def sums_of(rows, sum_words):
-    """CRC-32C of each `sum_words` words of each section: [chunks, 4], zero where there is no section."""
+    """Return the CRC-32C of each chunk of `sum_words` words of each section: [chunks, 4], zero without a section."""
     chunk = LANES * sum_words
     sums = np.zeros((-(-rows.shape[1] // chunk), 4), np.uint32)
     for c in range(len(sums)):
@@ -165,7 +164,7 @@ def simulate(
     exact_nan=False,
     sum_words=LEAST_SUM,
 ):
-    """Runs the kernel on a tile, checks everything that comes out and returns it.
+    """Runs the kernel on a tile, checks all its outputs, and returns the updated state.
 
     `state` is [sections, 16 * n_words] fp32.
     """
@@ -183,7 +182,7 @@ def simulate(
     if in_place:
         memory = Memory(sections * n_words, tile.reshape(-1))
         inputs = outputs = [memory] * sections
-    else:  # each port has a memory of its own, which holds nothing but its section
+    else:  # each port has its own memory, which contains only the port's section
         inputs, outputs = ([Memory(sections * n_words) for _ in range(sections)] for _ in range(2))
         for m, span, content in zip(inputs, sections_at, tile, strict=True):
             m.words[span] = content
@@ -239,7 +238,7 @@ def simulate(
 
 
 def assert_params(words, parts, expected, bits):
-    """What the kernel wrote of the parameters, each from a word on, and zeros after it; the same `bits`."""
+    """Asserts that the kernel wrote the expected parameters, by `bits`, each from a new word on, padded with zeros."""
     at = 0
     for p, wanted in zip(parts, expected, strict=True):
         n = len(to_words(wanted))
@@ -250,7 +249,7 @@ def assert_params(words, parts, expected, bits):
 
 
 def reported_sums(report, parts, param, n_words, bad_entries, dtype):
-    """The sums of a report, one of this dtype for each chunk, when its header is right."""
+    """Asserts that a report's header is right; returns its checksums, one element of `dtype` per chunk."""
     r = report.words[:LANES].view(REPORT)[0]
     assert (r["version"], r["n_words"], r["bad_entries"]) == (3, n_words, bad_entries)
     assert r["nonfinite"] == sum((~p.grad.isfinite()).sum().item() for p in parts)
@@ -260,7 +259,7 @@ def reported_sums(report, parts, param, n_words, bad_entries, dtype):
 
 
 def random_state(n_words, sections=3):
-    """Weights and moments of a model in training; the second moments are positive."""
+    """Return weights and moments like those of a model in training; the second moments are positive."""
     state = 0.1 * torch.randn(sections, LANES * n_words)
     state[2:] = state[2:] ** 2
     return state
@@ -292,12 +291,12 @@ def random_hyper(rng, amsgrad):
         eps=rng.choice([0, 1e-8, 1e-3]),
         step=rng.integers(1, 1000),
         grad_scale=rng.choice([1.0, -1.0, 2.0**-16, 0.37]),
-        amsgrad=amsgrad and rng.random() < 0.5,  # a tile with four sections may hold parameters that use three
+        amsgrad=amsgrad and rng.random() < 0.5,  # in a tile with four sections, parameters may use only three
     )
 
 
 def random_parts(rng, n_words, sections, sparse=None, hypers=random_hyper):
-    """Segments with and without gaps between them, of awkward lengths."""
+    """Return segments of awkward lengths, with and without gaps between them."""
     parts, at = [], 0
     while True:
         at += int(rng.choice([0, 0, 1, 5]))
@@ -340,7 +339,7 @@ def test_a_tile_of_several_bursts_and_blocks():
 @pytest.mark.parametrize("sections", [3, 4])
 @pytest.mark.parametrize("sum_words", [LEAST_SUM, 65, 100, 8192, 1 << 31])
 def test_sums(sum_words, sections):
-    """One of each chunk of each section, the last chunk as long as it happens to be; many of them, and a single one."""
+    """The report has a checksum for each chunk of each section: with many chunks or one, and a short last chunk."""
     for n_words in {1, sum_words % (1 << 12) - 1, sum_words % (1 << 12) + 1, 128, 4096, 20_000} - {-1, 0}:
         part = Part(0, torch.randn(LANES * n_words).half(), torch.float16, hyper(amsgrad=sections == 4))
         simulate(random_state(n_words, sections), [part], sum_words=sum_words)
@@ -350,7 +349,7 @@ def test_sums(sum_words, sections):
 
 
 def special(n, dtype=torch.float32):
-    """Zeros, subnormals, infinities, nan with payloads, the huge and the tiny, of both signs, among random numbers."""
+    """Return zeros, subnormals, infinities, NaNs with payloads, and huge and tiny numbers among random ones."""
     info = torch.finfo(dtype)
     subnormal = info.smallest_normal / 8
     x = torch.randn(n, dtype=torch.float64)
@@ -375,7 +374,7 @@ def special(n, dtype=torch.float32):
 @pytest.mark.parametrize("grad_dtype", DTYPES)
 @pytest.mark.parametrize("isa", bindings.isas())
 def test_special_values(isa, grad_dtype, amsgrad):
-    """In gradients and in every state, against each instruction set of this CPU."""
+    """Special values in gradients and in every state, compared with each instruction set of this CPU."""
     n = 5003
     for param_dtype, grad_scale in itertools.product(DTYPES, (1.0, -0.3, 1e30, 1e-30)):
         state = torch.stack([special(LANES * words_for(n)) for _ in range(4 if amsgrad else 3)])
@@ -385,7 +384,7 @@ def test_special_values(isa, grad_dtype, amsgrad):
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_every_gradient_of_16_bits(dtype):
-    """With beta1 = 0, exp_avg is the gradient as it was widened, to the payload of a nan."""
+    """With beta1 = 0, exp_avg is the widened gradient, including the payload of a NaN."""
     grad = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
     state = torch.zeros(3, len(grad))
     after = simulate(state, [Part(0, grad, torch.float32, hyper(betas=(0.0, 0.9)))], exact_nan=True)
@@ -394,7 +393,7 @@ def test_every_gradient_of_16_bits(dtype):
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_every_rounding_to_16_bits(dtype):
-    """Each number of 16 bits, the tie above it and the fp32 numbers beside both, as masters that stay as they are."""
+    """Rounds each 16-bit number, the tie above it and the fp32 neighbours of both, as masters that do not change."""
     exact = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).float().view(torch.int32)
     tie = 1 << (12 if dtype == torch.float16 else 15)
     masters = torch.cat([exact + d for d in (0, 1, tie - 1, tie, tie + 1)]).view(torch.float32)
@@ -415,7 +414,7 @@ def test_nonfinite_gradients_are_counted_before_they_are_scaled():
 
 
 def encode(grads, n_words):
-    """Blocks of entries for the sparse gradients of a tile: uint16 bits by element."""
+    """Return the blocks of entries for a tile's sparse gradients, given as uint16 bits per element."""
     blocks = []
     for first in range(0, LANES * n_words, BLOCK):
         block = grads[first : first + BLOCK]
@@ -449,7 +448,7 @@ def test_dense_and_sparse_segments(seed):
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("ratio", [0.01, 0.3])
 def test_several_blocks(dtype, ratio):
-    """The last one short, one of them empty, and gradients that are not finite."""
+    """Several blocks: a short last one and an empty one, with infinite and NaN gradients."""
     n = 3 * BLOCK + 1000
     grad = torch.where(torch.rand(n) < ratio, torch.randn(n), 0.0).to(dtype)
     grad[BLOCK : 2 * BLOCK] = 0
@@ -458,14 +457,14 @@ def test_several_blocks(dtype, ratio):
 
 
 def test_a_full_block():
-    """Every element has an entry, and the count does not fit into 16 bits."""
+    """Every element of the block has an entry, so the count does not fit into 16 bits."""
     grad = torch.randn(BLOCK).bfloat16()
     grad[grad == 0] = 1
     simulate_topk(random_state(BLOCK // LANES), [Part(0, grad, torch.bfloat16, hyper(), sparse=True)])
 
 
 def test_entries_for_nobody_have_no_effect():
-    """In a gap, in a dense segment, in the lanes after the end of a sparse one, and after all."""
+    """Entries in a gap, in a dense segment, after the end of a sparse segment, and after all segments."""
     grad = torch.randn(20).half()
     parts = [Part(1, grad, torch.float16, hyper(), sparse=True), Part(4, grad, torch.float16, hyper())]
     entries = encode(sparse_gradients(parts, 8), 8)
@@ -476,7 +475,7 @@ def test_entries_for_nobody_have_no_effect():
 
 
 def decode(entries, n_words):
-    """What csd_kernel.h says of a buffer of entries, one at a time: (gradients as uint16 bits, how many are bad)."""
+    """Decodes entries one by one, as csd_kernel.h defines; returns (gradients as uint16 bits, number of bad ones)."""
     grads, bad, at, lost = np.zeros(LANES * n_words, np.uint16), 0, 0, False
     for first in range(0, LANES * n_words if len(entries) else 0, BLOCK):
         lost = lost or at == len(entries) or at + 1 + int(entries[at]) > len(entries)
@@ -511,7 +510,7 @@ def block(*entries, count=None):
     return words + [0] * (-len(words) % LANES)
 
 
-DAMAGED = {  # entries, words of the tile, how many entries are bad
+DAMAGED = {  # entries, words of the tile, number of bad entries
     "sound": (block(entry(3), entry(9)), 4, 0),
     "the last element": (block(entry(63)), 4, 0),
     "beyond the tile": (block(entry(3), entry(64), entry(65535)), 4, 2),
@@ -538,7 +537,7 @@ def test_damaged_entries(case):
 
 @pytest.mark.parametrize("seed", range(60))
 def test_randomly_damaged_entries(seed):
-    """Whatever memory holds: the kernel comes to its end, writes nowhere else and takes what the rules let through."""
+    """Whatever the entries contain, the kernel completes, makes no stray writes and applies only the valid entries."""
     rng = np.random.default_rng(seed)
     n_words = int(rng.choice([1, 7, 100, BLOCK // LANES + 3]))
     sound = np.where(rng.random(LANES * n_words) < 0.1, 0x3F80, 0).astype(np.uint16)
@@ -546,15 +545,15 @@ def test_randomly_damaged_entries(seed):
     for _ in range(rng.integers(1, 4)):
         at = int(rng.integers(len(entries)))
         damage = rng.integers(5)
-        if damage == 0:  # anything
+        if damage == 0:  # a random word
             entries[at] = rng.integers(1 << 32)
-        elif damage == 1:  # a bit
+        elif damage == 1:  # a flipped bit
             entries[at] ^= np.uint32(1 << rng.integers(32))
-        elif damage == 2:  # a count
+        elif damage == 2:  # a wrong count
             entries[0] = rng.integers(2 * len(entries))
         elif damage == 3:  # cut short
             entries = entries[: at // LANES * LANES]
-        else:  # words after the end
+        else:  # additional words after the end
             entries = np.concatenate([entries, entries[: 2 * LANES]])
         if not len(entries):
             break
@@ -565,7 +564,7 @@ def test_randomly_damaged_entries(seed):
 
 
 def test_runs_at_the_same_time():
-    """As on a card with several compute units: nothing is shared."""
+    """Runs in several threads share nothing, as on a card with several compute units."""
     rng = np.random.default_rng(0)
     tiles = [(random_state(200, 4), random_parts(rng, 200, 4, sparse=True)) for _ in range(8)]
     with ThreadPoolExecutor(4) as pool:
@@ -573,7 +572,7 @@ def test_runs_at_the_same_time():
 
 
 def run_segment(grad_words, param_words, misplaced=0):
-    """One dense fp32 segment of 200 words, and numbers of words that may not fit it: what the kernel says."""
+    """Runs a dense fp32 segment of 200 words with numbers of words that may not match; returns the kernel's error."""
     segments = np.zeros(1, SEGMENT)
     segments[0] = (0, 200 * LANES, 0, 0, hyper(), 0, 0)
     tile, grad, param = Memory(600), Memory(200), Memory(200)
@@ -588,7 +587,7 @@ def test_a_run_that_cannot_end_says_where_it_stands():
     for _ in range(20):
         assert run_segment(200, 200) is None
         too_few = run_segment(199, 200)
-        # What it has begun stands in its pipeline: 64 iterations of four numbers each.
+        # Iterations that it has begun are in its pipeline: 64, with four numbers each.
         assert too_few.startswith("deadlock: read_section waits for room in master_in")
         assert "; update waits for grads, 256 in its pipeline; write_section waits for master_out;" in too_few
         assert too_few.endswith("write_params waits for params; write_report waits for crc_in_0.")
@@ -602,12 +601,12 @@ WARNINGS = [
     "-Werror",
     "-Wno-unknown-pragmas",
     "-Wno-unused-label",
-]  # for HLS: test_kernel_sources.py
-DRIVEN = ["csd_adamw_update", "csd_lion_update", "csd_adamw_8bit_update"]  # by tests/native/kernels_test.cpp
+]  # test_kernel_sources.py checks pragmas and labels
+DRIVEN = ["csd_adamw_update", "csd_lion_update", "csd_adamw_8bit_update"]  # kernels in tests/native/kernels_test.cpp
 
 
 def driving(kernels):
-    """The sources of the program that drives kernels."""
+    """Return the sources of the program that drives kernels."""
     return [*(kernels / f"{kernel}.cpp" for kernel in DRIVEN), ROOT / "tests" / "native" / "kernels_test.cpp"]
 
 
@@ -621,13 +620,13 @@ def compile_and_run(compiler, directory, headers, *flags):
 
 @pytest.mark.parametrize("in_flight", [pytest.param(64, marks=pytest.mark.soak), 200])
 def test_streams_that_are_too_shallow_are_found(in_flight, tmp_path):
-    """For what stages hold themselves, and for what stands in their pipelines: in tests/native/kernels_test.cpp, in a
-    region that is wrong on purpose. The kernel gets by with pipelines of as many iterations, and of far more."""
+    """tests/native/kernels_test.cpp finds streams that are too shallow for what stages buffer, and for what is in their
+    pipelines, in a region that is wrong on purpose. The kernels also run with pipelines of `in_flight` iterations."""
     compile_and_run("g++", tmp_path, KERNELS / "csim", "-std=c++17", f"-DCSD_IN_FLIGHT={in_flight}")
 
 
 def run_natively(directory, in_flight, header, **depths):
-    """tests/native/kernels_test.cpp with other depths of streams in one of the headers."""
+    """Builds and runs tests/native/kernels_test.cpp with other stream depths in one of the headers."""
     kernels = directory / "hls_kernels"
     shutil.copytree(KERNELS, kernels, ignore=shutil.ignore_patterns("build"), dirs_exist_ok=True)
     text = (KERNELS / header).read_text()
@@ -643,8 +642,8 @@ def run_natively(directory, in_flight, header, **depths):
 
 @pytest.mark.soak
 def test_too_few_sums_on_their_way_are_found(tmp_path):
-    """The sums of what is read wait for those of what is written, and these for all that stands in pipelines between:
-    were there room for one of them only, the kernel would hang on a card and in C-simulation with pipelines."""
+    """Checksums of inputs wait for those of outputs, which wait for everything in the pipelines between. With room for
+    only one of them, the kernel would hang on a card, and in a C-simulation with pipelines."""
     without, within = (run_natively(tmp_path, in_flight, "stages.h", kFifoSums=1) for in_flight in (0, 64))
     assert without.stdout == "kernels: done\n"
     assert "deadlock: read_section waits for room in crc_in_0" in within.stderr

@@ -1,6 +1,6 @@
-"""The kernels of all rules but AdamW's in C-simulation: every variant, and each number of sections that it may have.
+"""The kernels of all rules except AdamW in C-simulation: every variant, with each number of sections it may have.
 
-As test_kernels.py, whose memory, segments and entries it takes: every run checks all of it.
+Uses the memory, segments and entries of test_kernels.py; as there, every run checks all of this.
 """
 
 import itertools
@@ -33,7 +33,7 @@ from test_kernels import (
 
 from csd_optim import bindings
 
-# Of rules.h: (the rule, its type, the sections that it updates, those that a tile may have).
+# From rules.h: (rule, its type, number of sections that it updates, most sections that a tile may have).
 ROWS = re.findall(r"RULE\(CSD_(\w+), (\w+), (\d), (\d)", (NATIVE[0] / "rules.h").read_text())
 CASES = [
     pytest.param(rule.lower(), f"csd_{of.lower()}_update", sections, id=f"{rule.lower()} {sections}")
@@ -44,7 +44,7 @@ CASES = [
 
 
 def constants(rule, rng):
-    """Those of a step, as the headers have them, all but the gradient scale; any that make sense."""
+    """Return random but plausible constants of a step, in the order of the headers, without the gradient scale."""
     lr, weight_decay, eps = 10 ** rng.uniform(-4, -1), rng.choice([0, 0.1]), rng.choice([1e-8, 1e-3])
     beta1, beta2 = rng.choice([0, 0.9]), rng.choice([0.5, 0.99])
     if rule.startswith("sgd"):
@@ -58,7 +58,7 @@ def constants(rule, rng):
 
 
 def hyper_of(rule, rng, grad_scale=1.0):
-    if rule.startswith("adam"):  # AdamW's, but for the first one
+    if rule.startswith("adam"):  # like AdamW's, except the first
         made = hyper(amsgrad=rule == "adam_amsgrad", grad_scale=grad_scale, betas=(rng.choice([0, 0.9]), 0.99))
         made["rule"], made["c"][0] = bindings.RULES[rule], rng.choice([0, 0.1])
         return made
@@ -67,7 +67,7 @@ def hyper_of(rule, rng, grad_scale=1.0):
 
 
 def state_for(rule, n_words, sections):
-    """What is divided by is positive: where a variance would be below zero, whatever is under the root is nan."""
+    """Return states with positive divisors: a negative variance would make every root NaN and prove nothing."""
     state = random_state(n_words, sections)
     if rule.startswith(("rmsprop", "adagrad")):
         state[1] = state[1] ** 2 + 1
@@ -76,7 +76,7 @@ def state_for(rule, n_words, sections):
 
 @pytest.mark.parametrize(("rule", "kernel", "sections"), CASES)
 def test_lengths(rule, kernel, sections):
-    """Each length, in place and not; of all dtypes a few at a time, and in `make soak` each with each."""
+    """Each length, in place or not, with some pairs of dtypes; `make soak` tests all combinations."""
     rng = np.random.default_rng(0)
     dtypes = itertools.cycle(itertools.product(DTYPES, DTYPES))
     for n, (grad_dtype, param_dtype) in zip(SIZES, dtypes, strict=False):
@@ -115,7 +115,7 @@ def test_many_segments_dense_and_sparse(rule, kernel, sections, seed):
 )
 @pytest.mark.parametrize(("rule", "kernel", "sections"), CASES)
 def test_special_values(rule, kernel, sections, grad_dtype):
-    """In gradients and in every state."""
+    """Special values in gradients and in every state."""
     rng, n = np.random.default_rng(2), 1501
     for param_dtype, grad_scale in zip(DTYPES, (1.0, -0.3, 1e30), strict=True):
         state = torch.stack([special(16 * words_for(n)) for _ in range(sections)])
@@ -125,7 +125,7 @@ def test_special_values(rule, kernel, sections, grad_dtype):
 
 @pytest.mark.parametrize("kernel", sorted({case.values[1] for case in CASES}))
 def test_several_blocks_and_sums(kernel):
-    """With as many sections as the kernel has ports: tiles of several bursts, blocks of entries and chunks."""
+    """With as many sections as the kernel has ports, and several bursts, blocks of entries and chunks per tile."""
     rule, _, sections = next(case.values for case in reversed(CASES) if case.values[1] == kernel)
     n = BLOCK + 1000
     grad = torch.where(torch.rand(n) < 0.01, torch.randn(n), 0.0).half()
@@ -138,7 +138,7 @@ ALL_OF_ADAM = ["adam", "adamw", "adam", "adam_amsgrad", "amsgrad"]
 
 
 def hyper_of_an_adam(rng, amsgrad):
-    """Parameters of an Adam, some of whose groups have AdamW's decay."""
+    """Return the constants of a parameter of Adam, in which some groups decay like AdamW."""
     made = hyper(weight_decay=rng.choice([0, 0.1]), grad_scale=rng.choice([1.0, 0.37]))
     rule = ALL_OF_ADAM[rng.integers(5 if amsgrad else 3)]
     made["rule"] = bindings.RULES[rule]

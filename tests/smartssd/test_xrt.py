@@ -1,6 +1,6 @@
-"""CSDAdam on SmartSSDs: the real XRT in software emulation, the real kernels as g++ compiles them.
+"""CSDAdam on SmartSSDs: the real XRT in software emulation, and the real kernels compiled by g++.
 
-XRT wants to be alone in its process group, and may take it down with it: everything here is run as by `csd-optim emu`.
+XRT may kill its whole process group, so everything here runs in separate sessions, as with `csd-optim emu`.
 """
 
 import errno
@@ -26,13 +26,13 @@ ROOT = Path(__file__).parents[2]
 
 
 def script(text, *arguments, **options):
-    """Runs a Python script with emulated cards; it has to end well. Returns what it prints."""
+    """Runs a Python script with emulated cards, asserts that it succeeds, and returns what it prints."""
     done = emulated_python(PRELUDE + textwrap.dedent(text), *arguments, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-# What every script begins with: a small model of mixed precision, and how it is trained.
+# Every script begins with this: a small model of mixed precision, and functions that train it.
 PRELUDE = """
 import sys, time, torch
 from csd_optim import CSDAdam, CSDError, CSDOSError, CSDStoreError, CSDUnavailableError
@@ -65,9 +65,9 @@ def same(a, b):
 @needs_xrt
 @pytest.mark.parametrize("suite", SUITES)
 def test_the_suite_on_cards(suites, suite):
-    """All tests that run on every back end, on cards: conftest.py's `backend`."""
+    """All tests with the fixture `backend` of conftest.py pass on cards too."""
     out, status = suites.result(suite)
-    print(out[-3000:])  # the summary, with -rP
+    print(out[-3000:])  # the summary, shown by -rP
     assert status == 0, out
     assert re.search(r"\d+ passed", out)
 
@@ -93,7 +93,7 @@ def test_fifty_steps_give_the_bits_of_a_file(cards):
 @needs_xrt
 @pytest.mark.parametrize("options", ["", "amsgrad=True", "topk=0.05"])
 def test_8_bit_states_have_the_bits_of_a_file(options):
-    """Also where somebody sets a parameter, or edits a state: the card gets new codes then."""
+    """Also after the user sets a parameter or edits a state, for which the card gets new codes."""
     script(
         f"""
         runs = []
@@ -118,7 +118,7 @@ def test_8_bit_states_have_the_bits_of_a_file(options):
 
 @needs_xrt
 def test_a_store_is_the_same_whoever_made_it(tmp_path):
-    """Begun by a card, gone on with by the CPU in the same file, then by the card again: the bits of one run."""
+    """Trained by a card, then by the CPU on the same file, then by the card again: the same bits as in a single run."""
     script(
         """
         places = [f"xrt:0?nvme={sys.argv[1]}", sys.argv[1], f"xrt:0?nvme={sys.argv[1]}"]
@@ -190,7 +190,7 @@ def test_the_demo(tmp_path, monkeypatch):
             assert abs(row["loss"][name] - row["loss"]["adamw"]) < away
 
 
-# ---- what may go wrong: the step is undone, the store is at the step before ---------------
+# ---- failures: the step is undone, and the store is at the step before --------------------
 
 FAULT = """
 place, error, says = sys.argv[1:4]
@@ -231,7 +231,7 @@ def test_a_card_that_fails(tmp_path, fault, error, says):
     place = tmp_path / "csd"
     whole = int(script(FAULT, place, error, says, fault=fault).split()[-1])
     assert 1 <= whole < 10
-    # The store is at the last whole step, and the CPU goes on from there as if nothing had been.
+    # The store is at the last completed step, from which the CPU continues as if nothing had happened.
     script(
         """
         place, whole = sys.argv[1], int(sys.argv[2])
@@ -251,7 +251,7 @@ def test_a_card_that_fails(tmp_path, fault, error, says):
 
 @needs_xrt
 def test_memory_that_loses_a_bit(tmp_path):
-    """... between kernel and drive: the next step finds it, undoes itself, and nobody goes on from there."""
+    """A flipped bit between kernel and drive: the next step finds it and is undone, and a resume is refused."""
     place = tmp_path / "csd"
     whole = int(script(FAULT, place, "CSDStoreError", "is not what was written there", fault="garble:14").split()[-1])
     assert whole >= 1
@@ -272,7 +272,7 @@ def test_memory_that_loses_a_bit(tmp_path):
 
 @needs_xrt
 def test_parameters_that_lose_a_bit(tmp_path):
-    """... between kernel and host: the step that brings them is undone, and the next one is as if nothing had been."""
+    """A flipped bit between kernel and host: the step is undone, and the next one succeeds."""
     out = script(
         """
         runs = []
@@ -310,7 +310,7 @@ def test_one_of_three_cards_fails(tmp_path):
 
 @needs_xrt
 def test_without_p2p_the_state_bounces_through_the_host(tmp_path):
-    """... and says so once; `p2p=1` insists, `p2p=0` does not even try."""
+    """It also warns once. `p2p=1` raises instead, and `p2p=0` does not even try P2P."""
     text = """
         import warnings
         runs = []
@@ -339,7 +339,7 @@ def test_without_p2p_the_state_bounces_through_the_host(tmp_path):
 
 @needs_xrt
 def test_p2p_that_is_there_but_fails(tmp_path):
-    """Where the drive's transfers to the card fail, the state goes through the host, too."""
+    """If the drive's transfers to the card fail, the state goes through the host too."""
     script(
         """
         import os, warnings
@@ -366,7 +366,7 @@ def test_p2p_that_is_there_but_fails(tmp_path):
 
 @needs_xrt
 def test_programs_that_are_not_ours(tmp_path):
-    """No xclbin, none, and one without our kernel: refused when the optimizer is made, before anything is."""
+    """A missing xclbin, a file that is none, one without our kernel: refused before the optimizer creates anything."""
     (tmp_path / "none.xclbin").write_bytes(b"nothing" * 100)
     out = script(
         """
@@ -410,7 +410,7 @@ def test_no_card():
         CSDAdam([torch.nn.Parameter(torch.zeros(3))], devices=["xrt:0"])
 
 
-# A runtime that cannot load the program, as a card's would: with the errno that it is told.
+# A fake XRT library that fails to load the xclbin, as a card's driver would, with a given errno.
 REFUSES = """
 #include <errno.h>
 #include <stdlib.h>
@@ -436,7 +436,7 @@ REFUSALS = {
 
 @pytest.fixture(scope="module")
 def refused(tmp_path_factory):
-    """What is said to each of REFUSALS: one interpreter, which begins with the loader's path, and a child for each."""
+    """The errors for all REFUSALS: one interpreter, started with the library path, forks a child for each."""
     directory = tmp_path_factory.mktemp("refused")
     write_emulated(directory / "ours.xclbin", "a_platform", 1 << 30)
     library = directory / "lib/libxrt_coreutil.so.2"
@@ -479,7 +479,7 @@ def refused(tmp_path_factory):
 
 @pytest.mark.parametrize("refusal", REFUSALS)
 def test_a_runtime_that_refuses(refused, refusal):
-    """No XRT, one that is too old, an unsigned shell, somebody else's kernels, the wrong shell, no permission."""
+    """No XRT, a version that is too old, an unsigned xclbin, other kernels, the wrong shell, no permission."""
     assert REFUSALS[refusal] in refused[str(refusal)]
     assert "card 0" in refused[str(refusal)]
 
@@ -499,7 +499,7 @@ def test_one_card_by_two_names():
 
 @needs_xrt
 def test_larger_tiles_that_do_not_fit_into_the_card(tmp_path):
-    """A group that joins later is refused, with the card's name and a way out; the optimizer goes on without it."""
+    """A group that joins later is refused with the card's name and a remedy; the optimizer continues without it."""
     script(
         """
         first, second = torch.nn.Parameter(torch.ones(5000)), torch.nn.Parameter(torch.ones(16 << 20))
@@ -524,7 +524,7 @@ def test_larger_tiles_that_do_not_fit_into_the_card(tmp_path):
 
 @needs_xrt
 def test_forked(tmp_path):
-    """XRT does not survive a fork: a child is told so, and can leave as it likes; the parent goes on."""
+    """XRT does not survive a fork: a child gets an error and can exit in any way; the parent continues."""
     script(
         """
         import os
@@ -585,7 +585,7 @@ def test_nonfinite_gradients_are_counted():
 @needs_xrt
 @pytest.mark.parametrize("seed", range(3))
 def test_a_process_that_is_killed_goes_on(tmp_path, seed):
-    """SIGKILL somewhere in training on two cards; then resumed: the bits of a run that was never stopped."""
+    """After SIGKILL at some moment of training on two cards, a resume gives the bits of an uninterrupted run."""
     text = """
         import os, random, signal, threading
         place, seed = sys.argv[1], int(sys.argv[2])
