@@ -105,7 +105,7 @@ class Guess:
     # ---- in step() -------------------------------------------------------------
 
     def _writes(self) -> list[Any]:
-        """Version counters of all states: they differ from earlier ones if somebody has written to a state."""
+        """Version counters of all states: they change if the program writes to a state."""
         windows = [w._version for b in self._state_map.by_index for w in b.windows.values()]
         return [windows, self._engine.decoded.versions()]
 

@@ -60,7 +60,7 @@ class BesideModel(InStep):
         raise NotImplementedError
 
     def give_way(self) -> bool:
-        """Ends this mode if its optimizer was dropped, which nobody can call any more. Returns whether it was."""
+        """Ends this mode if its optimizer was dropped, so that no other call can end it. Returns whether it was."""
         if self._groups():
             return False
         self.abandon()

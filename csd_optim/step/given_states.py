@@ -111,7 +111,7 @@ def given_states(engine: Engine, step: PreparedStep) -> GivenStates | None:
     if not updated:
         return None
     copies.load([row for row, b in updated.items() if not b.is_new])
-    # Rows of the same tiles without a gradient are given, too. But devices read the tiles that somebody has written to.
+    # Rows of the same tiles without a gradient are given, too. But devices read the tiles that the program wrote to.
     rows_edited: set[int] = set()
     for tile in np.setdiff1d(edited, step.tiles).tolist():
         rows_edited.update(engine.pieces_of(tile)["param"].tolist())

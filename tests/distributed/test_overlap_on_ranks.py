@@ -50,7 +50,7 @@ def now(training):
     return training.seen()[2:]
 
 
-# ---- every value is the one that it would be without: see also test_overlap_histories.py ------
+# ---- the same values as without overlap: see also test_overlap_histories.py -------------------
 
 
 class Branches(nn.Module):

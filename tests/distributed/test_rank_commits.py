@@ -432,7 +432,7 @@ def test_state_is_edited_after_the_last_step(synchronized, tmp_path):
     assert on_living_ranks(2, look, directory=tmp_path) == [(3, synchronized), (3, False)]
 
 
-# ---- what ranks do not do alike ----------------------------------------------------------
+# ---- what ranks do differently -----------------------------------------------------------
 
 
 def edit_and_die(rank, at_once):
@@ -745,7 +745,7 @@ def test_ranks_die_between_steps_in_place(point, tmp_path):
     assert goes_on(tmp_path, options=options) == 3
 
 
-# ---- snapshots, and what looks at one store ----------------------------------------------------
+# ---- snapshots, and commands on one store ------------------------------------------------------
 
 
 def save(rank):

@@ -203,7 +203,7 @@ def test_a_parameter_without_a_gradient(tmp_path):
         training.opt.close()
 
 
-# ---- what it cannot do: an error, and everything is as before ----------------------------------
+# ---- what a program may not do: an error, and everything is as before --------------------------
 
 
 def accumulates(training):
@@ -522,7 +522,7 @@ def test_who_comes_while_another_thread_undoes_a_step_waits(tmp_path, monkeypatc
 
 
 def test_a_parameter_that_is_written_between_backward_and_step(tmp_path):
-    """What it is then is up to whoever wrote it."""
+    """step() raises an error. The value of the parameter is then up to the program that wrote it."""
 
     def script(training):
         training.step()

@@ -318,7 +318,7 @@ def test_another_optimizer_after_one_that_was_dropped(tmp_path, overlap):
         again.step()
 
 
-# ---- what does not go well -------------------------------------------------------------------
+# ---- failures --------------------------------------------------------------------------------
 
 
 def test_a_gradient_changed_after_step_is_an_error(tmp_path):

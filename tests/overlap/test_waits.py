@@ -505,7 +505,7 @@ def test_between_two_graphs_modules_wait_for_themselves():
     assert nets.reached == {id(p) for p in model.parameters()}
 
 
-# ---- what a model can be besides: copied, saved, changed, taken back -------------------------
+# ---- models that are copied, saved, changed, restored ----------------------------------------
 
 
 def test_copies_have_plain_dicts_and_hooks_that_do_nothing():

@@ -183,7 +183,7 @@ def test_a_step_that_fails_leaves_the_one_before(tmp_path):
     assert_loads(CSDAdam.load(tmp_path / "csd"), before, 2)
 
 
-# ---- who else reads stores -------------------------------------------------------------------
+# ---- other readers of stores -----------------------------------------------------------------
 
 
 def test_snapshots(tmp_path):
@@ -295,7 +295,7 @@ def test_what_sections_are_padded_with_is_nobodys(tmp_path):
     assert not verify(tmp_path / "csd")[0].damage
 
 
-# ---- stores that nobody made -------------------------------------------------------------------
+# ---- forged stores -----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -407,7 +407,7 @@ def test_optimizer_never_stepped_leaves_no_file(tmp_path, end):
     assert list((tmp_path / "csd").iterdir()) == []
 
 
-# ---- what stands in it -----------------------------------------------------------------
+# ---- content ---------------------------------------------------------------------------
 
 
 def tiles_of(store):
