@@ -215,7 +215,7 @@ const Memory *memory_of_run;
 void on_bad_access(int, siginfo_t *info, void *) {
   char where[200];
   memory_of_run->describe(info->si_addr, where, sizeof where);
-  say("%s went astray: it touched what lies %s", kernel_of_run->name, where);
+  say("%s went out of bounds: it accessed memory at %s", kernel_of_run->name, where);
   _exit(1);
 }
 
@@ -509,7 +509,7 @@ void Card::serve() {
     uint32_t number;
     memcpy(&size, head + 1, sizeof size);
     memcpy(&number, head + 10, sizeof number);
-    if (head[0] != 0x09 || head[9] != 0x15) die("XRT speaks another language than that of 2.13");
+    if (head[0] != 0x09 || head[9] != 0x15) die("XRT does not use the protocol of version 2.13");
     message.resize(size);
     receive(message.data(), size);
     const auto request = kRequests.find(number);
@@ -558,7 +558,7 @@ extern "C" __attribute__((visibility("default"))) int csd_emulator_main(void) {
   unsigned number;
   pid_t host;
   if (!user || !id || sscanf(id, "device%u_%*u_%d", &number, &host) != 2) {
-    say("this is to be started by XRT, with USER set");
+    say("only XRT can start this program, with USER set");
     return 1;
   }
   // Ctrl-C and the like signal the whole process group, but the host still needs its card for an orderly exit.

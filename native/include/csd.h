@@ -129,8 +129,7 @@ typedef struct csd_hyper {
 /* ---- Devices ------------------------------------------------------------ */
 
 /* The default queue depth per file system, shared by all engines and devices on it; a device may ask for more. Four
- * requests of a megabyte already saturate the drives we measured; eight keep reads and writes going at the same
- * time. */
+ * requests of a megabyte already saturate the drives we measured; eight keep both reads and writes in flight. */
 #define CSD_IO_DEPTH 8
 
 /* The FPGA of a SmartSSD, driven through the Xilinx runtime (XRT). XRT is loaded when the first card is opened. */
@@ -350,19 +349,19 @@ int csd_engine_params_ready(csd_engine *engine, const uint32_t *tiles, uint32_t 
  * keep = 0, the step is undone: every tile goes back to its old slot, and csd_engine_undone lists the tiles whose
  * parameters had already been written, for the caller to restore.
  * Returns CSD_ETORN if tiles with one slot had already been written: states and parameters are then partly old, partly
- * new. Tiles in memory ("ram") are updated in place and keep their new state. Their updates cannot fail, and the caller
- * should not undo such a step. */
+ * new. Tiles of "ram" without buffers are updated in place and keep their new state. Their updates cannot fail, and the
+ * caller should not undo such a step. */
 int csd_engine_finish(csd_engine *engine, int32_t keep, csd_error *error);
 
 /* Undoes the last step although it was finished, for example because other ranks failed to complete it. Since then only
  * csd_engine_remap, _edited, _decode and functions that only query may have been called. Anything written to the
  * windows of its tiles since then is lost. csd_engine_undone lists the tiles. Returns CSD_EINVAL, and changes nothing,
- * if one of the tiles has one slot, is in memory ("ram"), was new, or began the step with what the user had written to
- * its windows. */
+ * if one of the tiles has one slot, is updated in place ("ram" without buffers), was new, or began the step with what
+ * the user had written to its windows. */
 int csd_engine_take_back(csd_engine *engine, csd_error *error);
 
-/* Lists the tiles of the last undone step whose parameters had been written, and for each how many elements from the
- * first on: all of them, unless the rest of the tile turned out to be damaged. Returns their number; fills up to
+/* Lists the tiles of the last undone step whose parameters had been written, and for each the number of leading
+ * elements written: all, unless the rest of the tile turned out to be damaged. Returns the number of tiles; fills up to
  * `n`. */
 uint32_t csd_engine_undone(csd_engine *engine, uint32_t *tiles, uint64_t *elems, uint32_t n);
 
@@ -377,7 +376,7 @@ uint32_t csd_engine_undone(csd_engine *engine, uint32_t *tiles, uint64_t *elems,
  *     csd_engine_finish(keep = 0)       otherwise: nothing that the caller can see has changed
  *
  * Until the release, the step writes only to the tiles' other slots and to memory that the caller lends. It copies what
- * it reads from host memory, and csd_engine_unchanged compares the copies. The exception are writes to states
+ * it reads from host memory, and csd_engine_unchanged compares the copies. The exceptions are writes to states
  * (`edited`, csd_engine_edited): the caller keeps track of those. Tiles with images are pushed with csd_engine_push
  * even before the release: the caller owns their images and does the comparison. */
 
@@ -389,8 +388,8 @@ uint64_t csd_engine_hold_bytes(csd_engine *engine, uint32_t tile);
  * returns or the step is over. `hold` has csd_engine_hold_bytes bytes, aligned for any type; the caller must not touch
  * it until the tile's parameters are ready (csd_engine_params_ready) or the step is over. Until the release, the new
  * parameters stay in `hold`; neither csd_engine_params_ready nor csd_engine_pull reports them.
- * Returns CSD_EINVAL for a tile that cannot be undone (one slot, "ram", "null"), is new (CSD_NEW), or has parameters
- * with Top-K, `n_summands`, `in_image` or CSD_GIVEN, or a gradient but no `param`. */
+ * Returns CSD_EINVAL for a tile that cannot be undone (one slot, "ram" in place, "null"), is new (CSD_NEW), or has
+ * parameters with Top-K, `n_summands`, `in_image` or CSD_GIVEN, or a gradient but no `param`. */
 int csd_engine_push_early(csd_engine *engine, uint32_t tile, const void *const *grads, void *hold, csd_error *error);
 
 /* Sets `*unchanged` to whether the guess still holds for the tiles that were pushed early: their rows and gradients are

@@ -229,7 +229,8 @@ void Card::guarded(const char *what, std::function<void()> call, milliseconds li
 void Card::check() {
   if (!lost_) return;
   std::lock_guard lock(mutex_);
-  throw Failure{CSD_EDEVICE, why_ + ". This process has lost the card: start again when it is well", ENODEV};
+  throw Failure{CSD_EDEVICE, why_ + ". This process can no longer use the card: restart it when the card works again",
+                ENODEV};
 }
 
 void Card::close_run(Xrt::Handle run) const {

@@ -33,7 +33,7 @@ class Card : public std::enable_shared_from_this<Card> {
   // is then lost, and every further call fails at once. Throws what `call` throws, or Failure if the card is lost.
   void guarded(const char *what, std::function<void()> call, std::chrono::milliseconds limit = std::chrono::minutes(2));
 
-  // The limit for a call that executes a kernel. It is longer than execute() itself waits before it gives up.
+  // The limit for a call that executes a kernel. It covers all the time that execute() waits before it gives up.
   std::chrono::milliseconds run_limit() const { return 4 * timeout_; }
 
   // The XRT calls; use them only within guarded().

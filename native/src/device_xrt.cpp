@@ -324,7 +324,7 @@ class XrtDevice : public FileDevice {
                      std::to_string(kKernelVersion) + ": build both from the same source",
                  EPROTO);
     if (report.n_words != tile.elems / kLanes || report.bad_entries)
-      Card::fail("its kernel has not done what it was told", EIO);
+      Card::fail("its kernel has not completed the update as requested", EIO);
     for (uint64_t chunk = 0; work.verify && !given && chunk < tile.n_chunks(); chunk++) {
       uint32_t sums[kMostSections];
       take_sums(tile, report, chunk, false, sums);

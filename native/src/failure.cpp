@@ -21,7 +21,7 @@ Failure caught() noexcept {
     } catch (const std::exception &e) {
       return {CSD_EINVAL, e.what()};
     } catch (...) {
-      return {CSD_EINVAL, "not an error"};
+      return {CSD_EINVAL, "unknown exception"};
     }
   } catch (...) {  // no memory for the text
   }

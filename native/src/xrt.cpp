@@ -22,7 +22,7 @@ void *open_library() {
   if (void *library = dlopen(kLibrary, RTLD_NOW | RTLD_GLOBAL)) return library;
   throw Failure{
       CSD_EDEVICE,
-      std::string("the Xilinx runtime (XRT) is not here: ") + dlerror() + ". docs/smartssd.md says how to install it",
+      std::string("the Xilinx runtime (XRT) was not found: ") + dlerror() + ". docs/smartssd.md says how to install it",
       ENOENT};
 }
 

@@ -839,7 +839,7 @@ MALFORMED = {
 @pytest.mark.parametrize("words", MALFORMED.values(), ids=MALFORMED)
 def test_malformed_entries_are_refused(pushed, words):
     before = image(pushed)
-    with pytest.raises(CSDError, match=r"entries of tile 0 are malformed|has not done what it was told"):
+    with pytest.raises(CSDError, match=r"entries of tile 0 are malformed|has not completed the update"):
         push_entries(pushed, words)
     assert same(before, image(pushed))
     push_entries(pushed, entries([(0, ONE)], []))  # the next step works

@@ -1,7 +1,8 @@
-/* faults.c -- an LD_PRELOAD library that makes file I/O fail, or the process die in it, on command.
+/* faults.c -- an LD_PRELOAD library that makes file I/O fail, or kills the process during it, on command.
  *
- * The file named by CSD_FAULTS holds kRules rules and is mapped here and by the test (tests/test_faults.py, tests/crash),
- * which switches them on and off while the process runs. Calls that no active rule picks go through untouched. */
+ * The file named by CSD_FAULTS holds kRules rules and is mapped here and by the test (tests/test_faults.py,
+ * tests/crash), which switches them on and off while the process runs. Calls that no active rule picks go through
+ * untouched. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -18,8 +19,8 @@
 
 enum { kRules = 4, kPage = 4096 };
 
-/* What a call is. A tile's transfer is aligned in memory and file and longer than a page; everything else that reads or
- * writes is metadata (superblock, manifest, table), or the trial of direct I/O. */
+/* Kinds of calls. A tile's transfer is aligned in memory and file and longer than a page; all other reads and writes
+ * are metadata (superblock, manifest, table), or the trial of direct I/O. */
 enum {
   kTileRead = 1,
   kTileWrite = 2,
@@ -33,7 +34,7 @@ enum {
   kRename = 512
 };
 
-/* The last three kill the process: before the call, when half of its transfer is done, after it. */
+/* The last three kill the process: before the call, in the middle of its transfer, or after it. */
 enum { kError = 0, kShort = 1, kEof = 2, kKillBefore = 3, kKillMiddle = 4, kKillAfter = 5 };
 
 struct rule { /* the numpy dtype RULE in __init__.py */
@@ -41,9 +42,9 @@ struct rule { /* the numpy dtype RULE in __init__.py */
   uint32_t calls;  /* kTileRead | ... */
   uint32_t effect; /* fail with `error`, move at most a page, end of file, or kill */
   int32_t error;
-  uint64_t skip;  /* let so many matching calls through first */
-  uint64_t times; /* then strike so many */
-  uint64_t hold;  /* but not while this is set */
+  uint64_t skip;  /* number of matching calls to let through first */
+  uint64_t times; /* number of calls to strike then */
+  uint64_t hold;  /* while nonzero, calls to be struck wait */
   uint64_t seen;
   uint64_t struck;
   char path[192]; /* only files whose path contains this */
@@ -88,13 +89,13 @@ static uint32_t kind(int fd, int writes, const void *buffer, size_t n, off64_t a
   return direct | (writes ? (tile ? kTileWrite : kMetaWrite) : (tile ? kTileRead : kMetaRead));
 }
 
-/* A transfer cut short: direct I/O stops at a page, the rest anywhere. */
+/* The length of a short transfer: direct I/O stops at a page boundary, other transfers anywhere. */
 static size_t cut(size_t n, uint32_t calls) {
   if (n > kPage) return kPage;
   return calls & kDirectIo || n == 1 ? n : n / 2;
 }
 
-/* As above, but half of it. */
+/* Likewise, but half of the transfer if it is longer than a page. */
 static size_t half(size_t n, uint32_t calls) { return n > kPage ? n / 2 / kPage * kPage : cut(n, calls); }
 
 static void kill_if(const struct rule *r, uint32_t effect) {
@@ -103,7 +104,7 @@ static void kill_if(const struct rule *r, uint32_t effect) {
   for (;;) pause();
 }
 
-/* A call that has no middle: whatever is not "before" is "after". */
+/* Kills after a call. Calls without a middle treat "middle" like "after". */
 static void kill_after(const struct rule *r) {
   kill_if(r, kKillMiddle);
   kill_if(r, kKillAfter);
@@ -111,7 +112,7 @@ static void kill_after(const struct rule *r) {
 
 static int fails(const struct rule *r) { return r && r->effect < kKillBefore; }
 
-/* The function behind the one that is interposed. */
+/* The original of an interposed function. */
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
 
 #define TRANSFER(name, writes, buffer_type, offset_type)               \
@@ -132,7 +133,7 @@ TRANSFER(pread64, 0, void *, off64_t)
 TRANSFER(pwrite, 1, const void *, off_t)
 TRANSFER(pwrite64, 1, const void *, off64_t)
 
-/* Python tries direct I/O out with these. */
+/* Python uses these to try out direct I/O. */
 #define VECTOR(name, writes, parameters, arguments)                                         \
   ssize_t name parameters {                                                                 \
     const struct rule *r = struck(kind(fd, writes, v->iov_base, v->iov_len, at), fd, NULL); \

@@ -1,10 +1,10 @@
 /* record.c -- an LD_PRELOAD library that records what a process does to files: tests/crash/power.py replays it.
  *
- * The file named by CSD_RECORD is mapped here and by the test: a head, then entries, one after another, in one order over
- * all threads, and over all processes that record, one after the other. An entry counts once `end` is behind it, so a
- * process may be killed at any instant. A call has an entry before it and one after it. Before a flush goes the whole
- * file, as it is seen through the page cache: what was written through mappings shows there and nowhere else. What was
- * read is not written down, only that it was. */
+ * The file named by CSD_RECORD is mapped here and by the test. It has a head, followed by entries in a single order for
+ * all threads, and for all recording processes, which run one after the other. An entry is valid once `end` is behind
+ * it, so a process may be killed at any instant. Each call has an entry before it and one after it. The entry before a
+ * flush contains the whole file as seen through the page cache, because writes through mappings show nowhere else.
+ * Reads are recorded without their data. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -32,24 +32,24 @@ enum {
   kCreate = 10,
   kSeen = 11,
   kRead = 12,       /* through the page cache */
-  kReadDirect = 13, /* past it */
-  kDrop = 14        /* what is on the disk leaves the page cache */
+  kReadDirect = 13, /* bypassing it */
+  kDrop = 14        /* clean pages are dropped from the page cache */
 };
 
 struct head {      /* the numpy dtype HEAD in power.py */
   uint64_t active; /* record? */
-  uint64_t end;    /* of the last entry, from the beginning of the file (bytes) */
+  uint64_t end;    /* offset of the end of the last entry, in bytes */
   uint64_t room;   /* size of the file */
-  char root[232];  /* only what lies below this directory */
+  char root[232];  /* record only files below this directory */
 };
 
 struct entry {    /* the numpy dtype ENTRY */
-  uint64_t bytes; /* of this entry with its data, padded to 8 */
+  uint64_t bytes; /* size of this entry with its data, padded to 8 */
   uint64_t what;  /* kWrite ...; kDone: a call has returned */
   uint64_t process;
-  uint64_t call;  /* the same before and after it: where the first of the two lies */
-  uint64_t at, n; /* offset and size; of a kDone, n: what came back; of a kMark, n: its number */
-  uint64_t data;  /* bytes that follow */
+  uint64_t call;  /* identifies the call in both of its entries: the offset of the first */
+  uint64_t at, n; /* offset and size; for kDone, n is the return value; for kMark, its number */
+  uint64_t data;  /* number of bytes that follow */
   char path[136]; /* below root */
 };
 
@@ -69,7 +69,7 @@ __attribute__((constructor)) static void map_log(void) {
   if (fd >= 0) close(fd);
 }
 
-/* Is the file to be recorded? Then `path` is its path below the root. */
+/* Returns whether the file is to be recorded, and if so, stores its path below the root in `path`. */
 static int concerns(int fd, const char *name, char path[136]) {
   if (!head || !__atomic_load_n(&head->active, __ATOMIC_ACQUIRE)) return 0;
   char link[64], target[4096];
@@ -86,11 +86,11 @@ static int concerns(int fd, const char *name, char path[136]) {
   return 1;
 }
 
-/* Room for an entry, with the lock held. */
+/* Fills in a new entry, with the lock held; publish() makes it valid. */
 static struct entry *add(uint64_t what, uint64_t at, uint64_t n, uint64_t data, const char *path) {
   struct entry *e = (struct entry *)((char *)head + head->end);
   const uint64_t bytes = (sizeof *e + data + 7) / 8 * 8;
-  if (head->end + bytes > head->room) abort(); /* better than a record with a hole in it */
+  if (head->end + bytes > head->room) abort(); /* better than an incomplete record */
   *e = (struct entry){
       .bytes = bytes, .what = what, .process = (uint64_t)getpid(), .call = head->end, .at = at, .n = n, .data = data};
   snprintf(e->path, sizeof e->path, "%s", path);
@@ -115,10 +115,10 @@ static uint64_t before(uint64_t what, uint64_t at, uint64_t n, const struct iove
   return call;
 }
 
-/* The whole file, as it is seen now. */
+/* Adds an entry with the current content of the whole file. */
 static uint64_t before_with_content(uint64_t what, int fd, const char *path) {
   struct stat st;
-  pthread_mutex_lock(&lock); /* nothing else begins meanwhile */
+  pthread_mutex_lock(&lock); /* so that no other recorded call begins meanwhile */
   fstat(fd, &st);
   struct entry *e = add(what, 0, 0, (uint64_t)st.st_size, path);
   for (uint64_t n = 0; n < e->data;) {
@@ -145,12 +145,13 @@ static void after(uint64_t call, int64_t result, const char *path) {
   pthread_mutex_unlock(&lock);
 }
 
-/* For the process itself to say where it is. */
+/* Lets the process mark its progress in the record. */
 void csd_record_mark(uint64_t number) {
   if (head && head->active) before(kMark, 0, number, NULL, 0, "");
 }
 
-/* For whoever looks when a process has been killed: which of the calls that it was in has happened. */
+/* For the test to call after the process was killed: records the content of a file, which shows which of the
+ * interrupted calls took effect. */
 void csd_record_seen(const char *name) {
   char path[136];
   const int fd = open(name, O_RDONLY | O_CLOEXEC);
@@ -210,7 +211,7 @@ NAME(rename, kRename, (const char *from, const char *to), (from, to), to)
 NAME(unlink, kOther, (const char *name), (name), name)
 NAME(link, kOther, (const char *from, const char *to), (from, to), to)
 
-/* A file that is there, and empty: it may have been made just now. */
+/* An open with O_CREAT that gives an empty file is recorded as a creation, because it may be one. */
 #define OPEN(name)                                                                                        \
   int name(const char *file, int flags, ...) {                                                            \
     va_list arguments;                                                                                    \

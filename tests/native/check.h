@@ -1,4 +1,4 @@
-// What these programs hold to be true; they end where it is not.
+// Assertions for the programs in this directory: the first one that fails ends the program.
 #pragma once
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,5 +1,5 @@
-// Drives tiles of codes through csd.h alone, for the sanitizers: on files, in memory and at a pace they have to be what
-// csd_update_codes makes of one array, whatever is read, kept, set or undone on the way.
+// Drives tiles of codes through csd.h alone, for the sanitizers. On files, in memory and on paced devices, the result
+// must equal that of csd_update_codes on a single array, whatever is read, cached, set or undone in between.
 #include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -22,7 +22,7 @@ constexpr uint32_t kN = 4;
 
 uint64_t round_up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
 
-// One array of each section of a parameter, and what csd_update_codes makes of them: the reference.
+// The reference: each section of a parameter as one array, updated by csd_update_codes.
 struct Reference {
   uint32_t dtype;
   uint64_t n;
@@ -46,7 +46,7 @@ struct Reference {
     return all;
   }
 
-  // What the parameter is becomes the master.
+  // The parameter becomes the master.
   void begin(const std::vector<uint8_t> &with) {
     param = with;
     memcpy(sections[0].data(), with.data(), with.size());
@@ -152,8 +152,8 @@ struct Model {
     }
   }
 
-  // With images of the gradients, into which parameters go: the host has these all the same, or, if they are `far`, the
-  // images alone.
+  // A step with images of gradients and parameters. If `far`, the old parameters are only in the images; otherwise they
+  // are at csd_param.param too.
   int step_by_images(bool far) {
     std::vector<std::vector<uint8_t>> images(2 * kTiles, std::vector<uint8_t>(4 * kTile, 0xa5));
     std::vector<csd_param> rows = table;
@@ -190,7 +190,8 @@ struct Model {
     return csd_engine_finish(engine, keep, &error);
   }
 
-  // Tiles that `early` has a bit of are pushed as a guess: first with wrong gradients, which is undone.
+  // A step as a guess in which the tiles whose bit is set in `early` are pushed early. A first guess with wrong
+  // gradients is undone.
   int step_as_guess(uint32_t early) {
     const auto before = params;
     for (const bool right : {false, true}) {
@@ -266,7 +267,7 @@ bool same(const std::vector<float> &a, const std::vector<float> &b) {
   return a.size() == b.size() && memcmp(a.data(), b.data(), 4 * a.size()) == 0;
 }
 
-struct Pair {  // an engine, and what its states have to be
+struct Pair {  // an engine, and references for its states
   Model model;
   std::vector<Reference> references;
 
@@ -302,7 +303,7 @@ struct Pair {  // an engine, and what its states have to be
   }
 };
 
-// Bytes of a slot, and of them those of the parameters.
+// The size of a slot.
 uint64_t slot_bytes(uint32_t dtype, uint32_t states) {
   const uint64_t roots = (states - 2) * (kTile + kPage);
   return kTile * (dtype == CSD_F32 ? 4 : 3) + kTile + roots;
@@ -323,7 +324,7 @@ void like_one_array() {
         pair->check();
         for (csd_param &row : pair->model.table) row.master = dtype == CSD_F32 ? CSD_FROM_PARAM : CSD_IN_SECTION;
         if (pair == &memory) continue;
-        // A parameter without gradient keeps every bit, and so does one that is set meanwhile.
+        // A parameter without a gradient keeps every bit.
         Model &m = pair->model;
         m.table[1].grad = nullptr;
         for (const uint32_t early : {0u, 15u, 5u}) {
@@ -338,7 +339,7 @@ void like_one_array() {
           pair->check();
         }
       }
-      // A device that is paced as a card is reads the parameters, too.
+      // A device paced like a card reads the parameters, too.
       const csd_stats stats = slow.model.stats();
       CHECK(stats.read_bytes == kTiles * slot_bytes(dtype, states));
       CHECK(stats.write_bytes == kTiles * slot_bytes(dtype, states));
@@ -346,7 +347,7 @@ void like_one_array() {
     }
 }
 
-// Parameters that are their own sections: behind the last element of one is somebody else's memory.
+// Parameters that are their own sections. The memory after the last element of one must not be touched.
 void in_parameters() {
   for (const uint32_t dtype : {CSD_F32, CSD_F16, CSD_BF16})
     for (const uint32_t states : {3u, 4u}) {
@@ -363,7 +364,7 @@ void in_parameters() {
       m.table[1].grad = nullptr;
       pair.step();
       pair.check();
-      // States that somebody wrote begin the next step, and do not touch the parameter without a gradient.
+      // Edited states are those with which the next step begins; without a gradient they do not change the parameter.
       const auto before = m.params[1];
       const std::vector<float> edited(kParams[1], 0.25f);
       m.table[1].edited[1] = edited.data();
@@ -395,7 +396,7 @@ void set_by_somebody() {
         pair.step(far, 0, far);
         far = !far;
         pair.check();
-        // One of two tiles was read as a whole.
+        // Of all tiles, only the one with the parameter that was set was read as a whole.
         const uint64_t most = slot_bytes(dtype, 3), least = most - 2 * kTile;
         if (cache < 0) CHECK(pair.model.stats().read_bytes == 3 * least + most);
       }
@@ -424,7 +425,7 @@ void undone() {
   pair.check();
 }
 
-// States that somebody wrote: the step begins with them, whether or not there is a gradient.
+// A step begins with edited states, whether or not there is a gradient.
 void edited() {
   for (const uint32_t dtype : {CSD_F32, CSD_F16, CSD_BF16})
     for (const bool with_grad : {true, false}) {
@@ -445,7 +446,7 @@ void edited() {
     }
 }
 
-// What is on the disk is checked, and what is not read is not missed.
+// What is read from the disk is verified; damage to the parameter section, which is not read, goes unnoticed.
 void damaged() {
   for (uint32_t section = 0; section < 5; section++) {
     const File a;

@@ -1,5 +1,5 @@
-// Every way to compute CRC-32C that this CPU has gives what the definition gives, bit by bit, and reads nothing beyond
-// the data (the address sanitizer watches). tests/sanitize.py builds and runs this, for AArch64 as well.
+// Compares every CRC-32C implementation that this CPU supports with the bitwise definition. The address sanitizer
+// checks that none reads beyond the data. tests/sanitize.py builds and runs this, for AArch64 as well.
 #include "crc32c.h"
 
 #include <stdio.h>
@@ -13,7 +13,7 @@ namespace {
 
 using Sums = std::vector<uint32_t>;
 
-// Of the first 0, 1, 2 ... n bytes, continuing from c.
+// The checksums, by definition, of the first 0, 1, 2 ... n bytes, continuing from c.
 Sums defined(uint32_t c, const uint8_t *p, uint64_t n) {
   Sums sums{c};
   for (; n; n--) {
@@ -24,7 +24,7 @@ Sums defined(uint32_t c, const uint8_t *p, uint64_t n) {
   return sums;
 }
 
-// A copy of n bytes, at an alignment, with nothing behind it.
+// A copy of n bytes at an alignment; the allocation ends right after them.
 struct Copy {
   void *whole = nullptr;
   uint8_t *bytes;
@@ -57,7 +57,7 @@ int main() {
   for (uint8_t &byte : data) byte = static_cast<uint8_t>(random());
   const Sums expected = defined(kFrom, data.data(), kBytes), other = defined(kOther, data.data(), kBytes);
 
-  // The definition itself: the check value that the catalogues give.
+  // Check the definition itself against the published check value.
   const char *const digits = "123456789";
   if (~defined(kFrom, reinterpret_cast<const uint8_t *>(digits), 9).back() != 0xe3069283) abort();
 
@@ -68,7 +68,7 @@ int main() {
     for (uint64_t cut = 0; cut <= kLengths; cut++) check(way, kOther, data.data(), kLengths, 0, cut, other[kLengths]);
     for (uint64_t n = 0; n <= 300; n++)
       for (uint64_t cut = 0; cut <= n; cut++) check(way, kFrom, data.data(), n, 0, cut, expected[n]);
-    // Whole blocks of every way, what is left of them, and any cut.
+    // Whole blocks of every implementation, with any remainder and any cut.
     for (int i = 0; i < 2000; i++) {
       const uint64_t n = i < 20 ? kBytes - static_cast<uint64_t>(i) : random() % (kBytes + 1);
       check(way, kOther, data.data(), n, random() % 64, random() % (n + 1), other[n]);

@@ -1,5 +1,5 @@
 // Drives the engine through csd.h alone, for the sanitizers; tests/sanitize.py builds and runs it in an empty
-// directory. What it computes is checked by pytest; here only what must hold whatever the numbers are.
+// directory. pytest checks the computed values; this program checks only what must hold for any values.
 #include <errno.h>
 #include <fcntl.h>
 #include <math.h>
@@ -22,10 +22,11 @@
 
 // Allocations fail on command, in all threads.
 namespace {
-std::atomic<int64_t> left_until_failure{0};  // of allocations; 0: none fails
+std::atomic<int64_t> left_until_failure{0};  // in allocations; 0: none fails
 std::atomic<bool> fail_for_good{false}, has_failed{false};
 
-// The n-th allocation from now on fails, and `for_good` all after it. Returns whether one has, since the last call.
+// Makes the n-th allocation from now on fail, and with `for_good` all later ones. Returns whether any allocation has
+// failed since the last call.
 bool fail_at(int64_t n, bool for_good) {
   fail_for_good = for_good;
   left_until_failure = n;
@@ -44,7 +45,7 @@ void *allocate(size_t bytes, size_t alignment) {
 }
 }  // namespace
 
-// Not inlined, for the compiler does not see that these belong together.
+// Not inlined, because the compiler would not recognise that these operators belong together.
 #define APART __attribute__((noinline))
 APART void *operator new(size_t bytes) { return allocate(bytes, 16); }
 APART void *operator new[](size_t bytes) { return allocate(bytes, 16); }
@@ -56,11 +57,11 @@ APART void operator delete[](void *p, size_t) noexcept { free(p); }
 namespace {
 
 constexpr uint64_t kTile = 3072;
-constexpr uint64_t kSumElems = 2048;          // a section of a tile has two checksums, of which the second covers less
+constexpr uint64_t kSumElems = 2048;          // a section of a tile has two checksums; the second covers fewer elements
 constexpr uint32_t kTiles = 12;               // per extent
 constexpr uint64_t kParam = 2 * kTile - 100;  // elements: every parameter ends within a tile
 
-// A store without a name, large enough for `extents` extents of any number of devices.
+// An unnamed store file, large enough for `extents` extents of any number of devices.
 struct File {
   int fd;
   explicit File(int flags = O_RDWR) {
@@ -80,7 +81,7 @@ struct File {
 struct Model {
   std::vector<csd_device> devices;
   uint32_t sections, dtype, slots, n_tiles;  // per extent
-  const csd_tile_state *states;              // of a store that is there already
+  const csd_tile_state *states;              // of an existing store, else null
   const uint32_t *sums;
   csd_engine *engine = nullptr;
   csd_error error{};
@@ -117,7 +118,7 @@ struct Model {
     for (float *window : windows) csd_window_release(window, kTile * n_tiles);
   }
 
-  // Adds an extent of parameters that lie across tiles, two tiles of room for each.
+  // Adds an extent. Each parameter has two tiles of its own, which it does not fill.
   void extend() {
     prepare();
     OK(join());
@@ -172,7 +173,7 @@ struct Model {
     return CSD_OK;
   }
 
-  // A step as a guess: nobody knows the gradients' addresses.
+  // Begins a step as a guess, in which the gradients' addresses are not known yet.
   int begin_guess() {
     std::vector<csd_param> rows = table;
     for (csd_param &row : rows) row.grad = row.grad ? &rows : nullptr;
@@ -180,7 +181,7 @@ struct Model {
                             static_cast<uint32_t>(tiles.size()), same_order, &error);
   }
 
-  // Tile by tile, each of which has one piece.
+  // Pushes tiles early, one by one; each tile has one piece.
   int push_early(size_t from, size_t to, size_t every = 1) {
     holds.resize(tiles.size());
     for (size_t i = from; i < to; i += every) {
@@ -244,7 +245,7 @@ csd_device ram() { return {"ram", -1, 0, 0}; }
 csd_device in_slots(const File &f, uint32_t buffers) { return {"ram", f.fd, buffers, 4096}; }
 csd_device null() { return {"null", -1, 0, 0}; }
 
-// About a millisecond per tile for each of what it does.
+// Makes a device take about a millisecond per tile for each read, update, write and transfer.
 csd_device paced(csd_device d) {
   const uint32_t serial = d.buffers == 1;
   static const csd_pace kPaces[] = {{2e7, 1e7, 2.5e7, 0.0005, 1e6, 5e6, 0, 0},
@@ -287,7 +288,7 @@ void many_steps() {
   CHECK(csd_engine_stats(files.engine, 3, &stats, &files.error) == CSD_EINVAL);
 }
 
-// Of every other parameter the states come from elsewhere: here from an engine that has updated them itself.
+// CSD_GIVEN for every other parameter. Here, another engine computes the states that are given.
 void given_states() {
   const File a, b, c, d;
   Model all({file(a), file(b)}), some({file(c, 3, -1), in_slots(d, 3)});
@@ -328,7 +329,7 @@ void given_states() {
     }
     CHECK(some.state() == after);
   }
-  // What somebody wrote to a window is read with it, and what rots is found.
+  // csd_engine_read includes edits to a window, and detects damage.
   OK(csd_engine_remap(some.engine, 0, &some.error));
   const uint32_t edited = 0, rotten = 2;
   some.windows[0][5] = 7;
@@ -347,7 +348,7 @@ void given_states() {
   CHECK(memory.begin() == CSD_EINVAL);
 }
 
-// Every instruction set, precision and number of sections gives the same state.
+// For every dtype and number of sections, all instruction sets compute the same state.
 void all_updaters() {
   const int32_t best = csd_isa_best();
   for (const uint32_t dtype : {CSD_F32, CSD_F16, CSD_BF16})
@@ -362,7 +363,7 @@ void all_updaters() {
         if (first.empty()) first = state;
         CHECK(finite(state) && state == first);
 
-        std::vector<float> s(4 * 37);  // odd lengths, unaligned starts, the end of the allocation right behind
+        std::vector<float> s(4 * 37);  // odd lengths, unaligned starts, at the end of the allocation
         std::vector<char> grad(4 * 37), param(4 * 37);
         for (uint64_t n = 0; n <= 37; n++) {
           const size_t bytes = dtype == CSD_F32 ? 4 : 2;
@@ -375,8 +376,8 @@ void all_updaters() {
   CHECK(csd_isa_use(best + 1, nullptr) == CSD_EINVAL);
 }
 
-// Rules of one and of two sections, which tests/native/rules/rules.h adds: through devices, windows and sums, and from
-// a store that is taken up again.
+// Rules with one and two sections, which tests/native/rules/rules.h adds: on devices, in windows and checksums, and
+// when a store is opened again.
 void rules_of_few_sections() {
   for (const uint32_t sections : {1u, 2u}) {
     const File a, b;
@@ -414,11 +415,11 @@ void rules_of_few_sections() {
     }
     hyper.rule = 7;
     CHECK(again.begin() == CSD_EINVAL && strcmp(again.error.text, "no update rule 7") == 0);
-    CHECK(again.state() == same.state());  // nothing was touched
+    CHECK(again.state() == same.state());  // nothing has changed
   }
 }
 
-// Each step begins with what the one before has left in buffers.
+// Each step begins with the tiles that the previous one has left in buffers.
 void to_and_fro() {
   File a, b, c;
   Model m({file(a, 3, 12 * kTile), file(b, 2, 1 << 30), file(c, 1, -1)}), same({ram(), ram(), ram()});
@@ -449,7 +450,7 @@ void to_and_fro() {
   CHECK(m.state() == same.state());
 }
 
-// A step that is given up leaves the state as it was, wherever it had got to.
+// A step that is given up leaves the state as it was, at whatever point this happens.
 void undo() {
   const File a, b;
   Model m({file(a), file(b, 4)});
@@ -476,7 +477,7 @@ void undo() {
   CHECK(m.state() != before);
 }
 
-// A step that is whole is undone all the same, whether its states are still being written, were looked at, or edited.
+// A complete step can be taken back, even if its states are still being written, or were read or edited.
 void taken_back() {
   const File a, b, c;
   Model m({file(a), paced(file(b, 4)), file(c, 3, 12 * kTile)}), same({ram()}), in_place({file(a)}, 3, CSD_F32, 1);
@@ -513,7 +514,7 @@ void taken_back() {
   }
 }
 
-// Steps that are begun as guesses give the same bits, and until they are released nothing to see.
+// Steps begun as guesses give the same bits as others, and change nothing visible until they are released.
 void guesses() {
   for (const uint32_t dtype : {CSD_F32, CSD_F16, CSD_BF16})
     for (const uint32_t sections : {3u, 4u}) {
@@ -530,7 +531,7 @@ void guesses() {
             csd_param &row = model->table[p];
             row.grad = (i + p) % 5 ? model->grads[p].data() : nullptr;
             row.master = i % 3 ? CSD_IN_SECTION : dtype == CSD_F32 ? CSD_FROM_PARAM : CSD_UNLESS_SET;
-            if (i % 3 == 0) model->params[p][8 * i + 1] ^= 1;  // somebody sets one
+            if (i % 3 == 0) model->params[p][8 * i + 1] ^= 1;  // as if the user had set a parameter
           }
         const std::vector<std::vector<char>> before = m.params;
         const std::vector<float> state = m.state();
@@ -539,7 +540,7 @@ void guesses() {
         if (i % 2) usleep(1000);
         CHECK(m.unchanged());
         const bool reads = i % 3 == 0;
-        // Tile 7 was pushed, or no tile of its parameter.
+        // Parameter 3 has tiles 6 and 7. Was one of them pushed?
         const bool pushed = !m.holds[6].empty() || !m.holds[7].empty();
         if (pushed && m.table[3].grad) {
           char &grad = m.grads[3][m.holds[6].empty() ? m.grads[3].size() / 4 * (dtype == CSD_F32 ? 4 : 2) - 401 : 0];
@@ -578,8 +579,8 @@ void guesses() {
     }
 }
 
-// Tiles flow in the order of the release, from wherever the step had got to; and the next step finds those in memory
-// that it begins with.
+// After a release, tiles that have not begun are processed in its order. The next step finds in buffers the tiles with
+// which it begins.
 void order_of_a_release() {
   const File a;
   Model m({file(a, 1, -1)}), kept({file(a, 2, 8 * 12 * kTile)});
@@ -605,7 +606,7 @@ void order_of_a_release() {
   }
   OK(m.close_engine());
 
-  // Buffers for ten of the twelve tiles keep more of what the next step takes first, when they are told what that is.
+  // With buffers for ten of the twelve tiles, fewer are read if the engine is told the order of the next step.
   uint64_t read[2] = {};
   for (const int32_t same_order : {0, 1})
     for (int i = 0; i < 12; i++) {
@@ -622,8 +623,8 @@ void order_of_a_release() {
   CHECK(0 < read[1] && read[1] < read[0]);
 }
 
-// Tiles that flow as they are pushed, with gradients that lie elsewhere: the bits of a step whose params say where they
-// are. Each is waited for before the next one is pushed, with a single buffer, too.
+// CSD_AS_PUSHED, with gradients whose addresses are known only when a tile is pushed, gives the bits of an ordinary
+// step. Even with a single buffer, each tile can be waited for before the next one is pushed.
 void as_pushed() {
   for (const uint32_t dtype : {CSD_F32, CSD_BF16})
     for (const uint32_t buffers : {1u, 4u}) {
@@ -641,7 +642,7 @@ void as_pushed() {
         const std::vector<std::vector<char>> before = m.params;
         const std::vector<float> state = i % 4 == 2 ? m.state() : std::vector<float>();
         std::vector<csd_param> rows = m.table;
-        for (csd_param &row : rows) row.grad = &rows;  // also those that turn out to have none
+        for (csd_param &row : rows) row.grad = &rows;  // any address, even if there turns out to be no gradient
         OK(csd_engine_begin(m.engine, rows.data(), rows.size(), &m.hyper, 1, m.tiles.data(), kTiles, CSD_AS_PUSHED,
                             &m.error));
         std::vector<uint32_t> flow;
@@ -663,7 +664,7 @@ void as_pushed() {
         } else {
           OK(csd_engine_finish(m.engine, 1, &m.error));
           OK(csd_engine_wait_writes(m.engine, &m.error));
-          const uint32_t n = csd_engine_events(m.engine, events, 3 * kTiles);  // fewer reads, of what buffers kept
+          const uint32_t n = csd_engine_events(m.engine, events, 3 * kTiles);  // tiles kept in buffers are not read
           std::vector<uint32_t> updated;
           for (uint32_t e = 0; e < n; e++)
             if (events[e].kind == CSD_UPDATE) updated.push_back(events[e].tile);
@@ -673,13 +674,13 @@ void as_pushed() {
         CHECK(m.params == same.params);
       }
       CHECK(m.state() == same.state());
-      // What is wrong with a call.
+      // Calls outside of a step.
       const void *const grad = m.grads[0].data();
       const uint32_t none = 0, beyond = 99;
       int32_t told;
       CHECK(csd_engine_push_grads(m.engine, 0, &grad, &m.error) == CSD_ESTATE);
       CHECK(csd_engine_drop_grads(m.engine, &none, 1, &m.error) == CSD_ESTATE);
-      // A gradient that is dropped before its tiles are pushed, and afterwards.
+      // A gradient can be dropped before its tiles are pushed, but not afterwards.
       OK(m.begin());
       OK(csd_engine_drop_grads(m.engine, &none, 1, &m.error));
       OK(m.push(0, m.tiles.size()));
@@ -704,7 +705,7 @@ void as_pushed() {
     }
 }
 
-// Makes a file read-only for as long as this lives, under the descriptor that the engine knows.
+// Makes the file descriptor that the engine uses read-only during the lifetime of this object.
 struct ReadOnly {
   const int fd, writable;
   explicit ReadOnly(int of) : fd(of), writable(dup(of)) {
@@ -718,7 +719,7 @@ struct ReadOnly {
   }
 };
 
-// What is out of order, or cannot be a guess; what fails in one.
+// Guesses: calls out of order, tiles that cannot be pushed early, and failures.
 void guesses_gone_wrong() {
   const File a, b, c;
   Model m({file(a), file(b)}), in_memory({ram()}), torn({file(c)}, 3, CSD_F32, 1);
@@ -761,7 +762,7 @@ void guesses_gone_wrong() {
   CHECK(csd_engine_finish(m.engine, 1, &m.error) == CSD_ESTATE && strstr(m.error.text, "never released"));
   nothing_changed();
 
-  // An image is the caller's: what is pushed with one may be pulled.
+  // The caller owns images, so a tile pushed with one can be pulled even before the release.
   OK(m.begin_guess());
   OK(m.push_early(0, 2));
   OK(csd_engine_push(m.engine, 3, hold.data(), hold.data() + 4 * kTile, nullptr, 0, &m.error));
@@ -787,7 +788,7 @@ void guesses_gone_wrong() {
   CHECK(csd_engine_unchanged(m.engine, m.table.data(), m.table.size(), &told, &m.error) == CSD_ESTATE);
   OK(csd_engine_params_ready(m.engine, m.tiles.data(), 2, 1, &told, &m.error));
   CHECK(told && m.params != before);
-  OK(csd_engine_finish(m.engine, 0, &m.error));  // released, and given up: what was given is listed
+  OK(csd_engine_finish(m.engine, 0, &m.error));  // undone after the release: lists tiles with new parameters
   CHECK(csd_engine_undone(m.engine, nullptr, nullptr, 0) == 2);
   m.params = before;
   for (size_t p = 0; p < before.size(); p++) m.table[p].param = m.params[p].data();
@@ -799,7 +800,7 @@ void guesses_gone_wrong() {
     {
       const ReadOnly now(b.fd);
       OK(m.push_early(0, m.tiles.size()));
-      do {  // at first it may not be known
+      do {  // the write may not have failed yet
         status = csd_engine_unchanged(m.engine, m.table.data(), m.table.size(), &told, &m.error);
         CHECK(status == CSD_OK ? told : status == CSD_EIO && m.error.device == 1);
       } while (i % 2 && status == CSD_OK);
@@ -815,7 +816,7 @@ void guesses_gone_wrong() {
   CHECK(m.params == before);
 }
 
-// Who waits for parameters when the step ends, and the next begins, is told how it ended.
+// A thread that waits for parameters while the step ends and the next one begins learns how the step ended.
 void who_waits() {
   const File a;
   Model m({paced(file(a))});
@@ -832,7 +833,7 @@ void who_waits() {
         there++;
         const int status =
             csd_engine_params_ready(m.engine, tiles.data(), static_cast<uint32_t>(tiles.size()), 1, &given, &error);
-        // Invalid: it came so late that it waits for tiles of the next step, which are not pushed.
+        // CSD_EINVAL: the thread was so late that it asked for tiles of the next step, which are not pushed.
         CHECK(status == CSD_OK ? given : status == CSD_ESTATE || status == CSD_EINVAL);
       });
     while (there < 3) usleep(100);
@@ -845,7 +846,7 @@ void who_waits() {
   }
 }
 
-// Windows that are not open: what is written there comes to the device with the next step, and not before.
+// Edits to windows that are not open reach the device with the next step, and not before.
 void edits() {
   const File a;
   std::vector<csd_tile_state> held(kTiles);
@@ -861,18 +862,18 @@ void edits() {
         for (const uint32_t tile : edited)
           for (uint64_t i = 0; i < kTile; i += 5) model->windows[1][tile * kTile + i] += 0.5f;
       OK(csd_engine_edited(m.engine, edited, 2, &m.error));
-      if (step == 1) {  // undone, the edit is still there
+      if (step == 1) {  // the edit survives a step that is undone
         OK(m.begin());
         OK(m.push(0, 5));
         OK(csd_engine_finish(m.engine, 0, &m.error));
       }
       for (Model *model : {&m, &same}) OK(model->step());
-      if (step % 2) OK(m.step());  // and two slots later it is the old slot's, of which nothing may be left
+      if (step % 2) OK(m.step());  // a second step writes to the edited slot, where nothing of the edit may remain
       if (step % 2) OK(same.step());
       OK(csd_engine_remap(m.engine, 0, &m.error));
       CHECK(memcmp(m.windows[1], same.windows[1], 4 * kTile * kTiles) == 0);
     }
-    // To a window from before the last step: it counts for nothing.
+    // An edit to a window that was not remapped since the last step has no effect.
     OK(m.step());
     OK(same.step());
     OK(csd_engine_wait_writes(m.engine, &m.error));
@@ -880,7 +881,7 @@ void edits() {
     OK(csd_engine_edited(m.engine, edited, 2, &m.error));
     OK(m.step());
     OK(same.step());
-    // And so to one that was open then: the sums of the current slot stay what they are.
+    // Nor has an edit to such a window that is open: the checksums of the current slot stay valid.
     OK(csd_engine_remap(m.engine, 1, &m.error));
     OK(m.step());
     OK(same.step());
@@ -895,15 +896,14 @@ void edits() {
     for (const csd_tile_state &tile : held) CHECK(tile.summed);
     last = same.state();
   }
-  // Another engine takes it up where it is; nothing was written there meanwhile.
+  // Another engine opens the store and finds the same state.
   Model again({file(a)}, 3, CSD_F32, 2, held.data(), sums.data());
   OK(csd_engine_remap(again.engine, 0, &again.error));
   for (uint32_t s = 0; s < 3; s++)
     CHECK(memcmp(again.windows[s], last.data() + s * kTile * kTiles, 4 * kTile * kTiles) == 0);
-  again.windows[2][7] = 5;  // never told of: stays here
+  again.windows[2][7] = 5;  // never reported, so it does not reach the device
   OK(again.step());
-  // A tile that is no longer what was written, in the second of its chunks: the step is undone, and the parameters of
-  // the first had been given out.
+  // A tile is damaged in its second chunk: the step is undone, after the parameters of the first chunk were written.
   OK(csd_engine_remap(again.engine, 0, &again.error));
   const std::vector<float> before(again.windows[1], again.windows[1] + kTile * kTiles);
   OK(csd_engine_tiles(again.engine, 0, kTiles, held.data(), sums.data(), &again.error));
@@ -926,7 +926,7 @@ void edits() {
   OK(again.step());
 }
 
-// Top-K with residuals: files and memory agree, an undone step leaves what is owed, malformed entries touch nothing.
+// Top-K with residuals: files and memory agree, an undone step keeps residuals, malformed entries change nothing.
 void sparse_steps() {
   for (const uint32_t dtype : {CSD_F32, CSD_F16, CSD_BF16}) {
     const File a, b;
@@ -960,7 +960,7 @@ void sparse_steps() {
     std::vector<char> grad(4 * kTile), param(4 * kTile);
     for (size_t words = 0; words < 64; words += 16)
       for (const uint32_t count : {0u, 1u, 15u, 16u, 31u, 0xffffffffu}) {
-        std::vector<uint32_t> entries(words + 1);  // one more, so that there is an address; the end is right behind
+        std::vector<uint32_t> entries(words + 1);  // one more, so that there is an address; the memory ends here
         for (size_t i = 0; i < words; i++) entries[1 + i] = static_cast<uint32_t>(i == 0 ? count : 7 * i);
         OK(files.begin());
         OK(csd_engine_push(files.engine, 2, grad.data(), param.data(), entries.data() + 1, words, &files.error));
@@ -974,7 +974,7 @@ void sparse_steps() {
   }
 }
 
-// One slot: the same numbers in half the space, until a step is cut short.
+// One slot gives the same numbers in half the space, but a step that is interrupted cannot be undone.
 void in_place() {
   const File a;
   Model m({file(a)}, 3, CSD_F32, 1), same({ram()});
@@ -1021,7 +1021,7 @@ void wrong_calls() {
   float *windows[4];
   CHECK(csd_engine_extend(m.engine, &extent, windows, &error) == CSD_EINVAL);
 
-  // Sizes of which a product or a sum wraps: what remained would be small, and what is written to it is not.
+  // Sizes for which a product or a sum overflows: the engine would allocate too little and write beyond it.
   const csd_piece long_one{0, 0, 0, 0, 100'000};
   const uint64_t far = UINT64_MAX - 4095, odd = 512;
   const csd_extent wrapping[] = {
@@ -1033,7 +1033,7 @@ void wrong_calls() {
   for (const csd_extent &e : wrapping) CHECK(csd_engine_extend(m.engine, &e, windows, &error) == CSD_EINVAL);
   OK(m.step());
 
-  // A step of nothing, before there is anything.
+  // An empty step, before there are any tiles.
   csd_engine *empty = nullptr;
   const csd_device cached = file(a, 3, 1 << 20);
   OK(csd_engine_create(&cached, 1, &empty, &error));
@@ -1041,7 +1041,7 @@ void wrong_calls() {
   OK(csd_engine_finish(empty, 1, &error));
   OK(csd_engine_close(empty, &error));
 
-  // More buffers than there are bytes to count them with.
+  // More buffers than fit into the address space.
   const csd_device many[] = {file(a, UINT32_MAX)};
   const csd_extent large{uint64_t{1} << 31, 1, 4, 2, nullptr, kSumElems, nullptr, &offset, nullptr, 0};
   OK(csd_engine_create(many, 1, &empty, &error));
@@ -1049,7 +1049,7 @@ void wrong_calls() {
   OK(csd_engine_close(empty, &error));
 }
 
-// Bytes that count as memory of this process, whether it has touched them or not.
+// Private writable memory of this process in bytes, including untouched pages.
 uint64_t private_and_writable() {
   FILE *status = fopen("/proc/self/status", "r");
   CHECK(status);
@@ -1061,7 +1061,7 @@ uint64_t private_and_writable() {
   return uint64_t{kib} << 10;
 }
 
-// Windows onto files are addresses alone; others can be read and written at once, beside them too.
+// Windows over files only reserve addresses; windows of resident tiles are usable at once, even beside those.
 void windows_take_no_memory() {
   constexpr uint64_t kElems = 1 << 20, kN = 64;
   const File a;
@@ -1093,7 +1093,7 @@ void windows_take_no_memory() {
   }
 }
 
-// One device fails: the file is read-only, or too short, or gone. The step fails, the rest of the process does not.
+// One device fails, because its file is too short or gone. The step fails, but nothing else does.
 void failing_io() {
   const File good, short_file, closed;
   Model m({file(good), file(short_file), file(closed, 4)});
@@ -1103,7 +1103,7 @@ void failing_io() {
   CHECK(ftruncate(short_file.fd, 0) == 0);
   for (int i = 0; i < 10; i++) CHECK(m.step() == CSD_EIO && m.error.device == 1 && m.error.os_errno == EIO);
   CHECK(m.step_by_images() == CSD_EIO);
-  CHECK(ftruncate(short_file.fd, File::kBytes) == 0);  // zeros now, but that is not our matter
+  CHECK(ftruncate(short_file.fd, File::kBytes) == 0);  // its content is zeros now, which this test ignores
   OK(m.step());
   OK(csd_engine_remap(m.engine, 1, &m.error));
 
@@ -1117,7 +1117,7 @@ void failing_io() {
   close(nothing);
 }
 
-// Writes that fail: within the step, or after it, where the data waits in its buffer for one that succeeds.
+// Writes that fail, either during the step or after it; then the data waits in its buffer for a retry that succeeds.
 void failing_writes() {
   const File a;
   Model few({file(a)});
@@ -1130,7 +1130,7 @@ void failing_writes() {
   CHECK(few.state() == before);
   OK(few.close_engine());
 
-  for (int i = 0; i < 60; i++) {  // which of the two it is, is a race
+  for (int i = 0; i < 60; i++) {  // a race determines which of the two it is
     const File b;
     Model m({file(b, kTiles)}), same({ram()});
     OK(m.step());
@@ -1175,7 +1175,7 @@ void failing_writes() {
   }
 }
 
-// Closes while reads, updates and writes are under way, and with writes that never succeed.
+// Closes engines while reads, updates and writes are in flight, and with writes that never succeed.
 void close_in_flight() {
   for (int i = 0; i < 40; i++) {
     const File a, b;
@@ -1196,7 +1196,7 @@ void close_in_flight() {
   }
 }
 
-// Paced devices do the same, only later: also when a step fails or is undone, or the engine is closed, in mid-wait.
+// Paced devices give the same results, only later, even if a step fails or is undone or the engine is closed meanwhile.
 void paced_devices() {
   for (int i = 0; i < 8; i++) {
     const File a, b, c;
@@ -1204,9 +1204,9 @@ void paced_devices() {
     Model same({ram(), ram(), ram(), null(), ram()});
     for (Model *model : {&m, &same}) OK(i % 2 ? model->step() : model->step_by_images());
     CHECK(m.state() == same.state());
-    if (i % 4 == 0) OK(m.step());   // writes are on their way
-    if (i % 4 == 1) OK(m.begin());  // reads
-    if (i % 4 == 2) {               // everything
+    if (i % 4 == 0) OK(m.step());   // writes are in flight
+    if (i % 4 == 1) OK(m.begin());  // reads are
+    if (i % 4 == 2) {               // both are
       OK(m.begin());
       OK(m.push(0, 7));
       usleep(3000);
@@ -1250,16 +1250,16 @@ void paced_devices() {
   }
 }
 
-#ifdef __SANITIZE_THREAD__  // slow, and looks for races alone: one in sixteen
+#ifdef __SANITIZE_THREAD__  // slow, and only looks for races: test one allocation in sixteen
 constexpr int64_t kNext = 16;
 #else
 constexpr int64_t kNext = 1;
 #endif
-// Every tile allocates alike, and so does every drive: a few of them, more than there are buffers or than are kept.
+// All tiles and drives allocate in the same way, so a few tiles suffice: more than there are buffers or than are kept.
 constexpr uint32_t kFew = 6;
 
-// Memory runs out at every allocation that there is, once or for good, in whichever thread: the call or the step fails,
-// nothing else does, and the next one goes its way.
+// Fails every single allocation, in any thread, once or together with all later ones. The call or the step fails,
+// nothing else does, and the next one succeeds.
 void out_of_memory() {
   constexpr int kSteps = 3;
   const auto device = [](const File &f, uint32_t buffers) { return file(f, buffers, 12 * kTile); };
@@ -1312,7 +1312,7 @@ void out_of_memory() {
           const int end = csd_engine_finish(m.engine, result == CSD_OK && !images, &m.error);
           CHECK(images || result == CSD_OK || end != CSD_OK);
           if (result == CSD_OK) result = end;
-          const int late = csd_engine_wait_writes(m.engine, &m.error);  // writes that may still be under way
+          const int late = csd_engine_wait_writes(m.engine, &m.error);  // writes may still be in flight
           CHECK(late == CSD_OK || late == CSD_ENOMEM);
           return result;
         });
@@ -1352,7 +1352,7 @@ void out_of_memory() {
   }
 }
 
-// The same in a guess that is right.
+// The same for steps begun as guesses that turn out right.
 void out_of_memory_in_guesses() {
   for (const bool for_good : {false, true}) {
     int64_t n = 1;
@@ -1395,10 +1395,10 @@ void out_of_memory_in_guesses() {
   }
 }
 
-// Of what comes out of a network nothing is believed: no words but those of the runs are read, and none written but the
-// sum.
+// Entries from a network are not trusted: whatever they contain, only words of the runs are read, and only the sum is
+// written.
 void sums() {
-  constexpr uint64_t kElems = 70'000, kWords = 33;  // two runs, of which the first has a block and a bit
+  constexpr uint64_t kElems = 70'000, kWords = 33;  // two runs, each of which has a block and a bit
   std::mt19937 random(1);
   const std::vector<float> dense(2 * kElems, 1.0f);
   for (int i = 0; i < 2000; i++) {

@@ -1,6 +1,6 @@
-// The kernels and their C-simulation, for compilers and sanitizers: tests/sanitize.py builds and runs this, and so does
-// tests/smartssd/test_kernels.py, once more with streams that are no threads' (SEQUENTIAL), as Vitis simulates them.
-// That the numbers are right to the last bit is checked by pytest at length; here that they are at all.
+// Runs the kernels and their C-simulation, for compilers and sanitizers. tests/sanitize.py builds and runs this, and so
+// does tests/smartssd/test_kernels.py, which also runs it with streams between sequential stages (SEQUENTIAL), as Vitis
+// simulates them. pytest checks the results at length; this program only checks a few of them.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -21,7 +21,7 @@ constexpr uint32_t kWords = 700, kElems = 16 * 300 + 5, kEvery = 7;  // one grad
 const csd_hyper kAdamW{CSD_ADAMW, {0.999f, 0.9f, 0.1f, 0.999f, 0.001f, 0.01f, 1.0f, 1e-8f, 1.0f}};
 const csd_hyper kLion{CSD_LION, {0.999f, 0.01f, 0.9f, 0.1f, 0.99f, 0.01f, 0.0f, 0.0f, 1.0f}};
 
-// What follows the tile's ports in a kernel's arguments.
+// The arguments of a kernel that do not belong to the tile.
 struct Rest {
   Word *grad, *entries, *segments, *param, *report;
   uint32_t grad_words, entry_words, param_words;
@@ -36,7 +36,7 @@ void run(const csd_hyper &hyper, Word *t, const Rest &r) {
                      r.grad_words, r.entry_words, r.param_words, kLeastSumWords);
 }
 
-// One bf16 segment in the middle of a tile, its gradients dense or sparse.
+// Checks a kernel on one bf16 segment in the middle of a tile, with dense or sparse gradients.
 template <typename Rule, uint32_t sections>
 void check_kernel(const csd_hyper &hyper, bool sparse) {
   constexpr uint32_t kFirst = 20, kHalves = (kElems + 31) / 32, kSection = 16 * kWords;
@@ -77,7 +77,7 @@ void check_kernel(const csd_hyper &hyper, bool sparse) {
   }
 }
 
-// Codes of `elems` elements and of a peak, as the kernel's ports see them: sections of whole pages.
+// A tile of codes with `pages` pages of elements and with peaks, laid out for the kernel: sections of whole pages.
 template <uint32_t pages>
 struct Codes {
   static constexpr uint32_t kAll = pages * kPageElems, kGroups = kAll / kGroup;
@@ -88,7 +88,7 @@ struct Codes {
 
 float finite(float f) { return (float_bits(f) & 0x7f800000u) == 0x7f800000u ? 0 : f; }
 
-// One bf16 segment of AMSGrad that ends within a group, beside the formulas of codec.h element by element.
+// Compares one bf16 segment of AMSGrad that ends within a group with the formulas of codec.h, element by element.
 void check_coded_kernel() {
   constexpr uint32_t kPages = 4, kFirst = 640, kSome = 2 * kPageElems + 100, kHalves = (kSome + 31) / 32, kKey = 12345;
   using Tile = Codes<kPages>;
@@ -159,8 +159,8 @@ void check_coded_kernel() {
 }
 
 #ifndef SEQUENTIAL
-// Streams that part and join again: `gather` wants eight numbers before it passes on the first, and holds them in its
-// pipeline a while. Until then those of the short way have to stay in their stream.
+// Streams that fork and join again: `gather` reads eight numbers before it passes on the first, and then holds them in
+// its pipeline for a while. Until they come out, the numbers on the short path have to wait in their stream.
 constexpr uint32_t kGathered = 8, kNumbers = 64 * kGathered;
 using Numbers = hls::stream<uint32_t>;
 
@@ -199,12 +199,12 @@ bool stands(const std::string &why, const char *what) { return why.find(what) !=
 
 void check_streams() {
   for (int i = 0; i < 100; i++) {
-    // Even without pipelines the eighth number would have to be on its way.
+    // Too shallow even without pipelines, because `gather` needs the eighth number.
     for (const std::string &why : {diamond<2>(), diamond<kGathered - 2>()}) {
       CHECK(stands(why, "deadlock: fork_numbers waits for room in past_it"));
       CHECK(stands(why, "join waits for gathered."));
     }
-    // Deep enough for stages that keep nothing back; what `gather` has begun stands in its pipeline.
+    // Deep enough for stages that hold nothing back, but not for what `gather` holds in its pipeline.
     const std::string held = diamond<kGathered - 1>();
     if (CSD_IN_FLIGHT < kGathered) CHECK(held == "");
     else CHECK(stands(held, "in its pipeline; join waits for gathered."));
@@ -212,7 +212,7 @@ void check_streams() {
   }
 }
 
-// A stage computes as the FPGA does, whatever this thread does.
+// In a stage, subnormal numbers are zero as on the FPGA, whatever the mode of the calling thread is.
 void multiply(const volatile float *x, volatile float *product) { *product = x[0] * x[1]; }
 
 void check_subnormals() {

@@ -131,7 +131,7 @@ def test_cards_do_what_cards_do(name, devices, places):
         ("no_p2p", "nop2p", 0, ""),
         ("kill", "kill:2", 128 + signal.SIGTERM, "exited unexpectedly"),
         ("kill_kept", "kill:2", 0, ""),
-        ("astray", "", 0, "csd_adamw_update went astray"),
+        ("astray", "", 0, "csd_adamw_update went out of bounds"),
         ("sync", "hang:2@1", 0, ""),  # a fault of another card
         ("not_a_fault", "hang", 0, "CSD_OPTIM_EMULATOR_FAULT is hang:N"),
     ],

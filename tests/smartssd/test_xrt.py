@@ -425,7 +425,7 @@ OTHER(xrtRunClose) OTHER(xrtRunSetArg) OTHER(xrtRunStart) OTHER(xrtRunState)
 
 
 REFUSALS = {
-    "no library": "the Xilinx runtime (XRT) is not here",
+    "no library": "the Xilinx runtime (XRT) was not found",
     "too old": "this XRT has no function xrtDeviceOpen",
     errno.EKEYREJECTED: "its shell takes signed files only",
     errno.EBUSY: "another process uses other kernels on it",

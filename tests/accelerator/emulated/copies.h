@@ -1,5 +1,5 @@
-// Copies between host and device, as CUDA documents them: from and to pinned memory they are queued; from pageable
-// memory, the host's is read before the call returns; to pageable memory, it is written by then.
+// Copies between host and device, with the semantics that CUDA documents: copies from and to pinned memory are queued;
+// pageable source memory is read, and pageable destination memory is written, before the call returns.
 #pragma once
 
 #include "kernels.h"

@@ -1,10 +1,10 @@
-// An accelerator emulated on the CPU, for proofs of synchronisation: PyTorch's PrivateUse1 device, two of them.
+// Two accelerators emulated on the CPU, as PyTorch's PrivateUse1 device, to test synchronisation.
 //
-//   streams.h   what is queued, and the schedule that decides when it runs
-//   memory.h    memory that faults when the host touches it; what is freed is overwritten
-//   runtime.h   devices, streams and events as torch asks for them
+//   streams.h   queues of work, and the schedule that decides when it runs
+//   memory.h    memory that faults when the host touches it, and is overwritten when freed
+//   runtime.h   torch's interfaces to devices, streams and events
 //   kernels.h   the CPU's kernels, queued
-//   copies.h    between host and device
+//   copies.h    copies between host and device
 //
 // Not emulated: graphs (but emu_capture pretends that one is captured), collectives, cudaHostRegister, IPC, time.
 #include <ATen/EmptyTensor.h>

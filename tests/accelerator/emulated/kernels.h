@@ -1,8 +1,8 @@
-// Kernels: those of the CPU, on the shadow of a device's memory, later.
+// Kernels: those of the CPU, queued, on the shadow of a device's memory.
 //
 // One fallback serves every operator. Shapes come from the Meta kernel, outputs are allocated, and the CPU kernel is
-// queued. Its arguments are borrowed, as those of a launch are: what a launch does not keep alive is not kept alive.
-// Views are made at once. What needs elements to say its shape (nonzero, masks) waits for its stream, as on CUDA.
+// queued. As in a CUDA launch, its arguments are borrowed and not kept alive. Views are made at once. An operator whose
+// output shape depends on elements (nonzero, masks) waits for its stream, as on CUDA.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -24,18 +24,18 @@ using at::Tensor;
 using c10::DispatchKey, c10::DispatchKeySet, c10::IValue;
 using torch::jit::Stack;
 
-struct OnCpu {  // whatever modes the caller is in
+struct OnCpu {  // turns off the dispatch modes of the caller
   at::AutoDispatchBelowADInplaceOrView below;
   c10::impl::ExcludeDispatchKeyGuard no_autocast{at::autocast_dispatch_keyset};
   c10::impl::ExcludeDispatchKeyGuard no_python{DispatchKeySet{DispatchKey::Python, DispatchKey::PythonTLSSnapshot}};
 };
 
-// Of attempts, and of kernels, which run when whoever called them is elsewhere.
+// Ignores warnings, for shape attempts and for kernels, which run long after their caller.
 inline struct : c10::WarningHandler {
   void process(const c10::Warning &) override {}
 } silent;
 
-// The same elements as kernels see them.
+// A CPU tensor with the same elements, at the shadow address that kernels use.
 inline Tensor shadow(const Tensor &t) {
   const auto n = static_cast<int64_t>(t.storage().nbytes() / t.itemsize());
   Tensor s =
@@ -46,7 +46,7 @@ inline Tensor shadow(const Tensor &t) {
   return s;
 }
 
-inline Tensor as_number(const Tensor &t, const Tensor &like) {  // a Python number does not decide on a result's dtype
+inline Tensor as_number(const Tensor &t, const Tensor &like) {  // keeps Python numbers from affecting a result's dtype
   if (like.unsafeGetTensorImpl()->is_wrapped_number()) t.unsafeGetTensorImpl()->set_wrapped_number(true);
   return t;
 }
@@ -58,7 +58,7 @@ inline Tensor on_device(const Tensor &like, Device device) {
   return at::empty_strided(like.sizes(), like.strides(), at::TensorOptions(like.dtype()).device(device));
 }
 
-// A value with f applied to the tensors in it, and `device` in place of one.
+// A copy of a value with f applied to all tensors in it, and any device replaced by `device`.
 template <class F>
 IValue mapped(const IValue &v, Device device, const F &f) {
   auto one = [&](const Tensor &t) { return t.defined() ? f(t) : t; };
@@ -83,7 +83,7 @@ Stack all_mapped(const Stack &values, Device device, const F &f) {
   return out;
 }
 
-// Where an operator runs. Tensors on the host, or on two devices, among its arguments are an error, as on CUDA.
+// The device on which an operator runs. Arguments on the host, or on two devices, are an error, as on CUDA.
 inline Device device_of(const c10::OperatorHandle &op, c10::ArrayRef<IValue> arguments) {
   int device = -1, named = current_device;
   bool host = false;
@@ -100,7 +100,7 @@ inline Device device_of(const c10::OperatorHandle &op, c10::ArrayRef<IValue> arg
   }
   const std::string &name = op.operator_name().name;
   const bool indexes =
-      name.starts_with("aten::index") || name == "aten::_index_put_impl_";  // takes indices of the host
+      name.starts_with("aten::index") || name == "aten::_index_put_impl_";  // these accept indices on the host
   TORCH_CHECK(device < 0 || !host || indexes, op.operator_name(), ": tensors on the host and on a device");
   return {kType, static_cast<DeviceIndex>(device < 0 ? named : device)};
 }
@@ -109,7 +109,7 @@ inline void on_cpu(const c10::OperatorHandle &op, Stack &stack) {
   op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &stack);
 }
 
-// Of a view of a shadow: the same view of its tensor.
+// Turns a view of the shadow of `base` into the same view of `base`.
 inline IValue view_of(const IValue &v, const Tensor &base) {
   return mapped(v, base.device(), [&](const Tensor &cpu) {
     auto t = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(base.storage()),
@@ -122,13 +122,13 @@ inline IValue view_of(const IValue &v, const Tensor &base) {
   });
 }
 
-// What its schema says of an operator.
+// Properties of an operator, from its schema.
 struct Traits {
-  bool is_view;   // returns other names for its arguments' memory
-  bool in_place;  // returns arguments
-  bool into;      // which are named out
+  bool is_view;   // returns aliases of its arguments' memory
+  bool in_place;  // returns its arguments
+  bool into;      // returns `out` arguments
   bool random;    // takes a generator
-  bool counts;    // returns something else than tensors, or draws without a generator: runs when the stream is done
+  bool counts;    // returns not only tensors, or is random without a generator: runs when the stream is done
 
   explicit Traits(const c10::OperatorHandle &op) {
     const auto &arguments = op.schema().arguments();
@@ -145,7 +145,7 @@ struct Traits {
   }
 };
 
-// All that the shapes of the results may depend on.
+// Everything that the shapes of the results may depend on.
 inline std::string signature(const c10::OperatorHandle &op, const Stack &given) {
   std::ostringstream s;
   s << op.operator_name();
@@ -161,7 +161,7 @@ inline std::string signature(const c10::OperatorHandle &op, const Stack &given) 
   return s.str();
 }
 
-// Which shapes come out? None: nobody can say without the elements. Many Meta kernels are in Python, and take long.
+// The shapes of the results; none if they depend on elements. Cached, because many Meta kernels are in Python and slow.
 inline std::optional<Stack> shapes_of(const c10::OperatorHandle &op, const Stack &given) {
   static auto *known = new std::map<std::string, std::optional<Stack>>;  // guarded by lock()
   const std::string key = signature(op, given);
@@ -209,7 +209,7 @@ inline void kernel(const c10::OperatorHandle &op, Stack *stack) {
   const c10::DeviceGuard guard(device);
   Queue &queue = here(device.index());
   Stack arguments = all_mapped(given, at::kCPU, [](const Tensor &t) {
-    return as_number(t.is_privateuseone() ? shadow(t) : t.is_cpu() ? t.clone() : t, t);  // scalars go by value
+    return as_number(t.is_privateuseone() ? shadow(t) : t.is_cpu() ? t.clone() : t, t);  // scalars are passed by value
   });
   if (traits.is_view) {
     on_cpu(op, arguments);
@@ -246,7 +246,7 @@ inline void kernel(const c10::OperatorHandle &op, Stack *stack) {
     for (size_t i = 0; i < n; i++)
       if (!schema.returns()[i].alias_info()) out[i] = mapped(arguments[i], device, copied);
   } else {
-    Stack into;  // the shadows of what is returned
+    Stack into;  // the shadows of the results
     if (!traits.in_place) {
       out = all_mapped(*shapes, device, fresh);
       into = all_mapped(out, at::kCPU, shadow);

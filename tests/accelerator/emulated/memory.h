@@ -1,8 +1,8 @@
 // Memory of the emulated devices, and pinned memory of the host.
 //
-// A device's memory has two addresses: what data_ptr() shows lies in a reservation that nobody may touch (PROT_NONE), so
-// that a host that does faults; kernels and copies use a shadow of it. What is freed is overwritten as early as CUDA's
-// caching allocators could give it to somebody else.
+// A device's memory has two addresses. data_ptr() returns an address in a PROT_NONE reservation, so a host access
+// faults; kernels and copies use a shadow of it. Freed memory is overwritten as early as CUDA's caching allocators
+// could reuse it.
 #pragma once
 
 #include <ATen/core/CachingHostAllocator.h>
@@ -18,16 +18,16 @@
 namespace emulated {
 
 constexpr auto kType = c10::DeviceType::PrivateUse1;
-constexpr size_t kSpace = size_t{1} << 36;  // of addresses, per device
-constexpr size_t kGrain = 512;              // of device memory, as with CUDA
-constexpr int kPoison = 0xff;               // NaN, and -1
+constexpr size_t kSpace = size_t{1} << 36;  // bytes of addresses per device
+constexpr size_t kGrain = 512;              // allocation granularity, as with CUDA
+constexpr int kPoison = 0xff;               // NaN as a float, -1 as an integer
 
 struct Block {
   char *begin;
   size_t size;
-  Queue *queue;               // of a device's memory: for which it was allocated
+  Queue *queue;               // device memory: the stream for which it was allocated
   std::set<Queue *> users{};  // other streams that use it
-  std::vector<Point> uses{};  // what they had to do when it was freed
+  std::vector<Point> uses{};  // the ends of their queues when it was freed
 
   bool idle() const {
     return std::all_of(uses.begin(), uses.end(), [](const Point &p) { return p.passed(); });
@@ -102,7 +102,8 @@ struct DeviceMemory final : c10::DeviceAllocator {
     else space.busy.push_back(block);
   }
 
-  // Whoever allocates next on its stream has it, and may write to it there. `now`: others used it, who have done so.
+  // Makes a block available to the next allocation on its stream, and poisons it: in the order of the stream, or `now`
+  // if other streams used it, which are done with it.
   static void give(Space &space, Block *block, bool now) {
     char *shadow = shadow_of(block->begin, block->queue->device);
     space.free.insert({{block->queue, block->size}, block});
@@ -126,7 +127,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
 };
 inline DeviceMemory device_memory;
 
-// Pinned memory: what copies still read or write is not given away, as with CUDA's caching host allocator.
+// Pinned memory: as in CUDA's caching host allocator, a block that copies still use is not reused.
 struct HostMemory final : at::HostAllocator {
   static std::map<char *, Block *> &blocks() {
     static auto *all = new std::map<char *, Block *>;

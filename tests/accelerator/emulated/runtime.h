@@ -1,4 +1,4 @@
-// What torch asks of a device: which one is current, streams, events, pinned memory.
+// Torch's interfaces to a device: the current device, streams, events, pinned memory.
 #pragma once
 
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -15,7 +15,7 @@ using c10::Device, c10::DeviceIndex, c10::Stream, c10::StreamId;
 
 struct Event {
   Point at;
-  bool asked = false;  // in vain: who polls stands still, but once
+  bool asked = false;  // was queried before it had passed: polling counts as waiting, once per event
 };
 
 inline Queue &queue_of(const Stream &s) { return queue_of(s.device_index(), s.id()); }

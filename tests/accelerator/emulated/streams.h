@@ -1,8 +1,8 @@
-// Streams, and a schedule that decides what runs when, within what CUDA allows.
+// Streams, and a schedule that decides when work runs, within what CUDA allows.
 //
-// Nothing runs when it is called: it is queued in its stream. It runs in order within the stream, after what the stream
-// was told to wait for, and before a host that waits for it goes on. All schedules are legal, so a program whose bits
-// depend on the schedule lacks a synchronisation.
+// Work does not run when it is called but is queued in its stream. It runs in the order of the stream, after everything
+// that the stream was told to wait for, and before a host that waits for it continues. All schedules are legal, so a
+// program whose results depend on the schedule lacks a synchronisation.
 #pragma once
 
 #include <algorithm>
@@ -22,25 +22,25 @@ namespace emulated {
 
 constexpr int kDevices = 2;
 
-inline std::recursive_mutex &lock() {  // of everything here and in memory.h; leaked: tensors may outlive statics
+inline std::recursive_mutex &lock() {  // guards all state here and in memory.h; leaked: tensors may outlive statics
   static auto *mutex = new std::recursive_mutex;
   return *mutex;
 }
 #define LOCKED const std::lock_guard<std::recursive_mutex> held(lock())
 
 struct Queue;
-struct Point {  // of a stream: when `n` pieces of its work are done
+struct Point {  // a point in a stream, which passes when `n` pieces of its work are done
   Queue *queue;
   uint64_t n;
   bool passed() const;
 };
 
 struct Work {
-  std::function<void()> run;  // none: only waits
+  std::function<void()> run;  // empty: only waits
   std::vector<Point> after;
 };
 
-inline std::exception_ptr failure;  // of a kernel; the host learns of it when it waits, as with CUDA
+inline std::exception_ptr failure;  // of a kernel; rethrown when the host waits, as with CUDA
 
 struct Queue {
   int device;
@@ -67,16 +67,16 @@ struct Queue {
 };
 inline bool Point::passed() const { return queue->done >= n; }
 
-// kLate: nothing runs before somebody waits for it. kSideFirst, kMainFirst: whatever can run in side streams, or in the
-// default stream, does at once, the rest late. kRandom: streams stall and go on, by a seed. kAtOnce: as if there were
-// no streams.
+// kLate: work runs only when something waits for it. kSideFirst, kMainFirst: work in side streams, or in the default
+// stream, runs as soon as it can, other work late. kRandom: streams stall and continue at random, by a seed. kAtOnce:
+// all work runs as soon as it can, as if there were no streams.
 enum Order { kLate, kAtOnce, kSideFirst, kMainFirst, kRandom };
 inline Order order = kLate;
 inline std::mt19937_64 dice;
 
-inline uint64_t launched = 0;   // kernels, copies and waits that the program has queued
-inline uint64_t waited = 0;     // how often the host stood still for a stream
-inline bool capturing = false;  // pretended: see emu_capture
+inline uint64_t launched = 0;   // number of kernels, copies and waits that the program has queued
+inline uint64_t waited = 0;     // how often the host has waited for a stream
+inline bool capturing = false;  // pretend that a graph is captured: see emu_capture
 
 inline std::map<std::pair<int, int64_t>, Queue> &queues() {
   static auto *all = new std::map<std::pair<int, int64_t>, Queue>;
@@ -92,7 +92,7 @@ inline thread_local int current_device = 0;
 inline thread_local std::array<int64_t, kDevices> current_stream{};
 inline Queue &here(int device) { return queue_of(device, current_stream[device]); }
 
-// Runs what stands before a point, and nothing else.
+// Runs the work that a point depends on, and nothing else.
 inline void run_to(Point p) {
   LOCKED;
   while (!p.passed()) {
@@ -109,7 +109,7 @@ inline void raise_failure() {
   if (failure) std::rethrow_exception(std::exchange(failure, nullptr));
 }
 
-// The host waits.
+// Makes the host wait for a point.
 inline void wait_for(Point p) {
   LOCKED;
   check_host_may_wait();
@@ -131,7 +131,7 @@ inline void progress() {
   }
 }
 
-// Of ourselves: it does not count as the program's.
+// Queues work of the emulation itself, which does not count as launched by the program.
 inline Point append(Queue &queue, std::function<void()> run, std::vector<Point> after = {}) {
   LOCKED;
   queue.work.push_back({std::move(run), std::move(after)});
@@ -147,7 +147,8 @@ inline Point enqueue(Queue &queue, std::function<void()> run, std::vector<Point>
   return append(queue, std::move(run), std::move(after));
 }
 
-// The host looks whether a point is passed. If it is not, one thing in its way happens: or who polls would do so forever.
+// Returns whether a point has passed. If not, runs one piece of the work that it depends on, so that a host that polls
+// does not do so forever.
 inline bool query(Point p) {
   LOCKED;
   check_host_may_wait();

@@ -1,11 +1,11 @@
-// In place of native/include/rules.h, when tests/sanitize.py builds the engine: the same rules, and two more, with
-// fewer sections than any of those.
+// Replaces native/include/rules.h when tests/sanitize.py builds the engine: AdamW's rules, and two more that have one
+// and two sections.
 #pragma once
 #include "adamw.h"
 
-constexpr uint32_t kPlain = 100, kHeavy = 101;  // as csd_rule would have them
+constexpr uint32_t kPlain = 100, kHeavy = 101;  // as values of csd_rule
 
-// master -= c[0] * momentum, which is 0.9 or whatever c[1] says of the last one, and the gradient; kPlain has none.
+// kPlain: master -= c[0] * gradient. kHeavy: momentum = c[1] * momentum + gradient; master -= c[0] * momentum.
 struct Descent {
   float lr, decay, grad_scale;
   bool heavy;
