@@ -1,4 +1,4 @@
-"""Sizes, rates and durations as people write them."""
+"""Parses sizes, rates and durations as people write them."""
 
 from __future__ import annotations
 

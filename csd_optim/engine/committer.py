@@ -118,7 +118,7 @@ class Committer:
         """Asks those who copy the last commit, such as snapshots, to hurry; returns when all have finished."""
 
     def before_close(self) -> None:
-        """The last chance to commit. Raises CSDOSError."""
+        """Called before the engine closes: the last chance to commit. Raises CSDOSError."""
 
     def close(self) -> None:
         """Stops background work; returns when no other thread uses the engine."""

@@ -93,10 +93,10 @@ class Decoded:
         return param in self._own
 
     def lies_at(self, param: int, where: torch.Tensor | None, *, fresh: bool = False) -> None:
-        """Tells where a parameter is now: 1-D, contiguous, in the dtype of its codes; None: not in host memory.
+        """Tells where a parameter is: 1-D, contiguous, in the dtype of its codes; None: devices cannot use it there.
 
         If it was its own master section, or is `fresh` (its tile has no state yet), it is its own section from now on.
-        If it leaves host memory, its master is kept here, and the next step writes it to a section of the tile.
+        Once devices cannot use it, its master is kept here, and the next step writes it to a section of the tile.
         """
         if where is None and param in self._own:
             master = self.states(param)["master"]

@@ -129,7 +129,7 @@ class Engine:
         """
         self.check_open()
         self.committer.before_extend()
-        self.windows.synced &= codec != FP32  # codes have no windows that somebody could write to
+        self.windows.synced &= codec != FP32  # codes have no windows that could be written
         self._tune(numels, sections, codec, param_dtype)
         plan = partial(
             plan_extent,

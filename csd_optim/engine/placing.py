@@ -180,7 +180,7 @@ class Placement:
     def candidates(self, extent: Extent, elems: float, *, is_copied: bool = False) -> list[Candidate]:
         """Return the devices' speed and room for tiles of `elems` elements of an extent. `is_copied`: see Taken."""
         dtype, slot = extent.param_dtype, extent.slot_bytes * elems / extent.tile_elems
-        # With codes, the 16-bit parameters are part of the slot, but are in memory and need not be read.
+        # With codes, the slot also contains the parameters, which need not be read, as they are in memory.
         read = slot - (0 if extent.codec == FP32 or dtype is None else dtype.itemsize * elems)
         read = 0 if is_copied else read
         found = []

@@ -31,7 +31,7 @@ _numbers = itertools.count(1)
 class Trace:
     """The timeline of one engine. `devices`: their names. Raises CSDOSError if the file cannot be created.
 
-    If `path` exists already, for example from another optimizer, a number made of process and optimizer is appended.
+    If `path` exists already, say from another optimizer, the ids of process and optimizer are appended to the name.
     """
 
     def __init__(self, path: str, devices: Sequence[str]) -> None:
