@@ -26,7 +26,7 @@ import torch
 
 from bench.step import machine_facts, say, span, timed
 from csd_optim import CSDAdam, bindings
-from csd_optim.accelerator import kind
+from csd_optim.accelerator import accelerator_type
 from csd_optim.compression.selection import TopK
 from csd_optim.step.sparse import ROWS, SparsePiece
 
@@ -38,7 +38,7 @@ WARM_UP = 2
 
 def main() -> None:
     arguments = parse()
-    device = torch.device(kind(), torch.accelerator.current_device_index())
+    device = torch.device(accelerator_type(), torch.accelerator.current_device_index())
     facts = {**machine_facts(), "accelerator": name_of(device), "torch": torch.__version__}
     say("  ".join(f"{k}: {v}" for k, v in facts.items()))
     verify(device, arguments.directory)

@@ -48,7 +48,7 @@ from torch.nn import functional
 from bench.demo import FULL, GPT, QUICK
 from bench.step import machine_facts, say, span
 from csd_optim import CSDAdam
-from csd_optim.accelerator import kind
+from csd_optim.accelerator import accelerator_type
 from csd_optim.devices import machine
 
 Row = dict[str, Any]
@@ -115,7 +115,7 @@ class Training:
             self.model = nn.Sequential(*(Layer(arguments.params // LAYERS, each, 2 * each) for _ in range(LAYERS)))
         self.place = "cpu"
         if arguments.accelerator:
-            self.place = kind()
+            self.place = accelerator_type()
             self.model.to(self.place)
         self.is_gpt, self.passes, self.norms = bool(size), passes, case.get("norms", [])
         self.opt = CSDAdam(self.model.parameters(), lr=1e-3, devices=[f"file:{place}?{pace}"], tile_size=TILE)
@@ -173,7 +173,7 @@ def main() -> None:
         emulated.set_schedule("at once")
     facts = {**machine_facts(), "storage": machine.storage(arguments.directory)}
     if arguments.accelerator:
-        facts["accelerator"] = "emulated" if arguments.emulated else kind()
+        facts["accelerator"] = "emulated" if arguments.emulated else accelerator_type()
     say(f"{arguments.params / 1e6:.1f} M fp32 parameters, {arguments.rate} each way, {arguments.runs} runs")
     say("  ".join(f"{k}: {v}" for k, v in facts.items()))
     step = bare(arguments)
@@ -293,7 +293,7 @@ def parse() -> argparse.Namespace:
     if arguments.runs < 5:
         parser.error("--runs: at least 5")
     arguments.accelerator |= arguments.emulated
-    if arguments.accelerator and not arguments.emulated and not kind():
+    if arguments.accelerator and not arguments.emulated and not accelerator_type():
         parser.error("--accelerator: torch has no accelerator here")
     if arguments.quick:
         arguments.params, arguments.times = min(arguments.params, LAYERS << 15), [1.0]

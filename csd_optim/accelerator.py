@@ -18,21 +18,21 @@ from .errors import CSDRuntimeError
 POLL_SECONDS = 20e-6
 
 
-def is_far(t: torch.Tensor) -> bool:
+def is_on_accelerator(t: torch.Tensor) -> bool:
     """Is the tensor in an accelerator's memory, which the CPU cannot access?"""
     return not (t.is_cpu or t.is_meta)
 
 
-def is_ours(device: torch.device) -> bool:
+def is_accelerator(device: torch.device) -> bool:
     """Is `device` of the kind of this process's accelerator?"""
-    there = torch.accelerator.current_accelerator()
-    return there is not None and there.type == device.type
+    current = torch.accelerator.current_accelerator()
+    return current is not None and current.type == device.type
 
 
-def kind() -> str:
+def accelerator_type() -> str:
     """Returns the type of the process's accelerator, such as "cuda"; "" if it has none."""
-    there = torch.accelerator.current_accelerator()
-    return there.type if there else ""
+    current = torch.accelerator.current_accelerator()
+    return current.type if current else ""
 
 
 def on(stream: Any) -> contextlib.AbstractContextManager[Any]:
@@ -46,7 +46,7 @@ def on(stream: Any) -> contextlib.AbstractContextManager[Any]:
 @contextlib.contextmanager
 def on_device(device: torch.device) -> Iterator[None]:
     """Makes `device` the current device inside the context. torch.accelerator.device_index needs torch 2.8."""
-    if device.index is None or not is_ours(device):
+    if device.index is None or not is_accelerator(device):
         yield
         return
     before = torch.accelerator.current_device_index()
@@ -57,7 +57,7 @@ def on_device(device: torch.device) -> Iterator[None]:
         torch.accelerator.set_device_index(before)
 
 
-def recorded(stream: Any) -> Any:
+def record_event(stream: Any) -> Any:
     """Returns a new event, recorded on the stream behind everything queued there so far."""
     event = torch.Event(stream.device)
     event.record(stream)
@@ -71,8 +71,8 @@ def wait_for(event: Any) -> None:
 
 
 def is_captured(device: torch.device) -> bool:
-    """Is the current stream of `device` being captured in a graph? False for a device that is_ours() rejects."""
-    if not is_ours(device):
+    """Is the current stream of `device` being captured in a graph? False for a device that is_accelerator() rejects."""
+    if not is_accelerator(device):
         return False
     stream = torch.accelerator.current_stream(device)
     return bool(getattr(stream, "is_capturing", bool)())  # torch 2.7 has no is_capturing
@@ -80,7 +80,7 @@ def is_captured(device: torch.device) -> bool:
 
 def check_not_capturing(tensors: Iterable[torch.Tensor]) -> None:
     """Raises CSDRuntimeError if the current stream of these tensors' accelerator is being captured in a graph."""
-    far = next((t for t in tensors if is_far(t)), None)
+    far = next((t for t in tensors if is_on_accelerator(t)), None)
     if far is not None and is_captured(far.device):
         raise CSDRuntimeError(
             "step() cannot be captured in a graph: devices and host take part in it. Capture forward and backward, "

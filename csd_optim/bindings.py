@@ -61,7 +61,7 @@ EVENT_KINDS = ("read", "update", "write")
 EVENT = np.dtype([("device", "u4"), ("tile", "u4"), ("kind", "u4"), ("reserved", "u4"), ("begin", "f8"), ("end", "f8")])
 TILE_STATE = np.dtype([("slot", "u4"), ("summed", "u4")])
 
-for _image, _struct in (
+for _dtype, _struct in (
     (PIECE, "csd_piece"),
     (PARAM, "csd_param"),
     (SUMMAND, "csd_summand"),
@@ -70,8 +70,8 @@ for _image, _struct in (
     (EVENT, "csd_event"),
 ):
     _fields = {name: field.offset for name, field in ffi.typeof(_struct).fields}
-    assert _image.itemsize == ffi.sizeof(_struct), _struct
-    assert {name: _image.fields[name][1] for name in _image.names} == _fields, _struct  # type: ignore[index,union-attr]
+    assert _dtype.itemsize == ffi.sizeof(_struct), _struct
+    assert {name: _dtype.fields[name][1] for name in _dtype.names} == _fields, _struct  # type: ignore[index,union-attr]
 
 # (device, damaged tile or -1) → their name in error messages
 Namer = Callable[[int, int], str]
@@ -289,14 +289,14 @@ _mappings: dict[int, int] = {}  # address of a window → number of its memory m
 
 def _window(window: Any, elems: int, mappings: int) -> Any:
     """Wraps the window so that it unmaps itself; until then mappings() counts it."""
-    address, counted, release = int(ffi.cast("uintptr_t", window)), _mappings, lib.csd_window_release
-    counted[address] = mappings
+    address, by_address, release = int(ffi.cast("uintptr_t", window)), _mappings, lib.csd_window_release
+    by_address[address] = mappings
 
-    def gone(window: Any) -> None:
-        del counted[address]  # before the release: afterwards another window may get the same address
+    def unmap(window: Any) -> None:
+        del by_address[address]  # before the release: afterwards another window may get the same address
         release(window, elems)
 
-    return ffi.gc(window, gone)
+    return ffi.gc(window, unmap)
 
 
 def mappings() -> int:
@@ -365,14 +365,14 @@ def engine_pull(engine: Any, name: Namer) -> int:
 
 
 def engine_params_ready(engine: Any, tiles: np.ndarray[Any, Any], wait: bool, name: Namer) -> bool:
-    given, error = ffi.new("int32_t *"), ffi.new("csd_error *")
+    ready, error = ffi.new("int32_t *"), ffi.new("csd_error *")
     check(
-        lib.csd_engine_params_ready(engine, _array(tiles, "uint32_t *"), len(tiles), wait, given, error),
+        lib.csd_engine_params_ready(engine, _array(tiles, "uint32_t *"), len(tiles), wait, ready, error),
         error,
         name,
         _UNDONE,
     )
-    return bool(given[0])
+    return bool(ready[0])
 
 
 def engine_finish(engine: Any, keep: bool, name: Namer) -> None:

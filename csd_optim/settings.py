@@ -36,7 +36,7 @@ def isa() -> str | None:
     return os.environ.get("CSD_OPTIM_ISA") or None
 
 
-def tries_drives() -> bool:
+def probes_drives() -> bool:
     """CSD_OPTIM_PROBE: 0 disables the probing of drives. Raises CSDValueError."""
     text = os.environ.get("CSD_OPTIM_PROBE") or "1"
     if text not in ("0", "1"):

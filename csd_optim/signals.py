@@ -31,26 +31,26 @@ def defer_signals() -> Iterator[None]:
         if threading.current_thread() is threading.main_thread():
             for number in _ALL:
                 if callable(handler := signal.getsignal(number)):  # otherwise ignored, or the system's default action
-                    stack.enter_context(_held(number, handler))
+                    stack.enter_context(_deferred(number, handler))
         yield
 
 
 @contextlib.contextmanager
-def _held(number: int, handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
-    holding = True
+def _deferred(number: int, handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+    deferring = True
     arrived: list[FrameType | None] = []
     raises = _raises(handler)
 
-    def hold(signum: int, frame: FrameType | None) -> None:
+    def defer(signum: int, frame: FrameType | None) -> None:
         # Forwards once the step is over: another handler's exception may prevent this one from being uninstalled.
-        arrived.append(frame) if holding else handler(signum, frame)
+        arrived.append(frame) if deferring else handler(signum, frame)
 
-    hold.raises = raises  # type: ignore[attr-defined]
+    defer.raises = raises  # type: ignore[attr-defined]
     try:
-        signal.signal(number, hold)
+        signal.signal(number, defer)
         yield
     finally:
-        holding = False
+        deferring = False
         signal.signal(number, handler)
         if arrived:
             handler(number, arrived[-1])
@@ -72,42 +72,42 @@ def interruptible(give_up: Callable[[], None]) -> Iterator[None]:
         yield
         return
     watcher = _watcher(os.getpid())
-    before = signal.set_wakeup_fd(watcher.heard, warn_on_full_buffer=False)
+    previous_fd = signal.set_wakeup_fd(watcher.write_fd, warn_on_full_buffer=False)
     try:
         with watcher.lock:
-            watcher.give_up, watcher.tells = give_up, before
+            watcher.give_up, watcher.previous_fd = give_up, previous_fd
         yield
     finally:
         with watcher.lock:
-            watcher.give_up = watcher.since = None
-        signal.set_wakeup_fd(before)
+            watcher.give_up = watcher.interrupted_at = None
+        signal.set_wakeup_fd(previous_fd)
 
 
 class _Watcher:
     """A process's background thread that receives the numbers of signals as they arrive, through a wakeup pipe."""
 
     def __init__(self) -> None:
-        self._hears, self.heard = os.pipe()
-        os.set_blocking(self.heard, False)
+        self._read_fd, self.write_fd = os.pipe()
+        os.set_blocking(self.write_fd, False)
         self.lock = threading.Lock()
         self.give_up: Callable[[], None] | None = None
-        self.since: float | None = None  # time of the first Ctrl-C
-        self.tells = -1  # the wakeup fd installed before ours, for example asyncio's: signals are forwarded to it
+        self.interrupted_at: float | None = None  # time of the first Ctrl-C
+        self.previous_fd = -1  # the wakeup fd installed before, for example asyncio's: signals are forwarded to it
         threading.Thread(target=self._run, daemon=True, name="csd_optim signals").start()
 
     def _run(self) -> None:
         while True:
-            since = self.since
-            left = None if since is None else max(0.0, since + GRACE - time.monotonic())
-            came = os.read(self._hears, 64) if select.select([self._hears], [], [], left)[0] else b""
+            since = self.interrupted_at
+            timeout = None if since is None else max(0.0, since + GRACE - time.monotonic())
+            numbers = os.read(self._read_fd, 64) if select.select([self._read_fd], [], [], timeout)[0] else b""
             with self.lock, contextlib.suppress(OSError):
-                if self.give_up and signal.SIGINT in came and self.since is None and GRACE:
-                    self.since = time.monotonic()
-                elif self.give_up and (signal.SIGINT in came or (not came and self.since == since)):
+                if self.give_up and signal.SIGINT in numbers and self.interrupted_at is None and GRACE:
+                    self.interrupted_at = time.monotonic()
+                elif self.give_up and (signal.SIGINT in numbers or (not numbers and self.interrupted_at == since)):
                     self.give_up()
-                    self.give_up = self.since = None
-                if came and self.tells >= 0:
-                    os.write(self.tells, came)
+                    self.give_up = self.interrupted_at = None
+                if numbers and self.previous_fd >= 0:
+                    os.write(self.previous_fd, numbers)
 
 
 @functools.cache

@@ -56,7 +56,7 @@ def log_stats(trainer: Any) -> None:
         )
 
 
-def _ours(optimizer: Any) -> CSDOptimizer:
+def _unwrapped(optimizer: Any) -> CSDOptimizer:
     """Unwraps the optimizer of a trainer. Raises CSDTypeError if it is not one of csd_optim."""
     while not isinstance(optimizer, CSDOptimizer):
         if not hasattr(optimizer, "optimizer"):
@@ -73,7 +73,7 @@ def _hugging_face() -> Any:
             self, args: Any, state: Any, control: Any, logs: Any = None, optimizer: Any = None, **_: Any
         ) -> None:
             if logs is not None and optimizer is not None and "loss" in logs:  # not an evaluation or the final summary
-                logs |= scalars(_ours(optimizer).stats())
+                logs |= scalars(_unwrapped(optimizer).stats())
 
     return LogStats()
 
@@ -96,7 +96,7 @@ def _lightning(trainer: type) -> Any:
             self._logged = step
             several = len(trainer.optimizers) > 1
             for i, optimizer in enumerate(trainer.optimizers):
-                found = scalars(_ours(optimizer).stats(), f"csd_optim/{i}" if several else "csd_optim")
+                found = scalars(_unwrapped(optimizer).stats(), f"csd_optim/{i}" if several else "csd_optim")
                 for logger in trainer.loggers:
                     logger.log_metrics(found, step=step)
 

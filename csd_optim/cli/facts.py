@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .. import settings
-from ..accelerator import kind
+from ..accelerator import accelerator_type
 from ..bindings import UNPACED
 from ..devices import machine
 from ..devices import smartssd as cards
@@ -63,7 +63,7 @@ def describe_device(spec: DeviceSpec, told: Mapping[str, cards.Facts]) -> dict[s
             entry["xclbin"] = describe_xclbin(find_kernels(spec.xclbin))
         except CSDError as e:
             return entry | {"problem": message(e)}
-    if spec.kind.on_accelerator and not kind():
+    if spec.kind.on_accelerator and not accelerator_type():
         return entry | {"problem": f"torch {torch.__version__} has no accelerator here"}
     if spec.kind.in_memory:
         entry["free_bytes"] = machine.available_memory()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..accelerator import is_far, recorded
+from ..accelerator import is_on_accelerator, record_event
 from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..errors import CSDError, CSDRuntimeError, CSDValueError, CSDWarning, users_stacklevel
 from ..store.file import StoreFile
@@ -249,7 +249,7 @@ class DurableCommitter(Committer):
         engine, stores, rooms = self._engine, self._stores, self._rooms
         if changed := self._residuals.changed(engine.residuals):
             self.make_way()
-        far = {r.device for r in changed.values() if is_far(r)}
+        far = {r.device for r in changed.values() if is_on_accelerator(r)}
         self._sequence += 1
         what = self.store_id, 0, len(engine.devices.specs), self._sequence, engine.step, CLEAN * clean
         return CommitJob(
@@ -262,7 +262,7 @@ class DurableCommitter(Committer):
             steps=engine.all_steps(),
             record=engine.record,
             new_residuals=changed,
-            after={d: recorded(torch.accelerator.current_stream(d)) for d in far},  # the kernels that write to them
+            after={d: record_event(torch.accelerator.current_stream(d)) for d in far},  # the kernels that write to them
             spaces={param: self._residuals.committed[param] for param in rooms if param not in changed},
         )
 

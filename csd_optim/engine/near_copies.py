@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..accelerator import recorded, wait_for
+from ..accelerator import record_event, wait_for
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -85,7 +85,7 @@ class NearCopies:
                     for s, state in enumerate(missing[param].states):
                         state[first : first + n].copy_(buffer[s * elems + in_tile :][:n], non_blocking=True)
                     devices.add(missing[param].device)
-                events += [recorded(torch.accelerator.current_stream(device)) for device in devices]
+                events += [record_event(torch.accelerator.current_stream(device)) for device in devices]
         finally:
             for event in (*leaving[0], *leaving[1]):
                 wait_for(event)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..accelerator import kind, on, recorded, wait_for
+from ..accelerator import accelerator_type, on, record_event, wait_for
 from ..devices.spec import DeviceSpec
 from ..errors import CSDMemoryError, CSDRuntimeError, CSDUnavailableError, CSDValueError
 from .at_once import ADAMW_STEP
@@ -137,7 +137,7 @@ def rates_of(spec: DeviceSpec) -> Rates:
     Raises CSDUnavailableError if a rate has to be measured and there is no accelerator.
     """
     known = spec.known_update, spec.known_link
-    if None in known and not kind():
+    if None in known and not accelerator_type():
         raise CSDUnavailableError(
             errno.ENODEV,
             f"{spec}: there is no accelerator here to be measured; say what is known: gpu:?update=5G/s&link=25GB/s",
@@ -148,17 +148,17 @@ def rates_of(spec: DeviceSpec) -> Rates:
 @functools.cache
 def _update_rate(exact: bool) -> float:
     """Measures how many 16-bit parameters per second AdamW updates, by the operations of a step."""
-    device = torch.device(kind(), torch.accelerator.current_device_index())
+    device = torch.device(accelerator_type(), torch.accelerator.current_device_index())
     scratch = Scratch.of(CHUNK, device, exact=exact)
     states = [torch.zeros(CHUNK, dtype=torch.float32, device=device) for _ in range(3)]
     grad, param = (torch.full((CHUNK,), 1e-3, dtype=torch.bfloat16, device=device) for _ in range(2))
     stream, seconds = torch.accelerator.current_stream(device), []
     for _ in range(ROUNDS):
-        wait_for(recorded(stream))
+        wait_for(record_event(stream))
         start = time.perf_counter()
         update(*ADAMW_STEP, states, grad, scratch)
         param.copy_(states[0])
-        wait_for(recorded(stream))
+        wait_for(record_event(stream))
         seconds.append(time.perf_counter() - start)
     return CHUNK / min(seconds)
 
@@ -166,18 +166,18 @@ def _update_rate(exact: bool) -> float:
 @functools.cache
 def _link_rate() -> float:
     """Measures the link: bytes per second each way, with both ways busy."""
-    device = torch.device(kind(), torch.accelerator.current_device_index())
+    device = torch.device(accelerator_type(), torch.accelerator.current_device_index())
     here = [torch.ones(LINK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
     there = [torch.ones(LINK_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
     streams, seconds = (torch.Stream(device), torch.Stream(device)), []
     for _ in range(ROUNDS):
-        wait_for(recorded(torch.accelerator.current_stream(device)))
+        wait_for(record_event(torch.accelerator.current_stream(device)))
         start = time.perf_counter()
         with on(streams[0]):
             here[0].copy_(there[0], non_blocking=True)
         with on(streams[1]):
             there[1].copy_(here[1], non_blocking=True)
         for stream in streams:
-            wait_for(recorded(stream))
+            wait_for(record_event(stream))
         seconds.append(time.perf_counter() - start)
     return LINK_BYTES / min(seconds)

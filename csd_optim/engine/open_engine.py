@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import torch
 
-from ..accelerator import kind
+from ..accelerator import accelerator_type
 from ..devices.spec import DeviceSpec, parse_device
 from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..errors import CSDStoreError, CSDUnavailableError, CSDValueError
@@ -46,7 +46,7 @@ def open_engine(
             "resume or none"
         )
     with all_ranks_or_none(ranks):
-        if near and not kind():
+        if near and not accelerator_type():
             raise CSDUnavailableError(errno.ENODEV, f"torch {torch.__version__} has no accelerator here, for {near[0]}")
         if mode in ("resume", "read") and (temporary := [str(s) for s in beside or specs if not s.durable]):
             raise CSDStoreError(f"cannot resume on {temporary[0]}: only a directory keeps its state")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..accelerator import is_far, on, recorded, wait_for
+from ..accelerator import is_on_accelerator, on, record_event, wait_for
 from ..bindings import crc32c
 from ..store.file import StoreFile
 from ..store.format import PAGE, RESIDUAL_BYTES, Contents, rows_with_residual
@@ -113,7 +113,7 @@ def _chunks(residual: torch.Tensor, after: Any) -> Iterator[tuple[int, int, np.n
     From an accelerator, the next chunk is copied meanwhile, on a separate stream: it waits for the event `after`, and
     not for the forward, which has been queued on the current stream by now.
     """
-    far = is_far(residual)
+    far = is_on_accelerator(residual)
     stream = torch.Stream(residual.device) if far else None
     if stream is not None and after is not None:
         stream.wait_event(after)
@@ -124,7 +124,7 @@ def _chunks(residual: torch.Tensor, after: Any) -> Iterator[tuple[int, int, np.n
     def begin(k: int) -> Any:
         with on(stream):
             buffers[k % len(buffers)][: len(parts[k])].copy_(parts[k], non_blocking=far)
-        return recorded(stream) if far else None
+        return record_event(stream) if far else None
 
     arrives = begin(0) if parts else None
     for k, first in enumerate(firsts):

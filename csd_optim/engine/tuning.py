@@ -150,13 +150,13 @@ def tune_devices(
         if store and spec.kind.has_file and not spec.kind.on_card and spec.pace == UNPACED
     }
     places = new and any(s.is_placed for s in specs)
-    if places and tried and not settings.tries_drives():
+    if places and tried and not settings.probes_drives():
         raise CSDValueError(
             "'auto' among devices measures drives, and CSD_OPTIM_PROBE=0 says not to: name shares instead"
         )
     shares_open = new and len(tried) == len(specs) > 1 and all(s.share is None for s in specs) and not places
     said = all(specs[d].chosen == {"block", "depth"} for d in tried) and not shares_open
-    unasked = not settings.tries_drives() or said or nbytes < TUNE_BYTES * len(specs)
+    unasked = not settings.probes_drives() or said or nbytes < TUNE_BYTES * len(specs)
     if not tried or (unasked and not places):
         return [*specs], None, {}
     try:

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ..accelerator import check_not_capturing, is_far
+from ..accelerator import check_not_capturing, is_on_accelerator
 from ..bindings import DTYPE_CODES
 from ..checkpoint import files
 from ..checkpoint import snapshot as checkpoint
@@ -561,7 +561,7 @@ class CSDOptimizer(Optimizer, Joinable):
             )
         if model is not None and free_gradients:
             self._check_freeing()
-        pinned = backward and any(is_far(p) for _, _, p in members(self.param_groups))
+        pinned = backward and any(is_on_accelerator(p) for _, _, p in members(self.param_groups))
         lent = torch.empty(nbytes if backward else 0, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         self._mode.end()
         self._mode, engine.rank = InStep(), None

@@ -16,11 +16,11 @@ def push(optimizer: object, bucket: GradBucket) -> torch.futures.Future[torch.Te
     process's own gradient, not the mean: see docs/optimizer-ranks.md. With other devices, or ``?route=kept``, DDP
     reduces as it does without a hook. Raises CSDTypeError if `optimizer` is not one of this package.
     """
-    there = getattr(optimizer, "optimizer", optimizer)  # unwraps the optimizer from a trainer's wrapper
-    if not isinstance(there, CSDOptimizer):
+    unwrapped = getattr(optimizer, "optimizer", optimizer)  # unwraps the optimizer from a trainer's wrapper
+    if not isinstance(unwrapped, CSDOptimizer):
         raise CSDTypeError(
             f"csd_optim.push pushes for an optimizer of csd_optim, not for a {type(optimizer).__name__}: call "
             "ddp.register_comm_hook(optimizer, csd_optim.push)"
         )
-    reduced: torch.futures.Future[torch.Tensor] = there._take_bucket(bucket)
+    reduced: torch.futures.Future[torch.Tensor] = unwrapped._take_bucket(bucket)
     return reduced

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..accelerator import is_far, recorded
+from ..accelerator import is_on_accelerator, record_event
 from ..engine.engine import Engine
 from ..engine.pieces import Pieces
 from ..errors import CSDError
@@ -94,8 +94,8 @@ class EarlySteps:
         """Hook: a gradient was accumulated into `p.grad`. A guess that fails is undone; backward gets no CSDError."""
         self._fired[id(p)] += 1
         fired, expected = self._fired[id(p)], self._expected[id(p)]
-        if fired == expected and is_far(p):
-            self._made[id(p)] = recorded(torch.accelerator.current_stream(p.device))
+        if fired == expected and is_on_accelerator(p):
+            self._made[id(p)] = record_event(torch.accelerator.current_stream(p.device))
         if self._guess and fired > expected:
             self.undo("more backward passes")
         elif fired == expected and (self._guess or self._engine.idle):  # the previous step is complete and committed

@@ -61,7 +61,7 @@ class Guess:
         for row, tile in {*zip(rows[awaited].tolist(), tiles[awaited].tolist(), strict=True)}:
             self._tiles_of.setdefault(row, []).append(tile)
             self._missing[tile] += 1
-        self._far = {row for row, source in step.prepared.items() if source.is_far}
+        self._far = {row for row, source in step.prepared.items() if source.is_on_accelerator}
         self._writes_before = self._writes()
         tiles = np.concatenate([early, late])
         self.tiles: np.ndarray[Any, Any] = engine.begin(step.table, step.hypers, tiles, record, order=SAME_ORDER)

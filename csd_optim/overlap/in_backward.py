@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..accelerator import is_far, is_ours
+from ..accelerator import is_accelerator, is_on_accelerator
 from ..bindings import AS_PUSHED
 from ..engine.engine import Engine
 from ..engine.pieces import Pieces
@@ -231,7 +231,7 @@ class StepsInBackward(BesideModel):
                 copies = lacks and n < grad.numel()
                 parts[row] = Part(flat(grad)[first : first + n].clone(), first) if copies else Part(grad, 0)
             (self._parts if lacks else complete)[tile] = parts
-        if self._step and self._step.ring and grad is not None and is_far(grad):
+        if self._step and self._step.ring and grad is not None and is_on_accelerator(grad):
             self._step.ring.follow(grad.device)
         for tile, parts in complete.items():
             self._push(tile, parts)
@@ -476,7 +476,7 @@ def cannot_free(groups: Groups, options: GradOptions, max_grad_norm: float | Non
         name = name_of(groups, k, i)
         if not p.requires_grad:
             continue
-        if p.is_meta or (is_far(p) and not is_ours(p.device)):
+        if p.is_meta or (is_on_accelerator(p) and not is_accelerator(p.device)):
             return f"{name} is on {p.device}: gradients are taken from host memory, or this process's accelerator"
         if not p.is_contiguous() or p.is_complex():
             return f"{name} is complex, or not contiguous"

@@ -29,7 +29,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
-from ..accelerator import is_captured, is_far
+from ..accelerator import is_captured, is_on_accelerator
 from ..errors import CSDRuntimeError
 from .fsdp import GatherNet, groups_of, is_fsdp, is_fsdp1, ours_of, unit
 
@@ -121,7 +121,7 @@ class Net:
         if torch.compiler.is_dynamo_compiling():
             give_up(self)
             return False
-        if self.params and is_far(self.params[0]) and is_captured(self.params[0].device):
+        if self.params and is_on_accelerator(self.params[0]) and is_captured(self.params[0].device):
             give_up(self)  # a replay of the graph would not wait
             return False
         return self.arrivals.active

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..accelerator import is_far
+from ..accelerator import is_on_accelerator
 from ..compression.selection import TopK
 
 
@@ -27,9 +27,9 @@ class GradSource:
     is_dropped: bool = False  # there is no gradient after all: the parameter stays bitwise unchanged
 
     @property
-    def is_far(self) -> bool:
+    def is_on_accelerator(self) -> bool:
         """Is the parameter on an accelerator? Then the engine cannot reach it, and its tiles are sent as images."""
-        return is_far(self.param)
+        return is_on_accelerator(self.param)
 
     def let_go(self) -> None:
         """Releases the gradient's memory, once the gradient has been copied."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..accelerator import is_far, is_ours, kind
+from ..accelerator import accelerator_type, is_accelerator, is_on_accelerator
 from ..bindings import DTYPE_CODES, FROM_PARAM, IN_PARAM, IN_SECTION, UNCOMPARED, UNLESS_SET
 from ..distributed.sharding import Partition
 from ..engine.decoded import Decoded
@@ -344,7 +344,7 @@ class ParamState:
             back = (p, target)
         source = GradSource(grad, flat(target), grad_dtype or grad.dtype, back=back)
         # With codes, the engine reads the parameter in place where it can reach it.
-        read = self.reachable and source.is_far if self.decoded else self.master_in != IN_SECTION
+        read = self.reachable and source.is_on_accelerator if self.decoded else self.master_in != IN_SECTION
         source.is_read = self.is_new or read
         return source
 
@@ -359,8 +359,9 @@ def check_param(p: torch.Tensor, name: str) -> None:
         )
     if p.layout is not torch.strided:
         raise CSDRuntimeError(f"csd_optim does not support {p.layout} parameters, such as {name}")
-    if is_far(p) and not is_ours(p.device):
-        too = f" and on {kind()}, the accelerator of this process" if kind() else "; torch has no accelerator here"
+    if is_on_accelerator(p) and not is_accelerator(p.device):
+        own = accelerator_type()
+        too = f" and on {own}, the accelerator of this process" if own else "; torch has no accelerator here"
         raise CSDRuntimeError(
             f"csd_optim does not support parameters on {p.device}, such as {name}: it takes those on the CPU{too}"
         )

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..accelerator import on, recorded
+from ..accelerator import on, record_event
 from ..distributed.buckets import FEWEST
 from ..distributed.ranks import Ranks
 from ..distributed.sharding import rows_of
@@ -267,7 +267,7 @@ class _Pushing:
         far = device.type != "cpu"
         kept = 0 if self._apart else self._wait_for_room(strips, ranks)
         pushes = partial(own, strips) if self._apart else slices(strips, ranks)
-        made = recorded(torch.accelerator.current_stream(device)) if far else None
+        made = record_event(torch.accelerator.current_stream(device)) if far else None
         if not self._apart:
             self._window.acquire()
 

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.algorithms.join import JoinHook
 
 from .. import settings
-from ..accelerator import is_far, recorded
+from ..accelerator import is_on_accelerator, record_event
 from ..devices.spec import DeviceSpec
 from ..distributed.grad_norm import global_norm
 from ..distributed.ranks import Ranks, all_ranks_or_none
@@ -268,8 +268,8 @@ class _Trainer(StatesElsewhere):
         It runs on a thread of its own; `tensors` are those that it reads.
         """
         remote = self._remote
-        far = {tensor.device for tensor in tensors if is_far(tensor)}
-        made = [recorded(torch.accelerator.current_stream(device)) for device in far]
+        far = {tensor.device for tensor in tensors if is_on_accelerator(tensor)}
+        made = [record_event(torch.accelerator.current_stream(device)) for device in far]
 
         def send(session: Session) -> None:
             for event in made:

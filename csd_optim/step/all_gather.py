@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ..accelerator import is_far
+from ..accelerator import is_on_accelerator
 from ..distributed.buckets import bucket_bytes
 from ..distributed.ranks import Ranks
 from ..distributed.sharding import Partition
@@ -190,7 +190,7 @@ class ParamAllGather:
 def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     if pairs:  # a copy to the host has to be complete on return
         to, sources = zip(*pairs, strict=True)
-        torch._foreach_copy_(list(to), list(sources), non_blocking=is_far(to[0]))
+        torch._foreach_copy_(list(to), list(sources), non_blocking=is_on_accelerator(to[0]))
 
 
 def _fill_buckets(param_states: Sequence[Shared], ranks: Ranks) -> list[_Bucket]:

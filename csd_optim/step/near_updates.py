@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..accelerator import on, recorded, wait_for
+from ..accelerator import on, record_event, wait_for
 from ..engine.on_accelerator import CHUNK
 from ..engine.torch_rules import Scratch, update
 from ..engine.trace import Span
@@ -203,7 +203,7 @@ class NearUpdates:
             if not u.param_state.in_place:
                 here.copy_(states[0])
             yield
-        self.events[u.param_state.index] = recorded(torch.accelerator.current_stream(param.device))
+        self.events[u.param_state.index] = record_event(torch.accelerator.current_stream(param.device))
 
     def all_queued(self) -> list[int]:
         """Frees scratch memory and references to gradients, once all is queued. Returns the rows of its parameters."""

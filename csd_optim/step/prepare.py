@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..accelerator import check_not_capturing, is_far
+from ..accelerator import check_not_capturing, is_on_accelerator
 from ..bindings import DTYPE_CODES, HYPER, NEW, PARAM
 from ..compression.policy import entry_dtype, ratios
 from ..compression.selection import inverse_of
@@ -326,7 +326,7 @@ def foresee(
         return None
     if any(b.is_written for b in state_map.param_states.values()):
         return None
-    if not all(b.direct or (is_far(b.local) and b.local.dtype in DTYPE_CODES) for b in plan.param_states):
+    if not all(b.direct or (is_on_accelerator(b.local) and b.local.dtype in DTYPE_CODES) for b in plan.param_states):
         return None
     group_of = {id(p): k for k, _, p in members(groups)}
     stand_ins = [b.local for b in plan.param_states]
@@ -378,7 +378,8 @@ def _reach(
         source = sources[param_state.index] = param_state.source(g, grad_dtype)
         pointers.append(source.grad.data_ptr())
         row = table[param_state.index]
-        row["param"], row["in_image"] = (0, source.is_read) if source.is_far else (source.param.data_ptr(), False)
+        row["param"] = 0 if source.is_on_accelerator else source.param.data_ptr()
+        row["in_image"] = source.is_on_accelerator and source.is_read
         row["grad_dtype"], row["param_dtype"] = DTYPE_CODES[source.grad_dtype], DTYPE_CODES[source.param.dtype]
     table["grad"][plan.rows] = np.array(pointers, np.uint64)
     return sources

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..accelerator import is_far
+from ..accelerator import is_on_accelerator
 from ..bindings import GRAD_SCALE, SAME_ORDER, TO_AND_FRO
 from ..compression.policy import entry_dtype
 from ..compression.selection import TopK
@@ -325,7 +325,7 @@ class StepRunner:
         table, prepared = step.table, step.prepared
         travels = np.zeros(len(table), bool)
         for row, s in prepared.items():
-            travels[row] = s.is_far or (s.grad.dtype is not s.grad_dtype and not table["topk"][row])
+            travels[row] = s.is_on_accelerator or (s.grad.dtype is not s.grad_dtype and not table["topk"][row])
         if not travels.any():
             return []
         if step.given:
@@ -351,7 +351,7 @@ class StepRunner:
 
     def _ring(self, engine: Engine, step: PreparedStep) -> StagingRing:
         tile_elems = max(e.tile_elems for e in engine.extents)
-        pinned = any(is_far(s.grad) for s in step.prepared.values())
+        pinned = any(is_on_accelerator(s.grad) for s in step.prepared.values())
         if self.ring is None or self.ring.tile_elems < tile_elems or pinned > self.ring.pinned:
             self.ring = StagingRing(tile_elems, BUFFERS_PER_DEVICE * len(engine.devices.specs), pinned=pinned)
         if step.given:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..accelerator import is_far, on, recorded, wait_for
+from ..accelerator import is_on_accelerator, on, record_event, wait_for
 from ..engine.engine import Engine
 from ..params.grad_source import GradSource
 from .given_states import GivenStates
@@ -95,7 +95,7 @@ class StagingRing:
         """
         self.forget()
         self._given = given
-        self._far = {t.device for s in sources.values() for t in (s.grad, s.param) if is_far(t)}
+        self._far = {t.device for s in sources.values() for t in (s.grad, s.param) if is_on_accelerator(t)}
         self._far |= given.devices if given else set()
         for device in self._far:
             if device not in self._streams:
@@ -171,7 +171,7 @@ class StagingRing:
         to_host, _ = self._ways()
         differ: dict[torch.device, torch.Tensor] = {}
         for kept, there in pairs:
-            if not is_far(there):
+            if not is_on_accelerator(there):
                 if not torch.equal(_bits(kept), _bits(there)):
                     return False
                 continue
@@ -182,7 +182,7 @@ class StagingRing:
             answer = self._buffer(1, torch.bool)
             with on(to_host[device]):
                 answer.copy_(found.view(1), non_blocking=True)
-            wait_for(recorded(to_host[device]))
+            wait_for(record_event(to_host[device]))
             if answer.item():
                 return False
         return True
@@ -206,7 +206,7 @@ class StagingRing:
     def wait_for_copies(self) -> None:
         """Returns when everything queued on the current streams is done, such as the copies of run()."""
         for device in self._far:
-            wait_for(recorded(torch.accelerator.current_stream(device)))
+            wait_for(record_event(torch.accelerator.current_stream(device)))
 
     def feed_back(self) -> None:
         """Called when the step is complete: updates the residuals with what it did not send."""
@@ -261,7 +261,7 @@ class StagingRing:
                     used[device].wait_event(event)
             slot.has_states = self._given.fill(slot.states, engine, tile, streams)
         if used:
-            slot.under_way = [recorded(stream) for stream in used.values()]
+            slot.under_way = [record_event(stream) for stream in used.values()]
 
     def _to_move(self, row: int, sources: Mapping[int, GradSource]) -> GradSource | None:
         """The source of a row, if its gradient and parameter travel in images: not so if its states are given."""
@@ -282,7 +282,7 @@ class StagingRing:
             if stream is not None:
                 used[stream.device] = stream
                 copied.append((source, stream.device))
-        events = {device: recorded(stream) for device, stream in used.items()}
+        events = {device: record_event(stream) for device, stream in used.items()}
         for source, device in copied:
             source.arrives = events[device]
         slot.under_way = [*events.values()]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..accelerator import is_ours
+from ..accelerator import is_accelerator
 from ..errors import CSDStoreError, CSDTypeError, CSDValueError
 
 USER_STATE_BYTES = 16 << 20  # it is written with every step
@@ -80,7 +80,7 @@ def _is_plain(user_state: dict[str, Any]) -> bool:
         if _is_scalar(value):
             continue
         if type(value) is torch.Tensor:
-            plain = value.layout is torch.strided and (value.is_cpu or is_ours(value.device)) and not vars(value)
+            plain = value.layout is torch.strided and (value.is_cpu or is_accelerator(value.device)) and not vars(value)
         else:
             plain = type(value) in (dict, list, tuple) and id(value) not in seen  # it may contain itself
             if plain:

@@ -70,7 +70,7 @@ def in_commits(old, new, tests="store_has"):
 
 
 ON, ON_NONE = "with on(stream):\n                ", "with on(None):\n                "
-EVENTS = "slot.under_way = [recorded(stream) for stream in used.values()]"
+EVENTS = "slot.under_way = [record_event(stream) for stream in used.values()]"
 FREE = "free_gradients"
 DURABLE = "near_durable and not histories"
 NAMED = "near_overlap and named"
@@ -79,7 +79,7 @@ HOST = "_ in copies):\n            "
 JOIN = "self.join()"
 ELSE = "except BaseException:\n            raise\n        else:\n            "
 SELECTS = "with on({}):\n                elements"
-AFTER = "after={d: recorded(torch.accelerator.current_stream(d)) for d in far}"
+AFTER = "after={d: record_event(torch.accelerator.current_stream(d)) for d in far}"
 
 MUTANTS = {
     "gradients are not waited for": in_staging("stream.wait_stream(torch.accelerator.current_stream(device))"),
@@ -103,8 +103,12 @@ MUTANTS = {
     "packing on the current stream": in_sparse("on(streams.get(device))", "on(None)"),
     "entries outlive their step": in_sparse("self._ahead.clear()", "pass", "fails"),
     "tile by tile": in_sparse("ROWS, BATCH_BYTES = 8,", "ROWS, BATCH_BYTES = 1,", "counters"),
-    "addresses of the device go to the engine": Mutant("step/run.py", "s.is_far or", "False or", "match_adamw"),
-    "buffers are not pinned": Mutant("step/run.py", "pinned = any(is_far", "pinned = 0 and any(is_far", "counters"),
+    "addresses of the device go to the engine": Mutant(
+        "step/run.py", "s.is_on_accelerator or", "False or", "match_adamw"
+    ),
+    "buffers are not pinned": Mutant(
+        "step/run.py", "pinned = any(is_on_accelerator", "pinned = 0 and any(is_on_accelerator", "counters"
+    ),
     "a commit does not wait for what is owed": Mutant("engine/durable.py", AFTER, "after={}", "store_has"),
     "a commit waits for all streams": in_commits(
         "stream.wait_event(after)", "torch.accelerator.synchronize()", "counters"
@@ -127,7 +131,7 @@ MUTANTS = {
         "overlap/waits.py", "and is_captured(self.params[0].device)", "and False", "captured"
     ),
     "overlap: it has landed before its copies": in_staging(
-        "wait_for(recorded(torch.accelerator.current_stream(device)))", tests="accelerator_overlap"
+        "wait_for(record_event(torch.accelerator.current_stream(device)))", tests="accelerator_overlap"
     ),
     "overlap: it has landed before what is owed": in_staging(
         "finally:\n                self.wait_for_copies()", "finally:\n                pass", "topk_owes or dropped"
@@ -137,7 +141,7 @@ MUTANTS = {
     ),
     "a guess: gradients are copied before they are made": in_comparisons("to_host[event.device].wait_event(event)"),
     "a guess: no event when a gradient is made": Mutant(
-        "overlap/early.py", "if fired == expected and is_far(p)", "if False", "overlap and guess"
+        "overlap/early.py", "if fired == expected and is_on_accelerator(p)", "if False", "overlap and guess"
     ),
     "a guess: tiles are pushed before they arrive": in_guesses("slot.wait()"),
     "a guess: what was given up is pushed": in_guesses("if self._goes_on", "if True"),
@@ -154,7 +158,7 @@ MUTANTS = {
         "overlap/early.py", "if not all(future.done() for future in self._hold_used)", "if False", "overlap and guess"
     ),
     "a guess: compared on the current stream": in_comparisons("with on(to_host[there.device])", "with on(None)"),
-    "a guess: the answer is read before it is there": in_comparisons("wait_for(recorded(to_host[device]))"),
+    "a guess: the answer is read before it is there": in_comparisons("wait_for(record_event(to_host[device]))"),
     "a guess: parameters of codes are not compared": in_guesses("if source.is_read:", "if False:"),
     "a guess: all gradients are right": in_guesses("self._step.ring.equal(", "True or self._step.ring.equal("),
     "free: gradients are copied before they are made": in_backward("self._step.ring.follow(grad.device)"),

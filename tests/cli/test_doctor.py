@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from csd_optim.accelerator import kind
+from csd_optim.accelerator import accelerator_type
 from csd_optim.cli import doctor
 from csd_optim.cli.doctor import BAD, OK, SLOW, UNKNOWN
 from csd_optim.devices import health, machine
@@ -229,7 +229,7 @@ def test_command(run, tmp_path, monkeypatch):
     assert FILE_NAME not in os.listdir(tmp_path)
 
     _, out, _ = run("doctor", "gpu:")
-    assert ("has no accelerator here" in out) == (not kind())
+    assert ("has no accelerator here" in out) == (not accelerator_type())
 
     code, _, err = run("doctor", tmp_path, "--state-dtype", "fp8")
     assert code == 1

@@ -272,7 +272,7 @@ def far(monkeypatch):
     @contextlib.contextmanager
     def here():
         with monkeypatch.context() as patched:
-            patched.setattr(GradSource, "is_far", True)
+            patched.setattr(GradSource, "is_on_accelerator", True)
             yield
 
     return here

@@ -3,9 +3,9 @@
 import torch
 from support import emulated
 
-from csd_optim.accelerator import kind
+from csd_optim.accelerator import accelerator_type
 
-DEVICE = kind()  # "" where there is none; then tests that use it are not run
+DEVICE = accelerator_type()  # "" where there is none; then tests that use it are not run
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SCRATCH = [["file:"], ["ram:"], ["ram:", "file:"], ["file:"] * 3]
 NEAR = [["gpu:"], ["gpu:", "file:"]]  # states there, of some of the parameters or of all
