@@ -1,4 +1,4 @@
-"""Fixtures: every back end, files that go away with the test, the command line."""
+"""Fixtures: every back end, temporary directories, the command line."""
 
 import gc
 import os
@@ -15,8 +15,8 @@ from csd_optim.cli import commands as cli
 from csd_optim.devices.emulation import MEMORY_BYTES, PLATFORM
 from csd_optim.devices.xclbin import KERNELS, kernel_for, write_emulated
 
-# The oracle is torch's AdamW on tensors of a few thousand elements: there, intra-op threads only spin for each other.
-# CSDAdam has threads of its own. The variable is for the interpreters that tests start.
+# The oracle is torch's AdamW on tensors of a few thousand elements, for which intra-op threads only spin and wait for
+# each other. CSDAdam has its own threads. The variable is for the interpreters that tests start.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -30,7 +30,7 @@ def pytest_configure(config):
     assume(config.getoption("--state-dtype"))
     if config.getoption("--accelerator") and not torch.accelerator.is_available() and not emulated.missing():
         emulated.load()
-    # Tests send these. A shell ignores them for what it starts in the background, and children inherit that.
+    # Tests send these signals. A shell ignores them in background processes, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     config.pluginmanager.register(cards.Suites(config), "suites")
@@ -51,13 +51,14 @@ def pytest_addoption(parser):
         help="only the tests on an accelerator: a real one if there is one, else an emulated one, under each of these "
         "schedules: late, side first, main first, at once, random=SEED",
     )
-    parser.addoption("--state-dtype", default="fp32", help="what CSDAdam takes where a test does not say it")
+    parser.addoption("--state-dtype", default="fp32", help="CSDAdam's default in tests that do not set it")
     parser.addoption("--soak", action="store_true", help="also what takes too long for every day: `make soak`")
 
 
 def pytest_generate_tests(metafunc):
-    """`backend`: each in turn: one file, three named files, memory, memory beside a file, and where there is an
-    accelerator its memory beside a file; or one card, and two."""
+    """Parametrize `backend`: one file; three named files; memory; memory and a file; with an accelerator, its memory
+    and a file. On cards: one card, and two.
+    """
     if "backend" in metafunc.fixturenames:
         on = metafunc.config.getoption("--xrt")
         near = [NEAR] if metafunc.config.getoption("--accelerator") else []
@@ -88,7 +89,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """What is there now stays, a million objects: no collection of garbage need look at them."""
+    """Exclude the million objects that exist now, and stay, from garbage collection."""
     gc.freeze()
 
 
@@ -97,14 +98,16 @@ def pytest_collection_finish():
 
 @pytest.fixture
 def devices(backend, tmp_path):
-    """Device strings of each back end."""
+    """Return the device strings of the test's back end."""
     return device_strings(backend, tmp_path)
 
 
 @pytest.fixture(scope="session")
 def few_kernels(tmp_path_factory):
-    """A program for cards with AdamW's kernels alone. XRT reads what each says of itself, and several times: with all
-    of them that takes longer than all else at opening a card."""
+    """Make an xclbin with AdamW's kernels only.
+
+    XRT reads every kernel's metadata several times: with all kernels, that takes most of the time to open a card.
+    """
     path = tmp_path_factory.mktemp("program") / "few.xclbin"
     few = [kernel_for("adamw", state_dtype) for state_dtype in ("fp32", "8bit")]
     write_emulated(path, PLATFORM, MEMORY_BYTES, {name: KERNELS[name] for name in few})
@@ -113,21 +116,21 @@ def few_kernels(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def kernels(request, monkeypatch):
-    """On cards: AdamW's kernels; a test that is marked `all_kernels` has the others, too."""
+    """On cards, use an xclbin with AdamW's kernels only, except in tests marked `all_kernels`."""
     if on_cards() and not request.node.get_closest_marker("all_kernels"):
         monkeypatch.setenv("CSD_OPTIM_XCLBIN", str(request.getfixturevalue("few_kernels")))
 
 
 @pytest.fixture(autouse=True)
 def in_tmp_path(tmp_path, monkeypatch):
-    """Scratch stores go below the current directory: make that a temporary one."""
+    """Make the current directory a temporary one, because scratch stores go below it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("CSD_OPTIM_DEVICES", raising=False)
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    """A checksum covers as little as it can, so that the small tiles of tests have several, too."""
+    """Make each checksum cover as little as possible, so that even the small tiles of tests have several."""
     monkeypatch.setattr("csd_optim.engine.engine.SUM_ELEMS", 1024)
 
 
@@ -138,13 +141,13 @@ def seeded():
 
 @pytest.fixture
 def suites(request):
-    """The suites that run on cards, in the background."""
+    """The suites that run on cards in the background."""
     return request.config.pluginmanager.get_plugin("suites")
 
 
 @pytest.fixture
 def run(capsys, monkeypatch):
-    """Runs a command of csd-optim in this process: (exit code, stdout, stderr)."""
+    """A function that runs a csd-optim command in this process. It returns (exit code, stdout, stderr)."""
     monkeypatch.delenv("FORCE_COLOR", raising=False)
 
     def run(*arguments):
@@ -153,7 +156,7 @@ def run(capsys, monkeypatch):
             cli.app([str(a) for a in arguments])
         out, err = capsys.readouterr()
         assert "Traceback" not in err
-        assert "\x1b" not in out + err  # no terminal, no colours
+        assert "\x1b" not in out + err  # no colours, since it is no terminal
         return exit_.value.code, out, err
 
     return run

@@ -1,7 +1,7 @@
-"""Builds the native sources with sanitizers, and what drives them in tests/native, and runs it: `make sanitize`.
+"""Builds the native sources and their test programs in tests/native with sanitizers, and runs them: `make sanitize`.
 
-Exits non-zero if a program fails or a sanitizer reports anything: bad memory, undefined behaviour, leaks, data races.
-With `aarch64` as its argument it builds them for that instead, and QEMU runs them: `make aarch64`.
+Exits non-zero if a program fails or a sanitizer reports anything: memory errors, undefined behaviour, leaks, data
+races. With the argument `aarch64` it builds them for that architecture instead, and QEMU runs them: `make aarch64`.
 """
 
 import os
@@ -22,21 +22,21 @@ PROGRAMS = {  # in tests/native (the lesson: in csd.h itself), and what each dri
     "kernels_test": [ROOT / "hls_kernels" / f"csd_{kernel}_update.cpp" for kernel in ("adamw", "lion", "adamw_8bit")],
     "crc32c_test": [ROOT / "native" / "src" / "crc32c.cpp"],
 }
-# Of little arithmetic: half of the time is its compiler's.
+# Programs with so little arithmetic that half of their time is spent compiling.
 UNOPTIMIZED = ("kernels_test",)
 SEARCHED = ("native/include", "native/src", "hls_kernels", "hls_kernels/csim")
-# First, so that tests/native/rules/rules.h stands in place of native/include/rules.h, and has some rules more.
+# tests/native/rules comes first: its rules.h, with a few more rules, replaces native/include/rules.h.
 INCLUDE = [f"-I{ROOT}/{d}" for d in ("tests/native/rules", *SEARCHED)]
 FLAGS = ["-g1", "-fno-omit-frame-pointer", "-ffp-contract=off", "-fno-sanitize-recover=all"]
-# Labels and pragmas are for HLS; GCC 12 finds its own AVX-512 header uninitialized; what an initializer leaves out is
-# zero, and meant to be.
+# Warnings switched off: labels and pragmas are for HLS; GCC 12 reports uninitialized values in its own AVX-512 header;
+# fields that an initializer leaves out are zero on purpose.
 FLAGS += ["-Wall", "-Wextra", "-Wconversion", "-Werror"]
 FLAGS += ["-Wno-unknown-pragmas", "-Wno-unused-label", "-Wno-maybe-uninitialized", "-Wno-missing-field-initializers"]
 
 
 @dataclass(frozen=True)
 class Way:
-    """One of building and running all programs."""
+    """One way to build and run all programs."""
 
     name: str
     flags: tuple[str, ...]
@@ -45,7 +45,7 @@ class Way:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-# What is freed is not used again before 32 MB more are. With the usual 256 the kernel is busy with fresh pages.
+# Freed memory is quarantined until 32 MB more are freed. With the default of 256, most time goes to fresh pages.
 ASAN = {"ASAN_OPTIONS": "detect_leaks=1:check_initialization_order=1:strict_init_order=1:quarantine_size_mb=32"}
 TSAN = {"TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1"}
 SANITIZED = [
@@ -56,7 +56,7 @@ AARCH64 = Way("aarch64", ("-static",), "aarch64-linux-gnu-g++", ("qemu-aarch64",
 
 
 def lesson() -> tuple[str, str]:
-    """The example at the top of csd.h as it stands there, a program in C, and what it says that it prints."""
+    """Return the example at the top of csd.h, a program in C, and the output that its comment promises."""
     header = (ROOT / "native" / "include" / "csd.h").read_text()
     lines = [line[7:] for line in header.splitlines() if line.startswith(" *     ")]
     program = "\n".join(lines[lines.index("#include <stdio.h>") :]) + "\n"
@@ -64,7 +64,7 @@ def lesson() -> tuple[str, str]:
 
 
 def build(way: Way, name: str) -> Path:
-    """Compiles what has changed since the last time, as many files at once as there are cores."""
+    """Compile what has changed since the last time, as many files at once as there are cores."""
     directory = BUILD / way.name.replace(",", "-")
     directory.mkdir(parents=True, exist_ok=True)
     source = ROOT / "tests" / "native" / f"{name}.cpp"
@@ -93,7 +93,7 @@ def build(way: Way, name: str) -> Path:
 
 
 def runs_here(way: Way) -> bool:
-    """Some machines lack a sanitizer's library, or a compiler, or their kernel gives no room for shadow memory."""
+    """Return whether this machine can run it: some lack a sanitizer's library, a compiler, or shadow memory."""
     with tempfile.TemporaryDirectory() as directory:
         source, program = Path(directory, "empty.cpp"), Path(directory, "empty")
         source.write_text("int main() {}\n")
@@ -105,7 +105,7 @@ def runs_here(way: Way) -> bool:
 
 
 def run(way: Way, name: str) -> bool:
-    """Whether the program does what it should and the sanitizer has nothing to say."""
+    """Run a program. Returns whether it succeeded without a report of the sanitizer."""
     start = time.monotonic()
     program = build(way, name)
     built = time.monotonic()
@@ -126,7 +126,7 @@ def main() -> None:
     for way in [AARCH64] if sys.argv[1:] == [AARCH64.name] else SANITIZED:
         if not runs_here(way):
             print(f"sanitize: {way.name}: SKIPPED, does not run on this machine with {way.compiler}")
-            failed |= way is AARCH64  # which was asked for
+            failed |= way is AARCH64  # the user has asked for it
             continue
         for name in PROGRAMS:
             if (way.name, name) != ("thread", "crc32c_test"):  # it has one thread

@@ -1,6 +1,6 @@
-"""The package is a house: a file imports from lower floors or from its own folder only, and no modules go in circles.
+"""The package is layered like a house: a file imports only from lower floors or its own folder, and never in circles.
 
-What is imported within functions counts too; what only type checkers import does not.
+Imports within functions count, too; imports for type checkers only do not.
 """
 
 import ast
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "csd_optim"
-FLOORS = {  # of folders, and of the files beside them
+FLOORS = {  # the floor of each folder, and of each file beside them
     "__init__": 10,
     "__main__": 10,
     "cli": 9,
@@ -37,7 +37,7 @@ FLOORS = {  # of folders, and of the files beside them
 
 
 def modules(package):
-    """Every module of a package, by its name within it: the path of its file."""
+    """Return the file of every module of a package, by the module's name within the package."""
     files = sorted(package.rglob("*.py"))
     return {".".join(f.relative_to(package).with_suffix("").parts).removesuffix(".__init__"): f for f in files}
 
@@ -47,7 +47,7 @@ def is_for_type_checkers(node):
 
 
 def statements(node):
-    """All import statements below a node, but those that never run."""
+    """Yield all import statements below a node, except those that never run."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import | ast.ImportFrom):
             yield child
@@ -58,7 +58,7 @@ def statements(node):
 
 
 def imports(package, name, known):
-    """The modules of the package that a module imports: {name: line}."""
+    """Return the modules of the package that a module imports, with the line: {name: line}."""
     path = known[name]
     folder = [package.name, *path.relative_to(package).parent.parts]
     found = {}
@@ -80,7 +80,7 @@ def imports(package, name, known):
 
 
 def violations(package, floors):
-    """What is wrong with the house, a line each: `file:line: what it imports`, or a circle."""
+    """Return what breaks the rules, a line each: `file:line: what it imports`, or a circle."""
     known = modules(package)
     graph = {name: imports(package, name, known) for name in known}
     wrong = [f"{folder}: has no floor" for folder in sorted({name.split(".")[0] for name in known} - floors.keys())]
@@ -94,7 +94,7 @@ def violations(package, floors):
 
 
 def circles(graph):
-    """One way around each knot of modules that import one another."""
+    """Return one circle of each group of modules that import one another."""
     done, found = set(), []
 
     def walk(name, way):
@@ -137,7 +137,7 @@ def test_every_floor_is_lived_on():
     ],
 )
 def test_what_is_noticed(tmp_path, file, text, wrong):
-    """In a house of four files, one of which is another one."""
+    """Violations are found in a house of four files, after one of them is replaced or added."""
     house = {"high/__init__.py": "", "high/b.py": "from ..low.d import f", "other/c.py": "", "top.py": ""}
     house |= {"low/__init__.py": "", "low/a.py": "def f():\n    from . import d", "low/d.py": "", file: text}
     for name, content in house.items():

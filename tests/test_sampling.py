@@ -1,4 +1,4 @@
-"""What is left out every day is only what has been met: support/sampling.py."""
+"""support/sampling.py: the daily sample leaves out only combinations that it contains elsewhere."""
 
 import itertools
 
@@ -9,7 +9,7 @@ ARGUMENTS = {"backend": ["file", "ram", "mixed", "files"], "steps": [1, 2, 3], "
 
 
 class Case:
-    """What there is of an item of pytest's."""
+    """A stand-in for pytest's items."""
 
     def __init__(self, values):
         self.callspec = self
@@ -18,7 +18,7 @@ class Case:
 
 @pytest.mark.parametrize(("together", "least"), [(1, 4), (2, 12), (3, 24), (4, 48)])
 def test_all_values_meet(together, least):
-    """In no more cases than a third above the fewest that there can be. True is not 1, nor is one list the other."""
+    """All values are sampled, in at most a third more cases than the minimum. True is not 1, and equal lists differ."""
     few = chosen([Case(values) for values in itertools.product(*ARGUMENTS.values())], together)
     assert least <= len(few) <= least * 4 / 3
     for names in itertools.combinations(ARGUMENTS, together):

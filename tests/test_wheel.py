@@ -1,4 +1,4 @@
-"""What is built from the sdist is whole: README's first example runs from the wheel, in an environment of its own."""
+"""The wheel built from the sdist is complete: README's first example runs from it in an environment of its own."""
 
 import importlib.util
 import os
@@ -16,12 +16,12 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
-ALONE = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # where pip may find a csd_optim
+ALONE = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # which may have a csd_optim
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
 
 
 def build(kind, source, directory):
-    """Builds in `source`, without a network. Not optimized, which takes a minute: that is not what is asked here."""
+    """Build in `source`, without a network and without optimization, which would take a minute and prove nothing."""
     directory.mkdir()
     for name in ("cc", "c++"):
         compiler = directory / name
@@ -38,10 +38,10 @@ def build(kind, source, directory):
     params=[pytest.param(True, id="compiled", marks=pytest.mark.soak), pytest.param(False, id="as compiled here")],
 )
 def installed(tmp_path_factory, request):
-    """The interpreter of an environment with the wheel, made from the sdist, and what it depends on.
+    """The interpreter of an environment with the wheel, made from the sdist, and its dependencies.
 
-    To compile the extensions once more takes longer than all else here: but for soak, it is enough that their sources
-    are all there, the same as those that the extensions of this package were compiled from.
+    Compiling the extensions again takes longer than everything else here. Except in soak runs, it is enough that all
+    their sources are there, and are those that this package's extensions were compiled from.
     """
     directory = tmp_path_factory.mktemp("wheel")
     with tarfile.open(build("build_sdist", ROOT, directory / "sdist")) as sdist:
@@ -57,14 +57,14 @@ def installed(tmp_path_factory, request):
         built.mkdir(parents=True)
         for name in "csd_optim._native", "csd_optim._emulator":
             extension = Path(shutil.copy(importlib.util.find_spec(name).origin, built))
-            os.utime(extension, (2**32, 2**32))  # newer than all that it depends on
+            os.utime(extension, (2**32, 2**32))  # newer than all its dependencies
     wheel = build("build_wheel", source, directory / "built")
     assert re.fullmatch(r"csd_optim-[\d.]+-cp310-abi3-linux_\w+\.whl", wheel.name)  # for every Python from 3.10 on
     venv.create(directory / "empty")
     python = directory / "empty/bin/python"
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index", "--no-deps", wheel]
     subprocess.run(pip, env=ALONE, check=True)
-    # A directory that a .pth file names is not looked through for others: an editable csd_optim is not to be seen.
+    # A .pth file adds the directory, but .pth files in it are not read: an editable csd_optim stays invisible.
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(directory / "empty")}))
     (packages / "dependencies.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
     return python
@@ -75,7 +75,7 @@ def run(python, program, cwd):
 
 
 def test_the_first_example_of_readme(installed, tmp_path):
-    """Both its lines as they stand, and a step by the optimizer of each: the same numbers, from this very package."""
+    """Both of its lines run as they stand, and a step of either optimizer gives the same numbers, with this package."""
     assert "CSDAdam" in EXAMPLE
     before, after = EXAMPLE.replace("/mnt/nvme0", str(tmp_path)).splitlines()
     program = f"""if True:
@@ -99,7 +99,7 @@ def test_the_first_example_of_readme(installed, tmp_path):
 
 
 def test_all_of_the_package_is_there(installed, tmp_path):
-    """Every module that the sources have, and no other, can be imported."""
+    """Every module of the sources can be imported, and there are no others."""
     program = (
         "import csd_optim, importlib, pkgutil\n"
         "for module in pkgutil.walk_packages(csd_optim.__path__, 'csd_optim.'):\n"
@@ -132,7 +132,7 @@ def test_the_class_is_named_where_users_find_it(installed, tmp_path):
 
 
 def test_a_clone_beside_a_script_is_not_the_package(tmp_path):
-    """As csd_optim is installed here, which may be editable: a directory of that name has no __init__.py."""
+    """A directory csd_optim without __init__.py beside a script does not hide the package, be it editable or not."""
     (tmp_path / "csd_optim").mkdir()
     script = tmp_path / "train.py"
     script.write_text("import csd_optim\nprint(csd_optim.CSDError.__name__)\n")

@@ -440,7 +440,7 @@ def test_kills(seed, tmp_path, emulated_only):
     environment = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "each went on from a committed step" in done.stdout
+    assert "each one resumed from a committed step" in done.stdout
 
 
 @one_schedule

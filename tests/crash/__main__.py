@@ -1,4 +1,4 @@
-"""Stops training in every way there is, and looks whether it goes on: see __init__.py."""
+"""Stops a training in every way there is, and checks that it resumes: see __init__.py."""
 
 import argparse
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-import torch._dynamo  # what step() would import: once, not in every child
+import torch._dynamo  # step() would import it: here once, instead of in every child
 
 if __package__ in (None, ""):  # python tests/crash
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -20,11 +20,11 @@ from crash.power import PowerLosses, Recording
 from crash.processes import KILL_EFFECTS, in_child, preloaded
 from crash.training import Violation, use_accelerator
 
-SHOTS = 50  # images per recording, about
+SHOTS = 50  # approximate number of images per recording
 
 
 class Progress:
-    """Counts on stderr."""
+    """A counter on stderr."""
 
     def __init__(self, what, total):
         self.what, self.total, self.done, self.shown = what, total, 0, 0.0
@@ -46,9 +46,9 @@ class Progress:
 
 def parse():
     parser = argparse.ArgumentParser(prog="crash", description=__doc__)
-    parser.add_argument("--kills", type=int, default=200, help="at random moments")
+    parser.add_argument("--kills", type=int, default=200, help="number of kills at random moments")
     parser.add_argument("--calls", type=int, default=-1, help="kills at calls that change a file; -1: all of them")
-    parser.add_argument("--images", type=int, default=2000, help="of disks after a power loss")
+    parser.add_argument("--images", type=int, default=2000, help="number of images of disks after a power loss")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
     parser.add_argument("--accelerator", action="store_true", help="with `gpu:` beside the directories, emulated")
     parser.add_argument("--keep", type=Path, help="where to keep the store that shows a violation")
@@ -56,7 +56,7 @@ def parse():
 
 
 def run(arguments, directory):
-    torch.set_num_threads(1)  # the same sums everywhere; and a child has no other threads
+    torch.set_num_threads(1)  # the same sums everywhere, and no other threads at a fork
     choose = random.Random(arguments.seed)
     if arguments.accelerator:
         use_accelerator()
@@ -84,7 +84,7 @@ def run(arguments, directory):
                 tick(1)
         parts.append(f"{struck} kills at calls")
     if arguments.images:
-        # Images lie in memory where that is possible: what is on a disk is not what is tested here.
+        # Images are kept in memory if possible: no real disk is tested here.
         images = "/dev/shm" if os.access("/dev/shm", os.W_OK) else directory
         fresh, left, recordings = 0, arguments.images, 0
         n = max(2, arguments.images // SHOTS)
@@ -102,7 +102,7 @@ def run(arguments, directory):
 
 def main():
     arguments = parse()
-    if "CSD_RECORD" not in os.environ:  # once more, with the libraries
+    if "CSD_RECORD" not in os.environ:  # restart this program with the libraries preloaded
         with TemporaryDirectory() as directory:
             command = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--seed", str(arguments.seed)]
             code = os.spawnve(os.P_WAIT, sys.executable, command, preloaded(Path(directory)))
@@ -118,7 +118,7 @@ def main():
             print(f"crash: seed {arguments.seed}: a promise was broken; see above")
             sys.exit(1)
     seconds = time.monotonic() - began
-    print(f"crash: seed {arguments.seed}: {done}: every one went on from a committed step ({seconds:.0f} s)")
+    print(f"crash: seed {arguments.seed}: {done}: each one resumed from a committed step ({seconds:.0f} s)")
 
 
 if __name__ == "__main__":

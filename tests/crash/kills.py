@@ -1,4 +1,4 @@
-"""SIGKILL: at random moments of a run, and before, in and after every call by which it changes a file."""
+"""SIGKILL at random moments of a run, and before, in and after every call by which it changes a file."""
 
 import random
 import signal
@@ -11,9 +11,9 @@ from .training import LAST, Training, Violation, named, reference
 
 
 def train(shared, seed, devices, expected, *, until=LAST, again=0, close=True):
-    """Takes the run up and checks what it finds; trains to event `until`, closes, and `again` events further.
+    """Resume the run and check its state; train to event `until`, close, reopen and train `again` events more.
 
-    After every event the child leaves in `shared` what the optimizer has called durable.
+    After every event the child notes in `shared` the last event that the optimizer has called durable.
     """
     numbers = shared.numbers
     choose = random.Random(time.monotonic_ns())
@@ -38,7 +38,7 @@ def train(shared, seed, devices, expected, *, until=LAST, again=0, close=True):
 
 
 def _durable(training):
-    """The last event that must survive: a step when committed_step says so, a state dict when it has been loaded."""
+    """Return the last event that must survive: a step once committed_step says so, a state dict once it is loaded."""
     return training.event if training.event % 2 else 2 * training.opt.committed_step
 
 
@@ -47,14 +47,14 @@ def devices_in(directory, n):
 
 
 def _ended_well(child, shared, what):
-    """Raises Violation if a child ended by itself, and not well. Was it killed?"""
+    """Return whether a child was killed. Raises Violation if it ended by itself with an error."""
     if child.code not in (0, -signal.SIGKILL):
         raise Violation(f"{what}: exit code {child.code}\n{shared.said()}")
     return child.code != 0
 
 
 class RandomKills:
-    """Runs of one seed after another, each killed until it has come to its end."""
+    """Runs with one seed after another, each killed and resumed until it completes."""
 
     def __init__(self, seed, directory, keep):
         self.choose = random.Random(seed)
@@ -70,7 +70,7 @@ class RandomKills:
             self.runs += 1
 
     def _one_run(self, kills, tick):
-        """Returns how often it killed."""
+        """Run once, killing it again and again. Returns the number of kills."""
         choose, shared = self.choose, self.shared
         seed, n = choose.randrange(1 << 30), choose.randint(1, 3)
         expected = in_child(reference, seed)
@@ -85,7 +85,7 @@ class RandomKills:
                         break
                     killed += 1
                     tick(1)
-                    # What the next process finds is sometimes looked at by one that is not killed.
+                    # Sometimes a process that is not killed checks the state before the next one resumes.
                     if choose.random() < 0.5:
                         self._look(f"{what}, after kill {killed}", seed, devices, expected)
                 self._look(f"{what}, at the end", seed, devices, expected)
@@ -95,12 +95,12 @@ class RandomKills:
         return killed
 
     def _kill(self, what, seed, devices, expected):
-        """Lets the run go on and kills it at some moment. False if it came to its end."""
+        """Resume the run and kill it at a random moment. Returns False if it completed before."""
         choose, shared = self.choose, self.shared
         shared.numbers[Shared.PHASE] = 0
         shared.numbers[Shared.EVENT] = 0
         phase = choose.choices([Shared.CONSTRUCTING, Shared.TRAINING, Shared.CLOSING], [3, 8, 2])[0]
-        further = choose.randint(0, 6)  # events before it
+        further = choose.randint(0, 6)  # events before the kill
         pause = {Shared.CONSTRUCTING: 0.015, Shared.TRAINING: 0.006, Shared.CLOSING: 0.004}[phase] * choose.random()
         begun = None
         until = LAST if phase != Shared.CLOSING else min(LAST, int(shared.numbers[Shared.DURABLE]) + 2 * further)
@@ -131,7 +131,7 @@ class RandomKills:
 
 
 class KillsAtCalls:
-    """A run on two devices, closed and resumed, killed at each call by which it changes a file."""
+    """A run on two devices, closed and resumed, that is killed at each call by which it changes a file."""
 
     UNTIL, AGAIN = 6, 4  # events: three steps, then the fourth and the state dict after it, and a fifth
 
@@ -155,7 +155,7 @@ class KillsAtCalls:
         return _ended_well(child, shared, what)
 
     def at(self, call, effect):
-        """Kills a run there, and for half of them what takes it up, too; the next must find everything."""
+        """Kill a run at this call, and often the process that resumes it, too. The next must find everything."""
         shared = Shared()
         what = f"kill {effect} call {call} (training seed {self.seed}, 2 devices)"
         with TemporaryDirectory(dir=self.directory) as store:
@@ -164,7 +164,7 @@ class KillsAtCalls:
                     killed = self._child(shared, store, what)
                 if self.choose.random() < 0.5:
                     second, how = self.choose.randrange(10), self.choose.choice([*KILL_EFFECTS])
-                    what += f", then {how} call {second} of what takes it up"
+                    what += f", then {how} call {second} of the process that resumes it"
                     with kill_at(second, KILL_EFFECTS[how], store):
                         self._child(shared, store, what)
                 until = max(2, int(shared.numbers[Shared.DURABLE])) + 1

@@ -1,9 +1,9 @@
-"""SIGKILL of a run whose states are on an accelerator, too: before, in and after calls by which it changes its files.
+"""SIGKILL of runs with some states on an accelerator, before, in and after calls by which they change their files.
 
     python tests/crash/near.py SEED KILLS DIRECTORY
 
-Each run goes on with `gpu:`, with another room, without, or without an accelerator, and with overlap or without it, as
-the seed says.
+By the seed, each run is resumed with `gpu:`, with another room, without `gpu:` or without an accelerator, and with or
+without overlap.
 """
 
 import os
@@ -57,7 +57,7 @@ def reference():
 
 
 def train(shared, directories, room, place, overlaps, expected):
-    """Takes the run up, checks what it finds, and trains to the end; says after each step what is durable."""
+    """Resume the run, check its state, and train to the end. After each step, note in `shared` what is durable."""
     devices = directories if room is None else [f"gpu:?room={room}", *directories]
     params, opt = opened(devices, place, resume=True)
     if overlaps:
@@ -75,9 +75,9 @@ def train(shared, directories, room, place, overlaps, expected):
 
 def main():
     seed, kills, directory = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    if "CSD_RECORD" not in os.environ:  # once more, with the libraries
+    if "CSD_RECORD" not in os.environ:  # restart this program with the libraries preloaded
         os.execve(sys.executable, [sys.executable, *sys.argv], preloaded(Path(directory)))
-    warnings.simplefilter("ignore")  # that there is no store to resume yet
+    warnings.simplefilter("ignore")  # about a store to resume that does not exist yet
     emulated.load()
     choose = random.Random(seed)
     expected, killed, ends = in_child(reference), 0, 0
@@ -103,7 +103,7 @@ def main():
                 how = f"gpu:?room={room}, {n} directories, overlap: {overlaps}"
                 sys.exit(f"seed {seed}, kill {killed}, {how}: {shared.said()}")
             ends += 1
-    print(f"near: {killed} kills in {ends} runs: each went on from a committed step")
+    print(f"near: {killed} kills in {ends} runs: each one resumed from a committed step")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Power loss: what a run did to its files is recorded, and cut short at any instant.
+"""Power loss: the calls by which a run changes its files are recorded, and the record is cut off at any instant.
 
-What a completed flush covers is on the disk. Of everything else, each sector holds what it held before, or what any of
-the writes under way would have put there. An image of the disks that results must open at a committed step.
+What a completed flush covers is on the disk. Every other sector holds what it held before, or what one of the pending
+writes would have put there. Each image of the disks that can result must open at a committed step.
 
-A flush that has failed covers nothing, and of what was written before it nothing is ever covered by a later one: that
-may be there or not, until it is written again, or read from the disk itself after a flush that did not fail.
+A failed flush covers nothing. Writes made before it are not covered by later flushes either: they may be on the disk or
+not, until they are made again, or read from the disk itself after a flush that succeeds.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ ENTRY = np.dtype(
 
 @dataclass
 class Entry:
-    """One entry of the log: a call before it is made, or (`done`) that it has returned."""
+    """One entry of the log: a call that is about to be made or, with `done`, has returned."""
 
     what: int
     done: bool
@@ -73,8 +73,8 @@ class Entry:
     n: int
     path: str
     data: bytes = b""
-    mapped: list = field(default_factory=list)  # of a flush: pages that were written without a call
-    ahead: list = field(default_factory=list)  # the same of the next flush of the file
+    mapped: list = field(default_factory=list)  # for a flush: pages that were written through mappings, without a call
+    ahead: list = field(default_factory=list)  # the `mapped` pages of the file's next flush
 
     def __str__(self):
         file, what = Path(self.path).parent.name, NAMES[self.what]
@@ -83,9 +83,9 @@ class Entry:
 
 
 class Recording:
-    """What a run did to its stores: all of it, in one order. It is stopped and resumed several times.
+    """Everything that a run did to its stores, in one order. The run is stopped and resumed several times.
 
-    `killed`: the first two of its processes are killed at some call; otherwise they close.
+    `killed`: its first two processes are killed at some call; otherwise they close.
     """
 
     def __init__(self, seed, n_devices, directory, *, killed, choose):
@@ -106,7 +106,7 @@ class Recording:
 
     def _run(self, store, choose):
         shared = Shared()
-        # In most, a flush fails, too: which does not mean that anything was lost.
+        # In most recordings a flush fails, too, which does not mean that anything was lost.
         flush = choose.randrange(120)
         with faults.rule(SYNC_CALL, store, ERROR, errno.EIO, skip=flush, times=choose.choice([0, 1, 1, 2])):
             self._processes(shared, store, choose)
@@ -114,9 +114,9 @@ class Recording:
 
     def _processes(self, shared, store, choose):
         for until in (18, 22) if not self.killed else (choose.randint(4, 16), choose.randint(17, 22)):
-            # A run makes some 20 calls per event, and some 50 to its first commit.
+            # A run makes about 20 calls per event, and about 50 up to its first commit.
             call = choose.randrange(choose.choice([50, 20 * until])) if self.killed else 1 << 60
-            # Half of the time in a commit, or not at all if there are fewer calls of that kind.
+            # Half of the kills hit a commit, or never strike if there are fewer calls of that kind.
             kinds = choose.choice([CHANGES, COMMITS])
             with kill_at(call, KILL_EFFECTS[choose.choice([*KILL_EFFECTS])], store, kinds):
                 self._process(shared, store, until)
@@ -129,7 +129,7 @@ class Recording:
             ctypes.CDLL(None).csd_record_seen(os.fsencode(f"{device}/{FILE_NAME}"))
 
     def _check_fidelity(self, store):
-        """The last state of the files follows from the log: nothing was missed."""
+        """Check that the final content of the files follows from the log, so that no call was missed."""
         disk = Disk(self)
         for entry in self.entries:
             disk.pass_by(entry)
@@ -188,10 +188,10 @@ def _entries(log):
 
 
 def _find_mapped(entries):
-    """Finds, for every flush, the pages that changed since the one before without a call."""
+    """Find for every flush the pages that changed since the previous one without a call."""
     shadows, under_way, last = {}, {}, {}
     for entry in entries:
-        if entry.what == OTHER:  # removed: it had never become a store
+        if entry.what == OTHER:  # removed before it became a store
             shadows.pop(entry.path, None)
             last.pop(entry.path, None)
         if entry.what in (SYNC_DIRECTORY, MARK, OTHER, READ, READ_DIRECT, DROP) or Path(entry.path).name != FILE_NAME:
@@ -199,7 +199,7 @@ def _find_mapped(entries):
         if entry.done:
             under_way.pop(entry.call, None)
             continue
-        if entry.what == RENAME:  # an empty file takes its place
+        if entry.what == RENAME:  # an empty file takes the old name
             shadows[entry.path], last[entry.path] = bytearray(), entry
             continue
         shadow = shadows.setdefault(entry.path, bytearray())
@@ -208,7 +208,7 @@ def _find_mapped(entries):
             _apply(shadow, entry)
             under_way[entry.call] = entry
             continue
-        # Of a write under way the file may show a part.
+        # The file may show part of a write in flight.
         calls = [other for other in under_way.values() if other.path == entry.path]
         busy = {
             page
@@ -233,7 +233,7 @@ def _find_mapped(entries):
 
 
 def _correct(call, seen):
-    """Of a call in which its process was killed, only what the file shows has happened."""
+    """Reduce a call in which its process was killed to the part that the file shows."""
     if call.what == WRITE:
         call.data = seen[call.at : call.at + call.n]
         call.n = len(call.data)
@@ -262,19 +262,19 @@ def _apply(content, entry):
             content.extend(bytes(entry.n - len(content)))
 
 
-# ---- a disk, as time goes by -----------------------------------------------------
+# ---- a disk over time ------ -----------------------------------------------------
 
 
 @dataclass
 class Pending:
-    """A write, or a change of size, that need not have reached the disk yet."""
+    """A write or a change of size that may not have reached the disk yet."""
 
     entry: Entry
     returned: bool = False
-    doomed: bool = False  # by a flush that failed: no other covers it
+    doomed: bool = False  # a flush of it failed: no later flush covers it
 
     def replaced(self, by):
-        """The same where a later write covers it: it is known what is there."""
+        """Take over the content of the range that a later, flushed write `by` covers: it is known to be there."""
         first, last = max(self.entry.at, by.at), min(self.entry.at + self.entry.n, by.at + by.n)
         if first < last:
             data = bytearray(self.entry.data)
@@ -283,19 +283,19 @@ class Pending:
 
 
 class File:
-    """One store: what is on the disk for certain, and what may be."""
+    """One store file: what is on the disk for certain, and what may be."""
 
     def __init__(self, before, mapped):
         self.safe = bytearray()
         self.pending = {}  # by call
         self.mapped = mapped  # pages written through mappings before the next flush, as it will see them
-        self.covered = {}  # by flush under way: the calls that it covers
-        self.readable = self.dropped = False  # what is read comes from the disk: past the cache, or through it
-        self.named = set()  # directories that were flushed since it was made
-        self.before = before  # the file that had its name, and may have it still
+        self.covered = {}  # the calls that each flush in flight covers
+        self.readable = self.dropped = False  # after a good flush: direct reads, or all reads, come from the disk
+        self.named = set()  # directories that were flushed since the file was created
+        self.before = before  # the file that had this name, and may still have it on the disk
 
     def doom(self, flush):
-        """It has failed. Changes of size are an exception: a file system whose journal fails stops for good."""
+        """Mark the calls of a failed flush. Not changes of size: a file system whose journal fails stops for good."""
         calls, mapped = self.covered.pop(flush)
         for call in calls:
             if call in self.pending and self.pending[call].entry.what == WRITE:
@@ -305,7 +305,7 @@ class File:
         self.readable = self.dropped = False
 
     def read(self, at, n):
-        """What is there was read from the disk."""
+        """Note that this range was read from the disk: what it returned is there."""
         there = [p for p in self.pending.values() if p.entry.what == WRITE]
         for k, pending in enumerate(there):
             entry = pending.entry
@@ -315,17 +315,17 @@ class File:
                 _put(self.safe, first, entry.data[first - entry.at : last - entry.at])
 
     def has(self, block):
-        """Are manifest and table of this superblock, of copy 0, on the disk for certain?"""
+        """Return whether copy 0 of this superblock's manifest and table is on the disk for certain."""
         regions = ((r.offset(0), r.size, r.crc) for r in (block.manifest, block.table))
         return all(crc32c(bytes(self.safe[at : at + size])) == crc for at, size, crc in regions)
 
     def image(self, choose):
-        """One thing that may be on the disk, and a word on it. `choose` None: everything, in order."""
+        """Return a possible content of the disk, and a word that describes it. `choose` None: all writes, in order."""
         writes = [p.entry for p in self.pending.values()]
         writes += [Entry(WRITE, False, 0, 0, at, len(data), "", data) for at, data in self.mapped if choose]
         content = bytearray(self.safe)
         how = choose.choice(HOW) if choose else "all"
-        # Changes of size come in order, as a file system's journal has them.
+        # Changes of size take effect in order, because a file system's journal is ordered.
         sizes = [w for w in writes if w.what != WRITE]
         kept = sizes if how == "all" else sizes[: choose.randint(0, len(sizes))]
         if how not in ("all", "superblocks only") and not sizes:
@@ -363,12 +363,12 @@ class Disk:
     def __init__(self, recording):
         self.recording = recording
         self.files = {}  # by path
-        self.begun = {}  # reads, by call
-        self.flushed = {}  # path: the last step of which copy 0 is safe there
-        self.promised = 0  # what the optimizer has said is durable
+        self.begun = {}  # reads in flight, by call
+        self.flushed = {}  # by path: the last step whose copy 0 is safe in that file
+        self.promised = 0  # the last event that the optimizer has called durable
 
     def pass_by(self, entry):
-        """Time goes on beyond this entry."""
+        """Apply an entry of the log."""
         if entry.what == MARK:
             self.promised = max(self.promised, entry.n)
         elif entry.what == SYNC_DIRECTORY:
@@ -388,7 +388,7 @@ class Disk:
             self._pass_file(entry)
 
     def _forget(self, path):
-        """Another file takes the name, or none: what this one has counts no more, but for a step that all have."""
+        """Forget a file that was replaced or removed. What it flushed no longer counts, except a step that all have."""
         self.promised = self.durable
         self.flushed.pop(path, None)
 
@@ -409,7 +409,7 @@ class Disk:
             return
         if entry.what == SEEN:
             for pending in file.pending.values():
-                pending.returned = True  # or will never
+                pending.returned = True  # or never will
             file.mapped = file.mapped + entry.ahead
             return
         if entry.what != SYNC:
@@ -417,7 +417,7 @@ class Disk:
                 file.pending[entry.call] = Pending(entry)
                 file.dropped = False
             elif entry.call in file.pending:
-                # A short write has written what it says; what came to nothing, nothing.
+                # A short write has written as much as it returned, a failed one nothing.
                 pending = file.pending[entry.call]
                 pending.returned = True
                 if entry.what == WRITE and entry.n < pending.entry.n:
@@ -428,7 +428,7 @@ class Disk:
                 calls,
                 [Entry(WRITE, False, 0, 0, at, len(data), "", data) for at, data in file.mapped],
             )
-            file.mapped = entry.ahead  # they may have been written from now on
+            file.mapped = entry.ahead  # from now on, these pages may be written
         elif entry.n != 0:
             file.doom(entry.call)
         else:
@@ -444,16 +444,16 @@ class Disk:
 
     @property
     def durable(self):
-        """The event that a power loss now must not undo."""
+        """Return the last event that a power loss now must not undo."""
         files = self.files.items()
         if len(files) < self.recording.n_devices or not all(len(f.named) == 2 for _, f in files):
             return self.promised
         return max(self.promised, 2 * min(self.flushed.get(path, 0) for path, _ in files))
 
     def lose_power(self, directory, choose):
-        """Writes an image of all devices to `directory`; returns what it did."""
+        """Write an image of all devices to `directory`. Returns a description of it."""
         said = []
-        alike = choose.random() < 0.3  # the disks are at the same point
+        alike = choose.random() < 0.3  # the random choices are the same for all disks
         seed = choose.random()
         for path, file in self.files.items():
             of_file = random.Random(seed) if alike else choose
@@ -485,7 +485,7 @@ def check_image(recording, directory, durable, choose):
 
 
 class PowerLosses:
-    """Images of one recording, made and checked by several children at once."""
+    """Images of one recording, made and checked by several children in parallel."""
 
     LANES = 2
 
@@ -522,10 +522,10 @@ class PowerLosses:
                 child.kill()
 
     def _moments(self):
-        """Ways to choose one: at any time; and where it is delicate, too."""
+        """Yield functions that choose a moment: any moment, and particularly delicate ones."""
         entries = self.recording.entries
         yield lambda choose: choose.randint(0, len(entries))
-        # Superblocks, and whatever flushes.
+        # Writes of superblocks, and all flushes.
         delicate = [
             i
             for i, e in enumerate(entries)
@@ -535,11 +535,11 @@ class PowerLosses:
         # Before the first commit.
         first = next(i for i, e in enumerate(entries) if e.what == MARK and e.n)
         yield lambda choose: choose.randint(0, first)
-        # While a process takes up what one before it has left.
+        # While a process recovers what the previous one has left.
         begins = [i for i in range(1, len(entries)) if entries[i - 1].what == SEEN != entries[i].what]
         ends = [next((i for i in range(b, len(entries)) if entries[i].what == MARK), len(entries)) for b in begins]
         windows = [*zip(begins, ends, strict=True)]
-        if windows:  # else a flush failed before there was anything
+        if windows:  # otherwise a flush failed before anything was written
             yield lambda choose: choose.randint(*choose.choice(windows))
 
     def _lane(self, shared, points, lane):

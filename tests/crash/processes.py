@@ -1,7 +1,7 @@
-"""Children that may be killed, and the libraries that are preloaded into them: see ../faults.
+"""Children that may be killed, and the libraries that are preloaded into them (../faults).
 
-Children are forked, so that torch is imported once; the parent itself never makes an optimizer, as a child would
-inherit its locks but not its threads.
+Children are forked, so that torch is imported once. The parent itself never makes an optimizer: a child would inherit
+its locks but not its threads.
 """
 
 import mmap
@@ -19,25 +19,25 @@ from faults import ALLOCATE, KILL_AFTER, KILL_BEFORE, KILL_MIDDLE, META_WRITE, R
 CHANGES = TILE_WRITE | META_WRITE | ALLOCATE | SYNC | TRUNCATE | RENAME
 COMMITS = META_WRITE | SYNC  # the calls that make up a commit
 KILL_EFFECTS = {"before": KILL_BEFORE, "in the middle of": KILL_MIDDLE, "after": KILL_AFTER}
-LOG_BYTES = 1 << 30  # of a sparse file: a recording takes some 50 MB
+LOG_BYTES = 1 << 30  # size of a sparse file, of which a recording uses about 50 MB
 
 
 def preloaded(directory):
-    """The environment in which a process has both libraries."""
+    """Return an environment that preloads both libraries."""
     with open(directory / "log", "wb") as log:
         log.truncate(LOG_BYTES)
-    # What is recorded is what the process asked for, whether or not it is killed in it.
+    # `record` comes first, so that it records every call that the process makes, even one in which it is killed.
     libraries = faults.preloaded(directory, "record", "faults")
     return {**os.environ, **libraries, "CSD_RECORD": str(directory / "log")}
 
 
 def kill_at(call, effect, path, calls=CHANGES):
-    """Kills who makes the call number `call` (from 0) of this kind on a file below `path`. Yields the rule."""
+    """Kill the process that makes call number `call` (from 0) of this kind on a file below `path`. Yields the rule."""
     return faults.rule(calls, path, effect, skip=call, times=1)
 
 
 class Shared:
-    """Numbers that a child leaves behind, whatever becomes of it, and what it has to say."""
+    """Numbers and a message that a child leaves in shared memory, where they survive it."""
 
     PHASE, EVENT, DURABLE = range(3)
     CONSTRUCTING, TRAINING, CLOSING = range(1, 4)
@@ -55,7 +55,7 @@ class Shared:
 
 
 def start(shared, body, *arguments):
-    """Forks a child that calls `body` and ends: with 0, or with 3 when it has said what was wrong."""
+    """Fork a child that calls `body`, and exits with 0, or with 3 after leaving a message about what was wrong."""
     sys.stdout.flush()
     sys.stderr.flush()
     child = os.fork()
@@ -68,16 +68,16 @@ def start(shared, body, *arguments):
     except BaseException:
         shared.say(traceback.format_exc())
     finally:
-        os._exit(code)  # as abruptly as that: no destructors, no handlers of the parent's
+        os._exit(code)  # without destructors and the parent's exit handlers
 
 
 class Child:
-    """A child under way; killed at the end of the `with` if it still is."""
+    """A child process. The end of the `with` block kills it if it still runs."""
 
     def __init__(self, shared, body, *arguments):
         self.shared = shared
         self.pid = start(shared, body, *arguments)
-        self.code = None  # as os.waitstatus_to_exitcode has it, when it has ended
+        self.code = None  # that of os.waitstatus_to_exitcode(), after it has ended
 
     def __enter__(self):
         return self
@@ -97,7 +97,7 @@ class Child:
             self.ended(0)
 
     def wait(self, seconds=60):
-        """Its exit code. Raises TimeoutError if it does not end."""
+        """Wait for the child and return its exit code. Raises TimeoutError if it does not end."""
         end = time.monotonic() + seconds
         pause = 0.0002
         while not self.ended():
@@ -109,7 +109,7 @@ class Child:
 
 
 def in_child(function, *arguments):
-    """What the function returns, from a child."""
+    """Call the function in a child, and return its result."""
     reading, writing = os.pipe()
 
     def body():

@@ -1,4 +1,4 @@
-"""The training that is stopped and taken up again: everything about it follows from its seed."""
+"""The training that is stopped and resumed. Everything about it follows from its seed."""
 
 import copy
 import functools
@@ -18,24 +18,24 @@ from csd_optim import CSDStoreError, CSDWarning
 csd_optim.engine.engine.SUM_ELEMS = 1024  # so that a tile has several checksums
 
 STEPS = 12
-# Not "ram:": of 8-bit states around a parameter that was set it keeps less.
+# Not "ram:", which keeps less of 8-bit states when a parameter is set from outside.
 WITHOUT_A_STORE = "file:"
 LATE = 3  # the step in which a parameter gets its first gradient
 LOAD = 4  # after this step a state dict is loaded
-JOIN = 6  # before this step a parameter group joins
+JOIN = 6  # before this step a parameter group is added
 WRITE = 7  # before this step parameters are set from outside
-JOINED = 8  # the first gradient of that group
-TOPK = {2: 0.1, 7: None, 9: 0.02}  # before a step the first group begins to send this share of its gradients
-HALVE = 10  # in this step gradients are halved after backward, so that what has begun in it is undone
-# How states are kept, of the first parameters and of those that join: one of these, by the seed.
+JOINED = 8  # the step in which that group gets its first gradient
+TOPK = {2: 0.1, 7: None, 9: 0.02}  # from these steps on the first group sends this share of its gradients
+HALVE = 10  # in this step gradients are halved after backward, so that a step begun in backward is undone
+# The state_dtype of the first parameters, and of the added group: one of these, by the seed.
 STATE_DTYPES = [("fp32", "fp32"), ("8bit", "8bit"), ("8bit", "fp32"), ("fp32", "8bit")]
-# The step by itself, beside the next forward, also beside backward, or in it: one of these, by the seed. In the last
-# two all gradients are sent, as steps with Top-K do not begin in backward.
+# How a step overlaps, by the seed: not at all, with the next forward, also with backward, or it runs in backward. In
+# the last two cases all gradients are sent, because steps with Top-K do not begin in backward.
 FORWARD, BACKWARD, FREE = {}, {"backward": True}, {"free_gradients": True}
 OVERLAP = [None, FORWARD, BACKWARD, FREE]
-# With an accelerator (see use_accelerator): room there, when it is opened; None: without.
+# With an accelerator (see use_accelerator): its room, chosen each time the optimizer is opened; None: no `gpu:`.
 ROOMS = ["1GB", "1GB", "100kB", "60kB", None]
-# Which optimizer it is: again by the seed, every other one CSDAdam.
+# The optimizer, by the seed: every other one is CSDAdam.
 OPTIMIZERS = [ADAMW] * len(FULL) + FULL
 SAMPLES, BATCH = 56, 8
 LAST = 2 * STEPS
@@ -44,7 +44,7 @@ _accelerator = False
 
 
 def use_accelerator():
-    """From now on training has `gpu:` beside its directories, on the emulated accelerator; and only what that can."""
+    """From now on, train with `gpu:` beside the directories, on the emulated accelerator, as far as `gpu:` allows."""
     global _accelerator
     emulated.load()
     _accelerator = True
@@ -63,7 +63,7 @@ class Model(torch.nn.Module):
             self.register_parameter(name, param)
 
     def forward(self, rows, number):
-        """The targets of these samples, as far as it is trained in step `number`: (batch, 33)."""
+        """Return the model's outputs (batch, 33), from the layers that are trained in step `number`."""
         hidden = dropout(embedding(rows, self.embed), 0.2)
         hidden = torch.relu(hidden @ self.first.float()) * self.scale.float()
         hidden = torch.tanh(hidden @ self.second)
@@ -72,7 +72,7 @@ class Model(torch.nn.Module):
 
 
 class Training:
-    """A small model, its optimizer, and how far they are.
+    """A small model, its optimizer, and their progress.
 
     `event` counts what is committed: 2 * s is step s, 2 * LOAD + 1 the state dict after that step, 0 nothing yet.
     """
@@ -88,7 +88,7 @@ class Training:
         if _accelerator:
             self.state_dtypes, self.overlap, self.topk = ("fp32", "fp32"), None, {}
             if self.resumes:
-                # Another room each time; what the run is compared with has none.
+                # The room is different each time; the reference run has no `gpu:`.
                 room = random.choice(ROOMS)
                 self.place = "emu" if room or random.random() < 0.5 else "cpu"
                 devices = [f"gpu:?room={room}", *devices] if room else devices
@@ -108,11 +108,11 @@ class Training:
         self.position, self.order = SAMPLES, torch.arange(SAMPLES)
         self.opt = self._open(devices)
         self.event = self.opt.user_state["event"] if self.opt.user_state else 0
-        if self.overlap is FREE:  # what requires a gradient has states, whether or not it gets one
+        if self.overlap is FREE:  # then every parameter that requires a gradient has states, even without one
             for name, first in (("late", LATE), ("joined", JOINED)):
                 self.params[name].requires_grad_(self.steps + 1 >= first)
         self._begin_overlap()
-        # What was found, before anything is done with it.
+        # The state that was found, before anything changes it.
         self.found = self.image() if self.event else {}
         if self.event:
             state = self.opt.user_state
@@ -155,19 +155,19 @@ class Training:
         return opt
 
     def _begin_overlap(self):
-        if self.resumes and self.overlap is not None:  # not in memory: what it is compared with is without
+        if self.resumes and self.overlap is not None:  # the reference run, in memory, has no overlap
             self.opt.overlap(self.model, **self.overlap)
 
     def _schedule(self):
-        # Its last_epoch counts from 0, and it makes a step when it is made.
+        # The scheduler's last_epoch counts from 0, and its constructor makes a step.
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # "optimizer.step() before lr_scheduler.step()": in the process before
+            warnings.simplefilter("ignore")  # "optimizer.step() before lr_scheduler.step()": an earlier process did
             self.scheduler = torch.optim.lr_scheduler.LambdaLR(
                 self.opt, lambda t: 1 / (1 + 0.1 * t), last_epoch=self.steps - 1
             )
 
     def next_event(self):
-        """Trains up to the next state that is committed, and returns its number."""
+        """Train until the next event, and return its number."""
         if self.event == 2 * LOAD:
             self._load()
         else:
@@ -222,7 +222,7 @@ class Training:
         return {**state, "rng": torch.get_rng_state()}
 
     def image(self):
-        """What must come back: a checksum of every tensor's bits, and every number."""
+        """Return what must be restored: a checksum of every tensor's bits, and every number."""
         self.opt.wait()
         image = {}
         for name, p in self.params.items():
@@ -237,7 +237,7 @@ class Training:
         return image
 
     def check(self, reference, at_least):
-        """What was found is the state of a committed step, and of none before event `at_least`."""
+        """Check that the state found is that of a committed event, not older than event `at_least`."""
         if self.event < at_least:
             raise Violation(f"resumed {named(self.event)}, but {named(at_least)} was durable")
         if self.event and self.opt.committed_step != self.steps:
@@ -245,7 +245,7 @@ class Training:
         _compare(self.found, reference.get(self.event, {}), f"resumed {named(self.event)}{self.with_room}")
 
     def check_next(self, reference):
-        """It goes on as if it had never stopped."""
+        """Check that the training continues as if it had never stopped."""
         if self.event < LAST:
             image = self.next_image()
             what = f"resumed{self.with_room}, and trained on to {named(self.event)}"
@@ -273,7 +273,7 @@ def named(event):
 
 
 def reference(seed):
-    """What the run looks like that is never stopped, event by event."""
+    """Return the images of a run that is never stopped, event by event."""
     training, images = Training(seed, WITHOUT_A_STORE), {}
     while training.event < LAST:
         image = training.next_image()

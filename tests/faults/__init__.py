@@ -1,4 +1,4 @@
-"""Libraries to preload into a process: faults.c makes its file I/O fail, record.c writes down what it does."""
+"""Libraries to preload into a process: faults.c makes its file I/O fail, record.c records it."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-# As in faults.c: what a call is, what becomes of it, and a rule.
+# As in faults.c: kinds of calls, effects, and the struct of a rule.
 TILE_READ, TILE_WRITE, META_READ, META_WRITE, ALLOCATE, SYNC, DIRECT_IO, DIRECT_OPEN, TRUNCATE, RENAME = (
     1 << i for i in range(10)
 )
@@ -22,7 +22,7 @@ FOREVER = 1 << 62
 
 
 def preloaded(directory, *names):
-    """What the environment needs of a process that is to have these libraries. They are made in `directory`."""
+    """Compile these libraries in `directory`. Returns the environment variables that preload them into a process."""
     for name in names:
         command = [os.environ.get("CC", "cc"), "-Wall", "-O1", "-shared", "-fPIC", "-o", directory / f"{name}.so"]
         subprocess.run([*command, Path(__file__).with_name(f"{name}.c"), "-ldl", "-lpthread"], check=True)
@@ -35,9 +35,9 @@ def preloaded(directory, *names):
 
 @contextmanager
 def rule(calls, path, effect, error=0, *, skip=0, times=FOREVER, hold=False):
-    """Strikes `calls` on files whose path contains `path`: `times` of them, after `skip` that go untouched.
+    """Apply `effect` to `calls` on files whose path contains `path`: `times` of them, after `skip` untouched ones.
 
-    They wait while the rule, which this yields, has `hold` set.
+    Yields the rule. As long as its `hold` is set, these calls block.
     """
     rules = np.memmap(os.environ["CSD_FAULTS"], RULE, "r+")
     at = int(np.flatnonzero(rules["active"] == 0)[0])

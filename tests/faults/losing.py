@@ -1,6 +1,6 @@
-"""Disks that lose what a failed flush should have covered, for good, as fsync(2) and drives with a volatile cache do.
+"""Disks that lose for good what a failed flush should have covered, like fsync(2) and drives with a volatile cache.
 
-On the level of os.fsync and os.fdatasync, through which all of csd_optim's flushes go.
+They replace os.fsync and os.fdatasync, through which all flushes of csd_optim go.
 """
 
 import errno
@@ -13,21 +13,21 @@ PAGE = 4096
 
 
 class LosingDisk:
-    """Below `root`, flush number `nth` (from 0) fails. What was written since the last good one is gone.
+    """A disk whose flush number `nth` (from 0) below `root` fails. Everything written since the last good one is lost.
 
-    `at_once`: from the page cache, too. Otherwise it is seen there until somebody drops the cache, or the end.
+    `at_once`: from the page cache, too. Otherwise it remains visible there until the cache is dropped, or the end.
     """
 
     def __init__(self, root, nth=None, *, at_once=True):
         self.root, self.nth, self.at_once = os.path.realpath(root), nth, at_once
         self.flushes = 0
-        self.failed = ""  # which one it was
+        self.failed = ""  # a description of the flush that failed
         self._real = os.fsync, os.fdatasync, os.posix_fadvise, os.pwrite
         self._lock = threading.Lock()
-        self._safe = {}  # of a file, by inode: what is on the disk for certain. Never flushed: nothing
-        self._names = {}  # of a directory: the names that are on the disk, each with another link to its file
+        self._safe = {}  # by a file's inode: what is on the disk for certain, nothing before its first flush
+        self._names = {}  # by directory: the names that are on the disk, each with another link to its file
         self._stash = Path(f"{self.root}.stash")
-        self._doomed = []  # what goes when the cache is dropped
+        self._doomed = []  # what is lost when the cache is dropped
 
     def __enter__(self):
         self._stash.mkdir()
@@ -73,7 +73,7 @@ class LosingDisk:
         self._doomed.append((path, os.fstat(fd).st_ino, (now, pages), safe))
 
     def _write(self, fd, data, at):
-        """What is written again, the same as before, too, goes to the disk with the next flush."""
+        """Write. What is written again, even with the same bytes, reaches the disk with the next flush."""
         for _, inode, then, _ in self._doomed:
             if inode == os.fstat(fd).st_ino and isinstance(then, tuple):
                 then[1].difference_update(range(at // PAGE * PAGE, at + len(data), PAGE))
@@ -89,7 +89,7 @@ class LosingDisk:
             self.drop_cache()
 
     def drop_cache(self, *, names=False):
-        """Shows what is on the disk; with `names` also which names are there, as after a power loss."""
+        """Make files show what is on the disk; with `names`, directories, too, as after a power loss."""
         with self._lock:
             doomed, self._doomed = self._doomed, [d for d in self._doomed if isinstance(d[2], dict) and not names]
         for path, inode, then, safe in doomed:
@@ -108,7 +108,7 @@ class LosingDisk:
             now = _content(fd)
             for at in pages:
                 part = then[at : at + PAGE]
-                if now[at : at + PAGE] == part:  # else it was written again since, by the engine or through a mapping
+                if now[at : at + PAGE] == part:  # otherwise it was written again, by the engine or through a mapping
                     self._real[3](fd, safe[at : at + PAGE].ljust(len(part), b"\0"), at)
             self._real[1](fd)
         finally:

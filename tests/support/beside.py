@@ -1,4 +1,4 @@
-"""A small model that CSDAdam trains, and beside it the same one that torch.optim.AdamW trains."""
+"""A small model trained by CSDAdam, and the same one trained by torch.optim.AdamW."""
 
 import copy
 import subprocess
@@ -24,14 +24,14 @@ def small_model(dtype=torch.float32):
 
 
 def gradients(params, step):
-    """The same random gradients for the same step, whoever asks."""
+    """Give the parameters random gradients that depend only on the step."""
     generator = torch.Generator().manual_seed(step)
     for p in params:
         p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
 
 
 def pair_of_models(devices, **kwargs):
-    """Equal fp32 models, one trained by CSDAdam, one by AdamW."""
+    """Return two equal fp32 models, one trained by CSDAdam, one by AdamW."""
     model = small_model()
     twin = copy.deepcopy(model)
     return model, CSDAdam(model.parameters(), devices=devices, **kwargs), twin, AdamW(twin.parameters(), **kwargs)
@@ -56,7 +56,7 @@ def assert_same_weights(ours, reference):
 
 
 def everything(optimizer):
-    """A copy of parameters and state, to compare bits with later."""
+    """Return a copy of parameters and state, to compare bits with later."""
     return [
         t.detach().clone()
         for p in params_of(optimizer)
@@ -65,7 +65,7 @@ def everything(optimizer):
 
 
 def run_script(script, *arguments):
-    """A Python process of its own; returns what it printed."""
+    """Run a script in a Python process of its own. Returns what it printed."""
     command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

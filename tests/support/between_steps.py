@@ -1,4 +1,4 @@
-"""What a program may do between two steps: each is run with overlap and without, by support.twins.assert_twins()."""
+"""Things that a program may do between two steps. support.twins.assert_twins() runs each with overlap and without."""
 
 import random
 
@@ -104,7 +104,7 @@ def evaluates(training):
 def looks_at_states(training):
     for k in range(6):
         training.backward()
-        if k % 2:  # between backward and step: a guess is given up
+        if k % 2:  # between backward and step: the guess, a step begun in backward, is discarded
             training.opt.state_dict()
         training.opt.step()
         training.opt.zero_grad()
@@ -120,7 +120,7 @@ def edits_states(training):
         training.backward()
         if k % 2:
             with torch.no_grad():
-                kept.mul_(0.5)  # the tensor of before
+                kept.mul_(0.5)  # the tensor that was read before the step
         training.opt.step()
         training.opt.zero_grad()
 
@@ -169,7 +169,7 @@ def goes_back_over_the_graph(training):
 def scales_losses(training):
     scaler = torch.amp.GradScaler(training.kind, init_scale=1024.0, growth_interval=1000)
     for k in range(6):
-        scale = scaler.scale(torch.ones((), device=training.kind)).item()  # there the scale is made, and stays
+        scale = scaler.scale(torch.ones((), device=training.kind)).item()  # creates the scale, on this device
         training.backward(scale if k != 3 else float("inf"))
         scaler.step(training.opt)
         scaler.update()
@@ -204,7 +204,7 @@ def grows(training):
 
 
 def takes_turns(training):
-    """Overlap that ends and begins again."""
+    """End overlap and begin it again."""
     how = training.overlap
     for k in range(8):
         training.step()
@@ -221,7 +221,7 @@ SCRIPTS = [
 
 
 class History:
-    """The same for both of the twins: what happens follows from the seed."""
+    """A random history of actions. It follows from the seed, so that it is the same for both twins."""
 
     def __init__(self, seed):
         self.seed = seed
@@ -296,8 +296,9 @@ class History:
 
 
 def gives_steps_up(training):
-    """With free_gradients=True: what backward has done on an accelerator is undone, and somebody has the memory of its
-    gradients. Seen on the next line."""
+    """With free_gradients=True: discard what backward has done on an accelerator, though the memory of its gradients
+    may be reused already. The next entry of the log shows whether the parameters are restored.
+    """
     for k in range(6):
         training.step()
         if training.overlap is None:
@@ -314,7 +315,7 @@ def gives_steps_up(training):
             with pytest.raises(CSDRuntimeError, match="has changed parameters already"):
                 training.model.state_dict()
             training.opt.zero_grad()
-        torch.accelerator.synchronize()  # nothing that is queued still changes parameters
+        torch.accelerator.synchronize()  # no queued kernel may still change parameters
         del training.log[before:], training.losses[losses:]
         training.steps = steps
         training.log.append([p.detach().clone() for p in training.model.parameters()])

@@ -1,7 +1,7 @@
 """Runs commands with emulated cards, and the tests of every back end on them.
 
-Those tests, a pytest for each file, wait as much as they compute. So they run in the background, two at a time,
-from when it is known that they are asked for, and whoever asks for one waits for it.
+These suites, each a pytest process, wait as much as they compute. So they run in the background, two at a time, as soon
+as it is known that a test asks for them. That test waits for the result.
 """
 
 import os
@@ -23,11 +23,11 @@ from csd_optim.devices import emulation
 
 TESTS = Path(__file__).resolve().parent.parent
 SECONDS = 300  # for any command; none takes half of it
-# Name: files of tests/, those that only `make soak` adds, and on which cards every day: one, two, or both. To open two
-# takes twice as long as one, and longer than most tests: what a card computes it computes alone, while what is spread
-# over cards, or resumed, is on two. What soak adds tests what torch sees of an optimizer, which is far from any card.
-# Few, because a process takes as long to start as a dozen tests; one for "adamw", "torch" and "topk" was seen to end in
-# the middle, without a word.
+# Name: files of tests/, files that only `make soak` adds, and the cards of a daily run: one ("xrt"), two ("xrts"), or
+# both. Opening two cards takes twice as long as one, and longer than most tests. So tests of what a card computes run
+# on one; tests of what is spread over cards, or resumed, on two. The files for soak test what torch sees of an
+# optimizer, which has little to do with cards. There are few suites, because a process takes as long to start as a
+# dozen tests do; but one process for "adamw", "torch" and "topk" was seen to die in the middle, without a message.
 TORCH = ["optim/test_state_dict.py", "optim/test_outside_writes.py"]
 FAR = ["optim/test_constructor.py", "optim/test_training_loops.py", "optim/test_closing.py"]
 RESUME = [f"optim/test_{name}.py" for name in ("resume", "user_state", "edited_states", "without_shadow", "dropped")]
@@ -52,10 +52,10 @@ needs_xrt = pytest.mark.skipif(why_no_cards() is not None, reason=str(why_no_car
 
 
 def sample(items):
-    """Each test in one case at least, and each value of each argument in one case of some test of the same file.
+    """Return a sample of tests: at least a case of each test, and per file each value of each argument in some test.
 
-    Where there is a choice, the values that had fewest cases so far. All combinations of them are for other back ends,
-    for the kernel alone (test_kernels.py), and for `make soak`.
+    Values with the fewest cases so far are preferred. All combinations run on other back ends, with the kernel alone
+    (test_kernels.py), and in `make soak`.
     """
     tests, chosen, taken = {}, set(), Counter()
     for item in items:
@@ -72,9 +72,9 @@ def sample(items):
 
 
 def emulated(*command, cards=1, drives=None, fault="", seconds=SECONDS):
-    """Runs a command with emulated cards, one of which may fail, and kills whatever it leaves behind."""
+    """Run a command with emulated cards, one of which may fail, and kill whatever processes it leaves behind."""
     with tempfile.TemporaryDirectory() as directory:
-        # Into files: a pipe stays open for as long as anything does that the command has started.
+        # Output goes to files: a pipe would stay open as long as any process that the command has started.
         out, err = Path(directory, "out"), Path(directory, "err")
         redirected = ["sh", "-c", 'exec >"$1" 2>"$2"; shift 2; exec "$@"', "sh", out, err]
         status = emulation.run(
@@ -85,10 +85,10 @@ def emulated(*command, cards=1, drives=None, fault="", seconds=SECONDS):
 
 
 def emulated_python(program, *arguments, cards=1, drives=None, fault=""):
-    """Runs a Python program so: forked, where that can be."""
+    """Run a Python program with emulated cards, in a forked process if possible."""
     with tempfile.TemporaryDirectory(prefix="csd_optim_emu_", ignore_cleanup_errors=True) as directory:
         prepared = emulation.prepare(Path(directory), cards, drives)
-        if "LD_LIBRARY_PATH" in prepared:  # where an interpreter has to begin with it
+        if "LD_LIBRARY_PATH" in prepared:  # it is read only when an interpreter starts
             return emulated(
                 sys.executable, "-c", program, *map(str, arguments), cards=cards, drives=drives, fault=fault
             )
@@ -97,9 +97,9 @@ def emulated_python(program, *arguments, cards=1, drives=None, fault=""):
 
 
 class Suites:
-    """A plugin of pytest: starts the suites that are asked for once all tests are collected.
+    """A plugin of pytest that starts the suites which tests ask for, as soon as all tests are collected.
 
-    With pytest-xdist it is the process that only waits for its workers that runs them, and a worker that asks.
+    With pytest-xdist, the controller, which otherwise only waits for its workers, runs them; a worker asks for results.
     """
 
     def __init__(self, config):
@@ -128,11 +128,11 @@ class Suites:
             self.processes = [subprocess.Popen([*command, *turn], cwd=TESTS) for turn in turns]
 
     def result(self, suite):
-        """What the suite's pytest printed, and its exit status."""
+        """Return what the suite's pytest printed, and its exit status."""
         deadline = time.monotonic() + len(SUITES) * SECONDS
         while not (done := self.directory / f"{suite}.status").exists():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the suite {suite} on cards has not come to an end")
+                raise TimeoutError(f"the suite {suite} on cards did not end in time")
             time.sleep(0.1)
         return (self.directory / f"{suite}.out").read_text(), int(done.read_text())
 
@@ -148,10 +148,10 @@ class Suites:
 def main(directory, soak, *asked):
     try:
         run(directory, soak, asked)
-    finally:  # nobody waits for what does not come
+    finally:  # always leave a result, so that no test waits for ever
         for suite in asked:
             if not Path(directory, f"{suite}.status").exists():
-                Path(directory, f"{suite}.out").write_text("the suite was not run to its end")
+                Path(directory, f"{suite}.out").write_text("the suite did not run to its end")
                 Path(directory, f"{suite}.status").write_text("1")
 
 
@@ -163,7 +163,7 @@ def run(directory, soak, asked):
         command = [sys.executable, "-m", "pytest", "-v", "--durations=5", f"--xrt={on}", "-p", "no:cacheprovider"]
         command += ["--soak"] * int(soak) + [str(TESTS / file) for file in files]
         done = emulated(*command, cards=3, seconds=4 * SECONDS)
-        if done.returncode in (128 + signal.SIGTERM, 128 + signal.SIGINT):  # nobody wants to know any more
+        if done.returncode in (128 + signal.SIGTERM, 128 + signal.SIGINT):  # the run was interrupted
             break
         Path(directory, f"{suite}.out").write_text(done.stdout + done.stderr)
         status = Path(directory, f"{suite}.unfinished")

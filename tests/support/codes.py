@@ -1,4 +1,4 @@
-"""Stores whose states are codes, made by the engine alone; and what is in them, by the updater on one array each."""
+"""Stores with 8-bit states (codes), made by the engine alone, and their expected content, by the updater on arrays."""
 
 import numpy as np
 import torch
@@ -13,20 +13,20 @@ from csd_optim.store.sections import SECTIONS
 
 TILE = 4096
 GROUP = {"lr": 0.01, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1, "amsgrad": False, "maximize": False}
-# Names, and shapes whose last groups and tiles are not full. Each dtype has an extent of its own.
+# Names, and shapes whose last groups and tiles are only partly full. Each dtype has its own extent.
 SHAPES = {
     torch.bfloat16: {"weight": (90, 110), "bias": (70,), "scalar": ()},
     torch.float16: {"half": (5000,), "rest": (63,)},
     torch.float32: {"whole": (65, 64), "phase": (33, 31)},
 }
-PLAIN = None  # instead of a dtype: states that are kept in fp32
+PLAIN = None  # instead of a dtype: fp32 states
 ALL = {**SHAPES, PLAIN: {"plain": (70, 90)}}
 
 
 class Coded:
-    """Parameters and an engine with the codes of their states; `step()` takes all of them one further.
+    """Parameters and an engine with the codes of their states; `step()` makes a step of all of them.
 
-    `rank`: of two, each of which has one half of the rows.
+    `rank`: of two ranks, each of which has half of the rows.
     """
 
     def __init__(self, devices, dtypes=tuple(SHAPES), *, amsgrad=False, resume=False, shadow=True, rank=None):
@@ -61,12 +61,12 @@ class Coded:
             discard_newer(self.engine)
         else:
             self.engine.describe({"params": about, "waiting": []})
-        if rank is not None:  # of two, as if they committed together
+        if rank is not None:  # one of two ranks, as if they committed together
             self.engine.committer.store_id = b"of two in codes."
             self.engine.committer._manifests._of_rank = {"rank": rank, "world_size": 2}
 
     def _blank(self, param, dtype):
-        """What one array of it has before the first step: the parameter is the master."""
+        """Return a parameter's states in one array before the first step: its master is the parameter."""
         if dtype is PLAIN:
             return [param.clone(), *(torch.zeros(param.numel()) for _ in self.states[1:])]
         padded, wide = -(-param.numel() // 64) * 64, param.dtype == torch.float32
@@ -110,7 +110,7 @@ class Coded:
                 bindings.update_codes(self.hyper, "scalar", grad, codes, out, key)
 
     def decoded(self):
-        """By parameter and state, fp32."""
+        """Return the states in fp32, by parameter and state."""
         found = {}
         for name, p in self.params.items():
             if name in ALL[PLAIN]:
@@ -122,7 +122,7 @@ class Coded:
         return found
 
     def rounded(self):
-        """What each parameter is: its rounded master."""
+        """Return what each parameter must be: its rounded master."""
         return {name: self.codes[name][0][: p.numel()] for name, p in self.params.items()}
 
     def close(self):
@@ -136,7 +136,7 @@ class Coded:
 
 
 def made(devices, dtypes=tuple(SHAPES), *, steps=2, **options):
-    """A store of so many steps, closed; what made it."""
+    """Make a store with `steps` steps and close it. Returns the Coded that made it."""
     with Coded(devices, dtypes, **options) as coded:
         for _ in range(steps):
             coded.step()

@@ -1,4 +1,4 @@
-"""CSDAdam's parameters beside those of torch.optim.AdamW on fp32 copies, and bits beside bits."""
+"""Comparing CSDAdam with torch.optim.AdamW on fp32 copies, and tensors bit by bit."""
 
 import torch
 from support.backends import TILE
@@ -8,7 +8,7 @@ TOLERANCE = 1e-6
 
 
 def on_host(t):
-    """A copy of it there, in fp32."""
+    """Return an fp32 copy in host memory."""
     return t.detach().to("cpu", torch.complex64 if t.is_complex() else torch.float32, copy=True)
 
 
@@ -21,7 +21,7 @@ def params_of(optimizer):
 
 
 def relative_difference(a, b):
-    """Largest difference over largest magnitude."""
+    """Return the largest difference divided by the largest magnitude."""
     a, b = (torch.view_as_real(t) if t.is_complex() else t for t in (a.detach().cpu(), b.detach()))
     if a.numel() == 0 or torch.equal(a, b):
         return 0.0
@@ -35,13 +35,13 @@ def assert_same_bits(a, b):
 
 
 def bits(t):
-    """The tensor's bits; every nan counts as the same, for its payload may differ."""
+    """Return the tensor's bits. All NaNs count as the same, because their payloads may differ."""
     t = torch.where(t.isnan(), torch.full_like(t, float("nan")), t)
     return t.view(torch.int32 if t.dtype is torch.float32 else torch.int16)
 
 
 def make_pair(params, devices, *, of=ADAMW, tile_size=TILE, grad_dtype=None, max_grad_norm=None, **kwargs):
-    """CSDAdam over `params` (tensors, or groups of them), and AdamW over fp32 copies; or another pair `of` two."""
+    """Return CSDAdam over `params` (tensors, or groups of them) and AdamW over fp32 copies; or another pair, `of`."""
     kwargs = {**of.kwargs, **kwargs}
     groups = [g if isinstance(g, dict) else {"params": [g]} for g in params]
     copies = [{**g, "params": [fp32_copy(p) for p in g["params"]]} for g in groups]
@@ -52,7 +52,9 @@ def make_pair(params, devices, *, of=ADAMW, tile_size=TILE, grad_dtype=None, max
 
 
 def randn_like(p):
-    """Random gradients. One number alone stays off zero: what cancels has no relative precision to compare."""
+    """Return random gradients. A single number is kept away from zero: after cancellation, a relative difference means
+    nothing.
+    """
     return torch.randn_like(p) if p.numel() != 1 else torch.rand_like(p) + 0.5
 
 
@@ -70,12 +72,12 @@ def train(ours, reference, steps=10, make=randn_like):
 
 
 def assert_matches(ours, reference):
-    """Parameter, master and every state within TOLERANCE, each by itself; 16-bit parameters exactly rounded."""
+    """Assert that parameter, master and each state are within TOLERANCE, and 16-bit parameters exactly rounded."""
     for p, copy in zip(params_of(ours), params_of(reference), strict=True):
         state, expected = ours.state[p], reference.state[copy]
         assert {value.device for value in state.values()} <= {p.device, torch.device("cpu")}
         assert set(state) - {"master"} == {*expected, "step"}
-        assert state["step"] == expected.get("step", state["step"])  # SGD's does not say it
+        assert state["step"] == expected.get("step", state["step"])  # SGD's state has no step
         for name in expected.keys() - {"step"}:
             assert relative_difference(state[name], expected[name]) <= TOLERANCE, name
         assert relative_difference(state["master"], copy) <= TOLERANCE

@@ -1,6 +1,6 @@
 """The emulated accelerator of tests/accelerator/emulated/ as torch.device("emu"): built once, loaded into the process.
 
-Once it is there, torch.accelerator and pinned memory mean it: a process is either with it or without.
+Once loaded, torch.accelerator and pinned memory use it: a process has it from then on, or never.
 """
 
 import contextlib
@@ -15,21 +15,21 @@ import torch
 from .backends import TESTS
 
 SOURCES = TESTS / "accelerator" / "emulated"
-WRITTEN_FOR = "2.13"  # it uses what torch does not promise to keep
-# What may happen to what is queued: nothing before somebody waits for it, or whatever can in some of the streams.
+WRITTEN_FOR = "2.13"  # the version of torch: it uses interfaces that torch may change
+# When queued work runs: only when the host waits for it ("late"), at once, or that of some streams before others'.
 ORDERS = ("late", "at once", "side first", "main first", "random")
 _library = None
 
 
 def missing():
-    """Why it cannot be had here; "" if it can."""
+    """Return why the accelerator cannot be emulated here, "" if it can."""
     if torch.__version__.startswith(f"{WRITTEN_FOR}."):
         return ""
     return f"the emulated accelerator is written for torch {WRITTEN_FOR}; this is {torch.__version__}"
 
 
 def build():
-    """The path of the library, which is made anew if a source is newer. Raises CalledProcessError."""
+    """Return the path of the library, built again if a source is newer. Raises CalledProcessError."""
     library = TESTS.parent / "build" / f"emulated-{torch.__version__}.so"
     sources = [*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]
     if library.exists() and library.stat().st_mtime > max(s.stat().st_mtime for s in sources):
@@ -48,7 +48,7 @@ def build():
 
 
 def load():
-    """Makes it the accelerator of this process."""
+    """Make it the accelerator of this process."""
     global _library
     if _library is not None:
         return
@@ -65,7 +65,7 @@ def load():
     module.device_count = lambda: 2
     module.current_device = torch.accelerator.current_device_index
     module._is_in_bad_fork = lambda: False
-    module.manual_seed_all = lambda seed: None  # generators are the CPU's
+    module.manual_seed_all = lambda seed: None  # random numbers come from the CPU's generators
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
     torch._register_device_module("emu", module)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
@@ -77,7 +77,7 @@ def loaded():
 
 @contextlib.contextmanager
 def schedule(name):
-    """What is queued within runs by this schedule: one of ORDERS, or "random=SEED"."""
+    """Run what is queued inside the context by this schedule: one of ORDERS, or "random=SEED"."""
     set_schedule(name)
     try:
         yield
@@ -86,14 +86,14 @@ def schedule(name):
 
 
 def set_schedule(name):
-    """The same from now on. What is queued by now has run when this returns."""
+    """Use this schedule from now on. Everything queued so far has run when this returns."""
     order, _, seed = name.partition("=")
     _library.emu_schedule(ORDERS.index(order), int(seed or 1))
 
 
 @contextlib.contextmanager
 def capturing():
-    """Streams say that a graph is captured, and the host may not wait."""
+    """Pretend inside the context that a graph is captured: streams say so, and the host must not wait."""
     _library.emu_capture(True)
     try:
         yield
@@ -102,10 +102,10 @@ def capturing():
 
 
 def pending():
-    """Kernels and copies that were called and did not run yet."""
+    """Return the number of kernels and copies that are queued and have not run yet."""
     return _library.emu_pending()
 
 
 def counts():
-    """So far: what was put into streams, and how often the host waited for one."""
+    """Return counts so far: what was put into streams, and how often the host waited for one."""
     return _library.emu_launched(), _library.emu_waited()

@@ -1,4 +1,4 @@
-"""Tests whose bodies run in one child process that has faults/faults.c preloaded, and what makes its calls fail."""
+"""Runs the bodies of tests in a child process with faults/faults.c preloaded, and makes its calls fail."""
 
 import contextlib
 import functools
@@ -17,7 +17,7 @@ _child: ProcessPoolExecutor | None = None
 
 @pytest.fixture(scope="module", autouse=True)
 def child(tmp_path_factory):
-    """The process in which the bodies run."""
+    """An executor whose one process runs the bodies of tests."""
     global _child
     directory = tmp_path_factory.mktemp("faults")
     environment = faults.preloaded(directory, "faults")
@@ -25,14 +25,14 @@ def child(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, ProcessPoolExecutor(1, spawn, initializer=load) as pool:
         for name, value in environment.items():
             patch.setenv(name, value)
-        pool.submit(os.getpid).result()  # started: the environment may go back
+        pool.submit(os.getpid).result()  # waits until the process has started: then the environment can be restored
         _child = pool
         yield
         _child = None
 
 
 def in_child(body):
-    """Makes a test's body run in the child, below its tmp_path."""
+    """Decorate a test so that its body runs in the child, in its tmp_path."""
 
     @functools.wraps(body)
     def test(**arguments):
@@ -49,9 +49,9 @@ def _call(module, name, directory, arguments):
 
 @contextlib.contextmanager
 def fault(calls, path, error=0, *, effect=ERROR, skip=0, times=FOREVER, hold=False, must_strike=True):
-    """Lets `calls` on files whose path contains `path` fail: `times` of them, after `skip` that do not.
+    """Make `calls` on files whose path contains `path` fail: `times` of them, after `skip` that succeed.
 
-    With `hold` they wait, and fail when the function that this yields is called.
+    With `hold`, they block, and fail when the function that this yields is called.
     """
     with faults.rule(calls, path, effect, error, skip=skip, times=times, hold=hold) as rule:
         yield lambda: rule.__setitem__("hold", 0)

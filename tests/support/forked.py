@@ -1,8 +1,8 @@
-"""Python programs in processes of their own that are forked from one that has imported torch already.
+"""Python programs in processes of their own, forked from a process that has already imported torch.
 
-A new interpreter imports torch, and its compiler with the first optimizer, for about three seconds; this takes
-milliseconds. What it cannot stand in for: options of the interpreter, what is read while a library is loaded
-(LD_LIBRARY_PATH), and how an interpreter comes to its end; here only what `atexit` knows is done.
+A new interpreter takes about three seconds to import torch, and torch's compiler with the first optimizer; a fork takes
+milliseconds. It cannot test options of the interpreter, variables that are read while libraries load (LD_LIBRARY_PATH),
+or how an interpreter shuts down: here only `atexit` functions run.
 """
 
 import atexit
@@ -21,16 +21,16 @@ from unittest import mock
 
 from support.states import assume, assumed
 
-# Forked from a server, so that no threads are inherited, nor anything that a test has done.
+# Forked from a server, so that a process inherits neither threads nor anything that a test has done.
 processes = multiprocessing.get_context("forkserver")
 PRELOADED = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "csd_optim"]
 
 
 def process(function, *arguments, daemon=False):
-    """A process that calls a function, and is started.
+    """Start a process that calls `function`, and return it.
 
-    The server also imports the modules of tests that want such processes: in each anew, that would take longer than
-    most of what they do.
+    The server also imports the test modules that start processes: importing them in each process would take longer than
+    most tests.
     """
     wants = {"process", "on_ranks", "on_living_ranks"}
     tests = [name for name, module in sys.modules.items() if name.startswith("test_") and wants & vars(module).keys()]
@@ -44,18 +44,19 @@ def process(function, *arguments, daemon=False):
 
 
 def _begin(function, *arguments):
-    gc.freeze()  # what the server has made lives on anyway, and looking at it would copy its pages
+    gc.freeze()  # the server's objects live on anyway, and a collection would copy their pages
     assume(assumed())
     function(*arguments)
 
 
 def python(program, *arguments, environment=None, seconds=120):
-    """Runs a program with these arguments, as `python -c` does: its exit status, 128 + N after signal N, and output.
+    """Run a program with these arguments, as `python -c` does.
 
-    It has a session of its own, and whatever it leaves there is killed. After `seconds`, so is the program.
+    Returns its exit status (128 + N after signal N) and output. The program has its own session; processes that it
+    leaves there are killed. Raises TimeoutExpired after `seconds`, having killed the program.
     """
     with tempfile.TemporaryDirectory() as directory:
-        # Into files: a pipe stays open for as long as anything does that the program has started.
+        # Output goes to files: a pipe would stay open as long as any process that the program has started.
         said = [Path(directory, name) for name in ("out", "err")]
         environment = dict(os.environ if environment is None else environment)
         call = (program, [str(a) for a in arguments], environment, os.getcwd(), said)
@@ -74,19 +75,19 @@ def python(program, *arguments, environment=None, seconds=120):
 
 
 def printed(program, *arguments, **options):
-    """What the program prints, which has to end well."""
+    """Return what the program prints; it must exit with 0."""
     done = python(program, *arguments, **options)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def module(name, *arguments, **options):
-    """... and `python -m name`."""
+    """Run `python -m name` as python() runs a program."""
     return python(running(name), *arguments, **options)
 
 
 def running(name):
-    """The program that does what `python -m name` does."""
+    """Return a program that does what `python -m name` does."""
     program = "import os, runpy, sys; sys.path.insert(0, os.getcwd()); "
     return program + f"runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
 

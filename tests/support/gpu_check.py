@@ -1,4 +1,4 @@
-"""`make gpu-check`: what somebody with an accelerator runs, and sends back: see docs/gpu-check.md."""
+"""`make gpu-check`: the checks that people with an accelerator run, and send us the result of: docs/gpu-check.md."""
 
 import datetime
 import os
@@ -13,14 +13,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = [sys.executable, "-m", "pytest", "tests/accelerator", "--accelerator", "-q"]
 
-ORDERED = "dense or lifetimes or overlap or near"  # tests of who may do what when
+ORDERED = "dense or lifetimes or overlap or near"  # tests of the order of accesses among streams
 
 
 @dataclass
 class Step:
     name: str
     command: list[str]
-    needs: str = ""  # a program
+    needs: str = ""  # a program without which the step is skipped
     environment: dict[str, str] = field(default_factory=dict)
     seconds: int = 900
 
@@ -28,7 +28,7 @@ class Step:
 STEPS = [
     Step("environment", [sys.executable, "-m", "torch.utils.collect_env"]),
     Step("tests", [*TESTS, "--durations=20"]),
-    # torch's own check of accesses from several streams; it knows CUDA only.
+    # torch's own sanitizer for accesses from several streams, which supports only CUDA.
     Step("streams", [*TESTS, "-k", ORDERED], "nvidia-smi", {"TORCH_CUDA_SANITIZER": "1"}),
     Step("memory", ["compute-sanitizer", "--tool", "memcheck", *TESTS, "-k", "test_layouts"], "compute-sanitizer"),
     Step("bench", [sys.executable, "-m", "bench.accelerator", "--json"]),
@@ -38,7 +38,7 @@ STEPS = [
 
 
 def run(steps, into):
-    """Runs all of them, whatever fails. Returns the archive of what they said, and the names of those that failed."""
+    """Run all steps, even if some fail. Returns the archive of their output, and the names of the failed ones."""
     now = datetime.datetime.now().strftime("%Y-%m-%d-%H-%M")
     results = into / f"gpu-check-{now}"
     results.mkdir(parents=True)

@@ -1,15 +1,15 @@
-"""Gradients of every kind for the tests of Top-K, and residuals beside them."""
+"""Gradients of every kind for the tests of Top-K, and residuals for them."""
 
 import math
 
 import numpy as np
 import torch
 
-STRIDE = 61  # of values that are unlike those between them: a prime, so that it meets all columns of a matrix
+STRIDE = 61  # distance between outliers: a prime, so that they fall into all columns of a matrix
 
 
 def any_bits(n, dtype, seed=0):
-    """Every kind of number there is, most of them far from one another."""
+    """Return n numbers with random bits: every kind of number, most of them far from one another."""
     rng = np.random.default_rng(seed)
     if dtype is torch.float32:
         bits = rng.integers(1 << 32, size=n, dtype=np.uint32).view(np.int32)
@@ -19,7 +19,7 @@ def any_bits(n, dtype, seed=0):
 
 
 def residual_of(grad, scale, seed=1):
-    """Of the size of the gradient, in true units."""
+    """Return a residual of the gradient's size, unscaled."""
     noise = torch.randn(len(grad), generator=torch.Generator().manual_seed(seed))
     return (noise * grad.float().numpy().std().item() * scale).bfloat16()
 

@@ -1,16 +1,16 @@
-"""Memory that runs out."""
+"""Limits memory, to test that operations do not take too much."""
 
 import contextlib
 import gc
 import resource
 
-LIMIT = 48 << 20  # bytes that an operation may take which must not take it all
+LIMIT = 48 << 20  # bytes of memory that an operation may take if it must not load everything
 
 
 @contextlib.contextmanager
 def memory_limit(more):
-    """Whoever takes so many bytes more of memory than the process has now gets a MemoryError."""
-    gc.collect()  # what other tests left would be room, if it went later
+    """Let allocations fail with MemoryError beyond `more` bytes above what the process uses now."""
+    gc.collect()  # garbage of other tests, freed later, would raise the limit
     before = resource.getrlimit(resource.RLIMIT_DATA)
     with open("/proc/self/status") as status:
         [now] = [1024 * int(line.split()[1]) for line in status if line.startswith("VmData")]

@@ -1,14 +1,14 @@
-"""What tests with parameters on the accelerator have in common."""
+"""Helpers of tests with parameters on the accelerator."""
 
 import torch
 from support import emulated
 
 from csd_optim.accelerator import accelerator_type
 
-DEVICE = accelerator_type()  # "" where there is none; then tests that use it are not run
+DEVICE = accelerator_type()  # "" if there is none; tests that use it are then not run
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SCRATCH = [["file:"], ["ram:"], ["ram:", "file:"], ["file:"] * 3]
-NEAR = [["gpu:"], ["gpu:", "file:"]]  # states there, of some of the parameters or of all
+NEAR = [["gpu:"], ["gpu:", "file:"]]  # all states on the accelerator, or those of some parameters
 
 
 def leaf(*shape, dtype=torch.float32, device=DEVICE):
@@ -16,7 +16,7 @@ def leaf(*shape, dtype=torch.float32, device=DEVICE):
 
 
 def keep_busy():
-    """Some 10 ms of work for the current stream of a real device; the emulated one is as slow as its schedule says."""
+    """Give the current stream of a real device some 10 ms of work; the emulated one is as slow as its schedule says."""
     if not emulated.loaded():
         a = torch.ones(4096, 4096, device=DEVICE)
         for _ in range(4):

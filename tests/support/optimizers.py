@@ -1,4 +1,4 @@
-"""Our optimizers, each beside its oracle: what suites take as one more parameter."""
+"""Our optimizers, each with its oracle, for test suites that take them as a parameter."""
 
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,7 +14,7 @@ from csd_optim.params.update_rule import UpdateRule
 
 
 class Lion(torch.optim.Optimizer):
-    """Chen et al., 2023, algorithm 2, line by line; torch has none."""
+    """Lion (Chen et al., 2023, algorithm 2), line by line; torch has none."""
 
     def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0, *, maximize=False):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
@@ -35,9 +35,9 @@ class Lion(torch.optim.Optimizer):
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """A class of ours, and the one whose place it takes, with the same arguments.
+    """A class of ours and the one of torch that it replaces, with the same arguments.
 
-    `kwargs`: those of the constructor, `other`: what a group may say instead.
+    `kwargs`: the constructor's arguments. `other`: options that a parameter group may have instead.
     """
 
     name: str
@@ -80,7 +80,7 @@ _MORE = [
 
 
 def rules(pairs):
-    """Parameters of a test: those that these devices have a kernel for, which on cards has to be loaded."""
+    """Return test parameters for `pairs`. On cards, pairs without a kernel are skipped, and others load theirs."""
     missing = {pair.rule.name for pair in pairs} - (
         BACKENDS["xrt"].rules if on_cards() else {p.rule.name for p in pairs}
     )
@@ -93,5 +93,5 @@ def rules(pairs):
 
 
 def other_rules():
-    """All but AdamW's, and all that they can be asked for."""
+    """Return all pairs but AdamW's, with all options."""
     return rules(FULL + _MORE)

@@ -17,21 +17,21 @@ from csd_optim import CSDAdam, push
 from csd_optim.distributed import buckets
 from csd_optim.serve import early
 
-STARTS = 60  # seconds that they may take
+STARTS = 60  # seconds that they may take to start
 
 
 @contextlib.contextmanager
 def small_buckets():
-    """So that the small models of tests flow in several: on all trainers of owners that are `small`."""
+    """Make buckets so small that the small models of tests have several. Trainers of `small` owners must do so, too."""
     with mock.patch.object(buckets, "LEAST_BYTES", 512), mock.patch.object(early, "LEAST_BYTES", 512):
         yield
 
 
 class Owners:
-    """`size` of them, with a directory each below `directory`; ended with the `with`.
+    """`size` optimizer ranks, each with its own directory below `directory`. The `with` block stops them.
 
-    They listen on a free port, each at the one of `hosts` that is its own. `small`: see small_buckets(). `before` is
-    called with the rank, before each of them serves.
+    They listen on a free port, each at its own entry of `hosts`. `small`: see small_buckets(). `before` is called with
+    the rank in each process, before it serves.
     """
 
     def __init__(self, directory, size=1, timeout=60, hosts=("127.0.0.1",), small=False, before=None):
@@ -71,7 +71,7 @@ class Owners:
         return self.log.read_text() if self.log.exists() else ""
 
     def until(self, pattern):
-        """The first match of what they have said, when it is there."""
+        """Wait until their output matches `pattern`, and return the first match."""
         end = time.monotonic() + STARTS
         while not (found := re.search(pattern, self.said)):
             lives = time.monotonic() < end and all(p.is_alive() for p in self.processes)
@@ -85,7 +85,7 @@ class Owners:
         return [p.pid for p in self.processes]
 
     def stop(self):
-        """As `kill` does it; all of them end well."""
+        """Stop all of them as `kill PID` does (SIGTERM), and assert that they exit with 0."""
         for p in self.processes:
             os.kill(p.pid, signal.SIGTERM)
         for p in self.processes:
@@ -93,7 +93,7 @@ class Owners:
         assert [p.exitcode for p in self.processes] == [0] * self.size, self.said
 
     def kill(self, *ranks):
-        """These of them, or all."""
+        """Kill these ranks, or all of them, with SIGKILL."""
         for p in [self.processes[rank] for rank in ranks] or self.processes:
             p.kill()
             p.join()
@@ -120,10 +120,10 @@ def _own(rank, size, store, meet, log, timeout, host, small, before):
 
 
 class UnderDDP:
-    """A model under DDP; `devices`: owners, for whom its hook pushes, or others."""
+    """A model under DDP. `devices`: owners, to which its hook pushes gradients, or other devices."""
 
     def __init__(self, model, devices, *, ddp=None, **options):
-        """`ddp`: arguments of DDP; `options`: of CSDAdam."""
+        """Make the model and its optimizer. `ddp`: arguments of DDP. `options`: arguments of CSDAdam."""
         served = devices.startswith("serve:")
         options |= {"overwrite": True} if served else {}
         self.model = model

@@ -14,16 +14,17 @@ import torch.distributed as dist
 from support.forked import process, processes
 
 KILLED = "killed"
-_living = {}  # ranks that wait for another call, by their number
+_living = {}  # processes that wait for another call, by the number of ranks
 
 
 def on_ranks(size, function, *arguments, directory, seconds=120, may_die=()):
-    """What `function(rank, *arguments)` returned on each of `size` ranks, in new processes and a new process group.
+    """Call `function(rank, *arguments)` on `size` ranks, in new processes and a new process group.
 
-    Raises AssertionError with everything that was raised, if a rank raised something or did not return in time. Ranks
-    in `may_die` may also be killed, and then return KILLED. `directory`: an existing one, which is their current one.
+    Returns a list of what each rank returned. Raises AssertionError, with all ranks' exceptions, if one raised or did
+    not return in time. Ranks in `may_die` may be killed; their result is KILLED. `directory` exists, and becomes their
+    current directory.
     """
-    __tracebackhide__ = True  # what matters is the ranks' own
+    __tracebackhide__ = True  # the ranks' own tracebacks are what matters
     ranks = _started(size, directory)
     try:
         return _called(ranks, function, arguments, directory, seconds, may_die)
@@ -32,8 +33,10 @@ def on_ranks(size, function, *arguments, directory, seconds=120, may_die=()):
 
 
 def on_living_ranks(size, function, *arguments, directory, seconds=120):
-    """The same on ranks that have done so before, as long as all was well: on new ones torch does much for the first
-    time. The function leaves the process group as it is, and undoes what it replaces."""
+    """Do the same in the processes of earlier calls, if none has failed: new ones cost much work of torch's.
+
+    The function must leave the process group as it is, and undo what it replaces.
+    """
     __tracebackhide__ = True
     ranks = _living.pop(size, None) or _started(size, directory, living=True)
     try:
@@ -46,14 +49,16 @@ def on_living_ranks(size, function, *arguments, directory, seconds=120):
 
 
 def join(rank, size, place):
-    """The rank is in a process group whose ranks meet at the file `place`, and so are the others when this returns: one
-    that leaves while another one still connects makes that one fail."""
+    """Join a process group whose ranks meet at the file `place`. Returns when all ranks have joined.
+
+    A rank that left the group while another one still connects would make that one fail.
+    """
     dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=size)
     dist.barrier()
 
 
 def _started(size, directory, living=False):
-    """The processes, and a pipe to each."""
+    """Start the processes. Returns them, and a pipe to each."""
     place, ranks = f"{directory}/meet-{time.monotonic_ns()}", []
     for rank in range(size):
         ours, theirs = processes.Pipe()
@@ -94,7 +99,7 @@ def _called(ranks, function, arguments, directory, seconds, may_die=()):
 
 def _send(pipe, value):
     packed = io.BytesIO()
-    torch.save(value, packed)  # by value: a tensor that is sent lives no longer than its process
+    torch.save(value, packed)  # by value: a tensor sent through a pipe would live no longer than its process
     pipe.send_bytes(packed.getvalue())
 
 
@@ -103,14 +108,14 @@ def _receive(pipe):
 
 
 def _run(pipe, rank, size, place, living):
-    """One call, or one after another until one fails: the others are without this rank then, and fail, too."""
+    """Run one call or, if `living`, one after another until one fails. Without this rank the others then fail, too."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     torch.set_num_threads(1)
     environment = dict(os.environ)
     while True:
         try:
             function, arguments, directory = _receive(pipe)
-        except EOFError:  # the tests are no more
+        except EOFError:  # the process that runs the tests has ended
             break
         os.chdir(directory)
         torch.manual_seed(0)
@@ -119,7 +124,7 @@ def _run(pipe, rank, size, place, living):
                 join(rank, size, place)
             right, value = True, function(rank, *arguments)
             if living:
-                dist.barrier()  # what one rank still waits for is not left to the next call
+                dist.barrier()  # so that no rank still waits for this call's messages when the next one begins
         except BaseException:
             right, value = False, traceback.format_exc()
         _send(pipe, (right, value))

@@ -1,4 +1,4 @@
-"""Methods that do something else for a while."""
+"""Replaces methods temporarily."""
 
 import contextlib
 import errno
@@ -8,7 +8,7 @@ from csd_optim import CSDOSError
 
 @contextlib.contextmanager
 def replaced(owner, name, function):
-    """`function` is called with the original, and what that is called with."""
+    """Replace a method by `function`, which is called with the original method and the call's arguments."""
     original = getattr(owner, name)
     setattr(owner, name, lambda *args, **kwargs: function(original, *args, **kwargs))
     try:
@@ -18,7 +18,7 @@ def replaced(owner, name, function):
 
 
 def failing(owner, name, number, text):
-    """The call of this number, from 1, raises CSDOSError, and no other; 0: none."""
+    """Let call `number` (counted from 1) of a method raise CSDOSError; 0: no call."""
     left = number
 
     def fail(call, *args, **kwargs):

@@ -1,7 +1,7 @@
-"""Which cases of a test are run every day, where all of them would prove the same over and over: the rest is for soak.
+"""Chooses the cases of a test that run every day, if all of them would prove little more; `make soak` runs the rest.
 
-A test with @pytest.mark.sampled(together=2) has cases in which any two values of its arguments meet; together=1: each
-value is in one. Named alone, any case is run.
+A test with @pytest.mark.sampled(together=2) runs cases in which any two values of its arguments occur together; with
+together=1, cases in which each value occurs. A case named on the command line always runs.
 """
 
 import itertools
@@ -9,11 +9,11 @@ import itertools
 import pytest
 import torch
 
-SIMPLE = (str, int, float, torch.dtype)  # of these, what is equal is the same in all tests
+SIMPLE = (str, int, float, torch.dtype)  # types whose equal values count as the same value in all tests
 
 
 def values(item):
-    """Its arguments: name, type and value of each, or which object it is."""
+    """Return the test's arguments: name, type, and value, or identity if its type is not simple."""
     params = item.callspec.params if hasattr(item, "callspec") else {}
     return {(name, type(v), v if isinstance(v, SIMPLE) else id(v)) for name, v in params.items()}
 
@@ -30,7 +30,10 @@ def leave_the_rest_to_soak(items):
 
 
 def chosen(cases, together):
-    """So few that any `together` values that meet in a case meet in one of these: always the one with most new ones."""
+    """Return few cases that contain every combination of `together` values which occurs in any case.
+
+    A greedy choice: always the case with the most new combinations.
+    """
     met = {}
     for item in cases:
         of = sorted(values(item), key=lambda value: value[0])

@@ -1,4 +1,4 @@
-"""pytest --state-dtype 8bit: whole suites that compare CSDAdam with CSDAdam, on states that are kept otherwise."""
+"""pytest --state-dtype 8bit: runs whole suites that compare CSDAdam with CSDAdam on 8-bit states."""
 
 import functools
 import inspect
@@ -13,7 +13,7 @@ VARIABLE = "CSD_OPTIM_TEST_STATE_DTYPE"
 
 
 def assume(state_dtype):
-    """What CSDAdam takes where a test does not say it: in this process, and in those that support/forked.py starts."""
+    """Set the default state_dtype of CSDAdam in this process and in those that support/forked.py starts."""
     os.environ[VARIABLE] = state_dtype
     init = inspect.unwrap(CSDAdam.__init__)
 
@@ -29,7 +29,7 @@ def assumed():
 
 
 def tile_bytes(elems, dtype=torch.float32, states=3):
-    """What a step reads and writes of a tile, in bytes. `dtype`: of its parameters, which the host has."""
+    """Return the bytes that a step reads and writes of a tile. `dtype`: of its parameters, which are on the host."""
     if assumed() == FP32:
         return 4 * elems * states, 4 * elems * states
     sections = slot_of(elems, SECTIONS[:states], assumed(), dtype)

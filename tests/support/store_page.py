@@ -1,4 +1,4 @@
-"""Reads a store with nothing but docs/store-format.md, a checksum of its own and NumPy: superblocks, regions, codes."""
+"""Reads a store as docs/store-format.md describes it, with NumPy and its own checksum: superblocks, regions, codes."""
 
 import struct
 
@@ -37,7 +37,7 @@ def region(data, place, copy):
 
 
 def sections(extent):
-    """Of a slot: name, bytes for 64 elements, bytes."""
+    """Return the sections of a slot: name, bytes for 64 elements, bytes."""
     elems = extent["tile_elems"]
     if "codec" not in extent:
         return [(name, 256, 4 * elems) for name in extent["sections"]]
@@ -52,7 +52,7 @@ def sections(extent):
 
 
 def decoded(extent, content):
-    """The states of a tile of codes, fp32. `content`: of each section its bytes, by name."""
+    """Return the fp32 states of a tile of codes. `content`: the bytes of each section, by name."""
     n, dtype = extent["tile_elems"], extent["param_dtype"]
     codes = {name: np.frombuffer(data, np.uint8) for name, data in content.items()}
     found = {}
@@ -89,8 +89,8 @@ def ratios(q):
 
 
 def masters(p, correction, dtype):
-    """`p`: its bits, uint32; `correction`: int8."""
-    away = correction.astype(np.int32).astype(np.uint32)  # wraps
+    """Return the masters. `p`: the parameters' bits, uint32. `correction`: int8."""
+    away = correction.astype(np.int32).astype(np.uint32)  # negative ones wrap around
     if dtype == "bfloat16":
         return ((p << 16) + (away << 8)).view(np.float32)
     m = ((p & 0x7FFF) << 8) + away

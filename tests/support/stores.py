@@ -1,4 +1,4 @@
-"""Stores of a model with every kind of parameter, some steps old, and what goes on from them."""
+"""Stores of a model with every kind of parameter, after some steps, and trainings that resume them."""
 
 import json
 
@@ -26,7 +26,7 @@ from csd_optim.store.layout import plan_extent, round_up
 
 
 def model(seed=0):
-    """Parameters of every kind; "waiting" never has a gradient."""
+    """Return parameters of every kind; "waiting" never has a gradient."""
     torch.manual_seed(seed)
     return {
         "weight": torch.nn.Parameter(torch.randn(60, 150)),
@@ -62,7 +62,7 @@ def places(directory, n):
 
 
 def make(directory, n=2, named=True, steps=3, **options):
-    """Parameters and an optimizer after some steps."""
+    """Return parameters and an optimizer after some steps."""
     directory.mkdir(exist_ok=True)
     params = model()
     options = {"tile_size": TILE, "lr": 1e-2} | options
@@ -72,7 +72,7 @@ def make(directory, n=2, named=True, steps=3, **options):
 
 
 def state_of(opt, params):
-    """Everything that a store holds, copied."""
+    """Return a copy of everything that a store holds."""
     held = {}
     for name, p in params.items():
         if name != "waiting":
@@ -89,7 +89,7 @@ def assert_same(a, b):
 
 
 def resumed(devices, named=True, **options):
-    """A fresh model with what is in a store."""
+    """Return a fresh model whose optimizer resumes a store."""
     params = model(seed=9)
     return params, CSDAdam(groups_of(params, named), lr=1e-2, devices=devices, resume=True, **options)
 
@@ -99,7 +99,7 @@ def in_snapshot(path):
 
 
 def continues_like(params, opt, devices, named=True):
-    """Whoever resumes `devices` gets the same bits, now and after more steps."""
+    """Assert that a model that resumes `devices` has the same bits as this one, now and after more steps."""
     others, again = resumed(devices, named)
     assert_same(state_of(again, others), state_of(opt, params))
     train(opt, params, 100, 102)
@@ -109,7 +109,7 @@ def continues_like(params, opt, devices, named=True):
 
 
 def sparse_store(directory, shapes, dense):
-    """A store of which `dense` tiles are written, with random states; the rest are zeros, and holes."""
+    """Make a store with random states in `dense` tiles; the others are zeros, holes in the file."""
     directory.mkdir()
     numels = [int(np.prod(shape)) for _, shape in shapes]
     extent = plan_extent(numels, 1)
@@ -153,7 +153,7 @@ def sparse_store(directory, shapes, dense):
 
 
 def where(directory, section, tile=0):
-    """The first byte of a section of a tile (of extent 0, one device)."""
+    """Return the offset of a section of a tile (of extent 0, on one device)."""
     contents = read_contents(directory)
     extent, _, at = next(s for s in contents.slots() if s[1] == tile)
     return at + 4 * extent["tile_elems"] * extent["sections"].index(section)

@@ -1,4 +1,4 @@
-"""The table of a step, for tests that drive an engine by themselves."""
+"""Tables of a step, for tests that drive an engine directly."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from csd_optim.bindings import DTYPE_CODES, PARAM
 
 
 def step_table(grads, params):
-    """A row for each parameter, which has its gradient in its own dtype; the first hyperparameters are for all."""
+    """Return a table with a row per parameter. Gradients have the parameters' dtypes; hyperparameters are alike."""
     table = np.zeros(len(params), PARAM)
     for row, grad, param in zip(table, grads, params, strict=True):
         row["grad"], row["param"] = grad.data_ptr(), param.data_ptr()

@@ -1,4 +1,4 @@
-"""A process group for tensors on the emulated accelerator: gloo's, through host memory. As NCCL would, for FSDP2."""
+"""A process group for tensors on the emulated accelerator, in place of NCCL for FSDP2: gloo's, through host memory."""
 
 import contextlib
 
@@ -9,7 +9,7 @@ from torch.distributed.distributed_c10d import Backend
 
 
 class ThroughHost(dist.ProcessGroup):
-    """What FSDP2 and CSDAdam ask of a process group. A call returns when it is done."""
+    """The collectives that FSDP2 and CSDAdam use. They are synchronous."""
 
     supports_coalescing = False
     group_name = pg_name = "through host"
@@ -46,7 +46,7 @@ class ThroughHost(dist.ProcessGroup):
         return self._on_host(self._gloo._allgather_base, out, own, AllgatherOptions())
 
     def allgather(self, outs, own, options=None):
-        self._gloo.allgather(outs, own).wait()  # of objects, which are in host memory
+        self._gloo.allgather(outs, own).wait()  # for objects, whose bytes are in host memory
         return self._done(outs)
 
     def reduce_scatter_single(self, out, own, options):
@@ -71,8 +71,8 @@ class ThroughHost(dist.ProcessGroup):
 
 
 def join(directory, rank, size):
-    """Leaves the process group of this process for one that also takes what is on the emulated accelerator."""
-    module = torch.get_device_module("emu")  # what FSDP2 asks of one
+    """Replace this process's group by one that also takes tensors on the emulated accelerator."""
+    module = torch.get_device_module("emu")  # gets what FSDP2 expects of a device module
     module.Stream, module.Event = torch.Stream, torch.Event
     module.current_stream = torch.accelerator.current_stream
     module.set_device = torch.accelerator.set_device_index

@@ -1,4 +1,4 @@
-"""A training with every kind of parameter: gradients follow from the step's number, so that any two can be compared."""
+"""A training with every kind of parameter. Gradients depend only on the step, so that any two runs can be compared."""
 
 import functools
 import os
@@ -12,18 +12,18 @@ from support.optimizers import ADAMW
 from csd_optim.store.format import FILE_NAME, read_contents
 
 LATE = 3  # the step in which a parameter has its first gradient
-JOIN = 5  # before this step a group joins
+JOIN = 5  # before this step a parameter group is added
 bf16, fp16, c64 = torch.bfloat16, torch.float16, torch.complex64
 
 
 def model(seed):
-    """Every kind of parameter, over several tiles; `late` and `never` wait for their first gradient."""
+    """Return every kind of parameter, over several tiles; `late` and `never` have no gradient at first."""
     generator = torch.Generator().manual_seed(seed)
 
     def new(*shape, dtype=torch.float32, generator=generator):
         return torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
 
-    own = torch.Generator().manual_seed(0)  # what has no state yet begins as the model has it
+    own = torch.Generator().manual_seed(0)  # parameters without a state are the same for every seed
     params = {
         "fp32": new(3000),
         "bf16": new(60, 70, dtype=bf16),
@@ -43,7 +43,7 @@ def model(seed):
 
 
 class Training:
-    """`model()` and its optimizer; gradients depend on the number of the step alone. Group 1 is `of` another kind."""
+    """`model()` and its optimizer. Gradients depend only on the step. `of`: a Pair; group 1 has its other options."""
 
     def __init__(self, devices, done=0, seed=1, of=ADAMW, **options):
         self.params = model(seed)
@@ -97,7 +97,7 @@ def bits(t):
 
 
 def image(opt, params):
-    """The bits of every parameter that has a place, of every state; every hyperparameter."""
+    """Return the bits of every parameter in the store and of every state, and every hyperparameter."""
     held = {}
     for name, p in params.items():
         entry = opt.state.get(p, {})
@@ -121,12 +121,12 @@ def never_stopped(steps, topk=None, of=ADAMW):
 
 
 def resumed(devices, done=0, **options):
-    """In a model that knows nothing of the one before."""
+    """Return a Training of a new model that resumes `devices`."""
     return Training(devices, done, seed=2, resume=True, **options)
 
 
 def crashed(devices, to):
-    """What is on the devices now, as devices of their own: as a process killed now would leave it."""
+    """Copy what is on the devices now, as a process killed now would leave it. Returns the copies as devices."""
     copies = []
     for i, device in enumerate([devices] if isinstance(devices, (str, Path)) else devices):
         to.mkdir(exist_ok=True)
@@ -152,7 +152,7 @@ def stored(*devices):
 
 
 def groups_of(*shapes, dtype=torch.float32, names=None):
-    """A group for each list of shapes."""
+    """Return a parameter group for each list of shapes."""
     groups = [parameters(*s, dtype=dtype) for s in shapes]
     names = iter(names or ())
     return [{"params": [(n, p) for p, n in zip(g, names, strict=False)] or g} for g in groups]

@@ -1,4 +1,4 @@
-"""Two runs of the same training, with overlap and without: what a program can see of them must be the same."""
+"""Two runs of the same training, with overlap and without: everything that a program can observe must be the same."""
 
 import time
 import zlib
@@ -13,14 +13,14 @@ SLOW = "file:{}?latency={}&cache=off"  # parameters arrive late enough for a mis
 
 
 class Seen(nn.Module):
-    """Writes down what its parameters are whenever it is used, before it computes with them."""
+    """A module that logs its parameters each time it is used, before it computes with them."""
 
     def __init__(self, inner, log):
         super().__init__()
         self.inner, self.log = inner, log
 
     def forward(self, x):
-        # Looked at in the end: on an accelerator, to look is to wait for all that was queued before.
+        # Compared only at the end: on an accelerator, reading would wait for all queued work.
         self.log.append([p.detach().clone() for p in self.inner.parameters()])
         return self.inner(x.to(self.log[-1][0].device))
 
@@ -33,10 +33,10 @@ def checksum(t):
 class Training:
     """A small network on slow devices. `overlap`: arguments of CSDAdam.overlap(), or None.
 
-    `named`: their states outlive the process. `patient`: each step is whole when the next backward begins, which then
-    can begin the step after it, and that has copied its gradients when backward returns: a guess whose gradients change
-    before they are copied is right. `wrap`: makes the model what is trained, on this `rank`. `place`: where its layers
-    are, by turns. `near`: devices that are named before its drives.
+    `named`: devices are named directories, durable. `patient`: wait until each step is complete before the next
+    backward, so that a step can begin in it; and wait after backward until that step has copied its gradients, because
+    a guess is still right if gradients change before they are copied. `wrap`: a function that wraps the model, for this
+    `rank`. `place`: devices of its layers, by turns. `near`: devices named before its drives.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Training:
         self.opt.zero_grad()
 
     def seen(self):
-        """All that can be compared."""
+        """Return everything that is compared between twins."""
         state = {k: [checksum(t) for t in entry.values()] for k, entry in self.opt.state_dict()["state"].items()}
         log = [[checksum(t) if isinstance(t, torch.Tensor) else t for t in entry] for entry in self.log]
         return log, [checksum(loss) for loss in self.losses], self.parameters(), state
@@ -116,7 +116,7 @@ class Training:
 
 
 def assert_twins(directory, overlap, script, **options):
-    """`script(training)` sees the same with overlap as without. Returns the one with overlap."""
+    """Assert that `script(training)` observes the same with overlap as without. Returns the training with overlap."""
     trainings = []
     for name, how in ("with", overlap), ("without", None):
         (directory / name).mkdir()
