@@ -21,7 +21,7 @@ from ..optim.rmsprop import CSDRMSprop
 from ..optim.sgd import CSDSGD
 from ..serve.owner import Owner
 from ..serve.service import Service
-from ..serve.wire import CONNECT_TIMEOUT, DEFAULT_TIMEOUT, connect, is_here, is_wildcard, listen
+from ..serve.wire import CONNECT_TIMEOUT, DEFAULT_TIMEOUT, connect, is_local_address, is_wildcard, listen
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     kind.__name__: kind for kind in (CSDAdam, CSDSGD, CSDAdagrad, CSDRMSprop, CSDLion)
@@ -48,7 +48,7 @@ def serve(devices: list[str], address: str, timeout: float = DEFAULT_TIMEOUT) ->
         ranks,
         lambda: connect(reach, port, CONNECT_TIMEOUT),
         # Other owners get the same --listen: bind to its host only if that is an address of this machine.
-        host=host if not is_wildcard(host) and is_here(host) else "",
+        host=host if not is_wildcard(host) and is_local_address(host) else "",
         timeout=timeout,
         say=_say,
     )

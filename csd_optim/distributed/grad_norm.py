@@ -24,14 +24,14 @@ def norm_of(grads: Iterable[tuple[torch.Tensor | None, Partition]]) -> float:
     """Return the same norm from this process's part of each gradient (None: it has no gradient)."""
     norms: dict[tuple[Any, ...], list[torch.Tensor]] = {}
     for g, part in grads:
-        there = norms.setdefault(part.groups(), [])
+        of_groups = norms.setdefault(part.groups(), [])
         if g is not None:
-            there.append(torch.linalg.vector_norm(g, dtype=torch.complex64 if g.is_complex() else torch.float32))
-    totals = [_over_groups(groups, _together(there)) for groups, there in norms.items()]
-    return float(_together(totals))
+            of_groups.append(torch.linalg.vector_norm(g, dtype=torch.complex64 if g.is_complex() else torch.float32))
+    totals = [_over_groups(groups, _combine(of_groups)) for groups, of_groups in norms.items()]
+    return float(_combine(totals))
 
 
-def _together(norms: list[torch.Tensor]) -> torch.Tensor:
+def _combine(norms: list[torch.Tensor]) -> torch.Tensor:
     """Return the norm of the concatenation of vectors with these norms."""
     total: torch.Tensor = torch.zeros((), device="cpu")
     if norms:

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from ..accelerator import on_device
 from ..errors import CSDRankError, CSDValueError
 
-LINGER = 0.1  # seconds to wait at exit
-EXCHANGE = 0x435344  # tag of exchange(): an arbitrary number, so that other messages do not match it
+LINGER_SECONDS = 0.1  # seconds to wait at exit
+EXCHANGE_TAG = 0x435344  # tag of exchange(): an arbitrary number, so that other messages do not match it
 
 
 @functools.cache
@@ -31,11 +31,11 @@ def _linger_at_exit() -> None:
 
     The process would abort if the interpreter shut down at that moment.
     """
-    atexit.register(time.sleep, LINGER)
+    atexit.register(time.sleep, LINGER_SECONDS)
 
 
 @dataclass
-class Said:
+class RankValues:
     """The values that ranks exchange at the end of Ranks.all_ranks_or_none()."""
 
     own: Any = None  # this rank's, plain values; set inside the context
@@ -106,17 +106,17 @@ class Ranks:
     def all_gather(self, out: torch.Tensor, own: torch.Tensor) -> Any:
         """Begin to concatenate all ranks' `own` (1-D, the same size and dtype on every rank) in `out`."""
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name up to torch 2.12
-        with self._noting_loss():
+        with self._marking_lost():
             return gather(out, own, group=self.group, async_op=True)
 
     def all_to_all(self, out: torch.Tensor, out_sizes: list[int], own: torch.Tensor, own_sizes: list[int]) -> Any:
         """Begin to send rank k the k-th part of `own` (1-D), `own_sizes[k]` elements, and to receive into `out`."""
-        with self._noting_loss():
+        with self._marking_lost():
             return dist.all_to_all_single(out, own, out_sizes, own_sizes, group=self.group, async_op=True)
 
     def all_reduce(self, tensor: torch.Tensor) -> Any:
         """Begin to sum all ranks' tensors, in place."""
-        with self._noting_loss():
+        with self._marking_lost():
             return dist.all_reduce(tensor, group=self.group, async_op=True)
 
     def exchange(self, rows: torch.Tensor) -> list[Any]:
@@ -126,37 +126,43 @@ class Ranks:
         # gloo's all_gather allocates memory each time, and has at most two broadcasts in flight at once. Direct sends
         # between all pairs are all in flight at once, which is faster where links are the limit.
         others = [(self.rank + k) % self.size for k in range(1, self.size)]  # ranks begin with different receivers
-        with self._noting_loss():
+        with self._marking_lost():
             return [
-                *(dist.irecv(rows[rank], self._global(rank), group=self.group, tag=EXCHANGE) for rank in others),
-                *(dist.isend(rows[self.rank], self._global(rank), group=self.group, tag=EXCHANGE) for rank in others),
+                *(
+                    dist.irecv(rows[rank], self._global_rank(rank), group=self.group, tag=EXCHANGE_TAG)
+                    for rank in others
+                ),
+                *(
+                    dist.isend(rows[self.rank], self._global_rank(rank), group=self.group, tag=EXCHANGE_TAG)
+                    for rank in others
+                ),
             ]
 
-    def _global(self, rank: int) -> int:
+    def _global_rank(self, rank: int) -> int:
         return dist.get_global_rank(self.group, rank)
 
     def broadcast(self, tensor: torch.Tensor, rank: int) -> None:
         """Copy the values of `tensor` on `rank` to all ranks' `tensor`, which has the same shape and dtype."""
-        with self._noting_loss():
-            there = tensor if tensor.device.type in self.device_types else tensor.to(self.device)
-            there = there.contiguous()
-            dist.broadcast(there, self._global(rank), group=self.group)
-            if there is not tensor:
-                tensor.copy_(there)
+        with self._marking_lost():
+            buffer = tensor if tensor.device.type in self.device_types else tensor.to(self.device)
+            buffer = buffer.contiguous()
+            dist.broadcast(buffer, self._global_rank(rank), group=self.group)
+            if buffer is not tensor:
+                tensor.copy_(buffer)
 
     def wait(self, under_way: list[Any]) -> None:
         """Wait for these works; on a GPU it is the current stream that waits."""
-        with self._noting_loss():
+        with self._marking_lost():
             for work in under_way:
                 work.wait()
 
     def use_device_of(self, tensors: Iterable[torch.Tensor]) -> None:
         """If the group requires a GPU, communicate from the one of these tensors, which may not be the current one."""
-        there = (t.device for t in tensors if t.device.type == self.device.type != "cpu")
-        self.device = next(there, self.device)
+        devices = (t.device for t in tensors if t.device.type == self.device.type != "cpu")
+        self.device = next(devices, self.device)
 
     @contextlib.contextmanager
-    def _noting_loss(self) -> Iterator[None]:
+    def _marking_lost(self) -> Iterator[None]:
         try:
             with on_device(self.device):
                 yield
@@ -167,7 +173,7 @@ class Ranks:
     def gather_objects(self, value: Any) -> list[Any]:
         """Return all ranks' plain values, by rank."""
         out = [None] * self.size
-        with self._noting_loss():
+        with self._marking_lost():
             dist.all_gather_object(out, value, group=self.group)
         return out
 
@@ -176,23 +182,23 @@ class Ranks:
 
         `entries`: tuples, each beginning with a name.
         """
-        for rank, theirs in enumerate(said := self.gather_objects(entries)):
-            for a, b in itertools.zip_longest(said[0], theirs):
+        for rank, theirs in enumerate(by_ranks := self.gather_objects(entries)):
+            for a, b in itertools.zip_longest(by_ranks[0], theirs):
                 if a != b:
                     return f"rank 0 has {a}, rank {rank} {b}"
         return None
 
     @contextlib.contextmanager
-    def all_ranks_or_none(self) -> Iterator[Said]:
+    def all_ranks_or_none(self) -> Iterator[RankValues]:
         """Raise on all ranks if any rank raises inside the context: see agree()."""
-        failure, said = None, Said()
+        failure, values = None, RankValues()
         try:
-            yield said
+            yield values
         except BaseException as e:
             failure = e
         if self.lost and failure is not None:
             raise failure
-        said.by_ranks = self.agree(failure, said.own)
+        values.by_ranks = self.agree(failure, values.own)
 
     def agree(self, failure: BaseException | None = None, own: Any = None) -> list[Any]:
         """Raise on all ranks if one of them failed: `failure` on that rank, CSDRankError with its text on the others.
@@ -203,22 +209,22 @@ class Ranks:
         votes = self.gather(failure is not None, int.from_bytes(digest, "little", signed=True))
         if not any(failed for failed, _ in votes):
             return [own] * self.size if len({*votes}) == 1 else self.gather_objects(own)
-        said = self.gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
+        texts = self.gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
         if failure is not None:
             raise failure
-        raise CSDRankError("; ".join(f"rank {r}: {text}" for r, text in enumerate(said) if text))
+        raise CSDRankError("; ".join(f"rank {r}: {text}" for r, text in enumerate(texts) if text))
 
 
-def all_ranks_or_none(ranks: Ranks | None) -> contextlib.AbstractContextManager[Said]:
+def all_ranks_or_none(ranks: Ranks | None) -> contextlib.AbstractContextManager[RankValues]:
     """Return Ranks.all_ranks_or_none(), or its equivalent for a single process (`ranks` None)."""
     return ranks.all_ranks_or_none() if ranks else _alone()
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[Said]:
-    said = Said()
-    yield said
-    said.by_ranks = [said.own]
+def _alone() -> Iterator[RankValues]:
+    values = RankValues()
+    yield values
+    values.by_ranks = [values.own]
 
 
 def device_of(group: Any) -> torch.device:

@@ -92,7 +92,7 @@ class FSDP1Shard(Partition):
         return {"of": None}
 
 
-class _OfTensor(Partition):
+class _BlockOfTensor(Partition):
     """A block of a larger tensor: `shape` and `stride` of the whole, `first` and `sizes` of the block."""
 
     def __init__(
@@ -117,7 +117,7 @@ class _OfTensor(Partition):
         return value
 
     def show(self, window: torch.Tensor) -> torch.Tensor:
-        return shown_as(window, self.mesh, self.placements, self.shape, self.stride)
+        return as_dtensor(window, self.mesh, self.placements, self.shape, self.stride)
 
     def about(self) -> dict[str, Any]:
         return {"of": {"shape": list(self.shape), "first": list(self.first)}}
@@ -126,7 +126,7 @@ class _OfTensor(Partition):
         return sum(first * math.prod(self.shape[dim + 1 :]) for dim, first in enumerate(self.first))
 
 
-class DTensorShard(_OfTensor):
+class DTensorShard(_BlockOfTensor):
     """The local tensor of a DTensor: FSDP2, tensor parallelism."""
 
     writes_uncounted = True
@@ -164,9 +164,9 @@ class ReplicaShare(DTensorShard):
         super().__init__(p)
         from torch.distributed.tensor import Shard as ShardOfDim
 
-        self.replicas, self._turned = ranks.replicas(self.mesh, dim)
+        self.replicas, self._permuted_mesh = ranks.replicas(self.mesh, dim)
         kept = [placement for d, placement in enumerate(self.placements) if d != dim]
-        self._divided = (*kept, ShardOfDim(0))  # the rows of each shard are divided among its replicas
+        self._row_placements = (*kept, ShardOfDim(0))  # the rows of each shard are divided among its replicas
         first, rows = rows_of(self.sizes[0], self.replicas.size, self.replicas.rank)
         self._keep_rows(first, rows)
 
@@ -180,15 +180,15 @@ class ReplicaShare(DTensorShard):
     def of_state(self, value: torch.Tensor) -> torch.Tensor:
         if not hasattr(value, "to_local"):
             return super().of_state(value)
-        if value.device_mesh == self._turned:  # type: ignore[attr-defined]
-            return local_of(value, self._turned, self._divided)
+        if value.device_mesh == self._permuted_mesh:  # type: ignore[attr-defined]
+            return local_of(value, self._permuted_mesh, self._row_placements)
         return self.of(value)
 
     def show(self, window: torch.Tensor) -> torch.Tensor:
-        return shown_as(window, self._turned, self._divided, self.shape, self.stride)
+        return as_dtensor(window, self._permuted_mesh, self._row_placements, self.shape, self.stride)
 
 
-class ReplicaShard(_OfTensor):
+class ReplicaShard(_BlockOfTensor):
     """Some rows (dimension 0) of a parameter that all ranks hold, divided as by DTensor and torch.chunk."""
 
     replicas: Ranks
@@ -254,7 +254,7 @@ def rows_of(rows: int, n: int, k: int) -> tuple[int, int]:
     return first, min(first + each, rows) - first
 
 
-def shown_as(
+def as_dtensor(
     window: torch.Tensor, mesh: Any, placements: Sequence[Any], shape: torch.Size, stride: Sequence[int]
 ) -> torch.Tensor:
     """Return the DTensor with this local tensor; `shape` and `stride` are the whole's."""
@@ -270,10 +270,10 @@ def whole_of(t: Any) -> torch.Tensor:
     """Return all of a DTensor in host memory. A collective, through the mesh's devices, wherever `t` is."""
     from torch.distributed.tensor import DTensor
 
-    there = DTensor.from_local(
+    dtensor = DTensor.from_local(
         t.to_local(), t.device_mesh, t.placements, run_check=False, shape=t.shape, stride=t.stride()
     )
-    return there.full_tensor().cpu()
+    return dtensor.full_tensor().cpu()
 
 
 def local_of(t: Any, mesh: Any, placements: Sequence[Any]) -> torch.Tensor:
@@ -281,5 +281,5 @@ def local_of(t: Any, mesh: Any, placements: Sequence[Any]) -> torch.Tensor:
     if t.device_mesh != mesh or tuple(t.placements) != tuple(placements):
         t = t.redistribute(mesh, placements)
     local: Any = t.to_local()
-    of: torch.Tensor = local.wait() if hasattr(local, "wait") else local  # redistribute() may still be in flight
-    return of
+    done: torch.Tensor = local.wait() if hasattr(local, "wait") else local  # redistribute() may still be in flight
+    return done

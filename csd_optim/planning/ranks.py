@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ..distributed.buckets import FEWEST
+from ..distributed.buckets import TARGET_BUCKETS
 from ..errors import CSDValueError
 from .advice import Request, check
 from .model import ITEM_BYTES, Device, Host, predict
@@ -215,7 +215,7 @@ def simulate(stages: Sequence[Stage], fleet: Fleet, arrivals: Sequence[float]) -
 
 def arrivals(r: Request) -> list[float]:
     """Return when backward finishes each bucket, in the last batch that a step accumulates."""
-    n = max(FEWEST, min(MOST, math.ceil(size(r) / BUCKET_BYTES)))
+    n = max(TARGET_BUCKETS, min(MOST, math.ceil(size(r) / BUCKET_BYTES)))
     before = r.accumulate * (r.forward + r.backward) - r.backward
     return [before + r.backward * (k + 1) / n for k in range(n)]
 

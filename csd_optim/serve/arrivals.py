@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..errors import CSDRankError
-from .blocks import IN_FLIGHT, Block, Bucket, Coming, Part, begin_receiving, with_owner
+from .blocks import IN_FLIGHT, Block, Bucket, IncomingBucket, Part, begin_receive, buckets_with_owner
 from .values import dtype_named
-from .wire import PATIENCE, PUSH, PUSHED, Session
+from .wire import LONG_TIMEOUT, PUSH, PUSHED, Session
 
 if TYPE_CHECKING:
     from .owner import Owner
@@ -38,8 +38,8 @@ class Arrival(NamedTuple):
 class _Push(NamedTuple):
     """A bucket that is being received, and the function that copies it to its place."""
 
-    coming: Coming
-    take: Callable[[Coming], None]
+    incoming: IncomingBucket
+    finish: Callable[[IncomingBucket], None]
 
 
 class Arrivals:
@@ -74,11 +74,11 @@ class Arrivals:
         session, why = self._session, ""
         try:
             while not why:
-                message = session.hear(trainer, PATIENCE, tag=PUSH)
+                message = session.receive_message(trainer, LONG_TIMEOUT, tag=PUSH)
                 try:
-                    for take, bucket in self._read(trainer, message):
+                    for finish, bucket in self._read(trainer, message):
                         room.acquire()
-                        coming.put(_Push(begin_receiving(session, trainer, bucket, PUSHED), take))
+                        coming.put(_Push(begin_receive(session, trainer, bucket, PUSHED), finish))
                 except Exception as e:
                     why = f"what trainer {trainer} has pushed: {e}"
                     self._fail(why)
@@ -89,7 +89,7 @@ class Arrivals:
     def _take(self, trainer: int, coming: queue.SimpleQueue[_Push | str], room: threading.Semaphore) -> None:
         while not isinstance(push := coming.get(), str):
             try:
-                push.take(push.coming)
+                push.finish(push.incoming)
             except Exception as e:
                 self._fail(f"what trainer {trainer} has pushed: {e}")
             room.release()
@@ -104,7 +104,7 @@ class Arrivals:
             self.failure = self.failure or why
             self._owner.changed.notify_all()
 
-    def _read(self, trainer: int, message: dict[str, Any]) -> Iterator[tuple[Callable[[Coming], None], Bucket]]:
+    def _read(self, trainer: int, message: dict[str, Any]) -> Iterator[tuple[Callable[[IncomingBucket], None], Bucket]]:
         """Return the buckets of a push, each with the function that copies it to its place."""
         owner, session = self._owner, self._session
         backward, parts = self._parts(message)
@@ -128,10 +128,10 @@ class Arrivals:
                 if not is_dropped(piece.key):
                     self.note(trainer, Arrival(piece.key, backward, piece.block, piece.dtype))
 
-        def take(coming: Coming) -> None:
-            coming.take(session, view_of, lambda: owner.counts(session), arrived)
+        def finish(incoming: IncomingBucket) -> None:
+            incoming.finish(session, view_of, lambda: owner.counts(session), arrived)
 
-        return ((take, bucket) for bucket in with_owner(parts, owner.owners, owner.rank, fewest=1))
+        return ((finish, bucket) for bucket in buckets_with_owner(parts, owner.owners, owner.rank, target_buckets=1))
 
     def note(self, trainer: int, arrival: Arrival) -> None:
         """Record that this block has arrived and is in its place. The caller holds `changed`."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..distributed.buckets import FEWEST, bucket_bytes
+from ..distributed.buckets import TARGET_BUCKETS, bucket_bytes
 from ..distributed.ranks import Ranks
 from ..distributed.sharding import FSDP1Shard, Partition, rows_of
 from ..errors import CSDRankError, CSDRuntimeError
@@ -37,7 +37,7 @@ class Block(NamedTuple):
     def numel(self) -> int:
         return math.prod(self.sizes)
 
-    def common(self, other: Block) -> Block:
+    def intersection(self, other: Block) -> Block:
         """Return the intersection of both, which may be empty."""
         first = tuple(map(max, self.first, other.first))
         ends = [min(a + n, b + m) for a, n, b, m in zip(self.first, self.sizes, other.first, other.sizes, strict=True)]
@@ -109,33 +109,35 @@ class Piece(NamedTuple):
 Bucket = list[Piece]
 
 
-def with_owner(parts: Iterable[Part], owners: int, k: int, fewest: int = FEWEST) -> list[Bucket]:
+def buckets_with_owner(
+    parts: Iterable[Part], owners: int, k: int, target_buckets: int = TARGET_BUCKETS
+) -> list[Bucket]:
     """Return the buckets that travel between a trainer with these parts and owner k, split by rows.
 
-    `fewest`: the minimum number of buckets to aim for; a small model has fewer.
+    `target_buckets`: number of buckets to aim for at least; a small model has fewer.
     """
     out: list[Bucket] = []
-    room = 0
-    blocks = [(part, block) for part in parts if (block := part.block.common(owned(part.shape, owners, k))).numel]
-    most = bucket_bytes(sum(block.numel * part.dtype.itemsize for part, block in blocks), fewest)
+    bytes_left = 0
+    blocks = [(part, block) for part in parts if (block := part.block.intersection(owned(part.shape, owners, k))).numel]
+    max_bytes = bucket_bytes(sum(block.numel * part.dtype.itemsize for part, block in blocks), target_buckets)
     for part, block in blocks:
         rows = block.sizes[0] if block.sizes else 1
         row_bytes = block.numel // rows * part.dtype.itemsize
         first = 0
         while first < rows:
-            fits = room // row_bytes
-            if not fits:
+            rows_left = bytes_left // row_bytes
+            if not rows_left:
                 out.append([])
-                room, fits = most, max(1, most // row_bytes)
-            n = min(fits, rows - first)
+                rows_left = max(1, max_bytes // row_bytes)
+            n = min(rows_left, rows - first)
             cut = Block((block.first[0] + first, *block.first[1:]), (n, *block.sizes[1:])) if block.sizes else block
-            out[-1].append(Piece(part.key, cut, round_up(end_of(out[-1]), ALIGN), part.dtype))
-            room = max(0, most - round_up(end_of(out[-1]), ALIGN))
+            out[-1].append(Piece(part.key, cut, round_up(buffer_bytes(out[-1]), ALIGN), part.dtype))
+            bytes_left = max(0, max_bytes - round_up(buffer_bytes(out[-1]), ALIGN))
             first += n
     return out
 
 
-def end_of(bucket: Bucket) -> int:
+def buffer_bytes(bucket: Bucket) -> int:
     """Return the size of a bucket's buffer, bytes."""
     return bucket[-1].offset + bucket[-1].block.numel * bucket[-1].dtype.itemsize if bucket else 0
 
@@ -161,14 +163,14 @@ def send_buckets(
     call that are still in flight when it returns; without it this waits for all sends.
     """
     sends = deque() if under_way is None else under_way
-    for rank, bucket in by_turns(to):
+    for rank, bucket in round_robin(to):
         while len(sends) >= IN_FLIGHT * len(to):
             session.wait(sends.popleft())
         ready(bucket)
-        buffer = torch.empty(end_of(bucket), dtype=torch.uint8, device="cpu")
+        buffer = torch.empty(buffer_bytes(bucket), dtype=torch.uint8, device="cpu")
         with guard():
             for piece in bucket:
-                room_of(buffer, piece).copy_(view_of(piece.key, piece.block))
+                piece_view(buffer, piece).copy_(view_of(piece.key, piece.block))
         sends.append(session.send(buffer, rank, tag))
     while sends and under_way is None:
         session.wait(sends.popleft())
@@ -186,16 +188,16 @@ def receive_buckets(
 
     `arrived` is called with a rank and its bucket, inside the guard, when the bucket's data is in its tensors.
     """
-    under_way: deque[Coming] = deque()
-    for rank, bucket in by_turns(sources):
+    under_way: deque[IncomingBucket] = deque()
+    for rank, bucket in round_robin(sources):
         if len(under_way) >= IN_FLIGHT * len(sources):
-            under_way.popleft().take(session, view_of, guard, arrived)
-        under_way.append(begin_receiving(session, rank, bucket, tag))
+            under_way.popleft().finish(session, view_of, guard, arrived)
+        under_way.append(begin_receive(session, rank, bucket, tag))
     while under_way:
-        under_way.popleft().take(session, view_of, guard, arrived)
+        under_way.popleft().finish(session, view_of, guard, arrived)
 
 
-class Coming(NamedTuple):
+class IncomingBucket(NamedTuple):
     """A bucket that is being received into its buffer."""
 
     work: Any
@@ -203,31 +205,31 @@ class Coming(NamedTuple):
     rank: int  # the sender
     bucket: Bucket
 
-    def take(self, session: Session, view_of: ViewOf, guard: Guard, arrived: Callable[[int, Bucket], None]) -> None:
+    def finish(self, session: Session, view_of: ViewOf, guard: Guard, arrived: Callable[[int, Bucket], None]) -> None:
         """Wait for the bucket and copy it into its tensors; arguments as for receive_buckets()."""
         session.wait(self.work)
         with guard():
             for piece in self.bucket:
-                view_of(piece.key, piece.block).copy_(room_of(self.buffer, piece))
+                view_of(piece.key, piece.block).copy_(piece_view(self.buffer, piece))
             arrived(self.rank, self.bucket)
 
 
-def begin_receiving(session: Session, rank: int, bucket: Bucket, tag: int) -> Coming:
-    buffer = torch.empty(end_of(bucket), dtype=torch.uint8, device="cpu")
-    return Coming(session.receive(buffer, rank, tag), buffer, rank, bucket)
+def begin_receive(session: Session, rank: int, bucket: Bucket, tag: int) -> IncomingBucket:
+    buffer = torch.empty(buffer_bytes(bucket), dtype=torch.uint8, device="cpu")
+    return IncomingBucket(session.receive(buffer, rank, tag), buffer, rank, bucket)
 
 
-def room_of(buffer: torch.Tensor, piece: Piece) -> torch.Tensor:
+def piece_view(buffer: torch.Tensor, piece: Piece) -> torch.Tensor:
     """Return the view of a bucket's buffer (uint8, 1-D) that holds this piece, with the piece's dtype and sizes."""
     n = piece.block.numel * piece.dtype.itemsize
     return buffer[piece.offset : piece.offset + n].view(piece.dtype).view(piece.block.sizes)
 
 
-def by_turns(lists: Mapping[int, list[Bucket]]) -> Iterable[tuple[int, Bucket]]:
+def round_robin(lists: Mapping[int, list[Bucket]]) -> Iterable[tuple[int, Bucket]]:
     for k in range(max(map(len, lists.values()), default=0)):
-        for rank, of_rank in lists.items():
-            if k < len(of_rank):
-                yield rank, of_rank[k]
+        for rank, buckets in lists.items():
+            if k < len(buckets):
+                yield rank, buckets[k]
 
 
 def check_cover(names: Sequence[str], shapes: Sequence[Sequence[int]], blocks: Sequence[Sequence[Block]]) -> None:
@@ -236,11 +238,15 @@ def check_cover(names: Sequence[str], shapes: Sequence[Sequence[int]], blocks: S
     Raises CSDRankError if they do not, or if a block exceeds its parameter.
     """
     for i, (name, shape) in enumerate(zip(names, shapes, strict=True)):
-        different = {of_trainer[i] for of_trainer in blocks if of_trainer[i].numel}
-        for block in different:
-            if len(block.sizes) != len(shape) or block.common(whole(shape)) != block or min(block.sizes, default=0) < 0:
+        distinct = {of_trainer[i] for of_trainer in blocks if of_trainer[i].numel}
+        for block in distinct:
+            if (
+                len(block.sizes) != len(shape)
+                or block.intersection(whole(shape)) != block
+                or min(block.sizes, default=0) < 0
+            ):
                 raise CSDRankError(f"a trainer has a block of {name} that is not within its shape {tuple(shape)}")
-        if (have := sum(block.numel for block in different)) != math.prod(shape):
+        if (have := sum(block.numel for block in distinct)) != math.prod(shape):
             raise CSDRankError(
                 f"the trainers of a session have {have} elements of {name}, which has {math.prod(shape)}: all of them "
                 "train one model, each with a part of its own, or as replicas"

@@ -26,16 +26,16 @@ from typing import Any, NamedTuple
 import torch
 
 from ..accelerator import on, record_event
-from ..distributed.buckets import FEWEST
+from ..distributed.buckets import TARGET_BUCKETS
 from ..distributed.ranks import Ranks
 from ..distributed.sharding import rows_of
 from ..errors import CSDRankError, CSDRuntimeError
 from ..store.layout import round_up
-from .blocks import ALIGN, Block, Part, Piece, end_of, owned, room_of, send_buckets, whole, with_owner
+from .blocks import ALIGN, Block, Part, Piece, buckets_with_owner, buffer_bytes, owned, piece_view, send_buckets, whole
 from .wire import PUSH, PUSHED, Session
 
 ROUND_BYTES = 16 << 20  # maximum size of a round: all trainers' shares together
-LEAST_BYTES = 256 << 10  # lower bound of a round's size for small models, which would otherwise be a single round
+MIN_ROUND_BYTES = 256 << 10  # lower bound of a round's size for small models, which would otherwise be a single round
 ROUNDS = 3  # rounds reduced at the same time: with more of them, pushes would get too little of the trainer's link
 WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # dtype in which 16-bit gradients are summed
 
@@ -123,7 +123,7 @@ def slices(strips: Sequence[Strip], ranks: Ranks | None) -> Callable[[], list[Pu
     """
     size, rank = (ranks.size, ranks.rank) if ranks else (1, 0)
     layouts = [_layout(strips, size, k) for k in range(size)]
-    bytes_of = [round_up(end_of(layout), ALIGN) for layout in layouts]
+    bytes_of = [round_up(buffer_bytes(layout), ALIGN) for layout in layouts]
     device = strips[0].grad.device
     if ranks and device.type not in ranks.device_types:
         device = ranks.device
@@ -131,9 +131,9 @@ def slices(strips: Sequence[Strip], ranks: Ranks | None) -> Callable[[], list[Pu
     for layout, room in zip(layouts, torch.split(sent, bytes_of), strict=True):
         for piece in layout:
             grad = strips[piece.key].grad
-            room_of(room, piece).copy_(piece.block.of(grad, whole(grad.shape)))
+            piece_view(room, piece).copy_(piece.block.of(grad, whole(grad.shape)))
             if size > 1:
-                room_of(room, piece).mul_(1 / size)
+                piece_view(room, piece).mul_(1 / size)
     received, under_way = sent, []
     if ranks:
         received = sent.new_empty(size * bytes_of[rank])
@@ -144,7 +144,7 @@ def slices(strips: Sequence[Strip], ranks: Ranks | None) -> Callable[[], list[Pu
             ranks.wait(under_way)
         rooms = torch.split(received, [bytes_of[rank]] * size)
         return [
-            Push(strips[piece.key], piece.block, in_order(room_of(room, piece) for room in rooms))
+            Push(strips[piece.key], piece.block, in_order(piece_view(room, piece) for room in rooms))
             for piece in layouts[rank]
         ]
 
@@ -157,7 +157,7 @@ def _layout(strips: Sequence[Strip], trainers: int, k: int) -> list[Piece]:
     for i, strip in enumerate(strips):
         block = strip.block(trainers, k)
         if block.numel:
-            pieces.append(Piece(i, block, round_up(end_of(pieces), ALIGN), strip.grad.dtype))
+            pieces.append(Piece(i, block, round_up(buffer_bytes(pieces), ALIGN), strip.grad.dtype))
     return pieces
 
 
@@ -344,10 +344,13 @@ class _Pushing:
         session = self._session
         parts = [Part(strip.key, strip.shape, block, strip.wire) for strip, block, _ in pushes]
         values = {strip.key: (values, block) for strip, block, values in pushes}
-        to = {session.owner(k): with_owner(parts, session.owners, k, fewest=1) for k in range(session.owners)}
+        to = {
+            session.owner(k): buckets_with_owner(parts, session.owners, k, target_buckets=1)
+            for k in range(session.owners)
+        }
         to = {rank: buckets for rank, buckets in to.items() if buckets}
         said = {"backward": backward, "apart": self._apart, "parts": [part_message(part) for part in parts]}
-        self._said += session.begin_saying(said, *to, tag=PUSH)
+        self._said += session.begin_send_message(said, *to, tag=PUSH)
 
         def view_of(key: int, block: Block) -> torch.Tensor:
             there, within = values[key]
@@ -415,7 +418,7 @@ class Early:
         self._ranks = ranks
         self._reducing = None if star else ranks
         self._shares = 1 if star else session.trainers
-        self._round_bytes = min(ROUND_BYTES, max(LEAST_BYTES, nbytes // FEWEST))
+        self._round_bytes = min(ROUND_BYTES, max(MIN_ROUND_BYTES, nbytes // TARGET_BUCKETS))
         self._pushing = _Pushing(session, apart=star)
         self._backward = 0  # number of backwards that have begun
         self._left: dict[int, _Left] = {}

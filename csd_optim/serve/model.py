@@ -15,7 +15,7 @@ from ..errors import CSDRankError, CSDStoreError, CSDValueError
 from ..params.groups import members, name_of
 from ..params.strides import numel
 from ..step.all_gather import ParamAllGather
-from .blocks import Block, Bucket, FlatShard, Part, ViewOf, block_of, by_turns
+from .blocks import Block, Bucket, FlatShard, Part, ViewOf, block_of, round_robin
 from .remote import RemoteEngine
 from .request import Group, describe_group, group_message
 from .wire import Address
@@ -184,8 +184,8 @@ class TrainerModel(_Optimizer):
         `by` does the receiving from owners. Returns its result, and the number of bytes from other trainers.
         """
         parts, view_of = self._values(there)
-        sources = self._remote.with_owners(parts)
-        numbers = {id(bucket): n for n, (_, bucket) in enumerate(by_turns(sources))}
+        sources = self._remote.buckets_with_owners(parts)
+        numbers = {id(bucket): n for n, (_, bucket) in enumerate(round_robin(sources))}
         with torch.no_grad():
             gather = self._gather(there, sources, numbers)
             if gather:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..distributed.ranks import Ranks, all_ranks_or_none
-from ..distributed.sharding import shown_as
+from ..distributed.sharding import as_dtensor
 from ..errors import CSDError, CSDRankError, CSDStoreExistsError, CSDWarning
 from ..params.groups import members, plain, put_back
 from ..params.manifest import changed_by_resume
@@ -27,7 +27,18 @@ from ..params.summed import Summand
 from ..step.prepare import NO_SUMS, StepPlan, Sums
 from ..store.format import Record
 from .arrivals import FOLLOWS, Arrival, Arrivals
-from .blocks import Block, Bucket, Part, ViewOf, check_cover, owned, receive_buckets, send_buckets, whole, with_owner
+from .blocks import (
+    Block,
+    Bucket,
+    Part,
+    ViewOf,
+    buckets_with_owner,
+    check_cover,
+    owned,
+    receive_buckets,
+    send_buckets,
+    whole,
+)
 from .flow import Flow, Layout
 from .request import Group, Param, Request, check_same, read_hyper
 from .star import Contributions, entries_part
@@ -185,7 +196,7 @@ class Owner:
         from torch.distributed.tensor import Shard
 
         assert self._ranks
-        return shown_as(local, self._ranks.mesh, (Shard(0),), torch.Size(shape), stride)
+        return as_dtensor(local, self._ranks.mesh, (Shard(0),), torch.Size(shape), stride)
 
     def listen(self, session: Session) -> None:
         """Accept gradients of this session before their step from now on."""
@@ -309,7 +320,7 @@ class Owner:
         `apart`: owners sum the gradients, so each trainer sends all of this owner's rows.
         """
         mine = self.mine(index)
-        return [mine if apart else blocks[index].common(mine) for blocks in self._blocks]
+        return [mine if apart else blocks[index].intersection(mine) for blocks in self._blocks]
 
     def _sums(self, message: dict[str, Any]) -> Sums:
         """Return the summands of each gradient of a step. Raises CSDRankError if one is not what the message announced.
@@ -393,7 +404,8 @@ class Owner:
             parts = self._state_parts(said, None)
             states = [torch.empty(_local(params[i]).shape, dtype=d, device="cpu") for i, d in self._dtypes(said)]
             sources = {
-                t: with_owner(self._state_parts(said, t), self.owners, self.rank) for t in range(session.trainers)
+                t: buckets_with_owner(self._state_parts(said, t), self.owners, self.rank)
+                for t in range(session.trainers)
             }
             self._take_in(session, sources, dict(enumerate(states)), parts)
         written = message["written"] if message["op"] in ("step", "load") else []
@@ -468,7 +480,7 @@ class Owner:
         """Receive from all trainers their parts of tensors. `notes`: these are gradients; record their arrival."""
         params, trainers = self.params, range(session.trainers)
         parts = {trainer: self._parts_of(trainer, params, wire) for trainer in trainers}
-        sources = {t: with_owner(parts[t], self.owners, self.rank) for t in trainers}
+        sources = {t: buckets_with_owner(parts[t], self.owners, self.rank) for t in trainers}
         whole_ones = [Part(i, tuple(params[i].shape), whole(params[i].shape), d) for i, d in wire.items()]
         self._take_in(session, sources, into, whole_ones, notes=notes)
 
@@ -509,7 +521,7 @@ class Owner:
                 else:
                     into[key] = rooms[index]
                 parts[trainer].append(part)
-        sources = {t: with_owner(of_one, self.owners, self.rank) for t, of_one in parts.items()}
+        sources = {t: buckets_with_owner(of_one, self.owners, self.rank) for t, of_one in parts.items()}
         self._take_in(session, sources, into, [part for of_one in parts.values() for part in of_one], notes=True)
 
     def _take_in(
@@ -550,7 +562,7 @@ class Owner:
         params = self.params
         wire = {i: params[i].dtype for i in indices}
         parts = {t: self._parts_of(t, params, wire) for t in range(session.trainers)}
-        to = {t: with_owner(of_one, self.owners, self.rank) for t, of_one in parts.items()}
+        to = {t: buckets_with_owner(of_one, self.owners, self.rank) for t, of_one in parts.items()}
         view_of = self.views({i: _local(params[i]) for i in indices}, {i: tuple(params[i].shape) for i in indices})
         send_buckets(session, to, view_of, lambda: self.counts(session), ready=ready)
 
@@ -561,7 +573,7 @@ class Owner:
         view_of = self.views(dict(enumerate(tensors)), {part.key: part.shape for part in self._state_parts(said, None)})
         trainers = range(session.trainers) if to is None else [to]
         parts = {t: self._state_parts(said, t if to is None else None) for t in trainers}
-        lists = {t: with_owner(of_trainer, self.owners, self.rank) for t, of_trainer in parts.items()}
+        lists = {t: buckets_with_owner(of_trainer, self.owners, self.rank) for t, of_trainer in parts.items()}
         send_buckets(session, lists, view_of, lambda: self.counts(session))
 
     def views(self, rows: Mapping[int, torch.Tensor], shapes: Mapping[int, tuple[int, ...]]) -> ViewOf:

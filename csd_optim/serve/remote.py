@@ -20,15 +20,15 @@ from ..engine.engine import Engine
 from ..errors import CSDBusyError, CSDError, CSDOSError, CSDRankError, CSDRuntimeError, CSDValueError, CSDWarning
 from ..errors import users_stacklevel as stacklevel
 from ..signals import interruptible
-from .blocks import Block, Bucket, Part, ViewOf, receive_buckets, send_buckets, with_owner
+from .blocks import Block, Bucket, Part, ViewOf, buckets_with_owner, receive_buckets, send_buckets
 from .early import Early
 from .request import Request
 from .wire import (
     CONNECT_TIMEOUT,
     COUNTER,
-    LAST_WORDS,
-    LOOK,
-    PATIENCE,
+    LONG_TIMEOUT,
+    POLL_SECONDS,
+    REASON_TIMEOUT,
     REQUEST_BYTES,
     Address,
     Lost,
@@ -104,7 +104,7 @@ class RemoteEngine(Engine):
         if session:
             session.close()
         if early:
-            early.stop(LAST_WORDS)
+            early.stop(REASON_TIMEOUT)
 
     def close(self) -> None:
         """End the session without waiting; the owners then make everything durable. Not a collective."""
@@ -113,7 +113,9 @@ class RemoteEngine(Engine):
             return
         if self.leads:
             with contextlib.suppress(CSDError):
-                session.say({"op": "close"}, *map(session.owner, range(session.owners)), timeout=LAST_WORDS)
+                session.send_message(
+                    {"op": "close"}, *map(session.owner, range(session.owners)), timeout=REASON_TIMEOUT
+                )
         self.abandon()
 
     # ---- a session -------------------------------------------------------------------
@@ -181,12 +183,12 @@ class RemoteEngine(Engine):
         with self.exchange() as session:
             everybody = [session.owner(k) for k in range(session.owners)]
             if self.leads:
-                session.say(message, *everybody)
+                session.send_message(message, *everybody)
             if blocks is not None:
-                session.say({"blocks": blocks}, *everybody)
+                session.send_message({"blocks": blocks}, *everybody)
             for parts, view_of in sends:
-                send_buckets(session, self.with_owners(parts), view_of)
-            reply = _checked(session.hear(session.owner(0), patience))
+                send_buckets(session, self.buckets_with_owners(parts), view_of)
+            reply = _checked(session.receive_message(session.owner(0), patience))
         return self._told(reply)
 
     def _told(self, reply: dict[str, Any]) -> dict[str, Any]:
@@ -203,7 +205,7 @@ class RemoteEngine(Engine):
             with contextlib.suppress(CSDRankError):  # the step will raise it
                 self._wait_announced(session)
                 owners = (session.owner(k) for k in range(session.owners))
-                self._announced = session.begin_saying(message, *owners)
+                self._announced = session.begin_send_message(message, *owners)
 
     def _wait_announced(self, session: Session) -> None:
         while self._announced:
@@ -226,15 +228,15 @@ class RemoteEngine(Engine):
         with self.exchange() as session:
             self._wait_announced(session)
             if self.leads:
-                session.say(message, *(session.owner(k) for k in range(session.owners)))
-            reply = _Beside(session, lambda: _checked(session.hear(session.owner(0), PATIENCE)))
+                session.send_message(message, *(session.owner(k) for k in range(session.owners)))
+            reply = _Beside(session, lambda: _checked(session.receive_message(session.owner(0), LONG_TIMEOUT)))
             sending = _Beside(session, lambda: sends(session))
             try:
                 receive_buckets(session, sources, view_of, arrived=arrived)
                 sending.result()
                 said: dict[str, Any] = reply.result(session.timeout)
             except Lost as e:
-                reply.end(LAST_WORDS)
+                reply.end(REASON_TIMEOUT)
                 for failure in (reply.failure, sending.failure):
                     if failure and not isinstance(failure, Lost):
                         raise failure from e
@@ -242,14 +244,14 @@ class RemoteEngine(Engine):
             finally:
                 if reply.failure or sending.failure or not (reply.done and sending.done):
                     session.abort()
-                    sending.end(LAST_WORDS)  # gradients must not be written to while they are sent
+                    sending.end(REASON_TIMEOUT)  # gradients must not be written to while they are sent
         return self._told(said)
 
     def save(self, path: Path, *, wait: bool) -> Future[Path]:
         """Have the owners make a snapshot. Returns a future of its path on their machines."""
         session, saved = self._session, Future[Path]()
         self._snapshots += 1
-        self.call({"op": "save", "path": str(path), "wait": wait, "snapshot": self._snapshots}, patience=PATIENCE)
+        self.call({"op": "save", "path": str(path), "wait": wait, "snapshot": self._snapshots}, patience=LONG_TIMEOUT)
         assert session is not None
         if wait:
             saved.set_result(path)
@@ -261,7 +263,7 @@ class RemoteEngine(Engine):
                 store = connect(self.address.host, self.address.port, CONNECT_TIMEOUT)
                 with lost("the optimizer ranks are gone"):
                     while not store.check(keys):
-                        time.sleep(LOOK)
+                        time.sleep(POLL_SECONDS)
                     said = [parse(store.get(key)) for key in keys]
                 for message in said:
                     _raise_told(message)
@@ -287,12 +289,12 @@ class RemoteEngine(Engine):
         assert self._session
         self.early = Early(self._session, self._ranks, nbytes, star=star)
 
-    def with_owners(self, parts: Sequence[Part]) -> dict[int, list[Bucket]]:
+    def buckets_with_owners(self, parts: Sequence[Part]) -> dict[int, list[Bucket]]:
         """Return the buckets that travel between this trainer and each owner, by the owner's rank."""
         self.check_open()
         session = self._session
         assert session
-        return {session.owner(k): with_owner(parts, session.owners, k) for k in range(session.owners)}
+        return {session.owner(k): buckets_with_owner(parts, session.owners, k) for k in range(session.owners)}
 
     @contextlib.contextmanager
     def exchange(self) -> Iterator[Session]:

@@ -34,9 +34,9 @@ from .request import Group, Request, read_group, read_request
 from .wire import (
     COUNTER,
     JOIN_TIMEOUT,
-    LAST_WORDS,
-    LOOK,
-    PATIENCE,
+    LONG_TIMEOUT,
+    POLL_SECONDS,
+    REASON_TIMEOUT,
     Session,
     answer_key,
     gloo_group,
@@ -153,7 +153,7 @@ class Service:
 
     def _next(self) -> int:
         while (number := self._look()) == self._served:
-            time.sleep(LOOK)
+            time.sleep(POLL_SECONDS)
         return number
 
     def _vote(self, number: int, failure: BaseException | None) -> bool:
@@ -220,7 +220,7 @@ class Service:
             self._check_counts(number)
             if time.monotonic() > until:
                 raise CSDRankError("its trainers did not connect")
-            time.sleep(LOOK)
+            time.sleep(POLL_SECONDS)
 
         def join() -> Session:
             rank, size = request.trainers + self._owner.rank, request.trainers + self._owner.owners
@@ -238,7 +238,7 @@ class Service:
 
     def _await(self, future: Future[Any], number: int) -> Any:
         """Return the result of a thread of the session. Raises CSDRankError if the session is over, _Stop."""
-        while not wait([future], LOOK).done:
+        while not wait([future], POLL_SECONDS).done:
             self._check_counts(number)
         return future.result()
 
@@ -246,7 +246,7 @@ class Service:
         """Receive the next message and the tensors that follow it, on a thread."""
 
         def hear() -> _Asked:
-            asked = _Asked(session.hear(0, PATIENCE))
+            asked = _Asked(session.receive_message(0, LONG_TIMEOUT))
             message, owner = asked.message, self._owner
             if message.get("op") not in OPS:
                 raise CSDRankError("a message asks for an unknown operation")
@@ -256,7 +256,7 @@ class Service:
                 raise CSDRankError("its trainers have closed it")
             if asked.op in ("open", "join"):
                 asked.groups = [read_group(group) for group in message.get("groups", ())]
-                asked.blocks = [read_blocks(session.hear(trainer)) for trainer in range(session.trainers)]
+                asked.blocks = [read_blocks(session.receive_message(trainer)) for trainer in range(session.trainers)]
             if asked.op != "open":
                 asked.received, asked.states = owner.receive(session, message)
             return asked
@@ -268,7 +268,7 @@ class Service:
         if self._owner.rank == 0:
             for trainer in range(session.trainers):
                 with contextlib.suppress(CSDError):
-                    session.say({"over": why}, trainer, timeout=LAST_WORDS)
+                    session.send_message({"over": why}, trainer, timeout=REASON_TIMEOUT)
         session.close()
 
     def _do(self, session: Session, request: Request, asked: _Asked) -> BaseException | None:
@@ -289,7 +289,7 @@ class Service:
 
         def answer() -> None:
             if owner.rank == 0:
-                session.say(reply, *range(session.trainers))
+                session.send_message(reply, *range(session.trainers))
             if send:
                 send()
 
@@ -335,7 +335,7 @@ class Service:
             arriving.result()
             leaving.result()
             if owner.rank == 0:
-                session.say(reply, *range(session.trainers))
+                session.send_message(reply, *range(session.trainers))
 
         with owner.timed():
             return failure or self._awaited(_in_thread(answer), session.number)

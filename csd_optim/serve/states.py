@@ -16,7 +16,7 @@ from ..params.memory_warnings import FETCHED, warn_if_large
 from .blocks import Part, ViewOf
 from .blocks import whole as all_of
 from .model import TrainerModel, TrainerParam, views
-from .wire import PATIENCE
+from .wire import LONG_TIMEOUT
 
 ELSEWHERE = (
     "the states are with the optimizer ranks (serve://). Before this, call consolidate_state_dict() on all trainers, "
@@ -99,7 +99,7 @@ class StatesElsewhere(TrainerModel):
             if not known.is_absent:
                 states[index] = entry
         parts, view_of = states_of(there, whole=whole)
-        self._remote.fetch(self._remote.with_owners(parts), view_of)
+        self._remote.fetch(self._remote.buckets_with_owners(parts), view_of)
         warn_if_large(sum(value.nbytes for _, value in there), FETCHED)
         return states
 
@@ -141,7 +141,7 @@ class StatesElsewhere(TrainerModel):
                 "hyper": [plain(group, self._rule.hyperparameters) for group in self.param_groups],
             },
             sends=[states_of(sent), self._values(there)],
-            patience=PATIENCE,
+            patience=LONG_TIMEOUT,
         )
         self._state_map.state.clear()
         for known in self._known.values():

@@ -36,7 +36,7 @@ from .request import Request, whoami
 from .star import Entries, Selection, Source
 from .states import StatesElsewhere
 from .values import packed, unpacked
-from .wire import PATIENCE, SCHEME, USER_STATE_BYTES, Address, Session, parse_address
+from .wire import LONG_TIMEOUT, SCHEME, USER_STATE_BYTES, Address, Session, parse_address
 
 OTHER_RANKS = (
     "FSDP1 pads its flat parameters for a number of ranks: use the same number as before, or one with the same padded "
@@ -95,7 +95,7 @@ class _Trainer(StatesElsewhere):
         try:
             engine = RemoteEngine(self._address, ranks, request)
             self._know()
-            reply = engine.call({"op": "open"}, blocks=self._blocks(0), patience=PATIENCE)
+            reply = engine.call({"op": "open"}, blocks=self._blocks(0), patience=LONG_TIMEOUT)
         except BaseException as e:
             if engine:
                 engine.abandon()
@@ -163,7 +163,7 @@ class _Trainer(StatesElsewhere):
         self._show([known for known in self._known.values() if known.steps])
 
     def _pull_values(self, there: Sequence[TrainerParam]) -> None:
-        self._remote.call({"op": "pull", "params": [known.index for known in there]}, patience=PATIENCE)
+        self._remote.call({"op": "pull", "params": [known.index for known in there]}, patience=LONG_TIMEOUT)
         self._receive(there, self._remote.fetch)
 
     # ---- a step --------------------------------------------------------------------------
@@ -275,7 +275,7 @@ class _Trainer(StatesElsewhere):
             for event in made:
                 torch.accelerator.current_stream(event.device).wait_event(event)
             for parts, view_of in sends:
-                send_buckets(session, remote.with_owners(parts), view_of)
+                send_buckets(session, remote.buckets_with_owners(parts), view_of)
             if remote.early:
                 remote.early.settle()
 

@@ -25,7 +25,7 @@ from ..errors import CSDError, CSDRankError, CSDUnavailableError, CSDValueError
 SCHEME = "serve://"
 PROTOCOL = 3  # version of the messages in this file, owner.py and flow.py: must be the same on both sides
 MAGIC = 0x6373645F73657276  # begins each message
-HEAD = struct.Struct("=3q")  # MAGIC, session number, length of the JSON that follows (bytes)
+HEADER = struct.Struct("=3q")  # MAGIC, session number, length of the JSON that follows (bytes)
 # Kinds of traffic. Each has a tag of its own, so that one is never received as another. NOTHING is never sent.
 MESSAGE, BULK, NOTHING = 0, 1, 2
 PUSH, PUSHED = 3, 4  # messages and tensors of gradients that leave before the step: see arrivals.py
@@ -39,13 +39,13 @@ USER_STATE_BYTES = MESSAGE_BYTES // 2  # maximum for all trainers together: a me
 REQUEST_BYTES = 7 << 20  # maximum length of a request: a TCPStore value is limited to 8 MiB
 DEFAULT_TIMEOUT = 600.0  # seconds that the other side may be silent within a step
 CONNECT_TIMEOUT = 60.0  # seconds to reach owner 0
-LAST_WORDS = 2.0  # seconds to wait for the reason why a session is over
+REASON_TIMEOUT = 2.0  # seconds to wait for the reason why a session is over
 JOIN_TIMEOUT = 60.0  # seconds to form the process group once all members are known to be running
 # Timeout in seconds where no limit makes sense: a trainer may compute, and an owner may read its store, for any length
 # of time. If the other side's machine vanishes silently, the next session supersedes this one; a thread that still
 # waits may stay this long.
-PATIENCE = 24 * 3600.0
-LOOK = 0.05  # seconds between polls of the store
+LONG_TIMEOUT = 24 * 3600.0
+POLL_SECONDS = 0.05  # seconds between polls of the store
 
 ROUTES = ("kept", "slices", "star", "auto")  # how gradients reach the owners: see docs/optimizer-ranks.md
 
@@ -99,8 +99,8 @@ def parse_address(text: str) -> Address:
         )
     if route not in ROUTES:
         raise CSDValueError(f"Invalid device: {text!r}; unknown route {route!r}, the routes are {', '.join(ROUTES)}")
-    if not 0.1 <= timeout <= PATIENCE:
-        raise CSDValueError(f"Invalid device: {text!r}; timeout is a number of seconds from 0.1 to {PATIENCE:.0f}")
+    if not 0.1 <= timeout <= LONG_TIMEOUT:
+        raise CSDValueError(f"Invalid device: {text!r}; timeout is a number of seconds from 0.1 to {LONG_TIMEOUT:.0f}")
     return Address(text, host, port, timeout, route)
 
 
@@ -141,7 +141,7 @@ def gloo_group(store: Any, name: str, rank: int, size: int, host: str, timeout: 
         return ProcessGroupGloo(PrefixStore(name, store), rank, size, options)
 
 
-def is_here(host: str) -> bool:
+def is_local_address(host: str) -> bool:
     """Return whether this is an address of this machine."""
     try:
         socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
@@ -185,7 +185,7 @@ class Session:
         return self.trainers + k
 
     @property
-    def _open(self) -> Any:
+    def _live_group(self) -> Any:
         if self._group is None:
             raise Lost(f"session {self.number} is over")
         return self._group
@@ -193,13 +193,13 @@ class Session:
     def send(self, tensor: torch.Tensor, to: int, tag: int = BULK) -> Any:
         """Begin to send a dense CPU tensor (uint8, 1-D); the caller must not modify it until wait() has returned."""
         with lost(f"rank {to} is gone"):
-            return self._begun(self._open.send([tensor], to, _tag(tag, self._is_owner)), tensor)
+            return self._track(self._live_group.send([tensor], to, _tag(tag, self._is_owner)), tensor)
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int = BULK) -> Any:
         with lost(f"rank {source} is gone"):
-            return self._begun(self._open.recv([tensor], source, _tag(tag, not self._is_owner)), tensor)
+            return self._track(self._live_group.recv([tensor], source, _tag(tag, not self._is_owner)), tensor)
 
-    def _begun(self, work: Any, tensor: torch.Tensor) -> Any:
+    def _track(self, work: Any, tensor: torch.Tensor) -> Any:
         self._under_way[id(work)] = work, tensor
         return work
 
@@ -220,30 +220,30 @@ class Session:
                 nothing = group.recv([torch.empty(1)], self.owner(k), CONNECTIONS * NOTHING + connection)
                 nothing.wait(timedelta(milliseconds=1))
 
-    def say(self, message: dict[str, Any], *to: int, timeout: float | None = None, tag: int = MESSAGE) -> None:
+    def send_message(self, message: dict[str, Any], *to: int, timeout: float | None = None, tag: int = MESSAGE) -> None:
         """Send a message, and wait until it is sent. Raises CSDValueError if it is too long."""
-        for work in self.begin_saying(message, *to, tag=tag):
+        for work in self.begin_send_message(message, *to, tag=tag):
             self.wait(work, timeout)
 
-    def begin_saying(self, message: dict[str, Any], *to: int, tag: int = MESSAGE) -> list[Any]:
+    def begin_send_message(self, message: dict[str, Any], *to: int, tag: int = MESSAGE) -> list[Any]:
         """Begin to send a message; the caller waits for the returned works. Raises CSDValueError if it is too long."""
         data = json.dumps(message).encode()
         if len(data) > MESSAGE_BYTES:
             raise CSDValueError(
                 f"a message to the optimizer ranks has {len(data)} bytes; {MESSAGE_BYTES} are the limit"
             )
-        data = HEAD.pack(MAGIC, self.number, len(data)) + data
+        data = HEADER.pack(MAGIC, self.number, len(data)) + data
         pieces = torch.frombuffer(bytearray(data), dtype=torch.uint8).tensor_split([SHORT_BYTES])
         return [self.send(piece, rank, tag) for rank in to for piece in pieces if len(piece)]
 
-    def hear(self, source: int, timeout: float | None = None, tag: int = MESSAGE) -> dict[str, Any]:
+    def receive_message(self, source: int, timeout: float | None = None, tag: int = MESSAGE) -> dict[str, Any]:
         """Receive the next message of a rank. Raises CSDRankError, also if the message is not of this session."""
         piece = torch.zeros(SHORT_BYTES, dtype=torch.uint8, device="cpu")
         self.wait(self.receive(piece, source, tag), timeout)  # a gloo receive accepts less than the buffer's size
-        magic, session, n = HEAD.unpack_from(piece.numpy().data)
+        magic, session, n = HEADER.unpack_from(piece.numpy().data)
         if magic != MAGIC or session != self.number or not 0 < n <= MESSAGE_BYTES:
             raise CSDRankError(f"rank {source} of session {self.number} has sent something other than a message")
-        data = piece.numpy().tobytes()[HEAD.size :][:n]
+        data = piece.numpy().tobytes()[HEADER.size :][:n]
         if len(data) < n:
             rest = torch.empty(n - len(data), dtype=torch.uint8, device="cpu")
             self.wait(self.receive(rest, source, tag))

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from support.ranks import on_living_ranks
 
 from csd_optim import CSDAdam
-from csd_optim.distributed.buckets import FEWEST
+from csd_optim.distributed.buckets import TARGET_BUCKETS
 from csd_optim.distributed.ranks import Ranks, all_ranks_or_none
 from csd_optim.errors import CSDRankError
 
@@ -54,7 +54,7 @@ def test_alone():
 
 
 def share_a_small_model(rank):
-    p = torch.nn.Parameter(torch.ones(FEWEST * 128, 256))  # 4 MB
+    p = torch.nn.Parameter(torch.ones(TARGET_BUCKETS * 128, 256))  # 4 MB
     p.grad = torch.ones_like(p)
     with CSDAdam([p]) as optimizer:
         optimizer.step()
@@ -63,4 +63,4 @@ def share_a_small_model(rank):
 
 def test_parameters_of_a_small_model_travel_in_several_buckets(tmp_path):
     """So the first buckets travel while the last tiles are still being updated."""
-    assert on_living_ranks(2, share_a_small_model, directory=tmp_path) == [FEWEST] * 2
+    assert on_living_ranks(2, share_a_small_model, directory=tmp_path) == [TARGET_BUCKETS] * 2

@@ -12,12 +12,12 @@ from support.owners import STARTS, Owners, UnderDDP, small_buckets
 from support.ranks import on_living_ranks
 
 from csd_optim import CSDAdam, CSDOSError, CSDRankError
-from csd_optim.distributed.buckets import FEWEST
+from csd_optim.distributed.buckets import TARGET_BUCKETS
 from csd_optim.engine.engine import Engine
 from csd_optim.serve.owner import Owner
 from csd_optim.serve.wire import BULK, Session
 
-LAYERS, ROWS = FEWEST, 32  # each fp32 layer is one bucket and one tile
+LAYERS, ROWS = TARGET_BUCKETS, 32  # each fp32 layer is one bucket and one tile
 
 
 class Layers:

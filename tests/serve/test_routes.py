@@ -317,7 +317,7 @@ def the_first_follows(training):
     assert goes.is_set()
 
 
-@mock.patch.object(buckets, "LEAST_BYTES", 512)
+@mock.patch.object(buckets, "MIN_BUCKET_BYTES", 512)
 def dropped(rank, address):
     """Gradients of an abandoned backward are still leaving when a step sends gradients of the same parameters."""
     training, undisturbed = Reduced(address, wide=128), Reduced("ram:", wide=128)
@@ -397,7 +397,7 @@ def ending(rank, address, owner):
     os.kill(owner, signal.SIGSTOP)
     try:
         training.backward(rank, 1)
-        with mock.patch.object(Session, "say"):  # the stopped owner would not receive the message "close"
+        with mock.patch.object(Session, "send_message"):  # the stopped owner would not receive the message "close"
             training.opt._finalizer()
         assert not [thread for thread in threading.enumerate() if thread.name == "csd_optim push"]
     finally:
@@ -453,7 +453,7 @@ def test_what_is_no_push_ends_the_session_and_not_the_owner(owners, pushed, head
     engine, session = training.opt._remote, training.opt._remote._session
     if pushed:
         engine.call({"op": "listen"})
-        session.say(pushed, session.owner(0), tag=PUSH)
+        session.send_message(pushed, session.owner(0), tag=PUSH)
     with pytest.raises(CSDRankError, match=why):
         engine.call({**PUSHED, "hyper": None, "user_states": None, **header})
     training = Replicas(owners.address, resume=True)
@@ -465,11 +465,11 @@ def test_what_is_no_push_ends_the_session_and_not_the_owner(owners, pushed, head
 def test_an_owner_waits_for_all_of_just_that_backward():
     ends = threading.Event()
 
-    def hear(*_, **__):
+    def disconnected(*_, **__):
         ends.wait()
         raise CSDRankError("nobody is there")
 
-    session = SimpleNamespace(trainers=2, timeout=0.02, hear=hear)
+    session = SimpleNamespace(trainers=2, timeout=0.02, receive_message=disconnected)
     owner = SimpleNamespace(changed=threading.Condition(), check_counts=lambda _: None, flow=None)
     arrivals = Arrivals(owner, session)
     arrivals.listen()

@@ -30,7 +30,7 @@ from csd_optim import (
     CSDValueError,
 )
 from csd_optim.serve.blocks import FlatShard
-from csd_optim.serve.wire import COUNTER, PROTOCOL, answer_key, connect, is_here, request_key
+from csd_optim.serve.wire import COUNTER, PROTOCOL, answer_key, connect, is_local_address, request_key
 from csd_optim.store.format import read_contents
 
 
@@ -392,7 +392,7 @@ def test_topk_that_is_asked_for_later_is_refused(owners):
 def test_addresses_that_owners_listen_at(tmp_path, hosts):
     # Owners on several machines get the same command line with the first one's address. 192.0.2.1 stands for an address
     # that the second machine does not have.
-    if not is_here(hosts[0].strip("[]")):
+    if not is_local_address(hosts[0].strip("[]")):
         pytest.skip("this machine has no IPv6")
     with Owners(tmp_path, len(hosts), hosts=hosts) as owners:
         training = Replicas(owners.address)

@@ -23,7 +23,7 @@ STARTS = 60  # seconds that they may take to start
 @contextlib.contextmanager
 def small_buckets():
     """Make buckets so small that the small models of tests have several. Trainers of `small` owners must do so, too."""
-    with mock.patch.object(buckets, "LEAST_BYTES", 512), mock.patch.object(early, "LEAST_BYTES", 512):
+    with mock.patch.object(buckets, "MIN_BUCKET_BYTES", 512), mock.patch.object(early, "MIN_ROUND_BYTES", 512):
         yield
 
 
