@@ -1,7 +1,7 @@
-"""The pages as a site, by Sphinx: `make docs`.
+"""Sphinx configuration of the documentation site: `make docs`.
 
-The site has the repository's layout, so that links are right in both. docs/README.md says which pages there are, and in
-what order. What is a comment in docs/api.md is the reference of a name here, from its docstring.
+The site has the repository's layout, so that the same links work in both. docs/README.md lists the pages in order. The
+comment in docs/api.md names the objects whose docstrings become the reference.
 """
 
 import re
@@ -27,16 +27,16 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 nitpicky = True
-nitpick_ignore_regex = [("py:.*", r"(?!csd_optim).*")]  # names of others: their pages cannot be asked without a network
+nitpick_ignore_regex = [("py:.*", r"(?!csd_optim).*")]  # names of other packages: looking them up needs a network
 
 
 def uri(page: Path) -> str:
-    """As Sphinx calls a page."""
+    """Return Sphinx's name of a page."""
     return page.resolve().relative_to(ROOT).with_suffix("").as_posix()
 
 
 def index() -> str:
-    """A table of contents for the side, of docs/README.md: a line in bold begins a part, each link is a page."""
+    """Return the sidebar's table of contents. In docs/README.md, a bold line begins a part; each link is a page."""
     parts: list[tuple[str, list[str]]] = [("All pages", ["docs/README"])]
     page = (ROOT / "docs" / "README.md").read_text()
     for title, link in re.findall(r"^\*\*(.+)\*\*$|^\| \[.+?\]\((.+?)\.md\)", page, re.MULTILINE):
@@ -45,7 +45,7 @@ def index() -> str:
         else:
             parts[-1][1].append(uri(ROOT / "docs" / f"{link}.md"))
     listed = {page for _, pages in parts for page in pages}
-    others = sorted(uri(page) for page in (ROOT / "docs").rglob("*.md"))  # that another page links to
+    others = sorted(uri(page) for page in (ROOT / "docs").rglob("*.md"))  # linked from other pages only
     parts.append(("More", [*(page for page in others if page not in listed), "CHANGELOG"]))
     tables = (["```{toctree}", ":hidden:", f":caption: {title}", "", *pages, "```"] for title, pages in parts)
     return "\n\n".join("\n".join(table) for table in tables)
@@ -59,7 +59,7 @@ def read(app: Sphinx, name: str, source: list[str]) -> None:
 
 def done(app: Sphinx, failed: Exception | None) -> None:
     if not failed:
-        shutil.copy(app.outdir / "README.html", app.outdir / "index.html")  # what a server shows first
+        shutil.copy(app.outdir / "README.html", app.outdir / "index.html")  # the page that a web server shows first
 
 
 def setup(app: Sphinx) -> None:
