@@ -172,10 +172,10 @@ def planned_placement(
             return plan_extent([left], len(chosen), shares=shares, **how)
 
         if near:
-            placement.beside = OnAccelerator(near, [*chosen.values()])
+            placement.accelerator = OnAccelerator(near, [*chosen.values()])
             if state_dtype == FP32:
-                left = on_accelerator = round(params * placement.part_beside(plan(), dtype.itemsize))
-                placement.beside.params = on_accelerator
+                left = on_accelerator = round(params * placement.accelerator_fraction(plan(), dtype.itemsize))
+                placement.accelerator.params = on_accelerator
                 if left and any(spec.durable for spec in chosen.values()):  # durable devices keep a copy
                     shares = placement.shares(plan(), is_copied=True)
                     placement.take(placement.divide(plan(shares), is_copied=True), is_copied=True)

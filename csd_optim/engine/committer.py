@@ -72,7 +72,7 @@ class Committer:
         written = self._engine.windows.note_written()
         if not len(written):
             return tiles
-        return self._engine.flowing(np.sort(np.concatenate([tiles, np.setdiff1d(written, tiles)])))
+        return self._engine.in_step_order(np.sort(np.concatenate([tiles, np.setdiff1d(written, tiles)])))
 
     def reserve(self, record: Record | None) -> None:
         """Allocates space for the commit of the step in flight, so that a full disk fails now and not in the commit.
@@ -83,16 +83,16 @@ class Committer:
     def after_step(self) -> None:
         """Called after a step has completed."""
 
-    def before_taking_back(self) -> None:
+    def before_undo(self) -> None:
         """Called before a completed step is undone; its commit goes no further."""
 
-    def after_taking_back(self) -> None:
+    def after_undo(self) -> None:
         """Called after a completed step was undone."""
 
-    def before_keeping(self, param: int, residual: torch.Tensor) -> None:
+    def before_keep_residual(self, param: int, residual: torch.Tensor) -> None:
         """Called before `residual` becomes the residual of a parameter."""
 
-    def after_dropping(self, param: int) -> None:
+    def after_drop_residual(self, param: int) -> None:
         """Called after the residual of a parameter was dropped."""
 
     def adopt_residuals(self, residuals: Mapping[int, torch.Tensor]) -> None:
@@ -102,7 +102,7 @@ class Committer:
         """Return the names of the parameters in a tile, for messages; "" if they are unknown."""
         return ""
 
-    def before_counting(self) -> None:
+    def before_stats(self) -> None:
         """Returns when the last step and its commit have written everything that stats() counts. Raises CSDOSError."""
 
     def residual_bytes(self, device: int) -> tuple[int, int]:

@@ -100,7 +100,7 @@ class DurableCommitter(Committer):
     def after_extend(self, extent: Extent, offsets: list[int]) -> None:
         self._manifests.add(extent, offsets)
 
-    def before_keeping(self, param: int, residual: torch.Tensor) -> None:
+    def before_keep_residual(self, param: int, residual: torch.Tensor) -> None:
         engine = self._engine
         engine.check_open()
         if engine.residuals.get(param) is residual:
@@ -115,13 +115,13 @@ class DurableCommitter(Committer):
         self._manifests.written &= param in engine.residuals
         self._changed = True
 
-    def after_dropping(self, param: int) -> None:
+    def after_drop_residual(self, param: int) -> None:
         self._manifests.written, self._changed = False, True
 
     def adopt_residuals(self, residuals: Mapping[int, torch.Tensor]) -> None:
         self._residuals.seen(residuals)
 
-    def before_counting(self) -> None:
+    def before_stats(self) -> None:
         if self._engine.residuals:
             self._background.wait()
 
@@ -150,11 +150,11 @@ class DurableCommitter(Committer):
     def after_step(self) -> None:
         self.uncommitted = True
 
-    def before_taking_back(self) -> None:
+    def before_undo(self) -> None:
         if self._unconfirmed:
             self._background.forget()
 
-    def after_taking_back(self) -> None:
+    def after_undo(self) -> None:
         """Withdraws the round of the undone step.
 
         Copy 0 may contain that round. No resume continues from it, because not all ranks have it. But the next round
@@ -272,7 +272,7 @@ class DurableCommitter(Committer):
             self._reports.tell(
                 self._engine,
                 self._stores,
-                self._engine.counted(),
+                self._engine.current_stats(),
                 store_id=self.store_id.hex(),
                 trained=commit.job.record.seconds,
                 rank=self.ranks.rank if self.ranks else 0,
@@ -305,7 +305,7 @@ class DurableCommitter(Committer):
     def loading(self, record: Record | None = None) -> Iterator[None]:
         self.confirm()
         engine = self._engine
-        if engine.coded.any():
+        if engine.is_coded.any():
             self._keep_step()
         self._loading, self._loaded_record, self._within_loading = self.ranks is not None, record, True
         try:
@@ -384,7 +384,7 @@ class DurableCommitter(Committer):
         tiles = engine.tiles_of_params(params)
         engine.check_whole()
         self._background.wait()  # the commit closes windows that are still open
-        coded = engine.coded
+        coded = engine.is_coded
         if coded.any():
             self._keep_step()
         tiles = tiles[~coded[tiles]]

@@ -59,10 +59,10 @@ class Engine:
         self.step: int = 0  # number of completed steps
         self.record: Record = Record()  # of the last step
         self.stepping: bool = False
-        self.lent: object = None  # keeps alive the host memory or gradients that a step begun in backward uses
-        self.guessed: bool = False  # the step in flight began in backward, before step() was called: see overlap/
-        self.landing: threading.Event | None = None  # set once a background thread has completed the step in flight
-        self.rank: np.ndarray[Any, Any] | None = None  # int64 per tile: steps go by rising rank; None: to and fro
+        self.kept_alive: object = None  # keeps alive the host memory or gradients that a step begun in backward uses
+        self.is_speculative: bool = False  # the step in flight began in backward, before step(): see overlap/
+        self.completed_event: threading.Event | None = None  # set when a thread has completed the step
+        self.tile_rank: np.ndarray[Any, Any] | None = None  # int64 per tile: steps go by rising rank; None: to and fro
         self._torn = False  # a step that writes in place was cut short
         self.recovered: Sequence[Contents] = ()  # per device: what the resumed store contains
         self.windows: Windows = Windows(self)
@@ -79,7 +79,7 @@ class Engine:
 
     # ---- layout ------------------------------------------------------------
 
-    def fills_by_step(self, params: Sequence[int]) -> bool:
+    def next_step_fills(self, params: Sequence[int]) -> bool:
         """Return whether the next step can initialise the state of these newly joined parameters from their values."""
         if not (self.devices.reaches_params and params and all(self.devices.stores)):
             return False
@@ -171,9 +171,9 @@ class Engine:
             nbytes = self.slots * elem_bytes(sections, codec, param_dtype) * sum(numels)
             self.devices.tune(int(nbytes), new=True)
             if self.devices.placement:
-                self.devices.placement.beside = self.accelerator
+                self.devices.placement.accelerator = self.accelerator
 
-    def part_on_accelerator(self, numels: Sequence[int], sections: Sequence[str], param_bytes: float) -> float | None:
+    def accelerator_fraction(self, numels: Sequence[int], sections: Sequence[str], param_bytes: float) -> float | None:
         """Return the fraction of these parameters that `auto` wants on the accelerator; None: there is no `auto`.
 
         `param_bytes`: average bytes per element of the parameters. Raises what extend() raises.
@@ -183,7 +183,7 @@ class Engine:
         self._tune(numels, sections, FP32, None)
         assert self.devices.placement
         extent = plan_extent(numels, len(self.devices.specs), sections=sections, slots=self.slots)
-        return self.devices.placement.part_beside(extent, param_bytes)
+        return self.devices.placement.accelerator_fraction(extent, param_bytes)
 
     def _add(
         self, extent: Extent, offsets: list[int], tiles: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None
@@ -248,7 +248,7 @@ class Engine:
             self.devices.shares = extent.shares
 
     @property
-    def coded(self) -> np.ndarray[Any, Any]:
+    def is_coded(self) -> np.ndarray[Any, Any]:
         """Which tiles store codes: bool, one per tile."""
         return np.repeat([e.codec != FP32 for e in self.extents], [e.n_tiles for e in self.extents])
 
@@ -278,7 +278,7 @@ class Engine:
     def tiles_with(self, has_grad: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Return the tiles of the parameters in a mask (bool, one per parameter), in the order of the next step."""
         tiles = [e.pieces["tile"][has_grad[e.pieces["param"]]] + np.uint32(e.first_tile) for e in self.extents]
-        return self.flowing(np.unique(np.concatenate(tiles)))
+        return self.in_step_order(np.unique(np.concatenate(tiles)))
 
     def tiles_of_params(self, params: Sequence[int]) -> np.ndarray[Any, Any]:
         """Return the tiles of these parameters (numbered over all extents), in the order of the next step."""
@@ -291,16 +291,16 @@ class Engine:
         """Whether the next step goes from the last tile to the first."""
         return self.step % 2 == 1
 
-    def flowing(self, tiles: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def in_step_order(self, tiles: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Return `tiles`, given in ascending order, in the order in which the next step takes them.
 
         Steps alternate their direction: each begins with the tiles that the previous step wrote last, which are still
         in memory. The direction follows from the step's number alone, so that all processes agree on it, also after a
-        resume. With a `rank`, the lowest rank goes first; new tiles, which have no rank yet, come last.
+        resume. With a `tile_rank`, the lowest goes first; new tiles, which have no rank yet, come last.
         """
-        if self.rank is not None:
-            new = np.full(self.n_tiles - len(self.rank), np.iinfo(np.int64).max)
-            return tiles[np.argsort(np.append(self.rank, new)[tiles], kind="stable")]
+        if self.tile_rank is not None:
+            new = np.full(self.n_tiles - len(self.tile_rank), np.iinfo(np.int64).max)
+            return tiles[np.argsort(np.append(self.tile_rank, new)[tiles], kind="stable")]
         return tiles[::-1].copy() if self.descending else tiles
 
     # ---- a step ------------------------------------------------------------
@@ -335,7 +335,7 @@ class Engine:
     ) -> None:
         self._trace_step()
         self._began, self._ended, self._undone = time.perf_counter(), 0.0, False
-        self.decoded.tell(params)
+        self.decoded.enter_in_table(params)
         bindings.engine_begin(self.handle, params, hypers, tiles, self.name_device, order=order)
 
     def _trace_step(self) -> None:
@@ -408,7 +408,7 @@ class Engine:
         (uint32) in the order in which their parameters are needed; the other tiles follow.
         """
         bindings.engine_release(self.handle, params, order, self.name_device)
-        self.guessed = False
+        self.is_speculative = False
 
     def begin_without_tiles(self) -> None:
         """Begins a step that updates only states on the accelerator. Call end_without_tiles() at its end."""
@@ -421,7 +421,7 @@ class Engine:
         self._ended = time.perf_counter()
         self.step += 1
 
-    def tear(self) -> None:
+    def mark_torn(self) -> None:
         """Marks the states as torn: a step that cannot be undone changed states in place, and did not complete."""
         self._torn = True
 
@@ -433,7 +433,7 @@ class Engine:
             self._torn = True
             raise
         finally:
-            self.stepping, self.guessed, self._ended = False, False, time.perf_counter()
+            self.stepping, self.is_speculative, self._ended = False, False, time.perf_counter()
             self._undone = not keep
         if keep:
             self.step += 1
@@ -442,14 +442,14 @@ class Engine:
         elif self.devices.resident:  # the step changed the states in place
             self.decoded.forget_unwritten()
 
-    def take_back(self, params: np.ndarray[Any, Any]) -> None:
+    def undo_last(self, params: np.ndarray[Any, Any]) -> None:
         """Undoes the last finished step, even if this rank has committed it, because another rank failed to.
 
         `params`: the parameters that took part in the step. Since then, nothing but writes to windows may have changed
         states. Raises CSDValueError if the step began with such writes, or a tile has one slot. Afterwards undone()
         answers as after finish().
         """
-        self.committer.before_taking_back()
+        self.committer.before_undo()
         self.windows.note_written()
         self.forget_copies()
         bindings.engine_take_back(self.handle, self.name_device)
@@ -458,8 +458,8 @@ class Engine:
         for extent, steps in zip(self.extents, self.steps, strict=True):
             here = params[(params >= extent.first_param) & (params < extent.first_param + len(steps))]
             steps[here - extent.first_param] -= 1
-        self.windows.after_taking_back()
-        self.committer.after_taking_back()
+        self.windows.after_undo()
+        self.committer.after_undo()
 
     def forget_copies(self, params: Sequence[int] | None = None) -> None:
         """Invalidates the accelerator's copies of the states of these parameters; None: of all."""
@@ -562,13 +562,13 @@ class Engine:
         device. Where states are durable, each commit contains its current value. Code that writes to it without torch
         must call torch.autograd.graph.increment_version. Raises CSDOSError if a disk is full; nothing changes then.
         """
-        self.committer.before_keeping(param, residual)
+        self.committer.before_keep_residual(param, residual)
         self.residuals[param] = residual
 
     def drop_residual(self, param: int) -> None:
         """Removes the residual of a parameter, if it has one."""
         if self.residuals.pop(param, None) is not None:
-            self.committer.after_dropping(param)
+            self.committer.after_drop_residual(param)
 
     def adopt_residuals(self, residuals: dict[int, torch.Tensor]) -> None:
         """Registers the residuals of the commit that was resumed, by parameter."""
@@ -587,16 +587,16 @@ class Engine:
 
         Waits for the last step's commit if it writes residuals. Raises CSDOSError.
         """
-        self.committer.before_counting()
-        return self.counted()
+        self.committer.before_stats()
+        return self.current_stats()
 
-    def counted(self) -> list[dict[str, Any]]:
+    def current_stats(self) -> list[dict[str, Any]]:
         """Return the same counts without waiting: a commit may still be writing residuals, which then count partly."""
-        return self.devices.counted(self.handle, self.committer.residual_bytes) if self.handle else []
+        return self.devices.current_stats(self.handle, self.committer.residual_bytes) if self.handle else []
 
     def written_bytes(self) -> list[int]:
         """Return the bytes written to each device since its store was created; a commit may be adding to them."""
-        return [int(counts["total_write_bytes"]) for counts in self.counted()] or self.devices.written_before
+        return [int(counts["total_write_bytes"]) for counts in self.current_stats()] or self.devices.written_before
 
     def all_steps(self) -> np.ndarray[Any, Any]:
         """Return a copy of the `step` counts of all parameters, fp32."""
@@ -605,7 +605,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether no background work is in flight that close() would wait for."""
-        return self.committer.idle and (self.landing is None or self.landing.is_set())
+        return self.committer.idle and (self.completed_event is None or self.completed_event.is_set())
 
     @property
     def closed(self) -> bool:
@@ -622,12 +622,12 @@ class Engine:
         if self.pid != os.getpid():
             return
         self.committer.end_copies()  # this may take long and may be interrupted: nothing has been closed yet
-        if self.landing:
-            self.landing.wait()
+        if self.completed_event:
+            self.completed_event.wait()
         with defer_signals(), self.lock:  # an interrupt would run abandon() while a commit still uses the devices
             if self.closed:
                 return
-            if self.guessed:
+            if self.is_speculative:
                 self.finish(keep=False)
             if self.stepping:  # close() is called on the thread that steps, for example by a signal handler
                 raise CSDRuntimeError("a step is under way: close() when it has returned")

@@ -160,7 +160,7 @@ class OpenDevices:
             if store:
                 store.sync()
 
-    def counted(self, handle: Any, residual_bytes: Callable[[int], tuple[int, int]]) -> list[dict[str, Any]]:
+    def current_stats(self, handle: Any, residual_bytes: Callable[[int], tuple[int, int]]) -> list[dict[str, Any]]:
         """Return one dict per device: see Engine.stats(). `residual_bytes`: see Committer."""
         stats = []
         for d, (spec, store) in enumerate(zip(self.specs, self.stores, strict=True)):

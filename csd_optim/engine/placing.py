@@ -47,11 +47,11 @@ class Placement:
     """Divides extents among devices so that all devices finish a step at the same time.
 
     `rates`: by device, measured bytes per second, read plus written, of unpaced drives. `rooms`: by device, how many
-    bytes of states it can hold in total, see rooms(). `beside`: the accelerator. It holds states that no device has;
-    or, beside named directories, copies of states that it updates, which the devices write but need not read.
+    bytes of states it can hold in total, see rooms(). `accelerator`: it holds states that no device has; or,
+    beside named directories, copies of states that it updates, which the devices write but need not read.
     """
 
-    beside: OnAccelerator | None = None
+    accelerator: OnAccelerator | None = None
     _near: Candidate | None = None  # the accelerator's speed and room, per element, that the choice was based on
     _link = _near_link = 0.0  # seconds per element on the link: for elements elsewhere, and on the accelerator
     _is_full = False  # the accelerator has no room for more
@@ -89,15 +89,15 @@ class Placement:
             devices=devices_of([max(n, 1e-9) for n in tiles], extent.n_tiles),
         )
 
-    def part_beside(self, extent: Extent, param_bytes: float) -> float:
+    def accelerator_fraction(self, extent: Extent, param_bytes: float) -> float:
         """Return the fraction of an extent that goes to the accelerator. Raises CSDOSError: no room.
 
         `param_bytes`: bytes per element of the parameters, which cross the link one way, as gradients do the other way.
         """
-        assert self.beside
-        rates, elems = self.beside.rates(), extent.n_tiles * extent.tile_elems / PARTS
+        assert self.accelerator
+        rates, elems = self.accelerator.rates(), extent.n_tiles * extent.tile_elems / PARTS
         state_bytes = 4 * len(extent.sections) * elems
-        room = int(self.beside.room / (state_bytes * (1 if self._copies else extent.slots)))
+        room = int(self.accelerator.room / (state_bytes * (1 if self._copies else extent.slots)))
         # The measured rate is AdamW's, with 3 states; for other rules the time scales with the number of states.
         near = Candidate(elems / rates.update * len(extent.sections) / 3, room=max(0, room))
         link = elems * param_bytes / rates.link
@@ -166,8 +166,8 @@ class Placement:
 
     def _no_room(self, extent: Extent) -> CSDOSError:
         there = [*zip(self._specs, self._rooms, strict=True)]
-        if self.beside and not self._copies:
-            there.insert(0, (self.beside.spec, int(self.beside.room)))
+        if self.accelerator and not self._copies:
+            there.insert(0, (self.accelerator.spec, int(self.accelerator.room)))
         rooms = ", ".join(f"{spec} {room / 1e9:.3f} GB" for spec, room in there)
         nbytes = extent.slots * extent.slot_bytes * extent.n_tiles
         return CSDOSError(
@@ -216,8 +216,8 @@ class Placement:
         """
         elsewhere = sum(taken.params for taken in self._taken if not taken.is_copied)
         near = sum(taken.params for taken in self._taken if taken.is_copied)
-        if self.beside and not self._copies:
-            near = self.beside.params
+        if self.accelerator and not self._copies:
+            near = self.accelerator.params
         of_all = near + elsewhere
         host = sum(n * c.host for taken in self._taken for n, c in zip(taken.tiles, taken.candidates, strict=True))
         devices: list[dict[str, Any]] = []
@@ -239,13 +239,13 @@ class Placement:
                 }
             )
         link = self._link * elsewhere + self._near_link * near
-        if self.beside and self._near:
+        if self.accelerator and self._near:
             about: dict[str, Any] = {"params": near, "share": near / of_all, "seconds": near * self._near.seconds}
             about |= {"params_per_second": 1 / self._near.seconds, "limited_by": "room" if self._is_full else ""}
-            devices.insert(0, {"device": str(self.beside.spec), **about})
-        elif self.beside and any(extent.codec != FP32 for extent in self.extents):
+            devices.insert(0, {"device": str(self.accelerator.spec), **about})
+        elif self.accelerator and any(extent.codec != FP32 for extent in self.extents):
             nothing = {"params": 0, "share": 0.0, "seconds": 0.0, "params_per_second": None, "limited_by": CODES}
-            devices.insert(0, {"device": str(self.beside.spec), **nothing})
+            devices.insert(0, {"device": str(self.accelerator.spec), **nothing})
         seconds = max([host, link, *(d["seconds"] for d in devices)])
         shared = "link" if link > host else "host"
         for device in devices:

@@ -42,7 +42,7 @@ def prove(store: StoreFile, staged: Staged) -> None:
     if cached:
         damage = [f"{path}: this file system reads what is mapped in memory from the page cache, not from the disk"]
     if damage:
-        store.lost = _what_is_lost(store, contents, damage)
+        store.lost = _loss_message(store, contents, damage)
         raise CSDLostError(errno.EIO, store.lost)
     store.in_doubt = False
 
@@ -68,16 +68,16 @@ def _cached(fd: int, at: int, size: int) -> bool:
         return bool(_mincore(address, len(pages), found.ctypes.data) != 0 or (found & 1).any())
 
 
-def _what_is_lost(store: StoreFile, contents: Contents, damage: list[str]) -> str:
+def _loss_message(store: StoreFile, contents: Contents, damage: list[str]) -> str:
     step, before = contents.superblock.step, store.current
     extents = contents.manifest["extents"]
     more = f" (and {len(damage) - 1} more)" if len(damage) > 1 else ""
     what = f"what was written to the state after step {step}" if before and before.step == step else f"step {step}"
     said = f"{what} is lost: a flush failed, and what it should have put on the disk is not there: {damage[0]}{more}. "
-    return said + way_out(before.step if before else 0, any(e["slots"] == 1 for e in extents))
+    return said + loss_remedy(before.step if before else 0, any(e["slots"] == 1 for e in extents))
 
 
-def way_out(committed_step: int, in_place: bool) -> str:
+def loss_remedy(committed_step: int, in_place: bool) -> str:
     """Return the end of an error message about lost data: what is left, and what the user can do."""
     if in_place:
         left = "With shadow=False nothing older is left, and the store is damaged"

@@ -15,7 +15,7 @@ import torch
 from .. import bindings
 from ..errors import CSDLostError, CSDOSError
 from ..store.layout import Extent
-from .proof import way_out
+from .proof import loss_remedy
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -125,7 +125,7 @@ class Windows:
                 raise
             step = self._engine.committed_step
             what = f"what was written to the state after step {step}" if step else "the state before the first step"
-            said = f"{what} is lost: a flush failed ({e.strerror}). {way_out(step, self._engine.slots == 1)}"
+            said = f"{what} is lost: a flush failed ({e.strerror}). {loss_remedy(step, self._engine.slots == 1)}"
             self.lost = self.lost or said
             raise CSDLostError(e.errno, self.lost) from e
         self.synced = True
@@ -214,7 +214,7 @@ class Windows:
         self._engine.decoded.forget()
         self.empty[self._in_step] = False
 
-    def after_taking_back(self) -> None:
+    def after_undo(self) -> None:
         """Called when a completed step was undone, and with it everything written to its tiles since."""
         self._engine.decoded.discard(self._in_step)
         self._edited[self._in_step] = False

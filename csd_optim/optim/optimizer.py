@@ -260,7 +260,7 @@ class CSDOptimizer(Optimizer, Joinable):
             engine.check_open()
             self._settle(meets=meets)
             with engine.lock:
-                if not engine.guessed and (engine.landing is None or engine.landing.is_set()):
+                if not engine.is_speculative and (engine.completed_event is None or engine.completed_event.is_set()):
                     yield engine
                     return
 
@@ -564,7 +564,7 @@ class CSDOptimizer(Optimizer, Joinable):
         pinned = backward and any(is_on_accelerator(p) for _, _, p in members(self.param_groups))
         lent = torch.empty(nbytes if backward else 0, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         self._mode.end()
-        self._mode, engine.rank = InStep(), None
+        self._mode, engine.tile_rank = InStep(), None
         if model is not None:
             if any(map(is_fsdp1, model.modules())):
                 warnings.warn(

@@ -84,7 +84,7 @@ def describe(
     if overlap is not None:
         totals["overlap"] = overlap
     placement = engine.devices.placement
-    if placement and (placement.extents or (placement.beside and placement.beside.params)):
+    if placement and (placement.extents or (placement.accelerator and placement.accelerator.params)):
         totals["placement"] = placement.describe()
     busiest = {kind: max((d["seconds"][kind] for d in devices), default=0.0) for kind in KINDS}
     return {**totals, "seconds": {**busiest, "step": seconds}, "devices": devices}

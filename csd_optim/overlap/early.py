@@ -81,7 +81,8 @@ class EarlySteps:
         self._brings.shutdown(wait=False)
         for hook in self._hooks:
             hook.remove()
-        self._engine.lent, self._hold = None, self._hold.new_empty(0)  # freed now, not at the next garbage collection
+        # Frees both now, not at the next garbage collection.
+        self._engine.kept_alive, self._hold = None, self._hold.new_empty(0)
 
     def _give_up(self) -> None:
         """Finalizer: the optimizer was dropped; its engine is about to close, perhaps on the background thread."""
@@ -101,7 +102,7 @@ class EarlySteps:
         elif fired == expected and (self._guess or self._engine.idle):  # the previous step is complete and committed
             try:
                 with self._engine.lock, torch.no_grad():  # several threads may run backward
-                    if not self._engine.guessed:  # the engine was closed, and the guess with it
+                    if not self._engine.is_speculative:  # the engine was closed, and the guess with it
                         self._guess = None
                     if self._guess or self._begin():
                         self._tell(p)
@@ -126,7 +127,7 @@ class EarlySteps:
             return False
         (step, record), engine = foreseen, self._engine
         with defer_signals():  # no Ctrl-C between the start of the guess and self._guess
-            early, late = spread(engine.flowing(step.not_given), self._share)
+            early, late = spread(engine.in_step_order(step.not_given), self._share)
             if step.given:
                 late = np.concatenate([late, step.given.tiles])
             self._began = time.perf_counter()

@@ -45,7 +45,7 @@ class EarlyImages:
         Not so where states are kept as codes and some parameters of the tile are in host memory.
         """
         rows = self._engine.pieces_of(tile)["param"]
-        return not (self._engine.coded[tile] and self._step.table["param"][rows].any())
+        return not (self._engine.is_coded[tile] and self._step.table["param"][rows].any())
 
     def hold_bytes(self, tile: int) -> int:
         """Bytes of `hold` for a tile: gradients and new parameters; also the old ones where a device reads them."""

@@ -65,7 +65,7 @@ class Flight:
         self._is_image[step.images] = True
         self._arrivals: dict[int, Any] = {}  # events, by row: the last copy to a parameter on an accelerator
         self._news = threading.Condition()  # notified when tiles are pulled, and when the step has landed
-        engine.landing = self._landed = threading.Event()
+        engine.completed_event = self._landed = threading.Event()
         try:
             threading.Thread(target=self._land, name="csd_optim lands a step").start()
         except RuntimeError:  # the interpreter shuts down and has no more threads to give

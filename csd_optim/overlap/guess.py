@@ -65,7 +65,7 @@ class Guess:
         self._writes_before = self._writes()
         tiles = np.concatenate([early, late])
         self.tiles: np.ndarray[Any, Any] = engine.begin(step.table, step.hypers, tiles, record, order=SAME_ORDER)
-        engine.guessed, engine.lent = True, hold
+        engine.is_speculative, engine.kept_alive = True, hold
 
     # ---- in backward -----------------------------------------------------------
 

@@ -181,7 +181,7 @@ class StepsInBackward(BesideModel):
             self._gone = threading.Event()
             self._runner.moved = self._runner.in_flight = True
             tiles = engine.begin(step.table, step.hypers, step.tiles, record, order=AS_PUSHED)
-            engine.guessed, engine.lent = True, self._lent
+            engine.is_speculative, engine.kept_alive = True, self._lent
             if step.ring:
                 step.ring.begin(step.prepared, step.given)
                 self._images, self._flow = frozenset(step.images), Flow(step.ring, engine, copied=self._is_copied)
@@ -353,7 +353,7 @@ class StepsInBackward(BesideModel):
                         step.ring.join()  # what is being copied to parameters arrives before they are restored
             finally:
                 self._clear(taken)
-                self._engine.lent = None
+                self._engine.kept_alive = None
                 lent.clear()
                 parts.clear()
                 self.active, self._taken = False, {}
@@ -423,7 +423,7 @@ class StepsInBackward(BesideModel):
             step.table["grad"][without] = 0
             if step.given:
                 step.given.updated = step.given.updated.difference(without)
-            engine.decoded.tell(step.table)
+            engine.decoded.enter_in_table(step.table)
             engine.committer.reserve(record)
             engine.drop_grads(without)
             for tile in list(self._to_push):
@@ -439,9 +439,9 @@ class StepsInBackward(BesideModel):
             self.abandon()
             raise
         self._runner.is_ours(step)
-        engine.rank = np.full(engine.n_tiles, NEVER)  # the next backward makes gradients in the same order
-        engine.rank[self._tiles] = np.arange(len(self._tiles))
-        engine.lent = None
+        engine.tile_rank = np.full(engine.n_tiles, NEVER)  # the next backward makes gradients in the same order
+        engine.tile_rank[self._tiles] = np.arange(len(self._tiles))
+        engine.kept_alive = None
         self._reset()
 
     def stats(self) -> dict[str, Any]:

@@ -139,7 +139,7 @@ class Overlap(BesideModel):
         launch = partial(self._runner.launch, engine, step, record)
         if self._early and (guess := self._early.kept()):
             self._early_elems = sum(map(engine.elems_of, guess.pushed))
-            launch = partial(guess.keep, step, record, engine.flowing(np.sort(guess.tiles)))
+            launch = partial(guess.keep, step, record, engine.in_step_order(np.sort(guess.tiles)))
         self._runner.in_flight = self._runner.moved = True
         near = step.near.rows if step.near else ()
         awaited = [b for b in step.plan.param_states if b.index not in near]
@@ -207,13 +207,13 @@ class Overlap(BesideModel):
     def _note_order(self) -> None:
         """Called after a forward: from now on tiles flow in the order in which it used their parameters."""
         if self._noting:
-            self._engine.rank = by_next_use(self._pieces_now(), self._engine.n_params, self._noting)
+            self._engine.tile_rank = by_next_use(self._pieces_now(), self._engine.n_params, self._noting)
             self._to_note -= 1
         self._noting = {} if self._to_note else None
 
     def _may_begin(self) -> Pieces | None:
         """Called in backward: returns the pieces if the order of use is known and no step is under way, else None."""
-        if self._engine.rank is None or (self._flight and (not self._flight.landed or self._flight.failure)):
+        if self._engine.tile_rank is None or (self._flight and (not self._flight.landed or self._flight.failure)):
             return None
         self.land()
         self._runner.in_flight = True  # reading states undoes the guess: codes are not decoded during a step

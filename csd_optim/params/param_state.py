@@ -85,7 +85,7 @@ class ParamState:
     @contextlib.contextmanager
     def decoding(self) -> Iterator[None]:
         """Frees at exit what is decoded inside: for loops over all parameters, whose states would fill the memory."""
-        had = self.decoded is None or self.index in self.decoded.kept
+        had = self.decoded is None or self.index in self.decoded.in_memory
         try:
             yield
         finally:
@@ -99,7 +99,7 @@ class ParamState:
     def decode(self) -> dict[str, torch.Tensor]:
         """With codes: the states in the form in which `state` shows them, by name. The same dict until they change."""
         assert self.decoded
-        return self.decoded.shown(self.index, lambda state: self.part.show(self._view(state)))
+        return self.decoded.views(self.index, lambda state: self.part.show(self._view(state)))
 
     def entry(self, others: Mapping[str, Any]) -> DecodedEntry:
         """With codes: the parameter's entry in `state`. `others`: values in it that are not ours, to be kept."""
@@ -148,7 +148,7 @@ class ParamState:
         """Where a step finds the master, once the place is filled: see csd_master."""
         if self.in_place or self.is_section:
             return int(IN_PARAM)
-        if self.decoded and self.reachable and self.index in self.decoded.apart and not self.is_written:
+        if self.decoded and self.reachable and self.index in self.decoded.masters_written and not self.is_written:
             return int(UNCOMPARED)
         # With codes, a step compares a reachable parameter in any case. UNLESS_SET makes a written parameter win even
         # over a loaded master, which need not round to the parameter.
@@ -158,7 +158,7 @@ class ParamState:
     @property
     def is_section(self) -> bool:
         """With codes: does the parameter itself serve as the section of its values, which no tile has then?"""
-        return self.decoded is not None and self.decoded.is_own(self.index)
+        return self.decoded is not None and self.decoded.is_own_master(self.index)
 
     @property
     def compares(self) -> bool:
@@ -217,7 +217,7 @@ class ParamState:
         reachable = on_host and in_order and p.is_contiguous() and p.dtype in DTYPE_CODES
         self.direct = p.dtype if reachable and grad_dtype in (None, p.dtype) else None
         if self.decoded and self.decoded.resident:
-            self.decoded.lies_at(self.index, flat(p) if self.direct else None, fresh=fresh)
+            self.decoded.set_location(self.index, flat(p) if self.direct else None, fresh=fresh)
         if self.in_place:
             self.in_place = in_order and p.is_contiguous() and p.dtype is torch.float32 and p.device == self.home
             if self.in_place:
@@ -294,7 +294,7 @@ class ParamState:
             return
         # A step that compares does this itself. But if the parameter is its own section, the step has nothing to
         # compare it with, and a master that was written (`loaded`) has to be handled here.
-        loaded = self.decoded is not None and self.is_section and self.decoded.wrote_master(self.index)
+        loaded = self.decoded is not None and self.is_section and self.decoded.is_master_written(self.index)
         if not loaded and (self.is_section or (self.compares and takes_part)):
             return
         master = flat(self.master)
@@ -305,7 +305,7 @@ class ParamState:
             if always or not same.all():
                 chunk.copy_(torch.where(same, chunk, now.float()))
         if self.decoded:
-            self.decoded.is_rounded(self.index)
+            self.decoded.note_rounded(self.index)
 
     def restore(self, first: int, n: int, set_to: torch.Tensor | None = None) -> None:
         """Sets elements [first, first + n) of the parameter back to their master: an undone step has overwritten them.

@@ -160,7 +160,7 @@ class StateMap:
                 joining = [self._joining(engine, name, part.of(p), sections, coded) for name, p, part in new]
                 numels = [j.elems for j in joining]
                 param_bytes = sum(j.elems * j.param_bytes for j in joining) / max(1, sum(numels))
-                part_there = engine.part_on_accelerator(numels, sections, param_bytes) if codec == FP32 else None
+                part_there = engine.accelerator_fraction(numels, sections, param_bytes) if codec == FP32 else None
                 chosen = engine.accelerator.choose(joining, part_there, [j for j, _ in near.values()])
                 for (_, p, part), j, is_chosen in zip(new, joining, chosen, strict=True):
                     if not is_chosen:
@@ -328,7 +328,7 @@ class StateMap:
             for b in param_states
             if self.unfilled.get(b) and not self.state.get(b.param) and b.pointer == b.pointer_now and not b.initial
         ]
-        if len(new) < len(self.unfilled) or not engine.fills_by_step([b.index for b in new]):
+        if len(new) < len(self.unfilled) or not engine.next_step_fills([b.index for b in new]):
             return []
         for param_state in new:
             param_state.is_new = True

@@ -190,7 +190,7 @@ class Flow(InStep):
         opt._runner.moved = opt._runner.in_flight = True
         if len(step.tiles):
             engine.begin(step.table, step.hypers, step.tiles, record, order=AS_PUSHED)
-            engine.guessed, engine.lent = True, step
+            engine.is_speculative, engine.kept_alive = True, step
         with owner.changed:
             self._layout, self._lacks = layout, layout.gradients.copy()
             self._pushed = np.zeros(engine.n_tiles, bool)
@@ -217,9 +217,9 @@ class Flow(InStep):
         finally:
             with self._owner.changed:
                 self._step = None
-        engine.lent = None
-        engine.rank = np.full(engine.n_tiles, NEVER)  # expect the next step's gradients in the same order
-        engine.rank[self._order] = np.arange(len(self._order))
+        engine.kept_alive = None
+        engine.tile_rank = np.full(engine.n_tiles, NEVER)  # expect the next step's gradients in the same order
+        engine.tile_rank[self._order] = np.arange(len(self._order))
 
     def come_to_rest(self, *, meets: bool) -> None:
         self._undo()
@@ -247,7 +247,7 @@ class Flow(InStep):
             with engine.lock, torch.no_grad():
                 if engine.stepping:
                     self._optimizer._runner.undo(engine, step)
-                engine.lent = None
+                engine.kept_alive = None
 
     # ---- on threads that receive ------------------------------------------------------
 

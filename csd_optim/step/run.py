@@ -144,7 +144,7 @@ class StepRunner:
         if engine.slots == 1 or engine.devices.resident or self._state_map.unfilled:
             return False
         owes = step.owed or engine.residuals  # residuals have a single copy
-        written = step.written or engine.windows.written or engine.decoded.apart
+        written = step.written or engine.windows.written or engine.decoded.masters_written
         return not (owes or written)
 
     def launch(self, engine: Engine, step: PreparedStep, record: Record | None) -> np.ndarray[Any, Any]:
@@ -202,7 +202,7 @@ class StepRunner:
         Also undoes writes to its parameters from outside since then, because these may differ from rank to rank.
         """
         if step.whole:
-            engine.take_back(step.plan.rows)
+            engine.undo_last(step.plan.rows)
             self.taken -= 1
         if step.near:
             step.near.undo()
@@ -279,7 +279,7 @@ class StepRunner:
 
     def _begin(self, engine: Engine, step: PreparedStep, record: Record | None) -> np.ndarray[Any, Any]:
         """Begins the step, and pushes all tiles that need no image. Returns all tiles, in flow order."""
-        order = TO_AND_FRO if engine.rank is None else SAME_ORDER
+        order = TO_AND_FRO if engine.tile_rank is None else SAME_ORDER
         tiles = engine.begin(step.table, step.hypers, step.tiles, record, order=order)
         self.in_flight = self.moved = True
         for tile in tiles[~np.isin(tiles, step.images)].tolist():
@@ -315,7 +315,7 @@ class StepRunner:
                     whole = True
             finally:  # also if the accelerator fails
                 if not whole:
-                    engine.tear()
+                    engine.mark_torn()
 
     def _images(self, engine: Engine, step: PreparedStep) -> list[int]:
         """Tiles that travel through staging buffers: those with gradients on a GPU, or to be rounded.

@@ -907,7 +907,7 @@ def test_resume_does_not_keep_what_it_decodes(tmp_path):
     with train(adam(parameters(torch.bfloat16), f"file:{tmp_path}"), 1):
         pass
     with adam(parameters(torch.bfloat16), f"file:{tmp_path}", resume=True) as opt:
-        assert not opt._live_engine.decoded.kept
+        assert not opt._live_engine.decoded.in_memory
 
 
 @pytest.mark.parametrize("how", ["load", "assign"])

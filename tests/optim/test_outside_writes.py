@@ -407,7 +407,7 @@ def test_places_that_could_not_be_filled_are_filled_again(devices, dtype, monkey
             raise MemoryError
         return fill(bound, *args, **kwargs)
 
-    monkeypatch.setattr(Engine, "fills_by_step", lambda *_: False)  # as if the parameters already had states
+    monkeypatch.setattr(Engine, "next_step_fills", lambda *_: False)  # as if the parameters already had states
     monkeypatch.setattr(ParamState, "fill", failing)
     gradients(model.parameters(), 0)
     with pytest.raises(MemoryError):

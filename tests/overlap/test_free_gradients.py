@@ -633,7 +633,7 @@ def test_exceptions_leave_everything_as_it_was(tmp_path, state_dtype):
         handle.remove()
         assert [checksum(p) for p in kept] == before
         assert not training.opt._engine.stepping
-        assert not training.opt._engine.decoded.kept  # 12 bytes per parameter
+        assert not training.opt._engine.decoded.in_memory  # 12 bytes per parameter
         training.steps = twin.steps
         training.opt.zero_grad()
         training.step()
@@ -789,7 +789,7 @@ def test_it_leaves_no_trace(tmp_path):
         assert type(module._parameters) is dict
         assert not module._forward_pre_hooks
     assert not any(p._post_accumulate_grad_hooks for p in training.model.parameters())
-    assert training.opt._engine.lent is None
+    assert training.opt._engine.kept_alive is None
     training.step()
     assert training.model[0].inner.weight.grad is None
     training.opt.close()

@@ -289,7 +289,7 @@ def test_what_is_held_is_let_go_of(tmp_path):
     training = Training(tmp_path, {"backward": True, "hold": "1MB"}, latency="100us", patient=True)
     for _ in range(4):
         training.step()
-    hold = weakref.ref(training.opt._engine.lent)
+    hold = weakref.ref(training.opt._engine.kept_alive)
     assert hold() is not None
     training.opt.overlap(None)
     assert hold() is None

@@ -103,7 +103,7 @@ def test_it_reads_nothing_and_changes_no_bit(kind, options, tmp_path, monkeypatc
             give_gradients(params, step)
             opt.step()
             found.append(image(opt, params))
-    monkeypatch.setattr(Engine, "fills_by_step", lambda *_: False)
+    monkeypatch.setattr(Engine, "next_step_fills", lambda *_: False)
     for one, other in zip(found, train(devices("filled"), 3, **options), strict=True):
         assert_same(one, other)
     if kind == "one":

@@ -90,7 +90,7 @@ class Coded:
             table[row]["grad_dtype"] = table[row]["param_dtype"] = code
             table[row]["master"] = NEW if step == 1 else bindings.IN_SECTION
             table[row]["seed"], table[row]["first"] = step, 1000 * row
-        tiles = engine.flowing(np.arange(engine.n_tiles, dtype=np.uint32))
+        tiles = engine.in_step_order(np.arange(engine.n_tiles, dtype=np.uint32))
         for tile in engine.begin(table, self.hyper, tiles, self.record).tolist():
             engine.push(tile)
         engine.finish()
