@@ -1,4 +1,4 @@
-"""Each test here runs on the accelerator: once on a real one, under each schedule on the emulated one."""
+"""Each test here runs on the accelerator: on a real one once, on the emulated one under each schedule."""
 
 import contextlib
 
@@ -18,13 +18,13 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(autouse=True)
 def schedule(request):
-    """What is queued in streams runs by this one."""
+    """The schedule by which queued work of streams runs."""
     with contextlib.nullcontext() if request.param == REAL else emulated.schedule(request.param):
         yield request.param
 
 
 @pytest.fixture
 def emulated_only():
-    """For what only the emulated accelerator can show."""
+    """Skip tests of what only the emulated accelerator can show."""
     if not emulated.loaded():
         pytest.skip("this is a real device")

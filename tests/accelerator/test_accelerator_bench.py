@@ -1,4 +1,4 @@
-"""Benchmarks of accelerators at tiny size, and the check for somebody with a GPU: that they run. Never how fast."""
+"""Benchmarks of accelerators at tiny size, and `make gpu-check`: they run; their speed is not tested."""
 
 import json
 import runpy
@@ -35,7 +35,7 @@ def test_bench_of_overlap(tmp_path, monkeypatch, capsys):
 
 
 def test_all_results_are_in_one_archive(tmp_path):
-    """Also those of what failed."""
+    """The archive contains the output of failed steps, too."""
     steps = [
         gpu_check.Step("good", [sys.executable, "-c", "print('all is well')"]),
         gpu_check.Step("bad", [sys.executable, "-c", "raise SystemExit('it is broken')"]),

@@ -1,4 +1,4 @@
-"""Gradients on an accelerator that are used in backward: the bits of a step without, and memory that is free again."""
+"""free_gradients=True on an accelerator: the same bits as without it, and gradients' memory is free within backward."""
 
 import pytest
 import torch
@@ -68,13 +68,13 @@ def test_a_checkpoint_that_goes_back_several_times_is_refused(tmp_path):
         checkpoints(training)
     training.opt.zero_grad()
     assert training.steps == 0
-    assert training.parameters() != before  # the steps that were whole
+    assert training.parameters() != before  # the completed steps have changed them
     training.opt.close()
 
 
 @pytest.mark.parametrize(("state_dtype", "near"), [("fp32", []), ("8bit", []), ("fp32", ["gpu:?share=2"])])
 def test_a_parameter_without_a_gradient(tmp_path, state_dtype, near):
-    """It shares tiles with others, and keeps every bit; its states are there from the first backward on."""
+    """It shares tiles with other parameters, and keeps every bit. Its states exist from the first backward on."""
 
     def trained(name, overlap):
         (tmp_path / name).mkdir()
@@ -93,7 +93,7 @@ def test_a_parameter_without_a_gradient(tmp_path, state_dtype, near):
 
 
 def test_memory_of_gradients_is_free_in_backward(tmp_path):
-    """With a `hold` of one there are no more than that, one of which backward makes, and parts that wait for others."""
+    """With a `hold` of one gradient, there are that one, the one that backward makes, and parts of incomplete tiles."""
     training = Training(tmp_path, TIGHT, place=[DEVICE], depth=12)
     training.step()
     training.losses.clear()
@@ -110,7 +110,7 @@ def test_memory_of_gradients_is_free_in_backward(tmp_path):
 
 @pytest.mark.parametrize(("call", "number"), [("push", 1), ("push", 8), ("pull", 3)])
 def test_a_device_that_fails(tmp_path, call, number):
-    """In backward, or in step(): everything is as before, and the next step is right."""
+    """A device fails in backward or in step(): everything is as before, and the next step is right."""
 
     def script(training):
         training.step()
@@ -151,7 +151,7 @@ def test_nobody_waits_for_ever_for_a_step_that_cannot_be_undone(tmp_path, monkey
 
 
 def test_a_step_is_undone_where_the_accelerator_fails(tmp_path, monkeypatch):
-    """As far as it can be: the devices take the next one."""
+    """The step is undone as far as possible, and the devices accept the next one."""
     training = Training(tmp_path, FREE, place=[DEVICE])
     training.step()
     before = training.parameters()

@@ -75,7 +75,7 @@ def test_twins_that_begin_in_backward(tmp_path, script):
     ids=str,
 )
 def test_a_guess_is_right(tmp_path, place, options):
-    """What was copied in backward are the gradients, and comes back as it is."""
+    """The values copied in backward are the gradients of the step, and the step keeps what began with them."""
     early = []
 
     def script(training):
@@ -91,7 +91,7 @@ def test_a_guess_is_right(tmp_path, place, options):
 
 
 def looks_at_codes(training):
-    """Before a backward, and after it."""
+    """Read 8-bit states before a backward, and after it."""
     for _ in range(4):
         for goes_back in False, True:
             if goes_back:
@@ -139,7 +139,7 @@ def test_several_devices_and_the_host(tmp_path, dtype, devices, overlap):
 
 @pytest.mark.parametrize("script", [never_clears, looks_at_states])
 def test_what_topk_owes(tmp_path, script, monkeypatch):
-    """Is noted before gradients go, also where several tiles were selected at once."""
+    """Residuals are stored before gradients are freed, also when several tiles are selected at once."""
     monkeypatch.setattr(sparse, "ROWS", 2)
     twins(tmp_path, script, topk=0.05, width=LARGE).opt.close()
 
@@ -151,7 +151,7 @@ def test_what_waits_passes_the_check(tmp_path, script, monkeypatch):
 
 
 def strided(training):
-    """Gradients, and a parameter that is there when step() returns: it is not in the order of its states."""
+    """Use strided gradients, and a strided parameter, whose states have another order: it is there after step()."""
     for k in range(4):
         if k == 2:
             weight = training.model[1].inner.weight
@@ -168,7 +168,7 @@ def test_layouts(tmp_path):
 
 
 def replaced_by_strided(training):
-    """The values that a guess has, elsewhere."""
+    """Replace gradients by equal ones at other addresses, with other strides, so that a guess must compare values."""
     for _ in range(4):
         training.backward()
         for p in training.model.parameters():
@@ -178,7 +178,7 @@ def replaced_by_strided(training):
 
 
 def test_strided_gradients_are_compared(tmp_path):
-    """When they have been brought in order."""
+    """Strided gradients are compared with the guess's after they are brought into the states' order."""
     training = twins(tmp_path, replaced_by_strided, BACKWARD, patient=True, latency="100us")
     assert training.opt.stats()["overlap"]["redone"] == {}
     assert training.opt.stats()["overlap"]["early_params"] > 0
@@ -189,7 +189,7 @@ def test_strided_gradients_are_compared(tmp_path):
 
 
 def reads_on_other_streams(training):
-    """Each waits for itself: what one has waited for another has not. When all has landed, nobody has to."""
+    """Each stream must wait by itself, whatever others have waited for. After everything has landed, none must."""
     main, sides = torch.accelerator.current_stream(), [torch.Stream(DEVICE) for _ in range(2)]
     first = training.model[0].inner
     for k in range(4):
@@ -208,7 +208,7 @@ def reads_on_other_streams(training):
 
 
 def reads_here_and_uses_there(training):
-    """The other stream waits for this one before the parameter is read here, and not again."""
+    """Another stream waits for this one before the parameter is read here, and not again."""
     main, side = torch.accelerator.current_stream(), torch.Stream(DEVICE)
     for k in range(4):
         training.backward()
@@ -242,7 +242,7 @@ def test_a_side_stream(tmp_path, overlap):
 
 
 def drops_gradients(training):
-    """At once, and others have their memory, and write to it."""
+    """Drop gradients at once, and let other tensors reuse and overwrite their memory."""
     for _ in range(4):
         training.backward()
         keep_busy()
@@ -307,7 +307,7 @@ def test_a_gradient_changed_after_step_is_an_error(tmp_path):
     with pytest.raises(CSDRuntimeError, match=r"gradient of .* was changed after step"):
         training.opt.wait()
     assert training.parameters() == before
-    training.opt.wait()  # said once
+    training.opt.wait()  # the error is raised only once
     training.step()
     training.opt.close()
 
@@ -315,7 +315,7 @@ def test_a_gradient_changed_after_step_is_an_error(tmp_path):
 @pytest.mark.parametrize("topk", [None, 0.1])
 @pytest.mark.parametrize(("call", "number"), [("push", 1), ("push", 20), ("pull", 1), ("pull", 12), ("pull", 25)])
 def test_a_step_that_fails_under_way(tmp_path, call, number, topk):
-    """Is undone, with its copies under way; told once, to who waits; and the next one is right."""
+    """It is undone with copies in flight, its error is raised once, where it is awaited, and the next step is right."""
 
     def fails(training):
         training.step()
@@ -343,7 +343,7 @@ def test_a_step_that_fails_under_way(tmp_path, call, number, topk):
 
 @pytest.mark.parametrize("what", ["cleared", "dropped", "closed"])
 def test_a_guess_that_is_given_up_pushes_nothing_more(tmp_path, what, monkeypatch):
-    """Its copies arrive when the next step is under way, or the engine is gone."""
+    """Its copies complete only while the next step runs, or after the engine is closed."""
     arrives, pushed = threading.Event(), []
     wait, push = StagingBuffer.wait, Engine.push
     training = Training(tmp_path, BACKWARD, place=[DEVICE], patient=True, latency="100us")
@@ -411,7 +411,7 @@ def test_a_guess_that_cannot_be_compared_is_none(tmp_path, monkeypatch):
 
 
 def test_executors_that_take_nothing_more(tmp_path):
-    """As on a thread that goes on when the main one has come to its end."""
+    """As on a thread that continues after the main thread has ended."""
 
     def script(training):
         if training.overlap is not None:
@@ -454,12 +454,12 @@ def test_dropped_or_closed_while_a_step_is_under_way(tmp_path):
             training.opt.close()
         del training.opt
         gc.collect()
-        training.model(torch.ones(2, training.width))  # nobody waits for ever
+        training.model(torch.ones(2, training.width))  # does not block for ever
 
 
 @pytest.mark.one_schedule
 def test_a_captured_forward_gets_its_parameters_within_step(tmp_path, emulated_only):
-    """A replay asks nobody."""
+    """A replay of the graph could not wait for parameters."""
     training = Training(tmp_path, {}, place=[DEVICE])
     training.step()
     training.opt.wait()

@@ -1,4 +1,4 @@
-"""`csd_optim.push` with gradients on the accelerator: what leaves in backward is what that has made, on any stream."""
+"""`csd_optim.push` with gradients on the accelerator: it sends what backward has computed, on whatever stream."""
 
 import threading
 from collections import defaultdict
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.accelerator
 
 
 class Bucket:
-    """As DDP hands them over: gradients in memory that is DDP's."""
+    """A bucket as DDP passes it to hooks: gradients in DDP's memory."""
 
     def __init__(self, index, params, *, is_last):
         self._index, self._params, self._is_last = index, params, is_last

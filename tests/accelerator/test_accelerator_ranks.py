@@ -1,6 +1,6 @@
 """Ranks that train together with parameters on the accelerator: replicas that share the updates, and shards.
 
-They talk by gloo, through host memory. Oracle: the same ranks with parameters on the CPU, to the last bit.
+They communicate by gloo, through host memory. Oracle: the same ranks with parameters on the CPU, to the last bit.
 """
 
 import contextlib
@@ -39,13 +39,13 @@ def made(device, dtype, strided):
 
 
 def devices_for(device, near):
-    """`near`: those of parameters on the accelerator. None: the same as on the CPU."""
+    """Return the devices. `near`: devices for parameters on the accelerator; None: the same as on the CPU."""
     return near if near and device != "cpu" else "file:"
 
 
 def shares(rank, device, dtype, strided, topk, near=None):
-    """Replicas: each rank updates its share, and all of them have all after each step."""
-    if near:  # more is to be queued than there are tiles of the file
+    """Train replicas: each rank updates its share, and after each step all ranks have all parameters."""
+    if near:  # so that more work is queued than the file has tiles
         near_updates.CHUNK = 128
     params = made(device, dtype, strided)
     optimizer = CSDAdam(params, lr=1e-2, devices=devices_for(device, near), tile_size=TILE, topk=topk)
@@ -61,7 +61,7 @@ def shares(rank, device, dtype, strided, topk, near=None):
 
 
 def on_both(rank, schedules, function, *arguments):
-    """Of this rank, on the CPU and on the accelerator under each schedule."""
+    """Return a function's results on this rank, on the CPU and on the accelerator under each schedule."""
     expected = function(rank, "cpu", *arguments)
     if schedules is None:
         found = [function(rank, torch.accelerator.current_accelerator().type, *arguments)]
@@ -77,7 +77,7 @@ def on_both(rank, schedules, function, *arguments):
 
 @pytest.fixture
 def everywhere(request, tmp_path):
-    """Runs a function on two ranks, under all schedules in the same processes."""
+    """Run a function on two ranks, under all schedules in the same processes."""
     said = request.config.getoption("--accelerator").split(",") if emulated.loaded() else None
     return lambda *call: on_ranks(2, on_both, said, *call, directory=tmp_path)
 
@@ -99,7 +99,7 @@ def test_shares_are_gathered(everywhere, dtype, strided, topk, near):
 
 
 def beside_a_directory(rank, device):
-    """Replicas whose shares a directory keeps. With `gpu:` a step fails on rank 1, and both take it once more."""
+    """Train replicas whose shares are in directories. With `gpu:`, a step fails on rank 1, and both repeat it."""
     near_updates.CHUNK = 128
     params = made(device, DTYPES[2], False)
     devices = [f"file:{tempfile.mkdtemp(dir='.')}?cache=off"]
@@ -132,7 +132,7 @@ def test_beside_a_directory(everywhere):
 
 
 def shards(rank, device, dtype, topk, near=None):
-    """What FSDP2 makes: each rank updates its rows, and the norm is that of all."""
+    """Train shards as FSDP2 makes them: each rank updates its rows, and the gradient norm is that of all."""
     mesh = DeviceMesh.from_group(dist.group.WORLD, device)
 
     def sharded(t):
@@ -160,7 +160,7 @@ def test_shards_are_updated(everywhere, topk, near):
 
 
 def fsdp2(rank, device, overlap, near, fails):
-    """`near`: among the devices. `fails`: rank 1 does, in its third step, which both take once more."""
+    """Train with FSDP2. `near`: use `gpu:`, too. `fails`: rank 1 fails in its third step, which both repeat."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 64), nn.ReLU(), nn.Linear(64, 8)).to(device)
     for part in (model[0], model):
@@ -180,7 +180,7 @@ def fsdp2(rank, device, overlap, near, fails):
             if not again and fails and k == 2 and device != "cpu":
                 with failing(Engine, "pull", 2, "broken") if rank == 1 else contextlib.nullcontext():
                     optimizer.step()
-                    with contextlib.suppress(CSDOSError):  # here it is told at once, and in the end to both
+                    with contextlib.suppress(CSDOSError):  # rank 1 raises at once, both at the end
                         optimizer.wait()
                 with pytest.raises(CSDOSError if rank == 1 else CSDRankError, match="broken"):
                     optimizer.synchronize()

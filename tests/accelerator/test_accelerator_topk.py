@@ -1,4 +1,4 @@
-"""Top-K of gradients on an accelerator: selected there, and what is owed stays there. The same bits as on the CPU."""
+"""Top-K of gradients on an accelerator: selection and residuals stay there. The same bits as on the CPU."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.accelerator
 
 
 def train_topk(devices, place, shapes, topk, *, steps=4, tile_size=TILE, **kwargs):
-    """Trains parameters of all dtypes, each at `place(i)`; returns them with their states, on the CPU."""
+    """Train parameters of all dtypes, each on the device `place(i)`. Returns them and their states, on the CPU."""
     generator = torch.Generator().manual_seed(1)
     params = [
         torch.randn(shape, generator=generator).to(place(i), DTYPES[i % 3]).requires_grad_()
@@ -62,7 +62,7 @@ def test_topk_options(grad_dtype, maximize):
 @pytest.mark.one_schedule
 @pytest.mark.parametrize("feedback", [True, False])
 def test_an_accelerator_without_nonzero_static(feedback, monkeypatch):
-    """As torch says it of one that lacks an operation."""
+    """If torch says that the accelerator lacks the operation, another way is used, with the same bits."""
     kwargs = {"shapes": [(64, 65), (2, TILE), (5 * TILE + 3,), (9,)], "topk": 0.1, "error_feedback": feedback}
     expected = train_topk("file:", lambda i: "cpu", **kwargs)
     real, missed = torch.Tensor.nonzero_static, []
@@ -89,7 +89,7 @@ def test_topk_of_tiles_of_several_blocks():
 
 
 def test_topk_of_layouts():
-    """What is owed lies in the order of the parameter's memory, whatever that of the gradient is."""
+    """Residuals are in the memory order of the parameter, whatever the gradient's is."""
 
     def final(device):
         generator = torch.Generator().manual_seed(1)
@@ -117,7 +117,7 @@ def test_topk_of_layouts():
 @pytest.mark.parametrize("side_stream", [False, True], ids=["default stream", "side stream"])
 @pytest.mark.parametrize("topk", [0.01, 0.3])
 def test_topk_waits_for_the_gradient_and_has_read_it(devices, side_stream, topk):
-    """As above: not there yet when step() is called, and overwritten as soon as it has returned; so is what is owed."""
+    """The gradient is not computed yet when step() is called, and overwritten once it returns. So is the residual."""
     n, steps = 40 * TILE, 3
     generator = torch.Generator().manual_seed(1)
     start = torch.randn(n, generator=generator)
@@ -148,7 +148,7 @@ def test_topk_waits_for_the_gradient_and_has_read_it(devices, side_stream, topk)
     assert torch.equal(p.detach().cpu(), q.detach())
 
 
-# The emulated device has the CPU's kernels: what is large shows something on a real one only.
+# The emulated device uses the CPU's kernels: large sizes prove something only on a real one.
 @pytest.mark.sampled(together=1)
 @pytest.mark.one_schedule
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -178,7 +178,7 @@ def test_selection_on_the_device(n, dtype):
 
 
 def test_selection_needs_little_memory():
-    """And nothing of the gradient's size anywhere else."""
+    """No temporary tensor is of the gradient's size, on the device or elsewhere."""
     n = 1 << 20
     for _, grad in kinds(n, torch.float32):
         grad, residual = grad.to(DEVICE), torch.zeros(n, dtype=torch.bfloat16, device=DEVICE)

@@ -1,4 +1,4 @@
-"""What would be slow on a GPU, counted on the emulated one: launches, and how often the host stands still."""
+"""What would be slow on a GPU, counted on the emulated one: launches, and how often the host waits."""
 
 import time
 
@@ -18,7 +18,7 @@ TILES = 64
 
 
 def per_tile(devices, dtype=torch.bfloat16, **options):
-    """Launches and waits of a step, for each tile."""
+    """Return a step's launches and waits, per tile."""
     p = torch.randn(TILES * TILE).to(DEVICE, dtype).requires_grad_()
     with CSDAdam([{"params": [p], **options}], devices=devices, tile_size=TILE) as optimizer:
         for _ in range(3):
@@ -32,7 +32,7 @@ def per_tile(devices, dtype=torch.bfloat16, **options):
 @pytest.mark.parametrize("devices", [["ram:"], ["file:"], ["file:"] * 3], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_dense_tile(devices, dtype):
-    """Its two copies, and a stream that waits. Buffers that are not pinned would cost the host two waits more."""
+    """A dense tile costs two copies and a wait between streams; unpinned buffers would cost the host two waits more."""
     launches, waits = per_tile(devices, dtype)
     assert launches <= 3.2
     assert waits <= 1
@@ -41,14 +41,14 @@ def test_a_dense_tile(devices, dtype):
 @pytest.mark.parametrize("devices", [["ram:"], ["file:"], ["file:"] * 3], ids=str)
 @pytest.mark.parametrize("topk", [0.01, 0.3])
 def test_a_tile_with_topk(devices, topk):
-    """With error feedback, which selects twice."""
+    """A tile with Top-K and error feedback, which selects twice."""
     launches, waits = per_tile(devices, topk=topk)
     assert launches <= 15
     assert waits <= 1
 
 
 def test_tiles_that_are_no_rows(schedule):
-    """Where a tile has several parameters each is selected by itself, and nobody waits for it either."""
+    """In a tile of several parameters, each is selected by itself. The host does not wait for that either."""
     params = [torch.randn(100, TILE // 100 + 20).to(DEVICE).requires_grad_() for _ in range(40)]
     with CSDAdam([{"params": params, "topk": 0.01}], devices="ram:", tile_size=TILE) as optimizer:
         for _ in range(2):
@@ -62,7 +62,7 @@ def test_tiles_that_are_no_rows(schedule):
 
 
 def test_gradients_do_not_queue_behind_parameters():
-    """Each way has a stream of its own, as the link has."""
+    """Each direction has its own stream, because the link is full duplex."""
     p = torch.randn(TILES * TILE, device=DEVICE).requires_grad_()
     with CSDAdam([p], devices="ram:", tile_size=TILE) as optimizer:
         p.grad = torch.randn_like(p)
@@ -73,7 +73,7 @@ def test_gradients_do_not_queue_behind_parameters():
 
 
 class Watched:
-    """Something in pinned memory that a stream writes when it comes to it."""
+    """A value in pinned memory that a stream writes when it gets there."""
 
     def __init__(self, stream):
         self.seen = torch.zeros(1000, pin_memory=True)
@@ -86,9 +86,9 @@ class Watched:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.one_schedule  # late: nothing runs that nobody waits for
+@pytest.mark.one_schedule  # late: nothing runs before it is waited for
 def test_a_commit_waits_for_nobody_else(tmp_path, schedule, overlap):
-    """It carries what Top-K owes. Neither another stream nor the next forward, on the current one, is in its way."""
+    """A commit that stores residuals waits neither for another stream nor for the next forward, on the current one."""
     if schedule != "late":
         pytest.skip("only `late` lets nothing else happen")
     other = torch.Stream(DEVICE)
@@ -111,7 +111,7 @@ def test_a_commit_waits_for_nobody_else(tmp_path, schedule, overlap):
 
 
 def test_waiting_does_not_burn_a_core():
-    """On CUDA event.synchronize() would: and the box has updates to compute."""
+    """CUDA's event.synchronize() would spin on a core that is needed for updates."""
 
     class Late:
         at = time.monotonic() + 0.2

@@ -47,7 +47,7 @@ def test_complex(devices):
 
 
 def test_parameters_of_host_and_device_in_one_optimizer(devices):
-    """Small ones of either kind share tiles: what is in reach of the engine travels with what is not."""
+    """Small parameters on host and device share tiles, so that the host's gradients travel through the ring, too."""
     params = [
         leaf(n, dtype=dtype, device=device)
         for n in (5, 100, TILE + 1)
@@ -83,7 +83,7 @@ def test_many_tiles_and_devices(devices, tile_size):
 @pytest.mark.parametrize("state_dtype", ["fp32", "8bit"])
 @pytest.mark.parametrize("devices", SCRATCH, ids=str)
 def test_same_bits_as_on_the_cpu(devices, state_dtype):
-    """With 8-bit states also where somebody sets parameters, and torch does not count that."""
+    """With 8-bit states, also when parameters are set in a way that does not change torch's version counter."""
 
     def final(device):
         generator = torch.Generator().manual_seed(1)
@@ -128,7 +128,7 @@ def test_max_grad_norm(devices, dtype):
         ours.step()
         reference.step()
         assert ours.stats()["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
-    # The norm is summed in another order there than here.
+    # The accelerator sums the norm in another order than the CPU.
     for p, q in zip(params_of(ours), params_of(reference), strict=True):
         torch.testing.assert_close(ours.state[p]["master"].cpu(), q.detach(), rtol=1e-5, atol=1e-6)
 
@@ -139,7 +139,7 @@ def test_grad_scaler(devices, dtype):
     scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**6, growth_interval=1000)
     for overflow in (False, True, False, True, False):
         scale = scaler.get_scale()
-        scaler.scale(torch.ones((), device=DEVICE))  # makes the scale a tensor, as scaling a loss does
+        scaler.scale(torch.ones((), device=DEVICE))  # creates the scale's tensor, as scaling a loss does
         for p, q in zip(params_of(ours), params_of(reference), strict=True):
             p.grad = torch.randn_like(p)
             q.grad = on_host(p.grad)
@@ -161,7 +161,7 @@ def test_grad_scaler(devices, dtype):
 @pytest.mark.parametrize("devices", SCRATCH, ids=str)
 @pytest.mark.parametrize("side_stream", [False, True], ids=["default stream", "side stream"])
 def test_no_gradient_is_lost_between_kernels(devices, side_stream):
-    """The gradient is not there yet when step() is called, and is overwritten as soon as it has returned."""
+    """The gradient is not computed yet when step() is called, and is overwritten as soon as it returns."""
     ours, reference = make_pair([leaf(40 * TILE), leaf(40 * TILE, dtype=torch.bfloat16)], devices)
     stream = torch.Stream(DEVICE) if side_stream else torch.accelerator.current_stream()
     grads = [[torch.randn_like(p) for p in params_of(ours)] for _ in range(4)]
@@ -189,7 +189,7 @@ def test_no_gradient_is_lost_between_kernels(devices, side_stream):
 
 
 def test_a_backward_right_after_the_step(devices):
-    """An ordinary training loop, with nothing that waits for the GPU."""
+    """An ordinary training loop in which nothing waits for the GPU."""
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8)).to(DEVICE)
     twin = copy.deepcopy(model)
     ours = CSDAdam(model.parameters(), lr=1e-3, devices=devices, tile_size=TILE)
@@ -221,7 +221,7 @@ def test_a_write_to_a_parameter_counts(devices, dtype):
 
 
 def test_state_dict_goes_between_host_and_device(devices):
-    """fp32 states load whatever device the checkpoint was read to."""
+    """fp32 states load from any device to which the checkpoint was read."""
     p = leaf(TILE + 5, dtype=torch.bfloat16)
     ours, reference = make_pair([p], devices)
     train(ours, reference, steps=2)

@@ -1,4 +1,4 @@
-"""The emulated accelerator itself: it is of use only if what is wrong on a GPU shows on it."""
+"""The emulated accelerator itself: it is useful only if it reveals what would be wrong on a GPU."""
 
 import os
 import signal
@@ -92,7 +92,7 @@ def test_launches_and_waits_are_counted():
     event = torch.Event("emu")
     event.record(torch.accelerator.current_stream())
     assert (emulated.counts(), emulated.pending()) == ((launched + 2, waited), 2)
-    while not event.query():  # one who stands still, however often he looks
+    while not event.query():  # polling counts as one wait
         pass
     assert emulated.counts() == (launched + 2, waited + 1)
     assert x.sum().item() == 4000

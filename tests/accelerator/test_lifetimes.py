@@ -30,7 +30,7 @@ def randn(n, seed, dtype=torch.float32):
 
 
 def made(places, n=N, **options):
-    """A parameter at each place, and their optimizer."""
+    """Return a parameter on each device, and their optimizer."""
     params = [randn(n, i, DTYPES[i % 3]).to(place).requires_grad_() for i, place in enumerate(places)]
     options = {"lr": 1e-2, "devices": ["file:", "file:"], "tile_size": TILE, **options}
     return params, CSDAdam([{"params": params, **options.pop("group", {})}], **options)
@@ -64,7 +64,7 @@ def assert_same(a, b):
 @pytest.mark.parametrize("current", DEVICES)
 @pytest.mark.parametrize("devices", [["file:", "file:"], NEAR[1]], ids=str)
 def test_all_devices_and_the_host_in_one_optimizer(devices, current, side_stream):
-    """Whichever is the current device."""
+    """Parameters on all devices and the host work in one optimizer, whichever the current device is."""
     places = [*DEVICES, "cpu", *DEVICES]
     before = torch.accelerator.current_device_index(), [torch.accelerator.current_stream(d) for d in DEVICES]
     params, optimizer = made(places, devices=devices)
@@ -96,7 +96,7 @@ def strided(grad):
     ids=str,
 )
 def test_gradients_are_freed_at_once(devices, kind):
-    """And their memory is somebody else's, who writes to it."""
+    """Gradients are freed right after the step, and their memory is reused and overwritten."""
     options = {"devices": devices, "group": {"topk": 0.1} if kind == "Top-K" else {}}
     params, optimizer = made([DEVICE] * 3, **options)
     for k in range(3):
@@ -120,8 +120,8 @@ class Broken(RuntimeError):
 @pytest.mark.parametrize("topk", [None, 0.1])
 @pytest.mark.parametrize(("call", "left"), [("push", 30), ("push", 1), ("pull", 20), ("pull", 2), ("pull", 1)])
 def test_a_step_that_fails_with_copies_under_way(topk, call, left, monkeypatch):
-    """In one of its first tiles, or in one of its last: parameters and states are those before it, whenever read."""
-    monkeypatch.setattr(sparse, "ROWS", 5)  # some of the tiles that were selected have not left
+    """It fails in one of its first or last tiles: parameters and states are those before it, whenever they are read."""
+    monkeypatch.setattr(sparse, "ROWS", 5)  # so that some selected tiles were not sent yet
     options = {"devices": ["file:", "file:"], "group": {"topk": topk}}
     params, optimizer = made([DEVICE] * 3, **options)
     n_tiles = -(-3 * (N + 11) // TILE)
@@ -155,7 +155,7 @@ def test_a_step_that_fails_with_copies_under_way(topk, call, left, monkeypatch):
 
 
 def test_step_in_a_hook_of_backward():
-    """One optimizer per parameter, in autograd's thread, whose current streams are backward's."""
+    """One optimizer per parameter steps in autograd's thread, where backward's streams are current."""
 
     def trained(device):
         torch.manual_seed(1)
@@ -189,7 +189,7 @@ def test_step_in_a_hook_of_backward():
 
 @pytest.mark.parametrize("devices", [["file:", "file:"], NEAR[1]], ids=str)
 def test_steps_in_other_threads(devices):
-    """Each has current streams of its own; whoever goes on waits for those."""
+    """Each thread has its own current streams; the thread that continues waits for them."""
     params, optimizer = made([DEVICE] * 3, devices=devices)
     for k in range(3):
         failures = []
@@ -215,7 +215,7 @@ def test_steps_in_other_threads(devices):
 
 @pytest.mark.parametrize(("topk", "devices"), [(None, "ram:"), (0.1, "ram:"), (None, "gpu:")])
 def test_the_optimizer_is_dropped_right_after_its_step(topk, devices):
-    """Its copies are still under way, and what pinned memory it had is somebody else's."""
+    """Its copies are still in flight when other tensors reuse its pinned memory."""
     options = {"group": {"topk": topk}, "devices": devices}
     params, optimizer = made([DEVICE] * 3, **options)
     for p, grad in zip(params, grads(params, 0), strict=True):
@@ -238,7 +238,7 @@ def test_the_optimizer_is_dropped_right_after_its_step(topk, devices):
 
 @pytest.mark.parametrize("topk", [None, 0.1])
 def test_what_a_store_has_is_what_the_cpu_would_have(tmp_path, topk, monkeypatch):
-    """States, and what Top-K owes: as they were when the commit began, whatever the device does meanwhile."""
+    """States and residuals are stored as they were when the commit began, whatever the device does meanwhile."""
     monkeypatch.setattr(residuals, "CHUNK", 2 * PAGE)
 
     def script(device, directory, steps):
@@ -249,7 +249,7 @@ def test_what_a_store_has_is_what_the_cpu_would_have(tmp_path, topk, monkeypatch
                 p.grad = grad.to(device)
             optimizer.step()
             if device == DEVICE:
-                keep_busy()  # the forward: the commit must not wait for it, nor take it for the step
+                keep_busy()  # the next forward: the commit must neither wait for it nor store what it changes
                 torch.full((N,), torch.nan, device=device)
         optimizer.synchronize()
         found = bits(params, optimizer)
@@ -265,7 +265,7 @@ def test_what_a_store_has_is_what_the_cpu_would_have(tmp_path, topk, monkeypatch
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_8_bit_states(dtype):
-    """Their codes are computed from the parameter, which travels with the gradient."""
+    """8-bit states are computed from the parameter, which travels with the gradient."""
 
     def trained(device):
         params = [randn(n, n, dtype).to(device).requires_grad_() for n in (17, 5 * TILE + 3)]
@@ -275,7 +275,7 @@ def test_8_bit_states(dtype):
                     p.grad = grad.to(device)
                 optimizer.step()
                 with torch.no_grad():
-                    params[1][:5] = k  # somebody sets it
+                    params[1][:5] = k  # the program sets it
             return bits(params, optimizer)
 
     assert_same(trained(DEVICE), trained("cpu"))

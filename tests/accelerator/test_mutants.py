@@ -24,9 +24,9 @@ SCHEDULES = "late,side first,main first,random=1,random=2"
 @dataclass
 class Mutant:
     file: str  # below csd_optim/
-    old: str  # is there once
+    old: str  # occurs exactly once
     new: str
-    tests: str = "dense or topk or lifetimes"  # where it is looked for: pytest -k
+    tests: str = "dense or topk or lifetimes"  # the tests that must notice it: pytest -k
 
 
 def in_staging(old, new="pass", tests="dense or topk or lifetimes"):
@@ -236,7 +236,7 @@ MUTANTS = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_one(name):
-    """What it changes is there, in one place."""
+    """The line that a mutant changes occurs exactly once."""
     mutant = MUTANTS[name]
     assert (PACKAGE / mutant.file).read_text().count(mutant.old) == 1
 
@@ -256,7 +256,7 @@ def test_a_mutant_is_found(name, tmp_path):
     options = [f"--accelerator={SCHEDULES}", "-k", f"({mutant.tests}) and not mutant"]
     done = subprocess.run([*command, *options], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode in (1, -signal.SIGSEGV), done.stdout[-2000:]
-    if done.returncode == 1:  # a test, and not the mutant by itself
+    if done.returncode == 1:  # a test failed; other statuses are errors of the mutant itself
         assert "FAILED" in done.stdout
         assert "SyntaxError" not in done.stdout
         assert "NameError" not in done.stdout

@@ -28,7 +28,7 @@ SHAPES = [(), (5, 7), (0,), (2, TILE), (3 * TILE + 5,), (40, 60)]
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    """A parameter of a few tiles takes several of them."""
+    """Make chunks so small that a parameter of a few tiles takes several."""
     monkeypatch.setattr(near_updates, "CHUNK", TILE)
 
 
@@ -38,7 +38,7 @@ def randn(shape, seed):
 
 def made(device, shapes=SHAPES, dtypes=DTYPES):
     params = [randn(shape, i).to(device, dtypes[i % len(dtypes)]) for i, shape in enumerate(shapes)]
-    params[-1] = params[-1].t()  # strided, so that a copy of it is what is updated
+    params[-1] = params[-1].t()  # strided, so that a contiguous copy is updated
     return [p.requires_grad_() for p in params]
 
 
@@ -53,7 +53,7 @@ def step(optimizer, k):
     keep_busy()
     optimizer.step()
     for p in params:
-        p.grad.fill_(torch.nan)  # it is the program's again
+        p.grad.fill_(torch.nan)  # from here on the program may overwrite it
 
 
 def bits(optimizer):
@@ -75,7 +75,7 @@ def on_the_cpu(steps, pair=ADAMW, lr=1e-2):
 
 @pytest.mark.parametrize(
     ("pair", "devices"),
-    # Also with more there than is queued while the tiles of the file travel.
+    # The second case has more on the accelerator than is queued while the tiles of the file travel.
     [*((pair, devices) for pair in (ADAMW, *FULL) for devices in NEAR), (ADAMW, ["gpu:?share=20", "file:"])],
     ids=str,
 )
@@ -96,7 +96,7 @@ class Broken(RuntimeError):
 @pytest.mark.parametrize("call", ["begin", "pull", "finish", "launch"])
 @pytest.mark.parametrize("k", [0, 1])
 def test_a_step_that_fails(call, k, monkeypatch):
-    """Parameters and states are those before it, wherever these are; also if it would have been the first."""
+    """Parameters and states are those before the step, wherever they are, even if it would have been the first step."""
     params = made(DEVICE)
     optimizer = CSDAdam(params, devices=NEAR[1], tile_size=TILE, lr=1e-2)
     for earlier in range(k):
@@ -145,7 +145,7 @@ def test_a_step_in_place_that_fails_says_so(monkeypatch):
 @one_schedule
 @pytest.mark.parametrize("devices", NEAR, ids=str)
 def test_what_is_written_counts(devices):
-    """To parameters, and to states; and what is read is what they are."""
+    """Writes to parameters and states take effect, and reads of them see the current values."""
 
     def run(device, devices):
         params = made(device)
@@ -157,7 +157,7 @@ def test_what_is_written_counts(devices):
                 params[4].mul_(2)
                 optimizer.state[params[1]]["exp_avg"].add_(1)
                 optimizer.state[params[4]]["exp_avg_sq"] = torch.ones_like(params[4], dtype=torch.float32)
-        params[0].data = params[0].data.bfloat16()  # was fp32, and its own master where it is in place
+        params[0].data = params[0].data.bfloat16()  # was fp32, and possibly its own master
         step(optimizer, 4)
         return bits(optimizer)
 
@@ -167,7 +167,7 @@ def test_what_is_written_counts(devices):
 @one_schedule
 @pytest.mark.parametrize("devices", NEAR, ids=str)
 def test_state_dicts(devices):
-    """From memory to the accelerator and back, by way of torch.save; and copies of the optimizer."""
+    """State dicts load from memory to the accelerator and back, through torch.save; and the optimizer can be copied."""
 
     def go_on(device, devices, saved, params_before):
         params = made(device)
@@ -198,7 +198,7 @@ def test_state_dicts(devices):
 
 @one_schedule
 def test_a_state_that_is_needed_later_has_room_of_its_own():
-    """A momentum that is loaded: states move to another place, and their memory is given back."""
+    """When a momentum is loaded later, states move to another place, and their old memory is freed."""
 
     def run(device, devices):
         params = made(device, dtypes=DTYPES[1:])
@@ -221,7 +221,7 @@ def test_a_state_that_is_needed_later_has_room_of_its_own():
 
 @one_schedule
 def test_room_is_what_is_there():
-    """Of parameters that were their own masters, also when they no longer are, and when they need more states."""
+    """`state_bytes` is what states occupy: with parameters as their own masters, afterwards, and with more states."""
     params = made(DEVICE, dtypes=DTYPES[:1])
     elems = sum(p.numel() for p in params)
     optimizer = CSDSGD(params, devices="gpu:", lr=1e-2)
@@ -233,7 +233,7 @@ def test_room_is_what_is_there():
         return there
 
     step(optimizer, 0)
-    assert state_bytes() == 4 * params[-1].numel()  # which is strided
+    assert state_bytes() == 4 * params[-1].numel()  # the strided parameter has a separate master
     for p in params:
         p.grad, p.data = None, p.data.bfloat16()
     step(optimizer, 1)
@@ -273,7 +273,7 @@ def test_stats_and_timeline(devices, tmp_path, monkeypatch):
     (track,) = (e["tid"] for e in events if "gpu:" in e.get("args", {}).get("name", ""))
     near = [e for e in events if e["ph"] == "X" and e["tid"] == track]
     steps = [e for e in events if e["ph"] == "X" and e["name"].startswith("step ")]
-    assert len(near) == len(steps) == 2  # each within its step
+    assert len(near) == len(steps) == 2  # one in each step
     assert all(e["name"].endswith(" parameters") for e in near)
     for of_near, of_step in zip(near, steps, strict=True):
         assert of_step["ts"] <= of_near["ts"]
@@ -282,7 +282,7 @@ def test_stats_and_timeline(devices, tmp_path, monkeypatch):
 
 @one_schedule
 def test_the_host_waits_for_nothing(emulated_only):
-    """A step with all states there only queues, as torch's do."""
+    """A step with all states on the accelerator only queues work, like torch's optimizers."""
     optimizer = CSDAdam(made(DEVICE), devices="gpu:")
     step(optimizer, 0)
     set_grads(optimizer.param_groups[0]["params"], 1)
@@ -296,7 +296,7 @@ def test_the_host_waits_for_nothing(emulated_only):
 
 @one_schedule
 def test_what_fits_is_there_the_largest_first():
-    """24 B for an element beside a file, whose steps are undone; in place 12 B, or 8 B where it is its own master."""
+    """Beside a file, whose steps can be undone, an element takes 24 B; else 12 B, or 8 B if it is its own master."""
     params = [torch.randn(n, device=DEVICE).requires_grad_() for n in (1000, 3000, 2000, 500)]
     for devices, expected in (
         ([f"gpu:?room={24 * 3500}", "file:"], {3000, 500}),
@@ -350,7 +350,7 @@ def test_memory_that_is_not_there(monkeypatch):
 
 
 class Full(TorchDispatchMode):
-    """Within, there is no memory for any other tensor."""
+    """A context in which there is no memory for any more tensors."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
@@ -380,7 +380,7 @@ def test_all_memory_is_taken_before_the_step(grad_dtype, monkeypatch):
 
 @one_schedule
 def test_other_roundings_are_found(monkeypatch):
-    """On what is here, on a device whose quotients are a little off, and on one without fp64."""
+    """The check finds nothing here, finds quotients that are a little off, and finds that fp64 is missing."""
     here, divides, makes = torch.device(DEVICE), torch.div, torch.empty
 
     def is_off(x, y, *, out):
@@ -421,7 +421,7 @@ def test_another_rounding_has_to_be_allowed(monkeypatch):
 
 
 def placed(*devices, n=48, **options):
-    """So many parameters of a tile, trained, and what was said of that."""
+    """Train `n` parameters of a tile each. Returns them on the CPU, and the statistics."""
     params = [randn((TILE,), i).to(DEVICE, torch.bfloat16).requires_grad_() for i in range(n)]
     with CSDAdam(params, devices=["auto", *devices], tile_size=TILE, **options) as optimizer:
         for k in range(2):
@@ -437,8 +437,8 @@ def placed(*devices, n=48, **options):
 @pytest.mark.parametrize(
     ("near", "file", "there", "seconds", "limits"),
     [
-        # Of 48 tiles a third is what it does at 1 M/s beside 2 M/s; as much as it has room for; and as leaves others
-        # so much that the link, 3 MB/s each way, is as busy as it is.
+        # Of 48 tiles, it gets a third, because it updates 1 M/s beside 2 M/s; or as much as it has room for; or so
+        # much that the link, 3 MB/s each way, is as busy with the others' tiles as it is with its own.
         ("update=1M/s&room=1GB", "mixed=48MB/s", 16, 16 * TILE / 1e6, ["speed", "speed"]),
         (f"update=9M/s&room={24 * 10 * TILE}", "mixed=48MB/s", 10, 38 * TILE / 2e6, ["room", "speed"]),
         ("update=0.5M/s&link=3MB/s&room=1GB", "mixed=240MB/s", 12, 36 * TILE * 2 / 3e6, ["speed", "link"]),
@@ -455,7 +455,7 @@ def test_auto(near, file, there, seconds, limits):
 
 @one_schedule
 def test_auto_with_8bit_states(caplog):
-    """Says why nothing is there."""
+    """With 8-bit states nothing is placed on the accelerator, and the statistics say why."""
     with caplog.at_level("INFO", "csd_optim"):
         _, stats = placed("gpu:?room=1GB&update=1M/s&link=1GB/s", "file:?mixed=1GB/s", n=8, state_dtype="8bit")
     assert [d["limited_by"] for d in stats["placement"]["devices"]] == ["8bit", "speed"]
@@ -529,7 +529,7 @@ def test_options_that_are_refused(options, message):
 
 @one_schedule
 def test_what_is_owed_is_refused():
-    """By a state dict of steps with Top-K."""
+    """Residuals in a state dict of steps with Top-K are refused."""
     owing = CSDAdam(made(DEVICE), devices="ram:", topk=0.1)
     step(owing, 0)
     params = made(DEVICE)

@@ -1,4 +1,4 @@
-"""`gpu:` beside named directories: these have all states, and steps update some of them on the accelerator."""
+"""`gpu:` beside named directories: these keep all states, and steps update some of them on the accelerator."""
 
 import copy
 import os
@@ -28,7 +28,7 @@ SHAPES = [(), (5, 7), (0,), (2, TILE), (3 * TILE + 5,), (40, 60), (11, 3)]
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    """A parameter of a few tiles takes several of them."""
+    """Make chunks so small that a parameter of a few tiles takes several."""
     monkeypatch.setattr(near_updates, "CHUNK", TILE)
 
 
@@ -38,7 +38,7 @@ def randn(shape, seed, dtype=torch.float32):
 
 def params_on(device, shapes=SHAPES, seed=0):
     params = [randn(shape, seed + i).to(device, DTYPES[i % 3]) for i, shape in enumerate(shapes)]
-    params[-2] = params[-2].t()  # strided, so that a copy of it is what is updated
+    params[-2] = params[-2].t()  # strided, so that a contiguous copy is updated
     params[-1] = randn(shapes[-1], seed, torch.complex64).to(device)
     return [p.requires_grad_() for p in params]
 
@@ -58,14 +58,14 @@ class Trained:
         self.opt.step()
         for p in self.params:
             if p.grad is not None:
-                p.grad.fill_(torch.nan)  # it is the program's again
+                p.grad.fill_(torch.nan)  # from here on the program may overwrite it
         return self
 
     def bits(self):
         return [t.detach().cpu().clone() for p in self.params for _, t in [("", p), *sorted(self.opt.state[p].items())]]
 
     def rows(self):
-        """Of stats(): of the accelerator, and of the directory."""
+        """Return the rows of stats() for the accelerator and the directory."""
         return self.opt.stats()["devices"]
 
 
@@ -79,7 +79,7 @@ def near(directory, room="1GB"):
 
 @pytest.mark.parametrize("pair", [ADAMW, *FULL], ids=str)
 def test_bits_of_directories_alone(pair, tmp_path):
-    """And who resumes the store goes on with them: there, without an accelerator, and with room for some."""
+    """The bits are those of directories alone, also after resuming: with `gpu:`, with room for some, and without."""
     some = f"{12 * (3 * TILE + 5) + 12 * 40}"
     here, alone = Trained(near(tmp_path / "a"), pair=pair), Trained([tmp_path / "b"], "cpu", pair)
     for k in range(3):
@@ -100,7 +100,7 @@ def test_bits_of_directories_alone(pair, tmp_path):
 
 @one_schedule
 def test_what_is_on_the_accelerator_is_not_read(tmp_path):
-    """And written once, as ever; what crosses the link is counted, and the host's memory does not grow with it."""
+    """Its states are written once and not read, what crosses the link is counted, and host memory does not grow."""
     small = Trained(near(tmp_path / "a"))
     large = Trained(near(tmp_path / "b"), params=[torch.ones(40 * TILE, device=DEVICE).requires_grad_()])
     for trained in (small, large):
@@ -118,14 +118,14 @@ def test_what_is_on_the_accelerator_is_not_read(tmp_path):
 
 @one_schedule
 def test_of_a_store_made_without(tmp_path):
-    """Parameters share tiles there: what has others, too, is read and updated by the host but for what is given."""
+    """Parameters share tiles in such a store. The host reads these, and updates what the accelerator does not."""
     shapes = [(3 * TILE // 2,)] * 4
     alone = Trained([tmp_path / "a"], params=[randn(s, i).to(DEVICE).requires_grad_() for i, s in enumerate(shapes)])
     alone.step(0)
     alone.opt.close()
     for name in "bc":
         shutil.copytree(tmp_path / "a", tmp_path / name)
-    room = f"{12 * 3 * TILE}"  # for two of four
+    room = f"{12 * 3 * TILE}"  # for two of the four parameters
     here, other = (
         Trained(devices, params=[torch.zeros(s, device=DEVICE).requires_grad_() for s in shapes], resume=True)
         for devices in (near(tmp_path / "b", room), [tmp_path / "c"])
@@ -139,7 +139,7 @@ def test_of_a_store_made_without(tmp_path):
 
 
 def test_a_slot_of_the_ring_has_what_is_given_between_others(tmp_path):
-    """Parameters may still leave it for the accelerator when it is used for a third tile."""
+    """A slot is used for a third tile only after its parameters have left for the accelerator."""
     shapes = [*[(TILE,)] * 4, (4 * TILE,), *[(TILE,)] * 4]
     alone = Trained([tmp_path / "a"], params=[randn(s, i).to(DEVICE).requires_grad_() for i, s in enumerate(shapes)])
     alone.step(0)
@@ -157,7 +157,7 @@ def test_a_slot_of_the_ring_has_what_is_given_between_others(tmp_path):
 @pytest.mark.parametrize("call", ["begin", "pull", "finish", "give", "launch"])
 @pytest.mark.parametrize("k", [0, 1])
 def test_a_step_that_fails(call, k, tmp_path, monkeypatch):
-    """All is as before it, also on the accelerator, and the next call tries again."""
+    """Everything is as before the step, also on the accelerator, and the next call tries again."""
     here, alone = Trained(near(tmp_path / "a")), Trained([tmp_path / "b"], "cpu")
     for earlier in range(k):
         here.step(earlier)
@@ -189,7 +189,7 @@ def test_a_step_that_fails(call, k, tmp_path, monkeypatch):
 
 @one_schedule
 def test_what_is_written_counts(tmp_path):
-    """To parameters, to states, by loading, in loading(), and when one has moved to the host and back."""
+    """Writes to parameters and states count, also by loading, in loading(), and if one moves to the host and back."""
 
     def run(devices, device):
         it = Trained(devices, device)
@@ -262,7 +262,7 @@ def test_no_memory_for_a_step(tmp_path, monkeypatch):
 
 @one_schedule
 def test_a_snapshot(tmp_path):
-    """While steps go on; it has what directories have, and needs no accelerator."""
+    """A snapshot can be made while steps go on. It contains all states, and needs no accelerator to load."""
     here, alone = Trained(near(tmp_path / "a")).step(0), Trained([tmp_path / "b"], "cpu").step(0)
     made = here.opt.save(tmp_path / "snap", wait=False)
     here.step(1)
@@ -284,7 +284,7 @@ def test_close_gives_memory_back(tmp_path):
 @one_schedule
 @pytest.mark.parametrize("named", [True, False])
 def test_a_gradient_that_stayed_on_the_host(named, tmp_path):
-    """Somebody moved the parameter."""
+    """The program moves a parameter to the accelerator after its gradient was computed on the host."""
 
     def run(devices, device, grad_dtype=None):
         it = Trained(devices, "cpu", params=params_on("cpu")[:-2], grad_dtype=grad_dtype)
@@ -317,7 +317,7 @@ def test_what_rots_in_the_directory_is_found_when_it_is_read(tmp_path, monkeypat
 
 @one_schedule
 def test_one_slot(tmp_path, monkeypatch):
-    """shadow=False: as on directories alone, a step that is cut short says so."""
+    """With shadow=False, a store whose step was cut short says so, as on directories alone."""
     here, alone = Trained(near(tmp_path / "a"), shadow=False), Trained([tmp_path / "b"], "cpu")
     for k in range(3):
         assert same(here.step(k).bits(), alone.step(k).bits())
@@ -335,8 +335,9 @@ def test_one_slot(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("near", "there", "seconds", "limits"),
     [
-        # A drive moves 48 MB/s, and of 48 tiles only writes what is there. All of them; as many as there is room for;
-        # and so many that the link, over which 12 B of each go and 2 B of others, is as busy.
+        # A drive moves 48 MB/s, and only writes, but does not read, the tiles on the accelerator. Of 48 tiles it gets
+        # all; or as many as there is room for; or so many that the link (12 B for each of its elements, 2 B for others)
+        # is as busy as the drive.
         ("room=1GB&link=1GB/s", 48, 48 * 12 / 48e6, ["link", "speed"]),
         (f"room={12 * 10 * TILE}&link=1GB/s", 10, (10 * 12 + 38 * 24) / 48e6, ["room", "speed"]),
         ("room=1GB&link=24MB/s", 30, (30 * 12 + 18 * 24) / 48e6, ["link", "speed"]),
@@ -361,7 +362,7 @@ def test_what_is_refused(tmp_path):
     with pytest.raises(CSDValueError, match=r"topk of parameter 0\.3: gpu: has its states"):
         Trained(near(tmp_path / "a"), topk=0.1).step(0)
     coded = Trained(near(tmp_path / "b"), params=params_on(DEVICE)[3:5], state_dtype="8bit").step(0)
-    assert coded.rows()[0]["params"] == 0  # they are in the directory, as fp32 on the accelerator is
+    assert coded.rows()[0]["params"] == 0  # 8-bit states are only in the directory
 
 
 SEEDS = [*range(6), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(6, 200))]
@@ -369,7 +370,7 @@ SEEDS = [*range(6), *(pytest.param(seed, marks=pytest.mark.soak) for seed in ran
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_histories(seed, tmp_path, monkeypatch):
-    """Whatever happens between steps and in them, with whatever room: the bits of directories alone."""
+    """Whatever happens between and in steps, with any room, the bits are those of directories alone."""
     choose = random.Random(seed)
     some = [(), (0, 2), (7, 9), (TILE,), (3 * TILE + 5,), (700,)]
     shapes = [choose.choice(some) for _ in range(choose.randint(1, 7))]
@@ -435,7 +436,7 @@ def test_histories(seed, tmp_path, monkeypatch):
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(4))
 def test_kills(seed, tmp_path, emulated_only):
-    """Whenever it is killed, with whatever devices it goes on: with the bits of the run that was not."""
+    """Whenever it is killed, and with whatever devices it is resumed, the bits are those of the run without a kill."""
     command = [sys.executable, TESTS / "crash" / "near.py", str(seed), "12", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -445,7 +446,7 @@ def test_kills(seed, tmp_path, emulated_only):
 
 @one_schedule
 def test_the_power_fails(tmp_path, emulated_only):
-    """A little of `make soak`: whatever a power loss leaves, a run goes on from a committed step."""
+    """A little of `make soak`: whatever a power loss leaves, a run resumes from a committed step."""
     options = ["--accelerator", "--kills=0", "--calls=0", "--images=20", "--seed=1"]
     command, environment = [sys.executable, TESTS / "crash", *options], preloaded(tmp_path)
     environment["PYTHONPATH"] = str(TESTS.parent)

@@ -1,4 +1,4 @@
-"""`gpu:` beside named directories, and a disk that does not do what it was asked: see ../engine/test_faults.py."""
+"""`gpu:` beside named directories on a disk that fails: see ../engine/test_faults.py."""
 
 import errno
 import functools
@@ -17,12 +17,12 @@ from csd_optim.store.format import read_contents
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.one_schedule]
 
-ALL, SOME = "1GB", f"{12 * (3 * TILE + 5) + 12 * 40}"  # room: for some, the rest of whose tiles is read as ever
+ALL, SOME = "1GB", f"{12 * (3 * TILE + 5) + 12 * 40}"  # room for all, or for some, whose shared tiles are still read
 
 
 def trained(directory, room=ALL, **options):
-    """With so few buffers that writes must end before the last tiles can go: theirs are errors within the step."""
-    near_updates.CHUNK = TILE  # in the child: a parameter of a few tiles takes several of them
+    """Return a training with so few buffers that writes must end before the last tiles: errors are within the step."""
+    near_updates.CHUNK = TILE  # set in the child: a parameter of a few tiles takes several chunks
     return Trained([f"gpu:?room={room}", f"file:{directory}/csd1?cache=off&buffers=3"], **options)
 
 
@@ -35,7 +35,7 @@ def never_failed(steps):
 
 
 def fails(it, *arguments, k, **options):
-    """The step `k` raises and changes nothing; that and the next are as if nothing had been. Returns the error."""
+    """Assert that step `k` raises and changes nothing, and that it and the next then succeed. Returns the error."""
     before = it.bits()
     with fault(*arguments, **options), pytest.raises(CSDOSError) as caught:
         it.step(k)
@@ -60,7 +60,7 @@ def fails(it, *arguments, k, **options):
 @pytest.mark.parametrize("k", [0, 2])
 @in_child
 def test_an_error_undoes_the_step(room, calls, nth, code, k, tmp_path):
-    k += calls == TILE_READ  # the first step reads nothing
+    k += calls == TILE_READ  # the first step has nothing to read
     it = trained(tmp_path, room)
     for earlier in range(k):
         it.step(earlier)
@@ -82,7 +82,7 @@ def test_short_transfers_are_finished(tmp_path):
     with fault(TILE_READ | TILE_WRITE | META_READ | META_WRITE, tmp_path, effect=SHORT):
         it = trained(tmp_path, SOME).step(0).step(1)
         it.opt.close()
-        it = trained(tmp_path, ALL, seed=9, resume=True).step(2)  # which loads
+        it = trained(tmp_path, ALL, seed=9, resume=True).step(2)  # this step loads the copies
         assert same(it.bits(), never_failed(3))
 
 
@@ -91,13 +91,13 @@ def test_short_transfers_are_finished(tmp_path):
 @pytest.mark.parametrize("resumed", [True, False])
 @in_child
 def test_an_error_while_copies_are_loaded(resumed, effect, nth, tmp_path):
-    """Of a store that is resumed, and after a step that was undone."""
+    """The copies of a resumed store, and copies that are loaded again after an undone step."""
     it = trained(tmp_path).step(0).step(1)
     if resumed:
         it.opt.close()
         it = trained(tmp_path, seed=9, resume=True)
     else:
-        it.bits()  # nothing is on its way any more: it is this step that fails
+        it.bits()  # waits for all transfers, so that this step fails and not the previous one
         with fault(TILE_WRITE, tmp_path, errno.EIO), pytest.raises(CSDOSError, match="undone"):
             it.step(7)
     error = fails(it, TILE_READ, tmp_path, errno.EIO, effect=effect, skip=nth, k=2)
@@ -108,7 +108,7 @@ def test_an_error_while_copies_are_loaded(resumed, effect, nth, tmp_path):
 @pytest.mark.parametrize("section", ["master", "exp_avg"])
 @in_child
 def test_a_damaged_tile_is_not_loaded(section, tmp_path):
-    """What was loaded before it is not taken for known either; what is mended is."""
+    """After a damaged tile, copies loaded before it are discarded, too. After a repair they load."""
     trained(tmp_path).step(0).step(1).opt.close()
     it = trained(tmp_path, seed=9, resume=True)
     flip(tmp_path / "csd1", section, tile=2)
@@ -128,9 +128,9 @@ def test_a_commit_that_fails_is_tried_again(calls, nth, times, tmp_path):
     it = trained(tmp_path).step(0).step(1)
     it.opt.synchronize()
     with fault(calls, tmp_path, errno.EIO, skip=nth, times=times):
-        it.step(2)  # whole
+        it.step(2)  # succeeds
         if times == 1:
-            it.step(3)  # waits, tries again
+            it.step(3)  # waits for the writes, and tries again
         else:
             with pytest.raises(CSDOSError, match="step 3 cannot be committed yet"):
                 it.step(3)
@@ -144,7 +144,7 @@ def test_a_commit_that_fails_is_tried_again(calls, nth, times, tmp_path):
 
 @in_child
 def test_a_late_error_loses_nothing(tmp_path):
-    """The step is whole when its last writes fail: the host has what they are of."""
+    """The step is complete although its last writes fail later: the host still has their data."""
     near_updates.CHUNK = TILE
     it = Trained(["gpu:?room=1GB", f"file:{tmp_path}/csd1?cache=off"], tile_size=8192)
     it.step(0).step(1).bits()

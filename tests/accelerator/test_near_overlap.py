@@ -1,6 +1,6 @@
-"""`gpu:` with overlap: what it has is updated on the program's streams, for which nobody waits; the rest arrives.
+"""`gpu:` with overlap: its parameters are updated on the program's streams without waits; the others arrive later.
 
-Every value that a program reads is the one that it would be without overlap, and so are all states.
+All values that a program reads, and all states, are the same as without overlap.
 """
 
 import itertools
@@ -39,15 +39,15 @@ one_schedule = pytest.mark.one_schedule
 EVERYWHERE = [*(f"{DEVICE}:{i}" for i in range(torch.accelerator.device_count())), "cpu"]
 PLAIN, BACKWARD, FREE = {}, {"backward": True}, {"free_gradients": True, "hold": "10KB"}
 ALL = pytest.mark.parametrize("overlap", [PLAIN, BACKWARD, FREE], ids=["plain", "backward", "free"])
-MOST = ["gpu:?share=3"]  # all of it but a layer
-NAMED = {"named": True, "near": [f"gpu:?room={12 * 2 * 48 * 49}"]}  # directories have all, and it copies of two layers
-SCRATCH = pytest.param({}, id="scratch", marks=pytest.mark.soak)  # does less of the same
+MOST = ["gpu:?share=3"]  # all layers but one
+NAMED = {"named": True, "near": [f"gpu:?room={12 * 2 * 48 * 49}"]}  # directories have all; `gpu:` copies of two layers
+SCRATCH = pytest.param({}, id="scratch", marks=pytest.mark.soak)  # a subset of what the other cases do
 KEPT = pytest.mark.parametrize("options", [SCRATCH, pytest.param(NAMED, id="named")])
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    """A weight takes several of them."""
+    """Make chunks so small that a weight takes several."""
     monkeypatch.setattr(near_updates, "CHUNK", 512)
 
 
@@ -116,7 +116,7 @@ def test_gradients_that_are_freed(tmp_path, options):
 
 
 class Towers(nn.Module):
-    """Each layer on a stream of its own. What travels between streams is kept: nobody says so to the allocator."""
+    """Layers on streams of their own. Tensors that cross streams are kept, because no record_stream() is called."""
 
     def __init__(self):
         super().__init__()
@@ -141,7 +141,7 @@ class Towers(nn.Module):
 
 @one_schedule
 def test_backward_on_several_streams(emulated_only):
-    """Gradients are made on all of them, one after another or not, and updates share memory."""
+    """Gradients are computed on several streams, in turn or concurrently, and updates share scratch memory."""
 
     def run(device, devices, overlap=None):
         torch.manual_seed(0)
@@ -179,7 +179,7 @@ def test_layouts(tmp_path, overlap, options):
     twins(tmp_path, strided, overlap, **options).opt.close()
 
 
-# Without a drive, with one that has nothing, and with one that has copies.
+# Without a drive, with a drive that has none of the states, and with one that has all.
 @pytest.mark.parametrize(("near", "named"), [("gpu:", False), ("gpu:?room=1GB", False), ("gpu:?room=1GB", True)])
 @ALL
 def test_all_states_are_there(tmp_path, overlap, near, named):
@@ -202,7 +202,7 @@ def test_what_waits_passes_the_check(tmp_path, monkeypatch):
 
 @KEPT
 def test_nobody_waits_for_it(tmp_path, monkeypatch, options):
-    """While drives have brought nothing yet: it is read as it will be, and its gradient is the program's."""
+    """While drives have delivered nothing yet, its parameters already read as updated, and gradients may be reused."""
     trainings = []
     for name, overlap in ("with", PLAIN), ("without", None):
         (tmp_path / name).mkdir()
@@ -237,7 +237,7 @@ def test_nobody_waits_for_it(tmp_path, monkeypatch, options):
 @KEPT
 @ALL
 def test_timeline(tmp_path, overlap, monkeypatch, options):
-    """What is done there is on its tracks, in each step; with free_gradients each parameter is."""
+    """Each step's updates on `gpu:` are in its tracks of the trace; with free_gradients=True, each parameter's."""
     monkeypatch.setenv("CSD_OPTIM_TRACE", str(tmp_path / "trace.json"))
     training = Training(tmp_path, overlap, place=[DEVICE], latency="100us", **{"near": ["gpu:"], **options})
     for _ in range(3):
@@ -254,7 +254,7 @@ def test_timeline(tmp_path, overlap, monkeypatch, options):
 
 
 def one_step(training):
-    """All of it."""
+    """Make a step, and wait for all of it."""
     training.step()
     training.opt.wait()
 
@@ -264,13 +264,13 @@ def one_step(training):
     ("call", "number", "options"),
     [
         *((*call, {"near": MOST}) for call in [("pull", 3), ("finish", 1), ("push", 2)]),
-        # Of ten tiles, five have something of `gpu:`, and are the last.
+        # Of ten tiles, the last five contain elements that `gpu:` has.
         *((*call, NAMED) for call in [("pull", 3), ("finish", 1), ("push", 6), ("give", 3)]),
     ],
     ids=str,
 )
 def test_a_device_that_fails(tmp_path, overlap, call, number, options):
-    """The step is undone, also on the accelerator, and told once; the next one is right."""
+    """The step is undone, also on the accelerator, its error is raised once, and the next step is right."""
 
     def script(training):
         training.step()
@@ -285,7 +285,7 @@ def test_a_device_that_fails(tmp_path, overlap, call, number, options):
             side = torch.Stream(DEVICE)
             with failing(Engine, call, number, "broken"), pytest.raises(CSDOSError, match="broken"):
                 one_step(training)
-            with side:  # which has waited for nobody
+            with side:  # a stream that has waited for nothing
                 seen = [p.detach().clone() for p in training.model.parameters()]
             side.synchronize()
             assert [checksum(p) for p in seen] == before[0]
@@ -302,7 +302,7 @@ def test_a_device_that_fails(tmp_path, overlap, call, number, options):
 @KEPT
 @pytest.mark.parametrize("overlap", [PLAIN, FREE], ids=["plain", "free"])
 def test_an_update_that_fails(tmp_path, overlap, monkeypatch, options):
-    """On the accelerator, half-way."""
+    """An update on the accelerator fails half-way."""
     training = Training(tmp_path, overlap, place=[DEVICE], latency="100us", **{"near": ["gpu:"], **options})
     training.step()
     training.opt.wait()
@@ -328,7 +328,7 @@ def test_an_update_that_fails(tmp_path, overlap, monkeypatch, options):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("overlap", [PLAIN, FREE], ids=["plain", "free"])
 def test_an_accelerator_that_fails_when_a_step_is_undone(tmp_path, overlap, monkeypatch):
-    """Nobody waits for ever, and what it has is taken for no step's."""
+    """Nothing waits for ever, and the accelerator's states are not taken for those of any step."""
 
     def gone(*_):
         raise RuntimeError("the accelerator is gone")
@@ -354,7 +354,7 @@ def test_a_backward_that_is_undone(tmp_path, options):
 
 @one_schedule
 def test_gradients_are_free_in_backward(tmp_path):
-    """Of what `gpu:` has as well; each takes a copy of its states for that, until the step is whole."""
+    """So are those of `gpu:`'s parameters, each of which needs a copy of its states until the step is complete."""
     training = Training(tmp_path, FREE, place=[DEVICE], near=["gpu:?room=1GB"], depth=12, dtype=torch.bfloat16)
     training.step()
     training.losses.clear()

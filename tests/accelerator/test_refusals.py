@@ -1,4 +1,4 @@
-"""What cannot be done with an accelerator is refused in a sentence, before anything is touched."""
+"""Uses of an accelerator that are not supported are refused with a clear message, before anything is changed."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def test_a_step_is_not_captured(emulated_only, options, scaled):
 
 
 def test_another_kind_of_accelerator(emulated_only):
-    """One process has one kind, whatever else the parameters are on."""
+    """A process has only one kind of accelerator: parameters on another kind are refused."""
 
     class Elsewhere(torch.nn.Parameter):
         device = torch.device("xpu", 0)

@@ -1,4 +1,4 @@
-"""bench/accuracy.py at its smallest: that it verifies, trains, and reports what it promises."""
+"""bench/accuracy.py at its smallest size: it verifies, trains, and reports what it promises."""
 
 import json
 from dataclasses import replace
@@ -47,8 +47,8 @@ def test_quick(tmp_path, monkeypatch):
         assert adamw["drift"] == adamw["loss_difference"] == [0]
         assert 0 < dense["drift"][0] < 1
         assert 0 < coded["drift"][0] < 1
-    # 1 % of two matrices at 4 B; biases and the last layer, 2 B each; at most a padded word of 64 B more for each block
-    # of the tile and each dense parameter.
+    # 1 % of two matrices at 4 B per entry; biases and the last layer at 2 B per element; and at most a padded word of
+    # 64 B for each block of the tile and each dense parameter.
     entries, dense_elements, params = round(0.01 * 64 * 128) + round(0.01 * 128 * 128), 1280 + 128 + 128 + 10, 26122
     pushed = rows["digits", "Top-K 1%, feedback"]["link_bytes_per_param"]["push"] * params
     assert 4 * entries + 2 * dense_elements <= pushed <= 4 * entries + 2 * dense_elements + 64 * (4 + 4)
@@ -82,7 +82,7 @@ def test_other_optimizers_beside_torchs(rule, tmp_path):
 
 
 def test_drift():
-    """As far as AdamW went, of weights that stayed where they were."""
+    """The drift of weights that stayed where they were is 1: as far as AdamW moved its own."""
     begun, ended = torch.zeros(4), torch.full((4,), 2.0)
     assert accuracy_training.drifted(ended, ended, begun) == 0
     assert accuracy_training.drifted(begun, ended, begun) == 1
@@ -90,7 +90,7 @@ def test_drift():
 
 
 def test_over_time(tmp_path):
-    """Marks lie evenly, also where gradients fall; there exp_avg_sq falls, and the loss that is reported does not."""
+    """Marks are at equal intervals. If gradients are scaled down, exp_avg_sq falls, but the reported loss does not."""
     falling = accuracy_tasks.Training(60, 32, 3e-3, fall=0.1, wrong=0.1, marks=3)
     runs = {}
     for fall in (0.1, 1.0):
@@ -113,7 +113,7 @@ def test_over_time(tmp_path):
     rows = accuracy.summary([run for (fall, _), run in runs.items() if fall == 0.1], {"falling": 898})
     figure, axis = pyplot.subplots()
     accuracy_plot.drift_over_time("falling", {r["variant"]: r for r in rows}, axis)
-    (line,) = axis.get_lines()  # AdamW is what it is compared with
+    (line,) = axis.get_lines()  # no line for AdamW, with which variants are compared
     assert line.get_xydata().T.tolist() == [[20, 40, 60], runs[0.1, "8-bit"]["drift_over_time"]]
     pyplot.close(figure)
     accuracy_plot.plot(rows, tmp_path / "time.png")

@@ -1,4 +1,4 @@
-"""The benchmarks at tiny size: that they still run, verify and say what they promise. Never how fast."""
+"""The benchmarks at tiny size: they run, verify, and report what they promise. Speed is not tested."""
 
 import json
 import re
@@ -50,7 +50,7 @@ def test_step(tmp_path):
     assert coded_ram["state_bytes_per_param"] < 5.5
     for cached in (buffers, half):
         assert len(cached["ratio_to"]["the same with cache=off"]) == 5
-        assert cached["share_of_bytes"] == 0.5  # so small a model is all in the buffers
+        assert cached["share_of_bytes"] == 0.5  # the buffers hold all of so small a model
     assert len(commit["ratio_to"]["the same without commits"]) == 5
     names = [f"{name}, fp16, {place}" for name in rules[1:] for place in ("1 file(s)", "in memory")]
     assert [row["what"] for row in others] == names
@@ -69,7 +69,7 @@ def test_step(tmp_path):
 
 
 def test_step_beside_a_peer(tmp_path):
-    """What is said of one that takes two seconds for twice as many parameters."""
+    """The report about a peer that takes two seconds for twice as many parameters."""
     program = """
 import argparse, json, pathlib, sys
 from bench import step
@@ -136,7 +136,7 @@ def test_zeros():
 
 
 def test_overlap(tmp_path):
-    """Whose modes have to end with the same parameters, or nothing is reported."""
+    """bench/overlap.py, whose modes must end with the same parameters, or nothing is reported."""
     done = run("bench.overlap", "--quick", "--params=2e5", "--runs=5", f"--directory={tmp_path}", "--json")
     result = json.loads(done.stdout)
     assert result["schema"] == "csd_optim.bench.overlap/1"
@@ -149,7 +149,7 @@ def test_overlap(tmp_path):
 
 
 def test_placement(tmp_path):
-    """Whose divisions have to end with the same states, or nothing is reported."""
+    """bench/placement.py, whose ways must end with the same states, or nothing is reported."""
     done = run("bench.placement", "--quick", "--runs=5", f"--directory={tmp_path}", "--json")
     result = json.loads(done.stdout)
     assert result["schema"] == "csd_optim.bench.placement/1"
@@ -189,13 +189,13 @@ def test_imports():
     result = json.loads(run("bench.imports", "--quick", "--json").stdout)
     assert result["schema"] == "csd_optim.bench.imports/1"
     [(torch, ours, package, command)] = zip(*result["cpu_seconds"].values(), strict=True)
-    assert 0 < package < torch  # which it does not import
+    assert 0 < package < torch  # csd_optim by itself does not import torch
     assert ours > 0
     assert command > 0
 
 
 def test_big(tmp_path):
-    """In a process that AdamW would not fit into; and what is killed goes on with the same parameters."""
+    """CSDAdam trains in a process too small for AdamW, and a killed training resumes with the same parameters."""
     pytest.importorskip("transformers", reason="pip install csd_optim[bench]")
     done = run("bench.big", "--quick", f"--directory={tmp_path}", "--json")
     result = json.loads(done.stdout)
@@ -212,7 +212,7 @@ def test_big(tmp_path):
 
 @pytest.mark.parametrize("missing", ["", "cgroup.controllers", "memory"])
 def test_limit(tmp_path, monkeypatch, missing):
-    """A cgroup beside our own where there can be one, else RLIMIT_DATA, which refuses what is too much."""
+    """Memory is limited by a cgroup beside our own if possible, else by RLIMIT_DATA, which lets allocations fail."""
     groups = tmp_path / "cgroup"
     (groups / "user" / "shell").mkdir(parents=True)
     (groups / "user" / "cgroup.subtree_control").write_text("cpu" if missing == "memory" else "cpu memory")
@@ -264,7 +264,7 @@ def test_scaling(tmp_path):
     result = json.loads(done.stdout)
     assert result["schema"] == "csd_optim.bench.scaling/1"
     rows = {(r["variant"], r["devices"]): r for r in result["rows"]}
-    # What the testbed's rates allow, in ns per parameter and device, and what is the same for all. Nothing is faster.
+    # Lower bounds by the testbed's rates: ns per parameter and device, and ns per parameter for what all devices share.
     least = {
         "base": (16 / 3.0 + 12 / 2.4, 4.77 + 4 / 1.4),
         "su_o": (16 / 2.98 + 12 / 1.75 + 1 / 0.552 + 4 / 8, 4.77),
@@ -343,8 +343,10 @@ def test_distributed(tmp_path):
 
 @pytest.mark.parametrize("paced", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["paced", "loopback"])
 def test_optimizer_ranks(tmp_path, paced):
-    """All ways end with the same parameters, or nothing is reported; of a paced network bytes are as they should be.
-    Where there can be none, loopback is what is tried."""
+    """All ways must end with the same parameters, or nothing is reported. On a paced network, bytes match the formulas.
+
+    If no such network can be made, loopback is tested.
+    """
     network = "paced" if paced and not paced_network.missing() else "loopback"
     more = ["--unpaced"] if network == "loopback" else []
     done = run("bench.optimizer_ranks", "--quick", f"--directory={tmp_path}", "--json", *more)
@@ -379,7 +381,7 @@ def test_optimizer_ranks_while_trainers_are_killed(tmp_path):
 
 
 def test_tables_of_optimizer_ranks():
-    """docs/optimizer-ranks.md has what the result files have that it names."""
+    """The tables of docs/optimizer-ranks.md are those of the result files that it names."""
     page = (ROOT / "docs/optimizer-ranks.md").read_text()
     for name, table in (("optimizer-ranks-xeon", ranks_table.of_ways), ("optimizer-ranks-kills", ranks_table.of_kills)):
         (file,) = {*re.findall(rf"`(bench/results/{name}[^`]+json)`", page)}
@@ -388,7 +390,7 @@ def test_tables_of_optimizer_ranks():
 
 @needs_xrt
 def test_per_csd_of_an_emulated_card(tmp_path):
-    """It works as on a card, and says that its times mean nothing."""
+    """It works as on a real card, and says that its times mean nothing."""
     done = emulated_python(running("bench.per_csd"), "xrt:0", "--params=10000", "--json", "--quick")
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)["rows"]
@@ -402,7 +404,7 @@ def test_per_csd_of_an_emulated_card(tmp_path):
 
 
 def test_tables(tmp_path):
-    """docs/performance.md has the table that the optimizer's counts give."""
+    """The table in docs/performance.md is the one that the optimizer's counts give."""
     page = ROOT / "docs/performance.md"
     copy = tmp_path / page.name
     copy.write_text(page.read_text())

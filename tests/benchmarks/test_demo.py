@@ -1,4 +1,4 @@
-"""The demo keeps working, and shows what it says: three optimizers, one trajectory."""
+"""The demo works, and shows what it claims: three optimizers with the same trajectory."""
 
 import json
 import math
@@ -22,9 +22,10 @@ def run(*arguments):
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    """The report of a quick run, what it printed for people, and where its files are."""
+    """The report of a quick run, its output for people, and the directory of its files."""
     out = tmp_path_factory.mktemp("demo")
-    done = run("--quick", "--json", f"--devices={DEVICES}", f"--out={out}", "--compute=float32")  # not what is faster
+    # A fixed dtype, instead of the one that is faster on this machine.
+    done = run("--quick", "--json", f"--devices={DEVICES}", f"--out={out}", "--compute=float32")
     return json.loads(done.stdout), done.stderr, out
 
 

@@ -1,4 +1,4 @@
-"""The command line: every command, for people and for programs, and what it says when it cannot."""
+"""The command line: every command, its output for people and for programs, and its error messages."""
 
 import json
 import os
@@ -19,7 +19,7 @@ STEPS = 3
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Small speed checks: a test asks whether they work, not how fast the disk is."""
+    """Make speed checks small: tests check that they work, not how fast the disk is."""
     monkeypatch.setattr(facts, "PROBE_BYTES", 16 << 20)
     monkeypatch.setattr(benchmark, "UPDATER_ELEMS", 1 << 16)
     monkeypatch.setattr(benchmark, "RAW_RUNS", 1)
@@ -98,7 +98,7 @@ def test_devices_names_the_owner_of_a_store(run, tmp_path):
         assert f"in use by process {os.getpid()}" in out
         _, out, _ = run("inspect", tmp_path / "csd")
         assert f"in use by process {os.getpid()}" in out
-        opt.step()  # looking did not disturb it
+        opt.step()  # the commands did not disturb it
 
 
 def test_devices_says_what_is_wrong_and_fails(run, tmp_path):
@@ -107,7 +107,7 @@ def test_devices_says_what_is_wrong_and_fails(run, tmp_path):
     code, out, _ = run("devices", tmp_path, tmp_path / "no" / "where", file)
     assert code == 1
     assert out.count("no such directory") == 2
-    assert out.count("direct I/O") == 1  # the good one is described all the same
+    assert out.count("direct I/O") == 1  # the good one is described nevertheless
 
 
 def test_a_directory_that_csdadam_would_make(run, tmp_path):
@@ -303,7 +303,7 @@ def test_help_does_not_wait_for_torch():
 
 
 def test_the_package_names_what_it_has():
-    """CSDAdam comes when it is first asked for; whoever lists or imports names does not see that."""
+    """CSDAdam is imported lazily, which is invisible to code that lists or imports the package's names."""
     script = (
         "import sys, csd_optim; assert 'torch' not in sys.modules; assert {*csd_optim.__all__} < {*dir(csd_optim)}; "
         "from csd_optim import *; assert CSDAdam.__name__ == 'CSDAdam'; assert csd_optim.__version__ in sys.argv[1]; "

@@ -1,4 +1,4 @@
-"""`csd-optim doctor`: what each check says of facts that are right and wrong, and the command as a whole."""
+"""`csd-optim doctor`: the findings of each check on good and bad facts, and the command as a whole."""
 
 import json
 import math
@@ -136,7 +136,7 @@ DENIED = {"smartctl": {"messages": [{"string": "Smartctl open device: /dev/sda f
 )
 def test_smartctl(printed, expected, tmp_path, monkeypatch):
     program = tmp_path / "smartctl"
-    program.write_text(f"#!/bin/sh\ncat <<'END'\n{printed}\nEND\nexit 4\n")  # its status has bits of what it found
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{printed}\nEND\nexit 4\n")  # the status is a bit mask of findings
     program.chmod(0o700)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     said = health.smart("nvme0n1")

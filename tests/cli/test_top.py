@@ -1,4 +1,4 @@
-"""`csd-optim top`: what it says is what the training would say itself, which takes no notice."""
+"""`csd-optim top`: it shows what the training's own statistics say, and does not disturb the training."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from csd_optim.store.report import REPORT_NAME, ReportFile, read_report
 
 @pytest.fixture
 def training(tmp_path):
-    """On two devices, after three steps, the last of which is durable."""
+    """A training on two devices after three steps, the last of which is durable."""
     params = [torch.nn.Parameter(torch.randn(700, dtype=torch.bfloat16)) for _ in range(20)]
     devices = [f"file:{tmp_path}/a?tbw=600TB", tmp_path / "b"]
     with CSDAdam(params, devices=devices, tile_size=4096) as opt:
@@ -48,7 +48,7 @@ def test_a_training(run, training):
             assert (d["step"], d["committed_step"], d["pid"]) == (3, 3, os.getpid())
             assert (d["rank"], d["world_size"]) == (0, 1)
             for key in ("params", "flash_read_bytes", "flash_write_bytes", "written_bytes"):
-                assert d[key] == own[key] > 0 or key == "flash_read_bytes"  # which buffers may spare
+                assert d[key] == own[key] > 0 or key == "flash_read_bytes"  # buffers may save all reads
             assert d["seconds"]["write"] == own["seconds"]["write"] > 0
             assert 0 < d["step_seconds"] < d["iteration_seconds"]
             assert d["at"] < look["time"] <= time.time()
@@ -75,7 +75,7 @@ def test_what_is_told_counts_for_its_store_only(run, training):
     opt.close()
     with CSDAdam(params, devices=places, overwrite=True) as again:
         again.state  # noqa: B018, it has made no step
-        assert all(d["step"] == 3 for d in Top(places).look())  # what is there is erased by the first step
+        assert all(d["step"] == 3 for d in Top(places).look())  # the first step erases the old report
         train(again, params, 1)
         assert [(d["step"], d["iteration_seconds"]) for d in Top(places).look()] == [(1, None)] * 2
     told = (places[0] / REPORT_NAME).read_bytes()
@@ -182,8 +182,8 @@ def test_what_a_step_waits_for(step, seconds, said):
 @pytest.mark.parametrize(
     ("world_size", "steps", "slowest", "said"),
     [
-        (2, (1.0, 9.0), 8.9, "write second"),  # of which the first has nothing
-        (2, (9.0, 9.0), 8.9, "write second"),  # which the first waits for in its step
+        (2, (1.0, 9.0), 8.9, "write second"),  # the slow device is the other rank's
+        (2, (9.0, 9.0), 8.9, "write second"),  # rank 0 waits for it within its step
         (2, (9.0, 9.0), 3.0, "gradients"),
         (2, (1.0, 2.0), 1.9, "model"),
         (3, (9.0, 9.0), 3.0, "ranks"),

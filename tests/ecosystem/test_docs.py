@@ -1,8 +1,8 @@
-"""The pages do what they say: every snippet is run, every link and every path leads somewhere.
+"""The pages do what they say: every snippet runs, and every link and path leads somewhere.
 
-A snippet is run by itself, with a temporary directory for /mnt, a model, and batches. Where it takes more for granted,
-or where more has to come of it than an optimizer that trains, a generator at `starts` says so: what it does before its
-`yield` is there for the snippet, what it asserts after it has to be true then. What is not run stands in NOT_RUN.
+A snippet runs by itself, with a temporary directory for /mnt, a model, and batches. If it needs more, or if it must do
+more than make an optimizer that trains, there is a generator (see `starts`): it prepares the snippet before its
+`yield`, and checks the result after it. Snippets that are not run are listed in NOT_RUN.
 """
 
 import contextlib
@@ -44,12 +44,12 @@ PAGES = [
 ]
 
 CARD, RUNS_THIS, VITIS = "needs a SmartSSD", "is what runs this test", "needs Vitis"
-NOT_RUN = {  # how a command, or the first line of a Python snippet, begins: why
+NOT_RUN = {  # the beginning of a command, or of a Python snippet's first line: the reason why it is not run
     "make demo": "test_demo.py runs it, with fewer steps",
     "make emu-demo": "minutes; test_demo.py runs the demo, and test_xrt.py what it needs of cards",
     "make test": RUNS_THIS,
     "make pytest": RUNS_THIS,
-    "make gpu-check": "needs an accelerator; tests/accelerator/test_bench.py has what it does",
+    "make gpu-check": "needs an accelerator; tests/accelerator/test_accelerator_bench.py tests it",
     "make check": "make test runs it beside this",
     "make wheels": "minutes; test_wheel.py builds one",
     "make aarch64": "minutes, and needs a cross compiler",
@@ -74,15 +74,16 @@ NOT_RUN = {  # how a command, or the first line of a Python snippet, begins: why
     'opt = CSDAdam(model.parameters(), lr=3e-4, devices=["gpu:': "needs an accelerator; test_near.py has what it does",
     'opt = CSDAdam(model.parameters(), lr=3e-4, devices=["xrt:0"])': CARD + "; test_xrt.py has emulated ones",
 }
-SMALLER = {f"csd-optim {name}": ["--params", "1e5"] for name in ("bench", "doctor")}  # what is added to a command
+# Arguments that are added to these commands.
+SMALLER = {f"csd-optim {name}": ["--params", "1e5"] for name in ("bench", "doctor")}
 SMALLER["csd-optim top"] = ["--interval", "0.1"]
-CUDA_HERE = "cpu"  # in place of a GPU, where a page names one
+CUDA_HERE = "cpu"  # the device that replaces GPUs that a page names
 
 
 @dataclass(frozen=True)
 class Snippet:
     page: Path
-    line: int  # of its fence
+    line: int  # the line of its opening fence
     language: str
     text: str
 
@@ -90,7 +91,7 @@ class Snippet:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
     def commands(self):
-        """Without their comments."""
+        """Return the snippet's commands without comments."""
         lines = self.text.replace("\\\n", " ").splitlines()
         return [line for line in (re.sub(r"(^|\s)#.*", "", line).rstrip() for line in lines) if line]
 
@@ -108,7 +109,7 @@ def snippets(*languages):
 
 
 def why_not(beginning):
-    """The entry of NOT_RUN that it is, or None."""
+    """Return the entry of NOT_RUN for a snippet or command, or None."""
     return next((key for key in NOT_RUN if beginning.startswith(key)), None)
 
 
@@ -117,16 +118,16 @@ def each(chosen):
 
 
 def on_page(name, text=""):
-    """The only snippet of a page that has this in it."""
+    """Return the only snippet of a page that contains this text."""
     (found,) = (s for s in snippets("python") if s.page == ROOT / name and text in s.text)
     return found
 
 
-# ---- what pages take for granted, and what has to come of it ---------------------------------
+# ---- what snippets need, and what they must do ------------------------------------------------
 
 
 class Net(nn.Module):
-    """An embedding and blocks, as docs/topk.md has them."""
+    """A model with an embedding and blocks, as in docs/topk.md."""
 
     def __init__(self):
         super().__init__()
@@ -137,7 +138,7 @@ class Net(nn.Module):
 
 
 def batch(i):
-    return torch.randint(64, (8,))  # by torch's generator, which a run that goes on has to restore
+    return torch.randint(64, (8,))  # from torch's generator, which a resumed run must restore
 
 
 def loss(model, x):
@@ -152,7 +153,7 @@ def train(model, opt, steps):
 
 
 def given():
-    """What a reader of any page has."""
+    """Return the names that snippets of every page may use."""
     torch.manual_seed(0)
     model = Net()
     names = {"torch": torch, "os": os, "CSDAdam": CSDAdam, "CSDOSError": CSDOSError, "model": model, "loss": loss}
@@ -162,15 +163,15 @@ def given():
 
 @dataclass
 class Reading:
-    """One snippet, where it is run, and what is known there."""
+    """A snippet, the directory in which it runs, and the names that it sees."""
 
     snippet: Snippet
-    directory: Path  # for /mnt
-    run: object  # the fixture, for commands
+    directory: Path  # in place of /mnt
+    run: object  # the fixture that runs commands
     names: dict
 
 
-STARTS = []  # page, what the snippet has in it, generator: what is there before it, and after
+STARTS = []  # page, a text that the snippet contains, and a generator that prepares and checks it
 
 
 def starts(page, text=""):
@@ -183,7 +184,7 @@ def starts(page, text=""):
 
 @contextlib.contextmanager
 def trains(reading):
-    """Unless something else is said: it makes an optimizer, which then trains, on the devices that it names."""
+    """The default check: the snippet makes an optimizer that trains on the devices named in it."""
     yield
     opt, model = reading.names.get("opt") or reading.names["optimizer"], reading.names["model"]
     before = [p.detach().clone() for p in model.parameters()]
@@ -225,7 +226,7 @@ def a_large_parameter(reading):
 
 @starts("docs/settings.md", "except CSDOSError")
 def a_full_drive(reading):
-    """No file can be larger than a page, until there is room."""
+    """Limit files to one page, as on a full drive, until room is made."""
     model = reading.names["model"]
     opt = reading.names["opt"] = CSDAdam(model.parameters(), devices=reading.directory / "nvme0")
     loss(model, batch(0)).backward()
@@ -247,7 +248,7 @@ class Crash(Exception):
 
 
 def crashes_and_goes_on(snippet, directory):
-    """A run that crashes before its fourth step and is started again comes to the bits of one that does not crash."""
+    """A run that crashes before its fourth step and is started again ends with the bits of one that does not crash."""
 
     def run(where, crash_at=None):
         def batch_or_crash(i):
@@ -283,7 +284,7 @@ def a_store(reading):
         for key, value in opt.state[p].items():
             assert torch.equal(reading.names["state"]["state"][i][key], value)
     opt.close()
-    del reading.names["state"]  # which keeps its snapshot in use
+    del reading.names["state"]  # it would keep the snapshot in use
     for step in ("step-1000", "step-2000"):
         snapshot = [reading.directory / f"backup/{step}/device-{i}" for i in range(2)]
         CSDAdam(model.parameters(), devices=snapshot, resume=True).close()
@@ -291,7 +292,7 @@ def a_store(reading):
 
 @contextlib.contextmanager
 def overlapped():
-    """The models that overlap(model, backward=True) was called with, which does what it does."""
+    """Record the models with which overlap(model, backward=True) is called; the call itself goes through."""
     calls, overlap = [], CSDAdam.overlap
 
     def noted(optimizer, model, *, backward):
@@ -324,7 +325,7 @@ def an_optimizer_whose_gradients_stay(reading):
 
 @starts("docs/distributed.md", 'torch.load("state.pt"')
 def an_export(reading):
-    """The one that the command before it makes, of another run; the states are those of that run then."""
+    """The snippet loads the export of another run, which the command before it makes, and has that run's states."""
     names, other = reading.names, given()["model"]
     (export,) = (s for s in snippets("sh") if s.page == reading.snippet.page)
     run_commands(export, reading.directory, reading.run, other)
@@ -367,7 +368,7 @@ def the_hook(reading):
 
 @starts("docs/plan.md", "engine_rate(")
 def a_prediction(reading):
-    """At least what two Gen4 drives take for the bytes of 7 B parameters."""
+    """The prediction is at least what two Gen4 drives take for the bytes of 7 B parameters."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         yield
     seconds, unit = out.getvalue().split()
@@ -389,7 +390,7 @@ def hugging_face_names():
 
 
 def check_trainer(trainer):
-    """It trains everything by CSDAdam, and saves that."""
+    """Check that the trainer trains all parameters with CSDAdam, and saves its states."""
     trainer.train()
     optimizer = trainer.optimizer.optimizer
     assert isinstance(optimizer, CSDAdam)
@@ -504,7 +505,7 @@ def lightning_trainer(**options):
 
 
 def fit(trainer, configure_optimizers, **hooks):
-    """The checkpoint that it makes."""
+    """Train, and return the checkpoint."""
     from lightning.pytorch import LightningModule
 
     class Module(LightningModule):
@@ -543,7 +544,7 @@ def lightning_with_overlap(reading):
 
 
 def within(address, line):
-    """Is it in the mapping that a line of /proc/self/maps tells of?"""
+    """Return whether an address is in the mapping that a line of /proc/self/maps describes."""
     first, _, end = line.split()[0].partition("-")
     return int(first, 16) <= address < int(end, 16)
 
@@ -604,8 +605,8 @@ def test_python(snippet, tmp_path, run):
 
 
 def script(rank, snippet, directory, ports):
-    """What it prints, each time that it is run: as torchrun does, by these environment variables."""
-    dist.barrier()  # until all have joined: some still join, and would find a connection closed
+    """Run a script several times, with the environment variables of torchrun. Returns what it printed each time."""
+    dist.barrier()  # until all have joined: a rank that still joins would find connections closed
     dist.destroy_process_group()  # the script makes one
     printed = []
     for port in ports:
@@ -627,7 +628,7 @@ def free_ports(n):
 def test_script_on_two_ranks(snippet, tmp_path):
     checkpoint = "/mnt/shared/checkpoint" in snippet.text
     for first, again in on_ranks(2, script, snippet, tmp_path, free_ports(2), directory=tmp_path):
-        if checkpoint:  # goes on from it, in the middle
+        if checkpoint:  # resumes from it, in the middle
             assert first.startswith("loss ")
             assert again == first
         else:  # has nothing left to do
@@ -679,7 +680,7 @@ def to_run(snippet):
 
 
 def run_commands(snippet, directory, run, model):
-    """In their order, with the stores of a short training in the drives that they name."""
+    """Run a snippet's commands in order, with the stores of a short training on the drives that they name."""
     if drives := sorted(set(re.findall("/mnt/nvme[0-9]", snippet.text))):
         with CSDAdam(model.parameters(), devices=[d.replace("/mnt", str(directory)) for d in drives]) as opt:
             train(model, opt, 2)
@@ -712,7 +713,7 @@ def test_what_a_command_prints(snippet, run):
 @needs_xrt
 @pytest.mark.parametrize("command", sorted({c for s in snippets("sh") for c in s.commands() if c.startswith(EMULATED)}))
 def test_emulated_cards(command, tmp_path):
-    """With a train.py that has a card for each of its parameters."""
+    """Commands with emulated cards run a train.py that uses a card for each row of its parameter."""
     n = int(re.search(r"--devices (\d)", command)[1])
     (tmp_path / "train.py").write_text(
         "import torch\n"
@@ -740,14 +741,14 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.rel
 
 @each_page
 def test_every_block_says_what_it_is(page):
-    """Else a snippet would not be run because nobody sees that it is one."""
+    """Every block has a language: otherwise a snippet would be overlooked, and not run."""
     fences = [line for line in page.read_text().splitlines() if line.lstrip().startswith("```")]
     assert all(fence == "```" for fence in fences[1::2])
     assert {*fences[::2]} <= {"```python", "```sh", "```console", "```text"}
 
 
 def test_what_is_not_run_is_there():
-    """An entry that no snippet needs any more has to go."""
+    """Every entry of NOT_RUN matches a snippet; others must be removed."""
     beginnings = [c for s in snippets("sh") for c in s.commands()] + [s.text for s in snippets("python")]
     assert {why_not(b) for b in beginnings} - {None} == NOT_RUN.keys()
 
@@ -759,7 +760,7 @@ def anchors(page):
 
 @each_page
 def test_links(page):
-    """Those within the project: without a network nobody knows of others."""
+    """Links within the project lead somewhere. Others cannot be tested without a network."""
     for link in re.findall(r"\]\((?!https://)([^)]+)\)", page.read_text()):
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
@@ -770,7 +771,7 @@ def test_links(page):
 
 @each_page
 def test_paths(page):
-    """Files of the project that a page names; in capitals stands what somebody is going to add."""
+    """Files of the project that a page names exist. Names in capitals stand for what a reader will add."""
     named = re.findall(r"`((?:csd_optim|native|hls_kernels|bench|tests|docs)/[\w./-]*)`", page.read_text())
     assert [path for path in named if not re.search("[A-Z]{3}", path) and not (ROOT / path).exists()] == []
 

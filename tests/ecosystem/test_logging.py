@@ -1,4 +1,4 @@
-"""What an optimizer says of its steps is in the log of a trainer, whatever that logs to."""
+"""The optimizer's statistics appear in a trainer's log, whatever it logs to."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_hugging_face(tmp_path):
     library("transformers")
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    class Report(TrainerCallback):  # as those to TensorBoard, Weights & Biases, MLflow, which come before others
+    class Report(TrainerCallback):  # like those for TensorBoard, Weights & Biases, MLflow, which come before others
         def on_log(self, arguments, state, control, logs, **_):
             logged.append((state.global_step, dict(logs)))
 
@@ -52,7 +52,7 @@ def test_hugging_face(tmp_path):
     )
     log_stats(trainer)
     trainer.train()
-    *steps, _ = logged  # the last one is of all of the training
+    *steps, _ = logged  # the last entry summarizes the training
     assert [step for step, _ in steps] == [2, 4]
     for _, logs in steps:
         assert logs["loss"] > 0

@@ -1,7 +1,7 @@
-"""The recipes do what they say: each script is run as it stands, with a tiny model where it names a large one.
+"""The recipes do what they say: each script runs as it stands, with a tiny model in place of a large one.
 
-`/mnt` is a temporary directory. A script that says it goes on after a crash is stopped in the middle and run again, and
-has to come to the bits of one that was not.
+`/mnt` is a temporary directory. A script that promises to resume after a crash is stopped in the middle and run again;
+it must end with the bits of a run that was not stopped.
 """
 
 import json
@@ -15,7 +15,7 @@ from trainers import library, llama
 
 from csd_optim import CSDAdam
 
-ALPHABET = "adefhlmnortwy -;?#$"  # of what is learned; the model has 20 tokens
+ALPHABET = "adefhlmnortwy -;?#$"  # of the training text; the model has 20 tokens
 RECIPES = sorted(page.stem for page in ROOT.glob("docs/recipes/*.md"))
 
 
@@ -25,8 +25,9 @@ class Stopped(Exception):
 
 @pytest.fixture
 def recipe(tmp_path, monkeypatch):
-    """Runs one in a directory: its names. `constants` take the place of what it says of these. `stop`: called after as
-    many steps of CSDAdam, counted within this run.
+    """Run a script in a directory and return its names.
+
+    `constants` replace the script's own values. `stop`: stop the run after so many steps of CSDAdam.
     """
     monkeypatch.chdir(tmp_path)
 
@@ -56,7 +57,7 @@ def recipe(tmp_path, monkeypatch):
             try:
                 type(snippet)(snippet.page, snippet.line, snippet.language, text).execute(names, directory)
             except Stopped:
-                steps[-1].close()  # as a process does that dies: what is committed is there
+                steps[-1].close()  # as if the process died: only what is committed remains
         return {**names, "steps": len(steps), "directory": directory}
 
     return run
@@ -68,7 +69,7 @@ def stopped():
 
 @pytest.fixture
 def hub(monkeypatch):
-    """transformers, with a model and a tokenizer that need no download."""
+    """Replace parts of transformers by a model and a tokenizer that need no download."""
     transformers = library("transformers")
 
     tokenizers = library("tokenizers")
@@ -137,7 +138,7 @@ def test_from_deepspeed(recipe):
 
 @pytest.mark.filterwarnings("ignore:there is no store")
 def test_scheduler(recipe):
-    """Told to stop, it ends its step, and exits with the status that it says."""
+    """When told to stop, it completes its step, and exits with the status that the recipe promises."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         with pytest.raises(SystemExit) as ended:

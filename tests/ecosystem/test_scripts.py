@@ -1,4 +1,4 @@
-"""Training scripts as people write them: with CSDAdam in the place of AdamW they print the same losses.
+"""Typical training scripts: with CSDAdam in the place of AdamW they print the same losses.
 
 Each is a function of the optimizer's class, which is the one line that a user changes.
 """
@@ -43,7 +43,9 @@ def image_classifier(Optimizer):
 
 
 class Block(nn.Module):
-    """Without biases before the softmax: what a key's bias gets is rounding errors, which Adam makes whole steps of."""
+    """Attention without biases before the softmax: the gradient of a key's bias is rounding errors, which Adam
+    amplifies to full steps.
+    """
 
     def __init__(self, width):
         super().__init__()
@@ -73,7 +75,7 @@ class LanguageModel(nn.Module):
 
 
 def sentences(n, length=17):
-    """Counting on from anywhere, round and round: (n, length), int64."""
+    """Return sequences that count up from a random start and wrap around: (n, length), int64."""
     return (torch.randint(20, (n, 1)) + torch.arange(length)) % 20
 
 
@@ -102,7 +104,7 @@ def language_model(Optimizer):
 
 
 def gan(Optimizer):
-    """Two optimizers by turns, each on a model of its own."""
+    """A GAN: two optimizers by turns, each on a model of its own."""
     generator = nn.Sequential(nn.Linear(8, 32), nn.LeakyReLU(0.2), nn.Linear(32, 2))
     critic = nn.Sequential(nn.Linear(2, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
     of_generator = Optimizer(generator.parameters(), lr=2e-3, betas=(0.5, 0.999))
@@ -218,7 +220,7 @@ def grad_scaler_fp16(Optimizer):
 
 
 def one_cycle_and_ema(Optimizer):
-    """A schedule that moves beta1 too, and a moving average of the weights, which takes their place in the end."""
+    """A schedule that also changes beta1, and a moving average of the weights, which replaces them at the end."""
     model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 1))
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     optimizer = Optimizer(model.parameters(), lr=1e-3)
@@ -282,9 +284,9 @@ def optimizer_in_backward(Optimizer):
     return losses, model
 
 
-# Largest relative difference of a loss, and of a tensor of the model by its norm. In fp32 the two optimizers' results
-# differ in their last bits, 6e-8, which 30 steps of training amplify some ten times. Where activations are rounded to
-# 16 bits, such a bit now and then decides about a rounding by 4e-3 (bf16) or 5e-4 (fp16).
+# Tolerances: the largest relative difference of a loss, and of a tensor of the model by its norm. In fp32 the results
+# of the two optimizers differ in their last bits, 6e-8, which 30 steps amplify about ten times. If activations are
+# rounded to 16 bits, such a bit sometimes flips a rounding, by 4e-3 (bf16) or 5e-4 (fp16).
 FP32, MIXED = (1e-5, 2e-5), (2e-2, 3e-2)
 SCRIPTS = [
     (image_classifier, FP32),
@@ -308,7 +310,7 @@ def trained(script, Optimizer):
 
 
 def differences(ours, reference):
-    """The largest relative difference of the losses, and of parameters and buffers."""
+    """Return the largest relative difference of the losses, and that of parameters and buffers."""
     (losses, model), (their_losses, their_model) = ours, reference
     of_losses = max(abs(a - b) / abs(b) for a, b in zip(losses, their_losses, strict=True))
     pairs = zip(model.state_dict().values(), their_model.state_dict().values(), strict=True)
@@ -319,7 +321,7 @@ def differences(ours, reference):
 @each_script
 def test_one_line_changed(script, tolerance):
     reference = trained(script, AdamW)
-    assert reference[0][-1] < 0.9 * reference[0][0] or script is gan  # it learns something: this is a training
+    assert reference[0][-1] < 0.9 * reference[0][0] or script is gan  # the script really learns
     of_losses, of_tensors = differences(trained(script, CSDAdam), reference)
     assert of_losses <= tolerance[0]
     assert of_tensors <= tolerance[1]
@@ -327,7 +329,7 @@ def test_one_line_changed(script, tolerance):
 
 @each_script
 def test_the_comparison_sees_a_slightly_different_learning_rate(script, tolerance):
-    """By a thousandth; by a tenth where activations are rounded."""
+    """A wrong learning rate is noticed: one that is off by a thousandth, or by a tenth if activations are rounded."""
     wrong = 1.001 if tolerance is FP32 else 1.1
 
     class Wrong(AdamW):

@@ -1,4 +1,4 @@
-"""The trainers that people use, on one line changed: the real libraries, on the CPU, with models made on the spot."""
+"""Popular trainers with one line changed: the real libraries, on the CPU, with models that need no download."""
 
 import contextlib
 import functools
@@ -44,7 +44,7 @@ each_trainer = pytest.mark.parametrize("trainer", TRAINERS, ids=lambda trainer: 
 
 
 def assert_close(run, reference):
-    """Within what 8 steps make of fp32's last bits, 6e-8: 1e-5 of a loss, 2e-5 of a tensor's norm."""
+    """Assert equality up to what 8 steps make of fp32's last bits, 6e-8: 1e-5 of a loss, 2e-5 of a tensor's norm."""
     assert run.losses == pytest.approx(reference.losses, rel=1e-5)
     assert run.params.keys() == reference.params.keys()
     for name, theirs in reference.params.items():
@@ -65,8 +65,10 @@ def assert_same_bits(run, reference):
 
 @functools.cache
 def uninterrupted(trainer):
-    """A run, and the directory of its checkpoint. No trainer replaces the entries of `state`, or copies the optimizer:
-    then there would be warnings."""
+    """Make a run. Returns it and the directory of its checkpoint.
+
+    A warning would show that a trainer replaces entries of `state`, or copies the optimizer; none does.
+    """
     directory = pathlib.Path.cwd() / "uninterrupted"
     with warnings.catch_warnings(), mock.patch.object(materialized, "WORTH_A_WARNING", 1000):
         warnings.simplefilter("error", CSDWarning)
@@ -82,7 +84,7 @@ def test_one_line_changed(trainer, tmp_path):
 
 @each_trainer
 def test_resumed_run_equals_the_uninterrupted_one(trainer, monkeypatch):
-    """And of trainers that load the state into memory they are told."""
+    """It has the same bits; and trainers that load the state into memory cause a warning."""
     monkeypatch.setattr(materialized, "WORTH_A_WARNING", 1000)
     whole, directory = uninterrupted(trainer)
     with pytest.warns(CSDWarning, match="came from memory") as caught:
@@ -98,7 +100,7 @@ def test_resumed_run_equals_the_uninterrupted_one(trainer, monkeypatch):
 @each_trainer
 @pytest.mark.parametrize("option", ["overwrite", "resume"])
 def test_the_same_on_named_devices(trainer, option, tmp_path):
-    """The script started again finds a store that is ahead of the checkpoint: the checkpoint counts."""
+    """If the restarted script finds a store that is ahead of the checkpoint, the checkpoint counts."""
     options = {"devices": [str(tmp_path / "csd0"), str(tmp_path / "csd1")], option: True}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "there is no store", CSDWarning)
@@ -121,7 +123,7 @@ def test_the_same_on_optimizer_ranks_by_the_environment_alone(trainer, tmp_path,
 
 
 def test_16_bit_parameters(tmp_path):
-    """Their masters are in the checkpoint."""
+    """Checkpoints contain the masters of 16-bit parameters."""
     run = functools.partial(hugging_face_optimizers, CSDAdam, {}, tmp_path, dtype=torch.bfloat16)
     whole = run()
     assert any((whole.params[name] != entry["master"]).any() for name, entry in whole.state.items())
@@ -144,8 +146,11 @@ FORWARD, BACKWARD = {}, {"backward": True}
 
 @pytest.fixture
 def kept(monkeypatch):
-    """How many tiles were ready before step(), for each guess that it kept. All guesses that may be made are: each
-    backward finds that the step before has landed, however slow the machine is."""
+    """Return for each guess that step() kept how many tiles were ready before it.
+
+    Every backward waits until the previous step has landed, so that a guess is made whenever it may be, however slow
+    the machine is.
+    """
     found, optimizers = [], []
     overlap, backward, keep = CSDAdam.overlap, torch.Tensor.backward, Guess.keep
 
@@ -175,15 +180,16 @@ def test_overlap(trainer, overlap, kept, tmp_path):
     for run in (whole, resumed):
         assert_same_bits(run, uninterrupted(trainer)[0])
         assert run.overlap["redone"].keys() <= ({"gradients"} if overlap else set())
-        # Then it makes a pause. But a guess may be right by luck: on a busy machine all of it is read after clipping.
+        # After wrong guesses it pauses. On a busy machine a guess may be right, if gradients are read after clipping.
         assert sum(run.overlap["redone"].values()) <= 3 or kept
     assert overlap or not kept
 
 
 @pytest.mark.parametrize("clip", [None, 0, 1e9], ids=["clipped", "unclipped", "norm only"])
 def test_guesses_with_hugging_face(clip, kept, tmp_path):
-    """Right in each step from the third on, though gradients are accumulated, and multiplied by 1, and the model is
-    evaluated between steps."""
+    """Guesses are right in each step from the third on, though gradients are accumulated, and multiplied by 1, and the
+    model is evaluated between steps.
+    """
     more = {"max_grad_norm": CLIP if clip is None else clip, "eval_strategy": "steps", "eval_steps": 3}
     plain, run = (
         hugging_face_class(CSDAdam, {"tile_size": 1024}, tmp_path / name, overlap=overlap, **more)
@@ -192,7 +198,7 @@ def test_guesses_with_hugging_face(clip, kept, tmp_path):
     assert_same_bits(run, plain)
     assert len(run.losses) > STEPS * BATCHES
     if clip is None:
-        assert kept or 1 <= run.overlap["redone"]["gradients"] <= 3  # of the six: then it makes a pause
+        assert kept or 1 <= run.overlap["redone"]["gradients"] <= 3  # of the six; after wrong guesses it pauses
     else:
         assert run.overlap["redone"] == {}
         assert len(kept) == STEPS - 2
@@ -203,7 +209,7 @@ def test_guesses_with_hugging_face(clip, kept, tmp_path):
 
 
 def test_step_inside_a_compiled_function():
-    """The graph breaks there, and the step is made all the same."""
+    """The graph breaks at step(), which runs correctly."""
 
     def train(Optimizer, compile):
         torch.manual_seed(0)
@@ -231,7 +237,7 @@ def test_step_inside_a_compiled_function():
 
 @pytest.mark.parametrize("trainer", [hugging_face_class, accelerate])
 def test_checkpoints_can_be_mapped(trainer, tmp_path, monkeypatch):
-    """By torch's own setting. Then nobody is warned, as nothing comes from memory."""
+    """With torch's own setting, checkpoints are memory-mapped: nothing comes from memory, so there is no warning."""
     monkeypatch.setattr(materialized, "WORTH_A_WARNING", 1000)
     whole = trainer(CSDAdam, {}, tmp_path)
     with torch.utils.serialization.config.patch({"load.mmap": True}), warnings.catch_warnings():
@@ -240,7 +246,7 @@ def test_checkpoints_can_be_mapped(trainer, tmp_path, monkeypatch):
 
 
 def test_lightning_with_large_state(tmp_path, monkeypatch):
-    """As docs/trainers.md says: nothing comes from memory, and nothing is moved to the model's device."""
+    """As docs/trainers.md says, no state comes from memory, and none is moved to the model's device."""
     library("lightning")
     from lightning.pytorch.strategies import strategy
 
@@ -254,7 +260,7 @@ def test_lightning_with_large_state(tmp_path, monkeypatch):
 
 
 class Large(torch.nn.Module):
-    """8 M parameters, a state of 96 MiB."""
+    """A model of 8 M parameters, with 96 MiB of states."""
 
     def __init__(self):
         super().__init__()

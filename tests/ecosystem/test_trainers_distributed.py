@@ -14,12 +14,12 @@ from csd_optim import CSDAdam
 
 
 def as_torchrun():
-    """What the trainers want to know beside what on_ranks() sets."""
+    """Set the environment variables that trainers need beyond those of on_ranks()."""
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500", LOCAL_WORLD_SIZE="2", OMP_NUM_THREADS="1")
 
 
 def saves_and_resumes(trainer, where, options, **more):
-    """A run, and one that goes on from its checkpoint: the same bits."""
+    """A run, and one that resumes from its checkpoint, have the same bits."""
     run = trainer(CSDAdam, options, where, **more)
     resumed = trainer(CSDAdam, options, where, resume=True, **more)
     assert len(resumed.losses) == (STEPS - SAVED) * BATCHES
@@ -38,7 +38,7 @@ def trains(rank, trainer, consolidate):
 
 
 def refuses(rank, trainers):
-    """Rank 0 alone saves, is told what to do, and ends; the other one waits for it in vain."""
+    """If only rank 0 saves, it gets an error that says what to do, and ends; the other rank waits for it in vain."""
     said = {}
     for trainer in trainers:
         as_torchrun()
@@ -78,7 +78,7 @@ def test_ddp_of_lightning(tmp_path):
 
 
 def fsdp2_of_accelerate(Optimizer, options, directory, resume=False):
-    """Accelerate has FSDP on GPUs only, and on a CPU falls back to DDP without a word: it is told otherwise."""
+    """Accelerate supports FSDP on GPUs only, and silently falls back to DDP on a CPU: make it use FSDP."""
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState, DistributedType, PartialState
 
@@ -98,7 +98,7 @@ def fsdp2_of_accelerate(Optimizer, options, directory, resume=False):
 
 
 def test_fsdp2_of_accelerate(tmp_path):
-    """It exchanges the parameters in the optimizer for shards, and saves with torch.distributed.checkpoint."""
+    """The trainer replaces the optimizer's parameters by shards, and saves with torch.distributed.checkpoint."""
     library("accelerate")
     on_living_ranks(2, trains, fsdp2_of_accelerate, {}, directory=tmp_path)
     assert (tmp_path / "sharded" / "optimizer_0" / ".metadata").exists()

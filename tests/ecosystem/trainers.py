@@ -1,13 +1,13 @@
-"""Short trainings with the trainers that people use, each a function of the optimizer's class and its options.
+"""Short trainings with popular trainers, each a function of the optimizer's class and its options.
 
     run(Optimizer, options, directory, resume=False, overlap=None) -> Run
 
-trains STEPS steps of two batches each and saves a checkpoint below `directory` in the middle. With resume=True it is
-the same script started again: it goes on from that checkpoint. The libraries are imported when they are used, which
-takes seconds. Nothing is downloaded. `overlap`: arguments of CSDAdam.overlap(), or None: without it.
+trains STEPS steps of two batches each, and saves a checkpoint below `directory` in the middle. With resume=True it is
+the same script started again, which resumes from that checkpoint. Libraries are imported lazily, because that takes
+seconds. Nothing is downloaded. `overlap`: arguments of CSDAdam.overlap(), or None for no overlap.
 
-Those with a trainer also run on several ranks (a process group is initialized then), each of which sees as many
-batches. With consolidate=True the states of all are brought together before a checkpoint is written.
+Those with a trainer also run on several ranks (with an initialized process group), each of which sees as many batches.
+With consolidate=True the states of all ranks are consolidated before a checkpoint is written.
 """
 
 import os
@@ -28,14 +28,14 @@ LR, WEIGHT_DECAY, CLIP = 1e-2, 0.1, 0.5
 
 @dataclass
 class Run:
-    losses: list[float]  # of each batch
-    params: dict[str, torch.Tensor]  # those that are trained, by name
-    state: dict[str, dict[str, torch.Tensor]]  # of the optimizer, by the same names
-    overlap: dict | None = None  # of stats()
+    losses: list[float]  # per batch
+    params: dict[str, torch.Tensor]  # trained parameters, by name
+    state: dict[str, dict[str, torch.Tensor]]  # the optimizer's states, by the same names
+    overlap: dict | None = None  # the entry of stats()
 
 
 def finished(losses, model, optimizer):
-    """What a run has come to. Lets go of the devices."""
+    """Return the Run of a finished training, and close its devices."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     params = {name: whole(p.detach()) for name, p in named.items()}
     state = {name: {key: whole(t) for key, t in optimizer.state[p].items()} for name, p in named.items()}
@@ -55,13 +55,13 @@ def ranks():
 
 
 def library(name):
-    """A library, without asking the network for anything; or the test is skipped."""
+    """Import a library without network access, or skip the test if it is not installed."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     return pytest.importorskip(name, reason=f"{name} is not installed")
 
 
 def texts(batches):
-    """As many batches of four sentences: (4 * batches, 13), int64."""
+    """Return `batches` batches of four sentences: (4 * batches, 13), int64."""
     starts = torch.randint(20, (4 * batches, 1), generator=torch.Generator().manual_seed(1))
     return (starts + torch.arange(13)) % 20
 
@@ -105,7 +105,7 @@ def loop(model, loss_of, Optimizer, options, directory, resume, overlap):
 
 
 def compiled(Optimizer, options, directory, resume=False, overlap=None):
-    """torch.compile of the model; the step stays outside."""
+    """The model is compiled by torch.compile, the step is not."""
     torch.manual_seed(0)
     model = torch.compile(LanguageModel(), backend="aot_eager")  # the inductor would need a compiler
     return loop(model, lambda batch: next_token_loss(model, batch), Optimizer, options, directory, resume, overlap)
@@ -123,8 +123,9 @@ def llama():
 
 
 def hugging_face(trainer_options, model, directory, resume, consolidate=False, overlap=None, **more):
-    """transformers.Trainer. `trainer_options`: a function of the model, which gives those about the optimizer; `more`:
-    of TrainingArguments."""
+    """Train with transformers.Trainer. `trainer_options`: a function of the model that returns options about the
+    optimizer. `more`: further TrainingArguments.
+    """
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Consolidate(TrainerCallback):
@@ -170,14 +171,14 @@ def hugging_face_optimizers(Optimizer, options, directory, resume=False, overlap
 
 
 def hugging_face_class(Optimizer, options, directory, resume=False, **more):
-    """The trainer makes the optimizer: groups with and without weight decay, a linear schedule."""
+    """The trainer itself makes the optimizer: groups with and without weight decay, a linear schedule."""
     library("transformers")
     trainer_options = {"optimizer_cls_and_kwargs": (Optimizer, {"lr": LR, **options})}
     return hugging_face(lambda model: trainer_options, llama(), directory, resume, **more)
 
 
 def peft_lora(Optimizer, options, directory, resume=False, overlap=None):
-    """LoRA: two small matrices beside each of some frozen ones."""
+    """LoRA: two small trained matrices beside each of some frozen ones."""
     library("transformers")
     peft = library("peft")
     model = peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
@@ -223,8 +224,9 @@ def accelerate(Optimizer, options, directory, resume=False, overlap=None, consol
 
 
 def for_large_state():
-    """Arguments of Lightning's Trainer: by itself it makes and reads a checkpoint in memory, and state that is resumed
-    goes to the GPU."""
+    """Return arguments of Lightning's Trainer. By default it would build and read checkpoints in memory, and move
+    resumed states to the GPU.
+    """
     from lightning.pytorch.plugins.io import TorchCheckpointIO
     from lightning.pytorch.strategies import SingleDeviceStrategy
 

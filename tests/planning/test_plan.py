@@ -1,4 +1,4 @@
-"""`csd-optim plan`: the model against published times and against the engine, and what the command says."""
+"""`csd-optim plan`: the model compared with published times and with the engine, and the command's output."""
 
 import json
 import math
@@ -31,8 +31,8 @@ LINK = 8e9  # bytes per second, measured on the testbed
 PLAIN = Device.in_turn(3.0e9, 3.0e9)  # "per SSD about 3 GB/s"
 # Peer to peer, as measured with the models of 4.0 and 8.4 B (the code of its authors counts in GiB).
 SMARTSSD = Device.in_turn(2.78e9 * GIB, 1.63e9 * GIB)
-# Forward and backward alone, in seconds per billion parameters; who plans brings those along. From the phases below:
-# forward as it is, backward less the gradients' way to flash at 6.4 GB/s, means of all rows.
+# Forward and backward alone, in seconds per billion parameters, which a user of `plan` knows. Means over the phases
+# below: forward as published, backward less the time that gradients take to flash at 6.4 GB/s.
 GPU = {"A5000": (0.133, 0.81), "A100": (0.125, 0.54)}
 
 ITERATIONS = [  # GPU, parameters, devices, base, su_o, su_o_c
@@ -48,7 +48,7 @@ ITERATIONS = [  # GPU, parameters, devices, base, su_o, su_o_c
     ("A5000", 33.0, 10, 188.8, 119.6, 100.6),
     ("A100", 4.0, 10, 22.5, 12.5, 10.65),
 ]
-SPEEDUPS = [  # GPU, devices, over BASE on one of them: base, su_o, su_o_c; what is above is left out
+SPEEDUPS = [  # GPU, devices, speed-up over BASE with one: base, su_o, su_o_c; without the points listed above
     ("A5000", 1, 1, 0.81, 0.89),
     ("A5000", 2, 1.55, 1.48, 1.62),
     ("A5000", 4, 2.23, 2.55, 2.80),
@@ -60,7 +60,7 @@ SPEEDUPS = [  # GPU, devices, over BASE on one of them: base, su_o, su_o_c; what
     ("A100", 8, 2.42, 3.81, 4.39),
 ]
 ONE_DRIVE = {"A5000": 23.7 * 2.27, "A100": 22.5 * 2.48}  # seconds of BASE, from its speed-up on ten
-PHASES = [  # GPU, parameters, devices, variant, forward, backward with the gradients' way, update
+PHASES = [  # GPU, parameters, devices, variant, forward, backward with writing gradients, update
     ("A5000", 4.0, 6, "base", 0.67, 5.6, 17.6),
     ("A5000", 4.0, 6, "su_o", 0.67, 5.4, 12.3),
     ("A5000", 4.0, 6, "su_o_c", 0.67, 4.1, 10.8),
@@ -88,12 +88,12 @@ OTHERS = [  # SGD with momentum, AdaGrad: A5000, 4.0 B parameters, 10 devices
 
 
 def server(**rates):
-    """A host with the rate of DeepSpeedCPUAdam on a server, published: no plan here depends on this machine's speed."""
+    """Return a host with DeepSpeedCPUAdam's published rate on a server, so that plans do not depend on this machine."""
     return Host(**({"update": 1.4e9} | rates))
 
 
 def published(gpu, billions, devices, variant, sections=3):
-    """What the model makes of the paper's testbed."""
+    """Return the model's prediction for the paper's testbed."""
     device = PLAIN if variant == "base" else plan.replace(SMARTSSD, update=model.published_update(variant, sections))
     forward, backward = (seconds * billions for seconds in GPU[gpu])
     host, times = Host(link=LINK, update=model.ZERO_UPDATE), {"forward": forward, "backward": backward}
@@ -101,7 +101,7 @@ def published(gpu, billions, devices, variant, sections=3):
 
 
 def iterations():
-    """(GPU, billions of parameters, devices, variant, seconds), each point once."""
+    """Return each published point once: (GPU, billions of parameters, devices, variant, seconds)."""
     rows = [*ITERATIONS]
     rows += [(gpu, 4.0, n, *(ONE_DRIVE[gpu] / s for s in speedups)) for gpu, n, *speedups in SPEEDUPS]
     return [
@@ -112,7 +112,7 @@ def iterations():
 
 
 def errors(pairs):
-    """Relative, of (predicted, published)."""
+    """Return the relative errors of pairs (predicted, published)."""
     return [predicted / real - 1 for predicted, real in pairs]
 
 
@@ -136,7 +136,7 @@ def test_published_iterations(capsys):
 
 
 def test_published_updates(capsys):
-    """The phase that the devices decide alone: nothing of the GPU is in it."""
+    """The update phase depends on the devices only, not on the GPU."""
     off = errors([(published(*point[:4]).step, point[6]) for point in PHASES])
     with capsys.disabled():
         print(f"\nplan: {len(off)} published update phases, mean error {mean(off):.1%}, worst {max(off, key=abs):+.1%}")
@@ -145,7 +145,7 @@ def test_published_updates(capsys):
 
 
 def test_published_iterations_of_other_optimizers(capsys):
-    """SGD with momentum and AdaGrad: a master and one state. Nothing was fitted to them."""
+    """SGD with momentum and AdaGrad have a master and one state. Nothing was fitted to their times."""
     off = errors([(published("A5000", 4.0, 10, v, 2).seconds, s) for seconds in OTHERS for v, s in seconds.items()])
     with capsys.disabled():
         print(f"\nplan: {len(off)} published times of other optimizers, mean error {mean(off):.1%}", end="")
@@ -181,12 +181,12 @@ SCALING = sorted((Path(__file__).parents[2] / "bench/results").glob("scaling-*.j
 
 @pytest.mark.parametrize("result", SCALING, ids=lambda path: path.stem)
 def test_measured_iterations(result):
-    """The same engine, by the clock of paced devices: see bench/scaling.py for what it does in the others' place."""
+    """The engine on paced devices, in the place of all systems (see bench/scaling.py), takes the predicted times."""
     measured = json.loads(result.read_text())
     facts, off = measured["machine"], {}
     for row in measured["rows"]:
         variant, rates = row["variant"], facts["rates"][row["variant"]]
-        if variant.endswith("_overlap"):  # test_overlap_by_hand has what is predicted of that
+        if variant.endswith("_overlap"):  # test_overlap_by_hand covers overlap
             continue
         device = Device.in_turn(rates["read"], rates["write"], rates["update"])
         if variant.startswith("csdadam"):
@@ -220,7 +220,8 @@ def test_there_is_something_measured():
 # ---- our engine ----------------------------------------------------------------------
 
 NUMEL = 1 << 20
-# Of each thing, how many seconds it would take alone; the slowest is asked for, the sum is twice as much or more.
+# The seconds that each resource would take alone. A step must take as long as the slowest; the sum is at least twice
+# as long.
 PACED = [
     {"read": 0.24, "write": 0.2, "update": 0.2, "down": 0.1},
     {"read": 0.15, "write": 0.24, "update": 0.2, "down": 0.1},
@@ -246,15 +247,15 @@ def test_prediction_is_what_a_paced_engine_takes(alone, devices):
     p.grad = torch.randn(NUMEL).half()
     taken = []
     with CSDAdam([p], devices=[text] * devices) as opt:
-        while len(taken) < 4 or (len(taken) < 20 and min(taken) >= 1.5 * predicted.step):  # until others leave it alone
+        while len(taken) < 4 or (len(taken) < 20 and min(taken) >= 1.5 * predicted.step):  # until the machine is idle
             start = time.perf_counter()
             opt.step()
-            opt.stats()  # waits for the last state
+            opt.stats()  # waits until all states are written
             taken.append(time.perf_counter() - start)
     print(f"predicted {predicted.step:.3f} s, took {min(taken):.3f} s, {min(taken) / predicted.step:.3f}")
     slowest = {"read": "read", "write": "write", "update": "update", "down": "link down"}[max(alone, key=alone.get)]
     assert predicted.bound == slowest
-    # A busy machine makes it slower; that it is faster than predicted by a tenth would be the model's fault.
+    # A busy machine makes it slower; but if it is a tenth faster than predicted, the model is wrong.
     assert 0.85 * predicted.step < min(taken) < 1.5 * predicted.step
 
 
@@ -263,7 +264,7 @@ def test_pipeline_fills_and_drains():
     p = predict("csdadam", 1e6, 1, device, server(link=2e6))
     tiles = model.tiles_per_device(1e6, 1)
     assert tiles == 8
-    assert p.step == pytest.approx(1 + 4 / tiles)  # read, write, update, down and up, of which one is always there
+    assert p.step == pytest.approx(1 + 4 / tiles)  # one of read, write, update, down, up; and a tile in the other four
     assert predict("csdadam", 1e9, 1, device, server()).step == pytest.approx(1000, rel=0.01)
 
 
@@ -289,12 +290,12 @@ def test_bytes_per_parameter(variant, link, flash):
 def test_bytes_of_plain_drives_fp32_and_half_of_the_gradients():
     assert traffic("csdadam", 1, on_host=True)["link"] == (12, 12)  # states cross
     assert traffic("csdadam", 1, item_bytes=4)["link"] == (4, 4)
-    assert traffic("csdadam_topk", 1, topk=0.5)["link"] == (2, 2)  # goes dense
+    assert traffic("csdadam_topk", 1, topk=0.5)["link"] == (2, 2)  # so large a share is sent dense
 
 
 @pytest.mark.parametrize(("dtype", "item"), [("bf16", 2), ("fp32", 4)])
 def test_bytes_of_8bit_states(dtype, item):
-    """As the optimizer counts them on a plain drive, to which a GPU sends the parameter; a CSD reads it."""
+    """The bytes are those that the optimizer counts. A GPU sends the parameter to a plain drive; a CSD reads it."""
     p = torch.nn.Parameter(torch.randn(1 << 20).to(benchmark.DTYPES[dtype]))
     p.grad = torch.randn_like(p)
     with CSDAdam([p], devices=["file:?cache=off"], state_dtype="8bit") as opt:
@@ -356,7 +357,7 @@ def own(found):
 
 
 def test_plan_by_hand():
-    """7 B on two drives that read 6 and write 3 GB/s in turn: 24 B / (4 GB/s) each."""
+    """7 B parameters on two drives that read 6 and write 3 GB/s in turn: 24 B / (4 GB/s) each."""
     drive = Device.in_turn(6e9, 3e9, on_host=True)
     gpu = {"forward": 1, "backward": 2, "accumulate": 3}
     found = plan.plan(Request(params=7 * 10**9, devices=2, host=server(), drive=drive, tbw=1e15, **gpu))
@@ -392,7 +393,7 @@ def test_overlap_by_hand():
     assert (seconds, rounded) == (69.4, {"forward": 65.4, "backward": 38.4})
     assert "65.44 s with overlap(model), 38.44 s with backward=True: 1.06 and 1.81 times as fast" in said
     assert overlap(**(cards | {"on": "drive"}), host=behind)[:2] == (80.6, {"forward": 76.6, "backward": 49.6})
-    # A step that is shorter than forward and backward is hidden whole, and not more than that.
+    # A step that is shorter than forward and backward is hidden completely, but no more than its own time is saved.
     assert overlap(forward=10, backward=20)[:2] == (47.0, {"forward": 37.0, "backward": 30.0})
     # Top-K begins in step().
     seconds, rounded, said = overlap(**cards, host=behind, topk=0.01)
@@ -432,7 +433,7 @@ def test_break_even_with_8bit_states():
 
 
 def test_figures_of_the_pages_with_8bit_states():
-    """docs/plan.md and docs/performance.md quote them: with the CPU's rate, from how many SmartSSDs on they pay."""
+    """The numbers in docs/plan.md and docs/performance.md: from how many SmartSSDs on they pay, by the CPU's rate."""
 
     def plan_of(params, cpu, csd=model.SMARTSSD_8BIT, **rates):
         host = Host(update=cpu, gpu_link=25e9, **rates)
@@ -449,7 +450,7 @@ def test_figures_of_the_pages_with_8bit_states():
 
 
 def test_a_cpu_that_is_slow_with_codes_does_not_slow_zero_infinity_down():
-    """Its states are fp32: another rate, which nobody has measured then."""
+    """ZeRO-Infinity's states are fp32: with 8-bit states, the rate measured for those says nothing about it."""
     request = Request(params=10**9, devices=4, host=server(update=1e8))
     for state_dtype, rate in (("fp32", 1e8), ("8bit", model.ZERO_UPDATE)):
         rows = plan.plan(plan.replace(request, state_dtype=state_dtype))["predictions"]
@@ -589,7 +590,7 @@ def test_the_slowest_of_measured_devices_counts():
 
 
 LLAMA = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
-CONFIGS = [  # with the numbers that their makers give
+CONFIGS = [  # with the numbers of parameters that their makers publish
     ({"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257}, 124_439_808),
     (LLAMA | {"intermediate_size": 11008, "vocab_size": 32000}, 6_738_415_616),
     (LLAMA | {"intermediate_size": 14336, "vocab_size": 128256, "num_key_value_heads": 8}, 8_030_261_248),
@@ -646,7 +647,7 @@ def test_what_is_no_config_is_refused(tmp_path, text, said):
 
 @pytest.fixture(autouse=True)
 def measured(monkeypatch):
-    """The types and states for which this machine's CPU was to be measured; that gives a server's rate anywhere."""
+    """Replace the measurement of this CPU by a server's rate, and list the dtypes and states that were asked for."""
     asked = []
     monkeypatch.setattr(at_once, "engine_rate", lambda *what: asked.append(what[:3]) or server().update)
     return asked
@@ -709,10 +710,10 @@ def test_command_with_8bit_states(run, measured):
 
 
 def test_command_for_other_optimizers(run, measured):
-    """Of 7 B, two sections on two drives that read 6 and write 3 GB/s in turn: 16 B / (4 GB/s) each."""
+    """7 B parameters with two sections on two drives that read 6 and write 3 GB/s in turn: 16 B / (4 GB/s) each."""
     two = ("--params=7B", "--devices=2", "--drive=read=6GB/s,write=3GB/s", "--tbw=600TB")
     adams = run_json(run, *two)
-    assert "optimizer" not in adams["request"]  # as it was
+    assert "optimizer" not in adams["request"]  # plain CSDAdam is left out, as in older versions
     found = run_json(run, *two, "--optimizer=CSDSGD,momentum")
     said = {"name": "CSDSGD", "options": ["momentum"], "rule": "sgd", "sections": 2}
     assert found["request"].pop("optimizer") == said
@@ -791,7 +792,7 @@ def test_cpu_is_measured_once_with_the_engine(monkeypatch):
     [("CSDAdam", "fp32"), ("CSDAdam", "8bit"), ("CSDSGD", "fp32"), ("CSDRMSprop,momentum,centered", "fp32")],
 )
 def test_engine_without_drives_updates_and_verifies(text, state_dtype):
-    """The same bits as on a drive; and what is not what was written is noticed, as there."""
+    """AtOnce gives the same bits as a drive, and its reads are verified like a drive's."""
     p = torch.nn.Parameter(torch.zeros(300_000).bfloat16())
     planned, sections, hyper = described(text, state_dtype)
     engine = at_once.AtOnce(p.numel(), p.dtype, state_dtype=state_dtype, sections=sections)

@@ -1,4 +1,4 @@
-"""`csd-optim plan --trainers`: the simulation against closed formulas, against what was measured, and the command."""
+"""`csd-optim plan --trainers`: the simulation compared with closed formulas and with measurements, and the command."""
 
 import itertools
 import json
@@ -23,18 +23,18 @@ PAGE = Path(__file__).parents[2] / "docs/optimizer-ranks.md"
 
 
 def request(params=7e9, devices=4, drive=5e9, cpu=1.4e9, **gpu):
-    """Drives of `drive` bytes per second, read and written at once."""
+    """Return a request with drives that read and write `drive` bytes per second at once."""
     return Request(int(params), devices, Host(update=cpu), drive=Device(drive, drive, drive, on_host=True), **gpu)
 
 
-FREE = {"drive": math.inf, "cpu": math.inf}  # owners that take no time
+FREE = {"drive": math.inf, "cpu": math.inf}  # infinitely fast owners
 
 
 # ---- closed formulas -----------------------------------------------------------------
 
 
 def moved(way, n, m, s):
-    """Bytes of a step that pass a trainer and an owner, each way, of s bytes of parameters."""
+    """Return the bytes of a step on the links of a trainer and of an owner, each way, for s bytes of parameters."""
     among, share, star = s * (n - 1) / n, s / n, n * s / m
     return {
         "adamw": (2 * among, 0),
@@ -84,7 +84,7 @@ def test_simulation_is_the_formula_where_one_thing_dominates(way, bound, fleet, 
     busy = ranks.busy(way, r, fleet)
     name = max(busy, key=lambda name: busy[name])
     if not name.startswith(bound):
-        assert way in ranks.BESIDE  # which have no owners
+        assert way in ranks.BESIDE  # ways without owners
         return
     assert iteration(way, r, fleet, flowing=True) == pytest.approx(at_least(way, r, fleet), rel=0.05)
 
@@ -107,7 +107,7 @@ def test_simulation_by_hand():
 
 
 def test_what_waits():
-    """Parameters come when backward is over; trainers push in backward, or after it."""
+    """Parameters arrive after backward; trainers push during backward, or after it."""
     r, fleet = request(1e9, forward=1.0, backward=4.0, drive=3e9, cpu=math.inf), Fleet(4, 2, 1e12, 1e12)
     update = 12e9 * 2 / (2 * 4 * 3e9)
     for route in ("slices", "star"):
@@ -121,7 +121,7 @@ def test_what_waits():
 
 
 def test_measured_on_paced_links():
-    """Four trainers of 400 Mb/s, 20 MB, nothing to update: a prototype's times, which nothing was fitted to."""
+    """Four trainers with 400 Mb/s, 20 MB, no update: a prototype's measured times, to which nothing was fitted."""
     r = request(10e6, **FREE)
     for way, owner_link, measured in [
         ("adamw", 0.4, 0.64),
@@ -158,7 +158,7 @@ def test_break_even_against_drives_in_the_trainers():
     ours = iteration("slices", r, fleet)
     few, many = (iteration("local", replace(r, devices=found["drives_per_trainer"] + k), fleet) for k in (-1, 0))
     assert many <= ours < few
-    # A third pass of the trainers' links is what no drive makes good.
+    # No number of drives makes up for a third pass over the trainers' links.
     assert plan_ranks(r, Fleet(8, 4, GBIT, 100 * GBIT), "slices")["break_even"]["drives_per_trainer"] is None
 
 
