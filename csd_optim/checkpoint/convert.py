@@ -21,7 +21,7 @@ from ..params.param_state import MOST_RATIO
 from ..store.format import RESIDUAL_BYTES, Contents
 from ..store.layout import extents_of, round_up
 from ..store.reader import Tile, residuals_of, total_bytes
-from ..store.sections import EIGHT_BIT, FP32, PARAM_DTYPES, takes
+from ..store.sections import EIGHT_BIT, FP32, PARAM_DTYPES, codec_supports
 from .export import Export, make_store
 from .files import Progress, no_bar
 from .snapshot import Paths, directories
@@ -64,7 +64,7 @@ def convert_store(
         if all(extent.codec == state_dtype for extent in engine.extents):
             raise CSDValueError(f"the states of {first.path} are {state_dtype} already")
         for extent in engine.extents:
-            if not takes(state_dtype, extent.sections, torch.float32 if state_dtype == EIGHT_BIT else None):
+            if not codec_supports(state_dtype, extent.sections, torch.float32 if state_dtype == EIGHT_BIT else None):
                 raise CSDValueError(
                     f"the states of {first.path} stay fp32: they are {', '.join(extent.sections[1:]) or 'none'}, and "
                     f"{state_dtype} keeps exp_avg and exp_avg_sq"

@@ -19,7 +19,7 @@ from ..engine.engine import Engine
 from ..engine.open_engine import open_engine
 from ..engine.resume import check_recovered
 from ..errors import CSDStoreError
-from ..store.file import lock, not_for_children
+from ..store.file import close_in_children, lock
 from ..store.format import RESIDUAL_BYTES, Contents
 from ..store.reader import Tile, residuals_of
 from ..store.sections import FP32
@@ -111,11 +111,11 @@ class _Keeper:
     def __init__(self, files: Iterable[Path]) -> None:
         self._files = contextlib.ExitStack()
         weakref.finalize(self, self._files.close)
-        not_for_children(self)
+        close_in_children(self)
         for file in files:
             lock(self._files.enter_context(opened(file)), file, shared=True)
 
-    def let_go(self) -> None:
+    def close_without_unlocking(self) -> None:
         self._files.close()
 
 

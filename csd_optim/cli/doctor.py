@@ -24,7 +24,7 @@ from ..devices.spec import DeviceSpec
 from ..devices.sysfs import text_of
 from ..engine.tuning import Scratch, rate
 from ..planning.model import slot_bytes
-from ..store.file import how_to_own
+from ..store.file import ownership_advice
 from ..store.layout import max_mappings
 from .facts import describe_device
 
@@ -128,7 +128,7 @@ def examine_directory(spec: DeviceSpec, share: int | None) -> list[Finding]:
     """Check a device's directory. `share`: bytes that the model's states take on its file system, None if unknown."""
     entry = describe_device(spec, {})
     if "problem" in entry:
-        remedy = how_to_own(spec.directory) if spec.directory and not spec.card else ""
+        remedy = ownership_advice(spec.directory) if spec.directory and not spec.card else ""
         return [Finding("accelerator" if spec.kind.on_accelerator else "directory", BAD, entry["problem"], remedy)]
     if "storage" not in entry:
         return [Finding("directory", OK, "memory: nothing to check")]

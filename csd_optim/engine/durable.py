@@ -85,7 +85,7 @@ class DurableCommitter(Committer):
         if not self._manifests:
             return ""
         extent = self._engine.extent_of(tile)
-        return self._manifests.lying_in(device, self._engine.extents.index(extent), tile - extent.first_tile)
+        return self._manifests.params_in_tile(device, self._engine.extents.index(extent), tile - extent.first_tile)
 
     def describe(self, manifest: dict[str, Any]) -> None:
         self._manifests.describe(manifest)

@@ -11,7 +11,7 @@ import numpy as np
 from ..distributed.ranks import Ranks
 from ..store.format import NAMED_FEATURES, features_of, tile_entry, version_of
 from ..store.layout import Extent
-from ..store.reader import lying_in
+from ..store.reader import params_in_tile
 from .residuals import Room
 
 
@@ -80,6 +80,6 @@ class Manifests:
         features = self._features(device, rooms)
         return {**manifest, "features": sorted(features)} if version_of(features) >= NAMED_FEATURES else manifest
 
-    def lying_in(self, device: int, extent: int, tile: int) -> str:
+    def params_in_tile(self, device: int, extent: int, tile: int) -> str:
         """Return the names of the parameters in a tile, which is numbered within its extent."""
-        return ", ".join(lying_in(self._on(device, {}), extent, tile))
+        return ", ".join(params_in_tile(self._on(device, {}), extent, tile))

@@ -31,7 +31,7 @@ def prove(store: StoreFile, staged: Staged) -> None:
     store.sync()
     block, path = staged.superblock, str(store.path)
     try:
-        with store.naming("read"):  # find_damage() opens the store by its path, which may be gone
+        with store.wrapping_errors("read"):  # find_damage() opens the store by its path, which may be gone
             store.forget_cached()
             manifest = staged.manifest or read_region(store.fd, block.manifest, 0, "manifest", path)
             contents = unpack(path, 0, block, manifest, staged.table, None)

@@ -7,27 +7,27 @@ from operator import lt
 from typing import Any
 
 from ..errors import CSDStoreError
-from .sections import FP32, PAGE, PARAM_DTYPES, SECTIONS, sections_of, size_of, takes
+from .sections import FP32, PAGE, PARAM_DTYPES, SECTIONS, codec_supports, sections_of, size_of
 
 UNNAMED_RULE = "adamw"  # the update rule of a store that names none
-TAKEN = ["residual", "step"]  # reserved names, which no section may have
+RESERVED_NAMES = ["residual", "step"]  # reserved names, which no section may have
 DTYPES = {"float32", "float16", "bfloat16", "complex64"}
-MOST = 1 << 60  # elements or bytes of anything: sums of a few of them still fit in 64 bits
-MOST_BYTES = 1 << 31  # of a manifest or table
+MAX_SIZE = 1 << 60  # elements or bytes of anything: sums of a few of them still fit in 64 bits
+MAX_REGION_BYTES = 1 << 31  # of a manifest or table
 # Tiles times devices of an extent with unequal shares: bounds the memory that devices_of() takes. Real stores have
 # fewer tiles, since tiles are mappings (layout.MAX_MAPPINGS).
-MOST_TILES = 1 << 26
+MAX_TILES = 1 << 26
 
 
-def require(holds: object, what: str) -> None:
-    if not holds:
+def require(condition: object, message: str) -> None:
+    if not condition:
         raise CSDStoreError(
-            f"manifest and slot table do not belong together, or the manifest contradicts itself: {what}"
+            f"manifest and slot table do not belong together, or the manifest contradicts itself: {message}"
         )
 
 
-def is_int(value: object, least: int, most: int = MOST) -> bool:
-    return type(value) is int and least <= value <= most
+def is_int(value: object, minimum: int, maximum: int = MAX_SIZE) -> bool:
+    return type(value) is int and minimum <= value <= maximum
 
 
 def is_number(value: object) -> bool:
@@ -38,8 +38,8 @@ def is_name(value: object) -> bool:
     return type(value) is str and value.isidentifier()
 
 
-def is_ints(value: object, least: int) -> bool:
-    return type(value) is list and len(value) <= 64 and all(is_int(n, least) for n in value)
+def is_ints(value: object, minimum: int) -> bool:
+    return type(value) is list and len(value) <= 64 and all(is_int(n, minimum) for n in value)
 
 
 def check_extent(extent: Any, devices: int, rule: str | None) -> tuple[int, int]:
@@ -53,35 +53,42 @@ def check_extent(extent: Any, devices: int, rule: str | None) -> tuple[int, int]
     require(is_int(tiles, 0, 1 << 31), f"an extent has {tiles!r} tiles")
     require(is_int(slots, 1, 2), f"a tile has {slots!r} slots")
     if rule is None:
-        right = type(sections) is list and tuple(sections) in (SECTIONS[:3], SECTIONS)
+        valid = type(sections) is list and tuple(sections) in (SECTIONS[:3], SECTIONS)
     else:
-        right = type(sections) is list and 1 <= len(sections) <= 4 and all(is_name(s) for s in sections)
-        right = right and sections[0] == SECTIONS[0] and len({*sections, *TAKEN}) == len(sections) + len(TAKEN)
-    require(right, f"a tile has the sections {sections!r}")
+        valid = type(sections) is list and 1 <= len(sections) <= 4 and all(is_name(s) for s in sections)
+        valid = (
+            valid
+            and sections[0] == SECTIONS[0]
+            and len({*sections, *RESERVED_NAMES}) == len(sections) + len(RESERVED_NAMES)
+        )
+    require(valid, f"a tile has the sections {sections!r}")
     if {"codec", "param_dtype"} & {*extent}:
         codec, dtype = extent.get("codec"), extent.get("param_dtype")
-        right = type(codec) is str and codec != FP32 and type(dtype) is str
-        require(right and takes(codec, sections, PARAM_DTYPES.get(dtype)), f"codes {codec!r} of parameters {dtype!r}")
+        valid = type(codec) is str and codec != FP32 and type(dtype) is str
+        require(
+            valid and codec_supports(codec, sections, PARAM_DTYPES.get(dtype)),
+            f"codes {codec!r} of parameters {dtype!r}",
+        )
         require(elems % 4096 == 0 and "sum_elems" in extent, f"a tile of codes has {elems!r} elements")
     if "sum_elems" in extent:
         require(is_int(extent["sum_elems"], 1024, 1 << 31), f"a checksum covers {extent['sum_elems']!r} elements")
     if "shares" in extent:
         shares = extent["shares"]
-        right = type(shares) is list and len(shares) == devices and all(is_number(s) and s > 0 for s in shares)
-        require(right, f"the devices have the shares {shares!r}")
+        valid = type(shares) is list and len(shares) == devices and all(is_number(s) and s > 0 for s in shares)
+        require(valid, f"the devices have the shares {shares!r}")
     if "tile_numbers" in extent:
         numbers = extent["tile_numbers"]
-        right = type(numbers) is list and all(is_int(n, 0, 1 << 31) for n in numbers)
-        require(right and all(map(lt, numbers, numbers[1:])), "tile numbers are not integers, or out of order")
+        valid = type(numbers) is list and all(is_int(n, 0, 1 << 31) for n in numbers)
+        require(valid and all(map(lt, numbers, numbers[1:])), "tile numbers are not integers, or out of order")
     offset = extent.get("file_offset")
     require(is_int(offset, 2 * PAGE) and offset % PAGE == 0, f"an extent begins at byte {offset!r}")
     return offset, offset + slots * tiles * size_of(sections_of(extent))
 
 
-def check_param(p: Any, devices: int, *, waits: bool = False) -> tuple[int, int] | None:
+def check_param(p: Any, devices: int, *, is_waiting: bool = False) -> tuple[int, int] | None:
     """Checks the description of a parameter. Raises CSDStoreError.
 
-    Returns where its residual begins and ends in its device's file; None without one. `waits`: it has no state yet.
+    Returns where its residual begins and ends in its device's file; None without one. `is_waiting`: without state yet.
     """
     require(type(p) is dict and type(p.get("name")) is str, "a parameter has no name")
     name = p["name"]
@@ -91,9 +98,9 @@ def check_param(p: Any, devices: int, *, waits: bool = False) -> tuple[int, int]
     require(type(p.get("dtype")) is str, f"dtype{of}")
     if "of" in p and p["of"] is not None:
         whole = p["of"]
-        right = type(whole) is dict and is_ints(whole.get("shape"), 0) and is_ints(whole.get("first"), 0)
-        require(right and len(whole["shape"]) == len(whole["first"]), f"the tensor that it is a part{of}")
-    if waits:
+        valid = type(whole) is dict and is_ints(whole.get("shape"), 0) and is_ints(whole.get("first"), 0)
+        require(valid and len(whole["shape"]) == len(whole["first"]), f"the tensor that it is a part{of}")
+    if is_waiting:
         require(p.get("shape") is None or is_ints(p["shape"], 0), f"shape{of}")
         return None
     shape, stride = p.get("shape"), p.get("stride")

@@ -37,7 +37,7 @@ STATE = "optimizer state (AdamW's is 24 bytes per parameter, 32 with amsgrad, ha
 Mode = Literal["new", "overwrite", "resume", "read"]
 
 
-def how_to_own(directory: Path | str) -> str:
+def ownership_advice(directory: Path | str) -> str:
     """Advice for a directory that the user may not write to."""
     return f"name a directory that you may write to, or make this one yours: sudo install -d -o $USER {directory}"
 
@@ -73,7 +73,7 @@ def _has_ended(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[:1] == ["Z"]
 
 
-def _left_behind(owner: int, stat: os.stat_result) -> str:
+def _lock_heirs(owner: int, stat: os.stat_result) -> str:
     """Names the processes that keep the lock of a process that has ended: forked children inherit the lock."""
     children = [f"process {pid}" for pid in _holders(stat) if pid != os.getpid()]
     return f"{' and '.join(children) or 'a process'}, forked by process {owner}, which has ended"
@@ -99,7 +99,7 @@ def lock(fd: int, path: Path, *, shared: bool = False) -> None:
     elif owner is None:
         who = "another process; stop that"
     elif _has_ended(owner):
-        who = f"{_left_behind(owner, os.fstat(fd))}; stop that"
+        who = f"{_lock_heirs(owner, os.fstat(fd))}; stop that"
     else:
         who = f"process {owner}; stop that"
     instead = "another directory"
@@ -134,13 +134,13 @@ class StoreFile:
         self.fd: int = -1
         self.io_fd: int = -1
         self._next_fd = -1  # of a file that will replace this one
-        not_for_children(self)
+        close_in_children(self)
         self.end: int = 2 * PAGE
         self.recovered: list[Contents] = []
         self.in_doubt: bool = False  # a flush has failed, and what it should have covered was not read back since
         self.lost: str = ""  # why the last step will never be committed here
-        self._named = True  # false after a failed flush of the directory: the file's name may not be durable
-        self._unsure: int | None = None  # the copy of the superblock that may be partly written
+        self._is_name_durable = True  # false after a failed flush of the directory: the file's name may not be durable
+        self._torn_copy: int | None = None  # the copy of the superblock that may be partly written
         self._is_new = not durable  # this process has created the file, and it has no superblock yet
         self.current: Superblock | None = None  # of the last commit
         self._spaces: dict[str, tuple[int, int]] = {}  # for "manifest" and "table": base, room
@@ -159,7 +159,7 @@ class StoreFile:
                 raise
             where = directory.resolve() if directory else "memory"
             refused = directory and durable and mode != "read" and e.errno == errno.EACCES
-            advice = f"; {how_to_own(where)}" if refused else ""
+            advice = f"; {ownership_advice(where)}" if refused else ""
             raise CSDOSError(e.errno, f"cannot open a store in {where}: {e.strerror}{advice}") from e
 
     def _open_scratch(self, directory: Path) -> Path:
@@ -207,10 +207,10 @@ class StoreFile:
                 if mode != "read" or e.errno not in (errno.EINVAL, errno.EROFS, errno.ENOSYS):
                     raise  # otherwise it is a read-only file system, which has nothing to flush
         heads = [read(self.fd, PAGE, i * PAGE) for i in range(2)]
-        unborn = self._is_unborn(path, *heads)
-        if mode != "read" and MAGIC not in (head[:8] for head in heads) and not unborn:
+        never_committed = self._was_never_committed(path, *heads)
+        if mode != "read" and MAGIC not in (head[:8] for head in heads) and not never_committed:
             raise CSDStoreExistsError(errno.EEXIST, f"{path} exists and is no csd_optim store; move it away")
-        if mode in ("resume", "read") and not unborn:
+        if mode in ("resume", "read") and not never_committed:
             self.recovered = read_commits(self.fd, str(path))
         elif mode == "new":
             known = superblocks(self.fd, str(path))
@@ -222,7 +222,7 @@ class StoreFile:
             )
         return path
 
-    def _is_unborn(self, path: Path, first: bytes, second: bytes) -> bool:
+    def _was_never_committed(self, path: Path, first: bytes, second: bytes) -> bool:
         """Returns whether the process that created this store was stopped before its first commit.
 
         Then copy 1 is all zeros, and copy 0 is not whole and zero except for its first and last sector.
@@ -263,14 +263,14 @@ class StoreFile:
         os.close(fd)
 
     @contextlib.contextmanager
-    def naming(self, what: str) -> Iterator[None]:
+    def wrapping_errors(self, action: str) -> Iterator[None]:
         """A context in which errors of the operating system become CSDOSErrors that name the file."""
         try:
             yield
         except OSError as e:
             if isinstance(e, CSDOSError):
                 raise
-            raise CSDOSError(e.errno, f"{self.path}: cannot {what}: {e.strerror}") from e
+            raise CSDOSError(e.errno, f"{self.path}: cannot {action}: {e.strerror}") from e
 
     def _open_direct(self) -> None:
         """Opens the file a second time, with O_DIRECT if that works."""
@@ -293,7 +293,7 @@ class StoreFile:
         self.current = block = commit.superblock
         self._spaces = {"manifest": block.manifest[:2], "table": block.table[:2]}
         self.end = commit.end
-        with self.naming("open"):
+        with self.wrapping_errors("open"):
             self._open_direct()
 
     def discard_newer(self, commit: Contents) -> None:
@@ -303,7 +303,7 @@ class StoreFile:
         table = read_region(self.fd, block.table, commit.copy, "slot table", path)
         for copy in (1 - commit.copy, commit.copy):
             self.publish(Staged(block, manifest, table), copy)
-        with self.naming("shrink"):
+        with self.wrapping_errors("shrink"):
             os.ftruncate(self.fd, self.end)
 
     def allocate(self, size: int, what: str = STATE) -> int:
@@ -312,8 +312,8 @@ class StoreFile:
         Raises CSDOSError when the disk is full, after it has freed what it had reserved.
         """
         if self.io_fd < 0:
-            with self.naming("write"):
-                if not (self._is_new and self._named):
+            with self.wrapping_errors("write"):
+                if not (self._is_new and self._is_name_durable):
                     self._replace()
                 if self.durable:
                     self._sync_names()
@@ -339,9 +339,9 @@ class StoreFile:
         if self.lost:
             raise CSDLostError(errno.EIO, self.lost)
         directory = self.path.parent
-        self._named = False
+        self._is_name_durable = False
         sync_directory(directory)
-        self._named = True
+        self._is_name_durable = True
         with opened(directory.parent, os.O_DIRECTORY) as fd:
             try:
                 os.fsync(fd)
@@ -363,7 +363,7 @@ class StoreFile:
         """
         if self.io_fd >= 0:
             try:
-                with self.naming("write"):
+                with self.wrapping_errors("write"):
                     os.fdatasync(self.fd)
             except CSDOSError:
                 self.in_doubt = True
@@ -375,7 +375,7 @@ class StoreFile:
 
     def write(self, data: memoryview, offset: int) -> None:
         """Writes whole pages from page-aligned memory, with direct I/O if the file system has it. Raises CSDOSError."""
-        with self.naming("write"):
+        with self.wrapping_errors("write"):
             write(self.io_fd, data, offset)
 
     def stage(self, block: Superblock, manifest: bytes | None, table: bytes) -> Staged:
@@ -395,7 +395,7 @@ class StoreFile:
         block = staged.superblock
         if copy == 0:
             self.sync()
-        with self.naming("write the superblock"):
+        with self.wrapping_errors("write the superblock"):
             # The order does not matter, since a superblock without its manifest and table is invalid. If the flush
             # fails, all of it is written again: nothing else can have been lost.
             if staged.manifest is not None:
@@ -411,12 +411,12 @@ class StoreFile:
         if self.current:
             self.current = replace(self.current, sequence=sequence, flags=flags)
             # After a failure, write the copy that may be damaged first: the other one is the only whole one.
-            for copy in (0, 1) if self._unsure != 1 else (1, 0):
-                self._unsure = copy
-                with self.naming("write the superblock"):
+            for copy in (0, 1) if self._torn_copy != 1 else (1, 0):
+                self._torn_copy = copy
+                with self.wrapping_errors("write the superblock"):
                     write(self.fd, self.current.pack(), copy * PAGE)
                 self.sync()
-                self._unsure = None
+                self._torn_copy = None
 
     def _region(self, what: str, data: bytes) -> Region:
         self.reserve(what, len(data))
@@ -436,9 +436,9 @@ class StoreFile:
         finally:
             if self.fd >= 0:
                 fcntl.flock(self.fd, fcntl.LOCK_UN)  # children forked by native code have the file open
-            self.let_go()
+            self.close_without_unlocking()
 
-    def let_go(self) -> None:
+    def close_without_unlocking(self) -> None:
         """Closes the descriptors without unlocking: the lock stays with processes that share the open file."""
         # Forget the numbers first: once closed, they may be reused for other files.
         fds = self.io_fd, self.fd, self._next_fd
@@ -449,14 +449,14 @@ class StoreFile:
 
 
 class Locked(Protocol):
-    def let_go(self) -> None: ...
+    def close_without_unlocking(self) -> None: ...
 
 
 _open: weakref.WeakSet[Locked] = weakref.WeakSet()
 
 
-def not_for_children(locked: Locked) -> None:
-    """Registers an object whose let_go() a forked child calls right after the fork."""
+def close_in_children(locked: Locked) -> None:
+    """Registers an object whose close_without_unlocking() a forked child calls right after the fork."""
     _open.add(locked)
 
 
@@ -467,7 +467,7 @@ def _after_fork_in_child() -> None:
     """
     for store in list(_open):
         with contextlib.suppress(OSError):
-            store.let_go()
+            store.close_without_unlocking()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -31,7 +31,7 @@ import numpy as np
 from ..bindings import crc32c
 from ..errors import CSDStoreError
 from . import sections
-from .check import MOST, MOST_BYTES, MOST_TILES, check_extent, check_param, check_record, require
+from .check import MAX_REGION_BYTES, MAX_SIZE, MAX_TILES, check_extent, check_param, check_record, require
 from .sections import GROUP, sections_of, size_of
 from .transfer import opened, read
 
@@ -137,16 +137,16 @@ class Record:
 
 
 def _json(data: bytes) -> Any:
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         require(len(found := dict(pairs)) == len(pairs), "JSON with a key twice")
         return found
 
-    return json.loads(data, object_pairs_hook=once)
+    return json.loads(data, object_pairs_hook=without_duplicates)
 
 
 def features_of(extents: Sequence[dict[str, Any]], *, residuals: bool, rule: bool) -> set[str]:
     """The features that a reader of a store with these extents has to support. `rule`: the manifest names a rule."""
-    has = {
+    uses = {
         CHUNK_SUMS: any("sum_elems" in e for e in extents),
         CODEC: any("codec" in e for e in extents),
         RESIDUALS: residuals,
@@ -154,7 +154,7 @@ def features_of(extents: Sequence[dict[str, Any]], *, residuals: bool, rule: boo
         SHARES: any("shares" in e for e in extents),
         TILE_NUMBERS: any("tile_numbers" in e for e in extents),
     }
-    return {feature for feature, there in has.items() if there}
+    return {feature for feature, used in uses.items() if used}
 
 
 def version_of(features: set[str]) -> int:
@@ -192,8 +192,8 @@ def pack_table(
     residuals: Sequence[tuple[int, int]] = (),
 ) -> bytes:
     """The packed table. `tiles`: of each extent, by pack_tiles(); `steps`: by row; `residuals`: RESIDUAL_ENTRY each."""
-    rest = steps.astype("<f8").tobytes(), np.array([*residuals], RESIDUAL_ENTRY).tobytes()
-    return b"".join((*tiles, *rest, record.head(), record.user_state))
+    tail = steps.astype("<f8").tobytes(), np.array([*residuals], RESIDUAL_ENTRY).tobytes()
+    return b"".join((*tiles, *tail, record.head(), record.user_state))
 
 
 def devices_of(shares: Sequence[float], n: int) -> np.ndarray[Any, Any]:
@@ -284,7 +284,7 @@ class Contents:
         return max(ends)
 
 
-def checked(manifest: dict[str, Any], block: Superblock, size: int) -> dict[str, Any]:
+def checked_manifest(manifest: dict[str, Any], block: Superblock, size: int) -> dict[str, Any]:
     """Returns the manifest if all its values have valid types and ranges, and all areas lie in a file of `size` bytes.
 
     Raises CSDStoreError otherwise. Checksums detect damage; this detects files that csd_optim never wrote.
@@ -324,23 +324,23 @@ def checked(manifest: dict[str, Any], block: Superblock, size: int) -> dict[str,
         last, end = p["extent"], p["start"] + p["numel"]
         if codes_of := manifest["extents"][last].get("param_dtype"):
             dtype = "float32" if p["dtype"] == "complex64" else p["dtype"]
-            right = p["start"] % GROUP == 0 and (dtype == codes_of or p["group"] < 0)
-            require(right, f"parameter {p['name']} is {dtype} and lies from {p['start']} on in codes of {codes_of}")
+            valid = p["start"] % GROUP == 0 and (dtype == codes_of or p["group"] < 0)
+            require(valid, f"parameter {p['name']} is {dtype} and lies from {p['start']} on in codes of {codes_of}")
     for e, n in enumerate(all_tiles(manifest)):
         extent = manifest["extents"][e]
-        require("shares" not in extent or n * block.devices <= MOST_TILES, f"extent {e} has {n} tiles")
+        require("shares" not in extent or n * block.devices <= MAX_TILES, f"extent {e} has {n} tiles")
         numbers = tiles_on(extent, n, block.device, block.devices)
         here = len(numbers)
         require(here == 0 or numbers[-1] < n, f"extent {e} has {n} tiles, and not number {max(numbers, default=0)}")
         require(extent["tiles"] == here, f"{extent['tiles']} tiles of extent {e} are here, not {here}")
     for p in manifest["waiting"]:
-        check_param(p, block.devices, waits=True)
+        check_param(p, block.devices, is_waiting=True)
     for _, end, what in areas:  # not manifest and table: one copy may be cut off, and the other one is used then
         require(end <= size, f"{what} ends beyond the end of the file")
     for what, region in (("the manifest", block.manifest), ("the table", block.table)):
         require(region.base % PAGE == 0 and region.room % PAGE == 0, f"{what} is not on whole pages")
         require(region.size <= region.room, f"{what} is larger than its room")
-        require(region.offset(2) <= MOST, f"{what} ends beyond any file")
+        require(region.offset(2) <= MAX_SIZE, f"{what} ends beyond any file")
         areas.append((region.base, region.offset(2), what))
     for (_, end, what), (begin, _, other) in zip(areas := sorted(areas), areas[1:], strict=False):
         require(end <= begin, f"{what} and {other} overlap")
@@ -349,7 +349,7 @@ def checked(manifest: dict[str, Any], block: Superblock, size: int) -> dict[str,
 
 def read_region(fd: int, region: Region, copy: int, what: str, path: str) -> bytes:
     """Reads one copy of a manifest or table. Raises CSDStoreError if it is not whole."""
-    if region.size > MOST_BYTES or region.offset(copy) + region.size > os.fstat(fd).st_size:
+    if region.size > MAX_REGION_BYTES or region.offset(copy) + region.size > os.fstat(fd).st_size:
         raise CSDStoreError(f"{path}: the {what} is damaged: the file ends before it does")
     data = read(fd, region.size, region.offset(copy))
     if len(data) != region.size or crc32c(data) != region.crc:
@@ -369,27 +369,27 @@ def unpack(path: str, copy: int, block: Superblock, manifest: bytes, table: byte
     `size`: bytes of the file; None: skip the plausibility checks, because this process has written the store.
     """
     try:
-        about = _json(manifest) if size is None else checked(_json(manifest), block, size)
+        description = _json(manifest) if size is None else checked_manifest(_json(manifest), block, size)
         at, states, sums = 0, [np.zeros(0, TILE_STATE)], []
-        for extent in about["extents"]:
+        for extent in description["extents"]:
             entries = np.frombuffer(table, tile_entry(extent), extent["tiles"], offset=at)
             require((entries["state"]["slot"] < extent["slots"]).all(), "a tile is in a slot that does not exist")
             states.append(entries["state"])
             sums.append(np.ascontiguousarray(entries["sums"][..., : sums_shape(extent)[1]], np.uint32))
             at += entries.nbytes
-        steps = np.frombuffer(table, "<f8", len(about["params"]), offset=at)
+        steps = np.frombuffer(table, "<f8", len(description["params"]), offset=at)
         require(bool(((steps >= 0) & (steps < 2**53)).all()), "a parameter has an impossible step count")
         at += steps.nbytes
-        residuals = np.frombuffer(table, RESIDUAL_ENTRY, len(rows_with_residual(about, block.device)), offset=at)
+        residuals = np.frombuffer(table, RESIDUAL_ENTRY, len(rows_with_residual(description, block.device)), offset=at)
         require((residuals["space"] < 2).all(), "a residual is in a space that does not exist")
         record = Record.unpack(table[at + residuals.nbytes :])
         if size is not None:
-            check_record(vars(record), about.get("rule"))
+            check_record(vars(record), description.get("rule"))
     except CSDStoreError as e:
         raise CSDStoreError(f"{path}: {e}") from None
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError, MemoryError, struct.error) as e:
         raise CSDStoreError(f"{path}: manifest and slot table do not belong together ({e!r})") from e
-    return Contents(path, copy, block, about, np.concatenate(states), sums, steps, residuals, record)
+    return Contents(path, copy, block, description, np.concatenate(states), sums, steps, residuals, record)
 
 
 def read_commits(fd: int, path: str) -> list[Contents]:

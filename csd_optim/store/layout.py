@@ -21,7 +21,7 @@ import torch
 from ..bindings import PIECE
 from ..errors import CSDStoreError, CSDValueError
 from .format import Contents, devices_of
-from .sections import FP32, GROUP, PARAM_DTYPES, SECTIONS, Section, size_of, slot_of, takes
+from .sections import FP32, GROUP, PARAM_DTYPES, SECTIONS, Section, codec_supports, size_of, slot_of
 
 STORE_BYTES = 24  # bytes of a store per parameter element: three fp32 states in two slots
 MEMORY_STATE_BYTES = 12  # bytes of `ram:` per parameter element: one slot
@@ -38,7 +38,7 @@ TILE_ELEMS = 1 << 20
 # A small model is cut finer, so that reads, updates and writes of one device still overlap.
 TILES_PER_DEVICE = 8
 # Even finer, by up to this factor, if a device has a small share.
-FINEST = 8
+MAX_REFINEMENT = 8
 # Each section of a tile in a file is a separate mapping. Linux allows a process 65530 of them (vm.max_map_count), so
 # models beyond 14 G parameters have larger tiles.
 MAX_MAPPINGS = 40_000
@@ -131,7 +131,7 @@ def plan_extent(
     extents of the process take (bindings.mappings()). If few are left, tiles become larger, up to one per device; codes
     are not mapped. Raises CSDValueError for an unknown codec, or one that does not fit these states.
     """
-    if not takes(codec, sections, param_dtype):
+    if not codec_supports(codec, sections, param_dtype):
         raise CSDValueError(f"Invalid codec: {codec!r} for {', '.join(sections)} of {param_dtype} parameters")
     align, grain, windows = (ALIGN, GRAIN, len(sections)) if codec == FP32 else (GROUP, CODES_GRAIN, 0)
     starts, end = [], 0
@@ -140,13 +140,13 @@ def plan_extent(
         end += round_up(n, align)
     if tile_elems is None:
         # The same number of tiles for every device, so that none has to wait for another.
-        one_each, left = n_devices * windows, max_mappings() - mapped
-        most = max(one_each, min(MAX_MAPPINGS, int(LARGE_PART * left)))
-        largest = max(TILE_ELEMS, math.ceil(end * windows / most))
-        finer = min(FINEST, sum(shares) / n_devices / min(shares)) if shares else 1
-        rounds = math.ceil(TILES_PER_DEVICE * finer)
+        one_each, mappings_left = n_devices * windows, max_mappings() - mapped
+        max_windows = max(one_each, min(MAX_MAPPINGS, int(LARGE_PART * mappings_left)))
+        largest = max(TILE_ELEMS, math.ceil(end * windows / max_windows))
+        refinement = min(MAX_REFINEMENT, sum(shares) / n_devices / min(shares)) if shares else 1
+        rounds = math.ceil(TILES_PER_DEVICE * refinement)
         if mapped and windows:
-            rounds = max(1, min(rounds, int(SMALL_PART * left) // one_each))
+            rounds = max(1, min(rounds, int(SMALL_PART * mappings_left) // one_each))
         rounds = max(rounds, math.ceil(end / (n_devices * largest)))
         tile_elems = math.ceil(end / (n_devices * rounds))
     tile_elems = max(grain, round_up(tile_elems, grain))
@@ -213,8 +213,8 @@ def extents_of(recovered: Sequence[Contents]) -> list[Extent]:
             numbered="tile_numbers" in described,
         )
         tiles = [c.manifest["extents"][e]["tiles"] for c in recovered]
-        right = len(extent.devices) == extent.n_tiles and [p["start"] for p in members] == [*extent.starts]
-        if not right or tiles != [extent.tiles_of(d) for d in range(n)]:
+        consistent = len(extent.devices) == extent.n_tiles and [p["start"] for p in members] == [*extent.starts]
+        if not consistent or tiles != [extent.tiles_of(d) for d in range(n)]:
             raise CSDStoreError(f"{first.path}: the manifest contradicts itself")
         extents.append(extent)
     return extents

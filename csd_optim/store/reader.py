@@ -98,7 +98,9 @@ class Damage:
         return f"{where}: {', '.join(self.params)}" if self.params else f"{where}; no parameter lies there"
 
 
-def lying_in(manifest: dict[str, Any], extent: int, tile: int, first: int = 0, last: int | None = None) -> list[str]:
+def params_in_tile(
+    manifest: dict[str, Any], extent: int, tile: int, first: int = 0, last: int | None = None
+) -> list[str]:
     """The parameters in a tile, each with the range of its elements (fp32 values: a complex number has two).
 
     `first`, `last`: only those in elements [first, last) of the tile.
@@ -145,12 +147,12 @@ def stored_bytes(contents: Contents, *, decoded: bool = False) -> int:
     `decoded`: with all states as fp32.
     """
     with opened(Path(contents.path)) as fd:
-        there = [t for t in tiles_of([contents]) if not _is_hole(fd, t.offset, t.size)]
-    tiles = sum(4 * t.elems * len(t.states) if decoded else t.size for t in there)
+        stored = [t for t in tiles_of([contents]) if not _is_hole(fd, t.offset, t.size)]
+    tiles = sum(4 * t.elems * len(t.states) if decoded else t.size for t in stored)
     return tiles + sum(r.size for r in residuals_of([contents]))
 
 
-def _refuse(damage: list[Damage]) -> None:
+def _raise_damage(damage: list[Damage]) -> None:
     raise CSDStoreError(str(damage[0]))
 
 
@@ -159,7 +161,7 @@ def each_tile(
     use: Callable[[Tile, memoryview | None], None],
     use_residual: Callable[[Residual, int, memoryview], None] = lambda *_: None,
     *,
-    damaged: Callable[[list[Damage]], None] = _refuse,
+    damaged: Callable[[list[Damage]], None] = _raise_damage,
     gate: Callable[[], None] = lambda: None,
     tick: Tick = lambda _: None,
 ) -> None:
@@ -176,7 +178,7 @@ def each_tile(
     for _ in range(IO_DEPTH if largest else 0):
         free.put(mmap.mmap(-1, largest))  # pages, for O_DIRECT
 
-    def one(tile: Tile) -> None:
+    def read_tile(tile: Tile) -> None:
         gate()
         buffer = free.get()
         try:
@@ -190,7 +192,7 @@ def each_tile(
             free.put(buffer)
         tick(tile.size)
 
-    def one_residual(residual: Residual) -> None:
+    def read_residual(residual: Residual) -> None:
         path, crc, done = residual.contents.path, 0, 0
         buffer = free.get()
         try:
@@ -214,7 +216,7 @@ def each_tile(
         pool = stack.enter_context(ThreadPoolExecutor(IO_DEPTH, thread_name_prefix="csd_optim"))
         futures = []
         try:
-            for call in (*(partial(one, t) for t in tiles), *(partial(one_residual, r) for r in residuals)):
+            for call in (*(partial(read_tile, t) for t in tiles), *(partial(read_residual, r) for r in residuals)):
                 try:
                     futures.append(pool.submit(call))
                 except RuntimeError:  # the interpreter shuts down and starts no more threads
@@ -258,7 +260,7 @@ def _read(fd: int, tile: Tile, view: memoryview) -> tuple[bool, list[Damage]]:
     for k, section in enumerate(tile.sections):
         if bad := [chunk for chunk in range(len(tile.sums)) if not whole(k, chunk)]:
             first, last = tile.chunk(bad[0])[0], tile.chunk(bad[-1])[1]
-            params = lying_in(tile.contents.manifest, tile.extent, tile.number, first, last)
+            params = params_in_tile(tile.contents.manifest, tile.extent, tile.number, first, last)
             what = f"{section.name} of tile {tile.number}"
             damage.append(Damage(tile.contents.path, tile.number, what, params))
     return hole, damage

@@ -95,23 +95,23 @@ def last_round(stores: Sequence[RanksStore | None]) -> int | None:
     Raises CSDStoreError if they have no round in common, or if a store is missing, or belongs to another rank, another
     run or another number of ranks.
     """
-    size, there = len(stores), {rank: store for rank, store in enumerate(stores) if store}
-    for rank, store in there.items():
+    size, present = len(stores), {rank: store for rank, store in enumerate(stores) if store}
+    for rank, store in present.items():
         if store.world_size != size:
             raise CSDStoreError(other_world_size(store, size))
         if store.rank != rank:
             raise CSDStoreError(f"rank {rank}: {store.path} is the store of rank {store.rank}")
-    if len(there) < size:
-        if all(store.is_first for store in there.values()):  # killed before all of them had the first commit
+    if len(present) < size:
+        if all(store.is_first for store in present.values()):  # killed before all of them had the first commit
             return None
-        without = ", ".join(str(rank) for rank in range(size) if rank not in there)
-        raise CSDStoreError(f"no store on rank {without}, but rank {min(there)} has {there[min(there)].path}")
-    for rank, store in there.items():
-        if store.store_id != there[0].store_id:
-            raise CSDStoreError(f"rank {rank}: {store.path} is of another run than rank 0's {there[0].path}")
-    common = set.intersection(*(set(store.steps) for store in there.values()))
+        without = ", ".join(str(rank) for rank in range(size) if rank not in present)
+        raise CSDStoreError(f"no store on rank {without}, but rank {min(present)} has {present[min(present)].path}")
+    for rank, store in present.items():
+        if store.store_id != present[0].store_id:
+            raise CSDStoreError(f"rank {rank}: {store.path} is of another run than rank 0's {present[0].path}")
+    common = set.intersection(*(set(store.steps) for store in present.values()))
     if not common:
-        steps_of = ", ".join(f"rank {rank}: {[*store.steps.values()]}" for rank, store in there.items())
+        steps_of = ", ".join(f"rank {rank}: {[*store.steps.values()]}" for rank, store in present.items())
         raise CSDStoreError(f"the ranks have no step in common ({steps_of}); go back to a snapshot or a checkpoint")
     return max(common)
 

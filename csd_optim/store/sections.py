@@ -36,7 +36,7 @@ class Section(NamedTuple):
         return self.first + elem * self.group_bytes // GROUP
 
 
-def _kinds(states: Sequence[str], codec: str, param_dtype: torch.dtype | None) -> list[tuple[str, int]]:
+def _section_sizes(states: Sequence[str], codec: str, param_dtype: torch.dtype | None) -> list[tuple[str, int]]:
     """The name of each section, and its bytes per 64 elements."""
     if codec == FP32:
         return [(name, 4 * GROUP) for name in states]
@@ -53,7 +53,7 @@ def slot_of(
 ) -> tuple[Section, ...]:
     """The sections of a slot of a tile of `elems` elements with these states. `param_dtype`: only with codes."""
     found: list[Section] = []
-    for name, group_bytes in _kinds(states, codec, param_dtype):
+    for name, group_bytes in _section_sizes(states, codec, param_dtype):
         size = -(-elems * group_bytes // (GROUP * PAGE)) * PAGE
         found.append(Section(name, group_bytes, size_of(found), size))
     return tuple(found)
@@ -72,10 +72,10 @@ def size_of(sections: Sequence[Section]) -> int:
 
 def elem_bytes(states: Sequence[str], codec: str = FP32, param_dtype: torch.dtype | None = None) -> float:
     """Bytes of an element in a slot, without the padding of sections."""
-    return sum(group_bytes for _, group_bytes in _kinds(states, codec, param_dtype)) / GROUP
+    return sum(group_bytes for _, group_bytes in _section_sizes(states, codec, param_dtype)) / GROUP
 
 
-def takes(codec: str, states: Iterable[str], param_dtype: object) -> bool:
+def codec_supports(codec: str, states: Iterable[str], param_dtype: object) -> bool:
     """Returns whether a codec exists and supports these states and this parameter dtype. Codes are for AdamW only."""
     if codec == FP32:
         return param_dtype is None

@@ -48,7 +48,7 @@ def checked_user_state(user_state: dict[str, Any], last: bytes) -> bytes:
     except Exception as e:
         found = None
         with contextlib.suppress(RecursionError):
-            found = _refused(user_state, "user_state", set())
+            found = _unstorable(user_state, "user_state", set())
         raise CSDTypeError(
             f"{found or 'user_state'} cannot be kept: user_state holds plain values, lists, dicts and tensors"
         ) from e
@@ -91,7 +91,7 @@ def _is_plain(user_state: dict[str, Any]) -> bool:
     return True
 
 
-def _refused(value: Any, name: str, seen: set[int]) -> str | None:
+def _unstorable(value: Any, name: str, seen: set[int]) -> str | None:
     """Names the innermost value in `value` that torch cannot save and load. `seen`: ids of containers visited."""
     if _is_scalar(value) or id(value) in seen:
         return None
@@ -101,7 +101,7 @@ def _refused(value: Any, name: str, seen: set[int]) -> str | None:
         return None
     entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
     for key, inner in entries:
-        if found := _refused(key, f"a key of {name}", seen) or _refused(inner, f"{name}[{key!r}]", seen):
+        if found := _unstorable(key, f"a key of {name}", seen) or _unstorable(inner, f"{name}[{key!r}]", seen):
             return found
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     return f"{name}, of type {kind},"

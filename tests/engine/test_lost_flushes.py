@@ -280,7 +280,7 @@ def in_doubt(tmp_path):
 
 def test_what_this_process_says_of_itself_is_not_judged(in_doubt, tmp_path):
     refuses = mock.Mock(side_effect=CSDStoreError("not so"))
-    with mock.patch.multiple(store_format, checked=refuses, check_record=refuses):
+    with mock.patch.multiple(store_format, checked_manifest=refuses, check_record=refuses):
         in_doubt.step()
         in_doubt.opt.close()
     with contextlib.closing(Small(tmp_path / "csd0", resume=True).opt) as opt:

@@ -22,7 +22,7 @@ from csd_optim.cli.facts import describe_store
 from csd_optim.devices.spec import parse_devices
 from csd_optim.engine.open_engine import open_engine
 from csd_optim.engine.resume import check_recovered
-from csd_optim.store.check import MOST
+from csd_optim.store.check import MAX_SIZE
 from csd_optim.store.format import FILE_NAME, PAGE, Superblock, read_contents, unpack
 from csd_optim.store.layout import extents_of, plan_extent
 from csd_optim.store.reader import tiles_of
@@ -366,7 +366,7 @@ def test_no_reader_fails_otherwise(store, tmp_path):
         try:
             block = Superblock.unpack(fake.block.pack(), "store")
             contents = unpack("store", 0, block, fake.manifest, fake.table, len(fake.data))
-            assert contents.end <= MOST
+            assert contents.end <= MAX_SIZE
             for tile in tiles_of([contents]):
                 assert 2 * PAGE <= tile.offset <= tile.offset + tile.size <= len(fake.data)
             extents_of([contents])

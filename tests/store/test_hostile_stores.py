@@ -16,7 +16,7 @@ from csd_optim.checkpoint.state_dict import about_of
 from csd_optim.checkpoint.verify import verify
 from csd_optim.cli.facts import describe_store
 from csd_optim.params import groups
-from csd_optim.store.check import MOST
+from csd_optim.store.check import MAX_SIZE
 from csd_optim.store.format import FILE_NAME, PAGE, Superblock, read_commits, unpack
 from csd_optim.store.layout import extents_of
 from csd_optim.store.reader import residuals_of, tiles_of
@@ -168,7 +168,7 @@ def test_what_cannot_be_is_refused(stores):
         try:
             block = Superblock.unpack(forged.block.pack(), "store")
             contents = unpack("store", 0, block, forged.manifest, forged.table, len(forged.data))
-            assert contents.end <= MOST
+            assert contents.end <= MAX_SIZE
             for place in (*tiles_of([contents]), *residuals_of([contents])):
                 assert 2 * PAGE <= place.offset <= place.offset + place.size <= len(forged.data)
             about_of(contents)
