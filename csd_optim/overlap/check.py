@@ -42,16 +42,16 @@ class UseCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
         this one is left.
         """
         if self not in _get_current_dispatch_mode_stack():
-            above = left(lambda mode: True)
+            above = leave_modes(lambda mode: True)
             TorchDispatchMode.__enter__(self)  # type: ignore[no-untyped-call]
-            entered_again(above)
+            reenter_modes(above)
 
     def exit(self) -> None:
         """Stop checking; a no-op on a thread that has not entered the mode."""
         if self in _get_current_dispatch_mode_stack():
-            above = left(lambda mode: mode is not self)
+            above = leave_modes(lambda mode: mode is not self)
             TorchDispatchMode.__exit__(self, None, None, None)  # type: ignore[no-untyped-call]
-            entered_again(above)
+            reenter_modes(above)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if under_way := self.under_way():
@@ -65,11 +65,11 @@ class UseCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def left(whether: Callable[[TorchDispatchMode], bool]) -> list[TorchDispatchMode]:
-    """Leave modes, innermost first, while `whether(mode)` is true; return them. Torch's own, always lowest, stay."""
+def leave_modes(predicate: Callable[[TorchDispatchMode], bool]) -> list[TorchDispatchMode]:
+    """Leave modes, innermost first, while `predicate(mode)` is true; return them. Torch's own, always lowest, stay."""
     above = []
     for mode in reversed(_get_current_dispatch_mode_stack()):
-        if getattr(mode, "_mode_key", None) is not None or not whether(mode):
+        if getattr(mode, "_mode_key", None) is not None or not predicate(mode):
             break
         # Not the mode's own __exit__, which may have side effects.
         TorchDispatchMode.__exit__(mode, None, None, None)  # type: ignore[no-untyped-call]
@@ -77,8 +77,8 @@ def left(whether: Callable[[TorchDispatchMode], bool]) -> list[TorchDispatchMode
     return above
 
 
-def entered_again(above: list[TorchDispatchMode]) -> None:
-    """Enter again the modes that left() returned."""
+def reenter_modes(above: list[TorchDispatchMode]) -> None:
+    """Enter again the modes that leave_modes() returned."""
     for mode in reversed(above):
         TorchDispatchMode.__enter__(mode)  # type: ignore[no-untyped-call]
 

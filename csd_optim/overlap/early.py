@@ -21,9 +21,9 @@ from ..signals import defer_signals
 from ..step.prepare import Participants, PreparedStep
 from ..store.format import Record
 from .guess import Guess
-from .order import spread
+from .order import split_for_backward
 
-MOST_PAUSE = 15  # steps: the longest pause after several wrong guesses in a row, each of which wrote for nothing
+MAX_PAUSE = 15  # steps: the longest pause after several wrong guesses in a row, each of which wrote for nothing
 FIRST_SHARE = 0.5  # fraction of the tiles that flow in backward until the durations of backward and step are known
 
 # Prepares the next step with the parameters in place of their gradients. Returns None if that is impossible.
@@ -55,19 +55,19 @@ class EarlySteps:
         self._state_map, self._may_begin, self._hold = state_map, may_begin, hold
         self._foresee = weakref.WeakMethod(foresee)  # type: ignore[arg-type]
         # Finalizers run last made, first called: this one runs before the one that closes the engine.
-        self._if_dropped = weakref.finalize(foresee.__self__, self._give_up)  # type: ignore[attr-defined]
-        self._brings = ThreadPoolExecutor(1, "csd_optim brings gradients")  # lazy
+        self._finalizer = weakref.finalize(foresee.__self__, self._give_up)  # type: ignore[attr-defined]
+        self._pusher = ThreadPoolExecutor(1, "csd_optim brings gradients")  # lazy
         self._guess: Guess | None = None
-        self._hold_used: list[Future[None]] = []  # copies of an undone guess, which use `hold` until they are done
+        self._hold_futures: list[Future[None]] = []  # copies of an undone guess, which use `hold` until they are done
         self._fired: Counter[int] = Counter()  # by id of the parameter: gradients accumulated since the last step
         self._expected: Counter[int] = Counter()  # the same counts in the last step: at these a gradient is final
-        self._made: dict[int, Any] = {}  # likewise: event after which the final gradient (on an accelerator) is ready
+        self._ready_events: dict[int, Any] = {}  # likewise: when a final one, on an accelerator, is ready
         self._share = FIRST_SHARE
         self._began: float | None = None  # start time of the guess under way, or of the one that the last step kept
         self._stepped = 0.0  # time of the last step()
         self._wrong_in_a_row = 0
         self._pause = 0  # number of coming steps without a guess
-        self._in_vain = False  # since the last step a guess was tried, and foresee() found it impossible
+        self._impossible = False  # since the last step a guess was tried, and foresee() found it impossible
         self._hooks = [
             p.register_post_accumulate_grad_hook(self._on_grad)  # type: ignore[no-untyped-call]
             for p in params
@@ -77,8 +77,8 @@ class EarlySteps:
     def end(self) -> None:
         """Undo the guess, if any, and remove the hooks: no further step begins early."""
         self.undo("other calls")
-        self._if_dropped.detach()
-        self._brings.shutdown(wait=False)
+        self._finalizer.detach()
+        self._pusher.shutdown(wait=False)
         for hook in self._hooks:
             hook.remove()
         # Frees both now, not at the next garbage collection.
@@ -96,7 +96,7 @@ class EarlySteps:
         self._fired[id(p)] += 1
         fired, expected = self._fired[id(p)], self._expected[id(p)]
         if fired == expected and is_on_accelerator(p):
-            self._made[id(p)] = record_event(torch.accelerator.current_stream(p.device))
+            self._ready_events[id(p)] = record_event(torch.accelerator.current_stream(p.device))
         if self._guess and fired > expected:
             self.undo("more backward passes")
         elif fired == expected and (self._guess or self._engine.idle):  # the previous step is complete and committed
@@ -105,7 +105,7 @@ class EarlySteps:
                     if not self._engine.is_speculative:  # the engine was closed, and the guess with it
                         self._guess = None
                     if self._guess or self._begin():
-                        self._tell(p)
+                        self._offer_gradient(p)
             except BaseException as failure:  # also Ctrl-C: the guess may have seen only part of this gradient
                 self.undo("failure")
                 if not isinstance(failure, CSDError):
@@ -114,38 +114,38 @@ class EarlySteps:
     def _begin(self) -> bool:
         """Begins a guess if that is possible now; returns whether it did."""
         foresee = self._foresee()
-        if foresee is None or self._pause or self._in_vain:
+        if foresee is None or self._pause or self._impossible:
             return False
-        if not all(future.done() for future in self._hold_used):  # a late copy would overwrite parameters in `hold`
+        if not all(future.done() for future in self._hold_futures):  # a late copy would overwrite parameters in `hold`
             return False
         foreseen = foresee()
         if foreseen is None:
-            self._in_vain = True  # do not retry at each gradient: foresee() looks at all parameters
+            self._impossible = True  # do not retry at each gradient: foresee() looks at all parameters
             return False
         pieces = self._may_begin()
         if pieces is None:
             return False
         (step, record), engine = foreseen, self._engine
         with defer_signals():  # no Ctrl-C between the start of the guess and self._guess
-            early, late = spread(engine.in_step_order(step.not_given), self._share)
+            early, late = split_for_backward(engine.in_step_order(step.not_given), self._share)
             if step.given:
                 late = np.concatenate([late, step.given.tiles])
             self._began = time.perf_counter()
-            self._guess = Guess(engine, self._state_map, step, record, early, late, pieces, self._hold, self._brings)
+            self._guess = Guess(engine, self._state_map, step, record, early, late, pieces, self._hold, self._pusher)
         for param_state in step.plan.param_states:  # some gradients were final before the guess could begin
-            self._tell(param_state.param)
+            self._offer_gradient(param_state.param)
         return True
 
-    def _tell(self, p: torch.Tensor) -> None:
+    def _offer_gradient(self, p: torch.Tensor) -> None:
         """Passes the parameter's gradient to the guess if the gradient is final."""
         if self._guess and p.grad is not None and self._fired[id(p)] == self._expected[id(p)]:
-            self._guess.is_final(self._state_map.param_states[id(p)].index, p.grad, self._made.get(id(p)))
+            self._guess.add_gradient(self._state_map.param_states[id(p)].index, p.grad, self._ready_events.get(id(p)))
 
     # ---- in step() -------------------------------------------------------------
 
     def before_step(self) -> None:
         """Starts to count the gradients of the next step. Called at the beginning of step()."""
-        self._expected, self._fired, self._made, self._in_vain = self._fired, Counter(), {}, False
+        self._expected, self._fired, self._ready_events, self._impossible = self._fired, Counter(), {}, False
         self._pause = max(0, self._pause - (self._guess is None))
 
     def check(self, taking_part: Participants) -> None:
@@ -163,7 +163,7 @@ class EarlySteps:
             if why:
                 self.undo(why)
 
-    def kept(self) -> Guess | None:
+    def take_guess(self) -> Guess | None:
         """Removes and returns the guess that compare() left, for the step to continue from; None if there is none."""
         self._stepped = time.perf_counter()
         guess, self._guess = self._guess, None
@@ -173,7 +173,7 @@ class EarlySteps:
             self._began = None
         return guess
 
-    def landed(self, at: float) -> None:
+    def note_landed(self, at: float) -> None:
         """Notes when the step landed: later guesses push the fraction of the tiles in backward that fits there."""
         if self._began is not None and self._guess is None:
             self._share = min(1.0, (self._stepped - self._began) / (at - self._began))
@@ -183,15 +183,15 @@ class EarlySteps:
         with self._engine.lock:
             if (guess := self._guess) is None:
                 return
-            self._hold_used = guess.undo()
+            self._hold_futures = guess.undo()
             self._guess = None
             self.redone[why] += 1
             self._wrong_in_a_row += 1
-            self._pause = min(2 ** (self._wrong_in_a_row - 1) - 1, MOST_PAUSE)
+            self._pause = min(2 ** (self._wrong_in_a_row - 1) - 1, MAX_PAUSE)
 
     def forget_gradients(self) -> None:
         """Undoes the guess because the gradients are cleared: no step will use them."""
         self.undo("cleared gradients")
         self._fired.clear()
-        self._made.clear()
-        self._in_vain = False
+        self._ready_events.clear()
+        self._impossible = False

@@ -27,19 +27,19 @@ class EarlyImages:
     it is in flight.
     """
 
-    def __init__(self, engine: Engine, state_map: StateMap, step: PreparedStep, brings: Executor) -> None:
-        """`step`: as in Guess. `brings`: an executor with one thread."""
-        self._engine, self._state_map, self._step, self._brings = engine, state_map, step, brings
+    def __init__(self, engine: Engine, state_map: StateMap, step: PreparedStep, pusher: Executor) -> None:
+        """`step`: as in Guess. `pusher`: an executor with one thread."""
+        self._engine, self._state_map, self._step, self._pusher = engine, state_map, step, pusher
         self.tiles: frozenset[int] = frozenset(step.images)
-        self._held: dict[int, StagingBuffer] = {}
-        self._read: dict[int, torch.Tensor] = {}  # by tile: parameters that a device reads (codes), before the update
-        self.brought: list[Future[None]] = []  # each is done when its tile was copied, and pushed or given up
-        self._goes_on = True
-        self._pushing = threading.RLock()  # reentrant: the garbage collector may drop an optimizer on this thread
+        self._buffers: dict[int, StagingBuffer] = {}
+        self._old_params: dict[int, torch.Tensor] = {}  # by tile: old parameters, where a device reads them (codes)
+        self.push_futures: list[Future[None]] = []  # each is done when its tile was copied, and pushed or given up
+        self._active = True
+        self._push_lock = threading.RLock()  # reentrant: the garbage collector may drop an optimizer on this thread
         if step.ring:
             step.ring.begin(step.prepared)
 
-    def can(self, tile: int) -> bool:
+    def can_push(self, tile: int) -> bool:
         """Returns whether the image of this tile has all that a device reads.
 
         Not so where states are kept as codes and some parameters of the tile are in host memory.
@@ -49,10 +49,10 @@ class EarlyImages:
 
     def hold_bytes(self, tile: int) -> int:
         """Bytes of `hold` for a tile: gradients and new parameters; also the old ones where a device reads them."""
-        images = 3 if self._reads(tile) else 2
+        images = 3 if self._is_read(tile) else 2
         return images * IMAGE_BYTES * self._engine.elems_of(tile)
 
-    def _reads(self, tile: int) -> bool:
+    def _is_read(self, tile: int) -> bool:
         sources = (self._step.prepared.get(row) for row in self._engine.pieces_of(tile)["param"].tolist())
         return any(source is not None and source.is_read for source in sources)
 
@@ -63,31 +63,31 @@ class EarlyImages:
         """
         assert self._step.ring
         grad, param, *read = hold.view(-1, IMAGE_BYTES * self._engine.elems_of(tile))
-        slot = self._held[tile] = StagingBuffer(grad, param, torch.empty(0, dtype=torch.int32, device="cpu"))
+        slot = self._buffers[tile] = StagingBuffer(grad, param, torch.empty(0, dtype=torch.int32, device="cpu"))
         if read:
-            self._read[tile] = read[0]
+            self._old_params[tile] = read[0]
         sources = {row: self._source(row, grad) for row, grad in grads.items()}
         self._step.ring.fill(slot, self._engine, tile, sources, after)
         try:
-            self.brought.append(self._brings.submit(self._bring, tile, slot, sources))
+            self.push_futures.append(self._pusher.submit(self._push_when_copied, tile, slot, sources))
         except RuntimeError:  # the interpreter shuts down, and executors take no more work
-            self._bring(tile, slot, sources)
+            self._push_when_copied(tile, slot, sources)
 
     def _source(self, row: int, grad: torch.Tensor) -> GradSource:
         return self._state_map.by_index[row].source(grad, None)
 
-    def _bring(self, tile: int, slot: StagingBuffer, _: object) -> None:
+    def _push_when_copied(self, tile: int, slot: StagingBuffer, _: object) -> None:
         """Waits for the copies and pushes the tile. The last argument keeps the gradients alive until then."""
         slot.wait()
-        if tile in self._read:
-            self._read[tile].copy_(slot.param)
-        with self._pushing:
-            if self._goes_on:
+        if tile in self._old_params:
+            self._old_params[tile].copy_(slot.param)
+        with self._push_lock:
+            if self._active:
                 self._engine.push(tile, slot.grad.data_ptr(), slot.param.data_ptr())
 
     def wait(self) -> None:
         """Returns when the engine has all tiles that were pushed. Raises CSDError."""
-        for future in self.brought:
+        for future in self.push_futures:
             future.result()
 
     def unchanged(self, step: PreparedStep) -> bool:
@@ -102,7 +102,7 @@ class EarlyImages:
         return self._step.ring.equal(self._pairs(step))
 
     def _pairs(self, step: PreparedStep) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for tile, slot in self._held.items():
+        for tile, slot in self._buffers.items():
             for row, _, first, tile_first, n in self._engine.pieces_of(tile).tolist():
                 if row not in self._step.prepared:
                     continue
@@ -111,13 +111,13 @@ class EarlyImages:
                 source = step.prepared.get(row) or self._source(row, step.grads[row])
                 yield slot.grad[image:].view(source.grad.dtype)[:n], source.grad[here]
                 if source.is_read:
-                    yield self._read[tile][image:].view(source.param.dtype)[:n], source.param[here]
+                    yield self._old_params[tile][image:].view(source.param.dtype)[:n], source.param[here]
 
-    def held(self, order: Iterable[int]) -> dict[int, StagingBuffer]:
+    def buffers(self, order: Iterable[int]) -> dict[int, StagingBuffer]:
         """The buffers of the tiles that were pushed, by tile, in the order of `order`."""
-        return {tile: self._held[tile] for tile in order if tile in self._held}
+        return {tile: self._buffers[tile] for tile in order if tile in self._buffers}
 
     def give_up(self) -> None:
         """Pushes no more tiles. Copies that are queued still run."""
-        with self._pushing:
-            self._goes_on = False
+        with self._push_lock:
+            self._active = False

@@ -58,13 +58,13 @@ class Flight:
         self.landed_at: float = 0.0
         self._tiles = launch()
         self._near = frozenset(runner.launch_near(engine, step))
-        self._held = {row: (grad, grad._version) for row, grad in step.grads.items() if row not in self._near}
+        self._grads = {row: (grad, grad._version) for row, grad in step.grads.items() if row not in self._near}
         step.grads = {}
-        self._takes_part, self._is_image, self._pulled = (np.zeros(engine.n_tiles, bool) for _ in range(3))  # each tile
-        self._takes_part[self._tiles] = True
+        self._in_step, self._is_image, self._pulled = (np.zeros(engine.n_tiles, bool) for _ in range(3))  # each tile
+        self._in_step[self._tiles] = True
         self._is_image[step.images] = True
-        self._arrivals: dict[int, Any] = {}  # events, by row: the last copy to a parameter on an accelerator
-        self._news = threading.Condition()  # notified when tiles are pulled, and when the step has landed
+        self._copy_events: dict[int, Any] = {}  # events, by row: the last copy to a parameter on an accelerator
+        self._progress = threading.Condition()  # notified when tiles are pulled, and when the step has landed
         engine.completed_event = self._landed = threading.Event()
         try:
             threading.Thread(target=self._land, name="csd_optim lands a step").start()
@@ -80,10 +80,10 @@ class Flight:
         self._check_process()
         rows = [row for row in rows if row not in self._near]  # those are up to date
         tiles = self._pieces.tiles_of(rows)
-        tiles = tiles[self._takes_part[tiles]]  # the step does not change the others
+        tiles = tiles[self._in_step[tiles]]  # the step does not change the others
         images = tiles[self._is_image[tiles]]
-        with self._news:
-            self._news.wait_for(lambda: self._pulled[images].all() or self.landed)
+        with self._progress:
+            self._progress.wait_for(lambda: self._pulled[images].all() or self.landed)
         try:
             self._engine.params_ready(tiles[~self._is_image[tiles]], wait=True)
         except CSDError:  # the step has failed; or it has just landed, and all parameters have arrived
@@ -91,8 +91,8 @@ class Flight:
         if self.landed and self.failure:
             return False
         for row in rows:
-            self._is_used(row)
-            if event := self._arrivals.get(row):
+            self._free_gradient(row)
+            if event := self._copy_events.get(row):
                 self._wait_for_copy(event)
         return True
 
@@ -124,7 +124,7 @@ class Flight:
         ring = self.step.ring
         try:
             with torch.no_grad(), ring.beside() if ring else contextlib.nullcontext():
-                self._wait_for_use()
+                self._free_used_gradients()
                 with self._engine.lock:
                     self._runner.land(self._engine, self.step, self._record)
         except BaseException as failure:
@@ -135,14 +135,14 @@ class Flight:
                 if self._engine.stepping:  # the ring could not make its streams
                     self._runner.give_up(self._engine, self.step)
         finally:
-            self._held.clear()
+            self._grads.clear()
             self.step.held.clear()
             self.landed_at = time.perf_counter()
-            with self._news:
+            with self._progress:
                 self._landed.set()
-                self._news.notify_all()
+                self._progress.notify_all()
 
-    def _wait_for_use(self) -> None:
+    def _free_used_gradients(self) -> None:
         """Frees gradients as soon as they have been used. Raises CSDRuntimeError if one was changed before its use.
 
         On that and any other failure the step is undone.
@@ -151,15 +151,15 @@ class Flight:
         try:
             step = self.step
             if step.ring is not None:
-                step.ring.run(self._engine, step.images, step.prepared, self._is_pulled, step.held)
+                step.ring.run(self._engine, step.images, step.prepared, self._note_pulled, step.held)
                 step.ring.wait_for_copies()
             for batch in np.array_split(np.arange(len(self._tiles)), BATCHES):
                 if not len(batch):
                     continue
                 self._engine.params_ready(self._tiles[batch], wait=True)
-                for row in [row for row in list(self._held) if last[row] <= batch[-1]]:
-                    self._is_used(row)
-            if changed := [row for row, (grad, version) in list(self._held.items()) if grad._version != version]:
+                for row in [row for row in list(self._grads) if last[row] <= batch[-1]]:
+                    self._free_gradient(row)
+            if changed := [row for row, (grad, version) in list(self._grads.items()) if grad._version != version]:
                 names = ", ".join(b.name for b in self.step.plan.param_states if b.index in changed)
                 raise CSDRuntimeError(
                     f"the gradient of {names} was changed after step(), which was still using it: the step is undone. "
@@ -171,22 +171,22 @@ class Flight:
                 self._runner.give_up(self._engine, self.step)
             raise
 
-    def _is_pulled(self, tile: int) -> None:
+    def _note_pulled(self, tile: int) -> None:
         """Called when the last copies from the image of a tile to its parameters were queued."""
-        rows = [row for row in self._engine.pieces_of(tile)["param"].tolist() if row in self._held]
+        rows = [row for row in self._engine.pieces_of(tile)["param"].tolist() if row in self._grads]
         for row in rows:
             if (source := self.step.prepared.get(row)) and source.arrives:
-                self._arrivals[row] = source.arrives
-        with self._news:
+                self._copy_events[row] = source.arrives
+        with self._progress:
             self._pulled[tile] = True
-            self._news.notify_all()
+            self._progress.notify_all()
         for row in rows:
             if self._pulled[self._pieces.tiles_of([row])].all():
-                self._is_used(row)
+                self._free_gradient(row)
 
-    def _is_used(self, row: int) -> None:
+    def _free_gradient(self, row: int) -> None:
         """Frees a gradient that has been used, unless it was changed before, or Top-K needs it until the end."""
-        held = self._held.get(row)
-        if held and held[0]._version == held[1] and not self.owes(row):
-            self._held.pop(row, None)
+        entry = self._grads.get(row)
+        if entry and entry[0]._version == entry[1] and not self.owes(row):
+            self._grads.pop(row, None)
             self.step.prepared.pop(row, None)

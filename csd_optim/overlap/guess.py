@@ -38,49 +38,49 @@ class Guess:
         late: np.ndarray[Any, Any],
         pieces: Pieces,
         hold: torch.Tensor,
-        brings: Executor,
+        pusher: Executor,
     ) -> None:
         """Begins `step`, which was prepared with the parameters in place of their gradients.
 
         `early`: tiles that are pushed as soon as their gradients are final, while `hold` (uint8, 1-D) has room; `late`:
-        tiles that step() pushes. Both uint32, in flow order. `brings`: an executor with one thread.
+        tiles that step() pushes. Both uint32, in flow order. `pusher`: an executor with one thread.
         Raises what Engine.begin() raises.
         """
         self.step: PreparedStep = step
         self.pushed: list[int] = []
         self._engine, self._state_map = engine, state_map
-        self._hold, self._taken = hold, 0  # bytes
+        self._hold, self._hold_used = hold, 0  # bytes
         self._grads: dict[int, torch.Tensor] = {}  # final ones, by row
-        self._made: dict[int, Any] = {}  # by row: event after which the gradient, on an accelerator, is ready
-        self._images = EarlyImages(engine, state_map, step, brings)
+        self._ready_events: dict[int, Any] = {}  # by row: event after which the gradient, on an accelerator, is ready
+        self._images = EarlyImages(engine, state_map, step, pusher)
         self._tiles_of: dict[int, list[int]] = {}  # by row: tiles that may be pushed in backward
         self._missing = dict.fromkeys(early.tolist(), 0)  # by tile: number of gradients that are not final yet
         rows, tiles = pieces.all["param"], pieces.all["tile"]
-        can = [tile for tile in early.tolist() if tile not in self._images.tiles or self._images.can(tile)]
-        awaited = (step.table["grad"][rows] != 0) & np.isin(tiles, can)
+        pushable = [tile for tile in early.tolist() if tile not in self._images.tiles or self._images.can_push(tile)]
+        awaited = (step.table["grad"][rows] != 0) & np.isin(tiles, pushable)
         for row, tile in {*zip(rows[awaited].tolist(), tiles[awaited].tolist(), strict=True)}:
             self._tiles_of.setdefault(row, []).append(tile)
             self._missing[tile] += 1
         self._far = {row for row, source in step.prepared.items() if source.is_on_accelerator}
-        self._writes_before = self._writes()
+        self._versions_before = self._state_versions()
         tiles = np.concatenate([early, late])
         self.tiles: np.ndarray[Any, Any] = engine.begin(step.table, step.hypers, tiles, record, order=SAME_ORDER)
         engine.is_speculative, engine.kept_alive = True, hold
 
     # ---- in backward -----------------------------------------------------------
 
-    def is_final(self, row: int, grad: torch.Tensor, made: Any) -> None:
+    def add_gradient(self, row: int, grad: torch.Tensor, ready_event: Any) -> None:
         """Takes a parameter's final gradient, and pushes the tiles that lack no other gradient.
 
-        `made`: for a gradient on an accelerator, the event after which it is ready. Raises CSDError if the step fails.
+        `ready_event`: after it a gradient on an accelerator is ready. Raises CSDError if the step fails.
         """
         if row not in self._tiles_of or row in self._grads:
             return
         if not _is_plain(grad, self._state_map.by_index[row]):
             return  # step() converts it
         self._grads[row] = grad
-        if made is not None:
-            self._made[row] = made
+        if ready_event is not None:
+            self._ready_events[row] = ready_event
         for tile in self._tiles_of[row]:
             self._missing[tile] -= 1
             if not self._missing[tile]:
@@ -89,22 +89,22 @@ class Guess:
     def _push(self, tile: int) -> None:
         is_image = tile in self._images.tiles
         size = self._images.hold_bytes(tile) if is_image else self._engine.hold_bytes(tile)
-        if self._taken + size > len(self._hold):
+        if self._hold_used + size > len(self._hold):
             return
         rows = self._engine.pieces_of(tile)["param"].tolist()
         if is_image:
             grads = {row: self._grads[row] for row in rows if row in self._grads}
-            made = [self._made[row] for row in grads if row in self._made]
-            self._images.push(tile, grads, made, self._hold[self._taken : self._taken + size])
+            ready_events = [self._ready_events[row] for row in grads if row in self._ready_events]
+            self._images.push(tile, grads, ready_events, self._hold[self._hold_used : self._hold_used + size])
         else:
             addresses = [self._grads[row].data_ptr() if row in self._grads else 0 for row in rows]
-            self._engine.push_early(tile, addresses, self._hold.data_ptr() + self._taken)
-        self._taken += size
+            self._engine.push_early(tile, addresses, self._hold.data_ptr() + self._hold_used)
+        self._hold_used += size
         self.pushed.append(tile)
 
     # ---- in step() -------------------------------------------------------------
 
-    def _writes(self) -> list[Any]:
+    def _state_versions(self) -> list[Any]:
         """Version counters of all states: they change if the program writes to a state."""
         windows = [w._version for b in self._state_map.by_index for w in b.windows.values()]
         return [windows, self._engine.decoded.versions()]
@@ -116,7 +116,7 @@ class Guess:
             return "parameters that take part"
         if plan.changes != places.changes or any(b.is_written for b in places.param_states.values()):
             return "parameters"
-        return "" if places.intact() and self._writes() == self._writes_before else "states"
+        return "" if places.intact() and self._state_versions() == self._versions_before else "states"
 
     def wrong(self, step: PreparedStep) -> str:
         """Why the guess differs from `step`, the actual step; "" if it does not. Raises CSDError if it has failed."""
@@ -145,7 +145,7 @@ class Guess:
             self._engine.push(tile)
         if step.given and step.ring:
             step.ring.begin(step.prepared, step.given)
-        step.held = self._images.held(order.tolist())
+        step.held = self._images.buffers(order.tolist())
         return self.tiles
 
     def give_up(self) -> None:
@@ -158,7 +158,7 @@ class Guess:
         if self._engine.stepping:
             with contextlib.suppress(CSDError):  # the reason why the guess failed, if it did
                 self._engine.finish(keep=False)
-        return self._images.brought
+        return self._images.push_futures
 
 
 def _is_plain(grad: torch.Tensor, param_state: ParamState) -> bool:

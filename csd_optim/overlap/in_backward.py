@@ -101,7 +101,7 @@ class StepsInBackward(BesideModel):
         self._engine, self._runner = engine, runner
         self._prepare = weakref.WeakMethod(prepare)  # type: ignore[arg-type]
         # Finalizers run last made, first called: this one runs before the one that closes the engine.
-        self._if_dropped = weakref.finalize(prepare.__self__, self.abandon)  # type: ignore[attr-defined]
+        self._finalizer = weakref.finalize(prepare.__self__, self.abandon)  # type: ignore[attr-defined]
         self._most = most
         self._waited, self._early_elems = 0.0, 0  # of the last step: seconds waited, elements pushed in backward
         self._given_up = -1  # number of a backward whose step was undone before the backward ended
@@ -134,7 +134,7 @@ class StepsInBackward(BesideModel):
 
     def end(self) -> None:
         self.abandon()
-        self._if_dropped.detach()
+        self._finalizer.detach()
         super().end()
 
     def close(self) -> None:

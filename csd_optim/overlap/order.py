@@ -33,7 +33,7 @@ def by_next_use(pieces: Pieces, n_params: int, uses: Mapping[int, int]) -> np.nd
     return ranks
 
 
-def spread(flow: np.ndarray[Any, Any], share: float) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def split_for_backward(flow: np.ndarray[Any, Any], share: float) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Divides tiles, given in the order of use, into those for backward and those for step(), each in flow order.
 
     Backward gets the fraction `share` of every layer, last layer first. The next forward then finds that fraction of

@@ -137,7 +137,7 @@ class Overlap(BesideModel):
         self._note_order()
         self._waited, self._early_elems = 0.0, 0
         launch = partial(self._runner.launch, engine, step, record)
-        if self._early and (guess := self._early.kept()):
+        if self._early and (guess := self._early.take_guess()):
             self._early_elems = sum(map(engine.elems_of, guess.pushed))
             launch = partial(guess.keep, step, record, engine.in_step_order(np.sort(guess.tiles)))
         self._runner.in_flight = self._runner.moved = True
@@ -273,7 +273,7 @@ class Overlap(BesideModel):
                 self._under_way = {}
                 self._flight, self.active = None, self._noting is not None
                 if self._early and not flight.failure:
-                    self._early.landed(flight.landed_at)
+                    self._early.note_landed(flight.landed_at)
                 self._is_over(flight.step, flight.failure)
 
     def _is_over(self, step: PreparedStep, failure: BaseException | None) -> None:

@@ -306,9 +306,9 @@ class Flow:
         self.held: Mapping[int, StagingBuffer] = {}
         self._sources: dict[int, Mapping[int, GradSource]] = {}  # by tile, by row
         self._todo: dict[int, deque[int]] = {}  # by device: tiles that have not begun to travel
-        self._out_on: Counter[int] = Counter()  # by device: number of tiles in flight
+        self._in_flight_on: Counter[int] = Counter()  # by device: number of tiles in flight
         self._free, self._travelling = deque(ring.slots), deque[tuple[int, StagingBuffer]]()
-        self._out: dict[int, StagingBuffer] = {}
+        self._pushed: dict[int, StagingBuffer] = {}
 
     def add(self, tile: int, sources: Mapping[int, GradSource]) -> None:
         """Adds a tile to push and pull. `sources`: at least those of its parameters that have a gradient."""
@@ -317,11 +317,11 @@ class Flow:
 
     def take_over(self, held: Mapping[int, StagingBuffer], sources: Mapping[int, GradSource]) -> None:
         """Adds the tiles that were pushed before: see `held` of StagingRing.run()."""
-        self.held, self._out = held, dict(held)
+        self.held, self._pushed = held, dict(held)
         self._sources.update(dict.fromkeys(held, sources))
         updated = {self._engine.pull() for tile in held if self._is_updated(tile)}  # pull() returns any updated tile
         for tile in [tile for tile in held if tile in updated]:
-            self._comes_back(tile)
+            self._pull_slot(tile)
 
     def advance(self, *, wait: bool) -> bool:
         """Does the next thing that can be done, and returns True; with `wait` waits for it if necessary.
@@ -330,22 +330,22 @@ class Flow:
         """
         while self._todo and self._free:
             # The device with the fewest tiles in flight goes first, so that a slow one cannot take all slots.
-            owner = min(self._todo, key=lambda d: self._out_on[d])
+            owner = min(self._todo, key=lambda d: self._in_flight_on[d])
             tile, slot = self._todo[owner].popleft(), self._free.popleft()
             if not self._todo[owner]:
                 del self._todo[owner]
-            self._out_on[owner] += 1
+            self._in_flight_on[owner] += 1
             self._ring.begin_fill(slot, self._engine, tile, self._sources[tile])
             self._travelling.append((tile, slot))
-        if self._travelling or self._out:
+        if self._travelling or self._pushed:
             next(self._meanwhile, None)
         # While the next gradients are in flight, updated parameters are copied back.
         has_arrived = bool(self._travelling) and self._travelling[0][1].arrived()
-        is_updated = not has_arrived and any(map(self._is_updated, self._out))
+        is_updated = not has_arrived and any(map(self._is_updated, self._pushed))
         if has_arrived or (wait and self._travelling and not is_updated):
-            self._goes(*self._travelling.popleft())
-        elif is_updated or (wait and self._out):
-            self._comes_back(self._engine.pull())
+            self._push_slot(*self._travelling.popleft())
+        elif is_updated or (wait and self._pushed):
+            self._pull_slot(self._engine.pull())
         else:
             return False
         return True
@@ -353,20 +353,20 @@ class Flow:
     def _is_updated(self, tile: int) -> bool:
         return self._engine.params_ready(np.array([tile], np.uint32), wait=False)
 
-    def _goes(self, tile: int, slot: StagingBuffer) -> None:
+    def _push_slot(self, tile: int, slot: StagingBuffer) -> None:
         if slot.has_states and slot.states is not None:
             self._engine.give(tile, slot.states.data_ptr())
         slot.wait()
         self._engine.push(tile, slot.grad.data_ptr(), slot.param.data_ptr(), *slot.words())
-        self._out[tile] = slot
+        self._pushed[tile] = slot
         if self._copied:
             self._copied(tile, self._sources[tile])
 
-    def _comes_back(self, tile: int) -> None:
-        slot = self._out.pop(tile)
+    def _pull_slot(self, tile: int) -> None:
+        slot = self._pushed.pop(tile)
         self._ring.begin_empty(slot, self._engine.pieces_of(tile), self._sources.pop(tile))
         if tile not in self.held:
-            self._out_on[self._engine.device_of(tile)] -= 1
+            self._in_flight_on[self._engine.device_of(tile)] -= 1
             self._free.append(slot)
         if self._pulled:
             self._ring.join_back()

@@ -350,7 +350,7 @@ def test_a_guess_that_is_given_up_pushes_nothing_more(tmp_path, what, monkeypatc
     for _ in range(3):
         training.step()
     training.opt.synchronize()
-    brings = training.opt._mode._early._brings
+    pusher = training.opt._mode._early._pusher
     with monkeypatch.context() as patch:
         patch.setattr(StagingBuffer, "wait", lambda slot: arrives.wait() and wait(slot))
         patch.setattr(Engine, "push", lambda *arguments: pushed.append(arguments) or push(*arguments))
@@ -374,7 +374,7 @@ def test_a_guess_that_is_given_up_pushes_nothing_more(tmp_path, what, monkeypatc
             assert dict(training.opt.stats()["overlap"]["redone"]) == {"cleared gradients": 1}
             training.opt.close()
         else:
-            brings.shutdown()
+            pusher.shutdown()
             assert pushed == []
 
 
@@ -389,7 +389,7 @@ def test_a_guess_is_compared_when_all_of_it_was_pushed(tmp_path, monkeypatch):
     monkeypatch.setattr(EarlyImages, "wait", lambda images: asked.set() or wait(images))
 
     def compares(ring, pairs):
-        whole.append(all(future.done() for future in training.opt._mode._early._guess._images.brought))
+        whole.append(all(future.done() for future in training.opt._mode._early._guess._images.push_futures))
         asked.set()
         return equal(ring, pairs)
 
@@ -415,7 +415,7 @@ def test_executors_that_take_nothing_more(tmp_path):
 
     def script(training):
         if training.overlap is not None:
-            training.opt._mode._early._brings.shutdown()
+            training.opt._mode._early._pusher.shutdown()
         ten_steps(training)
 
     training = twins(tmp_path, script, BACKWARD, patient=True, latency="100us")

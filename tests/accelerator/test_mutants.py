@@ -120,7 +120,7 @@ MUTANTS = {
         "wait_for(event)", "torch.accelerator.current_stream(event.device).wait_event(event)", "other_streams"
     ),
     "overlap: copies that have not begun are not waited for": in_flight(
-        "self._news.wait_for(lambda: self._pulled[images].all() or self.landed)"
+        "self._progress.wait_for(lambda: self._pulled[images].all() or self.landed)"
     ),
     "overlap: gradients go with the first of their tiles": in_flight(
         "[self._pieces.tiles_of([row])].all()", "[self._pieces.tiles_of([row])].any()"
@@ -144,8 +144,8 @@ MUTANTS = {
         "overlap/early.py", "if fired == expected and is_on_accelerator(p)", "if False", "overlap and guess"
     ),
     "a guess: tiles are pushed before they arrive": in_guesses("slot.wait()"),
-    "a guess: what was given up is pushed": in_guesses("if self._goes_on", "if True"),
-    "a guess: it is not known what was given up": in_guesses("self._goes_on = False"),
+    "a guess: what was given up is pushed": in_guesses("if self._active", "if True"),
+    "a guess: it is not known what was given up": in_guesses("self._active = False"),
     "a guess: dropped ones go on": Mutant("overlap/early.py", "guess.give_up()", "pass", "overlap and guess"),
     "a guess: compared before gradients are what they are": in_guesses(
         "self._step.ring.begin(step.prepared)  # its", "pass  # its"
@@ -155,7 +155,10 @@ MUTANTS = {
         "overlap/early_images.py", "step.prepared.get(row) or", "", "overlap and strided"
     ),
     "a guess: begins while another one's gradients arrive": Mutant(
-        "overlap/early.py", "if not all(future.done() for future in self._hold_used)", "if False", "overlap and guess"
+        "overlap/early.py",
+        "if not all(future.done() for future in self._hold_futures)",
+        "if False",
+        "overlap and guess",
     ),
     "a guess: compared on the current stream": in_comparisons("with on(to_host[there.device])", "with on(None)"),
     "a guess: the answer is read before it is there": in_comparisons("wait_for(record_event(to_host[device]))"),
