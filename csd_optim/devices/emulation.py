@@ -51,11 +51,11 @@ def run(
     drives: Sequence[str | os.PathLike[str]] | None = None,
     timeout: float | None = None,
 ) -> int:
-    """Runs `command` with `devices` emulated cards and returns its exit status, 128 + N if signal N ended it.
+    """Run `command` with `devices` emulated cards and return its exit status, 128 + N if signal N ended it.
 
     `drives`: directories that stand in for the cards' NVMe, one per card; None: temporary ones. The command runs in its
     own session and receives SIGINT, SIGTERM and SIGHUP; processes that it leaves behind are killed. After `timeout`
-    seconds it is terminated, and TIMED_OUT returned.
+    seconds it is terminated, and the result is TIMED_OUT.
 
     Raises CSDUnavailableError if XRT is not installed, CSDValueError, FileNotFoundError if the command does not exist.
     """
@@ -69,7 +69,7 @@ def run(
 def prepare(
     root: Path, devices: int | None = None, drives: Sequence[str | os.PathLike[str]] | None = None
 ) -> dict[str, str]:
-    """Creates the files that XRT expects in the empty directory `root`; returns the environment that points to them.
+    """Create the files that XRT expects in the empty directory `root`; return the environment that points to them.
 
     Raises CSDUnavailableError, CSDValueError.
     """
@@ -147,7 +147,7 @@ def find_xrt() -> Path:
 
 
 def _make_xrt(root: Path, libraries: Path) -> None:
-    """Creates XRT's directory: links to the libraries, and a copy of the driver, repaired if necessary."""
+    """Create XRT's directory: links to the libraries, and a copy of the driver, repaired if necessary."""
     (root / "lib").mkdir(parents=True)
     for library in libraries.glob("libxrt*"):
         if library.name != DRIVER:
@@ -172,7 +172,7 @@ def repaired(driver: bytes) -> bytes:
 
 
 def _make_vitis(root: Path) -> None:
-    """Creates the only part of Vitis that XRT uses: the program that emulates a card."""
+    """Create the only part of Vitis that XRT uses: the program that emulates a card."""
     emulator = importlib.util.find_spec("csd_optim._emulator")
     if emulator is None or emulator.origin is None:
         raise CSDUnavailableError(errno.ENOENT, "this csd_optim was built without its emulator; install it anew")

@@ -56,7 +56,7 @@ def available_memory() -> int:
 
 
 def cpu_quota() -> float | None:
-    """Return the CPU time limit of this process's control groups, in CPUs; None: they set no limit."""
+    """Return the CPU time limit of this process's control groups, in CPUs; None if they set no limit."""
     granted = []
     for directory, version in control_groups("cpu"):
         if version == 2:
@@ -85,7 +85,7 @@ def io_limits(disk: str) -> dict[str, int]:
 
 
 def control_groups(controller: str) -> Iterator[tuple[Path, int]]:
-    """Yields the directories of this process's control groups, from its own upwards as far as a container sees them.
+    """Yield the directories of this process's control groups, from its own upwards as far as a container sees them.
 
     Each comes with its version, 1 or 2. A group of version 1 belongs to one `controller`, such as "memory"; a group of
     version 2 is for all controllers.
@@ -142,7 +142,7 @@ def numa_node(device: int, sysfs: Path = Path("/sys")) -> int | None:
 
 
 def _fields(path: str) -> Iterator[tuple[str, str]]:
-    """Yields the `key : value` lines of a system file."""
+    """Yield the `key : value` lines of a system file."""
     for line in text_of(path).splitlines():
         key, _, value = line.partition(":")
         yield key.strip(), value.strip()

@@ -42,7 +42,7 @@ def step_seconds(tiles: Sequence[int], candidates: Sequence[Candidate]) -> float
 
 
 def place(n: int, candidates: Sequence[Candidate]) -> list[int] | None:
-    """Return how many of `n` tiles each candidate gets for the least step_seconds(); None: there is not enough room."""
+    """Return how many of `n` tiles each candidate gets for the least step_seconds(); None if room is short."""
     if sum(c.room for c in candidates) < n:
         return None
     # For a given step time, possible() finds the most tiles: each device takes what it can handle, and devices whose

@@ -132,7 +132,7 @@ def cards(told: Mapping[str, Facts] | None = None, system: System = HERE) -> lis
 
 
 def there_are() -> list[Card]:
-    """Return all cards; none in an emulation that names no drives, for which `find` raises the reason."""
+    """Return all cards; none in an emulation that names no drives: `find` then raises the reason."""
     try:
         return cards()
     except CSDUnavailableError:
@@ -216,9 +216,9 @@ sys.stdout.write("\\n" + json.dumps(cards) + "\\n")
 
 
 def ask_pyxrt(seconds: float = ASK_SECONDS) -> dict[str, dict[str, str]]:
-    """Return what pyxrt reports about each card, by BDF; empty without pyxrt, or if it fails or exceeds `seconds`.
+    """Return what pyxrt reports about each card, by BDF; nothing without pyxrt, or if it fails or exceeds `seconds`.
 
-    Empty in emulation too: there pyxrt would start emulated cards of its own, which have no BDF.
+    Nothing in emulation either: there pyxrt would start emulated cards of its own, which have no BDF.
     """
     if os.environ.get("XCL_EMULATION_MODE"):
         return {}

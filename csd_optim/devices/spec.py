@@ -100,7 +100,7 @@ class DeviceSpec:
 
 
 def shares_of(specs: Sequence[DeviceSpec]) -> tuple[float, ...] | None:
-    """Return the relative shares of tiles as set by the user; else, if all devices are paced, by pace. None: equal."""
+    """Return the relative shares of tiles: the user's; else, if all devices are paced, by pace; None: equal ones."""
     rates = [s.pace.params_per_second for s in specs]
     if any(s.share is not None for s in specs):
         shares = tuple(1.0 if s.share is None else s.share for s in specs)
@@ -118,7 +118,7 @@ def days_left(tbw_bytes: int, written_bytes: int, seconds: float) -> float:
 
 
 def parse_device(text: str | os.PathLike[str]) -> DeviceSpec:
-    """Parses one device string. Raises CSDTypeError or CSDValueError; touches nothing."""
+    """Parse one device string, and touch nothing. Raises CSDTypeError or CSDValueError."""
     if not isinstance(text, (str, os.PathLike)):
         raise CSDTypeError(f"a device is a string such as '/mnt/nvme0' or 'ram:', got {type(text).__name__}")
     if isinstance(text, os.PathLike):  # a path is a directory and is not parsed
@@ -169,7 +169,7 @@ def parse_device(text: str | os.PathLike[str]) -> DeviceSpec:
 
 
 def parse_devices(devices: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None) -> list[DeviceSpec]:
-    """Parses the argument `devices` of CSDAdam. None: CSD_OPTIM_DEVICES (comma-separated), else one scratch CSD.
+    """Parse the argument `devices` of CSDAdam. None: CSD_OPTIM_DEVICES (comma-separated), else one scratch CSD.
 
     Raises CSDTypeError, CSDValueError.
     """
@@ -215,7 +215,7 @@ def _is_auto(device: object) -> bool:
 
 
 def _check_accelerator(specs: list[DeviceSpec]) -> None:
-    """Raises CSDValueError if `gpu:` is among the devices and cannot keep states beside the others."""
+    """Raise CSDValueError if `gpu:` is among the devices and cannot keep states beside the others."""
     near = [s for s in specs if s.kind.on_accelerator]
     if len(near) > 1:
         raise CSDValueError("Invalid devices: gpu: is named twice; it is the accelerator of each parameter")

@@ -22,7 +22,7 @@ BDF = re.compile(r"(?:([0-9a-fA-F]{4,8}):)?([0-9a-fA-F]{1,2}):([0-9a-fA-F]{1,2})
 
 
 def bdf_numbers(bdf: str) -> list[int | None]:
-    """Return domain (None if left out), bus, slot, function of a PCIe address."""
+    """Return domain (None if left out), bus, slot and function of a PCIe address."""
     match = BDF.fullmatch(bdf)
     assert match is not None
     return [None if x is None else int(x, 16) for x in match.groups()]

@@ -22,7 +22,7 @@ _PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6}
 
 
 def parse_bytes(text: str) -> int:
-    """`4096`, `2MiB`, `1.5 GB` → bytes. Raises CSDValueError."""
+    """Parse `4096`, `2MiB`, `1.5 GB` into bytes. Raises CSDValueError."""
     match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", text)
     try:
         assert match is not None
@@ -32,7 +32,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_rate(text: str, unit: str = "B") -> float:
-    """`2.9GB/s`, `800MiB/s` → bytes per second; `240M/s` with `unit` empty → 240e6. Raises CSDValueError."""
+    """Parse `2.9GB/s`, `800MiB/s` into bytes per second; with `unit` "", `240M/s` into 240e6. Raises CSDValueError."""
     match = re.fullmatch(rf"\s*([0-9.]+)\s*([KMGT]i?)?{unit}/s\s*", text, re.I)
     try:
         assert match is not None
@@ -42,7 +42,7 @@ def parse_rate(text: str, unit: str = "B") -> float:
 
 
 def parse_link(text: str) -> float:
-    """`25Gb/s`, `400Mbit/s` → bytes per second; `3GB/s` too, with a large B. Raises CSDValueError."""
+    """Parse `25Gb/s`, `400Mbit/s`, or with a large B `3GB/s`, into bytes per second. Raises CSDValueError."""
     match = re.fullmatch(r"\s*([0-9.]+)\s*([kKMGT]?)(b|bit|B)/s\s*", text)
     try:
         assert match is not None
@@ -53,7 +53,7 @@ def parse_link(text: str) -> float:
 
 
 def parse_seconds(text: str) -> float:
-    """`100us`, `1.5 ms`, `2s` → seconds. Raises CSDValueError."""
+    """Parse `100us`, `1.5 ms`, `2s` into seconds. Raises CSDValueError."""
     match = re.fullmatch(r"\s*([0-9.]+)\s*(s|ms|us)\s*", text)
     try:
         assert match is not None

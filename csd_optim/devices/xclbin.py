@@ -80,7 +80,7 @@ def kernel_for(rule: str, state_dtype: str) -> str:
 
 
 def read_xclbin(path: str | os.PathLike[str]) -> Xclbin:
-    """Reads the headers of an xclbin and the names of its kernels, but not the rest of a possibly large file.
+    """Read the headers of an xclbin and the names of its kernels, but not the rest of a possibly large file.
 
     Raises CSDStoreError if it is no xclbin or is cut short or damaged, OSError if it cannot be read.
     """
@@ -162,7 +162,7 @@ def _text(field: bytes) -> str:
 
 
 def write_emulated(path: Path, platform: str, memory_bytes: int, kernels: Mapping[str, Kernel] = KERNELS) -> None:
-    """Writes an xclbin for software emulation: one compute unit per kernel, all buffers in one bank of memory.
+    """Write an xclbin for software emulation: one compute unit per kernel, all buffers in one bank of memory.
 
     Its bitstream is text for hls_kernels/emulator/device.cpp: a line with name and address of each unit.
     """

@@ -43,7 +43,7 @@ def is_ints(value: object, minimum: int) -> bool:
 
 
 def check_extent(extent: Any, devices: int, rule: str | None) -> tuple[int, int]:
-    """Checks the description of an extent. Returns where it begins and ends in the file. Raises CSDStoreError.
+    """Check the description of an extent; return where it begins and ends in the file. Raises CSDStoreError.
 
     `rule`: the update rule that the store names. Whether the sections are those of this rule is not checked here.
     """
@@ -86,7 +86,7 @@ def check_extent(extent: Any, devices: int, rule: str | None) -> tuple[int, int]
 
 
 def check_param(p: Any, devices: int, *, is_waiting: bool = False) -> tuple[int, int] | None:
-    """Checks the description of a parameter. Raises CSDStoreError.
+    """Check the description of a parameter. Raises CSDStoreError.
 
     Returns where its residual begins and ends in its device's file; None without one. `is_waiting`: without state yet.
     """
@@ -124,7 +124,7 @@ def check_param(p: Any, devices: int, *, is_waiting: bool = False) -> tuple[int,
 
 
 def check_record(record: dict[str, Any], rule: str | None) -> None:
-    """Checks the fields of a Record. `rule`: the update rule that its store names. Raises CSDStoreError."""
+    """Check the fields of a Record. `rule`: the update rule that its store names. Raises CSDStoreError."""
     for key in ("groups", "given"):
         require(type(record[key]) is list, f"{key} of the record")
         for group in record[key]:

@@ -38,12 +38,12 @@ Mode = Literal["new", "overwrite", "resume", "read"]
 
 
 def ownership_advice(directory: Path | str) -> str:
-    """Advice for a directory that the user may not write to."""
+    """Return advice for a directory that the user may not write to."""
     return f"name a directory that you may write to, or make this one yours: sudo install -d -o $USER {directory}"
 
 
 def lock_owner(stat: os.stat_result) -> int | None:
-    """The process that has locked a store's file; None if none is visible. Takes no lock itself, not even briefly."""
+    """Return the process that has locked a store's file; None if none is visible. Takes no lock, not even briefly."""
     inode = f"{os.major(stat.st_dev):02x}:{os.minor(stat.st_dev):02x}:{stat.st_ino}"
     with contextlib.suppress(OSError):  # without /proc the message only says less
         for line in Path("/proc/locks").read_text().splitlines():
@@ -54,7 +54,7 @@ def lock_owner(stat: os.stat_result) -> int | None:
 
 
 def _holders(stat: os.stat_result) -> list[int]:
-    """The processes that have a file open, as far as this process may inspect them."""
+    """Return the processes that have a file open, as far as this process may inspect them."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -64,7 +64,7 @@ def _holders(stat: os.stat_result) -> list[int]:
 
 
 def _has_ended(pid: int) -> bool:
-    """Returns whether a process has ended, including zombies. /proc may hide the processes of other users."""
+    """Return whether a process has ended, including zombies. /proc may hide the processes of other users."""
     try:
         os.kill(pid, 0)
         stat = Path(f"/proc/{pid}/stat").read_text()  # number, (name), state; the name may have any characters
@@ -74,13 +74,13 @@ def _has_ended(pid: int) -> bool:
 
 
 def _lock_heirs(owner: int, stat: os.stat_result) -> str:
-    """Names the processes that keep the lock of a process that has ended: forked children inherit the lock."""
+    """Name the processes that keep the lock of a process that has ended: forked children inherit the lock."""
     children = [f"process {pid}" for pid in _holders(stat) if pid != os.getpid()]
     return f"{' and '.join(children) or 'a process'}, forked by process {owner}, which has ended"
 
 
 def lock(fd: int, path: Path, *, shared: bool = False) -> None:
-    """Makes this process the owner of the file; with `shared`, one of several readers that keep writers out.
+    """Make this process the owner of the file; with `shared`, one of several readers that keep writers out.
 
     Raises CSDBusyError.
     """
@@ -223,7 +223,7 @@ class StoreFile:
         return path
 
     def _was_never_committed(self, path: Path, first: bytes, second: bytes) -> bool:
-        """Returns whether the process that created this store was stopped before its first commit.
+        """Return whether the process that created this store was stopped before its first commit.
 
         Then copy 1 is all zeros, and copy 0 is not whole and zero except for its first and last sector.
         """
@@ -244,7 +244,7 @@ class StoreFile:
             return False
 
     def _replace(self) -> None:
-        """Replaces the store to be overwritten by an empty file.
+        """Replace the store to be overwritten by an empty file.
 
         Called only when the first byte is about to be written. The file is a new one, because other processes may
         still read the old one.
@@ -264,7 +264,7 @@ class StoreFile:
 
     @contextlib.contextmanager
     def wrapping_errors(self, action: str) -> Iterator[None]:
-        """A context in which errors of the operating system become CSDOSErrors that name the file."""
+        """Turn errors of the operating system inside the context into CSDOSErrors that name the file."""
         try:
             yield
         except OSError as e:
@@ -273,7 +273,7 @@ class StoreFile:
             raise CSDOSError(e.errno, f"{self.path}: cannot {action}: {e.strerror}") from e
 
     def _open_direct(self) -> None:
-        """Opens the file a second time, with O_DIRECT if that works."""
+        """Open the file a second time, with O_DIRECT if that works."""
         mode = fcntl.fcntl(self.fd, fcntl.F_GETFL) & os.O_ACCMODE
         again = f"/proc/self/fd/{self.fd}"
         # The test of O_DIRECT must not write to a file that has content.
@@ -289,7 +289,7 @@ class StoreFile:
             )
 
     def adopt_commit(self, commit: Contents) -> None:
-        """Continues from one of the `recovered` commits."""
+        """Continue from one of the `recovered` commits."""
         self.current = block = commit.superblock
         self._spaces = {"manifest": block.manifest[:2], "table": block.table[:2]}
         self.end = commit.end
@@ -297,7 +297,7 @@ class StoreFile:
             self._open_direct()
 
     def discard_newer(self, commit: Contents) -> None:
-        """Makes the adopted commit the only one, and cuts off what lies behind it in the file. Raises CSDOSError."""
+        """Make the adopted commit the only one, and cut off what lies behind it in the file. Raises CSDOSError."""
         block, path = commit.superblock, str(self.path)
         manifest = read_region(self.fd, block.manifest, commit.copy, "manifest", path)
         table = read_region(self.fd, block.table, commit.copy, "slot table", path)
@@ -307,7 +307,7 @@ class StoreFile:
             os.ftruncate(self.fd, self.end)
 
     def allocate(self, size: int, what: str = STATE) -> int:
-        """Reserves `size` bytes of disk space at the end of the file; returns their offset (bytes).
+        """Reserve `size` bytes of disk space at the end of the file; return their offset (bytes).
 
         Raises CSDOSError when the disk is full, after it has freed what it had reserved.
         """
@@ -335,7 +335,7 @@ class StoreFile:
         return offset
 
     def _sync_names(self) -> None:
-        """Flushes the names of the file and of its directory. After an error these names can no longer be trusted."""
+        """Flush the names of the file and of its directory. After an error these names can no longer be trusted."""
         if self.lost:
             raise CSDLostError(errno.EIO, self.lost)
         directory = self.path.parent
@@ -351,12 +351,12 @@ class StoreFile:
                 raise CSDLostError(e.errno, self.lost) from e
 
     def shrink(self, end: int) -> None:
-        """Frees what was allocated from byte `end` on."""
+        """Free what was allocated from byte `end` on."""
         os.ftruncate(self.fd, end)
         self.end = end
 
     def sync(self) -> None:
-        """Waits until everything written so far, also through mappings, is durable. Raises CSDOSError.
+        """Wait until everything written so far, also through mappings, is durable. Raises CSDOSError.
 
         The kernel reports a failed write only once, and then treats the pages as clean. So after an error a later
         successful flush proves nothing about the data that this one should have covered. See proof.py.
@@ -370,16 +370,16 @@ class StoreFile:
                 raise
 
     def forget_cached(self) -> None:
-        """Evicts clean pages from the page cache, so that the next read comes from the disk."""
+        """Evict clean pages from the page cache, so that the next read comes from the disk."""
         os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Writes whole pages from page-aligned memory, with direct I/O if the file system has it. Raises CSDOSError."""
+        """Write whole pages from page-aligned memory, with direct I/O if the file system has it. Raises CSDOSError."""
         with self.wrapping_errors("write"):
             write(self.io_fd, data, offset)
 
     def stage(self, block: Superblock, manifest: bytes | None, table: bytes) -> Staged:
-        """Reserves room for a commit, and fills in the regions of `block`. `manifest` None: the present one stays."""
+        """Reserve room for a commit, and fill in the regions of `block`. `manifest` None: the present one stays."""
         if manifest is not None:
             block = replace(block, manifest=self._region("manifest", manifest))
         else:
@@ -388,7 +388,7 @@ class StoreFile:
         return Staged(replace(block, table=self._region("table", table)), manifest, table)
 
     def publish(self, staged: Staged, copy: int) -> None:
-        """Writes one copy of a commit, and waits until it is durable. Before copy 0 it flushes all tiles.
+        """Write one copy of a commit, and wait until it is durable; before copy 0, flush all tiles.
 
         Write copy 1 only when copy 0 is durable on all devices: until then copy 1 of each holds the previous commit.
         """
@@ -407,7 +407,7 @@ class StoreFile:
         self.current = block
 
     def mark(self, sequence: int, flags: int) -> None:
-        """Changes the flags of the current commit, in both copies, and waits until that is durable."""
+        """Change the flags of the current commit, in both copies, and wait until that is durable."""
         if self.current:
             self.current = replace(self.current, sequence=sequence, flags=flags)
             # After a failure, write the copy that may be damaged first: the other one is the only whole one.
@@ -423,13 +423,13 @@ class StoreFile:
         return Region(*self._spaces[what], len(data), crc32c(data))
 
     def reserve(self, what: str, size: int) -> None:
-        """Makes sure that a manifest or table of `size` bytes has room. Raises CSDOSError."""
+        """Make sure that a manifest or table of `size` bytes has room. Raises CSDOSError."""
         if self._spaces.get(what, (0, 0))[1] < size:
             room = round_up(2 * size, PAGE)  # room to grow, as parameters may join one by one
             self._spaces[what] = self.allocate(2 * room), room
 
     def close(self) -> None:
-        """Closes and unlocks the file; removes it if it never became a store."""
+        """Close and unlock the file; remove it if it never became a store."""
         try:
             if self.fd >= 0 and self.durable and self._is_new and self._has_name(self.path):
                 self.path.unlink()
@@ -439,7 +439,7 @@ class StoreFile:
             self.close_without_unlocking()
 
     def close_without_unlocking(self) -> None:
-        """Closes the descriptors without unlocking: the lock stays with processes that share the open file."""
+        """Close the descriptors without unlocking: the lock stays with processes that share the open file."""
         # Forget the numbers first: once closed, they may be reused for other files.
         fds = self.io_fd, self.fd, self._next_fd
         self.fd = self.io_fd = self._next_fd = -1
@@ -456,12 +456,12 @@ _open: weakref.WeakSet[Locked] = weakref.WeakSet()
 
 
 def close_in_children(locked: Locked) -> None:
-    """Registers an object whose close_without_unlocking() a forked child calls right after the fork."""
+    """Register an object whose close_without_unlocking() a forked child calls right after the fork."""
     _open.add(locked)
 
 
 def _after_fork_in_child() -> None:
-    """Closes all stores in a forked child, which cannot use them, but would keep them locked after its parent ends.
+    """Close all stores in a forked child, which cannot use them, but would keep them locked after its parent ends.
 
     Data loader workers may outlive their trainer.
     """

@@ -98,7 +98,7 @@ class Superblock:
 
     @classmethod
     def unpack(cls, block: bytes, path: str) -> Superblock | None:
-        """Returns None if the block is not a valid superblock. Raises CSDStoreError for an unknown format."""
+        """Return the superblock in a block; None if it is not valid. Raises CSDStoreError for an unknown format."""
         if len(block) < PAGE or block[:8] != MAGIC:
             return None
         if crc32c(block[: PAGE - 4]) != struct.unpack("<I", block[PAGE - 4 : PAGE])[0]:
@@ -126,7 +126,7 @@ class Record:
     written_bytes: int = 0  # bytes of states and residuals written to this device since the store was created
 
     def head(self) -> bytes:
-        """The packed record up to `user_state`, which may be large."""
+        """Return the packed record up to `user_state`, which may be large."""
         data = json.dumps({k: v for k, v in vars(self).items() if k != "user_state"}).encode()
         return struct.pack("<I", len(data)) + data
 
@@ -145,7 +145,7 @@ def _json(data: bytes) -> Any:
 
 
 def features_of(extents: Sequence[dict[str, Any]], *, residuals: bool, rule: bool) -> set[str]:
-    """The features that a reader of a store with these extents has to support. `rule`: the manifest names a rule."""
+    """Return the features that readers of a store with these extents must support. `rule`: one is in the manifest."""
     uses = {
         CHUNK_SUMS: any("sum_elems" in e for e in extents),
         CODEC: any("codec" in e for e in extents),
@@ -158,27 +158,30 @@ def features_of(extents: Sequence[dict[str, Any]], *, residuals: bool, rule: boo
 
 
 def version_of(features: set[str]) -> int:
-    """The oldest format that has these features."""
+    """Return the oldest format that has these features."""
     if features - {RESIDUALS, SHARES}:
         return NAMED_FEATURES
     return 3 if SHARES in features else 2 if RESIDUALS in features else 1
 
 
 def sums_shape(extent: dict[str, Any]) -> tuple[int, int]:
-    """The shape of a tile's checksums: (chunks, sections)."""
+    """Return the shape of a tile's checksums: (chunks, sections)."""
     chunks = math.ceil(extent["tile_elems"] / extent.get("sum_elems", extent["tile_elems"]))
     return chunks, len(sections_of(extent))
 
 
 def tile_entry(extent: dict[str, Any]) -> np.dtype[Any]:
-    """The dtype of a tile's entry in the table: its state, and the checksums of each chunk, one per section."""
+    """Return the dtype of a tile's table entry: its state, and the checksums of each chunk, one per section."""
     chunks, sections = sums_shape(extent)
     # Formats up to 3 have one chunk, and room for a fourth section in any case.
     return np.dtype([("state", TILE_STATE), ("sums", "<u4", (chunks, sections if "sum_elems" in extent else 4))])
 
 
 def pack_tiles(extent: dict[str, Any], states: np.ndarray[Any, Any], sums: np.ndarray[Any, Any]) -> bytes:
-    """The table entries of an extent's tiles. `states`: TILE_STATE; `sums`: uint32, (tiles, chunks, sections)."""
+    """Return the table entries of an extent's tiles.
+
+    `states`: TILE_STATE; `sums`: uint32, of shape (tiles, chunks, sections).
+    """
     entries = np.zeros(len(states), tile_entry(extent))
     entries["state"] = states
     entries["sums"][..., : sums.shape[2]] = sums
@@ -191,13 +194,16 @@ def pack_table(
     record: Record,
     residuals: Sequence[tuple[int, int]] = (),
 ) -> bytes:
-    """The packed table. `tiles`: of each extent, by pack_tiles(); `steps`: by row; `residuals`: RESIDUAL_ENTRY each."""
+    """Return the packed table.
+
+    `tiles`: of each extent, by pack_tiles(); `steps`: by row; `residuals`: RESIDUAL_ENTRY each.
+    """
     tail = steps.astype("<f8").tobytes(), np.array([*residuals], RESIDUAL_ENTRY).tobytes()
     return b"".join((*tiles, *tail, record.head(), record.user_state))
 
 
 def devices_of(shares: Sequence[float], n: int) -> np.ndarray[Any, Any]:
-    """The devices (uint32) of the first `n` tiles of an extent.
+    """Return the devices (uint32) of the first `n` tiles of an extent.
 
     Each tile goes to the device whose load relative to its share is the least after it gets this tile; ties go to the
     first device. So the devices finish any first part of the tiles, and all of them, as early as possible. With equal
@@ -209,7 +215,7 @@ def devices_of(shares: Sequence[float], n: int) -> np.ndarray[Any, Any]:
 
 
 def all_tiles(manifest: dict[str, Any]) -> list[int]:
-    """For each extent: the number of tiles that its parameters take, over all devices."""
+    """Return for each extent the number of tiles that its parameters take, over all devices."""
     ends = [0] * len(manifest["extents"])
     for p in manifest["params"]:
         ends[p["extent"]] = p["start"] + p["numel"]
@@ -217,7 +223,7 @@ def all_tiles(manifest: dict[str, Any]) -> list[int]:
 
 
 def tiles_on(extent: dict[str, Any], n: int, device: int, devices: int) -> Sequence[int]:
-    """The numbers of those of an extent's `n` tiles that are on a device. `extent`: from that device's manifest."""
+    """Return which of an extent's `n` tiles are on a device, as numbers. `extent`: from that device's manifest."""
     if "tile_numbers" in extent:
         listed: list[int] = extent["tile_numbers"]
         return listed
@@ -228,7 +234,7 @@ def tiles_on(extent: dict[str, Any], n: int, device: int, devices: int) -> Seque
 
 
 def rows_with_residual(manifest: dict[str, Any], device: int) -> list[int]:
-    """The rows of the parameters whose residuals are on a device."""
+    """Return the rows of the parameters whose residuals are on a device."""
     return [row for row, p in enumerate(manifest["params"]) if p.get("residual", {}).get("device") == device]
 
 
@@ -257,7 +263,7 @@ class Contents:
         return int(self.manifest.get("world_size", 1))
 
     def slots(self) -> Iterator[tuple[dict[str, Any], int, int]]:
-        """Yields for each tile, in the order of `tiles`: extent, number in it over all devices, offset of its slot."""
+        """Yield each tile's extent, number in it over all devices, and offset of its slot, in the order of `tiles`."""
         entries = iter(self.tiles["slot"].tolist())
         here = self.superblock.device, self.superblock.devices
         for extent, n in zip(self.manifest["extents"], all_tiles(self.manifest), strict=True):
@@ -266,7 +272,7 @@ class Contents:
                 yield extent, number, extent["file_offset"] + (extent["slots"] * j + next(entries)) * size
 
     def residual_places(self) -> Iterator[tuple[int, int, int]]:
-        """Yields for each residual in this store: the row of its parameter, its offset, its checksum."""
+        """Yield for each residual in this store the row of its parameter, its offset and its checksum."""
         rows = rows_with_residual(self.manifest, self.superblock.device)
         for row, (space, crc) in zip(rows, self.residuals.tolist(), strict=True):
             place = self.manifest["params"][row]["residual"]
@@ -285,7 +291,7 @@ class Contents:
 
 
 def checked_manifest(manifest: dict[str, Any], block: Superblock, size: int) -> dict[str, Any]:
-    """Returns the manifest if all its values have valid types and ranges, and all areas lie in a file of `size` bytes.
+    """Return the manifest if all its values have valid types and ranges, and all areas lie in a file of `size` bytes.
 
     Raises CSDStoreError otherwise. Checksums detect damage; this detects files that csd_optim never wrote.
     """
@@ -348,7 +354,7 @@ def checked_manifest(manifest: dict[str, Any], block: Superblock, size: int) -> 
 
 
 def read_region(fd: int, region: Region, copy: int, what: str, path: str) -> bytes:
-    """Reads one copy of a manifest or table. Raises CSDStoreError if it is not whole."""
+    """Read one copy of a manifest or table. Raises CSDStoreError if it is not whole."""
     if region.size > MAX_REGION_BYTES or region.offset(copy) + region.size > os.fstat(fd).st_size:
         raise CSDStoreError(f"{path}: the {what} is damaged: the file ends before it does")
     data = read(fd, region.size, region.offset(copy))
@@ -358,13 +364,13 @@ def read_region(fd: int, region: Region, copy: int, what: str, path: str) -> byt
 
 
 def superblocks(fd: int, path: str) -> list[tuple[int, Superblock]]:
-    """The valid superblocks, each with the number of its copy, the newest first."""
+    """Return the valid superblocks, each with the number of its copy, the newest first."""
     found = [(copy, Superblock.unpack(read(fd, PAGE, copy * PAGE), path)) for copy in range(2)]
     return sorted(((copy, s) for copy, s in found if s), key=lambda pair: -pair[1].sequence)
 
 
 def unpack(path: str, copy: int, block: Superblock, manifest: bytes, table: bytes, size: int | None) -> Contents:
-    """The contents that superblock, manifest and table describe. Raises CSDStoreError if they are not plausible.
+    """Return the contents that superblock, manifest and table describe. Raises CSDStoreError if they are not plausible.
 
     `size`: bytes of the file; None: skip the plausibility checks, because this process has written the store.
     """
@@ -393,7 +399,7 @@ def unpack(path: str, copy: int, block: Superblock, manifest: bytes, table: byte
 
 
 def read_commits(fd: int, path: str) -> list[Contents]:
-    """The commits that are whole, the newest first; tiles are not checked. Raises CSDStoreError if there is none."""
+    """Return the whole commits, the newest first; tiles are not checked. Raises CSDStoreError if there is none."""
     blocks = superblocks(fd, path)
     if not blocks:
         raise CSDStoreError(f"{path} is no csd_optim store, or both of its superblocks are damaged")
@@ -414,12 +420,12 @@ def read_commits(fd: int, path: str) -> list[Contents]:
 
 
 def store_file(path: Path) -> Path:
-    """The store's file, given the file itself or the directory that holds it."""
+    """Return the store's file, given the file itself or the directory that holds it."""
     return path / FILE_NAME if path.is_dir() else path
 
 
 def read_contents(path: Path) -> Contents:
-    """The newest commit of a store, read without changing or locking it.
+    """Return the newest commit of a store, read without changing or locking it.
 
     `path` is the store's directory or the file. Raises FileNotFoundError, CSDStoreError.
     """

@@ -48,7 +48,7 @@ SMALL_PART, LARGE_PART = 1 / 128, 0.7
 
 
 def max_mappings() -> int:
-    """The most mappings for all extents of this process: 7/8 of the system's limit; the rest is for other uses."""
+    """Return how many mappings this process's extents may take: 7/8 of the system's limit, the rest for other uses."""
     try:
         return int(Path("/proc/sys/vm/max_map_count").read_text()) * 7 // 8
     except (OSError, ValueError):
@@ -77,11 +77,11 @@ class Extent:
     sum_elems: int | None  # elements of a section that a checksum covers; None: all of them (formats up to 3)
 
     def tiles_of(self, device: int) -> int:
-        """The number of tiles on a device."""
+        """Return the number of tiles on a device."""
         return int((self.devices == device).sum())
 
     def pieces_in(self, tile: int) -> np.ndarray[Any, Any]:
-        """The parts of parameters in one of the tiles, dtype PIECE."""
+        """Return the parts of parameters in one of the tiles, dtype PIECE."""
         first, last = self.first_piece[tile : tile + 2]
         return self.pieces[first:last]
 
@@ -124,7 +124,7 @@ def plan_extent(
     numbered: bool | None = None,
     mapped: int = 0,
 ) -> Extent:
-    """Lays `numels` out over `n_devices`, each of which gets its share (positive numbers; None: equal ones).
+    """Lay `numels` out over `n_devices`, each of which gets its share (positive numbers; None: equal ones).
 
     `tile_elems` is rounded up to `GRAIN`; None: chosen here. `sum_elems`, `devices`, `numbered`: see Extent; devices
     None: according to the shares; numbered None: true if `sum_elems` is not None. `mapped`: the mappings that other
@@ -179,7 +179,7 @@ def plan_extent(
 
 
 def _numbered_devices(recovered: Sequence[Contents], e: int) -> np.ndarray[Any, Any] | None:
-    """The device (uint32) of each tile of an extent; None if the manifests do not list tiles. Raises CSDStoreError."""
+    """Return the device (uint32) of each tile of an extent; None if manifests list no tiles. Raises CSDStoreError."""
     extents = [c.manifest["extents"][e] for c in recovered]
     if not any("tile_numbers" in extent for extent in extents):
         return None
@@ -192,7 +192,7 @@ def _numbered_devices(recovered: Sequence[Contents], e: int) -> np.ndarray[Any, 
 
 
 def extents_of(recovered: Sequence[Contents]) -> list[Extent]:
-    """The extents of a store, rebuilt from the manifests of its devices, in device order. Raises CSDStoreError."""
+    """Return the extents of a store, rebuilt from its devices' manifests, in device order. Raises CSDStoreError."""
     first, n = recovered[0], len(recovered)
     extents: list[Extent] = []
     for e, described in enumerate(first.manifest["extents"]):

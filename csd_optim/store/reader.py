@@ -56,11 +56,11 @@ class Tile(NamedTuple):
         return PARAM_DTYPES.get(self.contents.manifest["extents"][self.extent].get("param_dtype", ""))
 
     def chunk(self, number: int) -> tuple[int, int]:
-        """The range [from, to) of elements of each section that checksum `number` covers."""
+        """Return the range [from, to) of elements of each section that checksum `number` covers."""
         return number * self.sum_elems, min((number + 1) * self.sum_elems, self.elems)
 
     def decode(self, data: memoryview, first: int, states: Sequence[torch.Tensor]) -> None:
-        """Decodes its states from element `first` on into fp32 tensors of equal length, on the CPU.
+        """Decode its states from element `first` on into fp32 tensors of equal length, on the CPU.
 
         `data`: its slot, of codes. `first`: the beginning of a parameter, or of the tile.
         """
@@ -101,7 +101,7 @@ class Damage:
 def params_in_tile(
     manifest: dict[str, Any], extent: int, tile: int, first: int = 0, last: int | None = None
 ) -> list[str]:
-    """The parameters in a tile, each with the range of its elements (fp32 values: a complex number has two).
+    """Return the parameters in a tile, each with the range of its elements (fp32 values: a complex number has two).
 
     `first`, `last`: only those in elements [first, last) of the tile.
     """
@@ -115,7 +115,7 @@ def params_in_tile(
 
 
 def tiles_of(recovered: Iterable[Contents]) -> list[Tile]:
-    """All tiles in the order of the flat space: the devices take turns."""
+    """Return all tiles in the order of the flat space: the devices take turns."""
     found = []
     for contents in recovered:
         extent_number = {id(extent): e for e, extent in enumerate(contents.manifest["extents"])}
@@ -142,7 +142,7 @@ def total_bytes(recovered: Iterable[Contents]) -> int:
 
 
 def stored_bytes(contents: Contents, *, decoded: bool = False) -> int:
-    """The bytes that a copy of a store takes: current slots and spaces only, and no holes.
+    """Return the bytes that a copy of a store takes: current slots and spaces only, and no holes.
 
     `decoded`: with all states as fp32.
     """
@@ -165,7 +165,7 @@ def each_tile(
     gate: Callable[[], None] = lambda: None,
     tick: Tick = lambda _: None,
 ) -> None:
-    """Reads and verifies every tile, and passes it to `use`, on a pool of threads; data None: a hole, all zeros.
+    """Read and verify every tile, and pass it to `use`, on a pool of threads; data None: a hole, all zeros.
 
     Residuals are passed to `use_residual` in parts, each with the byte at which it begins; their damage shows only
     after the last part. `gate` is called before each read. `damaged` is called if a checksum does not match, for a tile
@@ -236,14 +236,14 @@ def find_damage(
     *,
     use: Callable[[Tile, memoryview | None], None] = lambda *_: None,
 ) -> list[Damage]:
-    """All damage in these stores, sorted. `use`, `use_residual`: as in each_tile()."""
+    """Return all damage in these stores, sorted. `use`, `use_residual`: as in each_tile()."""
     found: list[Damage] = []
     each_tile(recovered, use, use_residual, damaged=found.extend, tick=tick)
     return sorted(found, key=lambda d: (d.path, d.number))
 
 
 def _read(fd: int, tile: Tile, view: memoryview) -> tuple[bool, list[Damage]]:
-    """Reads a tile into `view`. Returns whether it is a hole, which is not read, and its damage. Raises CSDOSError."""
+    """Read a tile into `view`. Returns whether it is a hole, which is not read, and its damage. Raises CSDOSError."""
     if hole := _is_hole(fd, tile.offset, tile.size):
         n = tile.size
     else:
@@ -267,7 +267,7 @@ def _read(fd: int, tile: Tile, view: memoryview) -> tuple[bool, list[Damage]]:
 
 
 def _read_part(fd: int, view: memoryview, offset: int, path: str) -> int:
-    """Reads whole pages from a store; returns the number of bytes, fewer only at its end. Raises CSDOSError."""
+    """Read whole pages from a store; return the number of bytes, fewer only at its end. Raises CSDOSError."""
     try:
         return read_into(fd, view, offset, PAGE)
     except OSError as e:
@@ -276,7 +276,7 @@ def _read_part(fd: int, view: memoryview, offset: int, path: str) -> int:
 
 @contextlib.contextmanager
 def _opened_direct(file: Path) -> Iterator[int]:
-    """Opens a file for reading, with direct I/O if the file system has it."""
+    """Open a file for reading, with direct I/O if the file system has it."""
     if (direct := open_direct(file, os.O_RDONLY)) is None:
         with opened(file) as fd:
             yield fd

@@ -11,15 +11,15 @@ from .format import UNDER_WAY, Contents
 
 
 def common_commit(stores: Sequence[StoreFile]) -> list[Contents]:
-    """The newest of common_commits(); empty if there is none."""
+    """Return the newest of common_commits(); empty if there is none."""
     return next(iter(common_commits(stores)), [])
 
 
 def common_commits(stores: Sequence[StoreFile]) -> list[list[Contents]]:
-    """The commits that all stores have, the newest first, each as the contents of all stores; empty if none has any.
+    """Return the commits that all stores have, the newest first, each as the contents of all stores.
 
-    Raises CSDStoreError if a store is missing, if they are not the devices of one optimizer, or if they have no step in
-    common.
+    Returns an empty list if there is no commit, or only a first one that not all stores have. Raises CSDStoreError if a
+    store is missing, if they are not the devices of one optimizer, or if they have no step in common.
     """
     # Killed before all of them had the first commit: there is nothing to continue from.
     if not all(s.recovered for s in stores) and all(c.superblock.sequence == 1 for s in stores for c in s.recovered):
@@ -79,7 +79,7 @@ class RanksStore:
 
     @classmethod
     def of(cls, commits: list[list[Contents]]) -> RanksStore | None:
-        """`commits`: those of a rank, from common_commits(); None if there are none."""
+        """Return the summary of a rank's `commits`, from common_commits(); None if there are none."""
         if not commits:
             return None
         newest = commits[0][0]
@@ -90,7 +90,7 @@ class RanksStore:
 
 
 def last_round(stores: Sequence[RanksStore | None]) -> int | None:
-    """The last round that all ranks have, given the store of each rank; None if there is none yet.
+    """Return the last round that all ranks have, given the store of each rank; None if there is none yet.
 
     Raises CSDStoreError if they have no round in common, or if a store is missing, or belongs to another rank, another
     run or another number of ranks.
@@ -117,7 +117,7 @@ def last_round(stores: Sequence[RanksStore | None]) -> int | None:
 
 
 def other_world_size(store: RanksStore | Contents, size: int) -> str:
-    """The error message for a store that was made by another number of ranks than `size`."""
+    """Return the error message for a store that was made by another number of ranks than `size`."""
     alone, n = "a process on its own", store.world_size
     was, now = (
         (f"rank {store.rank} of {n}" if n > 1 else alone),

@@ -27,7 +27,7 @@ class ReportFile:
         self._fd = -1
 
     def write(self, report: dict[str, Any]) -> None:
-        """Replaces the report. Ignores errors: no training should fail because of a report."""
+        """Replace the report. Ignore errors: no training should fail because of a report."""
         text = json.dumps(report).encode()
         with contextlib.suppress(OSError):
             if self._fd < 0:
@@ -41,7 +41,7 @@ class ReportFile:
 
 
 def read_report(directory: Path) -> dict[str, Any] | None:
-    """The last report in a directory; None if there is none, or it is not whole."""
+    """Return the last report in a directory; None if there is none, or it is not whole."""
     for _ in range(3):  # retry: it may be read while it is being written
         with contextlib.suppress(OSError, ValueError, struct.error):
             data = (directory / REPORT_NAME).read_bytes()

@@ -32,12 +32,12 @@ class Section(NamedTuple):
     size: int  # bytes, including the zeros up to the next page
 
     def at(self, elem: int) -> int:
-        """The byte of the slot at which an element begins. With codes, `elem` has to be the first of a group."""
+        """Return the byte of the slot at which an element begins. With codes, `elem` has to be the first of a group."""
         return self.first + elem * self.group_bytes // GROUP
 
 
 def _section_sizes(states: Sequence[str], codec: str, param_dtype: torch.dtype | None) -> list[tuple[str, int]]:
-    """The name of each section, and its bytes per 64 elements."""
+    """Return the name of each section, and its bytes per 64 elements."""
     if codec == FP32:
         return [(name, 4 * GROUP) for name in states]
     wide = param_dtype == torch.float32
@@ -51,7 +51,7 @@ def _section_sizes(states: Sequence[str], codec: str, param_dtype: torch.dtype |
 def slot_of(
     elems: int, states: tuple[str, ...], codec: str = FP32, param_dtype: torch.dtype | None = None
 ) -> tuple[Section, ...]:
-    """The sections of a slot of a tile of `elems` elements with these states. `param_dtype`: only with codes."""
+    """Return the sections of a slot of a tile of `elems` elements with these states. `param_dtype`: only with codes."""
     found: list[Section] = []
     for name, group_bytes in _section_sizes(states, codec, param_dtype):
         size = -(-elems * group_bytes // (GROUP * PAGE)) * PAGE
@@ -60,23 +60,23 @@ def slot_of(
 
 
 def sections_of(extent: Mapping[str, Any]) -> tuple[Section, ...]:
-    """The sections of a slot of an extent, which is described as in a manifest."""
+    """Return the sections of a slot of an extent, which is described as in a manifest."""
     param_dtype = PARAM_DTYPES.get(extent.get("param_dtype", ""))
     return slot_of(extent["tile_elems"], tuple(extent["sections"]), extent.get("codec", FP32), param_dtype)
 
 
 def size_of(sections: Sequence[Section]) -> int:
-    """Bytes of a slot with these sections."""
+    """Return the bytes of a slot with these sections."""
     return sections[-1].first + sections[-1].size if sections else 0
 
 
 def elem_bytes(states: Sequence[str], codec: str = FP32, param_dtype: torch.dtype | None = None) -> float:
-    """Bytes of an element in a slot, without the padding of sections."""
+    """Return the bytes of an element in a slot, without the padding of sections."""
     return sum(group_bytes for _, group_bytes in _section_sizes(states, codec, param_dtype)) / GROUP
 
 
 def codec_supports(codec: str, states: Iterable[str], param_dtype: object) -> bool:
-    """Returns whether a codec exists and supports these states and this parameter dtype. Codes are for AdamW only."""
+    """Return whether a codec exists and supports these states and this parameter dtype. Codes are for AdamW only."""
     if codec == FP32:
         return param_dtype is None
     return codec in CODECS and tuple(states) in (SECTIONS[:3], SECTIONS) and param_dtype in PARAM_DTYPES.values()

@@ -15,10 +15,10 @@ NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY)
 
 
 def read_into(fd: int, view: memoryview, offset: int, unit: int = 1) -> int:
-    """Fills `view` from byte `offset` on; returns the number of bytes, fewer only at the end of the file.
+    """Fill `view` from byte `offset` on; return the number of bytes, fewer only at the end of the file.
 
-    Repeats short reads. `unit`: a page for O_DIRECT, which cannot continue in the middle of a page; a read that stops
-    there has reached the end of the file.
+    Continues after short reads. `unit`: a page for O_DIRECT, which cannot continue in the middle of a page; a read that
+    stops there has reached the end of the file.
     """
     n = 0
     while n < len(view) and n % unit == 0 and (more := os.preadv(fd, [view[n:]], offset + n)):
@@ -27,20 +27,20 @@ def read_into(fd: int, view: memoryview, offset: int, unit: int = 1) -> int:
 
 
 def read(fd: int, size: int, offset: int) -> bytes:
-    """Returns `size` bytes, fewer only at the end of the file."""
+    """Return `size` bytes, fewer only at the end of the file."""
     data = bytearray(size)
     return bytes(data[: read_into(fd, memoryview(data), offset)])
 
 
 def write(fd: int, data: bytes | memoryview, offset: int) -> None:
-    """Writes all of `data`; repeats short writes."""
+    """Write all of `data`; continue after short writes."""
     while len(data):
         n = os.pwrite(fd, data, offset)
         data, offset = data[n:], offset + n
 
 
 def open_direct(file: str | Path, mode: int, *, overwrite: bool = False) -> int | None:
-    """Opens a file with O_DIRECT and tests that on its second page. Returns None if the file system cannot do it.
+    """Open a file with O_DIRECT and test that on its second page. Returns None if the file system cannot do it.
 
     The test is needed because some file systems refuse only the I/O. `mode`: O_RDONLY or O_RDWR. `overwrite`: test
     writing, too, which destroys the page.
@@ -71,6 +71,6 @@ def opened(file: Path, flags: int = 0) -> Iterator[int]:
 
 
 def sync_directory(path: Path) -> None:
-    """Waits until the names in a directory are durable."""
+    """Wait until the names in a directory are durable."""
     with opened(path, os.O_DIRECTORY) as fd:
         os.fsync(fd)

@@ -20,7 +20,7 @@ def unpack_user_state(data: bytes) -> dict[str, Any]:
 
 
 def stored_user_state(data: bytes, path: str) -> dict[str, Any]:
-    """The user_state of a store. Raises CSDStoreError if it cannot be read, or is not a dict."""
+    """Return the user_state of a store. Raises CSDStoreError if it cannot be read, or is not a dict."""
     try:
         state = unpack_user_state(data)
     except Exception as e:
@@ -35,7 +35,7 @@ def pack_user_state(user_state: dict[str, Any]) -> bytes:
 
 
 def checked_user_state(user_state: dict[str, Any], last: bytes) -> bytes:
-    """The packed user_state, checked to be readable. `last`: the previous packed one, which is known to be.
+    """Return the packed user_state, checked to be readable. `last`: the previous packed one, which is known to be.
 
     Raises CSDTypeError, naming the value that cannot be stored, and CSDValueError if it is too large.
     """
@@ -72,7 +72,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _is_plain(user_state: dict[str, Any]) -> bool:
-    """Returns whether it has only values that torch.load is known to read. Much faster than reading it."""
+    """Return whether it has only values that torch.load is known to read. Much faster than reading it."""
     todo: list[Any] = [user_state]
     seen: set[int] = set()
     while todo:
@@ -92,7 +92,7 @@ def _is_plain(user_state: dict[str, Any]) -> bool:
 
 
 def _unstorable(value: Any, name: str, seen: set[int]) -> str | None:
-    """Names the innermost value in `value` that torch cannot save and load. `seen`: ids of containers visited."""
+    """Name the innermost value in `value` that torch cannot save and load. `seen`: ids of containers visited."""
     if _is_scalar(value) or id(value) in seen:
         return None
     seen.add(id(value))
