@@ -263,7 +263,7 @@ def replay_step(opt: CSDOptimizer) -> None:
     assert engine is not None
     table, hypers = np.zeros(engine.n_params, PARAM), np.zeros(1, HYPER)
     for b in opt._state_map.by_index:
-        if b.compares:  # a step with 8-bit states does not read the parameters, which the host has
+        if b.is_compared:  # a step with 8-bit states does not read the parameters, which the host has
             table[b.index]["param"], table[b.index]["param_dtype"] = b.local.data_ptr(), DTYPE_CODES[b.local.dtype]
     tiles = engine.in_step_order(np.arange(engine.n_tiles, dtype=np.uint32))
     engine.begin(table, hypers, tiles)

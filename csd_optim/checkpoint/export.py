@@ -24,7 +24,7 @@ from ..devices.spec import parse_devices
 from ..engine.engine import Engine
 from ..engine.open_engine import open_engine
 from ..errors import CSDError, CSDOSError, CSDStoreError, CSDValueError
-from ..params.groups import plain
+from ..params.groups import hyperparameters_of
 from ..store.format import RESIDUAL_BYTES, Contents, Record
 from ..store.layout import extents_of
 from ..store.reader import Residual, Tick, Tile, each_tile, stored_bytes, total_bytes
@@ -317,7 +317,7 @@ def _read_torch(path: Path) -> Export:
         return array
 
     steps = [float(small(entry["step"])) for entry in states]
-    groups = [plain(group, group) for group in laid_out["param_groups"]]
+    groups = [hyperparameters_of(group, group) for group in laid_out["param_groups"]]
     user_state = pack_user_state(tree_map_only(torch.Tensor, small, about["user_state"]))
     return Export(about, steps, groups, user_state, state)
 

@@ -29,7 +29,7 @@ def constants(group: Group, _: Sequence[str], t: float, grad_scale: float) -> tu
 RULE = UpdateRule(
     name="adagrad",
     sections=("master", "sum"),
-    least=2,
+    min_sections=2,
     hyperparameters=("lr", "lr_decay", "eps", "weight_decay", "initial_accumulator_value", "maximize"),
     constants=constants,
     initial={"sum": "initial_accumulator_value"},

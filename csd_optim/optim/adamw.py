@@ -49,7 +49,7 @@ def adams_constants(group: Group, _: Sequence[str], t: float, grad_scale: float)
 ADAMW = UpdateRule(
     name="adamw",
     sections=("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
-    least=3,
+    min_sections=3,
     hyperparameters=("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize"),
     constants=constants,
     switches={"amsgrad": "max_exp_avg_sq"},

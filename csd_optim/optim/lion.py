@@ -24,7 +24,7 @@ def constants(group: Group, _: Sequence[str], t: float, grad_scale: float) -> tu
 RULE = UpdateRule(
     name="lion",
     sections=("master", "exp_avg"),
-    least=2,
+    min_sections=2,
     hyperparameters=("lr", "betas", "weight_decay", "maximize"),
     constants=constants,
 )

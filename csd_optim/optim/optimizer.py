@@ -40,7 +40,7 @@ from ..overlap.in_backward import StepsInBackward, cannot_free
 from ..overlap.overlap import Overlap
 from ..overlap.together import check_ranks
 from ..params.decoded_entry import DecodedEntry
-from ..params.groups import Groups, check_state_dtype, members, name_of, plain, put_back
+from ..params.groups import Groups, check_state_dtype, hyperparameters_of, members, name_of, restore_hyperparameters
 from ..params.memory_warnings import COPIED, DECODED, warn_if_large
 from ..params.param_state import check_param
 from ..params.state_map import StateMap
@@ -303,7 +303,7 @@ class CSDOptimizer(Optimizer, Joinable):
         except BaseException:
             self.param_groups.pop()
             raise
-        self._initial_groups[k:] = [plain(group, self._rule.hyperparameters)]
+        self._initial_groups[k:] = [hyperparameters_of(group, self._rule.hyperparameters)]
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     @torch.no_grad()
@@ -383,7 +383,7 @@ class CSDOptimizer(Optimizer, Joinable):
             self._state_map.adopt(engine, self.param_groups, self.grad_dtype, loaded=True)
         if self._resume.pending:
             resumed = [self._state_map.param_states[id(b.param)] for b in resumed]
-            self._resume.give_values(engine, self.param_groups, resumed, self.grad_dtype)
+            self._resume.set_from_masters(engine, self.param_groups, resumed, self.grad_dtype)
 
     def _check_and_take(self, engine: Engine, state_dict: dict[str, Any]) -> None:
         """Puts a state dict into `state` and `param_groups`; if it does not fit, nothing is changed."""
@@ -738,7 +738,7 @@ class CSDOptimizer(Optimizer, Joinable):
     def _record(self, engine: Engine) -> Record:
         """Builds the next commit's record. Raises CSDTypeError or CSDValueError if `user_state` cannot be stored."""
         return Record(
-            groups=[plain(group, self._rule.hyperparameters) for group in self.param_groups],
+            groups=[hyperparameters_of(group, self._rule.hyperparameters) for group in self.param_groups],
             given=[*self._initial_groups],
             user_state=checked_user_state(self.user_state, engine.record.user_state),
             seconds=self._trained,
@@ -770,14 +770,14 @@ class CSDOptimizer(Optimizer, Joinable):
         return self._ranks.group if self._ranks else torch.distributed.group.WORLD
 
     def _step_of_others(self) -> None:
-        kept = [plain(group) for group in self.param_groups]
+        kept = [hyperparameters_of(group) for group in self.param_groups]
         self._joined = True
         try:
             self.step()
         finally:
             self._joined = False
             for group, own in zip(self.param_groups, kept, strict=True):
-                put_back(group, own)
+                restore_hyperparameters(group, own)
 
     # ---- what users ask ----------------------------------------------------------------
 

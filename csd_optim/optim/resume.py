@@ -12,8 +12,8 @@ from ..distributed.ranks import Ranks
 from ..engine.engine import Engine
 from ..engine.resume import check_recovered, discard_newer
 from ..errors import CSDRuntimeError, CSDStoreError, CSDWarning, users_stacklevel
-from ..params.groups import Groups, members, put_back
-from ..params.manifest import changed_by_resume, first_difference, other_codec, other_rule
+from ..params.groups import Groups, members, restore_hyperparameters
+from ..params.manifest import codec_difference, first_difference, ignored_by_resume, rule_difference
 from ..params.param_state import ParamState
 from ..params.state_map import StateMap
 from ..step.all_gather import ParamAllGather
@@ -47,11 +47,11 @@ class Resume:
             return None
         rule, recovered = self._state_map.rule, engine.recovered[0]
         with engine.all_ranks_or_none():
-            if difference := other_rule(recovered, rule):
+            if difference := rule_difference(recovered, rule):
                 raise CSDStoreError(f"{recovered.path} cannot be resumed: {difference}")
             if difference := first_difference(recovered.manifest, groups, self._state_map.part_of):
                 raise CSDStoreError(f"{recovered.path} is the store of another model: {difference}")
-            if difference := other_codec(recovered.manifest, groups, self._state_map.codec_of):
+            if difference := codec_difference(recovered.manifest, groups, self._state_map.codec_of):
                 raise CSDStoreError(f"{recovered.path} cannot be resumed: {difference}")
             user_state = stored_user_state(recovered.record.user_state, recovered.path)
             check_recovered(engine)
@@ -59,7 +59,7 @@ class Resume:
             discard_newer(engine)
         with engine.all_ranks_or_none():
             self._state_map.adopt_commit(engine, groups)
-        for changed in changed_by_resume(rule, initial_groups, recovered.record):
+        for changed in ignored_by_resume(rule, initial_groups, recovered.record):
             warnings.warn(changed, CSDWarning, users_stacklevel())
         self.pending = True
         self._put_back(engine, groups, grad_dtype)
@@ -72,7 +72,7 @@ class Resume:
         if not self.pending:
             raise CSDRuntimeError("restore() goes before the first step()")
         with engine.all_ranks_or_none():
-            self._state_map.exchange(engine, groups)
+            self._state_map.follow_replaced_params(engine, groups)
         self._put_back(engine, groups, grad_dtype)
 
     def begin_step(self, engine: Engine, groups: Groups) -> None:
@@ -88,7 +88,7 @@ class Resume:
                 f"parameter {self._without_data} was on the meta device when the store was resumed; "
                 "call restore() when it has data"
             )
-        self._state_map.exchange(engine, groups)
+        self._state_map.follow_replaced_params(engine, groups)
         self._state_map.copy_resumed(engine)
         self.pending = False
 
@@ -101,7 +101,7 @@ class Resume:
         on_all = set.intersection(*map(set, said))
         return [b for b in unwritten if b.name in on_all or not b.part.replicas]
 
-    def give_values(
+    def set_from_masters(
         self, engine: Engine, groups: Groups, param_states: Collection[ParamState], grad_dtype: torch.dtype | None
     ) -> str | None:
         """Sets parameters to the values of their masters, on all ranks. Returns the name of one without data, or None.
@@ -110,7 +110,7 @@ class Resume:
         """
         gather = None
         with engine.all_ranks_or_none():
-            without_data = self._state_map.give_values(param_states, grad_dtype)
+            without_data = self._state_map.set_from_masters(param_states, grad_dtype)
             there = [self._state_map.param_states.get(id(p)) for _, _, p in members(groups)]
             divided = [b for b in there if b and b.part.replicas]
             if self._ranks and divided and not without_data:
@@ -121,10 +121,10 @@ class Resume:
             if gather and not without_data and any(given for given, _ in said):
                 gather.again()
                 for param_state in divided:
-                    param_state.is_ours()
+                    param_state.mark_synced()
         return without_data
 
     def _put_back(self, engine: Engine, groups: Groups, grad_dtype: torch.dtype | None) -> None:
-        self._without_data = self.give_values(engine, groups, self._state_map.param_states.values(), grad_dtype)
+        self._without_data = self.set_from_masters(engine, groups, self._state_map.param_states.values(), grad_dtype)
         for group, kept in zip(groups, engine.recovered[0].record.groups, strict=False):
-            put_back(group, kept)
+            restore_hyperparameters(group, kept)

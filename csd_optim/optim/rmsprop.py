@@ -34,7 +34,7 @@ def constants(group: Group, sections: Sequence[str], t: float, grad_scale: float
 RULE = UpdateRule(
     name="rmsprop",
     sections=("master", "square_avg", "grad_avg", "momentum_buffer"),
-    least=2,
+    min_sections=2,
     hyperparameters=("lr", "momentum", "alpha", "eps", "centered", "weight_decay", "maximize"),
     constants=constants,
     switches={"centered": "grad_avg", "momentum": "momentum_buffer"},

@@ -31,7 +31,7 @@ def constants(group: Group, _: Sequence[str], t: float, grad_scale: float) -> tu
 RULE = UpdateRule(
     name="sgd",
     sections=("master", "momentum_buffer"),
-    least=1,
+    min_sections=1,
     hyperparameters=("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"),
     constants=constants,
     switches={"momentum": "momentum_buffer"},

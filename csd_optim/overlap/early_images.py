@@ -54,7 +54,7 @@ class EarlyImages:
 
     def _is_read(self, tile: int) -> bool:
         sources = (self._step.prepared.get(row) for row in self._engine.pieces_of(tile)["param"].tolist())
-        return any(source is not None and source.is_read for source in sources)
+        return any(source is not None and source.param_is_read for source in sources)
 
     def push(self, tile: int, grads: Mapping[int, torch.Tensor], after: Iterable[Any], hold: torch.Tensor) -> None:
         """Begins to copy and push a tile.
@@ -110,7 +110,7 @@ class EarlyImages:
                 # `step` already has a contiguous copy of a strided gradient. A copy made here would not be waited for.
                 source = step.prepared.get(row) or self._source(row, step.grads[row])
                 yield slot.grad[image:].view(source.grad.dtype)[:n], source.grad[here]
-                if source.is_read:
+                if source.param_is_read:
                     yield self._old_params[tile][image:].view(source.param.dtype)[:n], source.param[here]
 
     def buffers(self, order: Iterable[int]) -> dict[int, StagingBuffer]:

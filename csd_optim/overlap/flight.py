@@ -175,8 +175,8 @@ class Flight:
         """Called when the last copies from the image of a tile to its parameters were queued."""
         rows = [row for row in self._engine.pieces_of(tile)["param"].tolist() if row in self._grads]
         for row in rows:
-            if (source := self.step.prepared.get(row)) and source.arrives:
-                self._copy_events[row] = source.arrives
+            if (source := self.step.prepared.get(row)) and source.copy_event:
+                self._copy_events[row] = source.copy_event
         with self._progress:
             self._pulled[tile] = True
             self._progress.notify_all()

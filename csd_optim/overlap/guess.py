@@ -114,7 +114,7 @@ class Guess:
         plan, places = self.step.plan, self._state_map
         if len(params) != len(plan.params) or any(p is not q for p, q in zip(params, plan.params, strict=True)):
             return "parameters that take part"
-        if plan.changes != places.changes or any(b.is_written for b in places.param_states.values()):
+        if plan.changes != places.changes or any(b.is_dirty for b in places.param_states.values()):
             return "parameters"
         return "" if places.intact() and self._state_versions() == self._versions_before else "states"
 
@@ -163,8 +163,8 @@ class Guess:
 
 def _is_plain(grad: torch.Tensor, param_state: ParamState) -> bool:
     """Returns whether the gradient can be pushed as it lies in memory: dtype, device and element order fit."""
-    if param_state.direct:
-        return grad.dtype is param_state.direct and grad.is_contiguous() and not grad.is_neg()
+    if param_state.direct_dtype:
+        return grad.dtype is param_state.direct_dtype and grad.is_contiguous() and not grad.is_neg()
     p = param_state.local
     right = grad.layout is torch.strided and grad.dtype is p.dtype and grad.device == p.device
     return right and same_order(grad.stride(), param_state.stride, p.shape) and not grad.is_neg()

@@ -21,7 +21,7 @@ from ..engine.pieces import Pieces
 from ..engine.trace import Span
 from ..errors import CSDError, CSDRuntimeError, CSDTypeError
 from ..params.grad_source import GradSource
-from ..params.groups import Groups, members, name_of, plain
+from ..params.groups import Groups, hyperparameters_of, members, name_of
 from ..params.param_state import ParamState
 from ..params.strides import flat
 from ..signals import defer_signals
@@ -166,13 +166,13 @@ class StepsInBackward(BesideModel):
         engine = self._engine
         with defer_signals():  # no Ctrl-C between the start of the step and self._step
             step, record = prepare()
-            moved = any(s.back or s.grad_dtype is not s.param.dtype for s in step.prepared.values())
+            moved = any(s.param_and_copy or s.grad_dtype is not s.param.dtype for s in step.prepared.values())
             if moved or step.table["topk"].any():
                 raise CSDRuntimeError(
                     "overlap(free_gradients=True): a parameter has moved in memory, or has a residual of Top-K"
                 )
             self._awaited = {id(b.param): b for b in step.plan.param_states}
-            self._constants = [plain(group) for group in self._groups()]
+            self._constants = [hyperparameters_of(group) for group in self._groups()]
             self._pieces, self._missing = Pieces(engine), np.zeros(engine.n_tiles, np.int64)
             has_grad = step.table["grad"][self._pieces.all["param"]] != 0
             np.add.at(self._missing, self._pieces.all["tile"][has_grad], 1)
@@ -201,11 +201,11 @@ class StepsInBackward(BesideModel):
                 f"the gradient of {param_state.name} is {grad.dtype}, {grad.layout}; overlap(free_gradients=True) "
                 f"takes dense ones of the parameter's dtype, {dtype}"
             )
-        was_ours = not param_state.is_written
+        was_synced = not param_state.is_dirty
         # The parameter may change from now on: make torch refuse a backward through graphs that saved it.
         torch.autograd.graph.increment_version([p])
-        if was_ours:
-            param_state.is_ours()
+        if was_synced:
+            param_state.mark_synced()
         self._taken[id(p)] = Taken(param_state, param_state.version_now)
         p.grad = TakenGradient(p)
         grad = grad.detach().resolve_neg().contiguous()
@@ -272,7 +272,7 @@ class StepsInBackward(BesideModel):
 
     def _is_copied(self, tile: int, sources: Mapping[int, GradSource]) -> None:
         for source in sources.values():
-            source.let_go()
+            source.release()
         self._lent_bytes -= self._to_copy.pop(tile)
 
     def _let_go(self) -> None:
@@ -407,7 +407,7 @@ class StepsInBackward(BesideModel):
             return "some gradients were set to None after backward"
         if any(b.version_now != version for b, version in self._taken.values()):
             return "parameters were written between backward and step()"
-        if self._constants != [plain(group) for group in groups]:
+        if self._constants != [hyperparameters_of(group) for group in groups]:
             return "a learning rate, or another hyperparameter, was changed between backward and step()"
         return ""
 

@@ -69,7 +69,7 @@ class Overlap(BesideModel):
         self._to_note = NOTED
         self._pieces: Pieces | None = None
         self._at_once: list[int] = []  # rows that step() waits for
-        self._to_give_back: dict[int, GradSource] = {}  # by row: parameters ordered unlike their states in memory
+        self._to_copy_back: dict[int, GradSource] = {}  # by row: parameters ordered unlike their states in memory
         self._waited, self._early_elems = 0.0, 0  # of the last step: seconds waited, elements pushed in backward
         self._told = False  # whether the user was warned that the model has changed
         self._under_way: dict[int, str] = {}  # for UseCheck: names of parameters not waited for yet, by address
@@ -143,7 +143,7 @@ class Overlap(BesideModel):
         self._runner.in_flight = self._runner.moved = True
         near = step.near.rows if step.near else ()
         awaited = [b for b in step.plan.param_states if b.index not in near]
-        give_back = {b.index: s for b in awaited if (s := step.prepared.get(b.index)) and s.back}
+        copy_back = {b.index: s for b in awaited if (s := step.prepared.get(b.index)) and s.param_and_copy}
         try:
             self._flight = Flight(self._runner, engine, step, record, launch, self._pieces_now())
         except BaseException as failure:
@@ -151,24 +151,24 @@ class Overlap(BesideModel):
                 self._runner.give_up(engine, step)
             return self._is_over(step, failure)
         self._at_once = [b.index for b in awaited if id(b.param) not in reached]
-        self._to_give_back = give_back
+        self._to_copy_back = copy_back
         self._runner.is_ours(step)
         self.active: bool = True
         if self._check:
-            at_once = {*self._at_once, *self._to_give_back}
+            at_once = {*self._at_once, *self._to_copy_back}
             others = [b for b in awaited if b.index not in at_once]
             self._under_way = {b.local.untyped_storage().data_ptr(): b.name for b in others}
             self._check.enter()
 
     def arrive_at_once(self) -> None:
-        rows, sources = [*self._at_once, *self._to_give_back], self._to_give_back
-        self._at_once, self._to_give_back = [], {}
+        rows, sources = [*self._at_once, *self._to_copy_back], self._to_copy_back
+        self._at_once, self._to_copy_back = [], {}
         if rows and self._flight and not self._flight.wait(rows):
             self.land()
             return
         for row, source in sources.items():
-            source.give_back()
-            self._state_map.by_index[row].is_ours()
+            source.copy_back()
+            self._state_map.by_index[row].mark_synced()
 
     def _undo_early(self, why: str) -> None:
         """Undoes a step that began in backward. `why`: for stats()."""
@@ -232,7 +232,8 @@ class Overlap(BesideModel):
         rows = [places[id(p)].index for p in params if id(p) in places]
         if self._noting is not None:
             for row in rows:
-                if self._state_map.by_index[row].copy:  # updated on the accelerator, nothing waits: tiles flow last
+                # Nothing waits for a parameter that is updated on the accelerator: its tiles flow last.
+                if self._state_map.by_index[row].near_copy:
                     continue
                 self._noting.setdefault(row, len(self._noting))
         if (flight := self._flight) is None:

@@ -13,7 +13,7 @@ class DecodedEntry(dict[str, Any]):
     """A dict like any entry of `state`, except that its fp32 tensors are decoded when the first of them is read.
 
     `decode` returns the tensors by name: the same dict until the states change. Values that were assigned, or put there
-    by `keep()`, are plain values beside them. Copies and pickles are ordinary dicts.
+    by `set_plain()`, are plain values beside them. Copies and pickles are ordinary dicts.
     """
 
     def __init__(self, names: Iterable[str], decode: Callable[[], dict[str, torch.Tensor]]) -> None:
@@ -22,7 +22,7 @@ class DecodedEntry(dict[str, Any]):
         self._names = {*names}
         self._decoded = {*names}  # those of `names` that no assignment has replaced
 
-    def keep(self, values: dict[str, Any]) -> None:
+    def set_plain(self, values: dict[str, Any]) -> None:
         """Stores these as plain values from now on; `decode` no longer provides them."""
         super().update(values)
         self._names -= values.keys()
@@ -32,16 +32,16 @@ class DecodedEntry(dict[str, Any]):
         """Is the value of `key` decoded, and not replaced by an assignment?"""
         return key in self._decoded
 
-    def has_own(self, key: str, decode: Callable[[], dict[str, torch.Tensor]]) -> bool:
+    def is_decoded_by(self, key: str, decode: Callable[[], dict[str, torch.Tensor]]) -> bool:
         """Is the value of `key` decoded by this very `decode`, and not replaced by an assignment?"""
         return key in self._decoded and self._decode == decode
 
-    def shows(self, decode: Callable[[], dict[str, torch.Tensor]]) -> bool:
+    def all_decoded_by(self, decode: Callable[[], dict[str, torch.Tensor]]) -> bool:
         """Are all states decoded by this very `decode`, with none replaced by an assignment?"""
         return self._decode == decode and self._decoded == self._names
 
     @property
-    def marks(self) -> list[Any]:
+    def identities(self) -> list[Any]:
         """One object per value, by whose identity a change is noticed without decoding; the entry itself if decoded."""
         return [self if key in self._decoded else super(DecodedEntry, self).__getitem__(key) for key in self]
 

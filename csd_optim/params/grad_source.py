@@ -18,11 +18,12 @@ class GradSource:
     grad: torch.Tensor  # 1-D, any device
     param: torch.Tensor  # 1-D, same device, written in place
     grad_dtype: torch.dtype  # on the link
-    is_read: bool = False  # the tiles' images carry the parameter, too, as the device may have to read its master there
-    # If `param` is a copy: the parameter itself, which is strided, and the copy, which give_back() copies there.
-    back: tuple[torch.Tensor, torch.Tensor] | None = None
+    # The tiles' images carry the parameter, too, as the device may have to read its master there.
+    param_is_read: bool = False
+    # If `param` is a copy: the parameter itself, which is strided, and the copy, which copy_back() copies there.
+    param_and_copy: tuple[torch.Tensor, torch.Tensor] | None = None
     topk: TopK | None = None  # None: dense
-    arrives: Any = None  # event of the last copy to a parameter on an accelerator that was queued
+    copy_event: Any = None  # event of the last copy to a parameter on an accelerator that was queued
     first: int = 0  # index of the parameter's element to which grad[0] belongs
     is_dropped: bool = False  # there is no gradient after all: the parameter stays bitwise unchanged
 
@@ -31,11 +32,11 @@ class GradSource:
         """Is the parameter on an accelerator? Then the engine cannot reach it, and its tiles are sent as images."""
         return is_on_accelerator(self.param)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Releases the gradient's memory, once the gradient has been copied."""
         self.grad = torch.empty(0, dtype=self.grad.dtype, device="cpu")
 
-    def give_back(self) -> None:
+    def copy_back(self) -> None:
         """Copies the new values from `param` to the parameter, if `param` is a copy."""
-        if self.back:
-            self.back[0].copy_(self.back[1])
+        if self.param_and_copy:
+            self.param_and_copy[0].copy_(self.param_and_copy[1])

@@ -46,7 +46,7 @@ def _item(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def plain(group: dict[str, Any], needed: Collection[str] = ()) -> dict[str, Any]:
+def hyperparameters_of(group: dict[str, Any], needed: Collection[str] = ()) -> dict[str, Any]:
     """A group's hyperparameters as JSON values: tensors become numbers. Values that JSON cannot hold are left out.
 
     Raises CSDTypeError if one of the `needed` hyperparameters would be left out.
@@ -64,8 +64,8 @@ def plain(group: dict[str, Any], needed: Collection[str] = ()) -> dict[str, Any]
     return stored
 
 
-def put_back(group: dict[str, Any], kept: dict[str, Any]) -> None:
-    """Restores the hyperparameters that plain() returned; a group's tensors are filled in place."""
+def restore_hyperparameters(group: dict[str, Any], kept: dict[str, Any]) -> None:
+    """Restores the hyperparameters that hyperparameters_of() returned; a group's tensors are filled in place."""
     for name, value in kept.items():
         now = group.get(name)
         if name in ("foreach", "fused", "capturable", "differentiable"):

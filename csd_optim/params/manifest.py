@@ -38,15 +38,15 @@ def manifest(
         for k, i, p in members(groups)
         if id(p) not in placed
     ]
-    return {**named(rule), "params": params, "waiting": waiting}
+    return {**rule_entry(rule), "params": params, "waiting": waiting}
 
 
-def named(rule: UpdateRule) -> dict[str, Any]:
+def rule_entry(rule: UpdateRule) -> dict[str, Any]:
     """The manifest's entry for the rule; none for AdamW, which was the only rule in the first format."""
     return {} if rule.name == UNNAMED_RULE else {"rule": rule.name}
 
 
-def other_rule(stored: Contents, rule: UpdateRule) -> str | None:
+def rule_difference(stored: Contents, rule: UpdateRule) -> str | None:
     """Says why `rule` cannot resume a store; None if it can."""
     name = stored.manifest.get("rule", UNNAMED_RULE)
     if name != rule.name:
@@ -61,11 +61,11 @@ def other_rule(stored: Contents, rule: UpdateRule) -> str | None:
 
 
 def _is_numeric(value: object) -> bool:
-    """Is it a number or a list of numbers, as plain() stores a hyperparameter?"""
+    """Is it a number or a list of numbers, as hyperparameters_of() stores a hyperparameter?"""
     return all(isinstance(v, (int, float)) for v in (value if isinstance(value, list) and value else [value]))
 
 
-def other_codec(stored: dict[str, Any], groups: Groups, codec_of: CodecOf) -> str | None:
+def codec_difference(stored: dict[str, Any], groups: Groups, codec_of: CodecOf) -> str | None:
     """Says which parameter's stored codec differs from its group's `state_dtype`; None if all agree."""
     here = {(k, i): (name_of(groups, k, i), *codec_of(groups[k], p)) for k, i, p in members(groups)}
     for entry in stored["params"]:
@@ -107,7 +107,7 @@ def first_difference(stored: dict[str, Any], groups: Groups, part_of: PartOf) ->
     return None
 
 
-def changed_by_resume(rule: UpdateRule, given: Groups, record: Record) -> Iterator[str]:
+def ignored_by_resume(rule: UpdateRule, given: Groups, record: Record) -> Iterator[str]:
     """Yields a message for each hyperparameter whose value in the script is ignored in favour of the store's.
 
     `given`: the hyperparameters that this process was started with.

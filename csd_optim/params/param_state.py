@@ -31,8 +31,8 @@ class ParamState:
     """A parameter with a place (tiles' elements for its states) on the devices, or the part that this process updates.
 
     Everything about elements here refers to that part. "With codes" means: the devices keep the states as 8-bit codes.
-    What is known about `param` is changed by `look()`, `is_ours()` and `move_to()` only; `is_new` and `alive` are
-    written by the StateMap.
+    What is known about `param` is changed by `refresh()`, `mark_synced()` and `move_to()` only; `is_new` and `alive`
+    are written by the StateMap.
     """
 
     param: torch.Tensor
@@ -47,8 +47,8 @@ class ParamState:
     numel: int  # number of fp32 values; a complex number counts two
     in_place: bool  # the parameter is its own only master, and windows["master"] is an alias of it
     reachable: bool  # the devices can read the master from the parameter
-    home: torch.device = CPU  # where its states are: in host memory, as the devices' windows, or on its accelerator
-    copy: NearCopy | None = None  # copy of its states on its accelerator, in addition to the devices'
+    state_device: torch.device = CPU  # has its states: the host, as the devices' windows, or its accelerator
+    near_copy: NearCopy | None = None  # copy of its states on its accelerator, in addition to the devices'
     decoded: Decoded | None = None  # with codes: access to the decoded states
     kept_dtype: torch.dtype | None = None  # with codes: the parameter's dtype, which the codes depend on
     is_master: bool = False  # a step takes the master from the parameter: fp32 in host memory; with codes, anywhere
@@ -59,10 +59,10 @@ class ParamState:
     # Version and address of `param` after the last step. If they differ now, the parameter is examined again.
     version: int = -1
     pointer: int = -1
-    local: torch.Tensor = field(init=False)  # the part itself, as of the last look()
+    local: torch.Tensor = field(init=False)  # the part itself, as of the last `refresh()`
     # The dtype that a contiguous gradient must have so that the engine can access it and the parameter in place; None:
     # it cannot.
-    direct: torch.dtype | None = None
+    direct_dtype: torch.dtype | None = None
 
     @property
     def residual(self) -> torch.Tensor | None:
@@ -75,7 +75,7 @@ class ParamState:
     @property
     def on_accelerator(self) -> bool:
         """Are its states torch tensors on the accelerator, with none of its elements on the devices?"""
-        return self.home != CPU
+        return self.state_device != CPU
 
     @property
     def master(self) -> torch.Tensor:
@@ -104,12 +104,12 @@ class ParamState:
     def entry(self, others: Mapping[str, Any]) -> DecodedEntry:
         """With codes: the parameter's entry in `state`. `others`: values in it that are not ours, to be kept."""
         entry = DecodedEntry(("step", *self.sections[1:], self.sections[0]), self.decode)
-        entry.keep({**others, **self.shown})
+        entry.set_plain({**others, **self.shown})
         return entry
 
     def is_shown_by(self, entry: Mapping[str, Any]) -> bool:
         """Does this entry of `state` hold exactly our tensors, so that none was replaced?"""
-        of_codes = isinstance(entry, DecodedEntry) and entry.shows(self.decode) if self.decoded else True
+        of_codes = isinstance(entry, DecodedEntry) and entry.all_decoded_by(self.decode) if self.decoded else True
         return of_codes and all(entry.get(key) is self.shown.get(key) for key in {*self.shown, "residual"})
 
     def set_window(self, key: str, window: torch.Tensor) -> None:
@@ -119,11 +119,11 @@ class ParamState:
     def drop_window(self, key: str) -> None:
         del self.windows[key], self.shown[key]
 
-    def is_ours(self) -> None:
+    def mark_synced(self) -> None:
         """Declares that parameter and master agree now: any later write to the parameter comes from outside."""
         self.version = self.version_now
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Drops the tensors of its states on the accelerator; the parameter gets another place."""
         self.windows, self.shown = {"step": self.windows["step"]}, {"step": self.shown["step"]}
         self.own_master = self.own_master.to("meta")
@@ -134,13 +134,13 @@ class ParamState:
         return sum(self.windows[name].nbytes for name in self.sections[self.in_place :])
 
     def move_to(self, p: torch.Tensor, part: Partition) -> None:
-        """Gives the place to another parameter, which has replaced this one in the model. Call look() next."""
+        """Gives the place to another parameter, which has replaced this one in the model. Call `refresh()` next."""
         self.param, self.part = p, part
         self.shown = {k: w if k == "step" else part.show(w) for k, w in self.windows.items()}
 
     @property
-    def is_written(self) -> bool:
-        """Was the parameter written, moved or converted from outside since is_ours()?"""
+    def is_dirty(self) -> bool:
+        """Was the parameter written, moved or converted from outside since mark_synced()?"""
         return self.version != self.version_now or self.pointer != self.pointer_now
 
     @property
@@ -148,11 +148,11 @@ class ParamState:
         """Where a step finds the master, once the place is filled: see csd_master."""
         if self.in_place or self.is_section:
             return int(IN_PARAM)
-        if self.decoded and self.reachable and self.index in self.decoded.masters_written and not self.is_written:
+        if self.decoded and self.reachable and self.index in self.decoded.masters_written and not self.is_dirty:
             return int(UNCOMPARED)
         # With codes, a step compares a reachable parameter in any case. UNLESS_SET makes a written parameter win even
         # over a loaded master, which need not round to the parameter.
-        unless_set = self.compares and self.is_written if self.decoded else self.unless_set
+        unless_set = self.is_compared and self.is_dirty if self.decoded else self.unless_set
         return int(FROM_PARAM if self.is_master else UNLESS_SET if unless_set else IN_SECTION)
 
     @property
@@ -161,7 +161,7 @@ class ParamState:
         return self.decoded is not None and self.decoded.is_own_master(self.index)
 
     @property
-    def compares(self) -> bool:
+    def is_compared(self) -> bool:
         """With codes: does each step in which it takes part detect where the parameter was set from outside?"""
         return self.decoded is not None and self.reachable
 
@@ -180,10 +180,10 @@ class ParamState:
         right = p.dtype in ((self.kept_dtype,) if self.decoded else DTYPES)
         right = right and p.layout is torch.strided and not p.is_meta
         local = self.part.of(p) if right else p
-        is_there = not self.on_accelerator or local.device == self.home
+        is_there = not self.on_accelerator or local.device == self.state_device
         return right and is_there and local.shape == self.own_master.shape
 
-    def look(self, grad_dtype: torch.dtype | None) -> None:
+    def refresh(self, grad_dtype: torch.dtype | None) -> None:
         """Examines the parameter anew after it was written, moved or converted. `grad_dtype`: the optimizer's option.
 
         Raises CSDTypeError, CSDValueError or CSDRuntimeError if its states no longer fit it.
@@ -198,10 +198,10 @@ class ParamState:
             )
         if p.shape != shape or numel(p) != self.numel:
             raise CSDValueError(f"parameter {self.name} is {tuple(p.shape)} {p.dtype} now, its state {tuple(shape)}")
-        if self.on_accelerator and p.device != self.home:
+        if self.on_accelerator and p.device != self.state_device:
             raise CSDRuntimeError(
-                f"parameter {self.name} is on {p.device} now, and its states are on {self.home}, where gpu: keeps "
-                "them: move it back, or load its state dict into another optimizer"
+                f"parameter {self.name} is on {p.device} now, and its states are on {self.state_device}, where gpu: "
+                "keeps them: move it back, or load its state dict into another optimizer"
             )
         fresh = self.pointer == -1
         if self.pointer != self.pointer_now:
@@ -215,16 +215,17 @@ class ParamState:
         self.is_master = self.reachable and (not half if self.decoded else fp32_on_host)
         self.unless_set = self.part.writes_uncounted and self.reachable and on_host and in_order and half
         reachable = on_host and in_order and p.is_contiguous() and p.dtype in DTYPE_CODES
-        self.direct = p.dtype if reachable and grad_dtype in (None, p.dtype) else None
+        self.direct_dtype = p.dtype if reachable and grad_dtype in (None, p.dtype) else None
         if self.decoded and self.decoded.resident:
-            self.decoded.set_location(self.index, flat(p) if self.direct else None, fresh=fresh)
+            self.decoded.set_location(self.index, flat(p) if self.direct_dtype else None, fresh=fresh)
         if self.in_place:
-            self.in_place = in_order and p.is_contiguous() and p.dtype is torch.float32 and p.device == self.home
+            is_fp32_there = p.dtype is torch.float32 and p.device == self.state_device
+            self.in_place = in_order and p.is_contiguous() and is_fp32_there
             if self.in_place:
                 self.set_window("master", p)
             else:  # no longer in place: move the master, with bits that the parameter may have lost, to its own storage
                 if self.own_master.is_meta:
-                    self.own_master = torch.empty_like(self.own_master, device=self.home)
+                    self.own_master = torch.empty_like(self.own_master, device=self.state_device)
                 self.set_window("master", self.own_master.copy_(self.windows["master"]))
 
     def fill(self, entry: Mapping[str, Any], *, seed: bool, fresh: bool = False) -> int:
@@ -254,7 +255,7 @@ class ParamState:
 
     def _is_left(self, entry: Mapping[str, Any], *, fresh: bool) -> bool:
         """With codes: can the master be left out here, because the next step takes it from the parameter?"""
-        found = self.decoded is not None and self.compares and self.param.grad is not None
+        found = self.decoded is not None and self.is_compared and self.param.grad is not None
         return found and fresh and not entry and not (self.decoded and self.decoded.durable)
 
     def _encode(self, entry: Mapping[str, Any], *, seed: bool, fresh: bool) -> int:
@@ -263,7 +264,7 @@ class ParamState:
         states: dict[str, torch.Tensor] = {}
         dtype = torch.complex64 if self.param.is_complex() else torch.float32
         for key in self.sections:
-            if isinstance(entry, DecodedEntry) and entry.has_own(key, self.decode):
+            if isinstance(entry, DecodedEntry) and entry.is_decoded_by(key, self.decode):
                 continue
             value = entry.get(key)
             if value is not None:
@@ -295,7 +296,7 @@ class ParamState:
         # A step that compares does this itself. But if the parameter is its own section, the step has nothing to
         # compare it with, and a master that was written (`loaded`) has to be handled here.
         loaded = self.decoded is not None and self.is_section and self.decoded.is_master_written(self.index)
-        if not loaded and (self.is_section or (self.compares and takes_part)):
+        if not loaded and (self.is_section or (self.is_compared and takes_part)):
             return
         master = flat(self.master)
         p = flat(ordered(self.local, self.stride))
@@ -321,7 +322,7 @@ class ParamState:
         if in_order is not p:
             p.copy_(in_order)
         if set_to is None:
-            self.is_ours()
+            self.mark_synced()
 
     def source(self, g: torch.Tensor, grad_dtype: torch.dtype | None) -> GradSource:
         """Gradient and parameter as flat arrays in the order of the states: views where possible, else copies.
@@ -336,16 +337,16 @@ class ParamState:
         if g.dtype not in DTYPES:
             raise CSDTypeError(f"the gradient of {self.name} is {g.dtype}; taken are {', '.join(map(str, DTYPES))}")
         grad = flat(ordered(g.detach().resolve_conj().resolve_neg(), self.stride))
-        target, back = p, None
+        target, param_and_copy = p, None
         if not same_order(p.stride(), self.stride, p.shape):
             target = torch.empty_strided(p.shape, self.stride, dtype=p.dtype, device=p.device)
             if self.is_new or self.decoded:
                 target.copy_(p)
-            back = (p, target)
-        source = GradSource(grad, flat(target), grad_dtype or grad.dtype, back=back)
+            param_and_copy = (p, target)
+        source = GradSource(grad, flat(target), grad_dtype or grad.dtype, param_and_copy=param_and_copy)
         # With codes, the engine reads the parameter in place where it can reach it.
         read = self.reachable and source.is_on_accelerator if self.decoded else self.master_in != IN_SECTION
-        source.is_read = self.is_new or read
+        source.param_is_read = self.is_new or read
         return source
 
 

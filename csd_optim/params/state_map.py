@@ -102,7 +102,7 @@ class StateMap:
                     param_state = self._give(engine, p, part, name, *where, states if alone else None)
                     if states and copies:
                         self._copy(copies, param_state, states.values())
-                    param_state.look(grad_dtype)
+                    param_state.refresh(grad_dtype)
                     self.unfilled[param_state] = True
         finally:  # even if only some parameters have got a place: describe those
             self._said = None
@@ -113,7 +113,7 @@ class StateMap:
         """Tells the engine how many parameters and bytes are on the accelerator."""
         if engine.accelerator:
             near = [b for b in self.param_states.values() if b.on_accelerator]
-            copied = [b for b in self.param_states.values() if b.copy]
+            copied = [b for b in self.param_states.values() if b.near_copy]
             engine.accelerator.params = sum(b.numel for b in (*near, *copied))
             engine.accelerator.nbytes = engine.copies * sum(b.nbytes for b in near)
             if engine.accelerator.copies:
@@ -122,7 +122,7 @@ class StateMap:
     @staticmethod
     def _copy(copies: NearCopies, param_state: ParamState, states: Iterable[torch.Tensor]) -> None:
         """Makes `states` the accelerator's copy of a parameter's states."""
-        param_state.copy = copies.of[param_state.index] = NearCopy([flat(state) for state in states])
+        param_state.near_copy = copies.of[param_state.index] = NearCopy([flat(state) for state in states])
 
     def copy_resumed(self, engine: Engine) -> None:
         """Chooses which states of a resumed store get copies on the accelerator, and allocates these.
@@ -131,7 +131,7 @@ class StateMap:
         """
         if engine.accelerator is None or (copies := engine.accelerator.copies) is None:
             return
-        there = [b for b in self.param_states.values() if not b.copy]
+        there = [b for b in self.param_states.values() if not b.near_copy]
         joining = [self._joining(engine, b.name, b.part.of(b.param), b.sections, b.decoded is not None) for b in there]
         chosen = engine.accelerator.choose(joining)
         try:
@@ -255,7 +255,7 @@ class StateMap:
             # Devices in host memory update an fp32 parameter itself, so that the master is not stored twice.
             in_place=own_master.is_meta if states else resident and not coded and p.dtype is torch.float32,
             reachable=engine.devices.reaches_params and not states,
-            home=part.of(p).device if states else CPU,
+            state_device=part.of(p).device if states else CPU,
             decoded=engine.decoded if coded else None,
             kept_dtype=p.dtype if coded else None,
             initial=initial,
@@ -313,13 +313,13 @@ class StateMap:
             if lost:
                 said = f"8-bit states hold an exp_avg of {MOST_RATIO} times the root of exp_avg_sq at most"
                 warnings.warn(f"{said}: {lost} larger ones become that", CSDWarning, users_stacklevel())
-        self.filled()
+        self.mark_filled()
 
     def fill_by_step(self, engine: Engine, param_states: list[ParamState]) -> list[ParamState]:
         """Leaves filling to the next step, which takes `param_states`: it writes what it computes, and reads nothing.
 
-        Returns the places that the step fills: call `filled()` when the step is complete; if it is undone, they are
-        empty as before. Returns an empty list if there is nothing to fill, or a step cannot do it.
+        Returns the places that the step fills: call `mark_filled()` when the step is complete; if it is undone, they
+        are empty as before. Returns an empty list if there is nothing to fill, or a step cannot do it.
         """
         if not self.unfilled:
             return []
@@ -334,7 +334,7 @@ class StateMap:
             param_state.is_new = True
         return new
 
-    def filled(self) -> None:
+    def mark_filled(self) -> None:
         """Marks all unfilled places as filled, and shows them in `state`."""
         if not self.unfilled:
             return
@@ -366,12 +366,12 @@ class StateMap:
                 self.param_states.pop(id(p)).alive = False  # it needs more states than its place has
                 engine.drop_residual(param_state.index)
                 if param_state.on_accelerator:
-                    param_state.let_go()
-                if param_state.copy:
+                    param_state.release()
+                if param_state.near_copy:
                     assert engine.accelerator
                     assert engine.accelerator.copies
                     del engine.accelerator.copies.of[param_state.index]
-                    param_state.copy = None
+                    param_state.near_copy = None
                 param_state = None
             if param_state is None:
                 if entry:
@@ -418,7 +418,7 @@ class StateMap:
     def _values(self) -> list[Any]:
         return [
             *chain.from_iterable(
-                entry.marks if isinstance(entry, DecodedEntry) else entry.values()
+                entry.identities if isinstance(entry, DecodedEntry) else entry.values()
                 for entry in self.state.values()
                 if isinstance(entry, dict)
             )
@@ -449,7 +449,7 @@ class StateMap:
             self.show(param_state)
         self.remember()
 
-    def exchange(self, engine: Engine, groups: Groups) -> None:
+    def follow_replaced_params(self, engine: Engine, groups: Groups) -> None:
         """Moves places to parameters that have replaced others since adopt_commit().
 
         Raises CSDStoreError if shape or dtype of a new parameter is not the store's.
@@ -487,7 +487,7 @@ class StateMap:
             param_state for param_state in self.param_states.values() if param_state.version == param_state.version_now
         ]
 
-    def give_values(self, param_states: Iterable[ParamState], grad_dtype: torch.dtype | None) -> str | None:
+    def set_from_masters(self, param_states: Iterable[ParamState], grad_dtype: torch.dtype | None) -> str | None:
         """Sets parameters to the values of their masters. Returns the name of one on the meta device, or None."""
         without_data = None
         for param_state in param_states:
@@ -497,7 +497,7 @@ class StateMap:
                 continue
             with torch.no_grad(), param_state.decoding():
                 param_state.part.of(p).copy_(param_state.master)
-            param_state.look(grad_dtype)
-            param_state.is_ours()
+            param_state.refresh(grad_dtype)
+            param_state.mark_synced()
         self.changes += 1
         return without_data

@@ -15,7 +15,7 @@ class UpdateRule:
 
     name: str  # identifies the rule in a store
     sections: tuple[str, ...]  # of a tile, 1 to 4: the fp32 master, then the states by their names in `state`
-    least: int  # every parameter has the first `least` sections; of the others, those that its group needs
+    min_sections: int  # how many of the sections every parameter has; of the others, it has those that its group needs
     hyperparameters: tuple[str, ...]  # of a group; a store keeps them
     # (group, sections, t, grad_scale) → csd_rule and csd_hyper.c at step t, computed in double, for the parameters of
     # the group that have these sections. Gradients are multiplied by `grad_scale`.
@@ -28,7 +28,8 @@ class UpdateRule:
 
     def sections_for(self, group: Group, held: Collection[str] = ()) -> tuple[str, ...]:
         """The sections that a parameter of this group needs, plus those for which it already has a state (`held`)."""
-        needed = {*self.sections[: self.least], *held, *(state for name, state in self.switches.items() if group[name])}
+        switched_on = (state for name, state in self.switches.items() if group[name])
+        needed = {*self.sections[: self.min_sections], *held, *switched_on}
         return tuple(section for section in self.sections if section in needed)
 
     def initial_for(self, group: Group) -> dict[str, float]:
@@ -46,4 +47,4 @@ class UpdateRule:
     def takes(self, sections: Sequence[str]) -> bool:
         """Can a parameter of this rule have exactly these sections?"""
         in_order = tuple(section for section in self.sections if section in sections)
-        return (*sections,) == in_order and in_order[: self.least] == self.sections[: self.least]
+        return (*sections,) == in_order and in_order[: self.min_sections] == self.sections[: self.min_sections]

@@ -20,8 +20,8 @@ import torch
 from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..distributed.sharding import as_dtensor
 from ..errors import CSDError, CSDRankError, CSDStoreExistsError, CSDWarning
-from ..params.groups import members, plain, put_back
-from ..params.manifest import changed_by_resume
+from ..params.groups import hyperparameters_of, members, restore_hyperparameters
+from ..params.manifest import ignored_by_resume
 from ..params.param_state import DTYPES
 from ..params.summed import Summand
 from ..step.prepare import NO_SUMS, StepPlan, Sums
@@ -152,10 +152,12 @@ class Owner:
             notes = [str(w.message) for w in caught if issubclass(w.category, CSDWarning)]
         opt = self.optimizer
         opt.synchronize()
-        groups = [plain(group) for group in opt.param_groups]
+        groups = [hyperparameters_of(group) for group in opt.param_groups]
         if goes_on:
             there = Record(groups=groups, given=opt._initial_groups)
-            notes = [*changed_by_resume(opt._rule, [plain(group.hyper) for group in request.groups], there)]
+            notes = [
+                *ignored_by_resume(opt._rule, [hyperparameters_of(group.hyper) for group in request.groups], there)
+            ]
         user_state = opt.user_state
         states = user_state.get(OF_TRAINERS, [user_state]) if user_state else []
         return {
@@ -245,7 +247,7 @@ class Owner:
         """Begin a step that was only announced, if possible. Nothing visible changes until it is requested."""
         with all_ranks_or_none(self._ranks):
             self.finish_step()
-        self._groups_before = [plain(group) for group in self.optimizer.param_groups]
+        self._groups_before = [hyperparameters_of(group) for group in self.optimizer.param_groups]
         self._begin(message, waits=False)
         if self.flow and not self.flow.under_way:
             self.finish_step()
@@ -302,7 +304,7 @@ class Owner:
             self.optimizer._sums = NO_SUMS
             before, self._groups_before = self._groups_before, None
             for group, kept in zip(self.optimizer.param_groups, before or (), strict=bool(before)):
-                put_back(group, kept)
+                restore_hyperparameters(group, kept)
 
     def layout_of(self, plan: StepPlan, indices: Sequence[int], *, apart: bool) -> Layout:
         """Return the cached Layout if it fits, or a new one."""
@@ -367,7 +369,7 @@ class Owner:
 
     def _put_back(self, hyper: Sequence[dict[str, Any]] | None) -> None:
         for group, kept in zip(self.optimizer.param_groups, hyper or (), strict=bool(hyper)):
-            put_back(group, {name: value for name, value in kept.items() if name not in NOT_OURS})
+            restore_hyperparameters(group, {name: value for name, value in kept.items() if name not in NOT_OURS})
 
     @torch.no_grad()
     def _take(self, received: Mapping[int, torch.Tensor]) -> None:

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from ..distributed.sharding import is_replicated
 from ..errors import CSDRankError, CSDRuntimeError, CSDStoreError
-from ..params.groups import Groups, name_of, plain
+from ..params.groups import Groups, hyperparameters_of, name_of
 from ..params.param_state import DTYPES
 from .values import dtype_named
 from .wire import PROTOCOL
@@ -36,7 +36,7 @@ class Param:
 
 @dataclass(frozen=True)
 class Group:
-    hyper: dict[str, Any] = field(compare=False)  # as plain() returns them
+    hyper: dict[str, Any] = field(compare=False)  # as hyperparameters_of() returns them
     params: tuple[Param, ...]
 
 
@@ -92,7 +92,7 @@ def describe_group(
         params.append(
             Param(name, bool(group.get("param_names")), tuple(shape), tuple(stride), p.dtype, p.requires_grad)
         )
-    return Group(plain(group, hyperparameters), tuple(params))
+    return Group(hyperparameters_of(group, hyperparameters), tuple(params))
 
 
 def group_message(group: Group) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from ..distributed.ranks import all_ranks_or_none
 from ..distributed.sharding import is_replicated
 from ..errors import CSDRankError, CSDRuntimeError
-from ..params.groups import plain
+from ..params.groups import hyperparameters_of
 from ..params.memory_warnings import FETCHED, warn_if_large
 from .blocks import Part, ViewOf
 from .blocks import whole as all_of
@@ -138,7 +138,7 @@ class StatesElsewhere(TrainerModel):
                 "op": "load",
                 "states": [[index, step, names] for index, (step, names) in said.items()],
                 "written": [known.index for known in there],
-                "hyper": [plain(group, self._rule.hyperparameters) for group in self.param_groups],
+                "hyper": [hyperparameters_of(group, self._rule.hyperparameters) for group in self.param_groups],
             },
             sends=[states_of(sent), self._values(there)],
             patience=LONG_TIMEOUT,

@@ -23,7 +23,7 @@ from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..distributed.sharding import is_replicated
 from ..engine.engine import Engine
 from ..errors import CSDError, CSDRankError, CSDRuntimeError, CSDStoreError, CSDTypeError, CSDValueError
-from ..params.groups import plain, put_back
+from ..params.groups import hyperparameters_of, restore_hyperparameters
 from ..params.param_state import DTYPES, check_param
 from ..step.prepare import Participants, clip_to, participants
 from ..store.file import Mode
@@ -113,7 +113,7 @@ class _Trainer(StatesElsewhere):
         kind = next(ours).__name__
         return Request(
             kind,
-            plain(self.defaults),
+            hyperparameters_of(self.defaults),
             {"state_dtype": self.state_dtype, **self._options},
             mode,
             self._ranks.size if self._ranks else 1,
@@ -135,7 +135,7 @@ class _Trainer(StatesElsewhere):
         if not reply["recovered"]:
             return
         for group, kept in zip(self.param_groups, reply["groups"], strict=True):
-            put_back(group, kept)
+            restore_hyperparameters(group, kept)
         states = unpacked(reply["user_states"]) or [{}]
         rank, size = (self._ranks.rank, self._ranks.size) if self._ranks else (0, 1)
         self.user_state = states[rank] if len(states) == size else states[0]
@@ -150,7 +150,7 @@ class _Trainer(StatesElsewhere):
             with engine.lock:
                 self._know()
                 for group, kept in zip(self.param_groups, self._opened["groups"], strict=False):
-                    put_back(group, kept)
+                    restore_hyperparameters(group, kept)
                 self._pull()
         elif self._opened["recovered"]:
             raise CSDRuntimeError("restore() goes before the first step()")
@@ -183,7 +183,7 @@ class _Trainer(StatesElsewhere):
             pushed = self._pushed(taking_part)
             selected = self._select(taking_part, grads, pushed, grad_scale)
             user_state = packed(self.user_state)
-            hyper = [plain(group, self._rule.hyperparameters) for group in self.param_groups]
+            hyper = [hyperparameters_of(group, self._rule.hyperparameters) for group in self.param_groups]
             written = [known.index for known in self._written(grads)]
             said.own = (pushed, written, user_state, self._sends(grads, selected, grad_scale))
         differ = "trainers have gradients of different parameters, or not all have pushed the same"
@@ -312,7 +312,7 @@ class _Trainer(StatesElsewhere):
         joined = len(self.param_groups) > self._groups_told
         if not (self._foreseen and remote.leads) or joined or self.max_grad_norm is not None or self._written({}):
             return
-        hyper = [plain(group, self._rule.hyperparameters) for group in self.param_groups]
+        hyper = [hyperparameters_of(group, self._rule.hyperparameters) for group in self.param_groups]
         n = len(self._foreseen["params"])
         remote.announce(
             {

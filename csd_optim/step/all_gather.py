@@ -156,7 +156,7 @@ class ParamAllGather:
                 return
             for piece in self._to_leave[0].pieces:
                 if source := self._sources.get(piece.param_state.index):
-                    source.give_back()
+                    source.copy_back()
             self._leave()
 
     def finish(self) -> None:

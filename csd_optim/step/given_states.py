@@ -104,7 +104,7 @@ def given_states(engine: Engine, step: PreparedStep) -> GivenStates | None:
     if copies is None:
         return None
     edited = engine.windows.note_written()  # tiles; copies of their states are invalid now
-    with_grad = [b for b in step.plan.param_states if b.copy and b.numel]
+    with_grad = [b for b in step.plan.param_states if b.near_copy and b.numel]
     # The devices update a parameter that was moved off the accelerator, like any other.
     updated = {b.index: b for b in with_grad if _is_there(b)}
     copies.forget([b.index for b in with_grad if b.index not in updated])
@@ -136,5 +136,5 @@ def given_states(engine: Engine, step: PreparedStep) -> GivenStates | None:
 
 
 def _is_there(b: ParamState) -> bool:
-    assert b.copy
-    return b.local.device == b.copy.device
+    assert b.near_copy
+    return b.local.device == b.near_copy.device

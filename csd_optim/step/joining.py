@@ -11,7 +11,7 @@ from torch.distributed.algorithms.join import JoinHook
 from ..distributed.ranks import Ranks
 from ..distributed.sharding import is_replicated
 from ..errors import CSDRankError
-from ..params.groups import Groups, members, plain, put_back
+from ..params.groups import Groups, hyperparameters_of, members, restore_hyperparameters
 
 
 class StepHook(JoinHook):
@@ -32,13 +32,13 @@ def borrow(ranks: Ranks, leader: int, groups: Groups, scale: float | None, *, jo
     """
     params = [p for _, _, p in members(groups) if is_replicated(p)]
     with_own = [k for k, p in enumerate(params) if p.grad is not None]
-    said = ranks.gather_objects((joined, with_own, [plain(group) for group in groups], scale))
+    said = ranks.gather_objects((joined, with_own, [hyperparameters_of(group) for group in groups], scale))
     _, with_grad, hypers, scale = said[leader]
     if any(theirs != with_grad for has_joined, theirs, *_ in said if not has_joined):
         raise CSDRankError("ranks that have data have gradients of different parameters")
     if joined:
         for group, kept in zip(groups, hypers, strict=True):
-            put_back(group, kept)
+            restore_hyperparameters(group, kept)
     for k, p in enumerate(params):
         if k not in with_grad:
             if joined:

@@ -43,8 +43,8 @@ class NearUpdate:
 
 def _states(param_state: ParamState) -> list[torch.Tensor]:
     """The parameter's states, 1-D fp32, master first. Writes to them change no version counter; the step does that."""
-    if param_state.copy:
-        return param_state.copy.states
+    if param_state.near_copy:
+        return param_state.near_copy.states
     return [flat(param_state.windows[name].data) for name in param_state.sections]
 
 
@@ -151,7 +151,7 @@ class NearUpdates:
         with _taking_memory():
             if self.undoes:
                 # A copy needs no backup: the devices have the same states.
-                before = [] if u.param_state.copy else [state.clone() for state in _states(u.param_state)]
+                before = [] if u.param_state.near_copy else [state.clone() for state in _states(u.param_state)]
                 self._before.append((u.param_state, before))
             for grad in self._grads(u):
                 self._nonfinite[grad.device] += grad.isfinite().logical_not().sum()
@@ -225,8 +225,8 @@ class NearUpdates:
         """
         self.wait()
         for param_state, before in self._before:
-            if param_state.copy:
-                param_state.copy.is_known = False
+            if param_state.near_copy:
+                param_state.near_copy.is_known = False
                 continue
             for state, kept in zip(_states(param_state), before, strict=True):
                 state.copy_(kept)

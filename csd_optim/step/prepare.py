@@ -187,7 +187,7 @@ def bind(
     """Gives new parameters their places, and examines those that were written from outside.
 
     Adopts tensors that were assigned to `state`. `plan`: that of the previous step. Returns None if there is no
-    gradient. Raises what StateMap.join(), adopt() and ParamState.look() raise.
+    gradient. Raises what StateMap.join(), adopt() and ParamState.refresh() raise.
     """
     if not state_map.intact():
         state_map.adopt(engine, groups, grad_dtype)
@@ -204,7 +204,7 @@ def bind(
         new = []
     if written:
         for param_state in written:
-            param_state.look(grad_dtype)
+            param_state.refresh(grad_dtype)
             state_map.show(param_state)
         state_map.remember()
         state_map.count_near(engine)
@@ -217,7 +217,7 @@ def _written(state_map: StateMap, plan: StepPlan, grad_dtype: torch.dtype | None
     """Parameters that were written, moved or converted since the last step, if they have a gradient or still fit."""
     written: Iterable[ParamState] = plan.param_states
     if grad_dtype is plan.grad_dtype:
-        written = (b for b in state_map.param_states.values() if not b.is_new and b.is_written)
+        written = (b for b in state_map.param_states.values() if not b.is_new and b.is_dirty)
     return [b for b in written if b.param.grad is not None or b.fits()]
 
 
@@ -245,10 +245,10 @@ def _plan_for(
     for b in state_map.coded:
         table["first"][b.index] = b.part.first_element() * (2 if b.param.is_complex() else 1) % (1 << 32)
     for b in param_states:
-        if b.direct:
+        if b.direct_dtype:
             row = table[b.index]
             row["param"] = b.local.data_ptr()
-            row["grad_dtype"], row["param_dtype"] = DTYPE_CODES[b.direct], DTYPE_CODES[b.param.dtype]
+            row["grad_dtype"], row["param_dtype"] = DTYPE_CODES[b.direct_dtype], DTYPE_CODES[b.param.dtype]
     pointers, times = np.unique([b.pointer_now for b in param_states], return_counts=True)
     if (twice := pointers[(times > 1) & (pointers > 0)]).size:
         names = " and ".join(b.name for b in param_states if b.pointer_now == twice[0])
@@ -324,15 +324,19 @@ def foresee(
     """
     if plan.changes != state_map.changes or not state_map.intact() or state_map.unfilled:
         return None
-    if any(b.is_written for b in state_map.param_states.values()):
+    if any(b.is_dirty for b in state_map.param_states.values()):
         return None
-    if not all(b.direct or (is_on_accelerator(b.local) and b.local.dtype in DTYPE_CODES) for b in plan.param_states):
+    if not all(
+        b.direct_dtype or (is_on_accelerator(b.local) and b.local.dtype in DTYPE_CODES) for b in plan.param_states
+    ):
         return None
     group_of = {id(p): k for k, _, p in members(groups)}
     stand_ins = [b.local for b in plan.param_states]
     taking_part = Participants(plan.params, stand_ins, [group_of.get(id(p), 0) for p in plan.params])
     step = prepare(engine, rule, BoundStep(plan, taking_part, [], [], state_map.coded), groups, grad_scale, options)
-    rounded = any(source.back or source.grad_dtype is not source.grad.dtype for source in step.prepared.values())
+    rounded = any(
+        source.param_and_copy or source.grad_dtype is not source.grad.dtype for source in step.prepared.values()
+    )
     return None if rounded or step.table["topk"].any() else step
 
 
@@ -372,14 +376,19 @@ def _reach(
     sources: dict[int, GradSource] = {}
     pointers = []
     for param_state, g in zip(plan.param_states, grads, strict=True):
-        if g.dtype is param_state.direct and g.numel() == param_state.numel and g.is_contiguous() and not g.is_neg():
+        if (
+            g.dtype is param_state.direct_dtype
+            and g.numel() == param_state.numel
+            and g.is_contiguous()
+            and not g.is_neg()
+        ):
             pointers.append(g.data_ptr())
             continue
         source = sources[param_state.index] = param_state.source(g, grad_dtype)
         pointers.append(source.grad.data_ptr())
         row = table[param_state.index]
         row["param"] = 0 if source.is_on_accelerator else source.param.data_ptr()
-        row["in_image"] = source.is_on_accelerator and source.is_read
+        row["in_image"] = source.is_on_accelerator and source.param_is_read
         row["grad_dtype"], row["param_dtype"] = DTYPE_CODES[source.grad_dtype], DTYPE_CODES[source.param.dtype]
     table["grad"][plan.rows] = np.array(pointers, np.uint64)
     return sources
@@ -400,7 +409,7 @@ def _sum(plan: StepPlan, sums: Sums, table: np.ndarray[Any, Any]) -> list[np.nda
 def _check_near(plan: StepPlan, topk: np.ndarray[Any, Any], owing: np.ndarray[Any, Any]) -> None:
     """Raises CSDValueError if a parameter with states on the accelerator has Top-K or a residual."""
     for b, share, owes in zip(plan.param_states, topk.tolist(), owing.tolist(), strict=True):
-        is_near = b.on_accelerator or b.copy
+        is_near = b.on_accelerator or b.near_copy
         if is_near and owes:
             raise CSDValueError(
                 f"parameter {b.name} has a residual of Top-K ('residual' in its state), but gpu: has its states, and "
@@ -416,7 +425,7 @@ def _tell_codes(coded: list[ParamState], steps: np.ndarray[Any, Any], table: np.
         row = table[b.index]
         row["seed"] = int(steps[b.index]) % (1 << 32)
         row["master"] = NEW if b.is_new else b.master_in
-        if b.compares and b.direct and not row["param"] and not b.is_written:
+        if b.is_compared and b.direct_dtype and not row["param"] and not b.is_dirty:
             row["param"], row["param_dtype"] = b.local.data_ptr(), DTYPE_CODES[b.local.dtype]
 
 
@@ -466,7 +475,7 @@ def apply_outside_writes(engine: Engine, step: PreparedStep) -> None:
     taking_part = {b.index for b in step.plan.param_states}
     written = [b for b in step.written if engine.devices.keeps_state or b.on_accelerator]
     if not engine.devices.resident:  # resident states need no copy: no step is undone there
-        step.set_to = {b.index: b.local.detach().clone() for b in written if b.compares and b.index in taking_part}
+        step.set_to = {b.index: b.local.detach().clone() for b in written if b.is_compared and b.index in taking_part}
     if not written:
         return
     always = not engine.windows.synced

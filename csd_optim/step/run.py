@@ -95,7 +95,7 @@ class StepRunner:
             self._complete(engine, step, record)
         finally:  # the step is complete, and parameters have new values
             for source in step.prepared.values():
-                source.give_back()
+                source.copy_back()
             self.is_ours(step)
 
     def _complete(self, engine: Engine, step: PreparedStep, record: Record | None) -> None:
@@ -106,7 +106,7 @@ class StepRunner:
         if step.given and step.near:
             step.given.keep()
             step.near.commit_bytes = step.given.nbytes
-        self._state_map.filled()
+        self._state_map.mark_filled()
         self.taken += 1
         try:
             if step.ring is not None:
@@ -127,7 +127,7 @@ class StepRunner:
         """Counts the step's writes to its parameters. Any later write is one from outside."""
         torch.autograd.graph.increment_version(step.plan.params)
         for param_state in (*step.written, *step.plan.param_states):
-            param_state.is_ours()
+            param_state.mark_synced()
 
     # ---- a step that lands later: see overlap/ -----------------------------------------
 
@@ -169,7 +169,7 @@ class StepRunner:
         _exhaust(step.near.launch(timed=engine.near_spans is not None))
         rows = step.near.all_queued()
         for row in rows:
-            step.prepared.pop(row).give_back()
+            step.prepared.pop(row).copy_back()
         return rows
 
     def land(self, engine: Engine, step: PreparedStep, record: Record | None) -> None:

@@ -231,7 +231,7 @@ class StagingRing:
             if source is None:
                 continue
             here = slice(first, first + n)
-            if source.is_read:
+            if source.param_is_read:
                 image = slot.param[4 * tile_first :].view(source.param.dtype)[:n]
                 copies.append((streams.get(source.param.device), image, source.param[here]))
             if not source.topk and not source.is_dropped:
@@ -284,7 +284,7 @@ class StagingRing:
                 copied.append((source, stream.device))
         events = {device: record_event(stream) for device, stream in used.items()}
         for source, device in copied:
-            source.arrives = events[device]
+            source.copy_event = events[device]
         slot.under_way = [*events.values()]
 
 

@@ -162,11 +162,11 @@ MUTANTS = {
     ),
     "a guess: compared on the current stream": in_comparisons("with on(to_host[there.device])", "with on(None)"),
     "a guess: the answer is read before it is there": in_comparisons("wait_for(record_event(to_host[device]))"),
-    "a guess: parameters of codes are not compared": in_guesses("if source.is_read:", "if False:"),
+    "a guess: parameters of codes are not compared": in_guesses("if source.param_is_read:", "if False:"),
     "a guess: all gradients are right": in_guesses("self._step.ring.equal(", "True or self._step.ring.equal("),
     "free: gradients are copied before they are made": in_backward("self._step.ring.follow(grad.device)"),
     "free: gradients go when their copies begin": in_staging(
-        COPYING, f"{COPYING}\n            [s.let_go() for s in self._sources[tile].values() if self._copied]", FREE
+        COPYING, f"{COPYING}\n            [s.release() for s in self._sources[tile].values() if self._copied]", FREE
     ),
     "free: nobody joins in step()": in_backward("pass\n                step.ring.join()", "pass"),
     "free: what is undone comes back later": in_backward("step.ring.join()  # what", "pass  # what"),
@@ -179,7 +179,7 @@ MUTANTS = {
     ),
     "overlap: what is strided goes back before it is there": Mutant(
         "overlap/overlap.py",
-        "[*self._at_once, *self._to_give_back], self",
+        "[*self._at_once, *self._to_copy_back], self",
         "[*self._at_once], self",
         "overlap and layouts",
     ),
@@ -218,10 +218,10 @@ MUTANTS = {
         "stream.wait_event(self._event(row))", "self._event(row)", NAMED
     ),
     "gpu: overlap: states of a step that was undone stay": in_near(
-        "param_state.copy.is_known = False", "pass", f"fails and {NAMED}"
+        "param_state.near_copy.is_known = False", "pass", f"fails and {NAMED}"
     ),
     "gpu: states leave on the current stream": in_given("with on(stream)", "with on(None)"),
-    "gpu: states of a step that was undone stay": in_near("param_state.copy.is_known = False", "pass", DURABLE),
+    "gpu: states of a step that was undone stay": in_near("param_state.near_copy.is_known = False", "pass", DURABLE),
     "gpu: states that somebody wrote to stay": Mutant(
         "engine/windows.py", "self._engine.forget_copies(changed)", "pass", DURABLE
     ),

@@ -57,7 +57,7 @@ def twins(directory, script, overlap, **options):
 
 
 def near_of(training):
-    near = {id(b.param) for b in training.opt._state_map.by_index if b.on_accelerator or b.copy}
+    near = {id(b.param) for b in training.opt._state_map.by_index if b.on_accelerator or b.near_copy}
     return [p for p in training.model.parameters() if id(p) in near]
 
 
