@@ -20,7 +20,7 @@ from csd_optim.devices.spec import parse_devices
 from csd_optim.engine.open_engine import open_engine
 from csd_optim.engine.resume import check_recovered
 from csd_optim.optim import adamw
-from csd_optim.params.manifest import other_rule
+from csd_optim.params.manifest import rule_difference
 from csd_optim.store import format as store_format
 from csd_optim.store.format import read_contents
 
@@ -68,7 +68,7 @@ def same(a, b, names=None):
 
 
 def test_sections_that_a_group_needs():
-    rule = replace(TWIN, least=1, switches={"momentum": "first", "centered": "largest"})
+    rule = replace(TWIN, min_sections=1, switches={"momentum": "first", "centered": "largest"})
     off, on = {"momentum": 0.0, "centered": False}, {"momentum": 0.9, "centered": False}
     assert rule.sections_for(off) == ("master",)
     assert rule.sections_for(on) == ("master", "first")
@@ -272,7 +272,7 @@ def test_a_store_whose_hyperparameters_are_no_numbers(stores):
     for value in (None, "0.9", [], {}):
         groups = [{**contents.record.groups[0], "momentum": value}]
         found = replace(contents, record=replace(contents.record, groups=groups))
-        assert other_rule(found, of.rule) == "a group of it has no momentum, which the rule sgd needs"
+        assert rule_difference(found, of.rule) == "a group of it has no momentum, which the rule sgd needs"
 
 
 def test_a_reader_that_knows_no_rules_refuses_the_store_by_name(twins, monkeypatch):
@@ -301,8 +301,8 @@ def forged(store, change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: m.pop("rule"), "the rule has a name where"),
-        (lambda m: m["features"].remove("rule"), "the rule has a name where"),
+        (lambda m: m.pop("rule"), "it names a rule, but not this feature"),
+        (lambda m: m["features"].remove("rule"), "it names a rule, but not this feature"),
         (lambda m: m.update(rule=["twin"]), "the rule"),
         (lambda m: m.update(rule="no name"), "the rule"),
         (lambda m: m["extents"][0].update(sections=["first", "master", "second"]), "the sections"),
