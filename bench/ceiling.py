@@ -294,7 +294,7 @@ def reckoned(per_gb: list[Row], row: Row) -> list[Row]:
 
 
 def describe(found: Row) -> str:
-    """Median (least to most) of everything."""
+    """Return the whole result as text: medians (least to most)."""
     chunk = {what: [r / 1e9 for r in rates] for what, rates in found["chunk"].items()}
     lines = [
         f"\nin the second-level cache, one thread, per CPU second: CRC-32C {span(chunk['sum_per_cpu_s'], 1)} GB, "

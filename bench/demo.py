@@ -269,7 +269,7 @@ def train(
 
 
 def smooth(values: list[float], span: int) -> list[float]:
-    """Exponential moving average over about `span` steps, unbiased from the first value on."""
+    """Return the exponential moving average over about `span` steps, unbiased from the first value on."""
     keep, mean, weight, out = 1 - 1 / span, 0.0, 0.0, []
     for v in values:
         mean, weight = keep * mean + (1 - keep) * v, keep * weight + (1 - keep)

@@ -23,7 +23,7 @@ FIO_ENGINES = ("io_uring", "libaio", "psync")  # best first; containers often fo
 
 
 def fio_mixed(directory: Path, gib: float, seconds: float = 4) -> dict[str, Any]:
-    """Best O_DIRECT rate of a 50/50 mix of reads and writes, as fio finds it, on huge-page buffers.
+    """Return the best O_DIRECT rate of a 50/50 mix of reads and writes, as fio finds it, on huge-page buffers.
 
     `gib` is the size of the file, made and deleted again in `directory`. Make it as large as the store it is compared
     with: a virtual disk whose host caches is faster over a small file (2 GiB ran 1.3 times as fast as 4 or 8 GiB on
@@ -114,7 +114,7 @@ def _fio(
 
 
 def _huge_bytes(pid: int) -> int:
-    """Bytes of `pid`'s anonymous memory that lie on huge pages now; 0 if it has gone."""
+    """Return the bytes of `pid`'s anonymous memory that lie on huge pages now; 0 if it has ended."""
     try:
         rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
     except OSError:
@@ -123,7 +123,7 @@ def _huge_bytes(pid: int) -> int:
 
 
 def main(arguments: list[str]) -> None:
-    """`python -m bench.fio [DIRECTORY [GIB]]`: print the result as JSON."""
+    """Run fio in DIRECTORY and print the result as JSON: `python -m bench.fio [DIRECTORY [GIB]]`."""
     directory, gib = [*arguments, *[".", "2"][len(arguments) :]]
     json.dump(fio_mixed(Path(directory), float(gib)), sys.stdout, indent=2)
     print()

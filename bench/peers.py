@@ -122,12 +122,12 @@ def measure(name: str, params: int, runs: int, directory: Path, threads: int) ->
 
 
 def torch_adamw(dtype: torch.dtype) -> Callable[[int, int, Path], Result]:
-    """torch's fastest AdamW: one fused kernel per tensor, all threads."""
+    """Time torch's fastest AdamW: one fused kernel per tensor, all threads."""
     return lambda params, runs, _: _in_memory(lambda p: torch.optim.AdamW(p, **ADAMW, fused=True), dtype, params, runs)
 
 
 def deepspeed_cpu(dtype: torch.dtype) -> Callable[[int, int, Path], Result]:
-    """DeepSpeed's AVX kernel for offloaded state (without NVMe)."""
+    """Time DeepSpeed's AVX kernel for offloaded state (without NVMe)."""
 
     def peer(params: int, runs: int, _: Path) -> Result:
         _prepare_deepspeed()
@@ -169,7 +169,7 @@ def _in_memory(
 
 
 def _timed(step: Callable[[], Any], runs: int) -> list[float]:
-    """Seconds of each of `runs` calls, after the warm-up."""
+    """Return the seconds of each of `runs` calls, after the warm-up."""
     for _ in range(WARM_UP):
         step()
     seconds = []
@@ -184,7 +184,7 @@ def _timed(step: Callable[[], Any], runs: int) -> list[float]:
 
 
 def deepspeed_nvme(params: int, runs: int, directory: Path) -> Result:
-    """ZeRO-Infinity's optimizer step: `engine.step()`, with reads, updates and writes pipelined.
+    """Time ZeRO-Infinity's optimizer step: `engine.step()`, with reads, updates and writes pipelined.
 
     Only the step is timed. Gradients are swapped out partly in `backward`, before the clock starts; what that wrote is
     `backward_bytes_written`. The settings are the best of those tried here, not the defaults: the default sub-group
@@ -261,7 +261,7 @@ class _Layers(torch.nn.Module):
 
 
 def tensornvme(params: int, runs: int, directory: Path) -> Result:
-    """A loop over chunks of fp32 state as TensorNVMe's interface suggests: read the next, update this, write the last.
+    """Time a loop over chunks of fp32 state, as TensorNVMe suggests: read the next, update this, write the last.
 
     TensorNVMe offers transfers, not an optimizer, so the loop is ours and the arithmetic is torch's. It goes through
     the page cache. To time the disk and not memory, each step ends when its data has reached the disk (fdatasync) and
@@ -327,7 +327,7 @@ def tensornvme(params: int, runs: int, directory: Path) -> Result:
 
 
 def _prepare_deepspeed() -> None:
-    """DeepSpeed compiles its kernels when first used: for the CPU, with the ninja of this environment."""
+    """Set the environment in which DeepSpeed compiles its kernels at first use: for the CPU, with this venv's ninja."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     missing = [tool for tool in ("ninja", "c++") if shutil.which(tool) is None]
@@ -336,7 +336,7 @@ def _prepare_deepspeed() -> None:
 
 
 def _scratch(directory: Path, nbytes: int) -> _PathDirectory:
-    """A temporary directory for `nbytes` bytes and some to spare."""
+    """Make a temporary directory with room for `nbytes` bytes and some to spare."""
     free = shutil.disk_usage(directory).free
     if free < nbytes * 1.5 + (1 << 30):
         raise Skipped(f"{directory} has {free} bytes free, {nbytes} and half as much again are needed")
@@ -351,7 +351,7 @@ class _PathDirectory(tempfile.TemporaryDirectory):
 
 
 def _need_memory(nbytes: int) -> None:
-    """Skip rather than swap or be killed."""
+    """Raise Skipped if memory has no room for `nbytes` bytes, rather than swap or be killed."""
     pages = {line.split(":")[0]: line.split()[1] for line in Path("/proc/meminfo").read_text().splitlines()}
     available = int(pages["MemAvailable"]) << 10
     if nbytes > 0.9 * available:
@@ -359,13 +359,13 @@ def _need_memory(nbytes: int) -> None:
 
 
 def _io() -> tuple[int, int]:
-    """Bytes this process has had read from and written to block devices so far."""
+    """Return the bytes this process has had read from and written to block devices so far."""
     counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(counters["read_bytes"]), int(counters["write_bytes"])
 
 
 def _bytes(moved: Sequence[tuple[int, int]]) -> dict[str, int]:
-    """Mean bytes per step."""
+    """Return the mean bytes per step."""
     return {
         "bytes_read": round(statistics.mean(read for read, _ in moved)),
         "bytes_written": round(statistics.mean(written for _, written in moved)),
@@ -373,7 +373,7 @@ def _bytes(moved: Sequence[tuple[int, int]]) -> dict[str, int]:
 
 
 def _versions() -> dict[str, str]:
-    """Versions of torch and of the peers that this interpreter has imported."""
+    """Return the versions of torch and of the peers that this interpreter has imported."""
     imported = [name for name in ("torch", "deepspeed", "tensornvme") if name in sys.modules]
     return {name: importlib.metadata.version(name) for name in imported}
 

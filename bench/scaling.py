@@ -216,7 +216,7 @@ def measure(name: str, devices: int, arguments: argparse.Namespace) -> Row:
 def train(
     name: str, devices: int, arguments: argparse.Namespace, speed: float | None
 ) -> tuple[list[float], list[float], list[torch.Tensor]]:
-    """Train. Returns seconds of each optimizer step and of each iteration, and the result. `speed` None: unpaced.
+    """Train. Returns the seconds of each optimizer step and of each iteration, and the result. `speed` None: unpaced.
 
     With overlap a step has no time of its own: both are the seconds of iterations.
     """

@@ -64,7 +64,7 @@ else:
     }
 
     def __getattr__(name: str) -> Any:
-        """Imports lazily what takes long to load: the optimizers (and torch with them), the version."""
+        """Import lazily what takes long to load: the optimizers (and torch with them), the version."""
         if name in _LATER:
             value = getattr(import_module(f".optim.{_LATER[name]}", __name__), name)
         elif name == "__version__":

@@ -19,24 +19,24 @@ POLL_SECONDS = 20e-6
 
 
 def is_on_accelerator(t: torch.Tensor) -> bool:
-    """Is the tensor in an accelerator's memory, which the CPU cannot access?"""
+    """Return whether the tensor is in an accelerator's memory, which the CPU cannot access."""
     return not (t.is_cpu or t.is_meta)
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Is `device` of the kind of this process's accelerator?"""
+    """Return whether `device` is of the type of this process's accelerator."""
     current = torch.accelerator.current_accelerator()
     return current is not None and current.type == device.type
 
 
 def accelerator_type() -> str:
-    """Returns the type of the process's accelerator, such as "cuda"; "" if it has none."""
+    """Return the type of the process's accelerator, such as "cuda"; "" if it has none."""
     current = torch.accelerator.current_accelerator()
     return current.type if current else ""
 
 
 def on(stream: Any) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context manager that queues work on `stream`; None: on the current stream.
+    """Return a context manager that queues work on `stream`, or on the current stream if it is None.
 
     A torch.Stream stores the previously current stream in itself, so two threads must not enter the same one at a time.
     """
@@ -45,7 +45,7 @@ def on(stream: Any) -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def on_device(device: torch.device) -> Iterator[None]:
-    """Makes `device` the current device inside the context. torch.accelerator.device_index needs torch 2.8."""
+    """Make `device` the current device inside the context. torch.accelerator.device_index needs torch 2.8."""
     if device.index is None or not is_accelerator(device):
         yield
         return
@@ -58,20 +58,20 @@ def on_device(device: torch.device) -> Iterator[None]:
 
 
 def record_event(stream: Any) -> Any:
-    """Returns a new event, recorded on the stream behind everything queued there so far."""
+    """Return a new event, recorded on the stream behind everything queued there so far."""
     event = torch.Event(stream.device)
     event.record(stream)
     return event
 
 
 def wait_for(event: Any) -> None:
-    """Returns once the event has completed. Polls: event.synchronize() would spin on a core that updates need."""
+    """Wait until the event has completed. Polls, because event.synchronize() would spin on a core that updates need."""
     while not event.query():
         time.sleep(POLL_SECONDS)
 
 
 def is_captured(device: torch.device) -> bool:
-    """Is the current stream of `device` being captured in a graph? False for a device that is_accelerator() rejects."""
+    """Return whether the current stream of `device` is being captured in a graph; False if not is_accelerator()."""
     if not is_accelerator(device):
         return False
     stream = torch.accelerator.current_stream(device)
@@ -79,7 +79,7 @@ def is_captured(device: torch.device) -> bool:
 
 
 def check_not_capturing(tensors: Iterable[torch.Tensor]) -> None:
-    """Raises CSDRuntimeError if the current stream of these tensors' accelerator is being captured in a graph."""
+    """Raise CSDRuntimeError if the current stream of these tensors' accelerator is being captured in a graph."""
     far = next((t for t in tensors if is_on_accelerator(t)), None)
     if far is not None and is_captured(far.device):
         raise CSDRuntimeError(

@@ -88,7 +88,7 @@ _KEPT = "The previous step is complete; states that were not written stay in mem
 
 
 def check(status: int, error: Any, name: Namer | None = None, outcome: str = _KEPT) -> None:
-    """Turns a C status into an exception; no other place does. `outcome`: the state that an I/O error leaves behind."""
+    """Turn a C status into an exception; no other place does. `outcome`: the state that an I/O error leaves behind."""
     if status == lib.CSD_OK:
         return
     text = ffi.string(error.text).decode(errors="replace")
@@ -130,7 +130,7 @@ class Pace:
     flash_grads: bool = False  # gradients are read from the drive and do not cross the link
 
     def seconds(self, params: float, read: float, written: float) -> float:
-        """Lower bound on the time that the device takes to update `params` elements and move so many bytes.
+        """Return a lower bound on the time that the device takes to update `params` elements and move so many bytes.
 
         The link is left out, because other devices may share it.
         """
@@ -169,7 +169,7 @@ def _array(values: np.ndarray[Any, Any], ctype: str) -> Any:
 
 
 def card_open(name: str, xclbin: os.PathLike[str], kernels: Sequence[str], seconds: float) -> Any:
-    """Opens a card. `kernels`: the names of the kernels in the xclbin. Raises CSDUnavailableError."""
+    """Open a card. `kernels`: the names of the kernels in the xclbin. Raises CSDUnavailableError."""
     out, error = ffi.new("csd_card **"), ffi.new("csd_error *")
     names = " ".join(kernels).encode()
     status = lib.csd_card_open(name.encode(), os.fsencode(xclbin), names, int(1000 * seconds), out, error)
@@ -190,7 +190,7 @@ def card_has_p2p(card: Any) -> bool:
 
 
 def card_try_p2p(card: Any, fd: int, offset: int, name: str) -> None:
-    """Tests P2P: reads a page of an O_DIRECT file into the card's memory and writes it back; sets `card_has_p2p`."""
+    """Test P2P, and set `card_has_p2p`: read a page of an O_DIRECT file into the card's memory and write it back."""
     error = ffi.new("csd_error *")
     status = lib.csd_card_try_p2p(card, fd, offset, error)
     error.device = 0
@@ -198,7 +198,7 @@ def card_try_p2p(card: Any, fd: int, offset: int, name: str) -> None:
 
 
 def card_measure(config: DeviceConfig, offset: int, nbytes: int, name: Namer) -> dict[str, float]:
-    """Measures the rates of a device with a card, see `csd_card_rates`. Overwrites `nbytes` of its file at `offset`."""
+    """Measure the rates of a device with a card, see `csd_card_rates`. Overwrites `nbytes` of its file at `offset`."""
     device, out, error = ffi.new("csd_device *"), ffi.new("csd_card_rates *"), ffi.new("csd_error *")
     keep = _fill(device, config)
     status = lib.csd_card_measure(device, offset, nbytes, out, error)
@@ -209,7 +209,7 @@ def card_measure(config: DeviceConfig, offset: int, nbytes: int, name: Namer) ->
 
 
 def _fill(device: Any, config: DeviceConfig) -> Any:
-    """Fills a `csd_device`. Returns the objects that it points to; they must live as long as the struct is read."""
+    """Fill a `csd_device`. Returns the objects that it points to; they must live as long as the struct is read."""
     device.backend = backend = ffi.new("char[]", config.backend.encode())
     device.fd, device.buffers, device.block_bytes = config.fd, config.buffers, config.block_bytes
     device.card, device.p2p = config.card or ffi.NULL, P2P[config.p2p]
@@ -252,7 +252,7 @@ def engine_extend(
     codec: str = "fp32",
     param_dtype: torch.dtype | None = None,
 ) -> list[Any]:
-    """Adds an extent of `n_tiles` tiles with `sections` states; see csd_engine_extend().
+    """Add an extent of `n_tiles` tiles with `sections` states; see csd_engine_extend().
 
     `devices`: the device of each tile, uint32; None: round-robin. `sum_elems`: elements per checksum; None: one
     checksum per section. `sums`: the checksums that go with `states`, uint32, of shape (n_tiles, chunks, sections of a
@@ -288,7 +288,7 @@ _mappings: dict[int, int] = {}  # address of a window → number of its memory m
 
 
 def _window(window: Any, elems: int, mappings: int) -> Any:
-    """Wraps the window so that it unmaps itself; until then mappings() counts it."""
+    """Wrap the window so that it unmaps itself; until then mappings() counts it."""
     address, by_address, release = int(ffi.cast("uintptr_t", window)), _mappings, lib.csd_window_release
     by_address[address] = mappings
 
@@ -300,7 +300,7 @@ def _window(window: Any, elems: int, mappings: int) -> Any:
 
 
 def mappings() -> int:
-    """Number of memory mappings of all windows in this process."""
+    """Return the number of memory mappings of all windows in this process."""
     return sum([*_mappings.values()])
 
 
@@ -347,7 +347,7 @@ def engine_read(engine: Any, tile: int, states: int, name: Namer) -> None:
 
 
 def engine_push_grads(engine: Any, tile: int, grads: Sequence[int], name: Namer) -> None:
-    """`grads`: for each piece of the tile, the address of its parameter's gradient; 0: the parameter has none."""
+    """Push a tile. `grads`: for each of its pieces, the address of its parameter's gradient; 0: there is none."""
     error = ffi.new("csd_error *")
     addresses = ffi.new("void *[]", [ffi.cast("void *", grad) for grad in grads])
     check(lib.csd_engine_push_grads(engine, tile, addresses, error), error, name, _UNDONE)
@@ -390,7 +390,7 @@ def engine_hold_bytes(engine: Any, tile: int) -> int:
 
 
 def engine_push_early(engine: Any, tile: int, grads: Sequence[int], hold: int, name: Namer) -> None:
-    """`grads`: for each piece of the tile, the address of its parameter's gradient; 0: the parameter has none."""
+    """Push a tile early. `grads`: for each of its pieces, the address of its parameter's gradient; 0: there is none."""
     error = ffi.new("csd_error *")
     addresses = ffi.new("void *[]", [ffi.cast("void *", grad) for grad in grads])
     status = lib.csd_engine_push_early(engine, tile, addresses, ffi.cast("void *", hold), error)
@@ -413,7 +413,7 @@ def engine_release(engine: Any, params: np.ndarray[Any, Any], order: np.ndarray[
 
 
 def engine_undone(engine: Any) -> list[tuple[int, int]]:
-    """Tiles whose parameters an undone step has overwritten, each with the number of its leading elements concerned."""
+    """Return the tiles whose parameters an undone step has overwritten, each with the number of leading elements."""
     n = lib.csd_engine_undone(engine, ffi.NULL, ffi.NULL, 0)
     tiles, elems = np.empty(n, np.uint32), np.empty(n, np.uint64)
     lib.csd_engine_undone(engine, _array(tiles, "uint32_t *"), _array(elems, "uint64_t *"), n)
@@ -421,7 +421,7 @@ def engine_undone(engine: Any) -> list[tuple[int, int]]:
 
 
 def engine_events(engine: Any) -> np.ndarray[Any, Any]:
-    """Timeline of the last step, dtype EVENT. Recording starts with the first call, which returns nothing."""
+    """Return the timeline of the last step, dtype EVENT. Recording starts with the first call, which returns none."""
     events = np.empty(lib.csd_engine_events(engine, ffi.NULL, 0), EVENT)
     lib.csd_engine_events(engine, _array(events, "csd_event *"), len(events))
     return events
@@ -440,7 +440,7 @@ def engine_remap(engine: Any, name: Namer, *, open: bool) -> None:
 def engine_decode(
     engine: Any, tile: int, first: int, n: int, states: Sequence[torch.Tensor | None], name: Namer, param: int = 0
 ) -> None:
-    """Decodes elements [first, first + n) of a tile of codes into up to four contiguous fp32 CPU tensors, one a state.
+    """Decode elements [first, first + n) of a tile of codes into up to four contiguous fp32 CPU tensors, one a state.
 
     A state whose tensor is None is skipped. `first` is a multiple of 64. `param`: address of these elements of the
     parameter, if the parameter itself serves as the section; 0: the section is in the tile. Waits for writes. Must not
@@ -455,7 +455,7 @@ def engine_decode(
 def engine_tiles(
     engine: Any, first: int, n: int, chunks: int, sections: int
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Slots (TILE_STATE) and checksums (uint32, of shape (n, chunks, sections)) of `n` tiles of one extent."""
+    """Return slots (TILE_STATE) and checksums (uint32, of shape (n, chunks, sections)) of `n` tiles of one extent."""
     states, sums, error = np.empty(n, TILE_STATE), np.empty((n, chunks, sections), np.uint32), ffi.new("csd_error *")
     status = lib.csd_engine_tiles(
         engine, first, n, _array(states, "csd_tile_state *"), _array(sums, "uint32_t *"), error
@@ -483,7 +483,7 @@ def update(
     state: Sequence[torch.Tensor],
     param: torch.Tensor | None,
 ) -> None:
-    """Runs the update rule alone, in place, on the calling thread, on contiguous CPU tensors of one length.
+    """Run the update rule alone, in place, on the calling thread, on contiguous CPU tensors of one length.
 
     `hyper`: one element of dtype HYPER. `state`: fp32, section by section, as many as the rule takes.
     """
@@ -512,7 +512,7 @@ def update_codes(
     param: torch.Tensor,
     key: int,
 ) -> None:
-    """Runs the update rule on codes, in place: one contiguous CPU tensor for each section, see csd_codec.
+    """Run the update rule on codes, in place: one contiguous CPU tensor for each section, see csd_codec.
 
     `param`: receives the updated parameters. `key`: 32 bits that seed stochastic rounding, counted from the first
     element.
@@ -536,7 +536,7 @@ def update_codes(
 
 
 def encode(isa: str, states: Sequence[torch.Tensor | None], dtype: torch.dtype, codes: Sequence[torch.Tensor]) -> None:
-    """Encodes fp32 states of one length, rounding to nearest: master, exp_avg, exp_avg_sq, max_exp_avg_sq.
+    """Encode fp32 states of one length, rounding to nearest: master, exp_avg, exp_avg_sq, max_exp_avg_sq.
 
     The codes of a state that is None stay as they are. `dtype`: the parameter's.
     """
@@ -546,7 +546,7 @@ def encode(isa: str, states: Sequence[torch.Tensor | None], dtype: torch.dtype, 
 
 
 def decode(isa: str, codes: Sequence[torch.Tensor], dtype: torch.dtype, states: Sequence[torch.Tensor | None]) -> None:
-    """Decodes into fp32 states of one length; a state that is None is skipped. `dtype`: the parameter's."""
+    """Decode into fp32 states of one length; a state that is None is skipped. `dtype`: the parameter's."""
     error, n = ffi.new("csd_error *"), max(0 if s is None else s.numel() for s in states)
     to = _addresses("float *", states)
     check(lib.csd_decode(ISAS[isa], n, _addresses("void *", codes), DTYPE_CODES[dtype], to, len(codes), error), error)
@@ -557,14 +557,14 @@ def _addresses(kind: str, tensors: Sequence[torch.Tensor | None]) -> list[Any]:
 
 
 def topk_count(ratio: float, n: int) -> int:
-    """How many of a piece's n gradients are sent: max(1, ratio * n rounded to nearest even); 0 if n is 0."""
+    """Return how many of a piece's n gradients are sent: max(1, ratio * n rounded to nearest even); 0 if n is 0."""
     return int(lib.csd_topk_count(ratio, n))
 
 
 def topk_select(
     grad: torch.Tensor, k: int, dtype: torch.dtype, residual: torch.Tensor | None = None, scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs the engine's Top-K selection alone, on the calling thread.
+    """Run the engine's Top-K selection alone, on the calling thread.
 
     Returns up to k indices (int32, ascending) and values (`dtype`, 16 bits).
 
@@ -590,7 +590,7 @@ def topk_select(
 
 
 def sum_up(summands: np.ndarray[Any, Any], isa: str, first: int, out: torch.Tensor) -> None:
-    """Writes the sum of `summands` (dtype SUMMAND) over elements [first, first + len(out)) to `out`.
+    """Write the sum of `summands` (dtype SUMMAND) over elements [first, first + len(out)) to `out`.
 
     `out`: fp32, contiguous, 1-D. Raises CSDValueError for malformed entries.
     """
@@ -602,7 +602,7 @@ def sum_up(summands: np.ndarray[Any, Any], isa: str, first: int, out: torch.Tens
 
 
 def isas() -> list[str]:
-    """The instruction sets that the updater can use on this CPU, the best last."""
+    """Return the instruction sets that the updater can use on this CPU, the best last."""
     return [name for name, code in ISAS.items() if code <= lib.csd_isa_best()]
 
 
@@ -628,7 +628,7 @@ def threads_used() -> int:
 
 
 def crc32c(data: bytes | bytearray | memoryview, crc: int = 0) -> int:
-    """CRC-32C (Castagnoli) of `data`, continuing from `crc`."""
+    """Return the CRC-32C (Castagnoli) of `data`, continuing from `crc`."""
     return int(lib.csd_crc32c(crc, ffi.from_buffer(data), len(data)))
 
 

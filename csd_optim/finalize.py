@@ -17,13 +17,13 @@ class Closable(Protocol):
 
     @property
     def idle(self) -> bool:
-        """May close() be called on any thread, because it has nothing to wait for?"""
+        """Whether close() may be called on any thread, because it has nothing to wait for."""
 
     def close(self) -> None: ...
 
 
 def close_quietly(engine: Closable) -> None:
-    """Finalizer of an optimizer: closes its engine and ignores any CSDError."""
+    """Close the engine of a dropped optimizer, whose finalizer this is, and ignore any CSDError."""
 
     def close() -> None:
         with contextlib.suppress(CSDError):
@@ -43,7 +43,7 @@ def close_quietly(engine: Closable) -> None:
 
 
 def wait_for_dropped() -> None:
-    """Returns once all optimizers dropped so far are closed."""
+    """Wait until all optimizers dropped so far are closed."""
     for thread in list(_threads):
         thread.join()
         _threads.discard(thread)

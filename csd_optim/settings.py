@@ -11,18 +11,18 @@ EMULATED_DRIVES = "CSD_OPTIM_EMULATED_DRIVES"
 
 
 def devices() -> list[str]:
-    """CSD_OPTIM_DEVICES: device strings, separated by commas."""
+    """Return the device strings in CSD_OPTIM_DEVICES, where commas separate them."""
     return [d.strip() for d in os.environ.get("CSD_OPTIM_DEVICES", "").split(",") if d.strip()]
 
 
 def xclbin() -> Path | None:
-    """CSD_OPTIM_XCLBIN: the FPGA binary (xclbin)."""
+    """Return CSD_OPTIM_XCLBIN, the path of the FPGA binary (xclbin)."""
     named = os.environ.get("CSD_OPTIM_XCLBIN")
     return None if named is None else Path(named)
 
 
 def threads() -> int | None:
-    """CSD_OPTIM_THREADS: number of threads of the CPU updater. Raises CSDValueError."""
+    """Return CSD_OPTIM_THREADS, the number of threads of the CPU updater. Raises CSDValueError."""
     text = os.environ.get("CSD_OPTIM_THREADS")
     if not text:
         return None
@@ -32,12 +32,12 @@ def threads() -> int | None:
 
 
 def isa() -> str | None:
-    """CSD_OPTIM_ISA: the instruction set of the CPU updater, not validated here."""
+    """Return CSD_OPTIM_ISA, the instruction set of the CPU updater, which is not validated here."""
     return os.environ.get("CSD_OPTIM_ISA") or None
 
 
 def probes_drives() -> bool:
-    """CSD_OPTIM_PROBE: 0 disables the probing of drives. Raises CSDValueError."""
+    """Return whether drives are probed: not if CSD_OPTIM_PROBE is 0. Raises CSDValueError."""
     text = os.environ.get("CSD_OPTIM_PROBE") or "1"
     if text not in ("0", "1"):
         raise CSDValueError(f"Invalid CSD_OPTIM_PROBE: {text!r}; 1 tries drives out, which is the default, 0 does not")
@@ -45,12 +45,15 @@ def probes_drives() -> bool:
 
 
 def trace() -> str | None:
-    """CSD_OPTIM_TRACE: a file that receives a timeline of device activity."""
+    """Return CSD_OPTIM_TRACE, the file that receives a timeline of device activity."""
     return os.environ.get("CSD_OPTIM_TRACE") or None
 
 
 def checks_overlap() -> bool:
-    """CSD_OPTIM_OVERLAP: `check` makes using a parameter whose update is in flight an error. Raises CSDValueError."""
+    """Return whether CSD_OPTIM_OVERLAP is `check`: using a parameter whose update is in flight is then an error.
+
+    Raises CSDValueError.
+    """
     text = os.environ.get("CSD_OPTIM_OVERLAP") or ""
     if text not in ("", "check"):
         raise CSDValueError(f"Invalid CSD_OPTIM_OVERLAP: {text!r}; `check` looks at every use of a parameter")
@@ -58,5 +61,5 @@ def checks_overlap() -> bool:
 
 
 def emulated_drives() -> list[str]:
-    """CSD_OPTIM_EMULATED_DRIVES: a directory for each emulated card, separated by `:`."""
+    """Return the directories in CSD_OPTIM_EMULATED_DRIVES, one for each emulated card, where `:` separates them."""
     return [d for d in os.environ.get(EMULATED_DRIVES, "").split(os.pathsep) if d]

@@ -23,7 +23,7 @@ _ALL = sorted(signal.valid_signals())
 
 @contextlib.contextmanager
 def defer_signals() -> Iterator[None]:
-    """Handlers of signals that arrive inside run when the context exits. Does nothing outside the main thread.
+    """Defer the handlers of signals that arrive inside until the context exits. A no-op outside the main thread.
 
     Python runs signal handlers in the main thread only.
     """
@@ -57,13 +57,13 @@ def _deferred(number: int, handler: Callable[[int, FrameType | None], Any]) -> I
 
 
 def _raises(handler: Any) -> bool:
-    """Does this handler raise KeyboardInterrupt on Ctrl-C, now or at the end of a step?"""
+    """Return whether this handler raises KeyboardInterrupt on Ctrl-C, now or at the end of a step."""
     return handler is signal.default_int_handler or getattr(handler, "raises", False)
 
 
 @contextlib.contextmanager
 def interruptible(give_up: Callable[[], None]) -> Iterator[None]:
-    """Calls `give_up` on a background thread, GRACE seconds after Ctrl-C or at a second Ctrl-C.
+    """Call `give_up` on a background thread, GRACE seconds after Ctrl-C or at a second Ctrl-C.
 
     For a main thread that blocks in native code, where Python runs no signal handler. Does nothing outside the main
     thread, or if Ctrl-C does not raise KeyboardInterrupt.

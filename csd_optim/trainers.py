@@ -23,7 +23,7 @@ _LOGGED = (
 
 
 def scalars(stats: dict[str, Any], prefix: str = "csd_optim") -> dict[str, float]:
-    """The part of an optimizer's stats() worth logging, by names such as "csd_optim/step_seconds", "…/written_bytes".
+    """Return what is worth logging of an optimizer's stats(), by names such as "csd_optim/step_seconds".
 
     Bytes, and seconds on the busiest device, are those of the last step; `written_bytes` counts since the stores were
     made, and `days_left` is that of the device that wears out first.
@@ -38,7 +38,7 @@ def scalars(stats: dict[str, Any], prefix: str = "csd_optim") -> dict[str, float
 
 
 def log_stats(trainer: Any) -> None:
-    """Makes a trainer add scalars() of its optimizers to everything it logs from now on.
+    """Make a trainer add scalars() of its optimizers to everything it logs from now on.
 
     `trainer`: transformers.Trainer or a subclass, such as TRL's; or Lightning's Trainer. Each time it logs, it waits
     until the last step is on the devices: see stats(). Raises CSDTypeError for any other trainer; logging raises it
@@ -57,7 +57,7 @@ def log_stats(trainer: Any) -> None:
 
 
 def _unwrapped(optimizer: Any) -> CSDOptimizer:
-    """Unwraps the optimizer of a trainer. Raises CSDTypeError if it is not one of csd_optim."""
+    """Unwrap the optimizer of a trainer. Raises CSDTypeError if it is not one of csd_optim."""
     while not isinstance(optimizer, CSDOptimizer):
         if not hasattr(optimizer, "optimizer"):
             raise CSDTypeError(f"log_stats(): the trainer's optimizer is {type(optimizer).__name__}, none of csd_optim")
@@ -79,7 +79,10 @@ def _hugging_face() -> Any:
 
 
 def _lightning(trainer: type) -> Any:
-    """A callback of `lightning` or `pytorch_lightning`, whichever the trainer is from: neither accepts the other's."""
+    """Return a callback of `lightning` or `pytorch_lightning`, whichever the trainer is from.
+
+    Neither package accepts the other's callbacks.
+    """
     import importlib
 
     library = "pytorch_lightning" if trainer.__module__.startswith("pytorch_lightning") else "lightning.pytorch"

@@ -59,7 +59,7 @@ LINK_FLAGS = ["-pthread", "-ldl", *os.environ.get("CSD_OPTIM_LDFLAGS", "").split
 
 
 def cdef(header: str) -> str:
-    """Returns the declarations between the two cdef marks of `header`, the text of csd.h."""
+    """Return the declarations between the two cdef marks of `header`, the text of csd.h."""
     declarations = re.search(r"/\* cdef:.*?\*/(.*?)/\* end of cdef \*/", header, re.S)
     assert declarations, "csd.h has lost its cdef marks"
     return declarations[1]

@@ -76,7 +76,7 @@ def devices(
     check: Annotated[bool, typer.Option("--probe", help="Measure each disk and card for a few seconds.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Shows devices: the disks behind them, free space, stores, and the CPU updater.
+    """Show devices: the disks behind them, free space, stores, and the CPU updater.
 
     Without DEVICE, all SmartSSDs are shown too.
     """
@@ -108,7 +108,7 @@ def devices(
 
 
 def count(text: str) -> int:
-    """`100e6`, `100M`, `1.3B` → a number of parameters."""
+    """Parse `100e6`, `100M`, `1.3B` into a number of parameters."""
     units = {"K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
     unit = units.get(text[-1:].upper())
     try:
@@ -135,7 +135,7 @@ def doctor(
     ] = 0,
     as_json: Json = False,
 ) -> None:
-    """Checks this machine and these drives for what would stop training or slow it down, and says what to do.
+    """Check this machine and these drives for what would stop training or slow it down, and say what to do.
 
     A probe of 60 seconds writes up to 30 seconds' worth of data at the drive's full rate. Exit code 1: the machine or a
     device cannot be used as it is.
@@ -168,7 +168,7 @@ def inspect(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Shows what a store holds. It is only read, and may be in use."""
+    """Show what a store holds. It is only read, and may be in use."""
     with reported():
         from .facts import describe_store
         from .output import show_store
@@ -197,7 +197,7 @@ def top(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per update, each on a line.")] = False,
 ) -> None:
-    """Watches a training: steps, commits, what each drive does now, wear, and what the step waits for.
+    """Watch a training: steps, commits, what each drive does now, wear, and what the step waits for.
 
     The training is not disturbed. If it has ended, its last known state is shown.
     """
@@ -225,7 +225,7 @@ def top(
 
 @app.command()
 def verify(stores: Stores, as_json: Json = False) -> None:
-    """Reads stores or snapshots whole, compares every checksum, and names what is damaged.
+    """Read stores or snapshots whole, compare every checksum, and name what is damaged.
 
     A store in use cannot be verified: make a snapshot of it with save(), and verify the snapshot.
     """
@@ -258,7 +258,7 @@ def export(
     ] = "5GB",
     as_json: Json = False,
 ) -> None:
-    """Writes a store or snapshot as AdamW's state dict; `master` in it are the fp32 parameters.
+    """Write a store or snapshot as AdamW's state dict; `master` in it are the fp32 parameters.
 
     Every tile is checked. Memory for a few tiles is enough, whatever the size of the model.
     """
@@ -293,7 +293,7 @@ def import_(
     tile_size: Annotated[int | None, typer.Option(min=1, help="Elements per tile.", show_default="automatic")] = None,
     as_json: Json = False,
 ) -> None:
-    """Creates a store from an export: CSDAdam(..., devices=[...], resume=True) continues from it.
+    """Create a store from an export: CSDAdam(..., devices=[...], resume=True) continues from it.
 
     To change the number of devices, export and then import.
     """
@@ -333,7 +333,7 @@ def convert(
     tile_size: Annotated[int | None, typer.Option(min=1, help="Elements per tile.", show_default="automatic")] = None,
     as_json: Json = False,
 ) -> None:
-    """Creates a copy of a store with another state_dtype: CSDAdam(..., state_dtype=..., resume=True) continues from it.
+    """Create a copy of a store with another state_dtype: CSDAdam(..., state_dtype=..., resume=True) continues from it.
 
     The old store is only read. Memory for a few tiles is enough. To decode 8-bit states, the new drives need another 12
     B per parameter meanwhile.
@@ -369,7 +369,7 @@ def bench(
     steps: Annotated[int, typer.Option(min=5, help="Number of steps to time.")] = 5,
     as_json: Json = False,
 ) -> None:
-    """Measures a step on these devices, and the same reads and writes without the update.
+    """Measure a step on these devices, and the same reads and writes without the update.
 
     Uses unnamed scratch files in the devices' directories, 48 bytes per parameter; stores there are not touched.
     """
@@ -475,7 +475,7 @@ def plan(
     plot: Annotated[Path | None, typer.Option(help="Plot the sweep to this PNG file.", show_default=False)] = None,
     as_json: Json = False,
 ) -> None:
-    """Predicts the time of a step and what bounds it, space and wear, on devices you have or think of buying.
+    """Predict the time of a step and what bounds it, space and wear, on devices you have or think of buying.
 
     Example: csd-optim plan --params 7B --devices 2 --drive gen4 --forward 0.4 --backward 0.8
     """
@@ -577,7 +577,7 @@ def serve(
         typer.Option(min=0.1, max=86400, metavar="S", help="Seconds that a trainer may be silent within a step."),
     ] = 600,
 ) -> None:
-    """Runs an optimizer rank: keeps states here for trainers elsewhere, whose devices are serve://HOST:PORT.
+    """Run an optimizer rank: keep states here for trainers elsewhere, whose devices are serve://HOST:PORT.
 
     Use it on a private network only: connections are not authenticated. SIGTERM or Ctrl-C stops it; started again, it
     continues when a trainer connects with resume=True.
@@ -613,7 +613,7 @@ def emu(
         typer.Option(min=0, metavar="S", help="Stop the command after S seconds; the exit code is then 124."),
     ] = None,
 ) -> None:
-    """Runs a command with emulated SmartSSDs: devices=["xrt:0"] works without a card.
+    """Run a command with emulated SmartSSDs: devices=["xrt:0"] works without a card.
 
     Uses the real XRT in its software emulation (apt install libxrt1); the FPGA's kernels run on the CPU, so times mean
     nothing.
