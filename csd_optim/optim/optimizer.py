@@ -266,7 +266,7 @@ class CSDOptimizer(Optimizer, Joinable):
 
     def _settle(self, *, meets: bool = False) -> None:
         """Returns once no step is in flight on this rank, or with `meets` on any. Raises CSDOSError if it failed."""
-        self._mode.come_to_rest(meets=meets)
+        self._mode.drain(collective=meets)
 
     # ---- torch's contract ------------------------------------------------------
 
@@ -333,7 +333,7 @@ class CSDOptimizer(Optimizer, Joinable):
         self._mode.before_step(skips=self._skipped, scaled=found_inf is not None or grad_scale is not None)
         with defer_signals(), self._arriving(), engine.lock:
             engine.confirm()
-            self._runner.moved, self._grad_norm = self._mode.under_way, None
+            self._runner.has_updated, self._grad_norm = self._mode.under_way, None
             scale = None if grad_scale is None else float(grad_scale)
             if self._ranks:
                 agreed = agree_on_step(
@@ -343,7 +343,7 @@ class CSDOptimizer(Optimizer, Joinable):
                     sharded=self.sharded,
                     descending=engine.descending,
                     skips=self._skipped,
-                    taken=self._runner.taken,
+                    taken=self._runner.steps_taken,
                     joined=self._joined,
                     overlaps=self._mode.overlaps,
                     scale=scale,
@@ -612,14 +612,14 @@ class CSDOptimizer(Optimizer, Joinable):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. A step in flight goes on; with `set_to_none=False` this first waits until it has finished."""
-        if not self._mode.clears(set_to_none=set_to_none):
+        if not self._mode.clear_gradients(set_to_none=set_to_none):
             super().zero_grad(set_to_none)
 
     @contextlib.contextmanager
     def _arriving(self) -> Iterator[None]:
         """Before it exits, waits for parameters of a step launched inside for which no module would wait."""
         yield
-        self._mode.arrive_at_once()
+        self._mode.wait_for_unguarded()
 
     # ---- the step ----------------------------------------------------------------
 
@@ -814,7 +814,7 @@ class CSDOptimizer(Optimizer, Joinable):
         return describe(
             engine,
             counted,
-            happened=self._runner.moved,
+            happened=self._runner.has_updated,
             trained=self._trained,
             seconds=self._seconds,
             ring_bytes=self._runner.ring.bytes if self._runner.ring else 0,

@@ -136,7 +136,7 @@ class Flight:
                     self._runner.give_up(self._engine, self.step)
         finally:
             self._grads.clear()
-            self.step.held.clear()
+            self.step.early_buffers.clear()
             self.landed_at = time.perf_counter()
             with self._progress:
                 self._landed.set()
@@ -151,7 +151,7 @@ class Flight:
         try:
             step = self.step
             if step.ring is not None:
-                step.ring.run(self._engine, step.images, step.prepared, self._note_pulled, step.held)
+                step.ring.run(self._engine, step.images, step.prepared, self._note_pulled, step.early_buffers)
                 step.ring.wait_for_copies()
             for batch in np.array_split(np.arange(len(self._tiles)), BATCHES):
                 if not len(batch):

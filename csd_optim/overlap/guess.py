@@ -145,7 +145,7 @@ class Guess:
             self._engine.push(tile)
         if step.given and step.ring:
             step.ring.begin(step.prepared, step.given)
-        step.held = self._images.buffers(order.tolist())
+        step.early_buffers = self._images.buffers(order.tolist())
         return self.tiles
 
     def give_up(self) -> None:

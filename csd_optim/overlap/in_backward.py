@@ -29,7 +29,7 @@ from ..step.prepare import GradOptions, PreparedStep
 from ..step.run import StepRunner
 from ..step.staging import NOTHING, Flow
 from ..store.format import Record
-from .mode import BesideModel
+from .mode import ConcurrentMode
 from .order import NEVER
 from .taken import TakenGradient
 
@@ -74,7 +74,7 @@ class Taken(NamedTuple):
     version: int  # of the parameter, right after that
 
 
-class StepsInBackward(BesideModel):
+class StepsInBackward(ConcurrentMode):
     """The steps of one optimizer and one model: each is under way from the first gradient of a backward until step().
 
     In between its parameters change, and reading one that may have changed raises CSDRuntimeError. Anything that such a
@@ -92,7 +92,7 @@ class StepsInBackward(BesideModel):
         most: int,
         spans: list[Span] | None,
     ) -> None:
-        """`groups`, `spans`: as in BesideModel.
+        """`groups`, `spans`: as in ConcurrentMode.
 
         `prepare`: a bound method, held weakly because its object (the optimizer) may be dropped.
         `most`: bytes of gradients that may be in flight; backward waits while there are more.
@@ -108,7 +108,7 @@ class StepsInBackward(BesideModel):
         self._reset()
         self._hooks += [
             p.register_post_accumulate_grad_hook(self._on_grad)  # type: ignore[no-untyped-call]
-            for p in self._trained()
+            for p in self._trainable_params()
         ]
 
     def _reset(self) -> None:
@@ -179,7 +179,7 @@ class StepsInBackward(BesideModel):
             self._waited, self._early_elems = 0.0, 0
             self._step, self._task, self.active = step, task, True
             self._gone = threading.Event()
-            self._runner.moved = self._runner.in_flight = True
+            self._runner.has_updated = self._runner.in_flight = True
             tiles = engine.begin(step.table, step.hypers, step.tiles, record, order=AS_PUSHED)
             engine.is_speculative, engine.kept_alive = True, self._lent
             if step.ring:
@@ -323,10 +323,10 @@ class StepsInBackward(BesideModel):
             with self._engine.lock:  # abandon() replaces `_gone` by a set one before it undoes the step under this lock
                 pass
 
-    def come_to_rest(self, *, meets: bool) -> None:
+    def drain(self, *, collective: bool) -> None:
         self.settle()
 
-    def clears(self, *, set_to_none: bool) -> bool:
+    def clear_gradients(self, *, set_to_none: bool) -> bool:
         self.abandon() if set_to_none else self.settle()
         return False
 
@@ -373,7 +373,7 @@ class StepsInBackward(BesideModel):
     def before_step(self, *, skips: bool, scaled: bool) -> None:
         """Undoes the step, and raises CSDRuntimeError, if step() cannot take it: see _wrong()."""
         if self._spans:
-            self._spans.is_over()
+            self._spans.append_spans()
         self._wait_for_failure()
         if self._step and self._over and self._cleared():
             self.abandon()
@@ -438,7 +438,7 @@ class StepsInBackward(BesideModel):
         except BaseException:
             self.abandon()
             raise
-        self._runner.is_ours(step)
+        self._runner.mark_synced(step)
         engine.tile_rank = np.full(engine.n_tiles, NEVER)  # the next backward makes gradients in the same order
         engine.tile_rank[self._tiles] = np.arange(len(self._tiles))
         engine.kept_alive = None

@@ -14,7 +14,7 @@ from .spans import ModelSpans
 from .waits import Nets, WaitingList
 
 
-class BesideModel(InStep):
+class ConcurrentMode(InStep):
     """Steps that run concurrently with a model. While `active`, its parameters are read after wait(): see Arrivals."""
 
     overlaps = True
@@ -31,16 +31,16 @@ class BesideModel(InStep):
         params = [p for _, _, p in members(groups())]
         self._nets = Nets(model, params, self)
         self._spans = None if spans is None else ModelSpans(spans, model, params)
-        self._spread_nets()
+        self._wrap_groups()
 
-    def _trained(self) -> list[torch.Tensor]:
+    def _trainable_params(self) -> list[torch.Tensor]:
         """Each parameter that requires a gradient, once: a group may list it twice."""
         return list({id(p): p for _, _, p in members(self._groups()) if p.requires_grad}.values())
 
     def wait(self, params: Iterable[torch.Tensor]) -> None:
         raise NotImplementedError
 
-    def _spread_nets(self) -> None:
+    def _wrap_groups(self) -> None:
         """Makes iterating over a group's parameters wait for them, too."""
         for group in self._groups():
             if not isinstance(group["params"], WaitingList):
@@ -59,7 +59,7 @@ class BesideModel(InStep):
         """Ends the step under way without an error, because no caller is left to hear of one."""
         raise NotImplementedError
 
-    def give_way(self) -> bool:
+    def remove_if_dropped(self) -> bool:
         """Ends this mode if its optimizer was dropped, so that no other call can end it. Returns whether it was."""
         if self._groups():
             return False

@@ -29,14 +29,14 @@ from ..store.format import Record
 from .check import UseCheck
 from .early import EarlySteps, Foresee
 from .flight import Flight
-from .mode import BesideModel
+from .mode import ConcurrentMode
 from .order import by_next_use
 from .together import Together
 
-NOTED = 2  # forwards whose order of use is noted: the first may be atypical
+NOTED_FORWARDS = 2  # forwards whose order of use is noted: the first may be atypical
 
 
-class Overlap(BesideModel):
+class Overlap(ConcurrentMode):
     """The overlap of one optimizer with one model: a step goes on after step() returns, and may begin in backward.
 
     Between two calls of step() one step may be under way: either one that step() has launched, or one that began in
@@ -56,7 +56,7 @@ class Overlap(BesideModel):
         hold: torch.Tensor,
         spans: list[Span] | None,
     ) -> None:
-        """`groups`, `spans`: as in BesideModel. `ranks`: either all of them overlap, or none does.
+        """`groups`, `spans`: as in ConcurrentMode. `ranks`: either all of them overlap, or none does.
 
         `foresee`: if given, steps begin in backward. `foresee` and `hold` are those of EarlySteps.
         """
@@ -65,21 +65,21 @@ class Overlap(BesideModel):
         self._flight: Flight | None = None
         self._together = Together(ranks, engine, runner) if ranks else None
         # By row of a parameter: how many others the current forward used before it. None: not noted any more
-        self._noting: dict[int, int] | None = {}
-        self._to_note = NOTED
+        self._use_order: dict[int, int] | None = {}
+        self._forwards_to_note = NOTED_FORWARDS
         self._pieces: Pieces | None = None
-        self._at_once: list[int] = []  # rows that step() waits for
+        self._unguarded: list[int] = []  # rows that step() waits for
         self._to_copy_back: dict[int, GradSource] = {}  # by row: parameters ordered unlike their states in memory
         self._waited, self._early_elems = 0.0, 0  # of the last step: seconds waited, elements pushed in backward
-        self._told = False  # whether the user was warned that the model has changed
+        self._warned = False  # whether the user was warned that the model has changed
         self._under_way: dict[int, str] = {}  # for UseCheck: names of parameters not waited for yet, by address
         self._check = UseCheck(lambda: self._under_way) if settings.checks_overlap() else None
-        trained = self._trained()
+        trainable = self._trainable_params()
         self._hooks += [
             p.register_hook(partial(self._before_grad, weakref.ref(p)))  # type: ignore[no-untyped-call]
-            for p in trained
+            for p in trainable
         ]
-        self._early = EarlySteps(engine, state_map, trained, foresee, self._may_begin, hold) if foresee else None
+        self._early = EarlySteps(engine, state_map, trainable, foresee, self._may_begin, hold) if foresee else None
 
     def end(self) -> None:
         if self._together:
@@ -96,7 +96,7 @@ class Overlap(BesideModel):
 
     def close(self) -> None:
         try:
-            self.come_to_rest(meets=False)
+            self.drain(collective=False)
         finally:
             self.end()
 
@@ -105,8 +105,8 @@ class Overlap(BesideModel):
     def before_step(self, *, skips: bool, scaled: bool) -> None:
         """Ends the last step. From here on only a guess at the new step may be under way."""
         if self._spans:
-            self._spans.is_over()
-        self._meet()
+            self._spans.append_spans()
+        self._agree()
         if self._early:
             self._early.before_step()
             if skips:
@@ -133,14 +133,14 @@ class Overlap(BesideModel):
     def _fly(self, step: PreparedStep, record: Record | None) -> None:
         """Launches the step. Raises what a step raises; with several ranks, the next meeting raises it."""
         engine, reached = self._engine, self._reached()
-        self._spread_nets()
+        self._wrap_groups()
         self._note_order()
         self._waited, self._early_elems = 0.0, 0
         launch = partial(self._runner.launch, engine, step, record)
         if self._early and (guess := self._early.take_guess()):
             self._early_elems = sum(map(engine.elems_of, guess.pushed))
             launch = partial(guess.keep, step, record, engine.in_step_order(np.sort(guess.tiles)))
-        self._runner.in_flight = self._runner.moved = True
+        self._runner.in_flight = self._runner.has_updated = True
         near = step.near.rows if step.near else ()
         awaited = [b for b in step.plan.param_states if b.index not in near]
         copy_back = {b.index: s for b in awaited if (s := step.prepared.get(b.index)) and s.param_and_copy}
@@ -149,20 +149,20 @@ class Overlap(BesideModel):
         except BaseException as failure:
             if engine.stepping:
                 self._runner.give_up(engine, step)
-            return self._is_over(step, failure)
-        self._at_once = [b.index for b in awaited if id(b.param) not in reached]
+            return self._note_outcome(step, failure)
+        self._unguarded = [b.index for b in awaited if id(b.param) not in reached]
         self._to_copy_back = copy_back
-        self._runner.is_ours(step)
+        self._runner.mark_synced(step)
         self.active: bool = True
         if self._check:
-            at_once = {*self._at_once, *self._to_copy_back}
-            others = [b for b in awaited if b.index not in at_once]
+            unguarded = {*self._unguarded, *self._to_copy_back}
+            others = [b for b in awaited if b.index not in unguarded]
             self._under_way = {b.local.untyped_storage().data_ptr(): b.name for b in others}
             self._check.enter()
 
-    def arrive_at_once(self) -> None:
-        rows, sources = [*self._at_once, *self._to_copy_back], self._to_copy_back
-        self._at_once, self._to_copy_back = [], {}
+    def wait_for_unguarded(self) -> None:
+        rows, sources = [*self._unguarded, *self._to_copy_back], self._to_copy_back
+        self._unguarded, self._to_copy_back = [], {}
         if rows and self._flight and not self._flight.wait(rows):
             self.land()
             return
@@ -175,7 +175,7 @@ class Overlap(BesideModel):
         if self._early:
             self._early.undo(why)
 
-    def clears(self, *, set_to_none: bool) -> bool:
+    def clear_gradients(self, *, set_to_none: bool) -> bool:
         """Sets gradients to None itself while a step goes on; waits for that step if they are to become zeros."""
         if not set_to_none:
             self._undo_early("other calls")
@@ -192,8 +192,8 @@ class Overlap(BesideModel):
         """Ids of the parameters whose readers wait; none, with a warning, if the model has changed."""
         if self._nets.intact():
             return self._nets.reached
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             warnings.warn(
                 "the model has changed since overlap(model), and not all of it waits for its parameters: they arrive "
                 "within step() from now on. Call overlap(model) again",
@@ -206,10 +206,10 @@ class Overlap(BesideModel):
 
     def _note_order(self) -> None:
         """Called after a forward: from now on tiles flow in the order in which it used their parameters."""
-        if self._noting:
-            self._engine.tile_rank = by_next_use(self._pieces_now(), self._engine.n_params, self._noting)
-            self._to_note -= 1
-        self._noting = {} if self._to_note else None
+        if self._use_order:
+            self._engine.tile_rank = by_next_use(self._pieces_now(), self._engine.n_params, self._use_order)
+            self._forwards_to_note -= 1
+        self._use_order = {} if self._forwards_to_note else None
 
     def _may_begin(self) -> Pieces | None:
         """Called in backward: returns the pieces if the order of use is known and no step is under way, else None."""
@@ -230,12 +230,12 @@ class Overlap(BesideModel):
         """Returns when these parameters have arrived. Raises what land() raises. See Arrivals."""
         places = self._state_map.param_states
         rows = [places[id(p)].index for p in params if id(p) in places]
-        if self._noting is not None:
+        if self._use_order is not None:
             for row in rows:
                 # Nothing waits for a parameter that is updated on the accelerator: its tiles flow last.
                 if self._state_map.by_index[row].near_copy:
                     continue
-                self._noting.setdefault(row, len(self._noting))
+                self._use_order.setdefault(row, len(self._use_order))
         if (flight := self._flight) is None:
             return
         began = time.perf_counter()
@@ -272,15 +272,15 @@ class Overlap(BesideModel):
                 if self._flight is not flight:  # another thread was faster
                     return
                 self._under_way = {}
-                self._flight, self.active = None, self._noting is not None
+                self._flight, self.active = None, self._use_order is not None
                 if self._early and not flight.failure:
                     self._early.note_landed(flight.landed_at)
-                self._is_over(flight.step, flight.failure)
+                self._note_outcome(flight.step, flight.failure)
 
-    def _is_over(self, step: PreparedStep, failure: BaseException | None) -> None:
+    def _note_outcome(self, step: PreparedStep, failure: BaseException | None) -> None:
         """Notes that a step is complete here or has failed. Raises why, unless other ranks have to be told first."""
         if self._together:
-            self._together.is_over(step, failure)
+            self._together.note_outcome(step, failure)
             self.active |= failure is not None  # so that saving the parameters raises it: see settle()
         elif failure:
             raise failure
@@ -289,20 +289,20 @@ class Overlap(BesideModel):
         """As land(); with several ranks also raises why a step failed here, before they have met."""
         self.land()
         if self._together:
-            self._together.reveal()
+            self._together.raise_failure()
 
-    def come_to_rest(self, *, meets: bool) -> None:
+    def drain(self, *, collective: bool) -> None:
         self._undo_early("other calls")
-        self._meet() if meets else self.settle()
+        self._agree() if collective else self.settle()
 
-    def _meet(self) -> None:
+    def _agree(self) -> None:
         """As land(), but for all ranks: a collective, which raises on all of them if the step failed on any."""
         self.land()
         if self._together:
             try:
-                self._together.meet()
+                self._together.agree()
             finally:
-                self.active = self._noting is not None
+                self.active = self._use_order is not None
 
     def stats(self) -> dict[str, Any]:
         redone = dict(self._early.redone) if self._early else {}

@@ -35,14 +35,14 @@ class ModelSpans:
         if torch._C._current_graph_task_id() != -1:  # recomputed in backward
             return
         if self._first:
-            self.is_over()  # a backward before this forward: gradient accumulation
+            self.append_spans()  # a backward before this forward: gradient accumulation
         self._entered = self._entered or time.perf_counter()
 
     def _on_grad(self, p: torch.Tensor) -> None:
         self._last = time.perf_counter()
         self._first = self._first or self._last
 
-    def is_over(self) -> None:
+    def append_spans(self) -> None:
         """Appends the spans of a forward and a backward, which has made its last gradient."""
         if self._entered and self._first:
             self._spans.append(("forward", self._entered, self._first))

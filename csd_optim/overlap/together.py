@@ -45,33 +45,33 @@ class Together:
     def __init__(self, ranks: Ranks, engine: Engine, runner: StepRunner) -> None:
         self._ranks, self._engine, self._runner = ranks, engine, runner
         # A step that has ended here but was not agreed on yet, and the exception that made it fail here, if any.
-        self._unmet: tuple[PreparedStep, BaseException | None] | None = None
+        self._unagreed: tuple[PreparedStep, BaseException | None] | None = None
 
     def all_can(self, can: bool) -> bool:
         """Returns whether all ranks can launch their step. A collective."""
         return all(there for (there,) in self._ranks.gather(can))
 
-    def is_over(self, step: PreparedStep, failure: BaseException | None) -> None:
+    def note_outcome(self, step: PreparedStep, failure: BaseException | None) -> None:
         """Notes that a launched step has ended here: it is complete, or `failure` made it undo its states."""
         step.prepared = {}  # frees gradients, which are no longer needed
-        self._unmet = step, failure
+        self._unagreed = step, failure
 
-    def reveal(self) -> None:
+    def raise_failure(self) -> None:
         """Raises the failure of the last step here, as long as the ranks have not met.
 
         Called before parameters are saved, since they may not be those of a complete step.
         """
-        if self._unmet and (failure := self._unmet[1]):
+        if self._unagreed and (failure := self._unagreed[1]):
             raise failure
 
-    def meet(self) -> None:
+    def agree(self) -> None:
         """Agrees on the last step, a collective. If the step failed on any rank, it is undone on all of them.
 
         Then this raises on all ranks: the failure where it happened, CSDRankError elsewhere.
         """
-        if self._unmet is None:
+        if self._unagreed is None:
             return
-        step, failure = self._unmet
+        step, failure = self._unagreed
         with defer_signals():
             try:
                 self._ranks.agree(failure)
@@ -79,22 +79,22 @@ class Together:
                 if not self._ranks.lost:  # with a rank lost, it is unknown whether the others have the step
                     self._take_back(step)
                 raise
-            self._is_met()
+            self._finalize()
 
     def leave(self) -> None:
         """Ends the meetings of this rank: a step that failed here is undone here."""
-        if self._unmet and self._unmet[1] and not self._engine.closed:
+        if self._unagreed and self._unagreed[1] and not self._engine.closed:
             with contextlib.suppress(CSDError):
-                self._take_back(self._unmet[0])
-        self._is_met()
+                self._take_back(self._unagreed[0])
+        self._finalize()
 
-    def _is_met(self) -> None:
+    def _finalize(self) -> None:
         """Frees what was kept to undo the last step, which is final now."""
-        if self._unmet and (near := self._unmet[0].near):
+        if self._unagreed and (near := self._unagreed[0].near):
             near.end()
-        self._unmet = None
+        self._unagreed = None
 
     def _take_back(self, step: PreparedStep) -> None:
-        self._unmet = None
+        self._unagreed = None
         with torch.no_grad(), self._engine.lock:
             self._runner.take_back(self._engine, step)

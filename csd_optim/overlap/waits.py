@@ -49,7 +49,7 @@ class Arrivals(Protocol):
     def settle(self) -> None:
         """Return when all have arrived; raise the error of a step that failed, even before other ranks know of it."""
 
-    def give_way(self) -> bool:
+    def remove_if_dropped(self) -> bool:
         """Remove the nets if their optimizer is gone, and nothing else can. Returns whether it is."""
 
 
@@ -69,7 +69,7 @@ class Landed:
     def settle(self) -> None:
         pass
 
-    def give_way(self) -> bool:
+    def remove_if_dropped(self) -> bool:
         return False
 
 
@@ -313,7 +313,7 @@ class Nets:
         owned = {m: [p for p in self._own(m) if id(p) not in hidden] for m in modules if not is_script(m)}
         for module in owned:
             others = module.__dict__["_parameters"]
-            if owned[module] and isinstance(others, WaitingDict) and not others.net.arrivals.give_way():
+            if owned[module] and isinstance(others, WaitingDict) and not others.net.arrivals.remove_if_dropped():
                 raise CSDRuntimeError(
                     f"{type(module).__name__} already waits for another optimizer's parameters: call overlap(None) "
                     "on that one first"

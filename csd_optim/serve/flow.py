@@ -187,7 +187,7 @@ class Flow(InStep):
         engine = opt._engine
         layout = owner.layout_of(step.plan, self._indices, apart=self._apart)
         opt._mode, self._step = self, step
-        opt._runner.moved = opt._runner.in_flight = True
+        opt._runner.has_updated = opt._runner.in_flight = True
         if len(step.tiles):
             engine.begin(step.table, step.hypers, step.tiles, record, order=AS_PUSHED)
             engine.is_speculative, engine.kept_alive = True, step
@@ -221,7 +221,7 @@ class Flow(InStep):
         engine.tile_rank = np.full(engine.n_tiles, NEVER)  # expect the next step's gradients in the same order
         engine.tile_rank[self._order] = np.arange(len(self._order))
 
-    def come_to_rest(self, *, meets: bool) -> None:
+    def drain(self, *, collective: bool) -> None:
         self._undo()
 
     def close(self) -> None:

@@ -249,7 +249,7 @@ class _Trainer(StatesElsewhere):
             self._selection.end(feeds_back=self.error_feedback)
         for known in entries:
             known.steps += 1
-        self._runner.taken += 1
+        self._runner.steps_taken += 1
         for known in from_outside:
             known.is_ours()
         self._show(entries)

@@ -35,14 +35,14 @@ class InStep:
         """Called with a prepared step, before the step changes anything."""
 
     def launch(self, step: PreparedStep | None, record: Record | None) -> bool:
-        """Starts the step, which then runs concurrently with the program. Call arrive_at_once() after it.
+        """Starts the step, which then runs concurrently with the program. Call wait_for_unguarded() after it.
 
         Returns False if the step has to run within step(). `step` None: this rank has nothing to do. Raises what a step
         raises. A collective.
         """
         return False
 
-    def arrive_at_once(self) -> None:
+    def wait_for_unguarded(self) -> None:
         """Returns when the parameters whose readers do not wait have arrived. Raises what a step raises.
 
         Call it without the engine's lock, which a failing step takes in order to be undone.
@@ -51,10 +51,10 @@ class InStep:
     def settle(self) -> None:
         """Returns when all parameters of this process are those of the last step. Raises why that step failed."""
 
-    def come_to_rest(self, *, meets: bool) -> None:
-        """Returns when no step is under way here; with `meets`, a collective, on any rank. Raises why one failed."""
+    def drain(self, *, collective: bool) -> None:
+        """Returns when no step is under way here; with `collective`, on any rank. Raises why one failed."""
 
-    def clears(self, *, set_to_none: bool) -> bool:
+    def clear_gradients(self, *, set_to_none: bool) -> bool:
         """Called before gradients are cleared. Returns whether it has cleared them itself."""
         return False
 

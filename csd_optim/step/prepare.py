@@ -104,17 +104,18 @@ class PreparedStep:
     hypers: np.ndarray[Any, Any]
     prepared: dict[int, GradSource]  # by row: gradients that the engine cannot read as they are
     written: list[ParamState]  # those written from outside since the last step
-    owed: list[ParamState]  # those whose residuals the step changes
+    with_residual: list[ParamState]  # those whose residuals the step changes
     error_feedback: bool
     unscaled: bool  # grad_scale is invertible: a gradient that is sent whole leaves no residual
     # By row: values set from outside where the step itself detects the write (codes); an undone step restores them
-    set_to: dict[int, torch.Tensor] = field(default_factory=dict)
+    outside_values: dict[int, torch.Tensor] = field(default_factory=dict)
     summands: list[np.ndarray[Any, Any]] = field(default_factory=list)  # keeps alive what the table points to
-    whole: bool = False  # the step is complete
+    is_complete: bool = False
     # How it flows: set by StepRunner.make_ready()
     tiles: np.ndarray[Any, Any] = field(init=False)
     images: list[int] = field(init=False)  # tiles that travel through staging buffers
-    held: dict[int, StagingBuffer] = field(default_factory=dict)  # of these, the ones pushed in backward: see Guess
+    # Of these tiles, the buffers of those pushed in backward: see Guess
+    early_buffers: dict[int, StagingBuffer] = field(default_factory=dict)
     ring: StagingRing | None = field(init=False)
     gather: ParamAllGather | None = field(init=False)
     near: NearUpdates | None = None  # updates on the accelerator
@@ -461,7 +462,7 @@ def _compress(
 def add_residuals(engine: Engine, state_map: StateMap, step: PreparedStep) -> None:
     """Adds residuals to the parameters that need one, and their addresses to the table. Raises CSDOSError."""
     new = False
-    for param_state in step.owed:
+    for param_state in step.with_residual:
         if state_map.add_residual(engine, param_state) and param_state not in state_map.unfilled:
             state_map.show(param_state)
             new = True
@@ -475,7 +476,9 @@ def apply_outside_writes(engine: Engine, step: PreparedStep) -> None:
     taking_part = {b.index for b in step.plan.param_states}
     written = [b for b in step.written if engine.devices.keeps_state or b.on_accelerator]
     if not engine.devices.resident:  # resident states need no copy: no step is undone there
-        step.set_to = {b.index: b.local.detach().clone() for b in written if b.is_compared and b.index in taking_part}
+        step.outside_values = {
+            b.index: b.local.detach().clone() for b in written if b.is_compared and b.index in taking_part
+        }
     if not written:
         return
     always = not engine.windows.synced

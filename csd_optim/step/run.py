@@ -40,8 +40,8 @@ class StepRunner:
     def __init__(self, state_map: StateMap, ranks: Ranks | None) -> None:
         self._state_map, self._ranks = state_map, ranks
         self.ring: StagingRing | None = None  # made when first needed
-        self.taken: int = 0  # number of steps taken, which must be the same on all ranks
-        self.moved: bool = False  # whether the last step has updated anything
+        self.steps_taken: int = 0  # number of steps taken, which must be the same on all ranks
+        self.has_updated: bool = False  # whether the last step has updated anything
         self.near: NearUpdates | None = None  # the updates of the last step on the accelerator
         self.in_flight: bool = False  # whether states of the last step may still be on their way
 
@@ -69,7 +69,7 @@ class StepRunner:
             undoes = engine.copies > 1 or step.given is not None
             if step.given:
                 updates = step.given.in_order(updates)
-                step.set_to |= parameters_of_new(updates)
+                step.outside_values |= parameters_of_new(updates)
             step.near = NearUpdates(updates, exact=engine.accelerator.spec.exact, undoes=undoes)
             if not one_by_one:
                 step.near.get_ready()
@@ -96,34 +96,34 @@ class StepRunner:
         finally:  # the step is complete, and parameters have new values
             for source in step.prepared.values():
                 source.copy_back()
-            self.is_ours(step)
+            self.mark_synced(step)
 
     def _complete(self, engine: Engine, step: PreparedStep, record: Record | None) -> None:
         """Updates residuals after a complete step, and commits it."""
-        step.whole = True
+        step.is_complete = True
         self.near = step.near
-        self.moved |= step.near is not None
+        self.has_updated |= step.near is not None
         if step.given and step.near:
             step.given.keep()
             step.near.commit_bytes = step.given.nbytes
         self._state_map.mark_filled()
-        self.taken += 1
+        self.steps_taken += 1
         try:
             if step.ring is not None:
                 step.ring.feed_back()
         finally:  # the step is complete even if the update of its residuals fails
-            torch.autograd.graph.increment_version([b.windows["residual"] for b in step.owed])
+            torch.autograd.graph.increment_version([b.windows["residual"] for b in step.with_residual])
             if not step.error_feedback:
                 self._state_map.drop_residual(engine, step.plan.param_states)
             elif step.unscaled:
-                all_sent = [b for b in step.owed if step.table["topk"][b.index] == 1]
+                all_sent = [b for b in step.with_residual if step.table["topk"][b.index] == 1]
                 self._state_map.drop_residual(engine, all_sent)
             for extent, own in zip(engine.extents, engine.steps, strict=True):
                 own[:] = step.steps[extent.first_param : extent.first_param + len(own)]
             engine.commit(record)
 
     @staticmethod
-    def is_ours(step: PreparedStep) -> None:
+    def mark_synced(step: PreparedStep) -> None:
         """Counts the step's writes to its parameters. Any later write is one from outside."""
         torch.autograd.graph.increment_version(step.plan.params)
         for param_state in (*step.written, *step.plan.param_states):
@@ -143,7 +143,7 @@ class StepRunner:
         """Whether the step can be undone at any time, even after it is complete."""
         if engine.slots == 1 or engine.devices.resident or self._state_map.unfilled:
             return False
-        owes = step.owed or engine.residuals  # residuals have a single copy
+        owes = step.with_residual or engine.residuals  # residuals have a single copy
         written = step.written or engine.windows.written or engine.decoded.masters_written
         return not (owes or written)
 
@@ -201,9 +201,9 @@ class StepRunner:
 
         Also undoes writes to its parameters from outside since then, because these may differ from rank to rank.
         """
-        if step.whole:
+        if step.is_complete:
             engine.undo_last(step.plan.rows)
-            self.taken -= 1
+            self.steps_taken -= 1
         if step.near:
             step.near.undo()
         engine.remap()
@@ -217,7 +217,7 @@ class StepRunner:
         """Counts and commits a step of the other ranks, for which this rank has no gradients."""
         with all_ranks_or_none(self._ranks):
             self._state_map.fill(engine)
-        self.taken += 1
+        self.steps_taken += 1
         engine.step += 1
         self._state_map.describe(engine, groups)
         engine.commit(record)
@@ -281,7 +281,7 @@ class StepRunner:
         """Begins the step, and pushes all tiles that need no image. Returns all tiles, in flow order."""
         order = TO_AND_FRO if engine.tile_rank is None else SAME_ORDER
         tiles = engine.begin(step.table, step.hypers, step.tiles, record, order=order)
-        self.in_flight = self.moved = True
+        self.in_flight = self.has_updated = True
         for tile in tiles[~np.isin(tiles, step.images)].tolist():
             engine.push(tile)
         if step.ring is not None:
@@ -366,7 +366,7 @@ class StepRunner:
 
     def _restore(self, engine: Engine, step: PreparedStep) -> None:
         """Restores the parameters of an undone step from the masters, or to the values that were set from outside."""
-        took_part, set_to = step.table["grad"] != 0, step.set_to
+        took_part, outside_values = step.table["grad"] != 0, step.outside_values
         engine.remap()  # the windows show the masters as they were
         written = defaultdict[int, list[tuple[int, int]]](list)
         for tile, elems in engine.undone():
@@ -379,4 +379,4 @@ class StepRunner:
             param_state = self._state_map.by_index[row]
             with param_state.decoding():
                 for first, n in spans:
-                    param_state.restore(first, n, set_to.get(row))
+                    param_state.restore(first, n, outside_values.get(row))

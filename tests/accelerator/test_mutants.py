@@ -179,8 +179,8 @@ MUTANTS = {
     ),
     "overlap: what is strided goes back before it is there": Mutant(
         "overlap/overlap.py",
-        "[*self._at_once, *self._to_copy_back], self",
-        "[*self._at_once], self",
+        "[*self._unguarded, *self._to_copy_back], self",
+        "[*self._unguarded], self",
         "overlap and layouts",
     ),
     "gpu: on a stream of its own": in_near(
@@ -203,7 +203,7 @@ MUTANTS = {
         "items() if row not in self._near", "items()", "near_overlap and nobody"
     ),
     "gpu: overlap: what all ranks undo stays": in_steps(
-        "self.taken -= 1\n        if step.near:", "self.taken -= 1\n        if False:", "fsdp2"
+        "self.steps_taken -= 1\n        if step.near:", "self.steps_taken -= 1\n        if False:", "fsdp2"
     ),
     "gpu: overlap: what ranks may undo is given up": in_steps(
         "if step.near and not self._ranks:", "if step.near:", "fsdp2"

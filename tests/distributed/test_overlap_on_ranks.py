@@ -233,7 +233,7 @@ def interrupted(rank):
         return call(*args)
 
     told = pytest.raises(KeyboardInterrupt) if rank == 1 else contextlib.nullcontext()
-    with replaced(Together, "is_over", ctrl_c), told:
+    with replaced(Together, "note_outcome", ctrl_c), told:
         training.opt.wait()
     training.step()
     training.opt.close()

@@ -40,7 +40,7 @@ class Late:
             p.detach().fill_(torch.nan)
         self.active = True
 
-    def give_way(self):
+    def remove_if_dropped(self):
         return False
 
     def settle(self):
