@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .owner import Owner
 
 
-FOLLOWS = 0  # in place of a backward's number: the gradient was sent after the step's message
+SENT_IN_STEP = 0  # in place of a backward's number: the gradient was sent after the step's message
 
 
 class Arrival(NamedTuple):
@@ -51,52 +51,56 @@ class Arrivals:
     def __init__(self, owner: Owner, session: Session) -> None:
         self._owner, self._session = owner, session
         # [trainer][parameter]: the blocks that have arrived of the latest backward, and (backward, number of elements).
-        self._come: list[dict[int, list[Arrival]]] = [{} for _ in range(session.trainers)]
+        self._arrived: list[dict[int, list[Arrival]]] = [{} for _ in range(session.trainers)]
         self._elements: list[dict[int, tuple[int, int]]] = [{} for _ in range(session.trainers)]
         # Strings, not exceptions: a traceback would keep frames, and with them open connections, alive.
         self.failure: str = ""  # why the session cannot go on: invalid data has arrived
-        self._gone: dict[int, str] = {}  # trainers that have disconnected, and why
+        self._disconnected: dict[int, str] = {}  # trainers that have disconnected, and why
         self._dropped: dict[int, int] = {}  # by parameter: gradients of backwards up to this one are discarded
-        self.listens: bool = False  # listen() was called
+        self.is_listening: bool = False  # listen() was called
 
     def listen(self) -> None:
         """Accept gradients before their step from now on. Idempotent."""
-        for trainer in range(self._session.trainers) if not self.listens else ():
-            coming: queue.SimpleQueue[_Push | str] = queue.SimpleQueue()
-            room = threading.Semaphore(IN_FLIGHT)
-            for work in (self._hear, self._take):
-                arguments = trainer, coming, room
+        for trainer in range(self._session.trainers) if not self.is_listening else ():
+            pushes: queue.SimpleQueue[_Push | str] = queue.SimpleQueue()  # ends with why the trainer is gone
+            in_flight = threading.Semaphore(IN_FLIGHT)
+            for work in (self._receive_announcements, self._finish_pushes):
+                arguments = trainer, pushes, in_flight
                 threading.Thread(target=work, args=arguments, daemon=True, name="csd_optim arrivals").start()
-        self.listens = True
+        self.is_listening = True
 
-    def _hear(self, trainer: int, coming: queue.SimpleQueue[_Push | str], room: threading.Semaphore) -> None:
+    def _receive_announcements(
+        self, trainer: int, pushes: queue.SimpleQueue[_Push | str], in_flight: threading.Semaphore
+    ) -> None:
         """Read the announcements of pushes, and begin to receive the next ones while earlier ones still arrive."""
         session, why = self._session, ""
         try:
             while not why:
                 message = session.receive_message(trainer, LONG_TIMEOUT, tag=PUSH)
                 try:
-                    for finish, bucket in self._read(trainer, message):
-                        room.acquire()
-                        coming.put(_Push(begin_receive(session, trainer, bucket, PUSHED), finish))
+                    for finish, bucket in self._buckets_of_push(trainer, message):
+                        in_flight.acquire()
+                        pushes.put(_Push(begin_receive(session, trainer, bucket, PUSHED), finish))
                 except Exception as e:
                     why = f"what trainer {trainer} has pushed: {e}"
                     self._fail(why)
         except CSDRankError as e:
             why = str(e)
-        coming.put(why)
+        pushes.put(why)
 
-    def _take(self, trainer: int, coming: queue.SimpleQueue[_Push | str], room: threading.Semaphore) -> None:
-        while not isinstance(push := coming.get(), str):
+    def _finish_pushes(
+        self, trainer: int, pushes: queue.SimpleQueue[_Push | str], in_flight: threading.Semaphore
+    ) -> None:
+        while not isinstance(push := pushes.get(), str):
             try:
                 push.finish(push.incoming)
             except Exception as e:
                 self._fail(f"what trainer {trainer} has pushed: {e}")
-            room.release()
+            in_flight.release()
             del push  # frees its buffer, also while waiting for the next one
         # A disconnect alone does not end the session: the trainer may have sent all that a step needs.
         with self._owner.changed:
-            self._gone[trainer] = push
+            self._disconnected[trainer] = push
             self._owner.changed.notify_all()
 
     def _fail(self, why: str) -> None:
@@ -104,20 +108,22 @@ class Arrivals:
             self.failure = self.failure or why
             self._owner.changed.notify_all()
 
-    def _read(self, trainer: int, message: dict[str, Any]) -> Iterator[tuple[Callable[[IncomingBucket], None], Bucket]]:
+    def _buckets_of_push(
+        self, trainer: int, message: dict[str, Any]
+    ) -> Iterator[tuple[Callable[[IncomingBucket], None], Bucket]]:
         """Return the buckets of a push, each with the function that copies it to its place."""
         owner, session = self._owner, self._session
-        backward, parts = self._parts(message)
+        backward, parts = self._parse_announcement(message)
 
         def is_dropped(index: int) -> bool:
             return backward <= self._dropped.get(index, 0)
 
-        with owner.counts(session):
-            there = [part for part in parts if not is_dropped(part.key)]
+        with owner.while_current(session):
+            wanted = [part for part in parts if not is_dropped(part.key)]
             if message.get("apart"):
-                into = owner.rooms_apart(session, trainer, {part.key: part.dtype for part in there})
+                into = owner.summand_buffers(session, trainer, {part.key: part.dtype for part in wanted})
             else:
-                into = owner.room_for(session, [part.key for part in there])
+                into = owner.grad_buffers(session, [part.key for part in wanted])
         in_place = owner.views(into, {part.key: part.shape for part in parts})
 
         def view_of(key: int, block: Block) -> torch.Tensor:
@@ -126,40 +132,40 @@ class Arrivals:
         def arrived(_: int, bucket: Bucket) -> None:
             for piece in bucket:
                 if not is_dropped(piece.key):
-                    self.note(trainer, Arrival(piece.key, backward, piece.block, piece.dtype))
+                    self.record(trainer, Arrival(piece.key, backward, piece.block, piece.dtype))
 
         def finish(incoming: IncomingBucket) -> None:
-            incoming.finish(session, view_of, lambda: owner.counts(session), arrived)
+            incoming.finish(session, view_of, lambda: owner.while_current(session), arrived)
 
         return ((finish, bucket) for bucket in buckets_with_owner(parts, owner.owners, owner.rank, target_buckets=1))
 
-    def note(self, trainer: int, arrival: Arrival) -> None:
+    def record(self, trainer: int, arrival: Arrival) -> None:
         """Record that this block has arrived and is in its place. The caller holds `changed`."""
-        come, elements = self._come[trainer].setdefault(arrival.param, []), self._elements[trainer]
-        if come and come[0].backward != arrival.backward:
-            come.clear()
-        before = elements[arrival.param][1] if come else 0
-        come.append(arrival)
+        earlier, elements = self._arrived[trainer].setdefault(arrival.param, []), self._elements[trainer]
+        if earlier and earlier[0].backward != arrival.backward:
+            earlier.clear()
+        before = elements[arrival.param][1] if earlier else 0
+        earlier.append(arrival)
         elements[arrival.param] = arrival.backward, before + arrival.block.numel
         if self._owner.flow:
-            self._owner.flow.note(arrival)
+            self._owner.flow.record_arrival(arrival)
         self._owner.changed.notify_all()
 
-    def forget(self, indices: Sequence[int], backward: int) -> None:
+    def discard(self, indices: Sequence[int], backward: int) -> None:
         """Discard gradients of these parameters from backwards up to this one, also those that have yet to arrive.
 
         Their gradients follow a step's message, and a late push must not overwrite them. The caller holds `changed`.
         """
         self._dropped |= dict.fromkeys(indices, backward)
-        for come in self._come:
+        for by_param in self._arrived:
             for index in indices:
-                come.pop(index, None)
+                by_param.pop(index, None)
 
-    def there(self) -> Iterator[Arrival]:
+    def all_arrivals(self) -> Iterator[Arrival]:
         """Iterate over all arrivals. The caller holds `changed`."""
-        return (arrival for come in self._come for of_one in come.values() for arrival in of_one)
+        return (arrival for by_param in self._arrived for arrivals in by_param.values() for arrival in arrivals)
 
-    def _parts(self, message: dict[str, Any]) -> tuple[int, list[Part]]:
+    def _parse_announcement(self, message: dict[str, Any]) -> tuple[int, list[Part]]:
         """Parse the announcement of a push: its backward and parts. Raises CSDRankError if it is malformed."""
         params = self._owner.params
         try:
@@ -186,19 +192,19 @@ class Arrivals:
         session is over.
         """
 
-        def lacking() -> tuple[int, int] | None:
-            for trainer, (elements_of, come) in enumerate(zip(expected, self._elements, strict=True)):
-                for index, elements in elements_of.items():
-                    if elements and come.get(index) != (pushed[index], elements):
+        def first_missing() -> tuple[int, int] | None:
+            for trainer, (wanted, arrived) in enumerate(zip(expected, self._elements, strict=True)):
+                for index, elements in wanted.items():
+                    if elements and arrived.get(index) != (pushed[index], elements):
                         return index, trainer
             return None
 
         session, changed = self._session, self._owner.changed
         with changed:
-            while what := lacking():
-                self._owner.check_counts(session)
-                index, trainer = what
-                if failure := self.failure or self._gone.get(trainer):
+            while missing := first_missing():
+                self._owner.check_current(session)
+                index, trainer = missing
+                if failure := self.failure or self._disconnected.get(trainer):
                     raise CSDRankError(failure)
                 if not changed.wait(session.timeout):
                     raise CSDRankError(

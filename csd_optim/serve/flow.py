@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 NEVER = np.iinfo(np.int64).max
 # Fields that a guess and the message of its step have in common; the guess is right if all of them are equal.
-FORESEEN = ("params", "dtypes", "pushed", "scale", "hyper", "shares", "max_grad_norm")
+GUESS_FIELDS = ("params", "dtypes", "pushed", "scale", "hyper", "shares", "max_grad_norm")
 
 
 class Rows:
@@ -83,51 +83,47 @@ class Rows:
             return self._tiles[:0], self._tiles[:0]
         first, n = (block.first[0] - self._first, block.sizes[0]) if block.sizes else (0, 1)
         common = np.minimum(self._end, first + n) - np.maximum(self._begin, first)
-        has = common > 0
-        return self._tiles[has], common[has] * (block.numel // n)
+        some = common > 0
+        return self._tiles[some], common[some] * (block.numel // n)
 
 
 class Layout:
     """What stays the same from step to step while the same parameters take part: which tiles need which gradients."""
 
-    def __init__(self, owner: Owner, plan: StepPlan, indices: Sequence[int], *, apart: bool) -> None:
-        """`indices`: numbers of the parameters; `apart`: each trainer sends all of this owner's rows."""
+    def __init__(self, owner: Owner, plan: StepPlan, indices: Sequence[int], *, summed_by_owners: bool) -> None:
+        """`indices`: numbers of the parameters; `summed_by_owners`: each trainer sends all of this owner's rows."""
         opt = owner.optimizer
         self.plan: StepPlan = plan
         self.indices: list[int] = [*indices]
-        self.apart: bool = apart
+        self.summed_by_owners: bool = summed_by_owners
         pieces, params = Pieces(opt._engine), owner.params
         self.rows: dict[int, Rows] = {}
-        self.others: set[int] = set()  # parameters of which owners all-gather a part when the step is complete
         # Units of gradients that each tile needs from all trainers together.
-        self.gradients: np.ndarray[Any, Any] = np.zeros(pieces.n_tiles, np.int64)
+        self.needed_units: np.ndarray[Any, Any] = np.zeros(pieces.n_tiles, np.int64)
         for index in indices:
-            state, mine = opt._state_map.param_states[id(params[index])], owner.mine(index)
+            state, mine = opt._state_map.param_states[id(params[index])], owner.owned_block(index)
             first = mine.first[0] if mine.first else 0
             rows = self.rows[index] = Rows(state.local, first, pieces.of(state.index))
-            if state.part.replicas:
-                self.others.add(index)
-            for block in owner.expected(index, apart=apart):
+            for block in owner.expected_blocks(index, summed_by_owners=summed_by_owners):
                 tiles, units = rows.tiles(block)
-                np.add.at(self.gradients, tiles, units)
+                np.add.at(self.needed_units, tiles, units)
         # Tiles in the order in which parameters travel, so that gradients which leave first are used first. int64.
-        flow = np.concatenate([rows.tiles(owner.mine(index))[0] for index, rows in self.rows.items()])
-        self.order: np.ndarray[Any, Any] = flow[np.sort(np.unique(flow, return_index=True)[1])]
+        tiles = np.concatenate([rows.tiles(owner.owned_block(index))[0] for index, rows in self.rows.items()])
+        self.order: np.ndarray[Any, Any] = tiles[np.sort(np.unique(tiles, return_index=True)[1])]
 
-    def fits(self, plan: StepPlan, indices: Sequence[int], *, apart: bool) -> bool:
-        return self.plan is plan and self.indices == [*indices] and self.apart is apart
+    def fits(self, plan: StepPlan, indices: Sequence[int], *, summed_by_owners: bool) -> bool:
+        return self.plan is plan and self.indices == [*indices] and self.summed_by_owners is summed_by_owners
 
-    def tiles_of(self, bucket: Bucket) -> np.ndarray[Any, Any] | None:
-        """Return the tiles with a bucket's parameters (uint32); None if it includes a parameter in `others`."""
-        if not self.others.isdisjoint(piece.key for piece in bucket):
-            return None
+    def tiles_of(self, bucket: Bucket) -> np.ndarray[Any, Any]:
+        """Return the tiles with a bucket's parameters (uint32)."""
         return np.unique(np.concatenate([self.rows[piece.key].tiles(piece.block)[0] for piece in bucket])).astype("u4")
 
 
 class Flow(InStep):
     """One step of an owner's optimizer, from its message to its end; `begin` and `end_step` are collectives of owners.
 
-    Receiving threads report gradients with `note`; the sending thread waits for parameters with `await_params`.
+    Receiving threads report gradients with `record_arrival`. The sending thread waits for parameters with
+    `await_params`.
     """
 
     def __init__(self, owner: Owner, message: dict[str, Any]) -> None:
@@ -136,16 +132,16 @@ class Flow(InStep):
         dtypes = map(dtype_named, message["dtypes"])
         # By parameter: the backward in which its gradient leaves, and its dtype on the wire.
         self._gradients = dict(zip(self._indices, zip(message["pushed"], dtypes, strict=True), strict=True))
-        self._apart = "shares" in message
-        # owner.changed guards all fields below, and is notified when they change.
+        self._summed_by_owners = "shares" in message
+        # owner.changed guards the fields below except the lock _engine_use, and is notified when they change.
         self._step: PreparedStep | None = None  # the step under way
         self._layout: Layout | None = None  # of that step
-        self._lacks = np.zeros(0, np.int64)  # by tile: units of gradients that have yet to arrive
+        self._missing_units = np.zeros(0, np.int64)  # by tile: units of gradients that have yet to arrive
         self._pushed = np.zeros(0, bool)  # by tile: it was pushed to the engine
-        self._order: list[int] = []  # tiles in the order in which they were pushed
+        self._push_order: list[int] = []  # tiles in the order in which they were pushed
         self._failure: CSDError | None = None
-        self._over = False  # the step is complete, or undone
-        self._looks = threading.Lock()  # held by the sending thread while it uses the engine
+        self._is_over = False  # the step is complete, or undone
+        self._engine_use = threading.Lock()  # held by the sending thread while it uses the engine
 
     @property
     def under_way(self) -> bool:
@@ -153,7 +149,7 @@ class Flow(InStep):
 
     def is_for(self, message: dict[str, Any]) -> bool:
         """Return whether this step was begun as `message` now requests it."""
-        same = all(message.get(name) == self._message.get(name) for name in FORESEEN)
+        same = all(message.get(name) == self._message.get(name) for name in GUESS_FIELDS)
         return same and self.under_way and not message["written"]
 
     # ---- on the owner's own thread ----------------------------------------------------
@@ -171,31 +167,31 @@ class Flow(InStep):
                 record = opt._record(engine)
                 taking_part = participants(opt.param_groups, type(opt).__name__, opt._for_sparse)
                 step = opt._prepare_early(taking_part)
-                can = step is not None and self._can(step)
-            if not (all(there for (there,) in opt._ranks.gather(can)) if opt._ranks else can):
+                can_begin = step is not None and self._can_overlap(step)
+            if not (all(vote for (vote,) in opt._ranks.gather(can_begin)) if opt._ranks else can_begin):
                 return
             with all_ranks_or_none(opt._ranks):
                 self._launch(step, record)
 
-    def _can(self, step: PreparedStep) -> bool:
+    def _can_overlap(self, step: PreparedStep) -> bool:
         opt = self._optimizer
-        begins = bool((step.table["master"][step.plan.rows] == NEW).any())
-        return opt._runner.can_undo(opt._engine, step) and not (begins or step.images or step.near)
+        has_new_states = bool((step.table["master"][step.plan.rows] == NEW).any())
+        return opt._runner.can_undo(opt._engine, step) and not (has_new_states or step.images or step.near)
 
     def _launch(self, step: PreparedStep, record: Record) -> None:
         opt, owner = self._optimizer, self._owner
         engine = opt._engine
-        layout = owner.layout_of(step.plan, self._indices, apart=self._apart)
+        layout = owner.layout_of(step.plan, self._indices, summed_by_owners=self._summed_by_owners)
         opt._mode, self._step = self, step
         opt._runner.has_updated = opt._runner.in_flight = True
         if len(step.tiles):
             engine.begin(step.table, step.hypers, step.tiles, record, order=AS_PUSHED)
             engine.is_speculative, engine.kept_alive = True, step
         with owner.changed:
-            self._layout, self._lacks = layout, layout.gradients.copy()
+            self._layout, self._missing_units = layout, layout.needed_units.copy()
             self._pushed = np.zeros(engine.n_tiles, bool)
             assert owner.arrivals
-            for arrival in owner.arrivals.there():
+            for arrival in owner.arrivals.all_arrivals():
                 self._count(arrival)
             self._push(layout.order)
             owner.changed.notify_all()
@@ -219,7 +215,7 @@ class Flow(InStep):
                 self._step = None
         engine.kept_alive = None
         engine.tile_rank = np.full(engine.n_tiles, NEVER)  # expect the next step's gradients in the same order
-        engine.tile_rank[self._order] = np.arange(len(self._order))
+        engine.tile_rank[self._push_order] = np.arange(len(self._push_order))
 
     def drain(self, *, collective: bool) -> None:
         self._undo()
@@ -234,9 +230,9 @@ class Flow(InStep):
         finally:
             self._optimizer._mode = InStep()
             with self._owner.changed:
-                self._over = True
+                self._is_over = True
                 self._owner.changed.notify_all()
-            with self._looks:  # wait until the sending thread has left the engine
+            with self._engine_use:  # wait until the sending thread has left the engine
                 pass
 
     def _undo(self) -> None:
@@ -251,7 +247,7 @@ class Flow(InStep):
 
     # ---- on threads that receive ------------------------------------------------------
 
-    def note(self, arrival: Arrival) -> None:
+    def record_arrival(self, arrival: Arrival) -> None:
         """Count a gradient that has arrived, and push the tiles that it completes. The caller holds owner.changed."""
         if self._step is not None and self._layout is not None:
             self._push(np.unique(self._count(arrival)))
@@ -262,17 +258,17 @@ class Flow(InStep):
         if self._gradients.get(arrival.param) != (arrival.backward, arrival.dtype):
             return np.zeros(0, np.int64)
         tiles, units = self._layout.rows[arrival.param].tiles(arrival.block)
-        np.subtract.at(self._lacks, tiles, units)
+        np.subtract.at(self._missing_units, tiles, units)
         return tiles
 
     def _push(self, tiles: np.ndarray[Any, Any]) -> None:
         """Push those of these tiles whose gradients are complete to the engine."""
         engine = self._optimizer._engine
         try:
-            for tile in tiles[(self._lacks[tiles] == 0) & ~self._pushed[tiles]].tolist():
+            for tile in tiles[(self._missing_units[tiles] == 0) & ~self._pushed[tiles]].tolist():
                 engine.push(tile)
                 self._pushed[tile] = True
-                self._order.append(tile)
+                self._push_order.append(tile)
         except CSDError as e:
             self._failure = self._failure or e
 
@@ -281,18 +277,18 @@ class Flow(InStep):
     def await_params(self, bucket: Bucket) -> None:
         """Wait until these parameters can be sent."""
         changed = self._owner.changed
-        tiles: np.ndarray[Any, Any] | None = None
         with changed:
-            changed.wait_for(lambda: self._over or self._layout is not None)
-            if self._layout is not None and not self._over:
-                tiles = self._layout.tiles_of(bucket)
-            changed.wait_for(lambda: self._over or (tiles is not None and bool(self._pushed[tiles].all())))
-            if self._over:
+            changed.wait_for(lambda: self._is_over or self._layout is not None)
+            if self._layout is None or self._is_over:
                 return
-        with self._looks:
-            if not self._over and tiles is not None and len(tiles):
+            tiles = self._layout.tiles_of(bucket)
+            changed.wait_for(lambda: self._is_over or bool(self._pushed[tiles].all()))
+            if self._is_over:
+                return
+        with self._engine_use:
+            if not self._is_over and len(tiles):
                 with contextlib.suppress(CSDError):  # the step has failed, and will be undone next
                     self._optimizer._engine.params_ready(tiles, wait=True)
                     return
         with changed:
-            changed.wait_for(lambda: self._over)
+            changed.wait_for(lambda: self._is_over)

@@ -1,7 +1,7 @@
 """An owner's part of a model: an ordinary optimizer of this package whose parameters are the rows that the owner keeps.
 
 With several owners a parameter is a DTensor sharded by rows, so that owner k keeps the same rows, in the same store, as
-CSDAdam on rank k under DDP. All methods except those below "what travels" are collectives of the owners.
+CSDAdam on rank k under DDP. All methods except those below "transfers" are collectives of the owners.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..params.param_state import DTYPES
 from ..params.summed import Summand
 from ..step.prepare import NO_SUMS, StepPlan, Sums
 from ..store.format import Record
-from .arrivals import FOLLOWS, Arrival, Arrivals
+from .arrivals import SENT_IN_STEP, Arrival, Arrivals
 from .blocks import (
     Block,
     Bucket,
@@ -45,8 +45,13 @@ from .star import Contributions, entries_part
 from .values import dtype_named, packed, unpacked
 from .wire import Session
 
-NOT_OURS = ("foreach", "fused", "capturable", "topk")  # group options that concern trainers only: owners drop them
-OF_TRAINERS = "trainers"  # key in the stored `user_state` of the list of several trainers' user_states, by rank
+TRAINER_OPTIONS = (
+    "foreach",
+    "fused",
+    "capturable",
+    "topk",
+)  # group options that concern trainers only: owners drop them
+TRAINERS_KEY = "trainers"  # key in the stored `user_state` of the list of several trainers' user_states, by rank
 
 
 class NotUndone(CSDRankError):
@@ -73,7 +78,7 @@ class Owner:
         self._grads: dict[int, torch.Tensor] = {}  # gradient buffers, by parameter number
         self._contributions = Contributions()  # buffers for gradients that owners sum, one per trainer
         self._layout: Layout | None = None  # of the last step that overlapped with its gradients' arrival
-        self._moving = 0.0  # seconds for which this owner has waited for the network since the last step
+        self._transfer_seconds = 0.0  # seconds for which this owner has waited for the network since the last step
         # The optimizer in memory may differ from the store (for example, groups have joined and no step has used them):
         # the next session resumes from the store.
         self.in_doubt: bool = False
@@ -107,13 +112,13 @@ class Owner:
         if request.mode == "resume" and not self.in_doubt:
             check_same(self.request, request)
 
-    def begin(self, session: Session) -> None:
+    def begin_session(self, session: Session) -> None:
         """Make this the current session."""
         with self.changed:
             self.current, self.arrivals, self._opened = session, Arrivals(self, session), False
             self.changed.notify_all()
 
-    def rest(self) -> None:
+    def end_session(self) -> None:
         """End the current session, and make everything durable."""
         with self.changed:
             self.current = self.arrivals = None
@@ -141,25 +146,23 @@ class Owner:
         check_cover([p.name for p in params], [p.shape for p in params], blocks)
         self._blocks, self._opened, self._layout = blocks, True, None
         notes: list[str] = []
-        goes_on = request.mode == "resume" and self.has_states and not self.in_doubt and self.request == request
+        continues = request.mode == "resume" and self.has_states and not self.in_doubt and self.request == request
         if self._ranks:  # other owners may have failed where this one did not
-            goes_on = all(there for (there,) in self._ranks.gather(goes_on))
-        if not goes_on:
+            continues = all(vote for (vote,) in self._ranks.gather(continues))
+        if not continues:
             self.close()
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always", CSDWarning)
-                self._make(request)
+                self._make_optimizer(request)
             notes = [str(w.message) for w in caught if issubclass(w.category, CSDWarning)]
         opt = self.optimizer
         opt.synchronize()
         groups = [hyperparameters_of(group) for group in opt.param_groups]
-        if goes_on:
-            there = Record(groups=groups, given=opt._initial_groups)
-            notes = [
-                *ignored_by_resume(opt._rule, [hyperparameters_of(group.hyper) for group in request.groups], there)
-            ]
+        if continues:
+            kept = Record(groups=groups, given=opt._initial_groups)
+            notes = [*ignored_by_resume(opt._rule, [hyperparameters_of(group.hyper) for group in request.groups], kept)]
         user_state = opt.user_state
-        states = user_state.get(OF_TRAINERS, [user_state]) if user_state else []
+        states = user_state.get(TRAINERS_KEY, [user_state]) if user_state else []
         return {
             "recovered": self.has_states,
             "committed_step": opt.committed_step,
@@ -169,8 +172,8 @@ class Owner:
             "warnings": notes,
         }
 
-    def _make(self, request: Request) -> None:
-        groups = [self._group(group) for group in request.groups]
+    def _make_optimizer(self, request: Request) -> None:
+        groups = [self._make_group(group) for group in request.groups]
         options: dict[str, Any] = dict(request.options)
         if "decoupled_weight_decay" in request.defaults:  # selects the update rule; other defaults are in the groups
             options["decoupled_weight_decay"] = request.defaults["decoupled_weight_decay"]
@@ -178,22 +181,22 @@ class Owner:
         self.optimizer = self.optimizers[request.optimizer](groups, devices=[*self._devices], **options, **mode)
         self.request, self.in_doubt = request, False
 
-    def _group(self, group: Group) -> dict[str, Any]:
-        params = [self._param(p) for p in group.params]
+    def _make_group(self, group: Group) -> dict[str, Any]:
+        params = [self._make_param(p) for p in group.params]
         named = any(p.named for p in group.params)
         names = [p.name for p in group.params]
-        hyper = {name: value for name, value in group.hyper.items() if name not in NOT_OURS}
+        hyper = {name: value for name, value in group.hyper.items() if name not in TRAINER_OPTIONS}
         return {**hyper, "params": [*zip(names, params, strict=True)] if named else params}
 
-    def _param(self, p: Param) -> torch.nn.Parameter:
+    def _make_param(self, p: Param) -> torch.nn.Parameter:
         like = torch.empty_strided(p.shape, p.stride, dtype=p.dtype, device="meta")
         if self._ranks is None or not p.shape:
             return torch.nn.Parameter(torch.empty_like(like, device="cpu"), requires_grad=p.trains)
         block = owned(p.shape, self.owners, self.rank)
         local = torch.empty_like(block.of(like, whole(p.shape)), device="cpu")
-        return torch.nn.Parameter(self._divided(local, p.shape, p.stride), requires_grad=p.trains)
+        return torch.nn.Parameter(self._as_dtensor(local, p.shape, p.stride), requires_grad=p.trains)
 
-    def _divided(self, local: torch.Tensor, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+    def _as_dtensor(self, local: torch.Tensor, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
         """Return the DTensor of this shape and stride of which this owner has the rows `local`."""
         from torch.distributed.tensor import Shard
 
@@ -203,7 +206,7 @@ class Owner:
     def listen(self, session: Session) -> None:
         """Accept gradients of this session before their step from now on."""
         with self.changed:
-            self.check_counts(session)
+            self.check_current(session)
             assert self.arrivals
             self.arrivals.listen()
 
@@ -216,7 +219,7 @@ class Owner:
         params = [p for group in groups for p in group.params]
         check_cover([p.name for p in params], [p.shape for p in params], blocks)
         for group in groups:
-            self.optimizer.add_param_group(self._group(group))
+            self.optimizer.add_param_group(self._make_group(group))
         self.request = replace(self.request, groups=(*self.request.groups, *groups))
         self._blocks = [[*before, *new] for before, new in zip(self._blocks, blocks, strict=True)]
         self._layout = None
@@ -229,30 +232,30 @@ class Owner:
         `received`: new values of parameters, by number. A guessed step that matches the message goes on.
         """
         with all_ranks_or_none(self._ranks):
-            goes_on = self.flow is not None and not received and self.flow.is_for(message)
-            if not goes_on:
+            guessed_right = self.flow is not None and not received and self.flow.is_for(message)
+            if not guessed_right:
                 self.finish_step()
             self.in_doubt = True  # until the step is made: new values, hyperparameters and user_state belong to it
             self._groups_before = None
-            self._take(received)
+            self._set_params(received)
             if message["user_states"] is not None:
                 states = [unpacked(state) for state in message["user_states"]]
                 self.optimizer.user_state = (
-                    states[0] if len(states) == 1 else {OF_TRAINERS: states} if any(states) else {}
+                    states[0] if len(states) == 1 else {TRAINERS_KEY: states} if any(states) else {}
                 )
-        if not goes_on:
-            self._begin(message, waits=bool(received))
+        if not guessed_right:
+            self._begin_flow(message, waits=bool(received))
 
     def guess(self, message: dict[str, Any]) -> None:
         """Begin a step that was only announced, if possible. Nothing visible changes until it is requested."""
         with all_ranks_or_none(self._ranks):
             self.finish_step()
         self._groups_before = [hyperparameters_of(group) for group in self.optimizer.param_groups]
-        self._begin(message, waits=False)
+        self._begin_flow(message, waits=False)
         if self.flow and not self.flow.under_way:
             self.finish_step()
 
-    def _begin(self, message: dict[str, Any], *, waits: bool) -> None:
+    def _begin_flow(self, message: dict[str, Any], *, waits: bool) -> None:
         with all_ranks_or_none(self._ranks):
             self._set_up(message)
             waits = waits or any(message.get("shares", ())) or message.get("max_grad_norm") is not None
@@ -266,14 +269,14 @@ class Owner:
 
     def _set_up(self, message: dict[str, Any]) -> None:
         opt, params = self.optimizer, self.params
-        self._put_back(message["hyper"])
+        self._set_hyper(message["hyper"])
         for p in params:
             p.grad = None
         for index in message["params"]:
             p = params[index]
             p.requires_grad_(True)
             local = _local(p) if "shares" in message else self._grads[index]
-            p.grad = self._divided(local, p.shape, p.stride()) if hasattr(p, "to_local") else local
+            p.grad = self._as_dtensor(local, p.shape, p.stride()) if hasattr(p, "to_local") else local
         opt._grad_factor, opt._sums, opt.max_grad_norm = float(message["scale"]), NO_SUMS, message.get("max_grad_norm")
 
     def end_step(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -282,9 +285,9 @@ class Owner:
         assert self.flow
         if "shares" in message and not self.flow.under_way:
             opt._sums = self._sums(message)
-        opt._engine.served = {"trainers": len(self._blocks), "transfer_seconds": self._moving}
+        opt._engine.served = {"trainers": len(self._blocks), "transfer_seconds": self._transfer_seconds}
         opt.step()
-        self._moving = 0.0
+        self._transfer_seconds = 0.0
         self.in_doubt = False
         return {"committed_step": opt.committed_step, "grad_norm": opt._grad_norm}
 
@@ -306,23 +309,23 @@ class Owner:
             for group, kept in zip(self.optimizer.param_groups, before or (), strict=bool(before)):
                 restore_hyperparameters(group, kept)
 
-    def layout_of(self, plan: StepPlan, indices: Sequence[int], *, apart: bool) -> Layout:
+    def layout_of(self, plan: StepPlan, indices: Sequence[int], *, summed_by_owners: bool) -> Layout:
         """Return the cached Layout if it fits, or a new one."""
-        if self._layout is None or not self._layout.fits(plan, indices, apart=apart):
-            self._layout = Layout(self, plan, indices, apart=apart)
+        if self._layout is None or not self._layout.fits(plan, indices, summed_by_owners=summed_by_owners):
+            self._layout = Layout(self, plan, indices, summed_by_owners=summed_by_owners)
         return self._layout
 
-    def mine(self, index: int) -> Block:
+    def owned_block(self, index: int) -> Block:
         """Return the block of a parameter that this owner keeps."""
         return owned(tuple(self.params[index].shape), self.owners, self.rank)
 
-    def expected(self, index: int, *, apart: bool) -> list[Block]:
+    def expected_blocks(self, index: int, *, summed_by_owners: bool) -> list[Block]:
         """Return the block of a gradient that each trainer sends here.
 
-        `apart`: owners sum the gradients, so each trainer sends all of this owner's rows.
+        `summed_by_owners`: owners sum the gradients, so each trainer sends all of this owner's rows.
         """
-        mine = self.mine(index)
-        return [mine if apart else blocks[index].intersection(mine) for blocks in self._blocks]
+        mine = self.owned_block(index)
+        return [mine if summed_by_owners else blocks[index].intersection(mine) for blocks in self._blocks]
 
     def _sums(self, message: dict[str, Any]) -> Sums:
         """Return the summands of each gradient of a step. Raises CSDRankError if one is not what the message announced.
@@ -340,51 +343,51 @@ class Owner:
     def load(self, message: dict[str, Any], received: Mapping[int, torch.Tensor], states: list[torch.Tensor]) -> None:
         """Load states from trainers. `states`: this owner's rows of the states named in the message, in its order."""
         opt, params = self.optimizer, self.params
-        self._take(received)
-        self._put_back(message["hyper"])
+        self._set_params(received)
+        self._set_hyper(message["hyper"])
         of_states, entries = iter(states), {}
         for index, step, names in message["states"]:
             p = params[index]
             entries[index] = {"step": torch.tensor(float(step))}
             for name in names:
                 local = next(of_states)
-                entries[index][name] = self._divided(local, p.shape, p.stride()) if hasattr(p, "to_local") else local
+                entries[index][name] = self._as_dtensor(local, p.shape, p.stride()) if hasattr(p, "to_local") else local
         groups = torch.optim.Optimizer.state_dict(opt)["param_groups"]
         opt.load_state_dict({"state": entries, "param_groups": groups})
         opt.synchronize()
 
     def states(self) -> tuple[list[Any], list[torch.Tensor]]:
         """Return the list of states for the reply, [parameter number, step, names], and this owner's rows of them."""
-        said, tensors = [], []
+        state_list, tensors = [], []
         for index, p in enumerate(self.params):
             if entry := self.optimizer.state.get(p):
                 names = [name for name in self.optimizer._rule.sections if name in entry]
-                said.append([index, float(entry["step"]), names])
+                state_list.append([index, float(entry["step"]), names])
                 tensors += [_local(entry[name]) for name in names]
-        return said, tensors
+        return state_list, tensors
 
     @property
     def params(self) -> list[Any]:
         return [p for _, _, p in members(self.optimizer.param_groups)]
 
-    def _put_back(self, hyper: Sequence[dict[str, Any]] | None) -> None:
+    def _set_hyper(self, hyper: Sequence[dict[str, Any]] | None) -> None:
         for group, kept in zip(self.optimizer.param_groups, hyper or (), strict=bool(hyper)):
-            restore_hyperparameters(group, {name: value for name, value in kept.items() if name not in NOT_OURS})
+            restore_hyperparameters(group, {name: value for name, value in kept.items() if name not in TRAINER_OPTIONS})
 
     @torch.no_grad()
-    def _take(self, received: Mapping[int, torch.Tensor]) -> None:
+    def _set_params(self, received: Mapping[int, torch.Tensor]) -> None:
         params = self.params
         for index, values in received.items():
             _local(params[index]).copy_(values)
 
-    # ---- what travels ------------------------------------------------------------------------
+    # ---- transfers ------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def timed(self) -> Iterator[None]:
+    def timing_transfers(self) -> Iterator[None]:
         """Add the time spent inside to the time for which this owner has waited for the network."""
         began = time.perf_counter()
         yield
-        self._moving += time.perf_counter() - began
+        self._transfer_seconds += time.perf_counter() - began
 
     def receive(self, session: Session, message: dict[str, Any]) -> tuple[dict[int, torch.Tensor], list[torch.Tensor]]:
         """Receive the tensors that follow a message: values of parameters, by number, and states to load.
@@ -399,184 +402,199 @@ class Owner:
         received: dict[int, torch.Tensor] = {}
         states: list[torch.Tensor] = []
         if message["op"] in ("step", "guess"):
-            with self.counts(session):
-                self._room_for_step(session, message)
+            with self.while_current(session):
+                self._prepare_buffers(session, message)
         elif message["op"] == "load":
-            said = message["states"]
-            parts = self._state_parts(said, None)
-            states = [torch.empty(_local(params[i]).shape, dtype=d, device="cpu") for i, d in self._dtypes(said)]
+            state_list = message["states"]
+            parts = self._state_parts(state_list, None)
+            states = [
+                torch.empty(_local(params[i]).shape, dtype=d, device="cpu") for i, d in self._state_dtypes(state_list)
+            ]
             sources = {
-                t: buckets_with_owner(self._state_parts(said, t), self.owners, self.rank)
+                t: buckets_with_owner(self._state_parts(state_list, t), self.owners, self.rank)
                 for t in range(session.trainers)
             }
-            self._take_in(session, sources, dict(enumerate(states)), parts)
+            self._receive_buckets(session, sources, dict(enumerate(states)), parts)
         written = message["written"] if message["op"] in ("step", "load") else []
         for index in written:
             received[index] = torch.empty_like(_local(params[index]))
-        wire = {index: params[index].dtype for index in written}
-        self._receive(session, wire, received)
+        wire_dtypes = {index: params[index].dtype for index in written}
+        self._receive(session, wire_dtypes, received)
         return received, states
 
-    def _room_for_step(self, session: Session, message: dict[str, Any]) -> None:
+    def _prepare_buffers(self, session: Session, message: dict[str, Any]) -> None:
         assert self.arrivals
         follow = [i for i, backward in zip(message["params"], message["pushed"], strict=True) if not backward]
-        self.arrivals.forget(follow, message["backwards"])
+        self.arrivals.discard(follow, message["backwards"])
         if "shares" not in message:
-            self.room_for(session, message["params"])
+            self.grad_buffers(session, message["params"])
             return
         of_params = zip(message["params"], message["dtypes"], message["shares"], strict=True)
-        wire = {index: dtype_named(name) for index, name, share in of_params if not share}
+        wire_dtypes = {index: dtype_named(name) for index, name, share in of_params if not share}
         for trainer in range(session.trainers):
-            self.rooms_apart(session, trainer, wire)
+            self.summand_buffers(session, trainer, wire_dtypes)
 
-    def take_gradients(self, session: Session, message: dict[str, Any]) -> None:
+    def receive_gradients(self, session: Session, message: dict[str, Any]) -> None:
         """Wait until all gradients of a step are in their buffers. Callable on any thread. Raises CSDRankError."""
         backwards = dict(zip(message["params"], message["pushed"], strict=True))
         dtypes = dict(zip(message["params"], map(dtype_named, message["dtypes"]), strict=True))
         follow = {index: dtype for index, dtype in dtypes.items() if not backwards[index]}
         if "shares" in message:
-            self._receive_apart(session, follow, dict(zip(message["params"], message["shares"], strict=True)))
+            self._receive_summands(session, follow, dict(zip(message["params"], message["shares"], strict=True)))
         else:
-            self._receive(session, follow, self._grads, notes=True)
+            self._receive(session, follow, self._grads, are_gradients=True)
         if pushed := {index: backward for index, backward in backwards.items() if backward}:
             arrivals = self.arrivals
-            if arrivals is None or not arrivals.listens:
+            if arrivals is None or not arrivals.is_listening:
                 raise CSDRankError("a step names gradients that were never pushed")
             expected = [
-                dict(zip(pushed, of_one, strict=True))
-                for of_one in zip(*(self.expected(i, apart="shares" in message) for i in pushed), strict=True)
+                dict(zip(pushed, blocks, strict=True))
+                for blocks in zip(
+                    *(self.expected_blocks(i, summed_by_owners="shares" in message) for i in pushed), strict=True
+                )
             ]
-            arrivals.wait(pushed, [{i: block.numel for i, block in of_one.items()} for of_one in expected])
+            arrivals.wait(pushed, [{i: block.numel for i, block in of_trainer.items()} for of_trainer in expected])
 
-    def room_for(self, session: Session, indices: Sequence[int]) -> Mapping[int, torch.Tensor]:
+    def grad_buffers(self, session: Session, indices: Sequence[int]) -> Mapping[int, torch.Tensor]:
         """Return gradient buffers that include these parameters.
 
         Raises CSDRankError if the session is over, because the buffers may belong to another model by then.
         """
-        with self.counts(session):
+        with self.while_current(session):
             for index in indices:
                 if index not in self._grads:
                     self._grads[index] = torch.empty_like(_local(self.params[index]))
             return self._grads
 
-    def _dtypes(self, said: Sequence[Any]) -> list[tuple[int, torch.dtype]]:
+    def _state_dtypes(self, state_list: Sequence[Any]) -> list[tuple[int, torch.dtype]]:
         """Return (parameter number, dtype) of each state in the order in which a message names them."""
         params = self.params
-        of = [index for index, _, names in said for _ in names]
-        return [(index, torch.complex64 if params[index].is_complex() else torch.float32) for index in of]
+        indices = [index for index, _, names in state_list for _ in names]
+        return [(index, torch.complex64 if params[index].is_complex() else torch.float32) for index in indices]
 
-    def _state_parts(self, said: Sequence[Any], trainer: int | None) -> list[Part]:
+    def _state_parts(self, state_list: Sequence[Any], trainer: int | None) -> list[Part]:
         """Return the parts of these states that a trainer has; `trainer` None: all of each state."""
         params = self.params
         blocks = self._blocks[trainer] if trainer is not None else [whole(p.shape) for p in params]
-        return [Part(k, tuple(params[i].shape), blocks[i], dtype) for k, (i, dtype) in enumerate(self._dtypes(said))]
+        return [
+            Part(k, tuple(params[i].shape), blocks[i], dtype)
+            for k, (i, dtype) in enumerate(self._state_dtypes(state_list))
+        ]
 
     def _receive(
         self,
         session: Session,
-        wire: Mapping[int, torch.dtype],
+        wire_dtypes: Mapping[int, torch.dtype],
         into: Mapping[int, torch.Tensor],
         *,
-        notes: bool = False,
+        are_gradients: bool = False,
     ) -> None:
-        """Receive from all trainers their parts of tensors. `notes`: these are gradients; record their arrival."""
+        """Receive from all trainers their parts of tensors. `are_gradients`: record their arrival."""
         params, trainers = self.params, range(session.trainers)
-        parts = {trainer: self._parts_of(trainer, params, wire) for trainer in trainers}
+        parts = {trainer: self._parts_of(trainer, params, wire_dtypes) for trainer in trainers}
         sources = {t: buckets_with_owner(parts[t], self.owners, self.rank) for t in trainers}
-        whole_ones = [Part(i, tuple(params[i].shape), whole(params[i].shape), d) for i, d in wire.items()]
-        self._take_in(session, sources, into, whole_ones, notes=notes)
+        whole_parts = [Part(i, tuple(params[i].shape), whole(params[i].shape), d) for i, d in wire_dtypes.items()]
+        self._receive_buckets(session, sources, into, whole_parts, are_gradients=are_gradients)
 
-    def rooms_apart(
-        self, session: Session, trainer: int, wire: Mapping[int, torch.dtype]
+    def summand_buffers(
+        self, session: Session, trainer: int, wire_dtypes: Mapping[int, torch.dtype]
     ) -> Mapping[int, torch.Tensor]:
-        """Return buffers for dense gradients of one trainer that owners sum. `wire`: dtypes by parameter number.
+        """Return buffers for dense gradients of one trainer that owners sum. `wire_dtypes`: dtypes by parameter number.
 
-        Raises CSDRankError if a dtype does not fit its parameter, and as room_for() does.
+        Raises CSDRankError if a dtype does not fit its parameter, and as grad_buffers() does.
         """
-        rooms = {}
-        with self.counts(session):
-            for index, dtype in wire.items():
+        buffers = {}
+        with self.while_current(session):
+            for index, dtype in wire_dtypes.items():
                 local = _local(self.params[index])
                 if dtype not in DTYPES or dtype.is_complex != local.is_complex():
                     raise CSDRankError(f"gradients of {dtype} for a parameter of {local.dtype}")
-                rooms[index] = self._contributions.room(
+                buffers[index] = self._contributions.buffer(
                     trainer, index, torch.empty_like(local, dtype=dtype, device="meta")
                 )
-        return rooms
+        return buffers
 
-    def _receive_apart(self, session: Session, wire: Mapping[int, torch.dtype], shares: Mapping[int, float]) -> None:
-        """Receive gradients that owners sum. `shares`: Top-K ratio by parameter number; 0: the dense gradient."""
+    def _receive_summands(
+        self, session: Session, wire_dtypes: Mapping[int, torch.dtype], ratios: Mapping[int, float]
+    ) -> None:
+        """Receive gradients that owners sum. `ratios`: Top-K ratio by parameter number; 0: the dense gradient."""
         params = self.params
         into: dict[int, torch.Tensor] = {}
         parts: dict[int, list[Part]] = {}
         for trainer in range(session.trainers):
             parts[trainer] = []
-            rooms = self.rooms_apart(session, trainer, {i: dtype for i, dtype in wire.items() if not shares[i]})
-            for index, dtype in wire.items():
+            buffers = self.summand_buffers(
+                session, trainer, {i: dtype for i, dtype in wire_dtypes.items() if not ratios[i]}
+            )
+            for index, dtype in wire_dtypes.items():
                 key, shape = trainer * len(params) + index, tuple(params[index].shape)
                 part = Part(key, shape, whole(shape), dtype)
-                if share := shares[index]:
-                    part = entries_part(key, shape, self.owners, share)
+                if ratio := ratios[index]:
+                    part = entries_part(key, shape, self.owners, ratio)
                     like = torch.empty(owned(part.shape, self.owners, self.rank).sizes, dtype=part.dtype, device="meta")
-                    with self.counts(session):
-                        into[key] = self._contributions.room(trainer, index, like)
+                    with self.while_current(session):
+                        into[key] = self._contributions.buffer(trainer, index, like)
                 else:
-                    into[key] = rooms[index]
+                    into[key] = buffers[index]
                 parts[trainer].append(part)
-        sources = {t: buckets_with_owner(of_one, self.owners, self.rank) for t, of_one in parts.items()}
-        self._take_in(session, sources, into, [part for of_one in parts.values() for part in of_one], notes=True)
+        sources = {t: buckets_with_owner(of_trainer, self.owners, self.rank) for t, of_trainer in parts.items()}
+        self._receive_buckets(
+            session, sources, into, [part for of_trainer in parts.values() for part in of_trainer], are_gradients=True
+        )
 
-    def _take_in(
+    def _receive_buckets(
         self,
         session: Session,
         sources: Mapping[int, Any],
         into: Mapping[int, torch.Tensor],
         parts: Sequence[Part],
         *,
-        notes: bool = False,
+        are_gradients: bool = False,
     ) -> None:
         view_of, n = self.views(into, {part.key: part.shape for part in parts}), len(self.params)
 
         def arrived(trainer: int, bucket: Bucket) -> None:
             assert self.arrivals
-            for piece in bucket if notes else ():
-                self.arrivals.note(trainer, Arrival(piece.key % n, FOLLOWS, piece.block, piece.dtype))
+            for piece in bucket if are_gradients else ():
+                self.arrivals.record(trainer, Arrival(piece.key % n, SENT_IN_STEP, piece.block, piece.dtype))
 
-        receive_buckets(session, sources, view_of, lambda: self.counts(session), arrived=arrived)
+        receive_buckets(session, sources, view_of, lambda: self.while_current(session), arrived=arrived)
 
     @contextlib.contextmanager
-    def counts(self, session: Session) -> Iterator[None]:
+    def while_current(self, session: Session) -> Iterator[None]:
         """Keep this session the current one inside the context. Raises CSDRankError if it is over."""
         with self.changed:
-            self.check_counts(session)
+            self.check_current(session)
             yield
 
-    def check_counts(self, session: Session) -> None:
+    def check_current(self, session: Session) -> None:
         """Raise CSDRankError if this session is over. The caller holds `changed`."""
         if self.current is not session:
             raise CSDRankError(f"session {session.number} is over")
 
-    def _parts_of(self, trainer: int, params: Sequence[Any], wire: Mapping[int, torch.dtype]) -> list[Part]:
-        return [Part(i, tuple(params[i].shape), self._blocks[trainer][i], dtype) for i, dtype in wire.items()]
+    def _parts_of(self, trainer: int, params: Sequence[Any], wire_dtypes: Mapping[int, torch.dtype]) -> list[Part]:
+        return [Part(i, tuple(params[i].shape), self._blocks[trainer][i], dtype) for i, dtype in wire_dtypes.items()]
 
     def send(self, session: Session, indices: Sequence[int], ready: Callable[[Bucket], None] = lambda _: None) -> None:
         """Send each trainer its part of these parameters; `ready` blocks until a bucket can be read. On any thread."""
         params = self.params
-        wire = {i: params[i].dtype for i in indices}
-        parts = {t: self._parts_of(t, params, wire) for t in range(session.trainers)}
-        to = {t: buckets_with_owner(of_one, self.owners, self.rank) for t, of_one in parts.items()}
+        wire_dtypes = {i: params[i].dtype for i in indices}
+        parts = {t: self._parts_of(t, params, wire_dtypes) for t in range(session.trainers)}
+        to = {t: buckets_with_owner(of_trainer, self.owners, self.rank) for t, of_trainer in parts.items()}
         view_of = self.views({i: _local(params[i]) for i in indices}, {i: tuple(params[i].shape) for i in indices})
-        send_buckets(session, to, view_of, lambda: self.counts(session), ready=ready)
+        send_buckets(session, to, view_of, lambda: self.while_current(session), ready=ready)
 
     def send_states(
-        self, session: Session, to: int | None, tensors: Sequence[torch.Tensor], said: Sequence[Any]
+        self, session: Session, to: int | None, tensors: Sequence[torch.Tensor], state_list: Sequence[Any]
     ) -> None:
         """Send all states to trainer `to`, or with None each trainer its part."""
-        view_of = self.views(dict(enumerate(tensors)), {part.key: part.shape for part in self._state_parts(said, None)})
+        view_of = self.views(
+            dict(enumerate(tensors)), {part.key: part.shape for part in self._state_parts(state_list, None)}
+        )
         trainers = range(session.trainers) if to is None else [to]
-        parts = {t: self._state_parts(said, t if to is None else None) for t in trainers}
+        parts = {t: self._state_parts(state_list, t if to is None else None) for t in trainers}
         lists = {t: buckets_with_owner(of_trainer, self.owners, self.rank) for t, of_trainer in parts.items()}
-        send_buckets(session, lists, view_of, lambda: self.counts(session))
+        send_buckets(session, lists, view_of, lambda: self.while_current(session))
 
     def views(self, rows: Mapping[int, torch.Tensor], shapes: Mapping[int, tuple[int, ...]]) -> ViewOf:
         """Return the function that views blocks of `rows`: this owner's rows of tensors of these shapes, by key."""
@@ -601,11 +619,11 @@ def _check_shares(message: dict[str, Any], request: Request) -> None:
         raise ValueError(f"max_grad_norm {norm!r}")
     of_params = zip(message["params"], message["dtypes"], message["shares"], message["pushed"], strict=True)
     for index, name, share, pushed in of_params:
-        dtype, of = dtype_named(name), request.params[index].dtype
+        dtype, param_dtype = dtype_named(name), request.params[index].dtype
         if not (isinstance(share, (int, float)) and 0 <= share <= 1):
             raise ValueError(f"a share {share!r}")
-        if share and (pushed or dtype not in (torch.float16, torch.bfloat16) or of.is_complex):
-            raise ValueError(f"entries of {dtype} for a parameter of {of}")
+        if share and (pushed or dtype not in (torch.float16, torch.bfloat16) or param_dtype.is_complex):
+            raise ValueError(f"entries of {dtype} for a parameter of {param_dtype}")
 
 
 def read_blocks(message: dict[str, Any]) -> list[Block]:

@@ -21,7 +21,7 @@ from ..errors import CSDBusyError, CSDError, CSDOSError, CSDRankError, CSDRuntim
 from ..errors import users_stacklevel as stacklevel
 from ..signals import interruptible
 from .blocks import Block, Bucket, Part, ViewOf, buckets_with_owner, receive_buckets, send_buckets
-from .early import Early
+from .early import EarlyPushes
 from .request import Request
 from .wire import (
     CONNECT_TIMEOUT,
@@ -60,7 +60,7 @@ class RemoteEngine(Engine):
         self._ranks = ranks
         self._session: Session | None = None
         self._snapshots = 0  # number of snapshots requested
-        self.early: Early | None = None  # set once gradients leave in backward
+        self.early: EarlyPushes | None = None  # set once gradients leave in backward
         self._announced: list[Any] = []  # sends of the last announced step that are in flight
         place = address.host, address.port
         with all_ranks_or_none(ranks):
@@ -287,7 +287,7 @@ class RemoteEngine(Engine):
     def begin_early(self, nbytes: int, *, star: bool) -> None:
         """Let gradients (`nbytes` in total) leave in backward from now on. The owners must listen for them already."""
         assert self._session
-        self.early = Early(self._session, self._ranks, nbytes, star=star)
+        self.early = EarlyPushes(self._session, self._ranks, nbytes, star=star)
 
     def buckets_with_owners(self, parts: Sequence[Part]) -> dict[int, list[Bucket]]:
         """Return the buckets that travel between this trainer and each owner, by the owner's rank."""

@@ -116,7 +116,7 @@ class Service:
                 if self._vote(number, failure):
                     self._serve(number)
         self._say("asked to stop")
-        self._owner.rest()
+        self._owner.end_session()
         self._owner.close()
 
     # ---- which session ---------------------------------------------------------------------
@@ -179,7 +179,7 @@ class Service:
         try:
             request = self._request(number)
             session = self._join(request, number)
-            self._owner.begin(session)
+            self._owner.begin_session(session)
         except (CSDRankError, _Stop) as e:
             failure = e
         while self._vote(number, failure):
@@ -204,7 +204,7 @@ class Service:
         if session:
             _in_thread(partial(self._end, session, why))
         try:
-            self._owner.rest()
+            self._owner.end_session()
         except CSDError as e:
             if self._ranks and self._ranks.lost:
                 raise
@@ -217,7 +217,7 @@ class Service:
         keys = [ready_key(number, trainer) for trainer in range(request.trainers)]
         until = time.monotonic() + JOIN_TIMEOUT
         while not self._store.check(keys):
-            self._check_counts(number)
+            self._check_current(number)
             if time.monotonic() > until:
                 raise CSDRankError("its trainers did not connect")
             time.sleep(POLL_SECONDS)
@@ -230,7 +230,7 @@ class Service:
         session: Session = self._await(_in_thread(join), number)
         return session
 
-    def _check_counts(self, number: int) -> None:
+    def _check_current(self, number: int) -> None:
         if self._look() != number:
             raise CSDRankError("another session has taken over")
         if (arrivals := self._owner.arrivals) and arrivals.failure:
@@ -239,7 +239,7 @@ class Service:
     def _await(self, future: Future[Any], number: int) -> Any:
         """Return the result of a thread of the session. Raises CSDRankError if the session is over, _Stop."""
         while not wait([future], POLL_SECONDS).done:
-            self._check_counts(number)
+            self._check_current(number)
         return future.result()
 
     def _hear(self, session: Session) -> Future[_Asked]:
@@ -309,7 +309,7 @@ class Service:
         """Make a step: see flow.py. Returns why the session is over, if it is."""
         owner, message = self._owner, asked.message
         # All transfers of a step complete even if the step fails, so that no process waits for them in vain.
-        arriving = _in_thread(lambda: owner.take_gradients(session, message))
+        arriving = _in_thread(lambda: owner.receive_gradients(session, message))
         made = Future[Flow | None]()  # set when the step has begun; None if it failed before
         leaving = _in_thread(lambda: owner.send(session, message["params"], partial(_await_params, made)))
         failure: BaseException | None = None
@@ -317,7 +317,7 @@ class Service:
         try:
             owner.begin_step(message, asked.received)
             made.set_result(owner.flow)
-            with owner.timed():
+            with owner.timing_transfers():
                 failure = self._awaited(arriving, session.number)
             with all_ranks_or_none(self._ranks):
                 if failure:
@@ -337,7 +337,7 @@ class Service:
             if owner.rank == 0:
                 session.send_message(reply, *range(session.trainers))
 
-        with owner.timed():
+        with owner.timing_transfers():
             return failure or self._awaited(_in_thread(answer), session.number)
 
     def _guess(self, asked: _Asked) -> BaseException | None:

@@ -46,8 +46,8 @@ def entries_part(key: int, shape: Sequence[int], owners: int, ratio: float) -> P
     n = owned(shape, owners, 0).numel
     words = -(-n // RUN) * words_of(n, ratio)
     rows = max(1, -(-4 * words // BUCKET_BYTES))
-    travels = owners * rows, -(-words // rows)
-    return Part(key, travels, whole(travels), torch.int32)
+    entries_shape = owners * rows, -(-words // rows)
+    return Part(key, entries_shape, whole(entries_shape), torch.int32)
 
 
 class Source(NamedTuple):
@@ -66,7 +66,7 @@ class Entries(NamedTuple):
 
     part: Part
     values: torch.Tensor  # packed entries, int32, of the part's shape
-    share: float  # Top-K ratio
+    ratio: float  # of Top-K
     dtype: torch.dtype  # of the gradient values in the entries
 
 
@@ -79,9 +79,9 @@ class Selection:
     def __init__(self, owners: int) -> None:
         self._owners = owners
         self._residuals: dict[int, dict[int, torch.Tensor]] = {}  # by parameter and owner
-        self._fed_back: dict[int, dict[int, torch.Tensor]] = {}  # residuals that become valid with end()
-        self._owing: list[SparsePiece] = []  # pieces whose residuals end() updates
-        self._all_sent: list[int] = []  # parameters that leave no residual in this step
+        self._new_residuals: dict[int, dict[int, torch.Tensor]] = {}  # residuals that become valid with end()
+        self._feedback_pieces: list[SparsePiece] = []  # pieces whose residuals end() updates
+        self._sent_in_full: list[int] = []  # parameters that leave no residual in this step
 
     def is_used(self, topk: float | None, groups: Groups) -> bool:
         """Return whether some gradients travel as entries."""
@@ -95,13 +95,13 @@ class Selection:
         Call end() once the step is made; without it the residuals stay as they were. Raises CSDValueError for an
         invalid `topk`.
         """
-        self._owing.clear()
-        self._all_sent.clear()
-        self._fed_back.clear()
+        self._feedback_pieces.clear()
+        self._sent_in_full.clear()
+        self._new_residuals.clear()
         if not sources:
             return {}
         scale = float(np.float32(scale))
-        shares = ratios(
+        ratio_of = ratios(
             [source.param for source in sources],
             np.array([options.error_feedback and source.key in self._residuals for source in sources]),
             [source.group for source in sources],
@@ -111,10 +111,10 @@ class Selection:
             options.topk_warmup,
         )
         out = {}
-        for source, share in zip(sources, shares.tolist(), strict=True):
-            if share:
+        for source, ratio in zip(sources, ratio_of.tolist(), strict=True):
+            if ratio:
                 dtype = entry_dtype(source.grad.dtype, options.grad_dtype)
-                topk = TopK(share, dtype, None, scale, source.step)
+                topk = TopK(ratio, dtype, None, scale, source.step)
                 out[source.key] = self._entries(source, topk, feeds_back=options.error_feedback)
         return out
 
@@ -131,32 +131,32 @@ class Selection:
             rows = flat(ordered(block.of(grad, whole(shape)), torch.empty_like(block.of(like, whole(shape))).stride()))
             residual = self._residual(index, k, rows) if feeds_back else None
             first = block.first[0] * block.numel // block.sizes[0] if shape else 0  # element of the parameter
-            of_run = words_of(len(rows), topk.ratio)
+            run_words = words_of(len(rows), topk.ratio)
             for number, begin in enumerate(range(0, len(rows), RUN)):
-                here = slice(begin, begin + RUN)
-                piece = SparsePiece(topk, rows[here], None if residual is None else residual[here], first + begin)
+                run = slice(begin, begin + RUN)
+                piece = SparsePiece(topk, rows[run], None if residual is None else residual[run], first + begin)
                 n = len(piece.grad)
                 packed = pack([listed(*piece.select(), piece.k, 0, n)], 1, n)[0]
-                words[number * of_run :][: len(packed)].copy_(packed)
+                words[number * run_words :][: len(packed)].copy_(packed)
                 if piece.owes:
-                    self._owing.append(piece)
+                    self._feedback_pieces.append(piece)
         if feeds_back and topk.ratio == 1 and inverse_of(topk.scale):
-            self._all_sent.append(index)
+            self._sent_in_full.append(index)
         return Entries(part, out, topk.ratio, topk.dtype)
 
     def _residual(self, index: int, k: int, rows: torch.Tensor) -> torch.Tensor:
         before = self._residuals.get(index, {}).get(k)
         residual = torch.zeros_like(rows, dtype=torch.bfloat16) if before is None else before.to(rows.device)
-        self._fed_back.setdefault(index, {})[k] = residual
+        self._new_residuals.setdefault(index, {})[k] = residual
         return residual
 
     def end(self, *, feeds_back: bool) -> None:
         """Record that the step was made: what was not sent becomes the residual."""
-        for piece in self._owing:
+        for piece in self._feedback_pieces:
             piece.feed_back()
-        self._residuals |= self._fed_back
-        self._fed_back.clear()
-        for index in self._all_sent if feeds_back else [*self._residuals]:
+        self._residuals |= self._new_residuals
+        self._new_residuals.clear()
+        for index in self._sent_in_full if feeds_back else [*self._residuals]:
             self._residuals.pop(index, None)
 
 
@@ -167,33 +167,33 @@ class Contributions:
     """An owner's buffers for gradients, one per trainer and parameter, until a step sums them."""
 
     def __init__(self) -> None:
-        self._rooms: dict[tuple[int, int], torch.Tensor] = {}  # by trainer and parameter
+        self._buffers: dict[tuple[int, int], torch.Tensor] = {}  # by trainer and parameter
 
     def clear(self) -> None:
-        self._rooms.clear()
+        self._buffers.clear()
 
-    def room(self, trainer: int, index: int, like: torch.Tensor) -> torch.Tensor:
+    def buffer(self, trainer: int, index: int, like: torch.Tensor) -> torch.Tensor:
         """Return the buffer for a trainer's gradient of a parameter, with shape, dtype and strides of `like` (meta).
 
         The buffer stays the same as long as these do.
         """
-        room = self._rooms.get((trainer, index))
-        if room is None or (room.shape, room.dtype, room.stride()) != (like.shape, like.dtype, like.stride()):
-            self._rooms.pop((trainer, index), None)
-            room = self._rooms[trainer, index] = torch.empty_like(like, device="cpu")
-        return room
+        buffer = self._buffers.get((trainer, index))
+        if buffer is None or (buffer.shape, buffer.dtype, buffer.stride()) != (like.shape, like.dtype, like.stride()):
+            self._buffers.pop((trainer, index), None)
+            buffer = self._buffers[trainer, index] = torch.empty_like(like, device="cpu")
+        return buffer
 
     def summand(self, trainer: int, index: int, n: int, entries: torch.dtype | None, ratio: float) -> Summand:
         """Return what a trainer has sent of a parameter's `n` elements, for the sum. `ratio`: of Top-K; 0: dense.
 
         Raises CSDRankError if entries have arrived where dense values were expected, or the reverse.
         """
-        room = self._rooms.get((trainer, index))
-        if room is None or (room.dtype is torch.int32) is not bool(ratio):
+        buffer = self._buffers.get((trainer, index))
+        if buffer is None or (buffer.dtype is torch.int32) is not bool(ratio):
             raise CSDRankError(f"gradient {index} of trainer {trainer} is not what was to be sent")
         if not ratio:
-            return Summand(room)
-        summand = Summand(room.view(-1), entries, words_of(n, ratio), min(n, RUN))
+            return Summand(buffer)
+        summand = Summand(buffer.view(-1), entries, words_of(n, ratio), min(n, RUN))
         check_entries(summand, n)
         return summand
 
@@ -203,9 +203,9 @@ def check_entries(summand: Summand, n: int) -> None:
     runs = -(-n // RUN)
     words = summand.values.numpy().view(np.uint32)[: runs * summand.run_words].reshape(runs, summand.run_words)
     blocks = np.array([_blocks(min(RUN, n - first)) for first in range(0, n, RUN)])
-    at = np.zeros(runs, np.int64)
+    position = np.zeros(runs, np.int64)
     for block in range(_blocks(min(n, RUN))):
         has = blocks > block
-        at[has] += (words[has, at[has]].astype(np.int64) + WORD_ENTRIES) // WORD_ENTRIES * WORD_ENTRIES
-        if (at >= summand.run_words).any():  # the last word of a run is not an entry
+        position[has] += (words[has, position[has]].astype(np.int64) + WORD_ENTRIES) // WORD_ENTRIES * WORD_ENTRIES
+        if (position >= summand.run_words).any():  # the last word of a run is not an entry
             raise CSDRankError("a trainer has sent more entries than there is room for")

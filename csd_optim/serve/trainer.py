@@ -28,8 +28,8 @@ from ..params.param_state import DTYPES, check_param
 from ..step.prepare import Participants, clip_to, participants
 from ..store.file import Mode
 from .blocks import Part, ViewOf, send_buckets
-from .early import Early, all_finite, mean_of, tell_overflow
-from .flow import FORESEEN
+from .early import EarlyPushes, all_finite, mark_overflow, mean_of
+from .flow import GUESS_FIELDS
 from .model import TrainerParam, views
 from .remote import RemoteEngine
 from .request import Request, whoami
@@ -79,7 +79,7 @@ class _Trainer(StatesElsewhere):
         self._hyper_told = self._user_states_told = ""  # as sent last, JSON
         self._resumed = False  # resumed, and no step was made since
         self._route = "kept"  # of the last step
-        self._foreseen: dict[str, Any] | None = None  # the guess of the next step's message, if one is possible
+        self._guessed_message: dict[str, Any] | None = None  # the guess of the next step's message, if one is possible
         self._backwards = 0  # number of backwards up to the last step
         self._selection: Selection | None = None  # Top-K
         self._unreduced: list[torch.Tensor] = []  # gradients of the current backward that Top-K selects from
@@ -221,7 +221,7 @@ class _Trainer(StatesElsewhere):
             "user_states": None if states_now == self._user_states_told else user_states,
         }
         self._hyper_told = self._user_states_told = ""  # if the step fails, they are sent again
-        self._foreseen = None
+        self._guessed_message = None
         by_index = {known.index: known for known in self._known.values()}
         if self._is_star:
             message |= self._for_sum(entries, selected, grad_scale)
@@ -277,7 +277,7 @@ class _Trainer(StatesElsewhere):
             for parts, view_of in sends:
                 send_buckets(session, remote.buckets_with_owners(parts), view_of)
             if remote.early:
-                remote.early.settle()
+                remote.early.flush()
 
         return send
 
@@ -297,26 +297,31 @@ class _Trainer(StatesElsewhere):
         assert remote.early
         if bucket.index() == 0:
             self._announce(remote)
-        return remote.early.take(bucket, self._leaves)
+        return remote.early.handle_bucket(bucket, self._leaves)
 
     def _expect_another(self, message: dict[str, Any]) -> None:
         """Set the guess of the next step: one like this, if all its gradients left in the only backward before it."""
         early = self._remote.early
         before, self._backwards = self._backwards, early.backwards if early else 0
         if self._backwards == before + 1 and all(message["pushed"]) and self.max_grad_norm is None:
-            self._foreseen = {name: message[name] for name in FORESEEN if name in message}
+            self._guessed_message = {name: message[name] for name in GUESS_FIELDS if name in message}
 
     def _announce(self, remote: RemoteEngine) -> None:
         """In backward: let owners begin the guessed step. A wrong guess costs the work that they have done for it."""
         assert remote.early
         joined = len(self.param_groups) > self._groups_told
-        if not (self._foreseen and remote.leads) or joined or self.max_grad_norm is not None or self._written({}):
+        if (
+            not (self._guessed_message and remote.leads)
+            or joined
+            or self.max_grad_norm is not None
+            or self._written({})
+        ):
             return
         hyper = [hyperparameters_of(group, self._rule.hyperparameters) for group in self.param_groups]
-        n = len(self._foreseen["params"])
+        n = len(self._guessed_message["params"])
         remote.announce(
             {
-                **self._foreseen,
+                **self._guessed_message,
                 "op": "guess",
                 "pushed": [remote.early.backwards + 1] * n,
                 "backwards": remote.early.backwards + 1,
@@ -324,20 +329,20 @@ class _Trainer(StatesElsewhere):
             }
         )
 
-    def _leave_to_step(self, bucket: Any, early: Early | None) -> Any:
+    def _leave_to_step(self, bucket: Any, early: EarlyPushes | None) -> Any:
         """Handle a bucket under Top-K: gradients from which step() selects stay unreduced, the others are averaged."""
         own = self._unreduced
         others: list[torch.Tensor] = []
         if bucket.index() == 0:
             own.clear()
             if early:
-                early.forget()  # gradients that an earlier backward has pushed
+                early.clear()  # gradients that an earlier backward has pushed
         for p, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
             (others if self._leaves(p, grad) is None else own).append(grad)
         future = mean_of(self._ranks, bucket.buffer(), others)
         if bucket.is_last():
             if not all_finite(self._ranks, all(bool(grad.isfinite().all()) for grad in own)):
-                tell_overflow(own)
+                mark_overflow(own)
             own.clear()
         return future
 
@@ -365,7 +370,7 @@ class _Trainer(StatesElsewhere):
             return dict.fromkeys((k.index for k in known), 0)
         unscaled = getattr(self, "found_inf", None) is not None and getattr(self, "grad_scale", None) is None
         return {
-            k.index: early.left(k.index, k.name, g, joined=self._joined, unscaled=unscaled)
+            k.index: early.backward_of(k.index, k.name, g, joined=self._joined, unscaled=unscaled)
             for k, g in zip(known, taking_part.grads, strict=True)
         }
 
@@ -376,13 +381,13 @@ class _Trainer(StatesElsewhere):
         if early is None or not any(pushed.values()):
             return norm
         counts = [k for k in entries if pushed[k.index] and (k.shape or not self._ranks or not self._ranks.rank)]
-        square = sum(early.square(known.index) for known in counts)
+        square = sum(early.sum_of_squares(known.index) for known in counts)
         squares = self._ranks.gather(square, dtype=torch.float64) if self._ranks else [(square,)]
         return math.sqrt(sum(of_rank for (of_rank,) in squares) + norm**2)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if isinstance(self._engine, RemoteEngine) and self._engine.early:
-            self._engine.early.forget()
+            self._engine.early.clear()
         super().zero_grad(set_to_none)
 
     def _select(
@@ -409,7 +414,7 @@ class _Trainer(StatesElsewhere):
         own = grad_scale if self._is_star else None  # on other routes it applies to the mean: trainer 0's counts
         there = [known for known in self._known.values() if known.index in grads]
         ways = {known.index: (str(self._wire(known)), 0.0, own) for known in there}
-        return ways | {index: (str(e.dtype), e.share, own) for index, e in selected.items()}
+        return ways | {index: (str(e.dtype), e.ratio, own) for index, e in selected.items()}
 
     def _for_sum(
         self, entries: Sequence[TrainerParam], selected: dict[int, Entries], grad_scale: float
@@ -420,7 +425,7 @@ class _Trainer(StatesElsewhere):
         return {
             "scale": grad_scale / (self._ranks.size if self._ranks else 1),
             "dtypes": [str(dtype).removeprefix("torch.") for dtype in dtypes],
-            "shares": [e.share if e else 0.0 for e in sent],
+            "shares": [e.ratio if e else 0.0 for e in sent],
             "max_grad_norm": self.max_grad_norm,
         }
 

@@ -92,12 +92,12 @@ def fails_if_told(rank):
     """Owner 1's devices fail at the second tile of a step while a file `fail` exists."""
     push, pushed = Engine.push, itertools.count()
 
-    def pushing(engine, tile, *image):
+    def pusher(engine, tile, *image):
         if rank == 1 and Path("fail").exists() and next(pushed) == 1:
             raise CSDOSError(5, "a drive of owner 1")
         push(engine, tile, *image)
 
-    Engine.push = pushing
+    Engine.push = pusher
 
 
 @small_buckets()
@@ -177,7 +177,7 @@ def guessing(rank, address, store, route):
         for _ in range(2):
             backward(4)
             step()
-        assert served.opt._foreseen
+        assert served.opt._guessed_message
         backward(5)
 
     def set_lr(lr):

@@ -93,7 +93,7 @@ def by_hand(rank, address, size):
     training = Reduced(address, torch.bfloat16)
     training.backward(rank, 0)
     own = [p.grad.clone() / size for p in training.model.parameters()]
-    left = [training.opt._remote.early.square(i) for i in range(len(own))]
+    left = [training.opt._remote.early.sum_of_squares(i) for i in range(len(own))]
     training.opt.close()
     everybody = [None] * size
     torch.distributed.all_gather_object(everybody, (own, left))
@@ -309,7 +309,7 @@ def the_first_follows(training):
             follow.append(rank)
             if len(follow) == 2 * IN_FLIGHT + 1:  # at least IN_FLIGHT have arrived: the first is in place
                 goes.set()
-                training.opt._remote.early.settle()
+                training.opt._remote.early.flush()
         return send(session, tensor, rank, tag)
 
     with mock.patch.object(Session, "send", sending):
@@ -348,7 +348,7 @@ def test_what_was_dropped_does_not_take_the_place_of_what_follows(owners, tmp_pa
 def keeping(rank, address):
     """No gradient reaches the owners until a second backward has begun and has waited for a while."""
     training = Reduced(address, wide=128)
-    send, slices = Session.send, early.slices
+    send, begin_reduce_scatter = Session.send, early.begin_reduce_scatter
     second, again, goes = threading.Event(), threading.Event(), threading.Event()
     waited, kept = [], []
 
@@ -359,10 +359,10 @@ def keeping(rank, address):
             goes.set()
         return send(session, tensor, to, tag)
 
-    def slicing(strips, ranks):
+    def reducing(strips, ranks):
         if second.is_set():
             again.set()
-        pushes = slices(strips, ranks)
+        pushes = begin_reduce_scatter(strips, ranks)
 
         def noting():
             made = pushes()
@@ -371,7 +371,7 @@ def keeping(rank, address):
 
         return noting
 
-    with mock.patch.object(Session, "send", sending), mock.patch.object(early, "slices", slicing):
+    with mock.patch.object(Session, "send", sending), mock.patch.object(early, "begin_reduce_scatter", reducing):
         training.backward(rank, 0)
         assert not goes.is_set()  # the first backward has not waited for owners
         share = sum(owned(p.shape, 2, rank).numel * 4 for p in training.model.parameters())
@@ -411,12 +411,12 @@ def test_no_thread_waits_for_owners_when_the_interpreter_ends(owners, tmp_path, 
 
 
 def test_nobody_waits_for_what_is_pushed_when_the_session_is_over():
-    """flush() and put() raise after stop(): a step or a backward may call them after the session has failed."""
-    pushing = early._Pushing(mock.Mock(Session), apart=False)
-    pushing.stop()
-    pushing.join(10.0)
+    """flush() and reduce_and_push() raise after stop(): a step or a backward may call them after a session has failed."""
+    pusher = early._Pusher(mock.Mock(Session), summed_by_owners=False)
+    pusher.stop()
+    pusher.join(10.0)
     strip = early.Strip(0, (4,), torch.float32, torch.ones(4), 0, 4)
-    for late in (pushing.flush, lambda: pushing.put(1, [strip], None)):
+    for late in (pusher.flush, lambda: pusher.reduce_and_push(1, [strip], None)):
         with pytest.raises(CSDRankError, match="the session is over"):
             late()
 
@@ -470,12 +470,12 @@ def test_an_owner_waits_for_all_of_just_that_backward():
         raise CSDRankError("nobody is there")
 
     session = SimpleNamespace(trainers=2, timeout=0.02, receive_message=disconnected)
-    owner = SimpleNamespace(changed=threading.Condition(), check_counts=lambda _: None, flow=None)
+    owner = SimpleNamespace(changed=threading.Condition(), check_current=lambda _: None, flow=None)
     arrivals = Arrivals(owner, session)
     arrivals.listen()
     with owner.changed:
         for trainer, (backward, elements) in itertools.product(range(2), ((1, 9), (2, 6), (2, 4))):
-            arrivals.note(trainer, Arrival(3, backward, Block((0,), (elements,)), torch.float32))
+            arrivals.record(trainer, Arrival(3, backward, Block((0,), (elements,)), torch.float32))
     arrivals.wait({3: 2}, [{3: 10}, {3: 10}])
     arrivals.wait({3: 2, 4: 2}, [{3: 10, 4: 0}, {3: 10}])
     for pushed, expected in (

@@ -205,8 +205,8 @@ def arrive(entries, k, owners, rows):
     """Return the dense tensor that owner k decodes from these entries."""
     words = owned(entries.part.shape, owners, k).of(entries.values, entries.part.block).contiguous()
     contributions = star.Contributions()
-    contributions.room(0, 3, words).copy_(words)
-    summand = contributions.summand(0, 3, rows.numel(), entries.dtype, entries.share)
+    contributions.buffer(0, 3, words).copy_(words)
+    summand = contributions.summand(0, 3, rows.numel(), entries.dtype, entries.ratio)
     spoilt = Summand(torch.full_like(summand.values, -1), summand.entries, summand.run_words, summand.run_elems)
     with pytest.raises(CSDRankError, match="more entries than there is room for"):
         star.check_entries(spoilt, rows.numel())
@@ -218,7 +218,7 @@ def arrive(entries, k, owners, rows):
 def test_gradients_are_not_read_as_entries():
     contributions = star.Contributions()
     for dtype in (torch.float32, torch.bfloat16):  # gradients pushed after entries have arrived
-        contributions.room(0, 3, torch.empty(64, 64, dtype=dtype, device="meta"))
+        contributions.buffer(0, 3, torch.empty(64, 64, dtype=dtype, device="meta"))
         with pytest.raises(CSDRankError, match="is not what was to be sent"):
             contributions.summand(0, 3, 64 * 64, torch.bfloat16, 1.0)
     with pytest.raises(CSDRankError, match="is not what was to be sent"):
@@ -227,12 +227,12 @@ def test_gradients_are_not_read_as_entries():
 
 def test_a_session_that_is_over_leaves_no_gradients():
     owner = Owner({}, [], None)
-    rooms = owner._contributions
+    buffers = owner._contributions
     like = torch.empty(5, device="meta")
-    room = rooms.room(0, 3, like)
-    assert rooms.room(0, 3, like) is room
-    owner.rest()
-    assert rooms.room(0, 3, like) is not room
+    buffer = buffers.buffer(0, 3, like)
+    assert buffers.buffer(0, 3, like) is buffer
+    owner.end_session()
+    assert buffers.buffer(0, 3, like) is not buffer
 
 
 def hooked(rank, address):
