@@ -50,7 +50,7 @@ def serve(devices: list[str], address: str, timeout: float = DEFAULT_TIMEOUT) ->
         # Other owners get the same --listen: bind to its host only if that is an address of this machine.
         host=host if not is_wildcard(host) and is_local_address(host) else "",
         timeout=timeout,
-        say=_say,
+        print_line=_print_line,
     )
 
     def stop(*_: Any) -> None:
@@ -60,7 +60,7 @@ def serve(devices: list[str], address: str, timeout: float = DEFAULT_TIMEOUT) ->
     try:
         if owner.rank == 0:
             shown = f"{'[' + host + ']' if ':' in host else host}:{port}"
-            _say(
+            _print_line(
                 f"{owner.owners} optimizer rank{'s' * (owner.owners > 1)} with {', '.join(map(str, specs))}, at {shown}"
             )
         service.run()
@@ -95,6 +95,6 @@ def parse_listen(text: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     with contextlib.suppress(OSError):  # serving continues even if the log's disk is full
         print(line, file=sys.stderr, flush=True)

@@ -62,7 +62,7 @@ class Arrivals:
     def listen(self) -> None:
         """Accept gradients before their step from now on. Idempotent."""
         for trainer in range(self._session.trainers) if not self.is_listening else ():
-            pushes: queue.SimpleQueue[_Push | str] = queue.SimpleQueue()  # ends with why the trainer is gone
+            pushes: queue.SimpleQueue[_Push | str] = queue.SimpleQueue()  # the last item: why the trainer is gone
             in_flight = threading.Semaphore(IN_FLIGHT)
             for work in (self._receive_announcements, self._finish_pushes):
                 arguments = trainer, pushes, in_flight

@@ -491,8 +491,7 @@ class EarlyPushes:
             for part, p, _ in outgoing:
                 self._pushed[part.key].identity = _GradIdentity(p.grad)
 
-        # DDP writes `.grad` in a callback that runs after the one queued here, so set_identities() is queued from within
-        # that.
+        # DDP writes `.grad` in a callback that runs after the one queued here, which therefore queues set_identities().
         engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
         with contextlib.suppress(RuntimeError):  # no backward is running: this rank has run out of data (Join)
             engine.queue_callback(lambda: engine.queue_callback(set_identities))

@@ -82,9 +82,9 @@ class Rows:
         if not block.numel:
             return self._tiles[:0], self._tiles[:0]
         first, n = (block.first[0] - self._first, block.sizes[0]) if block.sizes else (0, 1)
-        common = np.minimum(self._end, first + n) - np.maximum(self._begin, first)
-        some = common > 0
-        return self._tiles[some], common[some] * (block.numel // n)
+        rows = np.minimum(self._end, first + n) - np.maximum(self._begin, first)
+        has_rows = rows > 0
+        return self._tiles[has_rows], rows[has_rows] * (block.numel // n)
 
 
 class Layout:

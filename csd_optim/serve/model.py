@@ -42,7 +42,7 @@ class TrainerParam:
     shape: torch.Size  # of the whole parameter, as the owners know it
     stride: tuple[int, ...]
     dtype: torch.dtype
-    here: torch.Size  # shape of `param` when this was made: the user may change it later
+    param_shape: torch.Size  # shape of `param` when this was made: the user may change it later
     steps: float = 0.0
     version: int = -1  # the parameter's version when owners last had its value; -1: they have never had it
     pointer: int = -1  # the parameter's address at that time
@@ -58,13 +58,13 @@ class TrainerParam:
         return isinstance(self.part, FlatShard) and not self.block.numel
 
     @property
-    def is_written(self) -> bool:
+    def is_dirty(self) -> bool:
         return (self.version, self.pointer) != (self.part.version(self.param), self.part.pointer(self.param))
 
-    def is_ours(self) -> None:
+    def mark_synced(self) -> None:
         self.version, self.pointer = self.part.version(self.param), self.part.pointer(self.param)
 
-    def travels(self, dtype: torch.dtype) -> Part:
+    def as_part(self, dtype: torch.dtype) -> Part:
         return Part(self.index, tuple(self.shape), self.block, dtype)
 
 
@@ -73,12 +73,12 @@ class TrainerModel(_Optimizer):
 
     _address: Address
 
-    def _forget_model(self) -> None:
+    def _reset_model(self) -> None:
         """Reset to the state before the first look at the model."""
         self._known: dict[int, TrainerParam] = {}  # by id of the parameter
         self._flat: dict[int, FlatShard] = {}  # by id of the parameter
         self._gathers: dict[tuple[Any, ...], ParamAllGather] = {}
-        self._groups_told = 0
+        self._groups_sent = 0
 
     @property
     def _is_star(self) -> bool:
@@ -94,25 +94,25 @@ class TrainerModel(_Optimizer):
         """Return the shape of the whole parameter, as the owners know it."""
         return flat.shape if (flat := self._flat.get(id(p))) else p.shape
 
-    def _measure(self) -> None:
+    def _exchange_shard_sizes(self) -> None:
         """Exchange the sizes of all trainers' FSDP1 shards; a collective if some parameters are new."""
-        there = {id(p): p for _, _, p in members(self.param_groups) if is_flat(p)}
-        new = [p for key, p in there.items() if key not in self._flat or self._flat[key].param is not p]
+        flat_params = {id(p): p for _, _, p in members(self.param_groups) if is_flat(p)}
+        new = [p for key, p in flat_params.items() if key not in self._flat or self._flat[key].param is not p]
         if new and self._ranks:
             lengths = self._ranks.gather(*(p.numel() for p in new))
             for p, of_ranks in zip(new, zip(*lengths, strict=True), strict=True):
                 self._flat[id(p)] = FlatShard(p, self._ranks, of_ranks)
 
-    def _know(self) -> None:
+    def _register_params(self) -> None:
         """Record new parameters. Raises CSDStoreError if one replaces a parameter of another shape or dtype."""
-        self._measure()
-        there = {known.index: known for known in self._known.values()}
+        self._exchange_shard_sizes()
+        known_before = {known.index: known for known in self._known.values()}
         known: dict[int, TrainerParam] = {}
         for index, (k, i, p) in enumerate(members(self.param_groups)):
             if id(p) in known:
                 raise CSDValueError(f"parameter {name_of(self.param_groups, k, i)} is there twice")
-            before = there.get(index)
-            if before is not None and before.param is p and (p.shape, p.dtype) == (before.here, before.dtype):
+            before = known_before.get(index)
+            if before is not None and before.param is p and (p.shape, p.dtype) == (before.param_shape, before.dtype):
                 known[id(p)] = before
                 continue
             part, shape = self._flat.get(id(p)) or self._state_map.part_of(p), self._shape_of(p)
@@ -122,10 +122,10 @@ class TrainerModel(_Optimizer):
                 p, part, name_of(self.param_groups, k, i), index, block, shape, p.stride(), p.dtype, p.shape
             )
             if before is not None:  # the parameter was replaced, as some training libraries do when they move a model
-                if (p.shape, p.dtype, block) != (before.here, before.dtype, before.block):
+                if (p.shape, p.dtype, block) != (before.param_shape, before.dtype, before.block):
                     raise CSDStoreError(
                         f"parameter {new.name} is {tuple(p.shape)} {p.dtype} now; the optimizer ranks know it as "
-                        f"{tuple(before.here)} {before.dtype}: convert the model before the optimizer is made"
+                        f"{tuple(before.param_shape)} {before.dtype}: convert the model before the optimizer is made"
                     )
                 new.steps, new.stride = before.steps, before.stride
                 self._state_map.state.pop(before.param, None)
@@ -137,30 +137,30 @@ class TrainerModel(_Optimizer):
     def _blocks(self, first_group: int) -> list[Block]:
         return [self._known[id(p)].block for k, _, p in members(self.param_groups) if k >= first_group]
 
-    def _described(self, k: int) -> Group:
+    def _describe_group(self, k: int) -> Group:
         return describe_group(self.param_groups, k, self._rule.hyperparameters, self._shape_of, star=self._is_star)
 
-    def _join(self) -> None:
+    def _send_new_groups(self) -> None:
         """Tell the owners about new parameter groups."""
-        first = self._groups_told
-        new = [group_message(self._described(k)) for k in range(first, len(self.param_groups))]
+        first = self._groups_sent
+        new = [group_message(self._describe_group(k)) for k in range(first, len(self.param_groups))]
         self._remote.call({"op": "join", "groups": new}, blocks=self._blocks(first))
-        self._groups_told = len(self.param_groups)
+        self._groups_sent = len(self.param_groups)
 
-    def _agreed(self, said: Sequence[dict[int, Any]], differ: str) -> dict[int, Any]:
+    def _agreed(self, by_rank: Sequence[dict[int, Any]], differ: str) -> dict[int, Any]:
         """Merge what each trainer says about parameters, by number. Raises CSDRankError(differ) if they disagree.
 
         A trainer whose FSDP1 shard of a parameter is empty need not mention it.
         """
-        agreed = {index: value for of_rank in said for index, value in of_rank.items()}
+        agreed = {index: value for of_rank in by_rank for index, value in of_rank.items()}
         lengths = {known.index: flat.lengths for key, known in self._known.items() if (flat := self._flat.get(key))}
-        for rank, of_rank in enumerate(said):
+        for rank, of_rank in enumerate(by_rank):
             present = (index for index in agreed if index not in lengths or lengths[index][rank])
             if any(of_rank.get(index) != agreed[index] for index in present):
                 raise CSDRankError(differ)
         return dict(sorted(agreed.items()))
 
-    def _wire(self, known: TrainerParam) -> torch.dtype:
+    def _wire_dtype(self, known: TrainerParam) -> torch.dtype:
         """Return a gradient's dtype on the wire. Raises CSDValueError for a `grad_dtype` that cannot be sent."""
         dtype, wanted = known.param.dtype, self.grad_dtype
         if wanted in (None, dtype, torch.float32) and not (wanted and dtype.is_complex):
@@ -173,54 +173,56 @@ class TrainerModel(_Optimizer):
         assert wanted is not None
         return wanted
 
-    def _values(self, there: Sequence[TrainerParam]) -> tuple[list[Part], ViewOf]:
+    def _value_parts(self, params: Sequence[TrainerParam]) -> tuple[list[Part], ViewOf]:
         """Return parts and views to send or receive the values of parameters."""
-        parts = [known.travels(known.param.dtype) for known in there]
-        return parts, views({known.index: (known.local, known.block) for known in there})
+        parts = [known.as_part(known.param.dtype) for known in params]
+        return parts, views({known.index: (known.local, known.block) for known in params})
 
-    def _receive(self, there: Sequence[TrainerParam], by: Receive) -> tuple[Any, int]:
+    def _receive(self, params: Sequence[TrainerParam], receive: Receive) -> tuple[Any, int]:
         """Receive new values of parameters from owners, and all-gather them among trainers as they arrive.
 
-        `by` does the receiving from owners. Returns its result, and the number of bytes from other trainers.
+        `receive` does the receiving from owners. Returns its result, and the number of bytes from other trainers.
         """
-        parts, view_of = self._values(there)
+        parts, view_of = self._value_parts(params)
         sources = self._remote.buckets_with_owners(parts)
         numbers = {id(bucket): n for n, (_, bucket) in enumerate(round_robin(sources))}
         with torch.no_grad():
-            gather = self._gather(there, sources, numbers)
+            gather = self._gather(params, sources, numbers)
             if gather:
                 gather.begin(numbers.values())
             try:
                 arrived = lambda _, bucket: gather.pulled(numbers[id(bucket)]) if gather else None  # noqa: E731
-                said = by(sources, view_of, arrived)
+                reply = receive(sources, view_of, arrived)
             finally:  # also if the session is over, so that no other trainer waits in vain
                 if gather and not gather.ranks.lost:
                     gather.finish()
-                torch.autograd.graph.increment_version([known.param for known in there])
-        for known in there:
-            known.is_ours()
-        return said, gather.received_bytes if gather else 0
+                torch.autograd.graph.increment_version([known.param for known in params])
+        for known in params:
+            known.mark_synced()
+        return reply, gather.received_bytes if gather else 0
 
     def _gather(
-        self, there: Sequence[TrainerParam], sources: Mapping[int, list[Bucket]], numbers: Mapping[int, int]
+        self, params: Sequence[TrainerParam], sources: Mapping[int, list[Bucket]], numbers: Mapping[int, int]
     ) -> ParamAllGather | None:
         """Return the cached all-gather among trainers for these parameters; None if there is nothing to gather.
 
         `numbers`: by id of a bucket.
         """
-        divided = [known for known in there if known.part.replicas]
+        divided = [known for known in params if known.part.replicas]
         if not (self._ranks and divided):
             return None
         key = tuple((known.index, known.local.data_ptr()) for known in divided)
         if key not in self._gathers:
             self._gathers.clear()
-            shares = [_Share(known.param, known.part, known.local, known.index) for known in divided]
-            comes = _Comes({known.index: (known.local, known.block) for known in divided}, sources, numbers)
-            self._gathers[key] = ParamAllGather(self._ranks, None, shares, comes)
+            shares = [_SharedParam(known.param, known.part, known.local, known.index) for known in divided]
+            locations = _BucketLocations(
+                {known.index: (known.local, known.block) for known in divided}, sources, numbers
+            )
+            self._gathers[key] = ParamAllGather(self._ranks, None, shares, locations)
         return self._gathers[key]
 
 
-class _Comes:
+class _BucketLocations:
     """Locates the elements of local parts in buckets (as `Located` of step/all_gather.py; buckets stand for tiles)."""
 
     def __init__(
@@ -229,8 +231,8 @@ class _Comes:
         sources: Mapping[int, list[Bucket]],
         numbers: Mapping[int, int],
     ) -> None:
-        there: dict[int, list[tuple[int, int, int, int, int]]] = {index: [] for index in local}
-        for bucket in (bucket for of_one in sources.values() for bucket in of_one):
+        locations: dict[int, list[tuple[int, int, int, int, int]]] = {index: [] for index in local}
+        for bucket in (bucket for buckets in sources.values() for bucket in buckets):
             for piece in bucket:
                 if piece.key not in local:
                     continue
@@ -239,15 +241,15 @@ class _Comes:
                 if t.dim() and t.is_contiguous():  # otherwise the piece may be anywhere in the tensor
                     width = n // t.shape[0]
                     first, n = (piece.block.first[0] - within.first[0]) * width, piece.block.sizes[0] * width
-                there[piece.key].append((piece.key, numbers[id(bucket)], first, 0, n))
-        self._there = {index: np.array(pieces, PIECE) for index, pieces in there.items()}
+                locations[piece.key].append((piece.key, numbers[id(bucket)], first, 0, n))
+        self._locations = {index: np.array(pieces, PIECE) for index, pieces in locations.items()}
 
     def of(self, param: int, /) -> np.ndarray[Any, Any]:
-        return self._there[param]
+        return self._locations[param]
 
 
 @dataclass
-class _Share:
+class _SharedParam:
     """A parameter as ParamAllGather expects it (`Shared` of step/all_gather.py)."""
 
     param: torch.Tensor
@@ -256,11 +258,11 @@ class _Share:
     index: int
 
 
-def views(there: dict[int, tuple[torch.Tensor, Block]]) -> ViewOf:
-    """Return the function that views blocks of tensors. `there`: by key, a tensor and the block that it holds."""
+def views(tensors: dict[int, tuple[torch.Tensor, Block]]) -> ViewOf:
+    """Return the function that views blocks of tensors. `tensors`: by key, a tensor and the block that it holds."""
 
     def view_of(key: int, block: Block) -> torch.Tensor:
-        tensor, within = there[key]
+        tensor, within = tensors[key]
         return block.of(tensor, within)
 
     return view_of

@@ -40,17 +40,13 @@ from .blocks import (
     whole,
 )
 from .flow import Flow, Layout
-from .request import Group, Param, Request, check_same, read_hyper
+from .request import Group, Param, Request, check_same_model, read_hyper
 from .star import Contributions, entries_part
 from .values import dtype_named, packed, unpacked
 from .wire import Session
 
-TRAINER_OPTIONS = (
-    "foreach",
-    "fused",
-    "capturable",
-    "topk",
-)  # group options that concern trainers only: owners drop them
+# Group options that concern trainers only: owners drop them.
+TRAINER_OPTIONS = ("foreach", "fused", "capturable", "topk")
 TRAINERS_KEY = "trainers"  # key in the stored `user_state` of the list of several trainers' user_states, by rank
 
 
@@ -110,7 +106,7 @@ class Owner:
                 "go on with resume=True, or erase them with overwrite=True",
             )
         if request.mode == "resume" and not self.in_doubt:
-            check_same(self.request, request)
+            check_same_model(self.request, request)
 
     def begin_session(self, session: Session) -> None:
         """Make this the current session."""

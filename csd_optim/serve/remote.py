@@ -44,7 +44,7 @@ from .wire import (
     saved_key,
 )
 
-_addresses: set[tuple[str, int]] = set()  # to which optimizers of this process are connected
+_addresses_in_use: set[tuple[str, int]] = set()  # to which optimizers of this process are connected
 
 
 class RemoteEngine(Engine):
@@ -64,15 +64,15 @@ class RemoteEngine(Engine):
         self._announced: list[Any] = []  # sends of the last announced step that are in flight
         place = address.host, address.port
         with all_ranks_or_none(ranks):
-            if place in _addresses:
+            if place in _addresses_in_use:
                 raise CSDBusyError(
                     16,
                     f"another optimizer of this process has its states at {address}: each takes owners of its own, "
                     "`csd-optim serve` on another port",
                 )
-        _addresses.add(place)
+        _addresses_in_use.add(place)
         try:
-            self._join(request)
+            self._join_session(request)
         except BaseException:
             self.abandon()
             raise
@@ -96,7 +96,7 @@ class RemoteEngine(Engine):
 
     def abandon(self) -> None:
         """Drop the session without a message. The owners notice when the connection ends."""
-        _addresses.discard((self.address.host, self.address.port))
+        _addresses_in_use.discard((self.address.host, self.address.port))
         session, early = self._session, self.early
         self._session = self.early = None
         if session and early:
@@ -111,7 +111,7 @@ class RemoteEngine(Engine):
         session = self._session
         if session is None or self.pid != os.getpid():
             return
-        if self.leads:
+        if self.is_leader:
             with contextlib.suppress(CSDError):
                 session.send_message(
                     {"op": "close"}, *map(session.owner, range(session.owners)), timeout=REASON_TIMEOUT
@@ -127,11 +127,11 @@ class RemoteEngine(Engine):
         return self._session.owners
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this is trainer 0, which sends the messages on behalf of all trainers."""
         return self._ranks is None or self._ranks.rank == 0
 
-    def _join(self, request: Request) -> None:
+    def _join_session(self, request: Request) -> None:
         address, ranks = self.address, self._ranks
         rank, size = (ranks.rank, ranks.size) if ranks else (0, 1)
         number = owners = 0
@@ -139,7 +139,7 @@ class RemoteEngine(Engine):
             store = connect(address.host, address.port, min(address.timeout, CONNECT_TIMEOUT))
             store.set_timeout(timedelta(seconds=address.timeout))
             if rank == 0:
-                number, owners = self._ask(store, request)
+                number, owners = self._request_session(store, request)
         if ranks:
             number, owners = ranks.gather(number, owners)[0]
         with all_ranks_or_none(ranks):
@@ -149,7 +149,7 @@ class RemoteEngine(Engine):
             group = gloo_group(store, f"session{number}", rank, size + owners, host, address.timeout)
         self._session = Session(group, number, size, owners, address.timeout)
 
-    def _ask(self, store: Any, request: Request) -> tuple[int, int]:
+    def _request_session(self, store: Any, request: Request) -> tuple[int, int]:
         """Request a session. Returns its number and the number of owners; raises the owners' error if they refuse."""
         data = json.dumps(request.message())
         if len(data) > REQUEST_BYTES:
@@ -162,7 +162,7 @@ class RemoteEngine(Engine):
             if isinstance(e, CSDError):
                 raise
             raise CSDRankError(f"the optimizer ranks at {self.address} have not answered: {e}") from e
-        _raise_told(answer)
+        _raise_if_error(answer)
         return number, int(answer["owners"])
 
     def call(
@@ -171,29 +171,29 @@ class RemoteEngine(Engine):
         *,
         blocks: Sequence[Block] | None = None,
         sends: Sequence[tuple[Sequence[Part], ViewOf]] = (),
-        patience: float | None = None,
+        timeout: float | None = None,
     ) -> dict[str, Any]:
         """Have the owners execute an operation, and return their reply.
 
-        `patience`: seconds to wait for it. `blocks`: this trainer's blocks of new parameters, in order. `sends`:
+        `timeout`: seconds to wait for it. `blocks`: this trainer's blocks of new parameters, in order. `sends`:
         tensors that this trainer sends after the message. Raises the owners' error if they fail, and then nothing has
         changed; CSDRankError if the session is over.
         """
         self.check_open()
         with self.exchange() as session:
             everybody = [session.owner(k) for k in range(session.owners)]
-            if self.leads:
+            if self.is_leader:
                 session.send_message(message, *everybody)
             if blocks is not None:
                 session.send_message({"blocks": blocks}, *everybody)
             for parts, view_of in sends:
                 send_buckets(session, self.buckets_with_owners(parts), view_of)
-            reply = _checked(session.receive_message(session.owner(0), patience))
-        return self._told(reply)
+            reply = _raise_if_over(session.receive_message(session.owner(0), timeout))
+        return self._apply_reply(reply)
 
-    def _told(self, reply: dict[str, Any]) -> dict[str, Any]:
-        _raise_told(reply)
-        for text in reply.get("warnings", ()) if self.leads else ():
+    def _apply_reply(self, reply: dict[str, Any]) -> dict[str, Any]:
+        _raise_if_error(reply)
+        for text in reply.get("warnings", ()) if self.is_leader else ():
             warnings.warn(str(text), CSDWarning, stacklevel())
         self.committer.committed_step = int(reply.get("committed_step", self.committed_step))
         return reply
@@ -201,7 +201,7 @@ class RemoteEngine(Engine):
     def announce(self, message: dict[str, Any]) -> None:
         """Send the owners a guess of the next step (trainer 0 only), without waiting. They do not reply."""
         session = self._session
-        if session and self.leads:
+        if session and self.is_leader:
             with contextlib.suppress(CSDRankError):  # the step will raise it
                 self._wait_announced(session)
                 owners = (session.owner(k) for k in range(session.owners))
@@ -214,44 +214,46 @@ class RemoteEngine(Engine):
     def make_step(
         self,
         message: dict[str, Any],
-        sends: Callable[[Session], None],
+        send: Callable[[Session], None],
         sources: Mapping[int, list[Bucket]],
         view_of: ViewOf,
         arrived: Callable[[int, Bucket], None],
     ) -> dict[str, Any]:
         """Have the owners make a step, and return their reply: see flow.py.
 
-        `sends` sends the step's tensors, on a thread of its own. At the same time parameters are received, also if the
+        `send` sends the step's tensors, on a thread of its own. At the same time parameters are received, also if the
         step fails; `sources`, `view_of` and `arrived` are as for receive_buckets(). Raises as call() does.
         """
         self.check_open()
         with self.exchange() as session:
             self._wait_announced(session)
-            if self.leads:
+            if self.is_leader:
                 session.send_message(message, *(session.owner(k) for k in range(session.owners)))
-            reply = _Beside(session, lambda: _checked(session.receive_message(session.owner(0), LONG_TIMEOUT)))
-            sending = _Beside(session, lambda: sends(session))
+            replying = _BackgroundCall(
+                session, lambda: _raise_if_over(session.receive_message(session.owner(0), LONG_TIMEOUT))
+            )
+            sending = _BackgroundCall(session, lambda: send(session))
             try:
                 receive_buckets(session, sources, view_of, arrived=arrived)
                 sending.result()
-                said: dict[str, Any] = reply.result(session.timeout)
+                reply: dict[str, Any] = replying.result(session.timeout)
             except Lost as e:
-                reply.end(REASON_TIMEOUT)
-                for failure in (reply.failure, sending.failure):
+                replying.join(REASON_TIMEOUT)
+                for failure in (replying.failure, sending.failure):
                     if failure and not isinstance(failure, Lost):
                         raise failure from e
                 raise
             finally:
-                if reply.failure or sending.failure or not (reply.done and sending.done):
+                if replying.failure or sending.failure or not (replying.is_done and sending.is_done):
                     session.abort()
-                    sending.end(REASON_TIMEOUT)  # gradients must not be written to while they are sent
-        return self._told(said)
+                    sending.join(REASON_TIMEOUT)  # gradients must not be written to while they are sent
+        return self._apply_reply(reply)
 
     def save(self, path: Path, *, wait: bool) -> Future[Path]:
         """Have the owners make a snapshot. Returns a future of its path on their machines."""
         session, saved = self._session, Future[Path]()
         self._snapshots += 1
-        self.call({"op": "save", "path": str(path), "wait": wait, "snapshot": self._snapshots}, patience=LONG_TIMEOUT)
+        self.call({"op": "save", "path": str(path), "wait": wait, "snapshot": self._snapshots}, timeout=LONG_TIMEOUT)
         assert session is not None
         if wait:
             saved.set_result(path)
@@ -264,9 +266,9 @@ class RemoteEngine(Engine):
                 with lost("the optimizer ranks are gone"):
                     while not store.check(keys):
                         time.sleep(POLL_SECONDS)
-                    said = [parse(store.get(key)) for key in keys]
-                for message in said:
-                    _raise_told(message)
+                    replies = [parse(store.get(key)) for key in keys]
+                for reply in replies:
+                    _raise_if_error(reply)
                 saved.set_result(path)
             except Exception as e:
                 saved.set_exception(e)
@@ -307,13 +309,13 @@ class RemoteEngine(Engine):
         except CSDValueError:  # the message is too long; nothing was sent
             raise
         except CSDRankError as e:
-            self._over(e)
+            self._raise_session_over(e)
         except BaseException:  # Ctrl-C, say
             session.abort()
             self.abandon()
             raise
 
-    def _over(self, e: CSDRankError) -> Any:
+    def _raise_session_over(self, e: CSDRankError) -> Any:
         self.abandon()
         raise CSDRankError(
             f"the session with the optimizer ranks at {self.address} is over: {e}. They keep what was committed: start "
@@ -326,7 +328,7 @@ class RemoteEngine(Engine):
         super().check_open()
 
 
-class _Beside:
+class _BackgroundCall:
     """A function that runs on a thread of its own. If it fails, it ends the session for the calling thread, too."""
 
     def __init__(self, session: Session, work: Callable[[], Any]) -> None:
@@ -342,22 +344,22 @@ class _Beside:
         threading.Thread(target=run, daemon=True, name="csd_optim step").start()
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         return self._future.done()
 
     @property
     def failure(self) -> BaseException | None:
         """The exception of the function; None while it runs or if it has succeeded."""
-        return self._future.exception() if self.done else None
+        return self._future.exception() if self.is_done else None
 
-    def end(self, timeout: float | None) -> None:
+    def join(self, timeout: float | None) -> None:
         """Wait until it has ended, or `timeout` seconds have passed."""
         wait([self._future], timeout)
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the result. Raises the function's exception, CSDRankError after `timeout` seconds."""
-        self.end(timeout)
-        if not self.done:
+        self.join(timeout)
+        if not self.is_done:
             raise CSDRankError(f"the optimizer ranks have not answered: Timed out after {timeout:g} s")
         return self._future.result()
 
@@ -369,14 +371,14 @@ def error_message(e: BaseException) -> dict[str, Any]:
     return {"error": kind, "errno": getattr(e, "errno", None) or 5, "text": text}
 
 
-def _checked(reply: dict[str, Any]) -> dict[str, Any]:
+def _raise_if_over(reply: dict[str, Any]) -> dict[str, Any]:
     """Return the reply. Raises CSDRankError if it says that the session is over."""
     if "over" in reply:
         raise CSDRankError(str(reply["over"]))
     return reply
 
 
-def _raise_told(reply: dict[str, Any]) -> None:
+def _raise_if_error(reply: dict[str, Any]) -> None:
     if "error" not in reply:
         return
     kind = getattr(errors, str(reply["error"]), None)

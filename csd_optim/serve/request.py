@@ -19,8 +19,8 @@ from ..params.param_state import DTYPES
 from .values import dtype_named
 from .wire import PROTOCOL
 
-MOST_TRAINERS = 4096
-MOST_DIMS = 64  # torch's own limit
+MAX_TRAINERS = 4096
+MAX_DIMS = 64  # torch's own limit
 MODES = ("new", "resume", "overwrite")
 
 
@@ -60,7 +60,7 @@ class Request:
         return {"protocol": PROTOCOL, **asdict(self), "groups": [group_message(g) for g in self.groups]}
 
 
-def whoami() -> str:
+def process_name() -> str:
     return f"{platform.node()}, process {os.getpid()}"
 
 
@@ -114,7 +114,7 @@ def read_request(message: dict[str, Any], optimizers: Sequence[str]) -> Request:
             )
         if message["mode"] not in MODES:
             raise ValueError(f"mode {message['mode']!r}")
-        if not (type(message["trainers"]) is int and 1 <= message["trainers"] <= MOST_TRAINERS):
+        if not (type(message["trainers"]) is int and 1 <= message["trainers"] <= MAX_TRAINERS):
             raise ValueError(f"{message['trainers']!r} trainers")
         options = {name: message["options"][name] for name in ("state_dtype", "shadow", "tile_size")}
         return Request(
@@ -134,36 +134,36 @@ def read_group(message: dict[str, Any]) -> Group:
         return Group(_hyperparameters(message["hyper"]), tuple(_read_param(p) for p in message["params"]))
 
 
-def _read_param(said: dict[str, Any]) -> Param:
-    shape, stride, dtype = tuple(said["shape"]), tuple(said["stride"]), dtype_named(said["dtype"])
-    if len(shape) > MOST_DIMS or len(shape) != len(stride):
+def _read_param(fields: dict[str, Any]) -> Param:
+    shape, stride, dtype = tuple(fields["shape"]), tuple(fields["stride"]), dtype_named(fields["dtype"])
+    if len(shape) > MAX_DIMS or len(shape) != len(stride):
         raise ValueError(f"a shape of {len(shape)} and a stride of {len(stride)} dimensions")
     if not all(type(n) is int and 0 <= n < 1 << 48 for n in (*shape, *stride)):
         raise ValueError(f"shape {shape} and stride {stride}")
     if math.prod(shape) * dtype.itemsize >= 1 << 48:
         raise ValueError(f"shape {shape}")
-    if said["trains"] and dtype not in DTYPES:
+    if fields["trains"] and dtype not in DTYPES:
         raise ValueError(f"a parameter of dtype {dtype}")
-    return Param(str(said["name"])[:1000], bool(said["named"]), shape, stride, dtype, bool(said["trains"]))
+    return Param(str(fields["name"])[:1000], bool(fields["named"]), shape, stride, dtype, bool(fields["trains"]))
 
 
-def read_hyper(said: Any, groups: int) -> None:
+def read_hyper(groups_hyper: Any, groups: int) -> None:
     """Check the hyperparameters of all groups (or None). Raises ValueError, TypeError, AttributeError."""
-    if said is not None and len([_hyperparameters(group) for group in said]) != groups:
-        raise ValueError(f"hyperparameters of {len(said)} groups, not {groups}")
+    if groups_hyper is not None and len([_hyperparameters(group) for group in groups_hyper]) != groups:
+        raise ValueError(f"hyperparameters of {len(groups_hyper)} groups, not {groups}")
 
 
-def _hyperparameters(said: dict[str, Any]) -> dict[str, Any]:
+def _hyperparameters(hyper: dict[str, Any]) -> dict[str, Any]:
     """Check and return hyperparameters: numbers, strings, None and lists, which become tuples as torch's betas are.
 
     Raises ValueError for any other value.
     """
-    for value in said.values():
+    for value in hyper.values():
         if not all(
             isinstance(v, (int, float, str, type(None))) for v in (value if isinstance(value, list) else [value])
         ):
             raise ValueError(f"a hyperparameter {value!r}")
-    return {str(name): tuple(v) if isinstance(v, list) else v for name, v in said.items()}
+    return {str(name): tuple(v) if isinstance(v, list) else v for name, v in hyper.items()}
 
 
 class _Reading:
@@ -177,17 +177,19 @@ class _Reading:
             raise CSDRankError(f"the trainers' request cannot be read: {type(e).__name__}: {e}") from e
 
 
-def check_same(there: Request, here: Request) -> None:
-    """Raise CSDStoreError if the model of `here` (the trainers) differs from that of `there` (the owners)."""
-    if there.optimizer != here.optimizer:
-        raise CSDStoreError(f"optimizer ranks keep the states of a {there.optimizer}, not of a {here.optimizer}")
+def check_same_model(owners: Request, trainers: Request) -> None:
+    """Raise CSDStoreError if the model of `trainers` differs from that of `owners`."""
+    if owners.optimizer != trainers.optimizer:
+        raise CSDStoreError(f"optimizer ranks keep the states of a {owners.optimizer}, not of a {trainers.optimizer}")
     for what in ("decoupled_weight_decay", "state_dtype"):  # fixed for the lifetime of a store
-        a, b = ({**of.defaults, **of.options}.get(what) for of in (there, here))
+        a, b = ({**of.defaults, **of.options}.get(what) for of in (owners, trainers))
         if a != b:
             raise CSDStoreError(f"{what} of the optimizer is {a} there and {b} here")
-    if len(there.groups) != len(here.groups):
-        raise CSDStoreError(f"optimizer ranks have {len(there.groups)} parameter groups, the model {len(here.groups)}")
-    for k, (a, b) in enumerate(zip(there.groups, here.groups, strict=True)):
+    if len(owners.groups) != len(trainers.groups):
+        raise CSDStoreError(
+            f"optimizer ranks have {len(owners.groups)} parameter groups, the model {len(trainers.groups)}"
+        )
+    for k, (a, b) in enumerate(zip(owners.groups, trainers.groups, strict=True)):
         if len(a.params) != len(b.params):
             raise CSDStoreError(f"group {k} has {len(a.params)} parameters there and {len(b.params)} here")
         for p, q in zip(a.params, b.params, strict=True):

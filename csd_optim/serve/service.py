@@ -47,9 +47,9 @@ from .wire import (
     saved_key,
 )
 
-TELL = 10.0  # seconds between two lines about progress
+REPORT_SECONDS = 10.0  # seconds between two lines about progress
 OPS = ("open", "listen", "guess", "step", "pull", "join", "load", "state", "save", "synchronize", "close")
-GOES_ON, OVER, STOPS = range(3)  # votes
+CONTINUE, OVER, STOP = range(3)  # votes
 
 
 class _Stop(Exception):
@@ -57,7 +57,7 @@ class _Stop(Exception):
 
 
 @dataclass
-class _Asked:
+class _Operation:
     """An operation that trainers have requested, with everything that it needs."""
 
     message: dict[str, Any]
@@ -75,7 +75,7 @@ class Service:
     """The loop of one owner over its sessions.
 
     `connect` makes another client of owner 0's TCPStore. `host`: this owner's address for gloo, "" for any. `timeout`:
-    seconds that a trainer may be silent within a step. `say` is called with each line for the terminal.
+    seconds that a trainer may be silent within a step. `print_line` is called with each line for the terminal.
     """
 
     def __init__(
@@ -86,18 +86,18 @@ class Service:
         *,
         host: str,
         timeout: float,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
     ) -> None:
         self._owner, self._ranks, self._connect = owner, ranks, connect
         self._host, self._timeout = host, timeout
-        self._say = say if owner.rank == 0 else lambda _: None
+        self._print_line = print_line if owner.rank == 0 else lambda _: None
         self._store = connect()
         # The owners' own keys in the store have a random prefix, so that trainers' keys cannot collide with them.
         token = secrets.token_hex(8)
         token = ranks.gather_objects(token)[0] if ranks else token
-        self._current, self._stop = f"{token}/current", f"{token}/stop"
-        self._looked_at = 0  # number of the last session that owner 0 has granted or refused
-        self._served = 0  # number of the last session that all owners have begun
+        self._current_key, self._stop_key = f"{token}/current", f"{token}/stop"
+        self._last_answered = 0  # number of the last session that owner 0 has granted or refused
+        self._last_served = 0  # number of the last session that all owners have begun
         self.stopping = False  # set by a signal handler
 
     def run(self) -> None:
@@ -110,49 +110,49 @@ class Service:
                 failure: BaseException | None = None
                 number = 0
                 try:
-                    number = self._next()
+                    number = self._next_session()
                 except _Stop as e:
                     failure = e
                 if self._vote(number, failure):
                     self._serve(number)
-        self._say("asked to stop")
+        self._print_line("asked to stop")
         self._owner.end_session()
         self._owner.close()
 
     # ---- which session ---------------------------------------------------------------------
 
-    def _look(self) -> int:
+    def _poll_session(self) -> int:
         """Return the number of the current session, which owner 0 grants. Raises _Stop if any owner is to stop."""
         with lost("the first optimizer rank is gone"):
             if self.stopping:
-                self._store.set(self._stop, "1")
-            if self._store.check([self._stop]):
+                self._store.set(self._stop_key, "1")
+            if self._store.check([self._stop_key]):
                 raise _Stop
             if self._owner.rank == 0:
-                for number in range(self._looked_at + 1, self._store.add(COUNTER, 0) + 1):
+                for number in range(self._last_answered + 1, self._store.add(COUNTER, 0) + 1):
                     if self._store.check([request_key(number)]):  # trainers take a number first, then set the request
                         self._grant(number)
-            return int(self._store.get(self._current)) if self._store.check([self._current]) else 0
+            return int(self._store.get(self._current_key)) if self._store.check([self._current_key]) else 0
 
     def _grant(self, number: int) -> None:
-        self._looked_at = number
+        self._last_answered = number
         try:
-            self._owner.check(self._request(number))
+            self._owner.check(self._read_request(number))
         except CSDError as e:
-            self._say(f"session {number} is refused: {e}")
+            self._print_line(f"session {number} is refused: {e}")
             self._store.set(answer_key(number), json.dumps(error_message(e)))
             self._store.delete_key(request_key(number))
         else:
-            self._store.set(self._current, str(number))
+            self._store.set(self._current_key, str(number))
 
-    def _request(self, number: int) -> Request:
+    def _read_request(self, number: int) -> Request:
         """Read the request for a session. Raises CSDRankError if it is missing or malformed."""
         if not self._store.check([request_key(number)]):
             raise CSDRankError("the request of the session is gone")
         return read_request(parse(self._store.get(request_key(number))), [*self._owner.optimizers])
 
-    def _next(self) -> int:
-        while (number := self._look()) == self._served:
+    def _next_session(self) -> int:
+        while (number := self._poll_session()) == self._last_served:
             time.sleep(POLL_SECONDS)
         return number
 
@@ -161,54 +161,54 @@ class Service:
 
         `failure`: why this owner does not. Raises _Stop on all owners if one is to stop, CSDRankError if one is gone.
         """
-        vote = STOPS if isinstance(failure, _Stop) else OVER if failure else GOES_ON
+        vote = STOP if isinstance(failure, _Stop) else OVER if failure else CONTINUE
         votes = self._ranks.gather(vote, number) if self._ranks else [(vote, number)]
-        if any(vote == STOPS for vote, _ in votes):
+        if any(vote == STOP for vote, _ in votes):
             raise _Stop
-        return all((vote, of) == (GOES_ON, votes[0][1]) for vote, of in votes)
+        return all((vote, its_number) == (CONTINUE, votes[0][1]) for vote, its_number in votes)
 
     # ---- a session -------------------------------------------------------------------------
 
     def _serve(self, number: int) -> None:
         """Serve a session to its end, on which all owners agree."""
-        self._served = number
+        self._last_served = number
         begun, steps = time.monotonic(), 0
         session: Session | None = None
         failure: BaseException | None = None
-        asked: _Asked | None = None
+        operation: _Operation | None = None
         try:
-            request = self._request(number)
+            request = self._read_request(number)
             session = self._join(request, number)
             self._owner.begin_session(session)
         except (CSDRankError, _Stop) as e:
             failure = e
         while self._vote(number, failure):
             assert session
-            if asked is None and self._owner.rank == 0:
+            if operation is None and self._owner.rank == 0:
                 self._store.delete_key(request_key(number))  # all owners have read it
-            if asked:
-                failure = self._do(session, request, asked)
-                if asked.op == "step":
+            if operation:
+                failure = self._execute(session, request, operation)
+                if operation.op == "step":
                     steps += 1
-                if asked.op == "open" or time.monotonic() - begun > TELL:
-                    self._tell(request, number, (time.monotonic() - begun) / steps if steps else 0.0)
+                if operation.op == "open" or time.monotonic() - begun > REPORT_SECONDS:
+                    self._report_progress(request, number, (time.monotonic() - begun) / steps if steps else 0.0)
                     begun, steps = time.monotonic(), 0
-            asked = None
+            operation = None
             if failure is None:
                 try:
-                    asked = self._await(self._hear(session), number)
+                    operation = self._await(self._receive_operation(session), number)
                 except (CSDRankError, _Stop) as e:
                     failure = e
         why = str(failure or "another owner has lost its trainers")
-        self._say(f"session {number} is over: {why}")
+        self._print_line(f"session {number} is over: {why}")
         if session:
-            _in_thread(partial(self._end, session, why))
+            _run_in_thread(partial(self._close_session, session, why))
         try:
             self._owner.end_session()
         except CSDError as e:
             if self._ranks and self._ranks.lost:
                 raise
-            self._say(f"the last step is not durable yet: {e}")
+            self._print_line(f"the last step is not durable yet: {e}")
 
     def _join(self, request: Request, number: int) -> Session:
         """Form the process group of trainers and owners. Raises CSDRankError if a member does not join, _Stop."""
@@ -227,11 +227,11 @@ class Service:
             group = gloo_group(self._connect(), f"session{number}", rank, size, self._host, self._timeout)
             return Session(group, number, request.trainers, self._owner.owners, self._timeout)
 
-        session: Session = self._await(_in_thread(join), number)
+        session: Session = self._await(_run_in_thread(join), number)
         return session
 
     def _check_current(self, number: int) -> None:
-        if self._look() != number:
+        if self._poll_session() != number:
             raise CSDRankError("another session has taken over")
         if (arrivals := self._owner.arrivals) and arrivals.failure:
             raise CSDRankError(arrivals.failure)
@@ -242,28 +242,30 @@ class Service:
             self._check_current(number)
         return future.result()
 
-    def _hear(self, session: Session) -> Future[_Asked]:
+    def _receive_operation(self, session: Session) -> Future[_Operation]:
         """Receive the next message and the tensors that follow it, on a thread."""
 
-        def hear() -> _Asked:
-            asked = _Asked(session.receive_message(0, LONG_TIMEOUT))
-            message, owner = asked.message, self._owner
+        def receive() -> _Operation:
+            operation = _Operation(session.receive_message(0, LONG_TIMEOUT))
+            message, owner = operation.message, self._owner
             if message.get("op") not in OPS:
                 raise CSDRankError("a message asks for an unknown operation")
             if owner.current is not session:
                 raise CSDRankError("another session has taken over")
-            if asked.op == "close":
+            if operation.op == "close":
                 raise CSDRankError("its trainers have closed it")
-            if asked.op in ("open", "join"):
-                asked.groups = [read_group(group) for group in message.get("groups", ())]
-                asked.blocks = [read_blocks(session.receive_message(trainer)) for trainer in range(session.trainers)]
-            if asked.op != "open":
-                asked.received, asked.states = owner.receive(session, message)
-            return asked
+            if operation.op in ("open", "join"):
+                operation.groups = [read_group(group) for group in message.get("groups", ())]
+                operation.blocks = [
+                    read_blocks(session.receive_message(trainer)) for trainer in range(session.trainers)
+                ]
+            if operation.op != "open":
+                operation.received, operation.states = owner.receive(session, message)
+            return operation
 
-        return _in_thread(hear)
+        return _run_in_thread(receive)
 
-    def _end(self, session: Session, why: str) -> None:
+    def _close_session(self, session: Session, why: str) -> None:
         """Tell the trainers that are still connected why the session is over, and close it."""
         if self._owner.rank == 0:
             for trainer in range(session.trainers):
@@ -271,21 +273,21 @@ class Service:
                     session.send_message({"over": why}, trainer, timeout=REASON_TIMEOUT)
         session.close()
 
-    def _do(self, session: Session, request: Request, asked: _Asked) -> BaseException | None:
+    def _execute(self, session: Session, request: Request, operation: _Operation) -> BaseException | None:
         """Execute an operation after the vote. Returns why the session is over, if it is."""
-        if asked.op == "step":
-            return self._step(session, asked)
-        if asked.op == "guess":
-            return self._guess(asked)
+        if operation.op == "step":
+            return self._step(session, operation)
+        if operation.op == "guess":
+            return self._guess(operation)
         owner, failure = self._owner, None
         send: Callable[[], None] | None = None
         try:
             with all_ranks_or_none(self._ranks):
                 owner.finish_step()
             with all_ranks_or_none(self._ranks):
-                reply, send = self._done(session, request, asked)
+                reply, send = self._call_owner(session, request, operation)
         except Exception as e:
-            reply, failure = self._failed(asked.op, e)
+            reply, failure = self._failure_reply(operation.op, e)
 
         def answer() -> None:
             if owner.rank == 0:
@@ -293,67 +295,67 @@ class Service:
             if send:
                 send()
 
-        return self._awaited(_in_thread(answer), session.number) or failure
+        return self._await_failure(_run_in_thread(answer), session.number) or failure
 
-    def _failed(self, op: str, e: Exception) -> tuple[dict[str, Any], Exception | None]:
+    def _failure_reply(self, op: str, e: Exception) -> tuple[dict[str, Any], Exception | None]:
         """Return the reply to a failed `op`, and why the session is over, if it is. Raises `e` if an owner is gone."""
         if self._ranks and self._ranks.lost:
             raise e
-        self._say(f"{op} failed: {e}")
+        self._print_line(f"{op} failed: {e}")
         if not isinstance(e, CSDError):  # an unforeseen error: only the store can be trusted
             self._owner.in_doubt = True
-        goes_on = isinstance(e, CSDError) and not isinstance(e, NotUndone) and op != "open"
-        return error_message(e), None if goes_on else e
+        continues = isinstance(e, CSDError) and not isinstance(e, NotUndone) and op != "open"
+        return error_message(e), None if continues else e
 
-    def _step(self, session: Session, asked: _Asked) -> BaseException | None:
+    def _step(self, session: Session, operation: _Operation) -> BaseException | None:
         """Make a step: see flow.py. Returns why the session is over, if it is."""
-        owner, message = self._owner, asked.message
+        owner, message = self._owner, operation.message
         # All transfers of a step complete even if the step fails, so that no process waits for them in vain.
-        arriving = _in_thread(lambda: owner.receive_gradients(session, message))
-        made = Future[Flow | None]()  # set when the step has begun; None if it failed before
-        leaving = _in_thread(lambda: owner.send(session, message["params"], partial(_await_params, made)))
+        receiving = _run_in_thread(lambda: owner.receive_gradients(session, message))
+        begun = Future[Flow | None]()  # set when the step has begun; None if it failed before
+        sending = _run_in_thread(lambda: owner.send(session, message["params"], partial(_await_params, begun)))
         failure: BaseException | None = None
         reply: dict[str, Any] = {}
         try:
-            owner.begin_step(message, asked.received)
-            made.set_result(owner.flow)
+            owner.begin_step(message, operation.received)
+            begun.set_result(owner.flow)
             with owner.timing_transfers():
-                failure = self._awaited(arriving, session.number)
+                failure = self._await_failure(receiving, session.number)
             with all_ranks_or_none(self._ranks):
                 if failure:
                     raise failure
             reply = owner.end_step(message)
         except Exception as e:
             if e is not failure:
-                reply, failure = self._failed(asked.op, e)
+                reply, failure = self._failure_reply(operation.op, e)
         finally:
-            failure = self._put_back() or failure
-            if not made.done():
-                made.set_result(None)
+            failure = self._undo_step() or failure
+            if not begun.done():
+                begun.set_result(None)
 
         def answer() -> None:
-            arriving.result()
-            leaving.result()
+            receiving.result()
+            sending.result()
             if owner.rank == 0:
                 session.send_message(reply, *range(session.trainers))
 
         with owner.timing_transfers():
-            return failure or self._awaited(_in_thread(answer), session.number)
+            return failure or self._await_failure(_run_in_thread(answer), session.number)
 
-    def _guess(self, asked: _Asked) -> BaseException | None:
+    def _guess(self, operation: _Operation) -> BaseException | None:
         """Begin an announced step. Trainers get no reply; if it fails, the real step is made from scratch.
 
         Returns why the session is over, if it is.
         """
         try:
-            self._owner.guess(asked.message)
+            self._owner.guess(operation.message)
         except Exception as e:
-            not_undone = self._put_back()
-            failure = self._failed(asked.op, e)[1]
+            not_undone = self._undo_step()
+            failure = self._failure_reply(operation.op, e)[1]
             return not_undone or failure
         return None
 
-    def _put_back(self) -> NotUndone | None:
+    def _undo_step(self) -> NotUndone | None:
         """Undo a step that is not complete. Returns the error if that fails; the session is over then."""
         try:
             self._owner.finish_step()
@@ -361,7 +363,7 @@ class Service:
             return e
         return None
 
-    def _awaited(self, future: Future[Any], number: int) -> BaseException | None:
+    def _await_failure(self, future: Future[Any], number: int) -> BaseException | None:
         """Wait for a thread of the session. Returns why the session is over, if it is."""
         try:
             self._await(future, number)
@@ -369,48 +371,48 @@ class Service:
             return e
         return None
 
-    def _done(
-        self, session: Session, request: Request, asked: _Asked
+    def _call_owner(
+        self, session: Session, request: Request, operation: _Operation
     ) -> tuple[dict[str, Any], Callable[[], None] | None]:
         """Execute an operation other than a step. Returns the reply, and a function that sends the tensors after it."""
-        owner, message = self._owner, asked.message
-        if asked.op == "open":
-            return owner.open(request, asked.blocks), None
-        if asked.op == "join":
-            owner.join(asked.groups, asked.blocks)
-        elif asked.op == "listen":
+        owner, message = self._owner, operation.message
+        if operation.op == "open":
+            return owner.open(request, operation.blocks), None
+        if operation.op == "join":
+            owner.join(operation.groups, operation.blocks)
+        elif operation.op == "listen":
             owner.listen(session)
-        elif asked.op == "pull":
+        elif operation.op == "pull":
             return {}, lambda: owner.send(session, message["params"])
-        elif asked.op == "state":
-            said, tensors = owner.states()
-            return {"states": said}, lambda: owner.send_states(session, message["to"], tensors, said)
-        elif asked.op == "load":
-            owner.load(message, asked.received, asked.states)
-        elif asked.op == "save":
+        elif operation.op == "state":
+            state_list, tensors = owner.states()
+            return {"states": state_list}, lambda: owner.send_states(session, message["to"], tensors, state_list)
+        elif operation.op == "load":
+            owner.load(message, operation.received, operation.states)
+        elif operation.op == "save":
             saving = owner.optimizer.save(message["path"], wait=message["wait"])
             key = saved_key(session.number, message["snapshot"], owner.rank)
-            saving.add_done_callback(partial(self._saved, key))
+            saving.add_done_callback(partial(self._publish_saved, key))
         else:
             owner.optimizer.synchronize()
         return {"committed_step": owner.optimizer.committed_step}, None
 
-    def _saved(self, key: str, saving: Future[Any]) -> None:
+    def _publish_saved(self, key: str, saving: Future[Any]) -> None:
         """Publish the outcome of a snapshot in the TCPStore, where trainers poll for it. Called on any thread."""
         failure = saving.exception()
         with contextlib.suppress(RuntimeError):  # owner 0, which hosts the store, is gone
             self._store.set(key, json.dumps(error_message(failure) if failure else {}))
 
-    def _tell(self, request: Request, number: int, seconds: float) -> None:
+    def _report_progress(self, request: Request, number: int, seconds: float) -> None:
         opt = self._owner.optimizer
         if opt is None:
             return
         if seconds:
-            return self._say(
+            return self._print_line(
                 f"session {number}: step {opt.committed_step} is durable, {seconds:.3g} s from one to the next"
             )
         elements = sum(math.prod(p.shape) for p in request.params)
-        self._say(
+        self._print_line(
             f"session {number}: {request.trainers} trainer{'s' * (request.trainers > 1)} ({request.who}), "
             f"{request.optimizer}, {elements} elements in {len(request.params)} parameters, step {opt.committed_step}"
         )
@@ -422,7 +424,7 @@ def _await_params(begun: Future[Flow | None], bucket: Bucket) -> None:
         flow.await_params(bucket)
 
 
-def _in_thread(function: Callable[[], Any]) -> Future[Any]:
+def _run_in_thread(function: Callable[[], Any]) -> Future[Any]:
     """Run `function` on a daemon thread. Any exception becomes a CSDRankError: a malformed message ends the session."""
     future: Future[Any] = Future()
 

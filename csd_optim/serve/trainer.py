@@ -32,7 +32,7 @@ from .early import EarlyPushes, all_finite, mark_overflow, mean_of
 from .flow import GUESS_FIELDS
 from .model import TrainerParam, views
 from .remote import RemoteEngine
-from .request import Request, whoami
+from .request import Request, process_name
 from .star import Entries, Selection, Source
 from .states import StatesElsewhere
 from .values import packed, unpacked
@@ -42,7 +42,7 @@ OTHER_RANKS = (
     "FSDP1 pads its flat parameters for a number of ranks: use the same number as before, or one with the same padded "
     "sizes; with use_orig_params=True nothing is padded"
 )
-DIFFERENT_WAYS = (
+DIFFERENT_FORMATS = (
     "trainers send gradients in different ways: grad_dtype and topk are the same on all of them, and with ?route=star "
     "the loss scale (docs/optimizer-ranks.md)"
 )
@@ -74,36 +74,36 @@ class _Trainer(StatesElsewhere):
         self._check_topk()
         if ranks and not self.sharded:
             raise CSDValueError("Invalid sharded: False; to optimizer ranks (serve://) each trainer pushes its share")
-        self._forget_model()
-        self._forget_states()
-        self._hyper_told = self._user_states_told = ""  # as sent last, JSON
+        self._reset_model()
+        self._reset_states()
+        self._hyper_sent = self._user_states_sent = ""  # as sent last, JSON
         self._resumed = False  # resumed, and no step was made since
         self._route = "kept"  # of the last step
         self._guessed_message: dict[str, Any] | None = None  # the guess of the next step's message, if one is possible
         self._backwards = 0  # number of backwards up to the last step
         self._selection: Selection | None = None  # Top-K
         self._unreduced: list[torch.Tensor] = []  # gradients of the current backward that Top-K selects from
-        self._moved = (0, 0, 0)  # in the last step: elements updated, bytes pushed, bytes gathered
-        self._measure()
+        self._last_traffic = (0, 0, 0)  # in the last step: elements updated, bytes pushed, bytes gathered
+        self._exchange_shard_sizes()
         with all_ranks_or_none(ranks):
             request = self._request(mode)
         if ranks:
-            said = zlib.crc32(json.dumps({**request.message(), "who": ""}).encode())
-            if len({*ranks.gather(said)}) > 1:
+            checksum = zlib.crc32(json.dumps({**request.message(), "who": ""}).encode())
+            if len({*ranks.gather(checksum)}) > 1:
                 raise CSDRankError("trainers do not have the same parameters, hyperparameters and options")
         engine: RemoteEngine | None = None
         try:
             engine = RemoteEngine(self._address, ranks, request)
-            self._know()
-            reply = engine.call({"op": "open"}, blocks=self._blocks(0), patience=LONG_TIMEOUT)
+            self._register_params()
+            reply = engine.call({"op": "open"}, blocks=self._blocks(0), timeout=LONG_TIMEOUT)
         except BaseException as e:
             if engine:
                 engine.abandon()
             if self._flat and isinstance(e, CSDStoreError):
                 raise CSDStoreError(f"{e}. {OTHER_RANKS}") from e
             raise
-        self._groups_told = len(self.param_groups)
-        self._opened = reply
+        self._groups_sent = len(self.param_groups)
+        self._open_reply = reply
         if self._is_star:
             self._selection = Selection(engine.owners)
         self._attach(engine)
@@ -117,8 +117,8 @@ class _Trainer(StatesElsewhere):
             {"state_dtype": self.state_dtype, **self._options},
             mode,
             self._ranks.size if self._ranks else 1,
-            whoami(),
-            tuple(self._described(k) for k in range(len(self.param_groups))),
+            process_name(),
+            tuple(self._describe_group(k) for k in range(len(self.param_groups))),
         )
 
     def _check_topk(self) -> None:
@@ -131,7 +131,7 @@ class _Trainer(StatesElsewhere):
             )
 
     def _adopt_store(self) -> None:
-        reply = self._opened
+        reply = self._open_reply
         if not reply["recovered"]:
             return
         for group, kept in zip(self.param_groups, reply["groups"], strict=True):
@@ -148,23 +148,23 @@ class _Trainer(StatesElsewhere):
         engine = self._live_engine
         if self._resumed:
             with engine.lock:
-                self._know()
-                for group, kept in zip(self.param_groups, self._opened["groups"], strict=False):
+                self._register_params()
+                for group, kept in zip(self.param_groups, self._open_reply["groups"], strict=False):
                     restore_hyperparameters(group, kept)
                 self._pull()
-        elif self._opened["recovered"]:
+        elif self._open_reply["recovered"]:
             raise CSDRuntimeError("restore() goes before the first step()")
 
     def _pull(self) -> None:
         """Set parameters to the owners' values, except those on the meta device."""
-        there = [known for known in self._known.values() if known.steps and not known.param.is_meta]
-        if there:
-            self._pull_values(there)
+        params = [known for known in self._known.values() if known.steps and not known.param.is_meta]
+        if params:
+            self._pull_values(params)
         self._show([known for known in self._known.values() if known.steps])
 
-    def _pull_values(self, there: Sequence[TrainerParam]) -> None:
-        self._remote.call({"op": "pull", "params": [known.index for known in there]}, patience=LONG_TIMEOUT)
-        self._receive(there, self._remote.fetch)
+    def _pull_values(self, params: Sequence[TrainerParam]) -> None:
+        self._remote.call({"op": "pull", "params": [known.index for known in params]}, timeout=LONG_TIMEOUT)
+        self._receive(params, self._remote.fetch)
 
     # ---- a step --------------------------------------------------------------------------
 
@@ -175,30 +175,30 @@ class _Trainer(StatesElsewhere):
     def _update(self, engine: Engine, grad_scale: float) -> None:
         remote = self._remote
         self._grad_scale = grad_scale
-        with all_ranks_or_none(self._ranks) as said:
+        with all_ranks_or_none(self._ranks) as exchanged:
             self._check_topk()
-            self._know()
+            self._register_params()
             taking_part = participants(self.param_groups, type(self).__name__, self._for_sparse)
             grads = self._grads(taking_part)
-            pushed = self._pushed(taking_part)
+            pushed = self._pushed_backwards(taking_part)
             selected = self._select(taking_part, grads, pushed, grad_scale)
             user_state = packed(self.user_state)
             hyper = [hyperparameters_of(group, self._rule.hyperparameters) for group in self.param_groups]
-            written = [known.index for known in self._written(grads)]
-            said.own = (pushed, written, user_state, self._sends(grads, selected, grad_scale))
+            written = [known.index for known in self._dirty_params(grads)]
+            exchanged.own = (pushed, written, user_state, self._grad_formats(grads, selected, grad_scale))
         differ = "trainers have gradients of different parameters, or not all have pushed the same"
-        pushed = self._agreed([of_rank for of_rank, *_ in said.by_ranks], differ)
-        self._agreed([of_rank for *_, of_rank in said.by_ranks], DIFFERENT_WAYS)
-        written = sorted({index for _, of_rank, *_ in said.by_ranks for index in of_rank})
-        user_states = [of_rank for _, _, of_rank, _ in said.by_ranks]
-        entries = [known for known in self._known.values() if known.index in pushed]
+        pushed = self._agreed([of_rank for of_rank, *_ in exchanged.by_ranks], differ)
+        self._agreed([of_rank for *_, of_rank in exchanged.by_ranks], DIFFERENT_FORMATS)
+        written = sorted({index for _, of_rank, *_ in exchanged.by_ranks for index in of_rank})
+        user_states = [of_rank for _, _, of_rank, _ in exchanged.by_ranks]
+        params = [known for known in self._known.values() if known.index in pushed]
         if self.max_grad_norm is not None and not self._is_star:
-            norm = self._norm(entries, pushed) * abs(grad_scale)
+            norm = self._norm(params, pushed) * abs(grad_scale)
             grad_scale, self._grad_norm = grad_scale * clip_to(norm, self.max_grad_norm), norm
-        if not entries:
+        if not params:
             return
-        if len(self.param_groups) > self._groups_told:
-            self._join()
+        if len(self.param_groups) > self._groups_sent:
+            self._send_new_groups()
         hyper_now, states_now = json.dumps(hyper), json.dumps(user_states)
         if len(states_now) > USER_STATE_BYTES:  # raised on all trainers alike, before anything is sent
             raise CSDValueError(
@@ -206,61 +206,61 @@ class _Trainer(StatesElsewhere):
             )
         # The order in which parameters travel: roughly that in which backward produces gradients. Scalars, which every
         # owner keeps, come last.
-        entries.sort(key=lambda known: (not known.shape, -known.index))
-        parts = [known.travels(self._wire(known)) for known in entries]
-        tensors = {k.index: (grads[k.index], k.block) for k in entries if k.index in grads}
+        params.sort(key=lambda known: (not known.shape, -known.index))
+        parts = [known.as_part(self._wire_dtype(known)) for known in params]
+        tensors = {k.index: (grads[k.index], k.block) for k in params if k.index in grads}
         message = {
             "op": "step",
             "scale": grad_scale,
-            "params": [known.index for known in entries],
-            "dtypes": [str(self._wire(known)).removeprefix("torch.") for known in entries],
-            "pushed": [pushed[known.index] for known in entries],
+            "params": [known.index for known in params],
+            "dtypes": [str(self._wire_dtype(known)).removeprefix("torch.") for known in params],
+            "pushed": [pushed[known.index] for known in params],
             "backwards": remote.early.backwards if remote.early else 0,
             "written": written,
-            "hyper": None if hyper_now == self._hyper_told else hyper,
-            "user_states": None if states_now == self._user_states_told else user_states,
+            "hyper": None if hyper_now == self._hyper_sent else hyper,
+            "user_states": None if states_now == self._user_states_sent else user_states,
         }
-        self._hyper_told = self._user_states_told = ""  # if the step fails, they are sent again
+        self._hyper_sent = self._user_states_sent = ""  # if the step fails, they are sent again
         self._guessed_message = None
         by_index = {known.index: known for known in self._known.values()}
         if self._is_star:
-            message |= self._for_sum(entries, selected, grad_scale)
+            message |= self._summing_fields(params, selected, grad_scale)
             parts = [selected[part.key].part if part.key in selected else part for part in parts]
             tensors |= {index: (entries.values, entries.part.block) for index, entries in selected.items()}
-        follow = [part for part in parts if not pushed[part.key]]
+        sent_in_step = [part for part in parts if not pushed[part.key]]
         from_outside = [by_index[index] for index in written]
-        leaves = self._sending(
-            [self._values(from_outside), (follow, views(tensors))],
+        send = self._make_sender(
+            [self._value_parts(from_outside), (sent_in_step, views(tensors))],
             [*(known.local for known in from_outside), *(tensor for tensor, _ in tensors.values())],
         )
         versions = [known.version for known in from_outside]
         try:
-            reply, gathered = self._receive(entries, functools.partial(remote.make_step, message, leaves))
+            reply, gathered = self._receive(params, functools.partial(remote.make_step, message, send))
         except CSDError:
             if not remote.closed:  # parameters of the failed step may have arrived
-                self._pull_values(entries)
+                self._pull_values(params)
                 for known, version in zip(from_outside, versions, strict=True):
                     known.version = version
             raise
-        self._hyper_told, self._user_states_told, self._resumed = hyper_now, states_now, False
-        self._expect_another(message)
+        self._hyper_sent, self._user_states_sent, self._resumed = hyper_now, states_now, False
+        self._guess_next_step(message)
         if self._selection:
             self._grad_norm = reply["grad_norm"]
             self._selection.end(feeds_back=self.error_feedback)
-        for known in entries:
+        for known in params:
             known.steps += 1
         self._runner.steps_taken += 1
         for known in from_outside:
-            known.is_ours()
-        self._show(entries)
-        self._moved = (
-            sum(known.block.numel for known in entries),
+            known.mark_synced()
+        self._show(params)
+        self._last_traffic = (
+            sum(known.block.numel for known in params),
             sum(part.block.numel * part.dtype.itemsize for part in parts),
             gathered,
         )
         self._route = "star" if self._is_star else "slices" if any(pushed.values()) else "kept"
 
-    def _sending(
+    def _make_sender(
         self, sends: Sequence[tuple[Sequence[Part], ViewOf]], tensors: Sequence[torch.Tensor]
     ) -> Callable[[Session], None]:
         """Return the function that sends these parts to the owners, and waits for gradients that leave in backward.
@@ -268,11 +268,11 @@ class _Trainer(StatesElsewhere):
         It runs on a thread of its own; `tensors` are those that it reads.
         """
         remote = self._remote
-        far = {tensor.device for tensor in tensors if is_on_accelerator(tensor)}
-        made = [record_event(torch.accelerator.current_stream(device)) for device in far]
+        devices = {tensor.device for tensor in tensors if is_on_accelerator(tensor)}
+        ready = [record_event(torch.accelerator.current_stream(device)) for device in devices]
 
         def send(session: Session) -> None:
-            for event in made:
+            for event in ready:
                 torch.accelerator.current_stream(event.device).wait_event(event)
             for parts, view_of in sends:
                 send_buckets(session, remote.buckets_with_owners(parts), view_of)
@@ -289,7 +289,7 @@ class _Trainer(StatesElsewhere):
             return mean_of(self._ranks, bucket.buffer())  # if the engine is closed, step() raises
         remote = self._remote
         if self._selection and self._selection.is_used(self.topk, self.param_groups):
-            return self._leave_to_step(bucket, remote.early)
+            return self._leave_for_step(bucket, remote.early)
         if remote.early is None:
             with all_ranks_or_none(self._ranks), engine.lock:
                 remote.call({"op": "listen"})
@@ -297,9 +297,9 @@ class _Trainer(StatesElsewhere):
         assert remote.early
         if bucket.index() == 0:
             self._announce(remote)
-        return remote.early.handle_bucket(bucket, self._leaves)
+        return remote.early.handle_bucket(bucket, self._part_to_push)
 
-    def _expect_another(self, message: dict[str, Any]) -> None:
+    def _guess_next_step(self, message: dict[str, Any]) -> None:
         """Set the guess of the next step: one like this, if all its gradients left in the only backward before it."""
         early = self._remote.early
         before, self._backwards = self._backwards, early.backwards if early else 0
@@ -309,12 +309,12 @@ class _Trainer(StatesElsewhere):
     def _announce(self, remote: RemoteEngine) -> None:
         """In backward: let owners begin the guessed step. A wrong guess costs the work that they have done for it."""
         assert remote.early
-        joined = len(self.param_groups) > self._groups_told
+        has_new_groups = len(self.param_groups) > self._groups_sent
         if (
-            not (self._guessed_message and remote.leads)
-            or joined
+            not (self._guessed_message and remote.is_leader)
+            or has_new_groups
             or self.max_grad_norm is not None
-            or self._written({})
+            or self._dirty_params({})
         ):
             return
         hyper = [hyperparameters_of(group, self._rule.hyperparameters) for group in self.param_groups]
@@ -325,11 +325,11 @@ class _Trainer(StatesElsewhere):
                 "op": "guess",
                 "pushed": [remote.early.backwards + 1] * n,
                 "backwards": remote.early.backwards + 1,
-                "hyper": None if json.dumps(hyper) == self._hyper_told else hyper,
+                "hyper": None if json.dumps(hyper) == self._hyper_sent else hyper,
             }
         )
 
-    def _leave_to_step(self, bucket: Any, early: EarlyPushes | None) -> Any:
+    def _leave_for_step(self, bucket: Any, early: EarlyPushes | None) -> Any:
         """Handle a bucket under Top-K: gradients from which step() selects stay unreduced, the others are averaged."""
         own = self._unreduced
         others: list[torch.Tensor] = []
@@ -338,7 +338,7 @@ class _Trainer(StatesElsewhere):
             if early:
                 early.clear()  # gradients that an earlier backward has pushed
         for p, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            (others if self._leaves(p, grad) is None else own).append(grad)
+            (others if self._part_to_push(p, grad) is None else own).append(grad)
         future = mean_of(self._ranks, bucket.buffer(), others)
         if bucket.is_last():
             if not all_finite(self._ranks, all(bool(grad.isfinite().all()) for grad in own)):
@@ -346,20 +346,20 @@ class _Trainer(StatesElsewhere):
             own.clear()
         return future
 
-    def _leaves(self, p: torch.Tensor, grad: torch.Tensor) -> Part | None:
+    def _part_to_push(self, p: torch.Tensor, grad: torch.Tensor) -> Part | None:
         """Return the part that this trainer pushes of a gradient in a DDP bucket; None: it does not leave in backward.
 
         The decision is the same on all trainers.
         """
         known = self._known.get(id(p))
-        told = sum(len(group["params"]) for group in self.param_groups[: self._groups_told])
-        if known is None or known.param is not p or known.index >= told or not grad.numel():
+        n_sent = sum(len(group["params"]) for group in self.param_groups[: self._groups_sent])
+        if known is None or known.param is not p or known.index >= n_sent or not grad.numel():
             return None
         if not is_replicated(p) or (grad.dtype, grad.shape) != (known.dtype, known.shape):
             return None
-        return known.travels(self._wire(known))
+        return known.as_part(self._wire_dtype(known))
 
-    def _pushed(self, taking_part: Participants) -> dict[int, int]:
+    def _pushed_backwards(self, taking_part: Participants) -> dict[int, int]:
         """Return, by parameter number, the backward in which its gradient has left; 0: it leaves in the step.
 
         Raises CSDRuntimeError if a gradient was changed after it has left.
@@ -374,13 +374,13 @@ class _Trainer(StatesElsewhere):
             for k, g in zip(known, taking_part.grads, strict=True)
         }
 
-    def _norm(self, entries: Sequence[TrainerParam], pushed: dict[int, int]) -> float:
+    def _norm(self, params: Sequence[TrainerParam], pushed: dict[int, int]) -> float:
         """Return the 2-norm of all gradients, the same on all trainers. A collective."""
-        norm = global_norm((known.param, known.part) for known in entries if not pushed[known.index])
+        norm = global_norm((known.param, known.part) for known in params if not pushed[known.index])
         early = self._remote.early
         if early is None or not any(pushed.values()):
             return norm
-        counts = [k for k in entries if pushed[k.index] and (k.shape or not self._ranks or not self._ranks.rank)]
+        counts = [k for k in params if pushed[k.index] and (k.shape or not self._ranks or not self._ranks.rank)]
         square = sum(early.sum_of_squares(known.index) for known in counts)
         squares = self._ranks.gather(square, dtype=torch.float64) if self._ranks else [(square,)]
         return math.sqrt(sum(of_rank for (of_rank,) in squares) + norm**2)
@@ -396,15 +396,15 @@ class _Trainer(StatesElsewhere):
         """Return the Top-K entries to send, by parameter number. Raises CSDValueError for an invalid `topk`."""
         if self._selection is None:
             return {}
-        there = []
+        sources = []
         for p, group in zip(taking_part.params, taking_part.groups_of, strict=True):
             known = self._known[id(p)]
             if not pushed[known.index]:
                 step = int(known.steps) + 1
-                there.append(Source(known.index, known.param, known.stride, grads[known.index], group, step))
-        return self._selection.select(there, self.param_groups, self._grad_options, grad_scale)
+                sources.append(Source(known.index, known.param, known.stride, grads[known.index], group, step))
+        return self._selection.select(sources, self.param_groups, self._grad_options, grad_scale)
 
-    def _sends(
+    def _grad_formats(
         self, grads: dict[int, torch.Tensor], selected: dict[int, Entries], grad_scale: float
     ) -> dict[int, tuple[Any, ...]]:
         """Return, by parameter number, how its gradient is sent: dtype, Top-K ratio and, with the route star, scale.
@@ -412,16 +412,16 @@ class _Trainer(StatesElsewhere):
         Owners learn this from trainer 0's message only, so all trainers must agree.
         """
         own = grad_scale if self._is_star else None  # on other routes it applies to the mean: trainer 0's counts
-        there = [known for known in self._known.values() if known.index in grads]
-        ways = {known.index: (str(self._wire(known)), 0.0, own) for known in there}
-        return ways | {index: (str(e.dtype), e.ratio, own) for index, e in selected.items()}
+        params = [known for known in self._known.values() if known.index in grads]
+        formats = {known.index: (str(self._wire_dtype(known)), 0.0, own) for known in params}
+        return formats | {index: (str(e.dtype), e.ratio, own) for index, e in selected.items()}
 
-    def _for_sum(
-        self, entries: Sequence[TrainerParam], selected: dict[int, Entries], grad_scale: float
+    def _summing_fields(
+        self, params: Sequence[TrainerParam], selected: dict[int, Entries], grad_scale: float
     ) -> dict[str, Any]:
         """Return the fields of a step's message for owners that sum gradients, and so compute the mean and its norm."""
-        sent = [selected.get(known.index) for known in entries]
-        dtypes = [e.dtype if e else self._wire(known) for known, e in zip(entries, sent, strict=True)]
+        sent = [selected.get(known.index) for known in params]
+        dtypes = [e.dtype if e else self._wire_dtype(known) for known, e in zip(params, sent, strict=True)]
         return {
             "scale": grad_scale / (self._ranks.size if self._ranks else 1),
             "dtypes": [str(dtype).removeprefix("torch.") for dtype in dtypes],
@@ -446,14 +446,14 @@ class _Trainer(StatesElsewhere):
                 )
             if g.dtype is not p.dtype or g.dtype not in DTYPES:
                 raise CSDTypeError(f"the gradient of {known.name} is {g.dtype}, the parameter {p.dtype}")
-            self._wire(known)
+            self._wire_dtype(known)
             grads[known.index] = known.part.of(g)
         return grads
 
-    def _written(self, grads: dict[int, torch.Tensor]) -> list[TrainerParam]:
+    def _dirty_params(self, grads: dict[int, torch.Tensor]) -> list[TrainerParam]:
         """Return the parameters written to since owners last had them, if they have a gradient or owners know them."""
-        there = [known for known in self._known.values() if not known.param.is_meta and known.is_written]
-        return [known for known in there if known.index in grads or known.version != -1 or known.steps]
+        dirty = [known for known in self._known.values() if not known.param.is_meta and known.is_dirty]
+        return [known for known in dirty if known.index in grads or known.version != -1 or known.steps]
 
     # ---- the rest ------------------------------------------------------------------------
 
@@ -465,7 +465,7 @@ class _Trainer(StatesElsewhere):
 
     def stats(self) -> dict[str, Any]:
         """Return what this trainer knows about the last step. Statistics of devices are on the owners' machines."""
-        params, pushed, gathered = self._moved
+        params, pushed, gathered = self._last_traffic
         return {
             "route": self._route,
             "params": params,
@@ -479,11 +479,11 @@ class _Trainer(StatesElsewhere):
 
     def save(self, path: str | os.PathLike[str], *, wait: bool = True, progress: bool = False) -> Future[Path]:
         """Make a snapshot, as with devices, but on the owners' machines. A collective. `progress` is ignored."""
-        there = Path(os.fsdecode(path))
-        if not there.is_absolute():
-            raise CSDValueError(f"Invalid path: {str(there)!r}; on the owners' machines it must be absolute")
+        target = Path(os.fsdecode(path))
+        if not target.is_absolute():
+            raise CSDValueError(f"Invalid path: {str(target)!r}; on the owners' machines it must be absolute")
         with self._settled(meets=True):
-            return self._remote.save(there, wait=wait)
+            return self._remote.save(target, wait=wait)
 
     def close(self) -> None:
         """Close the optimizer. A single trainer's last step is durable on return.

@@ -29,8 +29,8 @@ def packed(value: Any, name: str = "user_state") -> Any:
     if type(value) is dict:
         return {"dict": [[packed(k, f"a key of {name}"), packed(v, f"{name}[{k!r}]")] for k, v in value.items()]}
     if type(value) is torch.Tensor and value.layout is torch.strided and not value.is_quantized:
-        there = value.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1)
-        data = base64.b64encode(there.view(torch.uint8).numpy().tobytes()).decode()
+        values = value.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1)
+        data = base64.b64encode(values.view(torch.uint8).numpy().tobytes()).decode()
         return {"tensor": [str(value.dtype).removeprefix("torch."), [*value.shape], data]}
     raise CSDTypeError(
         f"{name}, of type {type(value).__name__}, cannot be sent to optimizer ranks: user_state holds plain values, "

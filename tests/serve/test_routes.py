@@ -411,7 +411,7 @@ def test_no_thread_waits_for_owners_when_the_interpreter_ends(owners, tmp_path, 
 
 
 def test_nobody_waits_for_what_is_pushed_when_the_session_is_over():
-    """flush() and reduce_and_push() raise after stop(): a step or a backward may call them after a session has failed."""
+    """flush() and reduce_and_push() raise after stop(): a step or backward may call them after a session has failed."""
     pusher = early._Pusher(mock.Mock(Session), summed_by_owners=False)
     pusher.stop()
     pusher.join(10.0)
