@@ -64,7 +64,7 @@ class Partition:
         """Return the process groups over which the parts' sums of squares add up to the whole parameter's, in order."""
         return ()
 
-    def about(self) -> dict[str, Any]:
+    def manifest_fields(self) -> dict[str, Any]:
         """Return what the manifest says about the part: the tensor's shape and the part's place in it."""
         return {}
 
@@ -88,7 +88,7 @@ class FSDP1Shard(Partition):
     def groups(self) -> tuple[Any, ...]:
         return (self.ranks.group,) if self.ranks else ()
 
-    def about(self) -> dict[str, Any]:
+    def manifest_fields(self) -> dict[str, Any]:
         return {"of": None}
 
 
@@ -119,7 +119,7 @@ class _BlockOfTensor(Partition):
     def show(self, window: torch.Tensor) -> torch.Tensor:
         return as_dtensor(window, self.mesh, self.placements, self.shape, self.stride)
 
-    def about(self) -> dict[str, Any]:
+    def manifest_fields(self) -> dict[str, Any]:
         return {"of": {"shape": list(self.shape), "first": list(self.first)}}
 
     def first_element(self) -> int:

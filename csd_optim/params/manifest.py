@@ -83,7 +83,7 @@ def codec_difference(stored: dict[str, Any], groups: Groups, codec_of: CodecOf) 
 
 def _about(p: torch.Tensor, part: Partition) -> dict[str, Any]:
     shape = None if is_lazy(p) else list(part.of(p).shape)
-    return {"shape": shape, "dtype": str(p.dtype).removeprefix("torch."), **part.about()}
+    return {"shape": shape, "dtype": str(p.dtype).removeprefix("torch."), **part.manifest_fields()}
 
 
 def first_difference(stored: dict[str, Any], groups: Groups, part_of: PartOf) -> str | None:

@@ -120,7 +120,7 @@ class Owner:
             self.current = self.arrivals = None
             self.changed.notify_all()
         with contextlib.suppress(NotUndone):  # the next session resumes from the store
-            self.finish_step()
+            self.undo_incomplete_step()
         with self.changed:
             self._contributions.clear()
         if self.optimizer is not None:
@@ -230,7 +230,7 @@ class Owner:
         with all_ranks_or_none(self._ranks):
             guessed_right = self.flow is not None and not received and self.flow.is_for(message)
             if not guessed_right:
-                self.finish_step()
+                self.undo_incomplete_step()
             self.in_doubt = True  # until the step is made: new values, hyperparameters and user_state belong to it
             self._groups_before = None
             self._set_params(received)
@@ -245,11 +245,11 @@ class Owner:
     def guess(self, message: dict[str, Any]) -> None:
         """Begin a step that was only announced, if possible. Nothing visible changes until it is requested."""
         with all_ranks_or_none(self._ranks):
-            self.finish_step()
+            self.undo_incomplete_step()
         self._groups_before = [hyperparameters_of(group) for group in self.optimizer.param_groups]
         self._begin_flow(message, waits=False)
         if self.flow and not self.flow.under_way:
-            self.finish_step()
+            self.undo_incomplete_step()
 
     def _begin_flow(self, message: dict[str, Any], *, waits: bool) -> None:
         with all_ranks_or_none(self._ranks):
@@ -287,7 +287,7 @@ class Owner:
         self.in_doubt = False
         return {"committed_step": opt.committed_step, "grad_norm": opt._grad_norm}
 
-    def finish_step(self) -> None:
+    def undo_incomplete_step(self) -> None:
         """Undo the step under way, if any; a complete step stays. Not a collective. Raises NotUndone."""
         flow = self.flow
         if flow is None:

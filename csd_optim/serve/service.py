@@ -283,7 +283,7 @@ class Service:
         send: Callable[[], None] | None = None
         try:
             with all_ranks_or_none(self._ranks):
-                owner.finish_step()
+                owner.undo_incomplete_step()
             with all_ranks_or_none(self._ranks):
                 reply, send = self._call_owner(session, request, operation)
         except Exception as e:
@@ -358,7 +358,7 @@ class Service:
     def _undo_step(self) -> NotUndone | None:
         """Undo a step that is not complete. Returns the error if that fails; the session is over then."""
         try:
-            self._owner.finish_step()
+            self._owner.undo_incomplete_step()
         except NotUndone as e:
             return e
         return None
