@@ -83,7 +83,7 @@ class AtOnce:
             raise
 
     def step(self, *, update: bool = True, seed: int = 0) -> None:
-        """Runs one step until the last state is written. With `update` False tiles are only verified and rewritten."""
+        """Run one step until the last state is written. With `update` False tiles are only verified and rewritten."""
         self._table["seed"] = seed
         table = self._table if update else np.zeros(1, PARAM)
         bindings.engine_begin(self._engine, table, self.hyper, self.tiles, self._name)

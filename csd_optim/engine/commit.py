@@ -60,7 +60,7 @@ class CommitJob:
         return self.superblock.step
 
     def stage(self, in_parallel: InParallel) -> list[Staged]:
-        """Writes residuals, to space that the previous commit does not use; returns what to publish in each store.
+        """Write residuals, to space that the previous commit does not use; return what to publish in each store.
 
         Runs on the thread of the commit; may be called again if it raises.
         """
@@ -101,7 +101,7 @@ class Commit:
         self._prepared = False
 
     def prepare(self, in_parallel: InParallel) -> None:
-        """Stages the commit and publishes copy 0.
+        """Stage the commit and publish copy 0.
 
         Raises CSDLostError, in this and every later call, if a flush has failed and data is missing on the disk.
         """
@@ -140,7 +140,7 @@ class Background:
         self._running: Future[None] | None = None
 
     def start(self, name: str, work: Work) -> None:
-        """Waits for the previous work, then starts `work`, which is retried until it succeeds. Raises as wait()."""
+        """Wait for the previous work, then start `work`, which is retried until it succeeds. Raises as wait()."""
         self.wait()
         self._name, self._work = name, work
         with contextlib.suppress(RuntimeError):  # at interpreter shutdown no thread can start: wait() runs the work
@@ -151,13 +151,13 @@ class Background:
         return self._running is None or self._running.done()
 
     def run(self, name: str, work: Work) -> None:
-        """Runs `work` on the calling thread, after the previous work. Raises CSDOSError."""
+        """Run `work` on the calling thread, after the previous work. Raises CSDOSError."""
         self.wait()
         self._name, self._work = name, work
         self.wait()
 
     def wait(self) -> None:
-        """Returns when the last work is done. Raises CSDOSError if it failed; every call tries again."""
+        """Wait until the last work is done. Raises CSDOSError if it failed; every call tries again."""
         if self._work is None:
             return
         again = self._running is None  # the work failed before, or was never started
@@ -176,13 +176,13 @@ class Background:
         self._work = None
 
     def forget(self) -> None:
-        """Waits until no work is running, and drops it: if it failed, it is not retried."""
+        """Wait until no work is running, and drop it: if it failed, it is not retried."""
         if self._running:
             wait([self._running])
         self._work = self._running = None
 
     def _in_parallel(self, calls: Iterable[Callable[[], Any]]) -> list[Any]:
-        """Runs all calls, even if one fails, and returns their results; then raises the first failure."""
+        """Run all calls, even if one fails, and return their results; in the end, raise the first failure."""
         futures = [self._pool.submit(call) for call in calls]
         wait(futures)
         return [f.result() for f in futures]

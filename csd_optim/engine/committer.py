@@ -59,13 +59,13 @@ class Committer:
     # ---- called by the engine ----------------------------------------------------
 
     def before_extend(self) -> None:
-        """Called before parameters join, which were no part of the last step."""
+        """Prepare for parameters that join, which were no part of the last step."""
 
     def after_extend(self, extent: Extent, offsets: list[int]) -> None:
-        """Called after an extent was added. `offsets`: where it begins in the store of each device (bytes)."""
+        """Note that an extent was added. `offsets`: where it begins in the store of each device (bytes)."""
 
     def before_step(self, tiles: np.ndarray[Any, Any], record: Record | None) -> np.ndarray[Any, Any]:
-        """Called before a step over `tiles`; returns them with all tiles whose windows were written.
+        """Prepare for a step over `tiles`; return them with all tiles whose windows were written.
 
         Raises CSDOSError if the step must not begin.
         """
@@ -75,35 +75,35 @@ class Committer:
         return self._engine.in_step_order(np.sort(np.concatenate([tiles, np.setdiff1d(written, tiles)])))
 
     def reserve(self, record: Record | None) -> None:
-        """Allocates space for the commit of the step in flight, so that a full disk fails now and not in the commit.
+        """Allocate space for the commit of the step in flight, so that a full disk fails now and not in the commit.
 
         `record`: the one to be committed, if it is not that of before_step(). Raises CSDOSError.
         """
 
     def after_step(self) -> None:
-        """Called after a step has completed."""
+        """Note that a step has completed."""
 
     def before_undo(self) -> None:
-        """Called before a completed step is undone; its commit goes no further."""
+        """Prepare for a completed step to be undone: its commit goes no further."""
 
     def after_undo(self) -> None:
-        """Called after a completed step was undone."""
+        """Note that a completed step was undone."""
 
     def before_keep_residual(self, param: int, residual: torch.Tensor) -> None:
-        """Called before `residual` becomes the residual of a parameter."""
+        """Prepare for `residual` to become the residual of a parameter."""
 
     def after_drop_residual(self, param: int) -> None:
-        """Called after the residual of a parameter was dropped."""
+        """Note that the residual of a parameter was dropped."""
 
     def adopt_residuals(self, residuals: Mapping[int, torch.Tensor]) -> None:
-        """Called with the residuals of the resumed commit, by parameter."""
+        """Adopt the residuals of the resumed commit, by parameter."""
 
     def name_tile(self, device: int, tile: int) -> str:
         """Return the names of the parameters in a tile, for messages; "" if they are unknown."""
         return ""
 
     def before_stats(self) -> None:
-        """Returns when the last step and its commit have written everything that stats() counts. Raises CSDOSError."""
+        """Wait until the last step and its commit have written everything that stats() counts. Raises CSDOSError."""
 
     def residual_bytes(self, device: int) -> tuple[int, int]:
         """Return the bytes of residuals written to a device: by the last step with its commit, and in total."""
@@ -115,10 +115,10 @@ class Committer:
         return True
 
     def end_copies(self) -> None:
-        """Asks those who copy the last commit, such as snapshots, to hurry; returns when all have finished."""
+        """Ask those who copy the last commit, such as snapshots, to hurry; wait until all have finished."""
 
     def before_close(self) -> None:
-        """Called before the engine closes: the last chance to commit. Raises CSDOSError."""
+        """Prepare for the engine to close: this is the last chance to commit. Raises CSDOSError."""
 
     def close(self) -> None:
-        """Stops background work; returns when no other thread uses the engine."""
+        """Stop background work; wait until no other thread uses the engine."""

@@ -81,7 +81,7 @@ class Decoded:
         return self._states[param]
 
     def replace(self, param: int, states: Mapping[str, torch.Tensor]) -> None:
-        """Makes the next step start from `states`: 1-D fp32, contiguous, on the CPU, used by nobody else."""
+        """Make the next step start from `states`: 1-D fp32, contiguous, on the CPU, used by nobody else."""
         names = self._engine.extent_with(param).sections
         previous = {} if {*states} == {*names} else self.states(param)
         others = [entry for entry in self._watched.get(param, ()) if entry[0] not in states]
@@ -96,7 +96,7 @@ class Decoded:
         return param in self._own_masters
 
     def set_location(self, param: int, where: torch.Tensor | None, *, fresh: bool = False) -> None:
-        """Tells where a parameter is: 1-D, contiguous, in the dtype of its codes; None: devices cannot use it there.
+        """Set where a parameter is: 1-D, contiguous, in the dtype of its codes; None: devices cannot use it there.
 
         If it was its own master section, or is `fresh` (its tile has no state yet), it is its own section from now on.
         Once devices cannot use it, its master is kept here, and the next step writes it to a section of the tile.
@@ -140,7 +140,7 @@ class Decoded:
                 table["master"][param] = FROM_PARAM
 
     def _move_own_masters(self, dropped: Iterable[int]) -> None:
-        """After a step: moves parameters that got a section to `_in_sections`, and updated ones back."""
+        """After a step, move parameters that got a section to `_in_sections`, and updated ones back."""
         left = self._getting_section.intersection(dropped)
         back = self._updated.intersection(self._in_sections)
         for param in left:
@@ -152,7 +152,7 @@ class Decoded:
         self._getting_section.clear()
 
     def note_rounded(self, param: int) -> None:
-        """Notes that the parameter equals its master, as written just now, rounded."""
+        """Note that the parameter equals its master, as written just now, rounded."""
         self._rounded.add(param)
 
     def views(self, param: int, view: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -175,7 +175,7 @@ class Decoded:
         return {param: [tensor._version for _, tensor, _ in self._watched[param]] for param in self.written()}
 
     def enter_in_table(self, table: np.ndarray[Any, Any]) -> None:
-        """Enters what was written into a step's table (dtype PARAM). The step reads these tensors until its end."""
+        """Enter what was written into a step's table (dtype PARAM). The step reads these tensors until its end."""
         if self._own_masters:
             self._enter_own_masters(table)
         for param, names in self.written().items():
@@ -185,7 +185,7 @@ class Decoded:
         self._updated = {*np.flatnonzero(table["grad"]).tolist()} if is_needed else set()
 
     def forget(self, tiles: np.ndarray[Any, Any] | None = None) -> None:
-        """Drops decoded states after a step or a flush rewrote their codes, in `tiles` (ascending) or everywhere."""
+        """Drop decoded states after a step or a flush rewrote their codes, in `tiles` (ascending) or everywhere."""
         dropped = [p for p in self._states if tiles is None or np.isin(self._engine.tiles_of_params([p]), tiles).all()]
         masters = {param for param, names in self.written().items() if "master" in names}
         self.masters_written = (self.masters_written | masters & {*dropped}) - self._rounded - self._updated
@@ -193,12 +193,12 @@ class Decoded:
         self._drop(dropped)
 
     def forget_unwritten(self, params: Iterable[int] | None = None) -> None:
-        """Drops decoded states that nobody has written, of these parameters or of all, as stale or no longer needed."""
+        """Drop decoded states that nobody has written, of these parameters or of all, as stale or no longer needed."""
         written = self.written()
         self._drop([p for p in (list(self._states) if params is None else params) if p not in written])
 
     def discard(self, tiles: np.ndarray[Any, Any]) -> None:
-        """Drops decoded states in these tiles as stale, including what was written to them."""
+        """Drop decoded states in these tiles as stale, including what was written to them."""
         self._drop([p for p in self._states if np.isin(self._engine.tiles_of_params([p]), tiles).any()])
 
     def _drop(self, params: Iterable[int]) -> None:

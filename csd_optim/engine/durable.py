@@ -71,7 +71,7 @@ class DurableCommitter(Committer):
         self._loaded_record: Record | None = None  # to be committed with the states that are being loaded
 
     def adopt_commit(self, recovered: Sequence[Contents]) -> None:
-        """Continues from the commit found in the stores, given by device; the engine adopts the commit next."""
+        """Continue from the commit found in the stores, given by device; the engine adopts the commit next."""
         block = recovered[0].superblock
         self.store_id, self._sequence, self._round = block.store_id, block.sequence, block.round
         self.committed_step = self._round_step = block.step
@@ -130,7 +130,7 @@ class DurableCommitter(Committer):
         return written - self._residuals.before_step[device], written
 
     def before_step(self, tiles: np.ndarray[Any, Any], record: Record | None) -> np.ndarray[Any, Any]:
-        """Adds the tiles whose windows were written.
+        """Add the tiles whose windows were written.
 
         Raises CSDOSError if the previous step cannot be committed; nothing has been touched then.
         """
@@ -155,7 +155,7 @@ class DurableCommitter(Committer):
             self._background.forget()
 
     def after_undo(self) -> None:
-        """Withdraws the round of the undone step.
+        """Withdraw the round of the undone step.
 
         Copy 0 may contain that round. No resume continues from it, because not all ranks have it. But the next round
         gets the same number, so confirm() commits once more before that, which overwrites the withdrawn one.
@@ -176,7 +176,7 @@ class DurableCommitter(Committer):
                 store.reserve("manifest", len(self._manifests.pack(d, self._rooms)))
 
     def announce_step(self) -> None:
-        """Marks the stores before a step writes in place: a mark without a later commit tells of a mix of two steps.
+        """Mark the stores before a step writes in place: a mark without a later commit tells of a mix of two steps.
 
         Raises CSDOSError. Some stores may be marked then although all tiles are still whole; so the next call marks
         the stores with the same sequence number, the one after the last commit's.
@@ -191,7 +191,7 @@ class DurableCommitter(Committer):
     # ---- copies of the last commit, such as snapshots ----------------------------
 
     def make_way(self) -> None:
-        """Waits until nobody copies the slots that will be overwritten next."""
+        """Wait until nobody copies the slots that will be overwritten next."""
         for pin in self.pins:
             if self._sequence > pin.sequence:
                 pin.wanted.set()
@@ -224,7 +224,7 @@ class DurableCommitter(Committer):
         return all_ranks_or_none(self.ranks)
 
     def commit(self, record: Record | None = None, *, clean: bool = False, background: bool = True) -> None:
-        """Commits as Engine.commit(), in the `background` or before this returns. `clean`: the store is closed next."""
+        """Commit as Engine.commit(), in the `background` or before this returns. `clean`: the store is closed next."""
         engine = self._engine
         engine.check_whole()
         self._background.wait()
@@ -285,7 +285,7 @@ class DurableCommitter(Committer):
         self._counts(commit)
 
     def _counts(self, commit: Commit) -> None:
-        """Notes that a resume after a crash continues from this commit from now on."""
+        """Note that a resume after a crash continues from this commit from now on."""
         self.committed_step, self._residuals.committed = commit.job.step, commit.job.spaces
 
     def confirm(self) -> None:
@@ -329,7 +329,7 @@ class DurableCommitter(Committer):
             self._background.wait()
 
     def flush(self, *, clean: bool = False) -> None:
-        """Commits everything, including writes to windows since the last step, and waits. Raises CSDOSError.
+        """Commit everything, including writes to windows since the last step, and wait. Raises CSDOSError.
 
         `clean`: the store is closed next.
         """
@@ -404,12 +404,12 @@ class DurableCommitter(Committer):
         windows.show(open=True)
 
     def _keep_step(self) -> None:
-        """Commits the last step if its commit failed. Until then the other slots of its tiles are the last commit's."""
+        """Commit the last step if its commit failed. Until then the other slots of its tiles are the last commit's."""
         if self.uncommitted and not (self._within_loading or self._makes_round):
             self.commit(background=False)
 
     def _write_decoded(self, new: np.ndarray[Any, Any]) -> None:
-        """Encodes what was written to decoded states. Does nothing inside loading(), whose flush does it once for all.
+        """Encode what was written to decoded states. Does nothing inside loading(), whose flush does it once for all.
 
         `new`: tiles that had no states before; bool, one per tile.
         """

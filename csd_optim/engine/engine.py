@@ -120,7 +120,7 @@ class Engine:
         param_dtype: torch.dtype | None = None,
         is_copied: bool = False,
     ) -> Extent:
-        """Allocates the states of parameters with these sizes; they read as zero. Raises CSDOSError: a disk is full.
+        """Allocate the states of parameters with these sizes; they read as zero. Raises CSDOSError: a disk is full.
 
         `sections`: names of each parameter's states, the fp32 master first.
         `codec`: "8bit" stores codes, which have no windows; all parameters then have `param_dtype`.
@@ -166,7 +166,7 @@ class Engine:
     def _tune(
         self, numels: Sequence[int], sections: Sequence[str], codec: str, param_dtype: torch.dtype | None
     ) -> None:
-        """Measures the drives before the first states are allocated on them."""
+        """Measure the drives before the first states are allocated on them."""
         if not any(e.n_tiles for e in self.extents) and self.devices.placement is None:
             nbytes = self.slots * elem_bytes(sections, codec, param_dtype) * sum(numels)
             self.devices.tune(int(nbytes), new=True)
@@ -188,7 +188,7 @@ class Engine:
     def _add(
         self, extent: Extent, offsets: list[int], tiles: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None
     ) -> None:
-        """Adds an extent to the native engine, the windows and the committer.
+        """Add an extent to the native engine, the windows and the committer.
 
         `offsets`: where the extent begins in each store (bytes). `tiles`: None for a new extent, else as tiles_of().
         """
@@ -225,7 +225,7 @@ class Engine:
             bindings.engine_events(self.handle)  # the first call makes the native engine record events
 
     def adopt_commit(self, found: Sequence[Contents], order: Sequence[int]) -> None:
-        """Continues from the commit `found` in the stores. `order`: the index of the store that is device 0, 1 ..."""
+        """Continue from the commit `found` in the stores. `order`: the index of the store that is device 0, 1 ..."""
         self.recovered = recovered = [found[d] for d in order]
         self.devices.adopt_commit(recovered, order)
         first = recovered[0]
@@ -314,7 +314,7 @@ class Engine:
         *,
         order: int = TO_AND_FRO,
     ) -> np.ndarray[Any, Any]:
-        """Begins a step over `tiles`; returns all tiles to be pushed, with those that the committer adds.
+        """Begin a step over `tiles`; return all tiles to be pushed, with those that the committer adds.
 
         `record`: for the step's commit. `order`: TO_AND_FRO, SAME_ORDER or AS_PUSHED of bindings.py, see csd_order.
         """
@@ -339,7 +339,7 @@ class Engine:
         bindings.engine_begin(self.handle, params, hypers, tiles, self.name_device, order=order)
 
     def _trace_step(self) -> None:
-        """Writes the last step to the trace, once all its states are written and so all its events are known."""
+        """Write the last step to the trace, once all its states are written and so all its events are known."""
         if self._trace and self._began:
             bindings.engine_wait_writes(self.handle, self.name_device)
             events = bindings.engine_events(self.handle)
@@ -352,21 +352,21 @@ class Engine:
         bindings.engine_push(self.handle, tile, grad, param, entries, n_entries, self.name_device)
 
     def give(self, tile: int, states: int) -> None:
-        """Passes the updated states of a tile's parameters whose master is GIVEN. Call it before pushing the tile.
+        """Pass the updated states of a tile's parameters whose master is GIVEN. Call it before pushing the tile.
 
         `states`: address of all sections of the tile, one after another; read until the tile's parameters are ready.
         """
         bindings.engine_give(self.handle, tile, states, self.name_device)
 
     def read(self, tile: int, states: int) -> None:
-        """Copies the current states of a tile to the address `states`: all sections, one after another.
+        """Copy the current states of a tile to the address `states`: all sections, one after another.
 
         Not during a step. Raises CSDOSError, or CSDStoreError if the tile is damaged.
         """
         bindings.engine_read(self.handle, tile, states, self.name_device)
 
     def push_grads(self, tile: int, grads: Sequence[int]) -> None:
-        """Pushes a tile whose gradients begin at the addresses `grads`, one for each of `pieces_of(tile)`.
+        """Push a tile whose gradients begin at the addresses `grads`, one for each of `pieces_of(tile)`.
 
         Address 0: the piece has no gradient after all. The gradients are read until the tile's parameters are ready or
         the step ends. Raises CSDValueError for tiles with Top-K.
@@ -374,14 +374,14 @@ class Engine:
         bindings.engine_push_grads(self.handle, tile, grads, self.name_device)
 
     def drop_grads(self, params: Sequence[int]) -> None:
-        """Leaves these parameters unchanged, as they have no gradient. Call it before any of their tiles is pushed."""
+        """Leave these parameters unchanged, as they have no gradient. Call it before any of their tiles is pushed."""
         bindings.engine_drop_grads(self.handle, np.array(params, np.uint32), self.name_device)
 
     def pull(self) -> int:
         return bindings.engine_pull(self.handle, self.name_device)
 
     def params_ready(self, tiles: np.ndarray[Any, Any], *, wait: bool) -> bool:
-        """Return whether these pushed tiles (uint32) have their new parameters. `wait`: blocks until they have."""
+        """Return whether these pushed tiles (uint32) have their new parameters. `wait`: block until they have."""
         return bindings.engine_params_ready(self.handle, tiles, wait, self.name_device)
 
     def hold_bytes(self, tile: int) -> int:
@@ -389,7 +389,7 @@ class Engine:
         return bindings.engine_hold_bytes(self.handle, tile)
 
     def push_early(self, tile: int, grads: Sequence[int], hold: int) -> None:
-        """Pushes a tile of a speculative step: nothing changes before release(); finish(keep=False) undoes it.
+        """Push a tile of a speculative step: nothing changes before release(); finish(keep=False) undoes it.
 
         `grads`: for each of `pieces_of(tile)` the address where its parameter's dense gradient begins; 0: none. They
         are read until unchanged() returns or the step ends. `hold`: address of hold_bytes() bytes, in use until the
@@ -402,7 +402,7 @@ class Engine:
         return bindings.engine_unchanged(self.handle, params, self.name_device)
 
     def release(self, params: np.ndarray[Any, Any], order: np.ndarray[Any, Any]) -> None:
-        """Confirms a speculative step: writes the parameters of tiles pushed early, and lets other tiles be pushed.
+        """Confirm a speculative step: write the parameters of tiles pushed early, and let other tiles be pushed.
 
         `params`: the rows passed to begin(), with current addresses of gradients and parameters. `order`: tiles
         (uint32) in the order in which their parameters are needed; the other tiles follow.
@@ -411,7 +411,7 @@ class Engine:
         self.is_speculative = False
 
     def begin_without_tiles(self) -> None:
-        """Begins a step that updates only states on the accelerator. Call end_without_tiles() at its end."""
+        """Begin a step that updates only states on the accelerator. Call end_without_tiles() at its end."""
         self.check_open()
         self.check_whole()
         self._trace_step()
@@ -422,11 +422,11 @@ class Engine:
         self.step += 1
 
     def mark_torn(self) -> None:
-        """Marks the states as torn: a step that cannot be undone changed states in place, and did not complete."""
+        """Mark the states as torn: a step that cannot be undone changed states in place, and did not complete."""
         self._torn = True
 
     def finish(self, keep: bool = True) -> None:
-        """Completes the step. With `keep` False, or if this raises, the step is undone. Call `commit()` next."""
+        """Complete the step. With `keep` False, or if this raises, the step is undone. Call `commit()` next."""
         try:
             bindings.engine_finish(self.handle, keep, self.name_device)
         except CSDTornError:
@@ -443,7 +443,7 @@ class Engine:
             self.decoded.forget_unwritten()
 
     def undo_last(self, params: np.ndarray[Any, Any]) -> None:
-        """Undoes the last finished step, even if this rank has committed it, because another rank failed to.
+        """Undo the last finished step, even if this rank has committed it, because another rank failed to.
 
         `params`: the parameters that took part in the step. Since then, nothing but writes to windows may have changed
         states. Raises CSDValueError if the step began with such writes, or a tile has one slot. Afterwards undone()
@@ -462,12 +462,12 @@ class Engine:
         self.committer.after_undo()
 
     def forget_copies(self, params: Sequence[int] | None = None) -> None:
-        """Invalidates the accelerator's copies of the states of these parameters; None: of all."""
+        """Invalidate the accelerator's copies of the states of these parameters; None: of all."""
         if self.accelerator and self.accelerator.copies:
             self.accelerator.copies.forget(params)
 
     def copy_to_next_slots(self, tiles: np.ndarray[Any, Any]) -> None:
-        """Copies tiles, with what was written to their windows, to their other slots, and waits for the writes."""
+        """Copy tiles, with what was written to their windows, to their other slots, and wait for the writes."""
         if not len(tiles):
             return
         self._begin(np.zeros(self.n_params, PARAM), np.zeros(0, HYPER), tiles)
@@ -485,19 +485,19 @@ class Engine:
         return bindings.engine_undone(self.handle)
 
     def remap(self) -> None:
-        """Waits until all states are written, then remaps the windows. Raises CSDOSError if a write keeps failing."""
+        """Wait until all states are written, then remap the windows. Raises CSDOSError if a write keeps failing."""
         self.check_open()
         if self.handle is not None:
             self.windows.show(open=not self.durable)
 
     def wait_writes(self) -> None:
-        """Waits until all states are written to their devices. Raises CSDOSError if a write keeps failing."""
+        """Wait until all states are written to their devices. Raises CSDOSError if a write keeps failing."""
         if self.handle is not None:
             bindings.engine_wait_writes(self.handle, self.name_device)
 
     @contextlib.contextmanager
     def writing(self, params: Sequence[int]) -> Iterator[None]:
-        """Inside, the windows of these parameters may be written; on exit, the writes are on the devices.
+        """Allow writes to the windows of these parameters inside; on exit, the writes are on the devices.
 
         Where states are durable, the exit also commits them; the previous commit stays intact until then. Raises
         CSDOSError.
@@ -519,11 +519,11 @@ class Engine:
         return self.committer.committed_step
 
     def describe(self, manifest: dict[str, Any]) -> None:
-        """Sets the description of the parameters, which the stores contain from the next commit on."""
+        """Set the description of the parameters, which the stores contain from the next commit on."""
         self.committer.describe(manifest)
 
     def commit(self, record: Record | None = None) -> None:
-        """Starts committing the current state, `steps` and `record` (None: the previous record) in the background.
+        """Start committing the current state, `steps` and `record` (None: the previous record) in the background.
 
         `wait()` waits for the commit; a round, the joint commit of several ranks, only counts after `confirm()`.
         Raises CSDOSError if the previous commit failed and its retry fails too.
@@ -531,7 +531,7 @@ class Engine:
         self.committer.commit(record)
 
     def confirm(self) -> None:
-        """Returns when all ranks have the last round, which counts from then on. Call it before changing states.
+        """Wait until all ranks have the last round, which counts from then on. Call it before changing states.
 
         All ranks call it. If one of them does not have the round, raises on all: CSDOSError on that rank, CSDRankError
         elsewhere. Nothing has been touched then, and the next call tries again.
@@ -539,7 +539,7 @@ class Engine:
         self.committer.confirm()
 
     def wait(self) -> None:
-        """Returns when the last step is durable. Raises CSDOSError. All ranks call it, and it raises on all."""
+        """Wait until the last step is durable. Raises CSDOSError. All ranks call it, and it raises on all."""
         self.committer.wait()
 
     def all_ranks_or_none(self) -> contextlib.AbstractContextManager[object]:
@@ -556,7 +556,7 @@ class Engine:
     # ---- residuals -------------------------------------------------------------
 
     def keep_residual(self, param: int, residual: torch.Tensor) -> None:
-        """Registers the residual of a parameter (numbered over all extents). Not while a step is in flight.
+        """Register the residual of a parameter (numbered over all extents). Not while a step is in flight.
 
         `residual`: 1-D bfloat16, contiguous, as many elements as the parameter, in the order of its state, on any
         device. Where states are durable, each commit contains its current value. Code that writes to it without torch
@@ -566,12 +566,12 @@ class Engine:
         self.residuals[param] = residual
 
     def drop_residual(self, param: int) -> None:
-        """Removes the residual of a parameter, if it has one."""
+        """Remove the residual of a parameter, if it has one."""
         if self.residuals.pop(param, None) is not None:
             self.committer.after_drop_residual(param)
 
     def adopt_residuals(self, residuals: dict[int, torch.Tensor]) -> None:
-        """Registers the residuals of the commit that was resumed, by parameter."""
+        """Register the residuals of the commit that was resumed, by parameter."""
         self.residuals = residuals
         self.committer.adopt_residuals(residuals)
 
@@ -612,7 +612,7 @@ class Engine:
         return not self.devices.stores
 
     def close(self) -> None:
-        """Completes all writes and closes the devices. Raises CSDOSError if the last states could not be written.
+        """Complete all writes and close the devices. Raises CSDOSError if the last states could not be written.
 
         Ctrl-C, and every other signal that Python code handles, is deferred until that is done. Only while this waits
         for a snapshot, a signal interrupts it at once, and the optimizer stays open and unchanged.
@@ -639,7 +639,7 @@ class Engine:
                 self.abandon()
 
     def abandon(self) -> None:
-        """Closes the devices as they are: commits nothing, and suppresses the native engine's errors."""
+        """Close the devices as they are: commit nothing, and suppress the native engine's errors."""
         if self._trace:
             self._trace.close()
         self.committer.close()
@@ -657,7 +657,7 @@ class Engine:
         return self._torn or bool(self.windows.lost)
 
     def check_whole(self) -> None:
-        """Raises CSDTornError or CSDLostError if the states are no longer those of one whole step."""
+        """Raise CSDTornError or CSDLostError if the states are no longer those of one whole step."""
         if self._torn:
             raise CSDTornError(errno.EIO, f"an earlier step was cut short. {TORN}")
         self.windows.check()

@@ -29,20 +29,20 @@ class Manifests:
         self._of_rank = {"rank": ranks.rank, "world_size": ranks.size} if ranks else {}
 
     def __bool__(self) -> bool:
-        """Whether describe() or adopt() has told what the parameters are."""
+        """Return whether describe() or adopt() has told what the parameters are."""
         return bool(self._params)
 
     def describe(self, params: dict[str, Any]) -> None:
-        """Sets the description of the parameters, as params.manifest makes it; the same for all devices."""
+        """Set the description of the parameters, as params.manifest makes it; the same for all devices."""
         self._params, self.written = params, False
 
     def adopt(self, manifest: dict[str, Any]) -> None:
-        """Continues from the manifest of a store. The caller adds its extents."""
+        """Continue from the manifest of a store. The caller adds its extents."""
         self._params = {k: v for k, v in manifest.items() if k not in ("extents", "tiles", "features")}
         self._params["params"] = [{k: v for k, v in p.items() if k != "residual"} for p in manifest["params"]]
 
     def add(self, extent: Extent, offsets: list[int]) -> None:
-        """Adds an extent. `offsets`: where it begins on each device (bytes)."""
+        """Add an extent. `offsets`: where it begins on each device (bytes)."""
         dtype = extent.param_dtype
         for device, offset in enumerate(offsets):
             about: dict[str, Any] = {

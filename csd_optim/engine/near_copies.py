@@ -49,18 +49,18 @@ class NearCopies:
         return sum(state.nbytes for copy in self.of.values() for state in copy.states)
 
     def forget(self, params: Iterable[int] | None = None) -> None:
-        """Invalidates copies, as their states in the directory change. None: the copies of all parameters."""
+        """Invalidate copies, as their states in the directory change. None: the copies of all parameters."""
         for param in self.of if params is None else params:
             if param in self.of:
                 self.of[param].is_known = False
 
     def close(self) -> None:
-        """Frees the memory of all copies."""
+        """Free the memory of all copies."""
         for copy in self.of.values():
             copy.states.clear()
 
     def load(self, params: Collection[int]) -> None:
-        """Loads the invalid copies among these parameters from the directory. Not during a step.
+        """Load the invalid copies among these parameters from the directory. Not during a step.
 
         Raises CSDOSError, or CSDStoreError if a tile is damaged.
         """

@@ -114,7 +114,7 @@ class OnAccelerator:
         return chosen
 
     def _check(self, device: torch.device) -> None:
-        """Raises CSDRuntimeError if `device` rounds differently from the CPU, unless the user allows it (exact=0)."""
+        """Raise CSDRuntimeError if `device` rounds differently from the CPU, unless the user allows it (exact=0)."""
         if self.spec.exact and (others := _other_roundings(device)):
             raise CSDRuntimeError(
                 f"{device} rounds otherwise than the CPU: {', '.join(others)}. So states there would not have the bits "
@@ -132,7 +132,7 @@ def _other_roundings(device: torch.device) -> list[str]:
 
 
 def rates_of(spec: DeviceSpec) -> Rates:
-    """Return the rates that `spec` states, and measures the others on the current accelerator.
+    """Return the rates that `spec` states, and measure the others on the current accelerator.
 
     Raises CSDUnavailableError if a rate has to be measured and there is no accelerator.
     """
@@ -147,7 +147,7 @@ def rates_of(spec: DeviceSpec) -> Rates:
 
 @functools.cache
 def _update_rate(exact: bool) -> float:
-    """Measures how many 16-bit parameters per second AdamW updates, by the operations of a step."""
+    """Measure how many 16-bit parameters per second AdamW updates, by the operations of a step."""
     device = torch.device(accelerator_type(), torch.accelerator.current_device_index())
     scratch = Scratch.of(CHUNK, device, exact=exact)
     states = [torch.zeros(CHUNK, dtype=torch.float32, device=device) for _ in range(3)]
@@ -165,7 +165,7 @@ def _update_rate(exact: bool) -> float:
 
 @functools.cache
 def _link_rate() -> float:
-    """Measures the link: bytes per second each way, with both ways busy."""
+    """Measure the link: bytes per second each way, with both ways busy."""
     device = torch.device(accelerator_type(), torch.accelerator.current_device_index())
     here = [torch.ones(LINK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
     there = [torch.ones(LINK_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]

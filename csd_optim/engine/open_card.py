@@ -20,7 +20,7 @@ from ..store.format import PAGE
 
 
 def open_card(spec: DeviceSpec, cards: dict[str, Any], kernels: Collection[str] = ()) -> DeviceSpec:
-    """Opens the card that `spec` names and adds its handle to `cards`, by name, even if this raises afterwards.
+    """Open the card that `spec` names and add its handle to `cards`, by name, even if this raises afterwards.
 
     `kernels`: the kernels that its xclbin must contain.
 

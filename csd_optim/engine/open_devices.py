@@ -80,7 +80,7 @@ class OpenDevices:
 
     @contextlib.contextmanager
     def room_for(self, extent: Extent) -> Iterator[list[int]]:
-        """Allocates an extent and gives its offset in each store (bytes); frees it if the body of the context raises.
+        """Allocate an extent and yield its offset in each store (bytes); free it if the body of the context raises.
 
         Raises CSDOSError if a disk is full.
         """
@@ -116,7 +116,7 @@ class OpenDevices:
         ]
 
     def tune(self, nbytes: int, *, new: bool) -> None:
-        """Measures drives that will store `nbytes` of states, and adopts the result: see tune_devices()."""
+        """Measure drives that will store `nbytes` of states, and adopt the result: see tune_devices()."""
         self.specs, shares, rates = tune_devices(self.specs, self.stores, nbytes, new=new)
         self.shares = shares or self.shares
         if new and any(spec.is_placed for spec in self.specs):
@@ -124,7 +124,7 @@ class OpenDevices:
             self.placement = Placement(self.specs, rates, rooms(self.specs, places))
 
     def share_memory(self, states: Sequence[float]) -> None:
-        """If `auto` uses memory to cache drives, divides it among them in proportion to their states.
+        """If `auto` uses memory to cache drives, divide it among them in proportion to their states.
 
         `states`: bytes of one slot of the states on each device. Raises CSDMemoryError if there is not enough memory.
         """
@@ -135,7 +135,7 @@ class OpenDevices:
             self.specs = [replace(spec, cache_bytes=n) for spec, n in zip(self.specs, parts, strict=True)]
 
     def announce(self, extent: Extent) -> None:
-        """Logs which parts of an extent are scratch, that is, deleted when the process ends."""
+        """Log which parts of an extent are scratch, that is, deleted when the process ends."""
         for d, (spec, store) in enumerate(zip(self.specs, self.stores, strict=True)):
             if store and spec.directory and not store.durable:
                 log.info(
@@ -147,7 +147,7 @@ class OpenDevices:
                 )
 
     def adopt_commit(self, recovered: Sequence[Contents], order: Sequence[int]) -> None:
-        """Continues from a commit, given by device. `order`: the index of the store that is device 0, 1 ..."""
+        """Continue from a commit, given by device. `order`: the index of the store that is device 0, 1 ..."""
         self.specs, self.stores = [self.specs[d] for d in order], [self.stores[d] for d in order]
         self.written_before = [contents.record.written_bytes for contents in recovered]
         for store, contents in zip(self.stores, recovered, strict=True):
@@ -155,7 +155,7 @@ class OpenDevices:
             store.adopt_commit(contents)
 
     def sync(self) -> None:
-        """Flushes all stores, including writes through mappings, to the disks. Raises CSDOSError."""
+        """Flush all stores, including writes through mappings, to the disks. Raises CSDOSError."""
         for store in self.stores:
             if store:
                 store.sync()

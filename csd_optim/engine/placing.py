@@ -123,7 +123,7 @@ class Placement:
             raise self._no_room(extent)
 
         def devices(n: int) -> float:
-            """Seconds that the devices are busy if the accelerator has `n` parts, which they need not read."""
+            """Return how long (seconds) devices are busy if the accelerator has `n` parts, which they need not read."""
             return sum(step_seconds(place(k, c) or [], c) for k, c in ((n, written), (PARTS - n, others)) if k)
 
         def accelerator(n: int) -> float:
@@ -150,7 +150,7 @@ class Placement:
         return min(nbytes, sum(max(0, spec.cache_bytes) for spec in self._specs))
 
     def take(self, extent: Extent, *, is_copied: bool = False) -> None:
-        """Records an extent as placed by divide(), and subtracts its space from the rooms."""
+        """Record an extent as placed by divide(), and subtract its space from the rooms."""
         found = self._place(extent, extent.n_tiles, extent.tile_elems, is_copied=is_copied)
         self._taken.append(Taken(extent, *found, is_copied))
         for d in range(len(self._specs)):
@@ -256,7 +256,7 @@ class Placement:
         return found | ({"link_seconds": link} if self._near else {})
 
     def announce(self) -> None:
-        """Logs what describe() tells."""
+        """Log what describe() tells."""
         found = self.describe()
         for d in found["devices"]:
             if d["limited_by"] == CODES:
@@ -277,7 +277,7 @@ class Placement:
 
 
 def check_memory(nbytes: int) -> None:
-    """Raises CSDMemoryError if `nbytes` bytes of states do not fit into memory without swapping."""
+    """Raise CSDMemoryError if `nbytes` bytes of states do not fit into memory without swapping."""
     if nbytes and nbytes > (there := available_memory()):
         raise CSDMemoryError(
             f"{nbytes / 1e9:.3f} GB of states would be in memory, of which {there / 1e9:.3f} GB are available: "

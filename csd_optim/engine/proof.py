@@ -24,7 +24,7 @@ _mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 def prove(store: StoreFile, staged: Staged) -> None:
-    """Reads everything that a commit names, bypassing the page cache, and verifies it by the checksums of its table.
+    """Read everything that a commit names, bypassing the page cache, and verify it by the checksums of its table.
 
     Raises CSDOSError if the store cannot be flushed or read, CSDLostError if something differs from what was written.
     """

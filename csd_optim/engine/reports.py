@@ -32,7 +32,7 @@ class Reports:
         rank: int,
         world_size: int,
     ) -> None:
-        """Reports the last step, whose states must all be on their devices, unless it was reported already.
+        """Report the last step, whose states must all be on their devices, unless it was reported already.
 
         `counted`: as of Engine.stats(). `trained`: seconds of training in the stores' life, up to that step's begin.
         """

@@ -41,7 +41,7 @@ class Residuals:
         self._seen: dict[int, int] = {}  # by parameter: the residual's version when the last commit began
 
     def adopt_commit(self, recovered: Sequence[Contents]) -> None:
-        """Continues from a commit, given by device."""
+        """Continue from a commit, given by device."""
         for row, p in enumerate(recovered[0].manifest["params"]):
             if "residual" in p:
                 self._keep_room(row, Room(**p["residual"]))
@@ -50,7 +50,7 @@ class Residuals:
             self.committed.update(zip(rows, contents.residuals.tolist(), strict=True))
 
     def make_room(self, param: int, numel: int, stores: Sequence[StoreFile | None]) -> None:
-        """Allocates a residual's room on the durable device with the fewest bytes of residuals.
+        """Allocate a residual's room on the durable device with the fewest bytes of residuals.
 
         Raises CSDOSError if its disk is full.
         """
@@ -66,7 +66,7 @@ class Residuals:
         self._taken[room.device] += room.room
 
     def replaced(self, param: int) -> None:
-        """Notes that the residual is another tensor now, which the next commit must write."""
+        """Note that the residual is another tensor now, which the next commit must write."""
         self._seen.pop(param, None)
 
     def changed(self, residuals: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -74,13 +74,13 @@ class Residuals:
         return {param: r for param, r in residuals.items() if self._seen.get(param) != r._version}
 
     def seen(self, residuals: Mapping[int, torch.Tensor]) -> None:
-        """Notes that a commit, perhaps one in flight, contains the residuals as they are now."""
+        """Note that a commit, perhaps one in flight, contains the residuals as they are now."""
         self._seen = {param: r._version for param, r in residuals.items()}
 
     def write(
         self, device: int, store: StoreFile, changed: Mapping[int, torch.Tensor], after: Mapping[torch.device, Any]
     ) -> Spaces:
-        """Writes the changed residuals of one device, and returns their spaces.
+        """Write the changed residuals of one device, and return their spaces.
 
         `after`: by accelerator, an event after which the residuals there have the values to be written. May be called
         again until the commit has completed. Raises CSDOSError.
@@ -97,7 +97,7 @@ class Residuals:
 
 
 def _write(store: StoreFile, offset: int, residual: torch.Tensor, after: Any) -> int:
-    """Writes a residual from any torch device, through a few MB of host memory; returns its checksum."""
+    """Write a residual from any torch device, through a few MB of host memory; return its checksum."""
     crc = 0
     for first, n, buffer in _chunks(residual, after):
         crc = crc32c(buffer[:n].data.cast("B"), crc)
@@ -108,7 +108,7 @@ def _write(store: StoreFile, offset: int, residual: torch.Tensor, after: Any) ->
 
 
 def _chunks(residual: torch.Tensor, after: Any) -> Iterator[tuple[int, int, np.ndarray[Any, Any]]]:
-    """Yields first element, length and buffer (int16) of each chunk; the buffer is valid until the next chunk.
+    """Yield first element, length and buffer (int16) of each chunk; the buffer is valid until the next chunk.
 
     From an accelerator, the next chunk is copied meanwhile, on a separate stream: it waits for the event `after`, and
     not for the forward, which has been queued on the current stream by now.

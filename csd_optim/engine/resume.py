@@ -17,7 +17,7 @@ from .engine import Engine
 
 
 def recover(engine: Engine, committer: DurableCommitter) -> None:
-    """Resumes from the last step that all devices of all ranks have, if there is one, and sets `engine.recovered`.
+    """Resume from the last step that all devices of all ranks have, if there is one, and set `engine.recovered`.
 
     A collective of the ranks; raises CSDStoreError on all of them if the stores do not belong together.
     """
@@ -41,7 +41,7 @@ def recover(engine: Engine, committer: DurableCommitter) -> None:
 def check_recovered(
     engine: Engine, use: Callable[[Tile, memoryview | None], None] = lambda *_: None, tick: Tick = lambda _: None
 ) -> None:
-    """Reads and verifies all states of the resumed commit; loads residuals into memory, unless the mode is "read".
+    """Read and verify all states of the resumed commit; load residuals into memory, unless the mode is "read".
 
     `use`, `tick`: see each_tile(); `use` is called for intact tiles only. Raises CSDStoreError, naming tile and
     parameters, if a tile is damaged.
@@ -64,7 +64,7 @@ def check_recovered(
 
 
 def discard_newer(engine: Engine) -> None:
-    """Discards commits that only some devices have; call it before anything new is written. Raises CSDOSError."""
+    """Discard commits that only some devices have; call it before anything new is written. Raises CSDOSError."""
     # recover() read the commit from the disks, not the page cache (see StoreFile), so each has a whole copy of it.
     for store, commit in zip(engine.devices.stores, engine.recovered, strict=True):
         assert store is not None

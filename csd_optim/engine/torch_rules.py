@@ -52,7 +52,7 @@ class _Rounded:
         self._spare, self._wide = scratch.spare, scratch.wide
 
     def flush(self, x: torch.Tensor) -> torch.Tensor:
-        """Sets subnormal numbers in `x` to zero and keeps their sign; returns `x`."""
+        """Set subnormal numbers in `x` to zero and keep their sign; return `x`."""
         torch.ops.aten.hardshrink.out(x, LARGEST_SUBNORMAL, out=self._spare)
         return torch.copysign(self._spare, x, out=x)
 
@@ -74,17 +74,17 @@ class _Rounded:
         return out.copy_(torch.sqrt(self._wide.copy_(x), out=self._wide))
 
     def decay(self, g: torch.Tensor, weight_decay: float, weight: torch.Tensor, a: torch.Tensor) -> None:
-        """Adds the L2 decay to the gradient `g`, like decayed_grad() of weight_decay.h; `a` is scratch."""
+        """Add the L2 decay to the gradient `g`, like decayed_grad() of weight_decay.h; `a` is scratch."""
         if weight_decay:
             self.plus(g, self.times(weight, weight_decay, a), g)
 
     def average(self, x: torch.Tensor, keep: float, y: torch.Tensor, add: float, a: torch.Tensor) -> None:
-        """Sets x to x * keep + y * add; `a` is scratch."""
+        """Set x to x * keep + y * add; `a` is scratch."""
         self.times(x, keep, x)
         self.plus(x, self.times(y, add, a), x)
 
     def square_average(self, x: torch.Tensor, keep: float, g: torch.Tensor, add: float, a: torch.Tensor) -> None:
-        """Sets x to x * keep + add * g * g; `a` is scratch."""
+        """Set x to x * keep + add * g * g; `a` is scratch."""
         self.times(x, keep, x)
         self.times(g, add, a)
         self.plus(x, self.times(a, g, a), x)
@@ -95,7 +95,7 @@ Rule = Callable[[_Rounded, Constants, States, torch.Tensor, torch.Tensor, torch.
 
 
 def _descend(o: _Rounded, c: Constants, s: States, g: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Updates the moments and the master, after the weight decay: see adamw.h."""
+    """Update the moments and the master, after the weight decay: see adamw.h."""
     master, exp_avg, exp_avg_sq = s[:3]
     o.average(exp_avg, c[1], g, c[2], a)
     o.square_average(exp_avg_sq, c[3], g, c[4], a)
@@ -194,7 +194,7 @@ _RULES: dict[int, tuple[Rule, tuple[int, ...]]] = {
 
 
 def update(rule: int, constants: Constants, states: States, grad: torch.Tensor, scratch: Scratch) -> None:
-    """Queues one step of a rule. Allocates no memory and does not wait for the device.
+    """Queue one step of a rule. Allocates no memory and does not wait for the device.
 
     `rule`, `constants`: as in csd_hyper. `states`: 1-D fp32 of one size, the master first, updated in place. `grad`: as
     many elements, of any dtype.

@@ -56,7 +56,7 @@ class Trace:
         model: list[Span],
         near: list[Span],
     ) -> None:
-        """Writes one step, from begin to end (seconds of CLOCK_MONOTONIC), and its events (dtype EVENT).
+        """Write one step, from begin to end (seconds of CLOCK_MONOTONIC), and its events (dtype EVENT).
 
         `model`: the forward and backward spans meanwhile; `near`: the updates on the accelerator, which is the last
         device. Both lists are emptied.

@@ -57,7 +57,7 @@ class Scratch:
         self.file_system: int = os.fstat(self.fd).st_dev
 
     def requests(self, kind: Kind) -> Iterator[tuple[bool, int]]:
-        """Yields one pass over the file: (is write, offset). "mixed" reads one half and writes the other in turns."""
+        """Yield one pass over the file: (is write, offset). "mixed" reads one half and writes the other in turns."""
         if kind != "mixed":
             for i in range(self.blocks):
                 yield kind == "write", self.first + i * self.block
@@ -68,7 +68,7 @@ class Scratch:
             yield True, self.first + (half + i) * self.block
 
     def fill(self, seconds: float = 60) -> None:
-        """Writes every block once: reserved, unwritten space is not read from the disk, and is slower to write.
+        """Write every block once: reserved, unwritten space is not read from the disk, and is slower to write.
 
         After `seconds` it stops, and measurements leave out the blocks that are still unwritten.
         """
@@ -76,7 +76,7 @@ class Scratch:
         self.blocks = max(2, done // self.block)
 
     def cut(self, block: int) -> None:
-        """Sets the size of requests to `block` bytes."""
+        """Set the size of requests to `block` bytes."""
         self.blocks = max(2, self.blocks * self.block // block)
         self.block = block
 
@@ -107,7 +107,7 @@ CLOSE = 0.95  # the first, smallest setting that reaches this fraction of the be
 
 
 def tune(directories: Sequence[Path]) -> list[Tuned]:
-    """Measures the drives behind `directories`, all at the same time, in about half a second, on nameless files.
+    """Measure the drives behind `directories`, all at the same time, in about half a second, on nameless files.
 
     Two directories on one file system get the same rate. Raises CSDOSError.
     """
@@ -135,7 +135,7 @@ def tune(directories: Sequence[Path]) -> list[Tuned]:
 def tune_devices(
     specs: Sequence[DeviceSpec], stores: Sequence[StoreFile | None], nbytes: int, *, new: bool
 ) -> tuple[list[DeviceSpec], tuple[float, ...] | None, dict[int, float]]:
-    """Measures drives to choose request sizes and queue depths and, for `new` stores, shares in proportion to speed.
+    """Measure drives to choose request sizes and queue depths and, for `new` stores, shares in proportion to speed.
 
     Returns the specs with the chosen settings; the shares, or None: leave them as they are; and the rates of the
     measured devices in bytes per second.
@@ -191,7 +191,7 @@ def node_of(spec: DeviceSpec, store: StoreFile) -> int | None:
 
 
 def rate(files: Sequence[Scratch], kind: Kind, seconds: float = 60, depth: int = IO_DEPTH) -> float:
-    """Measures bytes per second (read plus written) in one pass over all files at once, cut short after `seconds`.
+    """Measure bytes per second (read plus written) in one pass over all files at once, cut short after `seconds`.
 
     It does I/O as the engine does: requests of `block` bytes, the engine's queue depth per file system (or `depth`),
     buffers on huge pages.
@@ -203,7 +203,7 @@ def rate(files: Sequence[Scratch], kind: Kind, seconds: float = 60, depth: int =
 def _transfer(
     files: Sequence[Scratch], kind: Kind, seconds: float, depth: int = IO_DEPTH, *, endless: memoryview | None = None
 ) -> tuple[list[int], float]:
-    """Moves bytes in one pass, or until `seconds` are over; returns how many bytes of each file, and the seconds.
+    """Move bytes in one pass, or until `seconds` are over; return how many bytes of each file, and the seconds.
 
     `endless`: passes repeat until `seconds` are over, and all requests share this memory, whatever its content. None:
     one pass, and each thread allocates its own buffer.
@@ -251,7 +251,7 @@ class _Queue:
 def _serve(
     queue: _Queue, buffer: memoryview, stop: threading.Event, moved: list[Counter[Scratch]], errors: list[OSError]
 ) -> None:
-    """Runs in each thread: serves one request at a time until there are no more."""
+    """Serve one request at a time, in each thread, until there are no more."""
     done: Counter[Scratch] = Counter()
     try:
         while not stop.is_set() and (request := queue.next()):

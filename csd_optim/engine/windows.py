@@ -65,7 +65,7 @@ class Windows:
         self._reseeded = np.zeros(0, bool)  # edited in reseeding(), for a step that has not completed yet
 
     def add(self, extent: Extent, buffers: list[Any], *, new: bool) -> None:
-        """Adds the windows of an extent, which is `new` or in a store. `buffers`: see bindings.engine_extend()."""
+        """Add the windows of an extent, which is `new` or in a store. `buffers`: see bindings.engine_extend()."""
         self._buffers.append(buffers)
         none, fresh = np.zeros(extent.n_tiles, bool), np.full(extent.n_tiles, new)
         self.open, self.loose = np.append(self.open, fresh if buffers else none), np.append(self.loose, fresh)
@@ -91,20 +91,20 @@ class Windows:
         return window
 
     def watch(self, param: int, shown: torch.Tensor) -> None:
-        """Watches the version counter of a tensor through which the user may write to a parameter's windows."""
+        """Watch the version counter of a tensor through which the user may write to a parameter's windows."""
         if self._engine.durable:
             self._handed_out.append((param, shown))
             self._seen.append(shown._version)
 
     def hold(self, keeper: object) -> None:
-        """Keeps `keeper` alive as long as any window is alive."""
+        """Keep `keeper` alive as long as any window is alive."""
         for buffer in chain.from_iterable(self._buffers):
             weakref.finalize(buffer, id, keeper).atexit = False
 
     # ---- writes to windows -----------------------------------------------------
 
     def show(self, *, open: bool) -> None:
-        """Waits until all states are written, and maps their current slots. Raises CSDOSError if a write keeps failing.
+        """Wait until all states are written, and map their current slots. Raises CSDOSError if a write keeps failing.
 
         `open`: writes to the windows go to the device from now on.
         """
@@ -112,7 +112,7 @@ class Windows:
         self.open[:] = open
 
     def sync(self) -> None:
-        """Flushes writes to open windows; only the flush reports an I/O error of such a write.
+        """Flush writes to open windows; only the flush reports an I/O error of such a write.
 
         Raises CSDOSError. With durable states raises CSDLostError, now and in all later operations: the checksums of
         these writes are taken from the page cache, and so cannot reveal what a failed flush has lost.
@@ -132,12 +132,12 @@ class Windows:
         self.empty[:] = False  # the caller has filled all empty tiles
 
     def check(self) -> None:
-        """Raises CSDLostError if a write to a window is lost."""
+        """Raise CSDLostError if a write to a window is lost."""
         if self.lost:
             raise CSDLostError(errno.EIO, self.lost)
 
     def note_written(self) -> np.ndarray[Any, Any]:
-        """Tells the native engine which tiles were written through their windows since the last call.
+        """Tell the native engine which tiles were written through their windows since the last call.
 
         Returns these tiles and those written earlier that no step has started from yet: ascending, uint32.
         """
@@ -167,7 +167,7 @@ class Windows:
 
     @contextlib.contextmanager
     def reseeding(self) -> Iterator[None]:
-        """Return a context: writes to windows inside it belong to the next step, and to no commit before it completes.
+        """Make writes to windows inside part of the next step, and of no commit before it completes.
 
         A resume from the step before writes them again, from the parameters.
         """
@@ -191,34 +191,34 @@ class Windows:
         return bool((self._edited & ~self._reseeded).any())
 
     def pass_through(self, tiles: np.ndarray[Any, Any]) -> None:
-        """Copies tiles to their other slots, with what was written to their windows."""
+        """Copy tiles to their other slots, with what was written to their windows."""
         self._engine.copy_to_next_slots(tiles)
         self._engine.decoded.forget(tiles)
         self._edited[tiles] = False
         self.loose[tiles] = True
 
     def write_decoded(self) -> None:
-        """Encodes what was written to decoded states and writes it to the devices, without a step."""
+        """Encode what was written to decoded states and write it to the devices, without a step."""
         self.note_written()
         tiles = self._engine.tiles_of_params([*self._engine.decoded.written()])
         if len(tiles):
             self.pass_through(np.sort(tiles))
 
     def before_step(self, tiles: np.ndarray[Any, Any]) -> None:
-        """Called when a step over these tiles begins."""
+        """Note that a step over these tiles begins."""
         self._in_step = tiles
 
     def after_step(self) -> None:
-        """Called when the step has completed: it started from everything that had been written."""
+        """Note that the step has completed: it started from everything that had been written."""
         self._edited[:] = self._reseeded[:] = False
         self._engine.decoded.forget()
         self.empty[self._in_step] = False
 
     def after_undo(self) -> None:
-        """Called when a completed step was undone, and with it everything written to its tiles since."""
+        """Note that a completed step was undone, and with it everything written to its tiles since."""
         self._engine.decoded.discard(self._in_step)
         self._edited[self._in_step] = False
 
     def before_commit(self) -> None:
-        """Called when a commit begins, which includes the current slots of all tiles."""
+        """Note that a commit begins, which includes the current slots of all tiles."""
         self.loose[:] = False
