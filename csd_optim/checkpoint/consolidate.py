@@ -33,7 +33,7 @@ class Consolidated:
         return [contents for recovered, _ in self.ranks for contents in recovered]
 
     def first_of(self, rank: int, row: int) -> list[int] | None:
-        """The index at which a rank's part begins in the whole parameter; None: the rank has all of it."""
+        """Return the index at which a rank's part begins in the whole parameter; None: the rank has all of it."""
         recovered, _ = self.ranks[rank]
         of = recovered[0].manifest["params"][row].get("of")
         return of["first"] if of and len(self.ranks) > 1 else None
@@ -41,7 +41,7 @@ class Consolidated:
 
 @contextlib.contextmanager
 def at_rest_together(paths: Paths) -> Iterator[Consolidated]:
-    """Opens the stores of one process, of one rank, or of all ranks at the last step that all have, locked for reading.
+    """Open the stores of one process, of one rank, or of all ranks at the last step that all have, locked for reading.
 
     Raises CSDBusyError, CSDStoreError, CSDOSError.
     """
@@ -56,7 +56,7 @@ def at_rest_together(paths: Paths) -> Iterator[Consolidated]:
 
 
 def _last_round(by_rank: list[list[StoreFile]]) -> list[list[Contents]]:
-    """For each rank, the contents of its stores at the last round that all ranks have, device by device."""
+    """Return, for each rank, the contents of its stores at the last round that all ranks have, device by device."""
     newest = [last_step(stores)[0] for stores in by_rank]
     first = newest[0]
     if [contents.rank for contents in newest] != [*range(first.world_size)]:
@@ -73,7 +73,7 @@ def _last_round(by_rank: list[list[StoreFile]]) -> list[list[Contents]]:
 
 
 def merged(ranks: list[list[Contents]]) -> Consolidated:
-    """Combines the contents of several ranks. Raises CSDStoreError for shards that only FSDP1 can put together."""
+    """Combine the contents of several ranks. Raises CSDStoreError for shards that only FSDP1 can put together."""
     if len(ranks) == 1:
         [recovered] = ranks
         return Consolidated(
@@ -109,7 +109,7 @@ def merged(ranks: list[list[Contents]]) -> Consolidated:
 
 
 def _whole(p: dict[str, Any]) -> dict[str, Any]:
-    """The manifest's entry for the whole parameter of which `p` is a part."""
+    """Return the manifest's entry for the whole parameter of which `p` is a part."""
     entry = {k: v for k, v in p.items() if k not in ("of", "residual")}
     if "of" in p:
         shape = p["of"]["shape"]

@@ -38,7 +38,7 @@ def convert_store(
     tile_elems: int | None = None,
     progress: Progress = no_bar,
 ) -> dict[str, Any]:
-    """Makes a store on `devices`, directories without one, from the last step of the store in `paths`.
+    """Make a store on `devices` (directories that hold no store yet) from the last step of the store in `paths`.
 
     All states are converted to `state_dtype`: to fp32 exactly, to 8 bits by rounding to nearest. Everything else stays
     the same: masters (as far as the states hold them), steps, hyperparameters, `user_state`, residuals. The old store
@@ -90,7 +90,7 @@ class _Scratch:
         self._mapped = np.zeros(0, np.uint8)
 
     def take(self, n: int, dtype: torch.dtype) -> torch.Tensor:
-        """`n` zeros. Raises CSDOSError."""
+        """Return `n` zeros. Raises CSDOSError."""
         size = n * dtype.itemsize
         if size > self._end - self._begin:  # one mapping per tensor would take a file descriptor each
             begin, self._end = self._end, self._end + round_up(max(size, EXTENT_BYTES), 4096)
@@ -134,14 +134,14 @@ class _Source:
         self._scratch.close()
 
     def take(self, tile: Tile, data: memoryview | None) -> None:
-        """Decodes one tile that has passed its check; see each_tile()."""
+        """Decode one tile that has passed its check; see each_tile()."""
         if data is None or tile.codes_of is None:
             return
         for row, _, first, tile_first, elems in self._extents[tile.extent].pieces_in(tile.number).tolist():
             tile.decode(data, tile_first, [state[first : first + elems] for state in self._decoded[row]])
 
     def _flat(self, row: int, k: int) -> torch.Tensor:
-        """The `k`-th state of a row, 1-D fp32, in memory order."""
+        """Return the `k`-th state of a row, 1-D fp32, in memory order."""
         if row in self._decoded:
             return self._decoded[row][k]
         extent = self._engine.extents[self._params[row]["extent"]]
@@ -168,7 +168,7 @@ class _Source:
         return torch.from_numpy(values.copy()).as_strided(p["shape"], p["stride"]).numpy()
 
     def _param(self, i: int) -> torch.Tensor:
-        """The parameter as it would be after resuming the store, for encoding; counts elements that codes must clip."""
+        """Return the parameter as after resuming the store, for encoding; count the elements that codes must clip."""
         row = self._rows[i]
         master, exp_avg, exp_avg_sq = (self._flat(row, k) for k in range(3))
         n, name = len(master), self._params[row]["dtype"]
@@ -182,7 +182,7 @@ class _Source:
         return param
 
     def export(self, state_dtype: str) -> Export:
-        """The Export with states of `state_dtype`. With codes, an extent has parameters of one dtype only."""
+        """Return the Export with states of `state_dtype`. With codes, an extent has parameters of one dtype only."""
         about = about_of(self._contents)
         coded = state_dtype == EIGHT_BIT
         kinds = [(p["extent"], _codes_of(p) if coded else "") for p in about["params"]]
@@ -203,5 +203,5 @@ class _Source:
 
 
 def _codes_of(p: dict[str, Any]) -> str:
-    """The dtype for which a parameter is encoded; a complex parameter counts as pairs of fp32."""
+    """Return the dtype for which a parameter is encoded; a complex parameter counts as pairs of fp32."""
     return "float32" if p["dtype"] == "complex64" else str(p["dtype"])

@@ -54,7 +54,7 @@ class FileRegion:
     mapped: np.ndarray[Any, Any] | None = None
 
     def write(self, first: int, data: memoryview) -> None:
-        """Writes `data`, which begins at byte `first` of the state in memory order."""
+        """Write `data`, which begins at byte `first` of the state in memory order."""
         if self.mapped is None:
             self.output.write(data, self.offset + first)
         else:
@@ -64,7 +64,7 @@ class FileRegion:
 
 
 def _pour(source: Consolidated, regions: dict[tuple[int, str], FileRegion], progress: Progress) -> None:
-    """Copies every tile's pieces of parameters, and every residual, to their regions, keyed by row and name."""
+    """Copy every tile's pieces of parameters, and every residual, to their regions, keyed by row and name."""
     with progress("exporting", total_bytes(source.stores)) as tick:
         for rank, (recovered, rows) in enumerate(source.ranks):
             own = {}
@@ -78,7 +78,7 @@ def _pour(source: Consolidated, regions: dict[tuple[int, str], FileRegion], prog
 
 
 def _part(place: FileRegion, of: dict[str, Any], first: list[int], p: dict[str, Any], name: str) -> FileRegion:
-    """The region of a part, given the region of the whole parameter, whose elements are in index order there."""
+    """Return the region of a part, given the region of the whole parameter, whose elements are in index order there."""
     dtype, shape = dtype_of(p, name), p["shape"]
     if shape[1:] == of["shape"][1:] and _in_order(p):
         return FileRegion(place.output, place.offset + first[0] * math.prod(shape[1:]) * dtype.itemsize)
@@ -108,7 +108,7 @@ def _pour_rank(recovered: list[Contents], regions: dict[tuple[int, str], FileReg
 
 
 def _values(tile: Tile, data: memoryview, first: int, elems: int) -> list[memoryview]:
-    """The states of elements [first, first + elems) of a tile as fp32, one buffer each. `data`: the tile's slot."""
+    """Return states of elements [first, first + elems) of a tile as fp32, one buffer each. `data`: the tile's slot."""
     if tile.codes_of is None:
         return [data[section.at(first) : section.at(first + elems)] for section in tile.sections]
     states = [torch.empty(elems, dtype=torch.float32, device="cpu") for _ in tile.states]
@@ -117,7 +117,7 @@ def _values(tile: Tile, data: memoryview, first: int, elems: int) -> list[memory
 
 
 def export_torch(paths: Paths, out: Path, progress: Progress = no_bar) -> list[Path]:
-    """Writes one file with the content of torch.save(CSDAdam.load(paths), out). Returns its path, as a list.
+    """Write one file with the content of torch.save(CSDAdam.load(paths), out). Returns its path, as a list.
 
     With several ranks, name the stores of all of them: the parts are combined.
     """
@@ -156,7 +156,7 @@ def export_torch(paths: Paths, out: Path, progress: Progress = no_bar) -> list[P
 def export_safetensors(
     paths: Paths, out: Path, shard_bytes: int = SHARD_BYTES, progress: Progress = no_bar
 ) -> list[Path]:
-    """Writes a directory of safetensors files of about `shard_bytes`, with at least one tensor each, and an index.
+    """Write a directory of safetensors files of about `shard_bytes`, with at least one tensor each, and an index.
 
     Returns the paths of the files. Several ranks: as in export_torch().
     """
@@ -216,18 +216,18 @@ def _bytes(p: dict[str, Any], what: str) -> int:
 
 
 def _order(p: dict[str, Any]) -> list[int]:
-    """The dimensions in memory order, the outermost first."""
+    """Return the dimensions in memory order, the outermost first."""
     return sorted(range(len(p["shape"])), key=lambda i: -p["stride"][i])
 
 
 def _in_order(p: dict[str, Any]) -> bool:
-    """Are the elements in memory in the order of their indices (row-major)?"""
+    """Return whether the elements are in memory in the order of their indices (row-major)."""
     shape = p["shape"]
     return not p["numel"] or [i for i in _order(p) if shape[i] != 1] == [i for i, n in enumerate(shape) if n != 1]
 
 
 def _mapped(output: Output, offset: int, p: dict[str, Any], what: str) -> np.ndarray[Any, Any] | None:
-    """The region of a state, mapped and viewed in memory order. None: memory and file have the same (index) order."""
+    """Return the region of a state, mapped, in memory order; None if memory and file have the same (index) order."""
     order = _order(p)
     if _in_order(p):
         return None
@@ -254,20 +254,20 @@ class Export:
     param: Callable[[int], torch.Tensor] | None = None
 
     def sections(self, extent: int, row: int) -> Sequence[str]:
-        """Names of the states of a parameter; they are the same for all parameters of its extent."""
+        """Return the names of the states of a parameter; they are the same for all parameters of its extent."""
         if "rule" in self.about:
             sections: list[str] = self.about["sections"][extent]
             return sections
         return SECTIONS if self.state(row, SECTIONS[-1]) is not None else SECTIONS[:-1]
 
     def codec(self, extent: int) -> tuple[str, torch.dtype | None]:
-        """The codec of an extent's states, and with codes the dtype of its parameters."""
+        """Return the codec of an extent's states, and with codes the dtype of its parameters."""
         codes = self.about["codes"][extent] if "codes" in self.about else {}
         return codes.get("codec", FP32), PARAM_DTYPES.get(codes.get("param_dtype", ""))
 
 
 def read_export(path: Path) -> Export:
-    """Reads an export of either format. Raises CSDStoreError if `path` is not an export of a store, CSDOSError."""
+    """Read an export of either format. Raises CSDStoreError if `path` is not an export of a store, CSDOSError."""
     try:
         return _read_safetensors(path) if path.is_dir() else _read_torch(path)
     except CSDError:
@@ -351,12 +351,12 @@ def _read_safetensors(path: Path) -> Export:
 
 
 def _flat(value: np.ndarray[Any, Any], p: dict[str, Any]) -> np.ndarray[Any, Any]:
-    """A state as 1-D array in the parameter's memory order: still mapped from the file if that has this order."""
+    """Return a state as 1-D array in the parameter's memory order, still mapped from the file if it has that order."""
     return np.ascontiguousarray(value.transpose(_order(p))).reshape(-1)
 
 
 def _residual(value: np.ndarray[Any, Any], p: dict[str, Any]) -> torch.Tensor:
-    """A residual in the form in which an engine keeps it: 1-D bfloat16, in memory order."""
+    """Return a residual in the form in which an engine keeps it: 1-D bfloat16, in memory order."""
     flat = _flat(value, p)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that the array is read-only; nothing writes to it
@@ -371,7 +371,7 @@ def _check_format(about: dict[str, Any], path: Path) -> None:
 
 
 def _fill_codes(engine: Engine, states: dict[int, list[np.ndarray[Any, Any]]], params: dict[int, torch.Tensor]) -> None:
-    """Encodes states of parameters (fp32, in memory order), rounding to nearest. `params`: see Export.
+    """Encode states of parameters (fp32, in memory order), rounding to nearest. `params`: see Export.
 
     Codes have no windows to write to. Instead, a step without gradients starts from these states (csd_param.edited).
     """
@@ -392,7 +392,7 @@ def import_store(
     tile_elems: int | None = None,
     progress: Progress = no_bar,
 ) -> dict[str, Any]:
-    """Makes a store from an export, on any number of devices. Returns what the store holds, for a message."""
+    """Make a store from an export, on any number of devices. Returns what the store holds, for a message."""
     return make_store(read_export(source), source, devices, tile_elems, progress, "importing")
 
 
@@ -404,7 +404,7 @@ def make_store(
     progress: Progress,
     doing: str,
 ) -> dict[str, Any]:
-    """As import_store(), for an Export that was read already. `source`, `doing`: for messages."""
+    """Make a store, as import_store(), from an Export that was read already. `source`, `doing`: for messages."""
     specs = parse_devices(devices)
     if temporary := [str(spec) for spec in specs if not spec.durable]:
         raise CSDValueError(f"{temporary[0]} keeps nothing; name a directory for the store")

@@ -27,7 +27,7 @@ def no_bar(_what: str, _total: int) -> Iterator[Tick]:
 
 @contextlib.contextmanager
 def bar(what: str, total: int) -> Iterator[Tick]:
-    """A progress bar on stderr, which disappears when done."""
+    """Show a progress bar on stderr, which disappears when done."""
     from rich import progress  # imported here so that training scripts need not wait for it
     from rich.console import Console
 
@@ -46,7 +46,7 @@ def bar(what: str, total: int) -> Iterator[Tick]:
 
 @contextlib.contextmanager
 def made_whole(path: Path) -> Iterator[Path]:
-    """Yields a temporary name beside `path`, which is renamed to `path` at exit; after an error, nothing is left.
+    """Yield a temporary name beside `path`, and rename it to `path` at exit; after an error, nothing is left.
 
     Raises CSDStoreExistsError if `path` exists, CSDOSError.
     """

@@ -43,7 +43,7 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 def directories(paths: Paths) -> list[Path]:
-    """The directories of all devices in `paths`: stores, named by their directory or file, and snapshots."""
+    """Return the directories of all devices in `paths`: stores, named by their directory or file, and snapshots."""
     found: list[Path] = []
     for path in [paths] if isinstance(paths, (str, os.PathLike)) else paths:
         place = Path(path).expanduser()
@@ -61,7 +61,7 @@ def directories(paths: Paths) -> list[Path]:
 
 @contextlib.contextmanager
 def stores_at_rest(paths: Paths) -> Iterator[list[StoreFile]]:
-    """Opens stores for reading, locked against writers. Raises CSDBusyError, CSDStoreError, CSDOSError."""
+    """Open stores for reading, locked against writers. Raises CSDBusyError, CSDStoreError, CSDOSError."""
     with contextlib.ExitStack() as stack:
         stores = []
         for spec in parse_devices(directories(paths)):
@@ -71,7 +71,7 @@ def stores_at_rest(paths: Paths) -> Iterator[list[StoreFile]]:
 
 
 def last_step(stores: Sequence[StoreFile]) -> list[Contents]:
-    """The contents of an optimizer's stores at the last step that all of them have, by device. Raises CSDStoreError."""
+    """Return the contents of an optimizer's stores at the last step that all have, by device. Raises CSDStoreError."""
     if not (recovered := common_commit(stores)):
         raise CSDStoreError(f"{stores[0].path} holds no step yet")
     return sorted(recovered, key=lambda c: c.superblock.device)
@@ -112,7 +112,7 @@ class Snapshot:
             self._stack = stack.pop_all()
 
     def finish(self, *, gate: Callable[[], None] = lambda: None, tick: Tick = lambda _: None) -> None:
-        """Completes the copy. Raises CSDStoreError if a tile is damaged, CSDOSError; nothing is left then.
+        """Complete the copy. Raises CSDStoreError if a tile is damaged, CSDOSError; nothing is left then.
 
         `gate` is called before each tile and may block.
         """
@@ -131,7 +131,7 @@ class Snapshot:
 
 
 def _id_of_copy(contents: Contents) -> bytes:
-    """A new store id, because store and copy diverge from here on. All ranks derive the same id for their copies."""
+    """Return a new store id, as store and copy diverge from here on. All ranks derive the same one for their copies."""
     block = contents.superblock
     if contents.world_size == 1:
         return secrets.token_bytes(16)
@@ -149,7 +149,7 @@ def _cloned(to: int, source: int) -> bool:
 
 
 def snapshot(paths: Paths, path: Path, progress: Progress = no_bar) -> None:
-    """Makes a snapshot at `path` of stores that no optimizer uses."""
+    """Make a snapshot at `path` of stores that no optimizer uses."""
     with stores_at_rest(paths) as stores:
         recovered = last_step(stores)
         made = Snapshot(recovered, path)
@@ -165,7 +165,7 @@ class Saving:
     give_up: threading.Event
 
     def wait(self) -> None:
-        """Returns once the snapshot is complete, or raises its error. If interrupted, cancels it: nothing is left."""
+        """Return once the snapshot is complete, or raise its error. If interrupted, cancel it: nothing is left."""
         try:
             self.future.result()
         except BaseException:
@@ -175,7 +175,7 @@ class Saving:
 
 
 def save(engine: Engine, path: Path, progress: Progress, *, wait: bool) -> Saving:
-    """Begins a snapshot of everything that the engine has. The caller holds the engine's lock.
+    """Begin a snapshot of everything that the engine has. The caller holds the engine's lock.
 
     `wait`: the caller will wait for it; otherwise a failure is also shown as a warning.
 

@@ -33,7 +33,7 @@ EXPORT_WITH_RULE = 3  # with another rule than AdamW: a reader of formats 1 and 
 
 
 def numbered(manifest: dict[str, Any]) -> list[tuple[int, int, dict[str, Any]]]:
-    """For every parameter with states: its number over all groups, as in torch's state dicts; its row; its entry."""
+    """Return, for each parameter with states, its number over all groups (as torch counts), its row and its entry."""
     lengths: dict[int, int] = {}
     for p in (*manifest["params"], *manifest["waiting"]):
         lengths[p["group"]] = max(lengths.get(p["group"], 0), p["position"] + 1)
@@ -43,7 +43,7 @@ def numbered(manifest: dict[str, Any]) -> list[tuple[int, int, dict[str, Any]]]:
 
 
 def _groups(manifest: dict[str, Any], hypers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The `param_groups` of a state dict. `hypers`: the hyperparameters of each group."""
+    """Return the `param_groups` of a state dict. `hypers`: the hyperparameters of each group."""
     groups, n = [], 0
     for k, recovered in enumerate(hypers):
         members = [p for p in (*manifest["params"], *manifest["waiting"]) if p["group"] == k]
@@ -58,7 +58,7 @@ def _groups(manifest: dict[str, Any], hypers: list[dict[str, Any]]) -> list[dict
 
 
 def about_of(contents: Contents) -> dict[str, Any]:
-    """The entry "csd_optim": everything needed to recreate the store that has no place in torch's state dict."""
+    """Return the entry "csd_optim": what recreating the store needs and torch's state dict has no place for."""
     manifest, extents = contents.manifest, contents.manifest["extents"]
     entries = [p for _, _, p in numbered(manifest)]
     params = [{k: v for k, v in p.items() if k not in ("start", "numel", "residual")} for p in entries]
@@ -80,7 +80,7 @@ def about_of(contents: Contents) -> dict[str, Any]:
 
 
 def state_dict(contents: Contents, tensor: Callable[[int, str, dict[str, Any]], torch.Tensor]) -> dict[str, Any]:
-    """Torch's state dict, plus our entry "csd_optim". `tensor`: (row, state's name, manifest entry) → tensor."""
+    """Return torch's state dict, plus our entry "csd_optim". `tensor`: (row, state's name, manifest entry) → tensor."""
     state = {}
     for number, row, p in numbered(contents.manifest):
         master, *others = names_of(contents.manifest, p)
@@ -94,12 +94,12 @@ def state_dict(contents: Contents, tensor: Callable[[int, str, dict[str, Any]], 
 
 
 def names_of(manifest: dict[str, Any], p: dict[str, Any]) -> list[str]:
-    """The names of a parameter's states, plus "residual" if it has one."""
+    """Return the names of a parameter's states, plus "residual" if it has one."""
     return [*manifest["extents"][p["extent"]]["sections"], *(["residual"] if "residual" in p else [])]
 
 
 def dtype_of(p: dict[str, Any], name: str) -> torch.dtype:
-    """The dtype of the state `name` of a parameter."""
+    """Return the dtype of the state `name` of a parameter."""
     if name == "residual":
         return torch.bfloat16
     return torch.complex64 if p["dtype"] == "complex64" else torch.float32
@@ -133,7 +133,7 @@ class _Decoded:
         }
 
     def take(self, tile: Tile, data: memoryview | None) -> None:
-        """Decodes one tile that has passed its check; see each_tile()."""
+        """Decode one tile that has passed its check; see each_tile()."""
         if data is None or tile.codes_of is None:
             return
         for row, _, first, tile_first, elems in self._extents[tile.extent].pieces_in(tile.number).tolist():

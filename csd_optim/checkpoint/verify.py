@@ -37,7 +37,7 @@ class Verdict:
 
 
 def verify(paths: Paths, progress: Progress = no_bar) -> list[Verdict]:
-    """Checks everything that has a checksum. Raises CSDBusyError while a store is in use, CSDOSError."""
+    """Check everything that has a checksum. Raises CSDBusyError while a store is in use, CSDOSError."""
     specs = parse_devices(directories(paths))
     verdicts: list[Verdict] = []
     stores: list[StoreFile] = []
@@ -72,7 +72,7 @@ def verify(paths: Paths, progress: Progress = no_bar) -> list[Verdict]:
 
 
 def _damaged_copies(file: Path) -> list[str]:
-    """Messages about damaged copies of superblock, manifest and slot table."""
+    """Return messages about damaged copies of superblock, manifest and slot table."""
     damaged: list[list[str]] = [[], []]
     with opened(file) as fd:
         pages = [read(fd, PAGE, copy * PAGE) for copy in range(2)]
@@ -93,7 +93,10 @@ def _damaged_copies(file: Path) -> list[str]:
 
 
 def _not_together(verdicts: list[Verdict], stores: list[StoreFile]) -> Iterator[tuple[Verdict, str]]:
-    """Yields devices of one optimizer without a common step, or with some missing (a single device may be verified)."""
+    """Yield verdict and problem of each optimizer whose devices lack a common step, or of which some are missing.
+
+    A single device may be verified alone.
+    """
     by_id: dict[tuple[bytes, int], list[tuple[Verdict, StoreFile]]] = {}
     for verdict, store in zip(verdicts, stores, strict=True):
         recovered = store.recovered[0]

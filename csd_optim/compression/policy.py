@@ -30,7 +30,7 @@ LEAST_ELEMS = 4096
 
 
 def check_topk(topk: Any, where: str = "") -> None:
-    """Raises CSDValueError unless `topk` is None or a share: more than 0, at most 1."""
+    """Raise CSDValueError unless `topk` is None or a share: more than 0, at most 1."""
     if topk is not None and not (isinstance(topk, (int, float)) and topk is not True and 0 < topk <= 1):
         raise CSDValueError(
             f"Invalid topk{where}: {topk!r}; it is the share of gradients to send, such as 0.01, or None"
@@ -38,7 +38,7 @@ def check_topk(topk: Any, where: str = "") -> None:
 
 
 def is_large(p: torch.Tensor) -> bool:
-    """Is the parameter sent sparse even if its group does not set `topk`?"""
+    """Return whether the parameter is sent sparse even if its group does not set `topk`."""
     return p.dim() >= 2 and p.numel() >= LEAST_ELEMS
 
 
@@ -51,10 +51,10 @@ def ratios(
     topk: float | None,
     warmup: int,
 ) -> np.ndarray[Any, Any]:
-    """The share of its gradient that each parameter sends in this step, its `steps`-th; 0: the whole gradient, dense.
+    """Return the share of its gradient that each parameter sends in its `steps`-th step; 0: the whole gradient, dense.
 
-    `owing` (bool): has it a residual that is still to be sent? `groups_of`: index of each parameter's group; a group
-    with its own `topk` decides for all its parameters. The first `warmup` steps are dense, then the share falls
+    `owing` (bool): whether it has a residual that is still to be sent. `groups_of`: index of each parameter's group. A
+    group with its own `topk` decides for all its parameters. The first `warmup` steps are dense, then the share falls
     geometrically, for as many steps again (Lin et al., "Deep Gradient Compression", 2018).
     Raises CSDValueError if `topk`, or that of a group, is invalid.
     """
@@ -75,7 +75,7 @@ def ratios(
 
 
 def entry_dtype(grad: torch.dtype, grad_dtype: torch.dtype | None) -> torch.dtype:
-    """Dtype of the values in entries: `grad_dtype` (the optimizer's) if that has 16 bits, else the gradient's own.
+    """Return the dtype of the values in entries: the optimizer's `grad_dtype` if that has 16 bits, else the gradient's.
 
     If neither has 16 bits, bfloat16, which has the range of fp32.
     """

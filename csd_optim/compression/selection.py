@@ -53,7 +53,7 @@ class TopK:
 
 
 def rounded(grad: torch.Tensor, residual: torch.Tensor | None, scale: float, dtype: torch.dtype) -> torch.Tensor:
-    """Gradient plus residual as they would be sent: 1-D, `dtype` (float16, bfloat16), a new tensor on their device.
+    """Return gradient plus residual as they would be sent: new, 1-D, `dtype` (float16 or bfloat16), on their device.
 
     `grad`: 1-D, float32, float16 or bfloat16. `residual`: 1-D bfloat16 of the same length, or None. Rounded to nearest
     even; finite values stay finite (they saturate at the largest one), inf stays inf, and all nans become the same one.
@@ -64,7 +64,7 @@ def rounded(grad: torch.Tensor, residual: torch.Tensor | None, scale: float, dty
 
 
 def select(values: torch.Tensor, k: int) -> torch.Tensor:
-    """Mask (bool) of the `k` nonzero values of largest magnitude in each row.
+    """Return the mask (bool) of the `k` nonzero values of largest magnitude in each row.
 
     `values`: 16 bits, any shape; rows lie along the last dimension. Inf and nan are the largest. Ties go to the first,
     so the answer is unique. The host does not wait for an accelerator here.
@@ -81,7 +81,7 @@ def select(values: torch.Tensor, k: int) -> torch.Tensor:
 def listed(
     values: torch.Tensor, sent: torch.Tensor, k: int, tile_first: int, tile_elems: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lists the selected elements of a parameter's parts in some tiles: indices (int64, ascending) and values (int16).
+    """List the selected elements of a parameter's parts in some tiles: indices (int64, ascending) and values (int16).
 
     `values`, `sent`: as in select(), of shape (rows, elements), one row per tile. `tile_first`: where the part begins
     in its tile. Indices count over all rows; each row begins at a multiple of whole blocks. Both lists have `k`
@@ -96,7 +96,7 @@ def listed(
 
 
 def _nonzero(sent: torch.Tensor, size: int) -> torch.Tensor:
-    """Indices of the true elements, as `size` rows; missing ones are filled with -1 at the end."""
+    """Return the indices of the true elements, as `size` rows; if fewer are true, the last rows are -1."""
     try:
         return sent.nonzero_static(size=size, fill_value=-1)
     except NotImplementedError:  # this accelerator has no nonzero_static(): the host waits for the number of elements
@@ -105,7 +105,7 @@ def _nonzero(sent: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def pack(lists: Sequence[tuple[torch.Tensor, torch.Tensor]], rows: int, tile_elems: int) -> torch.Tensor:
-    """Packs the entries of some tiles in the format in which they are sent, one row per tile: 2-D int32 (uint32 bits).
+    """Pack the entries of some tiles in the format in which they are sent, one row per tile: 2-D int32 (uint32 bits).
 
     `lists`: one result of listed() for each part of these tiles, on the device that is to do the work. All rows have
     the length of the longest possible one; the last element of a row is the number of its words that are used.
@@ -150,7 +150,7 @@ def feed_back(
     first: int,
     step: int,
 ) -> None:
-    """Updates `residual` in place: gradient plus residual, minus those of `values` that are `sent`.
+    """Update `residual` in place: gradient plus residual, minus those of `values` that are `sent`.
 
     `grad`, `residual`, `scale`: as passed to rounded(). `values`: its result. `sent`: the result of select().
     `first`: where the part begins in its parameter. `step`: the parameter's step, from 1. If the scale has no inverse,
@@ -171,7 +171,7 @@ def feed_back(
 
 
 def _chance(n: int, first: int, step: int, device: torch.device) -> torch.Tensor:
-    """16 random bits for each element of a part, int32: a hash of element and step, Wellons' "lowbias32"."""
+    """Return 16 random bits for each element of a part, int32: a hash of element and step, Wellons' "lowbias32"."""
     hashed = torch.arange(n, dtype=torch.int32, device=device)
     hashed += _int32(first + step * 0x9E3779B9)
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
@@ -181,19 +181,19 @@ def _chance(n: int, first: int, step: int, device: torch.device) -> torch.Tensor
 
 
 def _int32(bits: int) -> int:
-    """The signed 32-bit integer whose bits are the lower 32 of `bits`."""
+    """Return the signed 32-bit integer whose bits are the lower 32 of `bits`."""
     return (bits + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
 def inverse_of(scale: float) -> float:
-    """1 / scale in fp32; 0 if `scale` or its inverse is not a finite nonzero number."""
+    """Return 1 / scale in fp32; 0 if `scale` or its inverse is not a finite nonzero number."""
     with np.errstate(divide="ignore", over="ignore"):
         inverse = np.float32(1) / np.float32(scale)
     return float(inverse) if np.isfinite(inverse) else 0.0
 
 
 def _owed(grad: torch.Tensor, residual: torch.Tensor | None, scale: float) -> torch.Tensor:
-    """Gradient plus residual, in fp32 and in the gradient's units; the gradient itself if there is no residual."""
+    """Return gradient plus residual, in fp32 and the gradient's units; the gradient itself if there is no residual."""
     inverse = inverse_of(scale)
     if residual is None or not inverse:
         return grad

@@ -6,5 +6,5 @@ kills.py      SIGKILL at random moments, and at every call that changes a file
 power.py      what may be on a disk when the power fails at any instant of a recorded run
 near.py       SIGKILL of runs with `gpu:` beside their directories
 
-`python tests/crash` runs it for as long as you like (see --help); tests/test_crash.py runs a little of it.
+`python tests/crash` runs it for as long as you like (see --help); tests/store/test_crash.py runs a little of it.
 """
