@@ -85,14 +85,17 @@ class EarlySteps:
         self._engine.kept_alive, self._hold = None, self._hold.new_empty(0)
 
     def _give_up(self) -> None:
-        """Finalizer: the optimizer was dropped; its engine is about to close, perhaps on the background thread."""
+        """Give up the guess: the optimizer was dropped; its engine will close now, perhaps on the background thread."""
         if guess := self._guess:
             guess.give_up()
 
     # ---- in backward -----------------------------------------------------------
 
     def _on_grad(self, p: torch.Tensor) -> None:
-        """Hook: a gradient was accumulated into `p.grad`. A guess that fails is undone; backward gets no CSDError."""
+        """Count an accumulated gradient, as a hook, and offer it to the guess if it is final.
+
+        A guess that fails is undone; backward gets no CSDError.
+        """
         self._fired[id(p)] += 1
         fired, expected = self._fired[id(p)], self._expected[id(p)]
         if fired == expected and is_on_accelerator(p):
@@ -112,7 +115,7 @@ class EarlySteps:
                     raise
 
     def _begin(self) -> bool:
-        """Begins a guess if that is possible now; returns whether it did."""
+        """Begin a guess if that is possible now; return whether it has begun."""
         foresee = self._foresee()
         if foresee is None or self._pause or self._impossible:
             return False
@@ -137,24 +140,24 @@ class EarlySteps:
         return True
 
     def _offer_gradient(self, p: torch.Tensor) -> None:
-        """Passes the parameter's gradient to the guess if the gradient is final."""
+        """Pass the parameter's gradient to the guess if the gradient is final."""
         if self._guess and p.grad is not None and self._fired[id(p)] == self._expected[id(p)]:
             self._guess.add_gradient(self._state_map.param_states[id(p)].index, p.grad, self._ready_events.get(id(p)))
 
     # ---- in step() -------------------------------------------------------------
 
     def before_step(self) -> None:
-        """Starts to count the gradients of the next step. Called at the beginning of step()."""
+        """Start to count the gradients of the next step. Called at the beginning of step()."""
         self._expected, self._fired, self._ready_events, self._impossible = self._fired, Counter(), {}, False
         self._pause = max(0, self._pause - (self._guess is None))
 
     def check(self, taking_part: Participants) -> None:
-        """Undoes a guess that is wrong whatever the gradients are. Call this before anything else uses the engine."""
+        """Undo a guess that is wrong whatever the gradients are. Call this before anything else uses the engine."""
         if self._guess and (why := self._guess.wrong_before(taking_part.params)):
             self.undo(why)
 
     def compare(self, step: PreparedStep) -> None:
-        """Undoes a guess that differs from `step`, which was prepared but has not changed anything yet."""
+        """Undo a guess that differs from `step`, which was prepared but has not changed anything yet."""
         if self._guess:
             try:
                 why = self._guess.wrong(step)
@@ -164,7 +167,7 @@ class EarlySteps:
                 self.undo(why)
 
     def take_guess(self) -> Guess | None:
-        """Removes and returns the guess that compare() left, for the step to continue from; None if there is none."""
+        """Remove and return the guess that compare() left, for the step to continue from; None if there is none."""
         self._stepped = time.perf_counter()
         guess, self._guess = self._guess, None
         if guess:
@@ -174,12 +177,12 @@ class EarlySteps:
         return guess
 
     def note_landed(self, at: float) -> None:
-        """Notes when the step landed: later guesses push the fraction of the tiles in backward that fits there."""
+        """Note when the step landed: later guesses push the fraction of the tiles in backward that fits there."""
         if self._began is not None and self._guess is None:
             self._share = min(1.0, (self._stepped - self._began) / (at - self._began))
 
     def undo(self, why: str) -> None:
-        """Undoes the guess, if there is one. `why`: the reason, as stats() counts it."""
+        """Undo the guess, if there is one. `why`: the reason, as stats() counts it."""
         with self._engine.lock:
             if (guess := self._guess) is None:
                 return
@@ -190,7 +193,7 @@ class EarlySteps:
             self._pause = min(2 ** (self._wrong_in_a_row - 1) - 1, MAX_PAUSE)
 
     def forget_gradients(self) -> None:
-        """Undoes the guess because the gradients are cleared: no step will use them."""
+        """Undo the guess because the gradients are cleared: no step will use them."""
         self.undo("cleared gradients")
         self._fired.clear()
         self._ready_events.clear()

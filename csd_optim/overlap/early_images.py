@@ -40,15 +40,15 @@ class EarlyImages:
             step.ring.begin(step.prepared)
 
     def can_push(self, tile: int) -> bool:
-        """Returns whether the image of this tile has all that a device reads.
+        """Return whether the image of this tile has all that a device reads.
 
-        Not so where states are kept as codes and some parameters of the tile are in host memory.
+        False where states are kept as codes and some parameters of the tile are in host memory.
         """
         rows = self._engine.pieces_of(tile)["param"]
         return not (self._engine.is_coded[tile] and self._step.table["param"][rows].any())
 
     def hold_bytes(self, tile: int) -> int:
-        """Bytes of `hold` for a tile: gradients and new parameters; also the old ones where a device reads them."""
+        """Return a tile's bytes in `hold`: gradients and new parameters, and the old ones where a device reads them."""
         images = 3 if self._is_read(tile) else 2
         return images * IMAGE_BYTES * self._engine.elems_of(tile)
 
@@ -57,7 +57,7 @@ class EarlyImages:
         return any(source is not None and source.param_is_read for source in sources)
 
     def push(self, tile: int, grads: Mapping[int, torch.Tensor], after: Iterable[Any], hold: torch.Tensor) -> None:
-        """Begins to copy and push a tile.
+        """Begin to copy and push a tile.
 
         `grads`: by row. `after`: events after which the gradients are ready. `hold`: hold_bytes(tile) bytes.
         """
@@ -77,7 +77,7 @@ class EarlyImages:
         return self._state_map.by_index[row].source(grad, None)
 
     def _push_when_copied(self, tile: int, slot: StagingBuffer, _: object) -> None:
-        """Waits for the copies and pushes the tile. The last argument keeps the gradients alive until then."""
+        """Wait for the copies and push the tile. The last argument keeps the gradients alive until then."""
         slot.wait()
         if tile in self._old_params:
             self._old_params[tile].copy_(slot.param)
@@ -86,12 +86,12 @@ class EarlyImages:
                 self._engine.push(tile, slot.grad.data_ptr(), slot.param.data_ptr())
 
     def wait(self) -> None:
-        """Returns when the engine has all tiles that were pushed. Raises CSDError."""
+        """Return when the engine has all tiles that were pushed. Raises CSDError."""
         for future in self.push_futures:
             future.result()
 
     def unchanged(self, step: PreparedStep) -> bool:
-        """Returns whether all gradients still equal those pushed, and all parameters those read, byte by byte.
+        """Return whether all gradients still equal those pushed, and all parameters those read, byte by byte.
 
         Raises CSDError.
         """
@@ -114,10 +114,10 @@ class EarlyImages:
                     yield self._old_params[tile][image:].view(source.param.dtype)[:n], source.param[here]
 
     def buffers(self, order: Iterable[int]) -> dict[int, StagingBuffer]:
-        """The buffers of the tiles that were pushed, by tile, in the order of `order`."""
+        """Return the buffers of the tiles that were pushed, by tile, in the order of `order`."""
         return {tile: self._buffers[tile] for tile in order if tile in self._buffers}
 
     def give_up(self) -> None:
-        """Pushes no more tiles. Copies that are queued still run."""
+        """Stop pushing tiles. Copies that are queued still run."""
         with self._push_lock:
             self._active = False

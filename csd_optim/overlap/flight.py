@@ -47,7 +47,7 @@ class Flight:
         launch: Callable[[], np.ndarray[Any, Any]],
         pieces: Pieces,
     ) -> None:
-        """Launches the step by calling `launch`, which returns the step's tiles in flow order.
+        """Launch the step by calling `launch`, which returns the step's tiles in flow order.
 
         Raises what `launch` raises; then nothing is under way.
         """
@@ -76,7 +76,7 @@ class Flight:
         return self._landed.is_set()
 
     def wait(self, rows: Sequence[int]) -> bool:
-        """Waits for parameters, rows of the step's table. Returns True when they have arrived, False if it failed."""
+        """Wait for parameters, rows of the step's table. Returns True when they are there, False if the step failed."""
         self._check_process()
         rows = [row for row in rows if row not in self._near]  # those are up to date
         tiles = self._pieces.tiles_of(rows)
@@ -106,17 +106,17 @@ class Flight:
         wait_for(event)
 
     def owes(self, row: int) -> bool:
-        """Returns whether the gradient is needed until the step is complete: Top-K adds what it left to a residual."""
+        """Return whether the gradient is needed until the step is complete: Top-K adds what it left to a residual."""
         return bool(self.step.table["residual"][row])
 
     def join(self) -> None:
-        """Returns when the step is complete and its commit has begun, or when the step is undone."""
+        """Return when the step is complete and its commit has begun, or when the step is undone."""
         if not self.landed:  # a flight that landed before a fork is fine in the child
             self._check_process()
             self._landed.wait()
 
     def _check_process(self) -> None:
-        """Raises CSDRuntimeError in a forked child, which lacks the thread that lands the step."""
+        """Raise CSDRuntimeError in a forked child, which lacks the thread that lands the step."""
         if self._engine.pid != os.getpid():
             self._engine.check_open()
 
@@ -143,7 +143,7 @@ class Flight:
                 self._progress.notify_all()
 
     def _free_used_gradients(self) -> None:
-        """Frees gradients as soon as they have been used. Raises CSDRuntimeError if one was changed before its use.
+        """Free gradients as soon as they have been used. Raises CSDRuntimeError if one was changed before its use.
 
         On that and any other failure the step is undone.
         """
@@ -172,7 +172,7 @@ class Flight:
             raise
 
     def _note_pulled(self, tile: int) -> None:
-        """Called when the last copies from the image of a tile to its parameters were queued."""
+        """Note that the last copies from the image of a tile to its parameters were queued."""
         rows = [row for row in self._engine.pieces_of(tile)["param"].tolist() if row in self._grads]
         for row in rows:
             if (source := self.step.prepared.get(row)) and source.copy_event:
@@ -185,7 +185,7 @@ class Flight:
                 self._free_gradient(row)
 
     def _free_gradient(self, row: int) -> None:
-        """Frees a gradient that has been used, unless it was changed before, or Top-K needs it until the end."""
+        """Free a gradient that has been used, unless it was changed before, or Top-K needs it until the end."""
         entry = self._grads.get(row)
         if entry and entry[0]._version == entry[1] and not self.owes(row):
             self._grads.pop(row, None)

@@ -24,7 +24,7 @@ def is_fsdp(module: nn.Module) -> bool:
 
 
 def unit(module: nn.Module) -> list[nn.Module]:
-    """The modules whose parameters FSDP gathers together: `module` and those below it that are in no other unit."""
+    """Return the modules whose parameters FSDP gathers together: `module` and those below that are in no other unit."""
     found, stack = [module], [module]
     while stack:
         for child in stack.pop().children():
@@ -35,7 +35,7 @@ def unit(module: nn.Module) -> list[nn.Module]:
 
 
 def groups_of(modules: Iterable[nn.Module]) -> list[Any]:
-    """FSDP's parameter groups of these modules, each once. A group's parameters are gathered together."""
+    """Return FSDP's parameter groups of these modules, each once. A group's parameters are gathered together."""
     found = {}
     for module in filter(is_fsdp, modules):
         state = module._get_fsdp_state()  # type: ignore[operator]
@@ -47,7 +47,7 @@ def groups_of(modules: Iterable[nn.Module]) -> list[Any]:
 
 
 def ours_of(group: Any, ours: Container[int]) -> list[torch.Tensor]:
-    """The shards of a group's parameters whose ids are in `ours`."""
+    """Return the shards of a group's parameters whose ids are in `ours`."""
     return [of_fsdp.sharded_param for of_fsdp in group.fsdp_params if id(of_fsdp.sharded_param) in ours]
 
 
@@ -72,14 +72,14 @@ class GatherNet:
         return self.unshard(*args, **kwargs)
 
     def is_intact(self) -> bool:
-        """Returns whether `unshard` still calls this net, perhaps through the net of another optimizer."""
+        """Return whether `unshard` still calls this net, perhaps through the net of another optimizer."""
         net = self.group.__dict__.get("unshard")
         while isinstance(net, GatherNet) and net is not self:
             net = net.unshard
         return net is self
 
     def remove(self) -> None:
-        """Restores `unshard`. If another optimizer's net wraps this one, this one stays, and no longer waits."""
+        """Restore `unshard`. If another optimizer's net wraps this one, this one stays, and no longer waits."""
         if self.group.__dict__.get("unshard") is self:
             del self.group.unshard
             if isinstance(self.unshard, GatherNet):

@@ -40,7 +40,7 @@ class Guess:
         hold: torch.Tensor,
         pusher: Executor,
     ) -> None:
-        """Begins `step`, which was prepared with the parameters in place of their gradients.
+        """Begin `step`, which was prepared with the parameters in place of their gradients.
 
         `early`: tiles that are pushed as soon as their gradients are final, while `hold` (uint8, 1-D) has room; `late`:
         tiles that step() pushes. Both uint32, in flow order. `pusher`: an executor with one thread.
@@ -70,7 +70,7 @@ class Guess:
     # ---- in backward -----------------------------------------------------------
 
     def add_gradient(self, row: int, grad: torch.Tensor, ready_event: Any) -> None:
-        """Takes a parameter's final gradient, and pushes the tiles that lack no other gradient.
+        """Take a parameter's final gradient, and push the tiles that lack no other gradient.
 
         `ready_event`: after it a gradient on an accelerator is ready. Raises CSDError if the step fails.
         """
@@ -105,12 +105,12 @@ class Guess:
     # ---- in step() -------------------------------------------------------------
 
     def _state_versions(self) -> list[Any]:
-        """Version counters of all states: they change if the program writes to a state."""
+        """Return the version counters of all states: they change if the program writes to a state."""
         windows = [w._version for b in self._state_map.by_index for w in b.windows.values()]
         return [windows, self._engine.decoded.versions()]
 
     def wrong_before(self, params: list[torch.Tensor]) -> str:
-        """Why the guess is wrong, whatever the gradients are; "" if it is not. `params`: those that take part."""
+        """Return why the guess is wrong whatever the gradients are; "" if it is not. `params`: those that take part."""
         plan, places = self.step.plan, self._state_map
         if len(params) != len(plan.params) or any(p is not q for p, q in zip(params, plan.params, strict=True)):
             return "parameters that take part"
@@ -119,7 +119,7 @@ class Guess:
         return "" if places.intact() and self._state_versions() == self._versions_before else "states"
 
     def wrong(self, step: PreparedStep) -> str:
-        """Why the guess differs from `step`, the actual step; "" if it does not. Raises CSDError if it has failed."""
+        """Return why the guess differs from the actual `step`; "" if it does not. Raises CSDError if it has failed."""
         if step.plan is not self.step.plan or step.prepared.keys() != self._far:
             return "parameters that take part"
         if not np.array_equal(step.hypers, self.step.hypers):
@@ -135,7 +135,7 @@ class Guess:
         return "" if unchanged else "gradients"
 
     def keep(self, step: PreparedStep, record: Record | None, order: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Keeps a right guess: writes the held parameters, and pushes the other tiles in `order`. Returns all tiles.
+        """Keep a right guess: write the held parameters, and push the other tiles in `order`. Returns all tiles.
 
         `record`: for the commit. Raises CSDOSError if the store has no room for it; then call undo().
         """
@@ -149,11 +149,11 @@ class Guess:
         return self.tiles
 
     def give_up(self) -> None:
-        """Stops using the engine, which is about to be closed."""
+        """Stop using the engine, which is about to be closed."""
         self._images.give_up()
 
     def undo(self) -> list[Future[None]]:
-        """Undoes a guess that was wrong or failed. Returns futures: when all are done, `hold` may be used again."""
+        """Undo a guess that was wrong or failed. Returns futures: when all are done, `hold` may be used again."""
         self._images.give_up()
         if self._engine.stepping:
             with contextlib.suppress(CSDError):  # the reason why the guess failed, if it did
@@ -162,7 +162,7 @@ class Guess:
 
 
 def _is_plain(grad: torch.Tensor, param_state: ParamState) -> bool:
-    """Returns whether the gradient can be pushed as it lies in memory: dtype, device and element order fit."""
+    """Return whether the gradient can be pushed as it lies in memory: dtype, device and element order fit."""
     if param_state.direct_dtype:
         return grad.dtype is param_state.direct_dtype and grad.is_contiguous() and not grad.is_neg()
     p = param_state.local

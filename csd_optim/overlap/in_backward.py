@@ -112,7 +112,7 @@ class StepsInBackward(ConcurrentMode):
         ]
 
     def _reset(self) -> None:
-        """Resets all state: no step is under way."""
+        """Reset all state: no step is under way."""
         self.active: bool = False
         self._step: PreparedStep | None = None
         self._task, self._over = -1, False  # torch's number of the backward; whether it has ended
@@ -143,7 +143,7 @@ class StepsInBackward(ConcurrentMode):
     # ---- in backward -----------------------------------------------------------
 
     def _on_grad(self, p: torch.Tensor) -> None:
-        """Hook: takes a final gradient. Raises what a step raises, and CSDRuntimeError; then the step is undone."""
+        """Take a final gradient, as a hook. Raises what a step raises, and CSDRuntimeError; then the step is undone."""
         prepare = self._prepare()
         if prepare is None or p.grad is None:
             return
@@ -217,7 +217,7 @@ class StepsInBackward(ConcurrentMode):
             self._hand_over(param_state.index, grad)
 
     def _hand_over(self, row: int, grad: torch.Tensor | None) -> None:
-        """Pushes the tiles that lack no other gradient. For each other tile a copy of its part is kept, not the whole.
+        """Push the tiles that lack no other gradient. For each other tile a copy of its part is kept, not the whole.
 
         `grad` None: the accelerator has used it already.
         """
@@ -243,7 +243,7 @@ class StepsInBackward(ConcurrentMode):
             self._lent_bytes += self._lent[-1].nbytes
 
     def _push(self, tile: int, parts: dict[int, Part]) -> None:
-        """Pushes a tile with the gradients `parts`, by row; its other parameters have no gradient."""
+        """Push a tile with the gradients `parts`, by row; its other parameters have no gradient."""
         pieces = self._engine.pieces_of(tile)
         if tile in self._images:
             assert self._flow
@@ -259,7 +259,7 @@ class StepsInBackward(ConcurrentMode):
         del self._to_push[tile]
 
     def _sources_of(self, rows: list[int], parts: dict[int, Part]) -> dict[int, GradSource]:
-        """The gradient sources, by row, of a tile that travels through a staging buffer."""
+        """Return the gradient sources, by row, of a tile that travels through a staging buffer."""
         assert self._step
         sources = {}
         for row in rows:
@@ -276,7 +276,7 @@ class StepsInBackward(ConcurrentMode):
         self._lent_bytes -= self._to_copy.pop(tile)
 
     def _let_go(self) -> None:
-        """Frees gradients that were used or copied; waits while more than `most` bytes are in flight.
+        """Free gradients that were used or copied; wait while more than `most` bytes are in flight.
 
         Raises CSDOSError.
         """
@@ -290,7 +290,7 @@ class StepsInBackward(ConcurrentMode):
         self._waited += time.perf_counter() - began
 
     def ended(self, task: int, *, whole: bool) -> None:
-        """Notes that a backward has ended (`whole`) or failed; undoes the step of one that failed."""
+        """Note that a backward has ended (`whole`) or failed; undo the step of one that failed."""
         if task == self._task and not self._over:
             self._over = whole
             if not whole:
@@ -299,12 +299,12 @@ class StepsInBackward(ConcurrentMode):
     # ---- what is asked of a step under way -----------------------------------------
 
     def wait(self, params: Iterable[torch.Tensor]) -> None:
-        """Called before these parameters are read: see Arrivals. Raises CSDRuntimeError if one may have changed."""
+        """Prepare to read these parameters: see Arrivals. Raises CSDRuntimeError if one may have changed."""
         if any(id(p) in self._taken for p in params):
             self.settle()
 
     def settle(self) -> None:
-        """Returns when no step is under way. Undoes one whose gradients were cleared, and which step() cannot take.
+        """Return when no step is under way. Undoes one whose gradients were cleared, and which step() cannot take.
 
         Raises CSDRuntimeError if step() can still take it.
         """
@@ -317,7 +317,7 @@ class StepsInBackward(ConcurrentMode):
             self.abandon()
 
     def _wait_for_failure(self) -> None:
-        """Waits until backward has ended. If it failed, a thread of autograd undoes the step, perhaps a bit later."""
+        """Wait until backward has ended. If it failed, a thread of autograd undoes the step, perhaps a bit later."""
         if torch._C._current_graph_task_id() < 0:  # not in a backward
             self._gone.wait()
             with self._engine.lock:  # abandon() replaces `_gone` by a set one before it undoes the step under this lock
@@ -331,11 +331,11 @@ class StepsInBackward(ConcurrentMode):
         return False
 
     def _cleared(self) -> bool:
-        """Returns whether all gradients were set to None, as model.zero_grad() does."""
+        """Return whether all gradients were set to None, as model.zero_grad() does."""
         return all(taken.param_state.param.grad is None for taken in self._taken.values())
 
     def abandon(self) -> None:
-        """Undoes the step: parameters and states are those before backward; gradients that were taken are lost."""
+        """Undo the step: parameters and states are those before backward; gradients that were taken are lost."""
         with self._engine.lock, torch.no_grad():
             step, taken, flow = self._step, self._taken, self._flow
             if step is None:
@@ -371,7 +371,7 @@ class StepsInBackward(ConcurrentMode):
         return self._step is not None
 
     def before_step(self, *, skips: bool, scaled: bool) -> None:
-        """Undoes the step, and raises CSDRuntimeError, if step() cannot take it: see _wrong()."""
+        """Undo the step, and raise CSDRuntimeError, if step() cannot take it: see _wrong()."""
         if self._spans:
             self._spans.append_spans()
         self._wait_for_failure()
@@ -382,7 +382,7 @@ class StepsInBackward(ConcurrentMode):
             raise CSDRuntimeError(f"overlap(free_gradients=True) cannot take this step, and it is undone: {why}")
 
     def _wrong(self, *, scaled: bool) -> str:
-        """Why step() cannot take the step under way; "" if it can."""
+        """Return why step() cannot take the step under way; "" if it can."""
         groups = self._groups()
         has_grad = [
             (name_of(groups, k, i), p)
@@ -412,7 +412,7 @@ class StepsInBackward(ConcurrentMode):
         return ""
 
     def end_step(self, record: Record | None) -> None:
-        """Completes the step with the tiles that were not pushed in backward; undoes it if that fails."""
+        """Complete the step with the tiles that were not pushed in backward; undo it if that fails."""
         step, engine = self._step, self._engine
         assert step is not None
         self._early_elems = sum(map(engine.elems_of, self._tiles))
@@ -467,7 +467,7 @@ class _Pass:
 
 
 def cannot_free(groups: Groups, options: GradOptions, max_grad_norm: float | None) -> str:
-    """Why gradients cannot be freed in backward; "" if they can."""
+    """Return why gradients cannot be freed in backward; "" if they can."""
     if max_grad_norm is not None:
         return "max_grad_norm is set, and the norm of all gradients is known only when backward is over"
     if options.topk is not None or any(group.get("topk") is not None for group in groups):

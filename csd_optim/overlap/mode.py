@@ -34,14 +34,14 @@ class ConcurrentMode(InStep):
         self._wrap_groups()
 
     def _trainable_params(self) -> list[torch.Tensor]:
-        """Each parameter that requires a gradient, once: a group may list it twice."""
+        """Return each parameter that requires a gradient, once: a group may list it twice."""
         return list({id(p): p for _, _, p in members(self._groups()) if p.requires_grad}.values())
 
     def wait(self, params: Iterable[torch.Tensor]) -> None:
         raise NotImplementedError
 
     def _wrap_groups(self) -> None:
-        """Makes iterating over a group's parameters wait for them, too."""
+        """Make iterating over a group's parameters wait for them, too."""
         for group in self._groups():
             if not isinstance(group["params"], WaitingList):
                 group["params"] = WaitingList(group["params"], self)
@@ -56,11 +56,11 @@ class ConcurrentMode(InStep):
             group["params"] = list(group["params"])
 
     def abandon(self) -> None:
-        """Ends the step under way without an error, because no caller is left to hear of one."""
+        """End the step under way without an error, because no caller is left to hear of one."""
         raise NotImplementedError
 
     def remove_if_dropped(self) -> bool:
-        """Ends this mode if its optimizer was dropped, so that no other call can end it. Returns whether it was."""
+        """End this mode if its optimizer was dropped, so that no other call can end it. Returns whether it was."""
         if self._groups():
             return False
         self.abandon()

@@ -13,7 +13,7 @@ NEVER = np.iinfo(np.int64).max  # rank of a parameter that no noted forward has 
 
 
 def last_places(pieces: Pieces, n_params: int, flow: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """For each parameter, by row: the index in `flow`, a sequence of tiles, of the last tile with a piece of it.
+    """Return, for each parameter by row, the index in `flow`, a sequence of tiles, of the last tile with a piece of it.
 
     -1 if no tile of `flow` has any.
     """
@@ -25,7 +25,7 @@ def last_places(pieces: Pieces, n_params: int, flow: np.ndarray[Any, Any]) -> np
 
 
 def by_next_use(pieces: Pieces, n_params: int, uses: Mapping[int, int]) -> np.ndarray[Any, Any]:
-    """A rank for each tile, int64: that of its parameter that is used first. `uses`: rank of each parameter, by row."""
+    """Return each tile's rank, int64: that of its parameter that is used first. `uses`: parameters' ranks, by row."""
     rank_of = np.full(n_params, NEVER)
     rank_of[[*uses]] = [*uses.values()]
     ranks = np.full(pieces.n_tiles, NEVER)
@@ -34,7 +34,7 @@ def by_next_use(pieces: Pieces, n_params: int, uses: Mapping[int, int]) -> np.nd
 
 
 def split_for_backward(flow: np.ndarray[Any, Any], share: float) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Divides tiles, given in the order of use, into those for backward and those for step(), each in flow order.
+    """Divide tiles, given in the order of use, into those for backward and those for step(), each in flow order.
 
     Backward gets the fraction `share` of every layer, last layer first. The next forward then finds that fraction of
     each layer done, and waits for the rest of one layer at a time.

@@ -103,7 +103,7 @@ class Overlap(ConcurrentMode):
     # ---- step() ----------------------------------------------------------------
 
     def before_step(self, *, skips: bool, scaled: bool) -> None:
-        """Ends the last step. From here on only a guess at the new step may be under way."""
+        """End the last step. From here on only a guess at the new step may be under way."""
         if self._spans:
             self._spans.append_spans()
         self._agree()
@@ -131,7 +131,7 @@ class Overlap(ConcurrentMode):
         return can
 
     def _fly(self, step: PreparedStep, record: Record | None) -> None:
-        """Launches the step. Raises what a step raises; with several ranks, the next meeting raises it."""
+        """Launch the step. Raises what a step raises; with several ranks, the next meeting raises it."""
         engine, reached = self._engine, self._reached()
         self._wrap_groups()
         self._note_order()
@@ -171,12 +171,12 @@ class Overlap(ConcurrentMode):
             self._state_map.by_index[row].mark_synced()
 
     def _undo_early(self, why: str) -> None:
-        """Undoes a step that began in backward. `why`: for stats()."""
+        """Undo a step that began in backward. `why`: for stats()."""
         if self._early:
             self._early.undo(why)
 
     def clear_gradients(self, *, set_to_none: bool) -> bool:
-        """Sets gradients to None itself while a step goes on; waits for that step if they are to become zeros."""
+        """Set gradients to None here while a step goes on; wait for that step if they are to become zeros."""
         if not set_to_none:
             self._undo_early("other calls")
             self.land()
@@ -189,7 +189,7 @@ class Overlap(ConcurrentMode):
         return True
 
     def _reached(self) -> Set[int]:
-        """Ids of the parameters whose readers wait; none, with a warning, if the model has changed."""
+        """Return the ids of the parameters whose readers wait; none, with a warning, if the model has changed."""
         if self._nets.intact():
             return self._nets.reached
         if not self._warned:
@@ -205,14 +205,14 @@ class Overlap(ConcurrentMode):
     # ---- order -----------------------------------------------------------------
 
     def _note_order(self) -> None:
-        """Called after a forward: from now on tiles flow in the order in which it used their parameters."""
+        """Make tiles flow, from now on, in the order in which the last forward used their parameters."""
         if self._use_order:
             self._engine.tile_rank = by_next_use(self._pieces_now(), self._engine.n_params, self._use_order)
             self._forwards_to_note -= 1
         self._use_order = {} if self._forwards_to_note else None
 
     def _may_begin(self) -> Pieces | None:
-        """Called in backward: returns the pieces if the order of use is known and no step is under way, else None."""
+        """Return, in backward, the pieces if the order of use is known and no step is under way, else None."""
         if self._engine.tile_rank is None or (self._flight and (not self._flight.landed or self._flight.failure)):
             return None
         self.land()
@@ -227,7 +227,7 @@ class Overlap(ConcurrentMode):
     # ---- waiting ---------------------------------------------------------------
 
     def wait(self, params: Iterable[torch.Tensor]) -> None:
-        """Returns when these parameters have arrived. Raises what land() raises. See Arrivals."""
+        """Return when these parameters have arrived. Raises what land() raises. See Arrivals."""
         places = self._state_map.param_states
         rows = [places[id(p)].index for p in params if id(p) in places]
         if self._use_order is not None:
@@ -246,7 +246,7 @@ class Overlap(ConcurrentMode):
         self._waited += time.perf_counter() - began
 
     def _before_grad(self, to: weakref.ref[torch.Tensor], _: torch.Tensor) -> None:
-        """Hook: a gradient is about to be accumulated. Waits while the step still reads the one in `p.grad`."""
+        """Wait, as a hook before a gradient is accumulated, while the step still reads the one in `p.grad`."""
         p = to()
         if not (self.active and self._flight) or p is None:
             return
@@ -262,7 +262,7 @@ class Overlap(ConcurrentMode):
             self.wait([p])
 
     def land(self) -> None:
-        """Returns when no step is under way on this rank. If it has failed, it is undone, and this raises why, once.
+        """Return when no step is under way on this rank. If the last one failed, it is undone; this raises why, once.
 
         With several ranks none of them raises alone: see together.py.
         """
@@ -278,7 +278,7 @@ class Overlap(ConcurrentMode):
                 self._note_outcome(flight.step, flight.failure)
 
     def _note_outcome(self, step: PreparedStep, failure: BaseException | None) -> None:
-        """Notes that a step is complete here or has failed. Raises why, unless other ranks have to be told first."""
+        """Note that a step is complete here or has failed; raise why, unless other ranks have to be told first."""
         if self._together:
             self._together.note_outcome(step, failure)
             self.active |= failure is not None  # so that saving the parameters raises it: see settle()
@@ -286,7 +286,7 @@ class Overlap(ConcurrentMode):
             raise failure
 
     def settle(self) -> None:
-        """As land(); with several ranks also raises why a step failed here, before they have met."""
+        """Do as land(); with several ranks also raise why a step failed here, before they have met."""
         self.land()
         if self._together:
             self._together.raise_failure()
@@ -296,7 +296,7 @@ class Overlap(ConcurrentMode):
         self._agree() if collective else self.settle()
 
     def _agree(self) -> None:
-        """As land(), but for all ranks: a collective, which raises on all of them if the step failed on any."""
+        """Do as land(), but for all ranks: a collective, which raises on all of them if the step failed on any."""
         self.land()
         if self._together:
             try:

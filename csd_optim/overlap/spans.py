@@ -43,7 +43,7 @@ class ModelSpans:
         self._first = self._first or self._last
 
     def append_spans(self) -> None:
-        """Appends the spans of a forward and a backward, which has made its last gradient."""
+        """Append the spans of a forward and a backward, which has made its last gradient."""
         if self._entered and self._first:
             self._spans.append(("forward", self._entered, self._first))
         if self._first:

@@ -21,7 +21,7 @@ from ..step.run import StepRunner
 
 
 def check_ranks(groups: Groups, state_map: StateMap, *, backward: bool) -> None:
-    """Raises CSDRuntimeError if overlap() does not support these options with several ranks.
+    """Raise CSDRuntimeError if overlap() does not support these options with several ranks.
 
     `backward`: steps begin in backward.
     """
@@ -48,16 +48,16 @@ class Together:
         self._unagreed: tuple[PreparedStep, BaseException | None] | None = None
 
     def all_can(self, can: bool) -> bool:
-        """Returns whether all ranks can launch their step. A collective."""
+        """Return whether all ranks can launch their step. A collective."""
         return all(there for (there,) in self._ranks.gather(can))
 
     def note_outcome(self, step: PreparedStep, failure: BaseException | None) -> None:
-        """Notes that a launched step has ended here: it is complete, or `failure` made it undo its states."""
+        """Note that a launched step has ended here: it is complete, or `failure` made it undo its states."""
         step.prepared = {}  # frees gradients, which are no longer needed
         self._unagreed = step, failure
 
     def raise_failure(self) -> None:
-        """Raises the failure of the last step here, as long as the ranks have not met.
+        """Raise the failure of the last step here, as long as the ranks have not met.
 
         Called before parameters are saved, since they may not be those of a complete step.
         """
@@ -65,7 +65,7 @@ class Together:
             raise failure
 
     def agree(self) -> None:
-        """Agrees on the last step, a collective. If the step failed on any rank, it is undone on all of them.
+        """Agree on the last step, a collective. If the step failed on any rank, it is undone on all of them.
 
         Then this raises on all ranks: the failure where it happened, CSDRankError elsewhere.
         """
@@ -82,14 +82,14 @@ class Together:
             self._finalize()
 
     def leave(self) -> None:
-        """Ends the meetings of this rank: a step that failed here is undone here."""
+        """End the meetings of this rank: a step that failed here is undone here."""
         if self._unagreed and self._unagreed[1] and not self._engine.closed:
             with contextlib.suppress(CSDError):
                 self._take_back(self._unagreed[0])
         self._finalize()
 
     def _finalize(self) -> None:
-        """Frees what was kept to undo the last step, which is final now."""
+        """Free what was kept to undo the last step, which is final now."""
         if self._unagreed and (near := self._unagreed[0].near):
             near.end()
         self._unagreed = None

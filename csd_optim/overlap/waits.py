@@ -330,7 +330,7 @@ class Nets:
         return [p for p in dict.values(module.__dict__["_parameters"]) if id(p) in self.reach.ours]
 
     def _hidden(self, modules: list[nn.Module]) -> set[int]:
-        """Ids of the parameters that are read below Python (TorchScript), or under another name (FSDP1)."""
+        """Return the ids of the parameters that are read below Python (TorchScript), or under another name (FSDP1)."""
         return {id(p) for m in modules if is_script(m) or is_fsdp1(m) for p in m.parameters()}
 
     def _cover(self, owned: dict[nn.Module, list[torch.Tensor]]) -> dict[nn.Module, list[Cover]]:
@@ -421,7 +421,7 @@ def is_script(module: nn.Module) -> bool:
 
 
 def compiled_parts(module: nn.Module) -> dict[str, Callable[..., Any]]:
-    """The compiled callables of this module, by the attribute through which they are called.
+    """Return the compiled callables of this module, by the attribute through which they are called.
 
     They come from `module.compile()`, from `torch.compile(module)`, whose result is a module, too, or from a compiled
     `forward`.
