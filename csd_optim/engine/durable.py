@@ -224,7 +224,7 @@ class DurableCommitter(Committer):
         return all_ranks_or_none(self.ranks)
 
     def commit(self, record: Record | None = None, *, clean: bool = False, background: bool = True) -> None:
-        """Commit as Engine.commit(), in the `background` or before this returns. `clean`: the store is closed next."""
+        """Commit as Engine.commit() does, in the `background` or before returning. `clean`: the store closes next."""
         engine = self._engine
         engine.check_whole()
         self._background.wait()

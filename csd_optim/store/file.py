@@ -244,7 +244,7 @@ class StoreFile:
             return False
 
     def _replace(self) -> None:
-        """Replace the store to be overwritten by an empty file.
+        """Put an empty file in the place of the store to be overwritten.
 
         Called only when the first byte is about to be written. The file is a new one, because other processes may
         still read the old one.
