@@ -6,8 +6,8 @@
 
 First the engine is compared with torch.optim.AdamW. Then, by turns, for each number of update threads:
 
-    engine    a step on a device that completes at once (AtOnce): every tile lies in memory, is verified, updated and
-              checksummed, and its write is discarded. A tmpfs would copy every byte twice more
+    engine    a step on a device that completes at once (EngineWithoutDrive): every tile lies in memory, is verified,
+              updated and checksummed, and its write is discarded. A tmpfs would copy every byte twice more
     verify    the same without gradients: tiles are only fetched from memory and verified
     wake-ups  as many tiles and requests as on drives, but tiny ones: threads, locks, system calls, Python
     memory    as many bytes of memory, read and written back in place
@@ -48,7 +48,7 @@ from csd_optim.cli.benchmark import DISK_BYTES, DTYPES, MEMORY_BYTES, WARM_UP
 from csd_optim.cli.measure import Memory
 from csd_optim.devices import machine
 from csd_optim.devices.spec import parse_devices
-from csd_optim.engine.at_once import HYPERS, AtOnce
+from csd_optim.engine.engine_rate import HYPERS, EngineWithoutDrive
 from csd_optim.optim.adamw import ADAMW
 from csd_optim.store.layout import GRAIN, SUM_ELEMS, TILE_ELEMS
 from csd_optim.store.sections import EIGHT_BIT, SECTIONS, slot_of
@@ -90,7 +90,7 @@ def main() -> None:
 def same_bits(dtype: torch.dtype) -> None:
     """Verify that the engine without a drive gives the parameters that CSDAdam gives."""
     p = torch.nn.Parameter(torch.zeros(300_001, dtype=dtype))
-    with CSDAdam([p], devices=["file:"]) as opt, AtOnce(p.numel(), dtype) as engine:
+    with CSDAdam([p], devices=["file:"]) as opt, EngineWithoutDrive(p.numel(), dtype) as engine:
         for t in range(1, 6):
             p.grad = torch.randn(p.numel()).to(dtype)
             engine.grad.copy_(p.grad)
@@ -150,8 +150,10 @@ def engine_rows(arguments: argparse.Namespace) -> list[Row]:
     params, dtype = arguments.params, DTYPES[arguments.dtype]
     memory, rows = Memory(arguments.memory), []
     with contextlib.ExitStack() as stack:
-        engine = stack.enter_context(AtOnce(params, dtype))
-        tiny = stack.enter_context(AtOnce(TILES * TINY, dtype, kept=False, tile_elems=TINY, block_bytes=TINY))
+        engine = stack.enter_context(EngineWithoutDrive(params, dtype))
+        tiny = stack.enter_context(
+            EngineWithoutDrive(TILES * TINY, dtype, cached=False, tile_elems=TINY, block_bytes=TINY)
+        )
         engine.grad.normal_()
         for threads in arguments.threads:
             say(f"{threads} thread(s) ...")

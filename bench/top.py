@@ -6,12 +6,12 @@
 It times steps of a model so small that only the fixed costs of a step count. Each step is durable before the next one
 begins. Three ways take turns:
 
-    silent      without reports: Reports.tell() is removed, which a real training never does
+    silent      without reports: Reports.report() is removed, which a real training never does
     told        as always: each step writes a report to a file beside each store
     watched     the same while `csd-optim top` looks ten times a second
 
 It reports the seconds of a step, wall and CPU, as medians with quartiles; the ratio of each turn to the silent one next
-to it; and the time of Reports.tell() by itself. --json prints schema csd_optim.bench.top/1.
+to it; and the time of Reports.report() by itself. --json prints schema csd_optim.bench.top/1.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main() -> None:
                         wall, process = turn(opt, p, arguments.steps)
                     seconds[way].append(wall)
                     cpu[way].append(process)
-            with mock.patch.object(Reports, "tell", timed(Reports.tell, told)):
+            with mock.patch.object(Reports, "report", timed(Reports.report, told)):
                 turn(opt, p, arguments.steps)
     rows = [
         {
@@ -71,7 +71,7 @@ def main() -> None:
     for row in rows:
         say(f"{row['way']:8} {spread(row['seconds'], 1e6)} us a step, {spread(row['cpu_seconds'], 1e6)} of CPU time, ")
         say(f"         {spread(row['ratio_to_silent'], 1)} times the silent one")
-    say(f"Reports.tell(), on {arguments.devices} devices: {spread(told, 1e6)} us, beside the next forward")
+    say(f"Reports.report(), on {arguments.devices} devices: {spread(told, 1e6)} us, beside the next forward")
     if arguments.json:
         print(json.dumps({"schema": "csd_optim.bench.top/1", "machine": facts, "rows": rows, "tell_seconds": told}))
 
@@ -82,7 +82,7 @@ class watching:
     def __init__(self, way: str, devices: list[Path]) -> None:
         command = [sys.executable, "-m", "csd_optim", "top", *map(str, devices), "--json", "--interval", "0.1"]
         self._command = command if way == "watched" else None
-        self._silent = mock.patch.object(Reports, "tell", return_value=None) if way == "silent" else None
+        self._silent = mock.patch.object(Reports, "report", return_value=None) if way == "silent" else None
 
     def __enter__(self) -> None:
         if self._silent:

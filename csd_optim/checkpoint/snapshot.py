@@ -201,7 +201,7 @@ def save(engine: Engine, path: Path, progress: Progress, *, wait: bool) -> Savin
             raise CSDOSError(e.errno, f"cannot make {path}: {e.strerror}") from e
         path = path / f"rank-{committer.ranks.rank}"
     committer.flush()
-    recovered = committer.committed()
+    recovered = committer.read_committed()
     made = Snapshot(recovered, path)
     give_up = threading.Event()
     done: Future[Path] = Future()
@@ -211,8 +211,8 @@ def save(engine: Engine, path: Path, progress: Progress, *, wait: bool) -> Savin
 
     def gate() -> None:
         # Leave the drive to training while a step is in flight, unless a step is waiting for this copy.
-        while engine.stepping and not (pin.wanted.is_set() or give_up.is_set()):
-            pin.wanted.wait(PAUSE)
+        while engine.stepping and not (pin.hurry.is_set() or give_up.is_set()):
+            pin.hurry.wait(PAUSE)
         if give_up.is_set():
             raise CSDRuntimeError(f"saving {path} was given up; nothing of it is left")
 

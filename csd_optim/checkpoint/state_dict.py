@@ -163,7 +163,7 @@ def load(paths: Paths) -> dict[str, Any]:
                 windows[row, section] = window.as_strided(p["shape"], p["stride"])
         # The tensors stay mapped from the files after the engine is closed; the keeper keeps these locked.
         keeper = _Keeper(Path(c.path) for c in engine.recovered)
-        engine.windows.hold(keeper)
+        engine.windows.keep_alive(keeper)
         for residual in residuals_of(engine.recovered):
             p, values = first.manifest["params"][residual.row], np.zeros(0, np.int16)
             if residual.size:

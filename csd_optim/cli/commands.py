@@ -496,7 +496,7 @@ def plan(
             "is needed with --owners, --trainer-link, --owner-link and --route", param_hint="--trainers"
         )
     with reported():
-        from ..engine import at_once
+        from ..engine.engine_rate import engine_rate
         from ..planning import advice, model, ranks
         from . import benchmark
         from .facts import measured_request, planned_placement
@@ -539,7 +539,7 @@ def plan(
         if names:
             request = measured_request(request, names)
         if not cpu:
-            rate = at_once.engine_rate(benchmark.DTYPES[dtype], state_dtype, sections, hyper)
+            rate = engine_rate(benchmark.DTYPES[dtype], state_dtype, sections, hyper)
             request = replace(request, host=replace(request.host, update=rate), cpu_measured=True)
         if trainers:
             fleet = ranks.Fleet(trainers, owners, parse_link(trainer_link), parse_link(owner_link))

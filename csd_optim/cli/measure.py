@@ -20,7 +20,7 @@ from ..bindings import DeviceConfig
 from ..devices.smartssd import find as find_card
 from ..devices.spec import DeviceSpec
 from ..devices.xclbin import find_kernels
-from ..engine.at_once import HYPERS
+from ..engine.engine_rate import HYPERS
 from ..engine.tuning import Scratch, huge_array
 from ..errors import CSDOSError
 

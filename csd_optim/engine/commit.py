@@ -52,7 +52,7 @@ class CommitJob:
     steps: np.ndarray[Any, Any]  # `step` of each parameter
     record: Record
     new_residuals: dict[int, torch.Tensor]  # by parameter: the residuals to be written
-    after: dict[torch.device, Any]  # by accelerator: an event after which its residuals have the values to be written
+    ready_events: dict[torch.device, Any]  # by accelerator: an event after which its residuals have these values
     spaces: Spaces  # of the unchanged residuals; stage() adds the written ones
 
     @property
@@ -73,20 +73,18 @@ class CommitJob:
             engine.wait_writes()
         tiles = [engine.tiles_of(extent) for extent in engine.extents]
         if self.new_residuals:
-            write = self.residuals.write
-            for written in in_parallel(
-                [functools.partial(write, d, store, self.new_residuals, self.after) for d, store in self.stores.items()]
-            ):
+            write, new = self.residuals.write, (self.new_residuals, self.ready_events)
+            for written in in_parallel([functools.partial(write, d, store, *new) for d, store in self.stores.items()]):
                 self.spaces.update(written)
         written_bytes = engine.written_bytes()
         staged = []
         for d, store in self.stores.items():
-            parts = [
-                pack_tiles(about, states[extent.devices == d], sums[extent.devices == d])
-                for extent, about, (states, sums) in zip(engine.extents, self.extents_on[d], tiles, strict=True)
+            tables = [
+                pack_tiles(entry, states[extent.devices == d], sums[extent.devices == d])
+                for extent, entry, (states, sums) in zip(engine.extents, self.extents_on[d], tiles, strict=True)
             ]
-            here = [self.spaces[param] for param in sorted(self.spaces) if self.residuals.rooms[param].device == d]
-            table = pack_table(parts, self.steps, replace(self.record, written_bytes=written_bytes[d]), here)
+            spaces = [self.spaces[param] for param in sorted(self.spaces) if self.residuals.rooms[param].device == d]
+            table = pack_table(tables, self.steps, replace(self.record, written_bytes=written_bytes[d]), spaces)
             staged.append(store.stage(replace(self.superblock, device=d), self.manifests.get(d), table))
         return staged
 
@@ -160,11 +158,11 @@ class Background:
         """Wait until the last work is done. Raises CSDOSError if it failed; every call tries again."""
         if self._work is None:
             return
-        again = self._running is None  # the work failed before, or was never started
+        retry = self._running is None  # the work failed before, or was never started
         if self._running:
             wait([self._running])  # an interrupt (KeyboardInterrupt) here leaves the work running
-            again, self._running = self._running.exception() is not None, None
-        if again:
+            retry, self._running = self._running.exception() is not None, None
+        if retry:
             try:
                 self._work(lambda calls: [call() for call in calls])
             except CSDLostError:
@@ -197,4 +195,4 @@ class Pin:
 
     sequence: float  # of the commit; whatever follows a later commit overwrites its slots
     done: Future[Any]  # completes when the copy is finished
-    wanted: threading.Event = field(default_factory=threading.Event)  # set when somebody waits for the copy
+    hurry: threading.Event = field(default_factory=threading.Event)  # set when somebody waits for the copy

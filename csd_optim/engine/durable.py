@@ -26,7 +26,7 @@ from .manifests import Manifests
 from .reports import Reports
 from .residuals import Residuals, Room
 
-NOWHERE = Region(0, 0, 0, 0)
+NO_REGION = Region(0, 0, 0, 0)
 
 
 class DurableCommitter(Committer):
@@ -65,9 +65,9 @@ class DurableCommitter(Committer):
         self._round_step = 0  # the step of that round
         self._unconfirmed: Commit | None = None  # the last round's commit, until confirm()
         self._record_before = engine.record  # the record of the round before the unconfirmed one
-        self._went_back = False  # a round was undone whose copy 0 may be on the disk
+        self._round_withdrawn = False  # a round was undone whose copy 0 may be on the disk
         self._within_loading = False  # inside loading()
-        self._loading = False  # the next commit is a round, even if the step is that of the last round
+        self._force_round = False  # the next commit is a round, even if the step is that of the last round
         self._loaded_record: Record | None = None  # to be committed with the states that are being loaded
 
     def adopt_commit(self, recovered: Sequence[Contents]) -> None:
@@ -111,7 +111,7 @@ class DurableCommitter(Committer):
             raise CSDValueError(f"residual is {tuple(residual.shape)} {residual.dtype}, not dense ({numel},) bfloat16")
         self._background.wait()  # the commit may still be allocating space
         self._residuals.make_room(param, numel, engine.devices.stores)
-        self._residuals.replaced(param)
+        self._residuals.mark_replaced(param)
         self._manifests.written &= param in engine.residuals
         self._changed = True
 
@@ -119,7 +119,7 @@ class DurableCommitter(Committer):
         self._manifests.written, self._changed = False, True
 
     def adopt_residuals(self, residuals: Mapping[int, torch.Tensor]) -> None:
-        self._residuals.seen(residuals)
+        self._residuals.mark_committed(residuals)
 
     def before_stats(self) -> None:
         if self._engine.residuals:
@@ -138,7 +138,7 @@ class DurableCommitter(Committer):
         if self.uncommitted:
             self.commit()
         self._background.wait()  # this step overwrites the slots of the commit before the last one
-        self.make_way()
+        self.wait_for_pins()
         self.reserve(record)
         tiles = super().before_step(tiles, record)
         if engine.slots == 1 and not engine.windows.loose[tiles].all():
@@ -163,15 +163,15 @@ class DurableCommitter(Committer):
         if self._unconfirmed:
             self._engine.record = self._record_before
             self._unconfirmed, self._round, self._round_step = None, self._round - 1, self._engine.step
-        self.uncommitted = self._went_back = True
+        self.uncommitted = self._round_withdrawn = True
 
     def reserve(self, record: Record | None) -> None:
         record = record or self._engine.record
         spare = 64  # `written_bytes` may have some digits more
-        rest = 8 * self._engine.n_params + len(record.head()) + len(record.user_state) + spare
-        rest += RESIDUAL_ENTRY.itemsize * len(self._engine.residuals)
+        size = 8 * self._engine.n_params + len(record.head()) + len(record.user_state) + spare
+        size += RESIDUAL_ENTRY.itemsize * len(self._engine.residuals)
         for d, store in self._stores.items():
-            store.reserve("table", self._manifests.tiles_bytes[d] + rest)
+            store.reserve("table", self._manifests.tiles_bytes[d] + size)
             if not self._manifests.written:
                 store.reserve("manifest", len(self._manifests.pack(d, self._rooms)))
 
@@ -190,17 +190,17 @@ class DurableCommitter(Committer):
 
     # ---- copies of the last commit, such as snapshots ----------------------------
 
-    def make_way(self) -> None:
+    def wait_for_pins(self) -> None:
         """Wait until nobody copies the slots that will be overwritten next."""
         for pin in self.pins:
             if self._sequence > pin.sequence:
-                pin.wanted.set()
+                pin.hurry.set()
                 wait([pin.done])
         self.pins = [pin for pin in self.pins if not pin.done.done()]
 
     def end_copies(self) -> None:
         for pin in (pins := [*self.pins]):
-            pin.wanted.set()
+            pin.hurry.set()
         wait([pin.done for pin in pins])
 
     # ---- commits -------------------------------------------------------------------
@@ -218,7 +218,7 @@ class DurableCommitter(Committer):
     @property
     def _makes_round(self) -> bool:
         """Whether the next commit is a round."""
-        return self.ranks is not None and (self._loading or self._engine.step != self._round_step)
+        return self.ranks is not None and (self._force_round or self._engine.step != self._round_step)
 
     def all_ranks_or_none(self) -> contextlib.AbstractContextManager[object]:
         return all_ranks_or_none(self.ranks)
@@ -236,40 +236,41 @@ class DurableCommitter(Committer):
         commit = Commit(self._job(clean=clean, round=self._round + makes_round))
         if makes_round:
             self._unconfirmed = commit
-        self._round, self._round_step, self._loading = self._round + makes_round, engine.step, False
-        self._manifests.written, self.uncommitted, self._went_back = True, False, False
+        self._round, self._round_step, self._force_round = self._round + makes_round, engine.step, False
+        self._manifests.written, self.uncommitted, self._round_withdrawn = True, False, False
         self._committed_steps = commit.job.steps
-        self._residuals.seen(engine.residuals)
+        self._residuals.mark_committed(engine.residuals)
         engine.windows.before_commit()
         run = self._background.start if background else self._background.run
-        run(f"step {engine.step}", partial(self._prepare if makes_round else self._alone, commit))
+        run(f"step {engine.step}", partial(self._prepare if makes_round else self._commit_alone, commit))
 
     def _job(self, *, clean: bool, round: int) -> CommitJob:
         """Return what the next commit contains, as of now."""
         engine, stores, rooms = self._engine, self._stores, self._rooms
         if changed := self._residuals.changed(engine.residuals):
-            self.make_way()
-        far = {r.device for r in changed.values() if is_on_accelerator(r)}
+            self.wait_for_pins()
+        accelerators = {r.device for r in changed.values() if is_on_accelerator(r)}
         self._sequence += 1
-        what = self.store_id, 0, len(engine.devices.specs), self._sequence, engine.step, CLEAN * clean
+        header = self.store_id, 0, len(engine.devices.specs), self._sequence, engine.step, CLEAN * clean
         return CommitJob(
             engine,
             self._residuals,
             stores,
-            superblock=Superblock(*what, NOWHERE, NOWHERE, self._manifests.version(rooms), round),
+            superblock=Superblock(*header, NO_REGION, NO_REGION, self._manifests.version(rooms), round),
             manifests={} if self._manifests.written else {d: self._manifests.pack(d, rooms) for d in stores},
             extents_on={d: [*self._manifests.extents_on[d]] for d in stores},
             steps=engine.all_steps(),
             record=engine.record,
             new_residuals=changed,
-            after={d: record_event(torch.accelerator.current_stream(d)) for d in far},  # the kernels that write to them
+            # After the kernels that write to them.
+            ready_events={d: record_event(torch.accelerator.current_stream(d)) for d in accelerators},
             spaces={param: self._residuals.committed[param] for param in rooms if param not in changed},
         )
 
     def _prepare(self, commit: Commit, in_parallel: InParallel) -> None:
         commit.prepare(in_parallel)
         if commit.job.step:
-            self._reports.tell(
+            self._reports.report(
                 self._engine,
                 self._stores,
                 self._engine.current_stats(),
@@ -279,12 +280,12 @@ class DurableCommitter(Committer):
                 world_size=self.ranks.size if self.ranks else 1,
             )
 
-    def _alone(self, commit: Commit, in_parallel: InParallel) -> None:
+    def _commit_alone(self, commit: Commit, in_parallel: InParallel) -> None:
         self._prepare(commit, in_parallel)
         commit.complete(in_parallel)
-        self._counts(commit)
+        self._mark_recoverable(commit)
 
-    def _counts(self, commit: Commit) -> None:
+    def _mark_recoverable(self, commit: Commit) -> None:
         """Note that a resume after a crash continues from this commit from now on."""
         self.committed_step, self._residuals.committed = commit.job.step, commit.job.spaces
 
@@ -293,12 +294,12 @@ class DurableCommitter(Committer):
             return self._engine.check_whole()
         with self.all_ranks_or_none():
             self._engine.check_whole()
-            if self._makes_round or self._went_back:  # no commit has begun yet, or a withdrawn round is left
+            if self._makes_round or self._round_withdrawn:  # no commit has begun yet, or a withdrawn round is left
                 self.commit()
             self._background.wait()
         if self._unconfirmed:
             commit, self._unconfirmed = self._unconfirmed, None
-            self._counts(commit)
+            self._mark_recoverable(commit)
             self._background.start(f"step {self.committed_step}", commit.complete)
 
     @contextlib.contextmanager
@@ -306,20 +307,20 @@ class DurableCommitter(Committer):
         self.confirm()
         engine = self._engine
         if engine.is_coded.any():
-            self._keep_step()
-        self._loading, self._loaded_record, self._within_loading = self.ranks is not None, record, True
+            self._commit_pending_step()
+        self._force_round, self._loaded_record, self._within_loading = self.ranks is not None, record, True
         try:
             with self.all_ranks_or_none():
                 yield
-            here = engine.step, engine.n_params
-            said = self.ranks.gather(*here) if self.ranks else [here]
+            own = engine.step, engine.n_params
+            of_ranks = self.ranks.gather(*own) if self.ranks else [own]
             # Continue from the highest step of all ranks: parameters on one rank may have made more steps than others.
-            engine.step = max((step for step, n in said if n), default=engine.step)
-            if any(n for _, n in said):
+            engine.step = max((step for step, n in of_ranks if n), default=engine.step)
+            if any(n for _, n in of_ranks):
                 with self.all_ranks_or_none():
                     self.flush()
                 self.wait()
-            self._loading = False  # still set if there was nothing to commit
+            self._force_round = False  # still set if there was nothing to commit
         finally:
             self._loaded_record, self._within_loading = None, False
 
@@ -339,15 +340,15 @@ class DurableCommitter(Committer):
         edited = windows.to_flush()
         if len(edited):
             if windows.loose[edited].any():
-                self._keep_step()
+                self._commit_pending_step()
             if self._engine.slots == 1:
                 self.announce_step()
-            self.make_way()
-            windows.pass_through(edited)
+            self.wait_for_pins()
+            windows.move_to_next_slots(edited)
             self.uncommitted = True
         self.commit(clean=clean and windows.synced, background=False)
 
-    def committed(self) -> list[Contents]:
+    def read_committed(self) -> list[Contents]:
         """Return the contents of the last commit as read from the stores. Call it after the commit has completed."""
         return [read_commits(store.fd, str(store.path))[0] for store in self._engine.devices.stores if store]
 
@@ -386,11 +387,11 @@ class DurableCommitter(Committer):
         self._background.wait()  # the commit closes windows that are still open
         coded = engine.is_coded
         if coded.any():
-            self._keep_step()
+            self._commit_pending_step()
         tiles = tiles[~coded[tiles]]
         if windows.open[tiles].all():
             return
-        self.make_way()
+        self.wait_for_pins()
         self._changed = True
         edited = windows.note_written()
         edited = edited[~coded[edited]]  # codes have no windows: _write_decoded() moves their tiles, and only once
@@ -399,11 +400,11 @@ class DurableCommitter(Committer):
         # Tiles with one slot are rewritten too: a snapshot may share their blocks (a reflink), so that a write
         # allocates new ones. On a full disk that is an error here, but SIGBUS in a write through a window.
         tiles = np.union1d(tiles, edited)
-        windows.pass_through(tiles[~windows.loose[tiles]])
+        windows.move_to_next_slots(tiles[~windows.loose[tiles]])
         self.uncommitted = True
         windows.show(open=True)
 
-    def _keep_step(self) -> None:
+    def _commit_pending_step(self) -> None:
         """Commit the last step if its commit failed. Until then the other slots of its tiles are the last commit's."""
         if self.uncommitted and not (self._within_loading or self._makes_round):
             self.commit(background=False)
@@ -418,7 +419,7 @@ class DurableCommitter(Committer):
         if self._within_loading or not len(edited):
             return
         if not new[edited].all():
-            self.make_way()
+            self.wait_for_pins()
             if engine.slots == 1:
                 self.announce_step()
             self.uncommitted = True
@@ -437,27 +438,27 @@ class DurableCommitter(Committer):
         unconfirmed = self._unconfirmed or self._makes_round
         # A step failed in which parameters joined: these have no state yet.
         stateless = engine.windows.empty.any()
-        why = ""
+        reason = ""
         if unconfirmed and edited:
-            why = "the ranks have not agreed on that step yet. Call synchronize() on all of them first"
+            reason = "the ranks have not agreed on that step yet. Call synchronize() on all of them first"
         elif stateless and engine.step and engine.windows.edited:
-            why = "the step failed in which parameters joined. Call step() again first"
-        if why:
-            lost = f"what was written to `state` after step {engine.step} is lost: {why}, then close() keeps it"
-            warnings.warn(lost, CSDWarning, users_stacklevel())
+            reason = "the step failed in which parameters joined. Call step() again first"
+        if reason:
+            message = f"what was written to `state` after step {engine.step} is lost: {reason}, then close() keeps it"
+            warnings.warn(message, CSDWarning, users_stacklevel())
         self._background.wait()
         if stateless or (self._failed_to_join and not edited):
             return
         # If the engine is broken, an earlier call has raised that already.
-        keeps = self._manifests and engine.mode != "read" and not (unconfirmed or engine.broken)
-        if keeps and (self._changed or edited):
+        can_commit = self._manifests and engine.mode != "read" and not (unconfirmed or engine.broken)
+        if can_commit and (self._changed or edited):
             self.flush(clean=True)
 
     @property
     def _steps_changed(self) -> bool:
         """Whether a `step` count differs from the last commit's, which is 0 for parameters that joined since."""
-        now, then = self._engine.all_steps(), self._committed_steps
-        return not np.array_equal(now[: len(then)], then) or bool(now[len(then) :].any())
+        steps, committed = self._engine.all_steps(), self._committed_steps
+        return not np.array_equal(steps[: len(committed)], committed) or bool(steps[len(committed) :].any())
 
     @property
     def _failed_to_join(self) -> bool:

@@ -26,7 +26,7 @@ class Manifests:
         self.extents_on: list[list[dict[str, Any]]] = [[] for _ in range(n_devices)]  # per device
         self.tiles_bytes: list[int] = [0] * n_devices  # per device: size of the tiles' entries in the table
         self._params: dict[str, Any] = {}  # see describe()
-        self._of_rank = {"rank": ranks.rank, "world_size": ranks.size} if ranks else {}
+        self._rank_fields = {"rank": ranks.rank, "world_size": ranks.size} if ranks else {}
 
     def __bool__(self) -> bool:
         """Return whether describe() or adopt() has told what the parameters are."""
@@ -67,19 +67,19 @@ class Manifests:
         return features_of(self.extents_on[device], residuals=bool(rooms), rule="rule" in self._params)
 
     def pack(self, device: int, rooms: Mapping[int, Room]) -> bytes:
-        return json.dumps(self._on(device, rooms)).encode()
+        return json.dumps(self._manifest_of(device, rooms)).encode()
 
-    def _on(self, device: int, rooms: Mapping[int, Room]) -> dict[str, Any]:
+    def _manifest_of(self, device: int, rooms: Mapping[int, Room]) -> dict[str, Any]:
         extents = self.extents_on[device]
         params = [
             {**p, "residual": rooms[row]._asdict()} if row in rooms else p
             for row, p in enumerate(self._params["params"])
         ]
         tiles = sum(e["tiles"] for e in extents)
-        manifest = {**self._params, **self._of_rank, "params": params, "extents": extents, "tiles": tiles}
+        manifest = {**self._params, **self._rank_fields, "params": params, "extents": extents, "tiles": tiles}
         features = self._features(device, rooms)
         return {**manifest, "features": sorted(features)} if version_of(features) >= NAMED_FEATURES else manifest
 
     def params_in_tile(self, device: int, extent: int, tile: int) -> str:
         """Return the names of the parameters in a tile, which is numbered within its extent."""
-        return ", ".join(params_in_tile(self._on(device, {}), extent, tile))
+        return ", ".join(params_in_tile(self._manifest_of(device, {}), extent, tile))

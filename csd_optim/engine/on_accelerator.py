@@ -15,7 +15,7 @@ import torch
 from ..accelerator import accelerator_type, on, record_event, wait_for
 from ..devices.spec import DeviceSpec
 from ..errors import CSDMemoryError, CSDRuntimeError, CSDUnavailableError, CSDValueError
-from .at_once import ADAMW_STEP
+from .engine_rate import ADAMW_STEP
 from .near_copies import NearCopies
 from .torch_rules import Scratch, other_roundings, update
 

@@ -20,7 +20,7 @@ from ..errors import CSDMemoryError, CSDOSError
 from ..store.format import devices_of
 from ..store.layout import Extent
 from ..store.sections import FP32
-from .at_once import engine_rate
+from .engine_rate import engine_rate
 from .on_accelerator import OnAccelerator
 
 log: logging.Logger = logging.getLogger("csd_optim")

@@ -36,7 +36,7 @@ def prove(store: StoreFile, staged: Staged) -> None:
             manifest = staged.manifest or read_region(store.fd, block.manifest, 0, "manifest", path)
             contents = unpack(path, 0, block, manifest, staged.table, None)
             damage = [str(d) for d in find_damage([contents])]
-            cached = not damage and _may_be_cached(store, contents)
+            cached = not damage and _may_be_in_page_cache(store, contents)
     except CSDStoreError as e:
         raise CSDOSError(errno.EIO, str(e)) from e
     if cached:
@@ -47,19 +47,19 @@ def prove(store: StoreFile, staged: Staged) -> None:
     store.in_doubt = False
 
 
-def _may_be_cached(store: StoreFile, contents: Contents) -> bool:
+def _may_be_in_page_cache(store: StoreFile, contents: Contents) -> bool:
     """Return whether some of the reads may have been served by the page cache, which mapped pages never leave."""
     with mmap.mmap(-1, PAGE) as page:
         store.forget_cached()
         os.preadv(store.io_fd, [page], 0)  # reads the superblock, which nobody maps, as a probe
-    if not _cached(store.fd, 0, PAGE):  # so reads bypass the page cache
+    if not _in_page_cache(store.fd, 0, PAGE):  # so reads bypass the page cache
         return False
     places = [(t.offset, t.size) for t in tiles_of([contents])]
     places += [(r.offset, r.size) for r in residuals_of([contents])]
-    return any(_cached(store.fd, at, size) for at, size in places if size)
+    return any(_in_page_cache(store.fd, at, size) for at, size in places if size)
 
 
-def _cached(fd: int, at: int, size: int) -> bool:
+def _in_page_cache(fd: int, at: int, size: int) -> bool:
     """Return whether any page of this range of a file is in the page cache."""
     first = at // mmap.PAGESIZE * mmap.PAGESIZE
     with mmap.mmap(fd, at + size - first, access=mmap.ACCESS_READ, offset=first) as pages:

@@ -21,7 +21,7 @@ class Reports:
         self._step = -1  # the step that was reported last
         self._ended = 0.0  # when that step ended
 
-    def tell(
+    def report(
         self,
         engine: Engine,
         stores: Mapping[int, StoreFile],

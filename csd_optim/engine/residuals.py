@@ -35,10 +35,10 @@ class Residuals:
     def __init__(self, n_devices: int) -> None:
         self.rooms: dict[int, Room] = {}  # by parameter: also of residuals that were dropped
         self.committed: Spaces = {}  # the spaces that the last commit names
-        self._taken = [0] * n_devices  # per device: bytes of the rooms there, one space each
+        self._allocated = [0] * n_devices  # per device: bytes of the rooms there, one space each
         self.written_bytes: list[int] = [0] * n_devices  # per device, in total
         self.before_step: list[int] = [0] * n_devices  # `written_bytes` when the last step began
-        self._seen: dict[int, int] = {}  # by parameter: the residual's version when the last commit began
+        self._committed_versions: dict[int, int] = {}  # by parameter: the residual's version when the last commit began
 
     def adopt_commit(self, recovered: Sequence[Contents]) -> None:
         """Continue from a commit, given by device."""
@@ -55,88 +55,92 @@ class Residuals:
         Raises CSDOSError if its disk is full.
         """
         if param not in self.rooms:
-            durable = [(self._taken[d], d, store) for d, store in enumerate(stores) if store and store.durable]
-            _, device, store = min(durable, key=lambda place: place[:2])
+            durable = [(self._allocated[d], d, store) for d, store in enumerate(stores) if store and store.durable]
+            _, device, store = min(durable, key=lambda entry: entry[:2])
             room = round_up(RESIDUAL_BYTES * numel, PAGE)
             base = store.allocate(2 * room, "residuals (4 bytes per parameter that has one)")
             self._keep_room(param, Room(device, base, room))
 
     def _keep_room(self, param: int, room: Room) -> None:
         self.rooms[param] = room
-        self._taken[room.device] += room.room
+        self._allocated[room.device] += room.room
 
-    def replaced(self, param: int) -> None:
+    def mark_replaced(self, param: int) -> None:
         """Note that the residual is another tensor now, which the next commit must write."""
-        self._seen.pop(param, None)
+        self._committed_versions.pop(param, None)
 
     def changed(self, residuals: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return the residuals that may differ from the last commit."""
-        return {param: r for param, r in residuals.items() if self._seen.get(param) != r._version}
+        return {param: r for param, r in residuals.items() if self._committed_versions.get(param) != r._version}
 
-    def seen(self, residuals: Mapping[int, torch.Tensor]) -> None:
+    def mark_committed(self, residuals: Mapping[int, torch.Tensor]) -> None:
         """Note that a commit, perhaps one in flight, contains the residuals as they are now."""
-        self._seen = {param: r._version for param, r in residuals.items()}
+        self._committed_versions = {param: r._version for param, r in residuals.items()}
 
     def write(
-        self, device: int, store: StoreFile, changed: Mapping[int, torch.Tensor], after: Mapping[torch.device, Any]
+        self,
+        device: int,
+        store: StoreFile,
+        changed: Mapping[int, torch.Tensor],
+        ready_events: Mapping[torch.device, Any],
     ) -> Spaces:
         """Write the changed residuals of one device, and return their spaces.
 
-        `after`: by accelerator, an event after which the residuals there have the values to be written. May be called
-        again until the commit has completed. Raises CSDOSError.
+        `ready_events`: by accelerator, an event after which the residuals there have the values to be written. May be
+        called again until the commit has completed. Raises CSDOSError.
         """
         spaces = {}
         for param, residual in changed.items():
-            place = self.rooms[param]
-            if place.device == device:
+            room = self.rooms[param]
+            if room.device == device:
                 space = 1 - self.committed[param][0] if param in self.committed else 0
-                offset = place.base + space * place.room
-                spaces[param] = space, _write(store, offset, residual, after.get(residual.device))
-                self.written_bytes[device] += place.room
+                offset = room.base + space * room.room
+                spaces[param] = space, _write(store, offset, residual, ready_events.get(residual.device))
+                self.written_bytes[device] += room.room
         return spaces
 
 
-def _write(store: StoreFile, offset: int, residual: torch.Tensor, after: Any) -> int:
+def _write(store: StoreFile, offset: int, residual: torch.Tensor, ready: Any) -> int:
     """Write a residual from any torch device, through a few MB of host memory; return its checksum."""
     crc = 0
-    for first, n, buffer in _chunks(residual, after):
+    for first, n, buffer in _chunks(residual, ready):
         crc = crc32c(buffer[:n].data.cast("B"), crc)
-        whole = round_up(RESIDUAL_BYTES * n, PAGE) // RESIDUAL_BYTES
-        buffer[n:whole] = 0
-        store.write(buffer[:whole].data.cast("B"), offset + RESIDUAL_BYTES * first)
+        padded = round_up(RESIDUAL_BYTES * n, PAGE) // RESIDUAL_BYTES
+        buffer[n:padded] = 0
+        store.write(buffer[:padded].data.cast("B"), offset + RESIDUAL_BYTES * first)
     return crc
 
 
-def _chunks(residual: torch.Tensor, after: Any) -> Iterator[tuple[int, int, np.ndarray[Any, Any]]]:
+def _chunks(residual: torch.Tensor, ready: Any) -> Iterator[tuple[int, int, np.ndarray[Any, Any]]]:
     """Yield first element, length and buffer (int16) of each chunk; the buffer is valid until the next chunk.
 
-    From an accelerator, the next chunk is copied meanwhile, on a separate stream: it waits for the event `after`, and
+    From an accelerator, the next chunk is copied meanwhile, on a separate stream: it waits for the event `ready`, and
     not for the forward, which has been queued on the current stream by now.
     """
-    far = is_on_accelerator(residual)
-    stream = torch.Stream(residual.device) if far else None
-    if stream is not None and after is not None:
-        stream.wait_event(after)
-    buffers = [_pages(pinned=far) for _ in range(2 if far else 1)]
+    from_accelerator = is_on_accelerator(residual)
+    stream = torch.Stream(residual.device) if from_accelerator else None
+    if stream is not None and ready is not None:
+        stream.wait_event(ready)
+    buffers = [_page_aligned(pinned=from_accelerator) for _ in range(2 if from_accelerator else 1)]
     firsts = range(0, residual.numel(), len(buffers[0]))
-    parts = [residual[first : first + len(buffers[0])].view(torch.int16) for first in firsts]
+    chunks = [residual[first : first + len(buffers[0])].view(torch.int16) for first in firsts]
 
-    def begin(k: int) -> Any:
+    def start_copy(k: int) -> Any:
         with on(stream):
-            buffers[k % len(buffers)][: len(parts[k])].copy_(parts[k], non_blocking=far)
-        return record_event(stream) if far else None
+            buffers[k % len(buffers)][: len(chunks[k])].copy_(chunks[k], non_blocking=from_accelerator)
+        return record_event(stream) if from_accelerator else None
 
-    arrives = begin(0) if parts else None
+    copied = start_copy(0) if chunks else None
     for k, first in enumerate(firsts):
-        if far:
-            wait_for(arrives)
-            arrives = begin(k + 1) if k + 1 < len(parts) else None
+        if from_accelerator:
+            wait_for(copied)
+            copied = start_copy(k + 1) if k + 1 < len(chunks) else None
         elif k:
-            begin(k)
-        yield first, len(parts[k]), buffers[k % len(buffers)].numpy()
+            start_copy(k)
+        yield first, len(chunks[k]), buffers[k % len(buffers)].numpy()
 
 
-def _pages(*, pinned: bool) -> torch.Tensor:
+def _page_aligned(*, pinned: bool) -> torch.Tensor:
     """Return a buffer of CHUNK bytes, int16, aligned to a page for O_DIRECT."""
     room = torch.empty(CHUNK + PAGE, dtype=torch.uint8, device="cpu", pin_memory=pinned)
     return room[-room.data_ptr() % PAGE :][:CHUNK].view(torch.int16)

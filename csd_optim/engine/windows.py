@@ -54,8 +54,8 @@ class Windows:
         self.lost: str = ""  # if such writes are lost for good: the error message that says why
         self._buffers: list[list[Any]] = []  # per extent and section: a buffer that unmaps itself
         self._handed_out: list[tuple[int, torch.Tensor]] = []  # parameter and window, for all windows handed out
-        self._seen: list[int] = []  # versions of these windows at the last note_written()
-        self._decoded_seen: dict[int, list[int]] = {}  # versions of the written decoded states, likewise
+        self._known_versions: list[int] = []  # versions of these windows at the last note_written()
+        self._decoded_versions: dict[int, list[int]] = {}  # versions of the written decoded states, likewise
         self._in_step = np.zeros(0, np.uint32)  # tiles of the last step that began
         # Per tile:
         self.open: np.ndarray[Any, Any] = np.zeros(0, bool)  # writes to its windows go to the device
@@ -67,11 +67,11 @@ class Windows:
     def add(self, extent: Extent, buffers: list[Any], *, new: bool) -> None:
         """Add the windows of an extent, which is `new` or in a store. `buffers`: see bindings.engine_extend()."""
         self._buffers.append(buffers)
-        none, fresh = np.zeros(extent.n_tiles, bool), np.full(extent.n_tiles, new)
-        self.open, self.loose = np.append(self.open, fresh if buffers else none), np.append(self.loose, fresh)
-        taken = np.isin(np.arange(extent.n_tiles), extent.pieces["tile"])
-        self.empty = np.append(self.empty, fresh & taken)
-        self._edited, self._reseeded = np.append(self._edited, none), np.append(self._reseeded, none)
+        all_false, is_new = np.zeros(extent.n_tiles, bool), np.full(extent.n_tiles, new)
+        self.open, self.loose = np.append(self.open, is_new if buffers else all_false), np.append(self.loose, is_new)
+        has_params = np.isin(np.arange(extent.n_tiles), extent.pieces["tile"])
+        self.empty = np.append(self.empty, is_new & has_params)
+        self._edited, self._reseeded = np.append(self._edited, all_false), np.append(self._reseeded, all_false)
 
     # ---- handed out ----------------------------------------------------------
 
@@ -90,13 +90,13 @@ class Windows:
         self.watch(extent.first_param + param, window)
         return window
 
-    def watch(self, param: int, shown: torch.Tensor) -> None:
+    def watch(self, param: int, tensor: torch.Tensor) -> None:
         """Watch the version counter of a tensor through which the user may write to a parameter's windows."""
         if self._engine.durable:
-            self._handed_out.append((param, shown))
-            self._seen.append(shown._version)
+            self._handed_out.append((param, tensor))
+            self._known_versions.append(tensor._version)
 
-    def hold(self, keeper: object) -> None:
+    def keep_alive(self, keeper: object) -> None:
         """Keep `keeper` alive as long as any window is alive."""
         for buffer in chain.from_iterable(self._buffers):
             weakref.finalize(buffer, id, keeper).atexit = False
@@ -125,8 +125,8 @@ class Windows:
                 raise
             step = self._engine.committed_step
             what = f"what was written to the state after step {step}" if step else "the state before the first step"
-            said = f"{what} is lost: a flush failed ({e.strerror}). {loss_remedy(step, self._engine.slots == 1)}"
-            self.lost = self.lost or said
+            message = f"{what} is lost: a flush failed ({e.strerror}). {loss_remedy(step, self._engine.slots == 1)}"
+            self.lost = self.lost or message
             raise CSDLostError(e.errno, self.lost) from e
         self.synced = True
         self.empty[:] = False  # the caller has filled all empty tiles
@@ -142,25 +142,25 @@ class Windows:
         Returns these tiles and those written earlier that no step has started from yet: ascending, uint32.
         """
         versions, decoded = self._versions(), self._engine.decoded.versions()
-        if versions == self._seen and not decoded:  # the usual case
+        if versions == self._known_versions and not decoded:  # the usual case
             return np.flatnonzero(self._edited).astype(np.uint32)
-        all_of_them = zip(self._handed_out, versions, self._seen, strict=True)
-        changed = [param for (param, _), now, then in all_of_them if now != then]
+        windows = zip(self._handed_out, versions, self._known_versions, strict=True)
+        changed = [param for (param, _), now, then in windows if now != then]
         self._engine.forget_copies(changed)
         mapped = self._engine.tiles_of_params(changed)
         bindings.engine_edited(self._engine.handle, mapped)
-        self._seen = versions
+        self._known_versions = versions
         tiles = np.union1d(mapped, self._engine.tiles_of_params([*decoded]))
         self._edited[tiles[~self.open[tiles]]] = True
-        since = self._engine.tiles_of_params([p for p in decoded if decoded[p] != self._decoded_seen.get(p)])
-        self._reseeded[np.union1d(mapped, since)] = False
-        self._decoded_seen = decoded
+        since_last = self._engine.tiles_of_params([p for p in decoded if decoded[p] != self._decoded_versions.get(p)])
+        self._reseeded[np.union1d(mapped, since_last)] = False
+        self._decoded_versions = decoded
         return np.union1d(tiles, np.flatnonzero(self._edited)).astype(np.uint32)
 
     @property
     def written(self) -> bool:
         """Whether states were written that no step has started from yet. Without side effects."""
-        return bool(self._edited.any() or self._engine.decoded.versions()) or self._versions() != self._seen
+        return bool(self._edited.any() or self._engine.decoded.versions()) or self._versions() != self._known_versions
 
     def _versions(self) -> list[int]:
         return [window._version for _, window in self._handed_out]
@@ -190,7 +190,7 @@ class Windows:
         """Whether writes known to note_written() would be lost if no step and no flush followed."""
         return bool((self._edited & ~self._reseeded).any())
 
-    def pass_through(self, tiles: np.ndarray[Any, Any]) -> None:
+    def move_to_next_slots(self, tiles: np.ndarray[Any, Any]) -> None:
         """Copy tiles to their other slots, with what was written to their windows."""
         self._engine.copy_to_next_slots(tiles)
         self._engine.decoded.forget(tiles)
@@ -202,7 +202,7 @@ class Windows:
         self.note_written()
         tiles = self._engine.tiles_of_params([*self._engine.decoded.written()])
         if len(tiles):
-            self.pass_through(np.sort(tiles))
+            self.move_to_next_slots(np.sort(tiles))
 
     def before_step(self, tiles: np.ndarray[Any, Any]) -> None:
         """Note that a step over these tiles begins."""

@@ -65,7 +65,7 @@ class Device:
 class Host:
     """The rates of what all devices share. `math.inf`: no bound."""
 
-    # Parameters per second that the CPU updates, for devices `on_host` and for "base". engine/at_once.py measures it.
+    # Parameters per second that the CPU updates, for devices `on_host` and for "base": see engine/engine_rate.py.
     update: float
     link: float = math.inf  # bytes per second, each way at once, of the uplink that all devices share
     gpu_link: float = math.inf  # bytes per second, each way at once, between GPU and host

@@ -79,7 +79,7 @@ HOST = "_ in copies):\n            "
 JOIN = "self.join()"
 ELSE = "except BaseException:\n            raise\n        else:\n            "
 SELECTS = "with on({}):\n                elements"
-AFTER = "after={d: record_event(torch.accelerator.current_stream(d)) for d in far}"
+READY = "ready_events={d: record_event(torch.accelerator.current_stream(d)) for d in accelerators}"
 
 MUTANTS = {
     "gradients are not waited for": in_staging("stream.wait_stream(torch.accelerator.current_stream(device))"),
@@ -109,12 +109,12 @@ MUTANTS = {
     "buffers are not pinned": Mutant(
         "step/run.py", "pinned = any(is_on_accelerator", "pinned = 0 and any(is_on_accelerator", "counters"
     ),
-    "a commit does not wait for what is owed": Mutant("engine/durable.py", AFTER, "after={}", "store_has"),
+    "a commit does not wait for what is owed": Mutant("engine/durable.py", READY, "ready_events={}", "store_has"),
     "a commit waits for all streams": in_commits(
-        "stream.wait_event(after)", "torch.accelerator.synchronize()", "counters"
+        "stream.wait_event(ready)", "torch.accelerator.synchronize()", "counters"
     ),
-    "what is owed is written before it arrives": in_commits("wait_for(arrives)", "pass"),
-    "what is owed arrives in a buffer in use": in_commits("range(2 if far else 1)", "range(1)"),
+    "what is owed is written before it arrives": in_commits("wait_for(copied)", "pass"),
+    "what is owed arrives in a buffer in use": in_commits("range(2 if from_accelerator else 1)", "range(1)"),
     "overlap: copies are not waited for": in_flight("wait_for(event)"),
     "overlap: the current stream waits for copies, and no other": in_flight(
         "wait_for(event)", "torch.accelerator.current_stream(event.device).wait_event(event)", "other_streams"

@@ -373,7 +373,7 @@ def test_failing_copy_leaves_nothing(tmp_path, monkeypatch, call, wait):
         patch.setattr(module, call, full)
         with pytest.raises(CSDOSError, match="No space left") as caught:
             opt.save(tmp_path / "snap", wait=wait).result(60)
-        opt._engine.committer.make_way()
+        opt._engine.committer.wait_for_pins()
     if not wait and call != "ioctl":  # a caller that ignores the future is warned
         assert any("was not saved" in str(w.message) for w in warned)
     assert caught.value.errno == errno.ENOSPC

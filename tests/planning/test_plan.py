@@ -13,13 +13,13 @@ from csd_optim import CSDAdam, CSDStoreError, CSDValueError
 from csd_optim.bindings import Pace
 from csd_optim.cli import benchmark, facts
 from csd_optim.cli.optimizers import OPTIMIZERS, described
-from csd_optim.engine import at_once
+from csd_optim.engine import engine_rate
 from csd_optim.planning import advice as plan
 from csd_optim.planning import model
 from csd_optim.planning.advice import Request
 from csd_optim.planning.model import Device, Host, predict, traffic
 
-ENGINE_RATE = at_once.engine_rate  # the real one
+ENGINE_RATE = engine_rate.engine_rate  # the real one
 
 # ---- published times -----------------------------------------------------------------
 #
@@ -649,7 +649,7 @@ def test_what_is_no_config_is_refused(tmp_path, text, said):
 def measured(monkeypatch):
     """Replace the measurement of this CPU by a server's rate, and list the dtypes and states that were asked for."""
     asked = []
-    monkeypatch.setattr(at_once, "engine_rate", lambda *what: asked.append(what[:3]) or server().update)
+    monkeypatch.setattr(engine_rate, "engine_rate", lambda *what: asked.append(what[:3]) or server().update)
     return asked
 
 
@@ -773,18 +773,18 @@ def test_command_measures_this_cpu_unless_a_rate_is_given(run, measured):
 def test_cpu_is_measured_once_with_the_engine(monkeypatch):
     made = []
 
-    class Small(at_once.AtOnce):
+    class Small(engine_rate.EngineWithoutDrive):
         def __init__(self, elems, dtype, state_dtype, sections, in_memory):
             made.append((elems, dtype, state_dtype))
             super().__init__(elems, dtype, state_dtype=state_dtype, sections=sections, in_memory=in_memory)
 
-    monkeypatch.setattr(at_once, "ENGINE_ELEMS", 1 << 16)
-    monkeypatch.setattr(at_once, "AtOnce", Small)
-    at_once._engine_rate.cache_clear()
+    monkeypatch.setattr(engine_rate, "ENGINE_ELEMS", 1 << 16)
+    monkeypatch.setattr(engine_rate, "EngineWithoutDrive", Small)
+    engine_rate._engine_rate.cache_clear()
     for state_dtype in ("fp32", "8bit"):
         assert 0 < ENGINE_RATE(torch.bfloat16, state_dtype) == ENGINE_RATE(torch.bfloat16, state_dtype)
     assert made == [(1 << 16, torch.bfloat16, "fp32"), (1 << 16, torch.bfloat16, "8bit")]
-    at_once._engine_rate.cache_clear()
+    engine_rate._engine_rate.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -795,7 +795,7 @@ def test_engine_without_drives_updates_and_verifies(text, state_dtype):
     """AtOnce gives the same bits as a drive, and its reads are verified like a drive's."""
     p = torch.nn.Parameter(torch.zeros(300_000).bfloat16())
     planned, sections, hyper = described(text, state_dtype)
-    engine = at_once.AtOnce(p.numel(), p.dtype, state_dtype=state_dtype, sections=sections)
+    engine = engine_rate.EngineWithoutDrive(p.numel(), p.dtype, state_dtype=state_dtype, sections=sections)
     of, kwargs = OPTIMIZERS[planned.name], dict.fromkeys(planned.options, True)
     with of([p], devices=["file:"], state_dtype=state_dtype, **kwargs) as opt, engine:
         for t in range(1, 4):
@@ -805,7 +805,8 @@ def test_engine_without_drives_updates_and_verifies(text, state_dtype):
             opt.step()
             engine.step(seed=t)
             assert torch.equal(engine.param, p)
-    with at_once.AtOnce(4096, torch.bfloat16, kept=False, state_dtype=state_dtype, sections=sections) as engine:
+    options = {"cached": False, "state_dtype": state_dtype, "sections": sections}
+    with engine_rate.EngineWithoutDrive(4096, torch.bfloat16, **options) as engine:
         engine.hyper[0] = hyper
         engine.step()
         with pytest.raises(CSDStoreError, match="of tile 0 is not what was written there"):

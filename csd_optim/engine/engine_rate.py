@@ -24,12 +24,12 @@ ADAMW_STEP = (bindings.RULES["adamw"], (1.0, 0.9, 0.1, 0.999, 0.001, 1e-3, 1.0, 
 HYPERS = np.array([ADAMW_STEP], HYPER)
 
 
-class AtOnce:
+class EngineWithoutDrive:
     """The engine on a device whose I/O completes immediately: /dev/zero accepts all writes, and nothing needs reading.
 
     Every tile stays in its own buffer in memory. The engine's threads verify, update and checksum it there as they
-    would with any drive, so this measures the engine where drives are not the limit. With `kept` False every step reads
-    tiles again; it gets zeros, which are the right states only until the first update.
+    would with any drive, so this measures the engine where drives are not the limit. With `cached` False every step
+    reads tiles again; it gets zeros, which are the right states only until the first update.
 
     `in_memory`: instead, the states lie as `ram:` beside other devices keeps them, read and written in each step.
 
@@ -43,7 +43,7 @@ class AtOnce:
         elems: int,
         dtype: torch.dtype,
         *,
-        kept: bool = True,
+        cached: bool = True,
         in_memory: bool = False,
         state_dtype: str = FP32,
         sections: Sequence[str] = SECTIONS[:3],
@@ -59,15 +59,15 @@ class AtOnce:
         self._table["grad_dtype"] = self._table["param_dtype"] = DTYPE_CODES[dtype]
         self._table["master"] = bindings.IN_SECTION
         param_dtype = None if state_dtype == FP32 else dtype  # only codes have one
-        how: dict[str, Any] = {"codec": state_dtype, "param_dtype": param_dtype}
-        extent = plan_extent([elems], 1, sections=sections, tile_elems=tile_elems, **how)
+        codec_options: dict[str, Any] = {"codec": state_dtype, "param_dtype": param_dtype}
+        extent = plan_extent([elems], 1, sections=sections, tile_elems=tile_elems, **codec_options)
         self.tiles: np.ndarray[Any, Any] = np.arange(extent.n_tiles, dtype=np.uint32)
         # As for an existing store without known checksums; nobody reads its windows.
         shape = (extent.n_tiles, extent.chunks, len(extent.slot))
         states, sums = np.zeros(extent.n_tiles, TILE_STATE), np.zeros(shape, np.uint32)
         self._store = StoreFile(None, durable=False) if in_memory else None
         self._fd = os.open("/dev/zero", os.O_RDWR | os.O_CLOEXEC)
-        cache = 0 if in_memory else extent.n_tiles * extent.slot_bytes if kept else NO_CACHE
+        cache = 0 if in_memory else extent.n_tiles * extent.slot_bytes if cached else NO_CACHE
         fd = self._store.io_fd if self._store else self._fd
         config = DeviceConfig("ram" if in_memory else "file", fd, DEFAULT_BUFFERS, block_bytes, cache_bytes=cache)
         self._engine = None
@@ -76,7 +76,7 @@ class AtOnce:
             self._engine = bindings.engine_create([config], self._name)
             self._windows = bindings.engine_extend(
                 self._engine, extent.tile_elems, extent.n_tiles, len(sections), [offset], extent.pieces, self._name,
-                states=states, sum_elems=extent.sum_elems, sums=sums, **how,
+                states=states, sum_elems=extent.sum_elems, sums=sums, **codec_options,
             )  # fmt: skip
         except BaseException:
             self.close()
@@ -102,7 +102,7 @@ class AtOnce:
             if self._store:
                 self._store.close()
 
-    def __enter__(self) -> AtOnce:
+    def __enter__(self) -> EngineWithoutDrive:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -124,8 +124,8 @@ def engine_rate(
     """Return how many parameters per second the engine verifies, updates and checksums without drives: best of 5 steps.
 
     `dtype`: of parameters and gradients; `state_dtype`: CSDAdam's; `sections`, `hyper`: the states of a rule, its
-    number and constants; `in_memory`: see AtOnce. Measured once per process and number of update threads, in a
-    fraction of a second. Raises CSDMemoryError.
+    number and constants; `in_memory`: see EngineWithoutDrive. Measured once per process and number of update threads,
+    in a fraction of a second. Raises CSDMemoryError.
     """
     return _engine_rate(dtype, state_dtype, sections, hyper, in_memory, bindings.threads_used())
 
@@ -140,7 +140,8 @@ def _engine_rate(
     threads: int,
 ) -> float:
     seconds = []
-    with AtOnce(ENGINE_ELEMS, dtype, state_dtype=state_dtype, sections=sections, in_memory=in_memory) as engine:
+    options: dict[str, Any] = {"state_dtype": state_dtype, "sections": sections, "in_memory": in_memory}
+    with EngineWithoutDrive(ENGINE_ELEMS, dtype, **options) as engine:
         engine.hyper[0] = hyper
         for _ in range(2 + ENGINE_STEPS):  # the first one reads, the second is the first to verify
             start = time.perf_counter()
