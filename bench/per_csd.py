@@ -96,7 +96,7 @@ def sweep(spec: DeviceSpec, arguments: argparse.Namespace) -> list[Row]:
     assert spec.directory is not None
     rows = []
     size = min(arguments.sweep_bytes, machine.storage(spec.directory)["free_bytes"] // 4)
-    with tuning.Scratch(spec.directory, size, max(arguments.sizes)) as file:
+    with tuning.ScratchFile(spec.directory, size, max(arguments.sizes)) as file:
         file.fill()
         for block in arguments.sizes:
             file.cut(block)

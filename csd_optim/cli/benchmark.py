@@ -14,7 +14,7 @@ from ..devices.backends import BACKENDS
 from ..devices.machine import available_memory, machine, storage, updater
 from ..devices.smartssd import find, located
 from ..devices.spec import DeviceSpec, shares_of
-from ..engine.tuning import Scratch, rate
+from ..engine.tuning import ScratchFile, rate
 from ..errors import CSDRuntimeError, CSDValueError
 from ..optim.adamw import CSDAdam
 from ..optim.optimizer import CSDOptimizer
@@ -66,14 +66,14 @@ def bench(specs: Sequence[DeviceSpec], params: int, dtype: str, steps: int, tick
     del alone
 
     devices: list[dict[str, Any]] = [{"device": str(s), "backend": s.backend} for s in specs]
-    files: dict[int, Scratch] = {}
+    files: dict[int, ScratchFile] = {}
     memory: Memory | None = None
     try:
         for d, (spec, here) in enumerate(zip(specs, _divided(specs, params), strict=True)):
             if spec.directory is not None:
                 tick(f"filling scratch space {d}")
                 size = max(64 << 20, round_up(DISK_BYTES * here, spec.block_bytes))
-                files[d] = Scratch(spec.directory, size, spec.block_bytes)
+                files[d] = ScratchFile(spec.directory, size, spec.block_bytes)
                 files[d].fill()
                 devices[d] |= {"storage": storage(spec.directory), "direct_io": files[d].direct}
         for d, file in files.items():
@@ -139,7 +139,7 @@ def _steps(
     params: int,
     dtype: torch.dtype,
     steps: int,
-    files: list[Scratch],
+    files: list[ScratchFile],
     memory: Memory | None,
     tick: Tick,
 ) -> tuple[list[float], list[float], list[float], list[float], dict[str, Any]]:

@@ -22,7 +22,7 @@ from ..devices import health, machine
 from ..devices import smartssd as cards
 from ..devices.spec import DeviceSpec
 from ..devices.sysfs import text_of
-from ..engine.tuning import Scratch, rate
+from ..engine.tuning import ScratchFile, rate
 from ..planning.model import slot_bytes
 from ..store.file import ownership_advice
 from ..store.layout import max_mappings
@@ -260,13 +260,13 @@ def probe(directory: Path, seconds: float, tick: Callable[[], None]) -> tuple[li
         heat.extend(filter(None, map(health.heat_of, blocks)))
         tick()
 
-    with Scratch(directory, min(PROBE_BYTES, free // 4), PROBE_BLOCK) as scratch:
+    with ScratchFile(directory, min(PROBE_BYTES, free // 4), PROBE_BLOCK) as scratch:
         scratch.fill(seconds=seconds / 10)
         rates = list(_turns(scratch, seconds, turned))
     return rates, max(heat, key=lambda h: (h[0] - h[1], h[0]), default=None)
 
 
-def _turns(scratch: Scratch, seconds: float, tick: Callable[[], None]) -> Iterator[float]:
+def _turns(scratch: ScratchFile, seconds: float, tick: Callable[[], None]) -> Iterator[float]:
     for _ in range(TURNS):
         end = time.perf_counter() + seconds / TURNS
         rates = []

@@ -21,7 +21,7 @@ from ..devices.spec import AUTO, DeviceSpec, days_left, parse_devices
 from ..devices.xclbin import Xclbin, find_kernels
 from ..engine.on_accelerator import OnAccelerator
 from ..engine.placing import Placement, rooms
-from ..engine.tuning import Scratch, rate, tune
+from ..engine.tuning import ScratchFile, rate, tune
 from ..errors import CSDError, CSDOSError, CSDStoreError, CSDValueError
 from ..planning import advice
 from ..store.file import lock_owner
@@ -80,7 +80,7 @@ def describe_device(spec: DeviceSpec, told: Mapping[str, cards.Facts]) -> dict[s
         entry["storage"] = machine.storage(Path(entry["directory"]))
         entry["room_for_params"] = entry["storage"]["free_bytes"] // STORE_BYTES
         entry["store"] = describe_store_there(directory / FILE_NAME) if entry["exists"] and spec.durable else None
-        with Scratch(Path(entry["directory"]), 0, 4096) as scratch:
+        with ScratchFile(Path(entry["directory"]), 0, 4096) as scratch:
             entry["direct_io"] = scratch.direct
     except (CSDError, OSError) as e:
         entry["problem"] = message(e)
@@ -178,11 +178,11 @@ def planned_placement(
                 placement.accelerator.params = on_accelerator
                 if left and any(spec.durable for spec in chosen.values()):  # durable devices keep a copy
                     shares = placement.shares(plan(), is_copied=True)
-                    placement.take(placement.divide(plan(shares), is_copied=True), is_copied=True)
+                    placement.record(placement.divide(plan(shares), is_copied=True), is_copied=True)
                 left = params - on_accelerator
             there.insert(0, near.room_bytes or 0)
         if left:
-            placement.take(placement.divide(plan(placement.shares(plan()))))
+            placement.record(placement.divide(plan(placement.shares(plan()))))
         return placement.describe() | {"rooms": there}
 
     found = placed(dict(enumerate(specs)), near)
@@ -216,7 +216,7 @@ def describe_store_there(file: Path) -> dict[str, Any] | None:
 
 def check_speed(directory: Path, free: int) -> dict[str, float]:
     """Return bytes per second of direct reads, writes and both at once, on scratch space. Takes about four seconds."""
-    with Scratch(directory, min(PROBE_BYTES, free // 4), DEFAULT_BLOCK) as scratch:
+    with ScratchFile(directory, min(PROBE_BYTES, free // 4), DEFAULT_BLOCK) as scratch:
         scratch.fill(seconds=1.5)
         return {f"{kind}_bytes_per_second": rate([scratch], kind, 1.0) for kind in ("read", "write", "mixed")}
 

@@ -21,7 +21,7 @@ from ..devices.smartssd import find as find_card
 from ..devices.spec import DeviceSpec
 from ..devices.xclbin import find_kernels
 from ..engine.engine_rate import HYPERS
-from ..engine.tuning import Scratch, huge_array
+from ..engine.tuning import ScratchFile, huge_array
 from ..errors import CSDOSError
 
 CARD_BYTES, LEAST_CARD_BYTES = 1 << 30, 48 << 20  # of scratch space on a card's drive
@@ -40,7 +40,7 @@ def card_rates(spec: DeviceSpec, free: int) -> dict[str, float]:
     program = find_kernels(spec.xclbin)
     card = bindings.card_open(name, program.path, program.kernels, spec.timeout)
     try:
-        with Scratch(spec.directory, size, spec.block_bytes) as scratch:
+        with ScratchFile(spec.directory, size, spec.block_bytes) as scratch:
             config = DeviceConfig("xrt", scratch.fd, spec.buffers, spec.block_bytes, card, spec.p2p)
             return bindings.card_measure(
                 config, scratch.first, scratch.blocks * scratch.block, lambda *_: f"card {name}"

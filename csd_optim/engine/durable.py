@@ -275,7 +275,7 @@ class DurableCommitter(Committer):
                 self._stores,
                 self._engine.current_stats(),
                 store_id=self.store_id.hex(),
-                trained=commit.job.record.seconds,
+                training_seconds=commit.job.record.seconds,
                 rank=self.ranks.rank if self.ranks else 0,
                 world_size=self.ranks.size if self.ranks else 1,
             )

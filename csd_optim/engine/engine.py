@@ -156,11 +156,11 @@ class Engine:
         with self.devices.room_for(extent) as offsets:
             self._add(extent, offsets, None)
         if placement:
-            placement.take(extent, is_copied=is_copied)
-            placement.announce()
+            placement.record(extent, is_copied=is_copied)
+            placement.log_summary()
             self.devices.shares = extent.shares
         if extent.n_tiles and not any(e.n_tiles for e in self.extents[:-1]):
-            self.devices.announce(extent)
+            self.devices.log_scratch(extent)
         return extent
 
     def _tune(

@@ -42,21 +42,21 @@ class NearCopies:
 
     def __init__(self, engine: Engine) -> None:
         self._engine: Engine = weakref.proxy(engine)  # weak, as the engine owns this
-        self.of: dict[int, NearCopy] = {}  # by parameter, numbered over all extents
+        self.by_param: dict[int, NearCopy] = {}  # by parameter, numbered over all extents
 
     @property
     def nbytes(self) -> int:
-        return sum(state.nbytes for copy in self.of.values() for state in copy.states)
+        return sum(state.nbytes for copy in self.by_param.values() for state in copy.states)
 
     def forget(self, params: Iterable[int] | None = None) -> None:
         """Invalidate copies, as their states in the directory change. None: the copies of all parameters."""
-        for param in self.of if params is None else params:
-            if param in self.of:
-                self.of[param].is_known = False
+        for param in self.by_param if params is None else params:
+            if param in self.by_param:
+                self.by_param[param].is_known = False
 
     def close(self) -> None:
         """Free the memory of all copies."""
-        for copy in self.of.values():
+        for copy in self.by_param.values():
             copy.states.clear()
 
     def load(self, params: Collection[int]) -> None:
@@ -64,17 +64,17 @@ class NearCopies:
 
         Raises CSDOSError, or CSDStoreError if a tile is damaged.
         """
-        missing = {param: copy for param in params if not (copy := self.of[param]).is_known}
+        missing = {param: copy for param in params if not (copy := self.by_param[param]).is_known}
         if not missing:
             return
         engine = self._engine
         largest = max(e.tile_elems * len(e.sections) for e in engine.extents)
         # Two buffers: while one tile is copied to the accelerator, the next is read.
         buffers = [torch.empty(largest, dtype=torch.float32, device="cpu", pin_memory=True) for _ in range(2)]
-        leaving: list[list[torch.Event]] = [[], []]
+        copied: list[list[torch.Event]] = [[], []]
         try:
             for i, tile in enumerate(engine.tiles_of_params([*missing]).tolist()):
-                buffer, events = buffers[i % 2], leaving[i % 2]
+                buffer, events = buffers[i % 2], copied[i % 2]
                 while events:
                     wait_for(events.pop())
                 engine.read(tile, buffer.data_ptr())
@@ -87,7 +87,7 @@ class NearCopies:
                     devices.add(missing[param].device)
                 events += [record_event(torch.accelerator.current_stream(device)) for device in devices]
         finally:
-            for event in (*leaving[0], *leaving[1]):
+            for event in (*copied[0], *copied[1]):
                 wait_for(event)
         for copy in missing.values():
             copy.is_known = True

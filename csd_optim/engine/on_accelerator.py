@@ -17,7 +17,7 @@ from ..devices.spec import DeviceSpec
 from ..errors import CSDMemoryError, CSDRuntimeError, CSDUnavailableError, CSDValueError
 from .engine_rate import ADAMW_STEP
 from .near_copies import NearCopies
-from .torch_rules import Scratch, other_roundings, update
+from .torch_rules import Scratch, differing_roundings, update
 
 log: logging.Logger = logging.getLogger("csd_optim")
 
@@ -68,16 +68,16 @@ class OnAccelerator:
         return float("inf") if self.spec.room_bytes is None else self.spec.room_bytes - self.nbytes
 
     def choose(
-        self, joining: Sequence[Joining], part: float | None = None, before: Sequence[Joining] = ()
+        self, joining: Sequence[Joining], fraction: float | None = None, already_chosen: Sequence[Joining] = ()
     ) -> list[bool]:
         """Return for each parameter whether its states go to the accelerator.
 
-        `part`: at most this fraction of their elements; None: as the share and room of `gpu:` say. `before`: parameters
-        that were already chosen, but are not counted in `nbytes` yet.
+        `fraction`: at most this part of their elements; None: as the share and room of `gpu:` say. `already_chosen`:
+        parameters that are not counted in `nbytes` yet.
 
         With no device beside `gpu:` it takes all. Raises CSDRuntimeError, CSDValueError, CSDMemoryError if it cannot.
         """
-        room = self.room - sum(j.nbytes for j in before)
+        room = self.room - sum(j.nbytes for j in already_chosen)
         if self.alone:
             for j in joining:
                 if j.device.type == "cpu":
@@ -89,36 +89,36 @@ class OnAccelerator:
                     raise CSDValueError(f"{self.spec} keeps fp32 states, and those of {j.name} are to be 8bit")
             chosen = [True] * len(joining)
         else:
-            if part is None:
+            if fraction is None:
                 as_it_fits = self.spec.share is None and self.spec.room_bytes is not None
-                part = 1.0 if as_it_fits else self._share
+                fraction = 1.0 if as_it_fits else self._share
             chosen = [False] * len(joining)
-            elems = part * sum(j.elems for j in joining)
-            left = room
+            elems_left = fraction * sum(j.elems for j in joining)
+            bytes_left = room
             # Largest first, so that little of the accelerator's part is left unused.
             for i in sorted(range(len(joining)), key=lambda i: -joining[i].elems):
                 j = joining[i]
-                may_be = j.elems and j.device.type not in ("cpu", "meta") and not j.is_coded
-                if may_be and j.elems <= elems and j.nbytes <= left:
-                    chosen[i], elems, left = True, elems - j.elems, left - j.nbytes
-        there = [j for j, is_chosen in zip(joining, chosen, strict=True) if is_chosen]
-        if (needed := sum(j.nbytes for j in there)) > room:
+                is_eligible = j.elems and j.device.type not in ("cpu", "meta") and not j.is_coded
+                if is_eligible and j.elems <= elems_left and j.nbytes <= bytes_left:
+                    chosen[i], elems_left, bytes_left = True, elems_left - j.elems, bytes_left - j.nbytes
+        placed = [j for j, is_chosen in zip(joining, chosen, strict=True) if is_chosen]
+        if (needed := sum(j.nbytes for j in placed)) > room:
             raise CSDMemoryError(
                 f"{needed / 1e9:.3f} GB of states would be on the accelerator, and {self.spec} has room for "
                 f"{room / 1e9:.3f} GB: name a device beside it, such as ram:"
             )
-        for device in {j.device for j in there}:
+        for device in {j.device for j in placed}:
             self._check(device)
-        elems = sum(j.elems for j in there)
+        elems = sum(j.elems for j in placed)
         log.info("%s gets the states of %.1f M parameters: %.3f GB", self.spec, elems / 1e6, needed / 1e9)
         return chosen
 
     def _check(self, device: torch.device) -> None:
         """Raise CSDRuntimeError if `device` rounds differently from the CPU, unless the user allows it (exact=0)."""
-        if self.spec.exact and (others := _other_roundings(device)):
+        if self.spec.exact and (differing := _differing_roundings(device)):
             raise CSDRuntimeError(
-                f"{device} rounds otherwise than the CPU: {', '.join(others)}. So states there would not have the bits "
-                "of other devices; gpu:?exact=0 allows that"
+                f"{device} rounds otherwise than the CPU: {', '.join(differing)}. So states there would not have the "
+                "bits of other devices; gpu:?exact=0 allows that"
             )
 
     def rates(self) -> Rates:
@@ -127,8 +127,8 @@ class OnAccelerator:
 
 
 @functools.cache
-def _other_roundings(device: torch.device) -> list[str]:
-    return other_roundings(device)
+def _differing_roundings(device: torch.device) -> list[str]:
+    return differing_roundings(device)
 
 
 def rates_of(spec: DeviceSpec) -> Rates:
@@ -167,16 +167,16 @@ def _update_rate(exact: bool) -> float:
 def _link_rate() -> float:
     """Measure the link: bytes per second each way, with both ways busy."""
     device = torch.device(accelerator_type(), torch.accelerator.current_device_index())
-    here = [torch.ones(LINK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
-    there = [torch.ones(LINK_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+    on_host = [torch.ones(LINK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
+    on_device = [torch.ones(LINK_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
     streams, seconds = (torch.Stream(device), torch.Stream(device)), []
     for _ in range(ROUNDS):
         wait_for(record_event(torch.accelerator.current_stream(device)))
         start = time.perf_counter()
         with on(streams[0]):
-            here[0].copy_(there[0], non_blocking=True)
+            on_host[0].copy_(on_device[0], non_blocking=True)
         with on(streams[1]):
-            there[1].copy_(here[1], non_blocking=True)
+            on_device[1].copy_(on_host[1], non_blocking=True)
         for stream in streams:
             wait_for(record_event(stream))
         seconds.append(time.perf_counter() - start)

@@ -85,8 +85,8 @@ class OpenDevices:
         Raises CSDOSError if a disk is full.
         """
         ends = [s.end if s else 0 for s in self.stores]
-        each = extent.slots * elem_bytes(extent.sections, extent.codec, extent.param_dtype)
-        what = STATE if extent.codec == FP32 else f"optimizer state ({each:.0f} bytes per parameter)"
+        param_bytes = extent.slots * elem_bytes(extent.sections, extent.codec, extent.param_dtype)
+        what = STATE if extent.codec == FP32 else f"optimizer state ({param_bytes:.0f} bytes per parameter)"
         try:
             yield [store.allocate(extent.device_bytes(d), what) if store else 0 for d, store in enumerate(self.stores)]
         except BaseException:
@@ -120,8 +120,8 @@ class OpenDevices:
         self.specs, shares, rates = tune_devices(self.specs, self.stores, nbytes, new=new)
         self.shares = shares or self.shares
         if new and any(spec.is_placed for spec in self.specs):
-            places = [s.path if s and spec.directory else None for s, spec in zip(self.stores, self.specs, strict=True)]
-            self.placement = Placement(self.specs, rates, rooms(self.specs, places))
+            paths = [s.path if s and spec.directory else None for s, spec in zip(self.stores, self.specs, strict=True)]
+            self.placement = Placement(self.specs, rates, rooms(self.specs, paths))
 
     def share_memory(self, states: Sequence[float]) -> None:
         """If `auto` uses memory to cache drives, divide it among them in proportion to their states.
@@ -130,11 +130,11 @@ class OpenDevices:
         """
         cache = sum(spec.cache_bytes for spec in self.specs)
         if cache > 0 and any(states) and all(spec.is_placed for spec in self.specs):
-            parts = [int(cache * n / sum(states)) for n in states]
+            caches = [int(cache * n / sum(states)) for n in states]
             check_memory(min(cache, int(sum(states))))
-            self.specs = [replace(spec, cache_bytes=n) for spec, n in zip(self.specs, parts, strict=True)]
+            self.specs = [replace(spec, cache_bytes=n) for spec, n in zip(self.specs, caches, strict=True)]
 
-    def announce(self, extent: Extent) -> None:
+    def log_scratch(self, extent: Extent) -> None:
         """Log which parts of an extent are scratch, that is, deleted when the process ends."""
         for d, (spec, store) in enumerate(zip(self.specs, self.stores, strict=True)):
             if store and spec.directory and not store.durable:

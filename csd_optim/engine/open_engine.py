@@ -37,10 +37,10 @@ def open_engine(
     """
     durable = any(s.durable for s in specs)
     near = [s for s in specs if s.kind.on_accelerator]
-    beside = [s for s in specs if not s.kind.on_accelerator]
-    in_memory = all(s.kind.in_memory for s in beside)
-    said = ranks.gather(durable, get_args(Mode).index(mode), in_memory) if ranks else [(durable, 0, in_memory)]
-    if len({(d, m) for d, m, _ in said}) > 1:
+    others = [s for s in specs if not s.kind.on_accelerator]
+    in_memory = all(s.kind.in_memory for s in others)
+    of_ranks = ranks.gather(durable, get_args(Mode).index(mode), in_memory) if ranks else [(durable, 0, in_memory)]
+    if len({(d, m) for d, m, _ in of_ranks}) > 1:
         raise CSDValueError(
             "Invalid devices, resume or overwrite: directories keep the state on all ranks or on none, and all ranks "
             "resume or none"
@@ -48,20 +48,20 @@ def open_engine(
     with all_ranks_or_none(ranks):
         if near and not accelerator_type():
             raise CSDUnavailableError(errno.ENODEV, f"torch {torch.__version__} has no accelerator here, for {near[0]}")
-        if mode in ("resume", "read") and (temporary := [str(s) for s in beside or specs if not s.durable]):
+        if mode in ("resume", "read") and (temporary := [str(s) for s in others or specs if not s.durable]):
             raise CSDStoreError(f"cannot resume on {temporary[0]}: only a directory keeps its state")
     engine = None
     try:
         with all_ranks_or_none(ranks):
             # Updates in memory do not fail, but a step that fails on another rank's disk must be undone here as well.
-            in_place = all(in_memory for _, _, in_memory in said)
+            in_place = all(in_memory for _, _, in_memory in of_ranks)
             # With `gpu:` alone the engine still needs a device, for example for the `step` counts of parameters.
-            of_engine = beside or [parse_device("ram:")]
-            how: dict[str, Any] = {"mode": mode, "tile_elems": tile_elems, "shadow": shadow, "kernels": kernels}
-            engine = Engine(of_engine, in_place=in_place, **how)
+            engine_specs = others or [parse_device("ram:")]
+            options: dict[str, Any] = {"mode": mode, "tile_elems": tile_elems, "shadow": shadow, "kernels": kernels}
+            engine = Engine(engine_specs, in_place=in_place, **options)
             if near:
-                engine.accelerator = OnAccelerator(near[0], beside)
-                if any(spec.durable for spec in beside):
+                engine.accelerator = OnAccelerator(near[0], others)
+                if any(spec.durable for spec in others):
                     engine.accelerator.copies = NearCopies(engine)
         if durable:
             engine.committer = committer = DurableCommitter(engine, ranks)

@@ -30,7 +30,7 @@ CODES = "8bit"  # value of `limited_by` if the accelerator has nothing because t
 PARTS = 4096  # equal parts into which states are divided to choose shares before the tiles are known
 
 
-class Taken(NamedTuple):
+class PlacedExtent(NamedTuple):
     """An extent that has been placed."""
 
     extent: Extent
@@ -58,7 +58,7 @@ class Placement:
 
     def __init__(self, specs: Sequence[DeviceSpec], rates: Mapping[int, float], rooms: Sequence[int]) -> None:
         self._specs, self._rates, self._rooms = specs, rates, [*rooms]
-        self._taken: list[Taken] = []
+        self._placed: list[PlacedExtent] = []
 
     @property
     def _copies(self) -> bool:
@@ -68,7 +68,7 @@ class Placement:
     def shares(self, extent: Extent, *, is_copied: bool = False) -> list[float]:
         """Return the devices' best shares of an extent, regardless of its tiles. Raises CSDOSError: no room.
 
-        `is_copied`: see Taken.
+        `is_copied`: see PlacedExtent.
         """
         elems = extent.n_tiles * extent.tile_elems / PARTS
         tiles, _ = self._place(extent, PARTS, elems, is_copied=is_copied)
@@ -79,7 +79,7 @@ class Placement:
         tiles, _ = self._place(extent, extent.n_tiles, extent.tile_elems, is_copied=is_copied)
         in_memory = sum(n for n, spec in zip(tiles, self._specs, strict=True) if spec.kind.in_memory)
         needed = extent.slots * extent.slot_bytes * in_memory
-        if self._taken:  # for the first extent, share_memory() checks the memory for caches
+        if self._placed:  # for the first extent, share_memory() checks the memory for caches
             more = 0 if is_copied else extent.n_tiles * extent.slot_bytes
             needed += self._cached(self._read_bytes + more) - self._cached(self._read_bytes)
         check_memory(needed)
@@ -104,14 +104,14 @@ class Placement:
         others = [replace(c, link=link) for c in self.candidates(extent, elems)]
         if self._copies:
             near = replace(near, link=state_bytes / rates.link)
-            there = self._part_copied(near, others, self.candidates(extent, elems, is_copied=True), extent)
+            parts = self._part_copied(near, others, self.candidates(extent, elems, is_copied=True), extent)
         elif tiles := place(PARTS, [near, *others]):
-            there = tiles[0]
+            parts = tiles[0]
         else:
             raise self._no_room(extent)
         self._near = replace(near, seconds=near.seconds / elems)
-        self._link, self._near_link, self._is_full = link / elems, near.link / elems, there == near.room
-        return there / PARTS
+        self._link, self._near_link, self._is_full = link / elems, near.link / elems, parts == near.room
+        return parts / PARTS
 
     def _part_copied(self, near: Candidate, others: list[Candidate], written: list[Candidate], extent: Extent) -> int:
         """Return how many of PARTS the accelerator should have copies of, so that a step takes the least time.
@@ -138,21 +138,21 @@ class Placement:
     @property
     def extents(self) -> list[Extent]:
         """All extents that have been placed."""
-        return [taken.extent for taken in self._taken]
+        return [placed.extent for placed in self._placed]
 
     @property
     def _read_bytes(self) -> int:
         """Bytes of states that a step reads from devices if nothing is cached."""
-        return sum(t.extent.n_tiles * t.extent.slot_bytes for t in self._taken if not t.is_copied)
+        return sum(t.extent.n_tiles * t.extent.slot_bytes for t in self._placed if not t.is_copied)
 
     def _cached(self, nbytes: int) -> int:
         """Return how many of `nbytes` bytes of states the drives' caches in memory can keep."""
         return min(nbytes, sum(max(0, spec.cache_bytes) for spec in self._specs))
 
-    def take(self, extent: Extent, *, is_copied: bool = False) -> None:
+    def record(self, extent: Extent, *, is_copied: bool = False) -> None:
         """Record an extent as placed by divide(), and subtract its space from the rooms."""
         found = self._place(extent, extent.n_tiles, extent.tile_elems, is_copied=is_copied)
-        self._taken.append(Taken(extent, *found, is_copied))
+        self._placed.append(PlacedExtent(extent, *found, is_copied))
         for d in range(len(self._specs)):
             self._rooms[d] -= extent.device_bytes(d)
 
@@ -165,20 +165,20 @@ class Placement:
         return tiles, candidates
 
     def _no_room(self, extent: Extent) -> CSDOSError:
-        there = [*zip(self._specs, self._rooms, strict=True)]
+        free = [*zip(self._specs, self._rooms, strict=True)]
         if self.accelerator and not self._copies:
-            there.insert(0, (self.accelerator.spec, int(self.accelerator.room)))
-        rooms = ", ".join(f"{spec} {room / 1e9:.3f} GB" for spec, room in there)
+            free.insert(0, (self.accelerator.spec, int(self.accelerator.room)))
+        rooms = ", ".join(f"{spec} {room / 1e9:.3f} GB" for spec, room in free)
         nbytes = extent.slots * extent.slot_bytes * extent.n_tiles
         return CSDOSError(
             errno.ENOSPC,
             f"the states of these {sum(extent.numels) / 1e6:.1f} M parameters take {nbytes / 1e9:.3f} GB, and "
-            f"there is room for {sum(room for _, room in there) / 1e9:.3f} GB ({rooms}): "
+            f"there is room for {sum(room for _, room in free) / 1e9:.3f} GB ({rooms}): "
             "name more devices, or a larger room",
         )
 
     def candidates(self, extent: Extent, elems: float, *, is_copied: bool = False) -> list[Candidate]:
-        """Return the devices' speed and room for tiles of `elems` elements of an extent. `is_copied`: see Taken."""
+        """Return the speed and room of the devices for tiles of `elems` elements. `is_copied`: see PlacedExtent."""
         dtype, slot = extent.param_dtype, extent.slot_bytes * elems / extent.tile_elems
         # With codes, the slot also contains the parameters, which need not be read, as they are in memory.
         read = slot - (0 if extent.codec == FP32 or dtype is None else dtype.itemsize * elems)
@@ -214,33 +214,33 @@ class Placement:
         limited by "8bit" if states are codes, of which it keeps none. Beside named directories, `params` of a device
         are those that the accelerator does not update, and `seconds` includes the time to write the others.
         """
-        elsewhere = sum(taken.params for taken in self._taken if not taken.is_copied)
-        near = sum(taken.params for taken in self._taken if taken.is_copied)
+        on_devices = sum(placed.params for placed in self._placed if not placed.is_copied)
+        near = sum(placed.params for placed in self._placed if placed.is_copied)
         if self.accelerator and not self._copies:
             near = self.accelerator.params
-        of_all = near + elsewhere
-        host = sum(n * c.host for taken in self._taken for n, c in zip(taken.tiles, taken.candidates, strict=True))
+        total = near + on_devices
+        host = sum(n * c.host for placed in self._placed for n, c in zip(placed.tiles, placed.candidates, strict=True))
         devices: list[dict[str, Any]] = []
         for d, spec in enumerate(self._specs):
-            own = [(taken, taken.tiles[d], taken.candidates[d]) for taken in self._taken]
-            updated = [(taken, n, c) for taken, n, c in own if not taken.is_copied]
-            params = sum(min(1, n / taken.extent.n_tiles) * taken.params for taken, n, _ in updated)
-            writes = sum(n * c.seconds for taken, n, c in own if taken.is_copied)
+            own = [(placed, placed.tiles[d], placed.candidates[d]) for placed in self._placed]
+            updated = [(placed, n, c) for placed, n, c in own if not placed.is_copied]
+            params = sum(min(1, n / placed.extent.n_tiles) * placed.params for placed, n, _ in updated)
+            writes = sum(n * c.seconds for placed, n, c in own if placed.is_copied)
             moves = sum(n * c.seconds for _, n, c in updated)
-            rate = max((taken.extent.tile_elems / c.seconds for taken, _, c in updated if c.seconds), default=None)
+            rate = max((placed.extent.tile_elems / c.seconds for placed, _, c in updated if c.seconds), default=None)
             devices.append(
                 {
                     "device": str(spec),
                     "params": round(params),
-                    "share": params / of_all,
+                    "share": params / total,
                     "seconds": writes + (max(moves - updated[0][2].saved, moves / 2) if updated else 0.0),
                     "params_per_second": rate,
                     "limited_by": "room" if any(n == c.room for _, n, c in own) else "",
                 }
             )
-        link = self._link * elsewhere + self._near_link * near
+        link = self._link * on_devices + self._near_link * near
         if self.accelerator and self._near:
-            about: dict[str, Any] = {"params": near, "share": near / of_all, "seconds": near * self._near.seconds}
+            about: dict[str, Any] = {"params": near, "share": near / total, "seconds": near * self._near.seconds}
             about |= {"params_per_second": 1 / self._near.seconds, "limited_by": "room" if self._is_full else ""}
             devices.insert(0, {"device": str(self.accelerator.spec), **about})
         elif self.accelerator and any(extent.codec != FP32 for extent in self.extents):
@@ -255,7 +255,7 @@ class Placement:
         found = {"seconds": seconds, "host_seconds": host, "cache_bytes": cache, "devices": devices}
         return found | ({"link_seconds": link} if self._near else {})
 
-    def announce(self) -> None:
+    def log_summary(self) -> None:
         """Log what describe() tells."""
         found = self.describe()
         for d in found["devices"]:
@@ -278,25 +278,25 @@ class Placement:
 
 def check_memory(nbytes: int) -> None:
     """Raise CSDMemoryError if `nbytes` bytes of states do not fit into memory without swapping."""
-    if nbytes and nbytes > (there := available_memory()):
+    if nbytes and nbytes > (available := available_memory()):
         raise CSDMemoryError(
-            f"{nbytes / 1e9:.3f} GB of states would be in memory, of which {there / 1e9:.3f} GB are available: "
+            f"{nbytes / 1e9:.3f} GB of states would be in memory, of which {available / 1e9:.3f} GB are available: "
             "name a smaller room for ram:"
         )
 
 
-def rooms(specs: Sequence[DeviceSpec], places: Sequence[Path | None]) -> list[int]:
+def rooms(specs: Sequence[DeviceSpec], paths: Sequence[Path | None]) -> list[int]:
     """Return how many bytes of states each device can hold: the `room` that the user set, or less if less is free.
 
-    `places`: by device, the file of its store or a directory; None: the device is in memory.
+    `paths`: by device, the file of its store or a directory; None: the device is in memory.
     """
-    systems = [place.stat().st_dev if place else None for place in places]
+    file_systems = [path.stat().st_dev if path else None for path in paths]
     found = []
-    for spec, place_, system in zip(specs, places, systems, strict=True):
+    for spec, path, file_system in zip(specs, paths, file_systems, strict=True):
         room = 1 << 60 if spec.room_bytes is None else spec.room_bytes
-        if place_:
-            free = os.statvfs(place_)
-            own = 0 if place_.is_dir() else 512 * place_.stat().st_blocks  # of a store that will be overwritten
-            room = min(room, free.f_bavail * free.f_frsize // systems.count(system) + own)
+        if path:
+            free = os.statvfs(path)
+            own = 0 if path.is_dir() else 512 * path.stat().st_blocks  # of a store that will be overwritten
+            room = min(room, free.f_bavail * free.f_frsize // file_systems.count(file_system) + own)
         found.append(room)
     return found

@@ -28,24 +28,24 @@ class Reports:
         counted: list[dict[str, Any]],
         *,
         store_id: str,
-        trained: float,
+        training_seconds: float,
         rank: int,
         world_size: int,
     ) -> None:
         """Report the last step, whose states must all be on their devices, unless it was reported already.
 
-        `counted`: as of Engine.stats(). `trained`: seconds of training in the stores' life, up to that step's begin.
+        `counted`: as of Engine.stats(). `training_seconds`: of the stores' life, up to that step's begin.
         """
         if engine.step == self._step:
             return
         began, ended = engine.step_span
-        told = {
+        common = {
             "store_id": store_id,
             "step": engine.step,
             "at": time.time() - (time.perf_counter() - ended),
             "step_seconds": ended - began,
             "iteration_seconds": ended - self._ended if 0 < self._ended < ended else None,
-            "training_seconds": trained,
+            "training_seconds": training_seconds,
             "devices": len(counted),
             "rank": rank,
             "world_size": world_size,
@@ -66,7 +66,7 @@ class Reports:
                 "written_bytes": counts["total_write_bytes"],
                 "tbw_bytes": spec.tbw_bytes,
             }
-            file.write({**told, **device})
+            file.write({**common, **device})
 
     def close(self) -> None:
         for file in self._files.values():

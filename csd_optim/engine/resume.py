@@ -31,11 +31,11 @@ def recover(engine: Engine, committer: DurableCommitter) -> None:
         commits = [recovered for recovered in commits if recovered[0].superblock.round == chosen]
     if commits:
         with all_ranks_or_none(ranks):
-            found = commits[0]
+            newest = commits[0]
             # The stores determine the order of the devices, not the order in which the user names them.
-            order = sorted(range(len(found)), key=lambda d: found[d].superblock.device)
-            committer.adopt_commit([found[d] for d in order])
-            engine.adopt_commit(found, order)
+            order = sorted(range(len(newest)), key=lambda d: newest[d].superblock.device)
+            committer.adopt_commit([newest[d] for d in order])
+            engine.adopt_commit(newest, order)
 
 
 def check_recovered(
@@ -51,12 +51,12 @@ def check_recovered(
         for r in (residuals_of(engine.recovered) if engine.mode == "resume" else ())
     }
 
-    def take(residual: Residual, first: int, data: memoryview) -> None:
+    def load(residual: Residual, first: int, data: memoryview) -> None:
         if residuals:
-            into = residuals[residual.row].view(torch.uint8).numpy()
-            into[first : first + len(data)] = np.frombuffer(data, np.uint8)
+            target = residuals[residual.row].view(torch.uint8).numpy()
+            target[first : first + len(data)] = np.frombuffer(data, np.uint8)
 
-    damage = find_damage(engine.recovered, take, use=use, tick=tick)
+    damage = find_damage(engine.recovered, load, use=use, tick=tick)
     if damage:
         more = f" (and {len(damage) - 1} more: `csd-optim verify` lists them)" if len(damage) > 1 else ""
         raise CSDStoreError(f"{damage[0]}{more}. Go back to a snapshot or a checkpoint")

@@ -19,7 +19,7 @@ from ..bindings import GRAD_SCALE, RULES
 
 SMALLEST = 2.0**-126  # the smallest normal fp32 number
 LARGEST_SUBNORMAL = SMALLEST - 2.0**-149
-TRIED = 1 << 14  # how many numbers other_roundings() tries per operation
+TRIED = 1 << 14  # how many numbers differing_roundings() tries per operation
 
 Constants = Sequence[float]
 States = Sequence[torch.Tensor]
@@ -94,7 +94,7 @@ class _Rounded:
 Rule = Callable[[_Rounded, Constants, States, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
-def _descend(o: _Rounded, c: Constants, s: States, g: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def _adam_step(o: _Rounded, c: Constants, s: States, g: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """Update the moments and the master, after the weight decay: see adamw.h."""
     master, exp_avg, exp_avg_sq = s[:3]
     o.average(exp_avg, c[1], g, c[2], a)
@@ -107,12 +107,12 @@ def _descend(o: _Rounded, c: Constants, s: States, g: torch.Tensor, a: torch.Ten
 
 def _adamw(o: _Rounded, c: Constants, s: States, g: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     o.times(s[0], c[0], s[0])
-    _descend(o, c, s, g, a, b)
+    _adam_step(o, c, s, g, a, b)
 
 
 def _adam(o: _Rounded, c: Constants, s: States, g: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     o.decay(g, c[0], s[0], a)
-    _descend(o, c, s, g, a, b)
+    _adam_step(o, c, s, g, a, b)
 
 
 def _sgd(o: _Rounded, c: Constants, s: States, g: torch.Tensor, a: torch.Tensor, _: torch.Tensor) -> None:
@@ -210,17 +210,17 @@ def update(rule: int, constants: Constants, states: States, grad: torch.Tensor, 
     apply(o, c, states, g, a, b)
 
 
-def other_roundings(device: torch.device) -> list[str]:
+def differing_roundings(device: torch.device) -> list[str]:
     """Return the operations of update() that `device` rounds differently from the CPU, found by trying random numbers.
 
     The CPU rounds as IEEE 754 demands.
     """
     host = torch.device("cpu")
     generator = torch.Generator(host).manual_seed(0)
-    of_host: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": host}
-    size = torch.exp2(60 * torch.randn(TRIED, **of_host).clamp(-1, 1))
-    x, y = (torch.randn(TRIED, **of_host) * size for _ in range(2))
-    tried: dict[str, Callable[[_Rounded, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    host_fp32: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": host}
+    size = torch.exp2(60 * torch.randn(TRIED, **host_fp32).clamp(-1, 1))
+    x, y = (torch.randn(TRIED, **host_fp32) * size for _ in range(2))
+    operations: dict[str, Callable[[_Rounded, torch.Tensor, torch.Tensor], torch.Tensor]] = {
         "multiplication": lambda o, x, y: o.times(x, y, x),
         "addition": lambda o, x, y: o.plus(x, y, x),
         "subtraction": lambda o, x, y: o.minus(x, y, x),
@@ -230,12 +230,12 @@ def other_roundings(device: torch.device) -> list[str]:
         "rounding to bf16": lambda _, x, __: x.bfloat16().float(),
     }
 
-    def found(what: str, where: torch.device) -> torch.Tensor:
-        of_both = x.to(where, copy=True), y.to(where, copy=True)
-        return tried[what](_Rounded(Scratch.of(TRIED, where)), *of_both).cpu().view(torch.int32)
+    def result_bits(operation: str, on: torch.device) -> torch.Tensor:
+        operands = x.to(on, copy=True), y.to(on, copy=True)
+        return operations[operation](_Rounded(Scratch.of(TRIED, on)), *operands).cpu().view(torch.int32)
 
     try:
         Scratch.of(1, device)
     except (TypeError, RuntimeError):  # the device has no fp64, for example MPS
         return ["square root, for which fp64 is missing there"]
-    return [what for what in tried if not torch.equal(found(what, device), found(what, host))]
+    return [name for name in operations if not torch.equal(result_bits(name, device), result_bits(name, host))]

@@ -35,7 +35,7 @@ HUGE_PAGE = 2 << 20  # bytes; a transparent huge page on x86-64, and on arm64 wi
 Kind = Literal["read", "write", "mixed"]
 
 
-class Scratch:
+class ScratchFile:
     """A nameless file of `size` bytes in `directory`, which disappears with the process, however that ends.
 
     Its space is reserved, but unwritten until `fill()`. Raises CSDOSError: no such directory, no permission, no space.
@@ -75,7 +75,7 @@ class Scratch:
         [done], _ = _transfer([self], "write", seconds)
         self.blocks = max(2, done // self.block)
 
-    def cut(self, block: int) -> None:
+    def set_block(self, block: int) -> None:
         """Set the size of requests to `block` bytes."""
         self.blocks = max(2, self.blocks * self.block // block)
         self.block = block
@@ -83,7 +83,7 @@ class Scratch:
     def close(self) -> None:
         self._store.close()
 
-    def __enter__(self) -> Scratch:
+    def __enter__(self) -> ScratchFile:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -103,7 +103,7 @@ class Tuned:
 SETTINGS = ((512 << 10, IO_DEPTH), (1 << 20, IO_DEPTH), (1 << 20, 2 * IO_DEPTH), (4 << 20, IO_DEPTH))
 TUNE_ROUNDS, TUNE_SECONDS = 2, 0.04  # number of measurements of each setting, and the duration of each
 TUNE_FILE = 128 << 20  # bytes
-CLOSE = 0.95  # the first, smallest setting that reaches this fraction of the best rate is chosen
+NEAR_BEST = 0.95  # the first, smallest setting that reaches this fraction of the best rate is chosen
 
 
 def tune(directories: Sequence[Path]) -> list[Tuned]:
@@ -113,7 +113,7 @@ def tune(directories: Sequence[Path]) -> list[Tuned]:
     """
     tried: list[dict[tuple[int, int], float]] = [{} for _ in directories]
     with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(Scratch(d, TUNE_FILE, SETTINGS[-1][0])) for d in directories]
+        files = [stack.enter_context(ScratchFile(d, TUNE_FILE, SETTINGS[-1][0])) for d in directories]
         buffer = _huge_buffer(SETTINGS[-1][0])
         moved, _ = _transfer(files, "write", 2 * TUNE_SECONDS, endless=buffer)
         for file, n in zip(files, moved, strict=True):
@@ -121,13 +121,13 @@ def tune(directories: Sequence[Path]) -> list[Tuned]:
         for _ in range(TUNE_ROUNDS):
             for block, depth in SETTINGS:
                 for file in files:
-                    file.cut(block)
+                    file.set_block(block)
                 moved, took = _transfer(files, "mixed", TUNE_SECONDS, depth, endless=buffer)
                 for rates, n in zip(tried, moved, strict=True):  # keep the best: other programs may use the drive
                     rates[block, depth] = max(rates.get((block, depth), 0.0), n / took)
     chosen = []
     for rates in tried:
-        block, depth = next(s for s in SETTINGS if rates[s] >= CLOSE * max(rates.values()))
+        block, depth = next(s for s in SETTINGS if rates[s] >= NEAR_BEST * max(rates.values()))
         chosen.append(Tuned(block, depth, rates[block, depth]))
     return chosen
 
@@ -149,20 +149,20 @@ def tune_devices(
         for d, (spec, store) in enumerate(zip(specs, stores, strict=True))
         if store and spec.kind.has_file and not spec.kind.on_card and spec.pace == UNPACED
     }
-    places = new and any(s.is_placed for s in specs)
-    if places and tried and not settings.probes_drives():
+    is_placed = new and any(s.is_placed for s in specs)
+    if is_placed and tried and not settings.probes_drives():
         raise CSDValueError(
             "'auto' among devices measures drives, and CSD_OPTIM_PROBE=0 says not to: name shares instead"
         )
-    shares_open = new and len(tried) == len(specs) > 1 and all(s.share is None for s in specs) and not places
-    said = all(specs[d].chosen == {"block", "depth"} for d in tried) and not shares_open
-    unasked = not settings.probes_drives() or said or nbytes < TUNE_BYTES * len(specs)
-    if not tried or (unasked and not places):
+    shares_open = new and len(tried) == len(specs) > 1 and all(s.share is None for s in specs) and not is_placed
+    all_set = all(specs[d].chosen == {"block", "depth"} for d in tried) and not shares_open
+    is_skipped = not settings.probes_drives() or all_set or nbytes < TUNE_BYTES * len(specs)
+    if not tried or (is_skipped and not is_placed):
         return [*specs], None, {}
     try:
         found = dict(zip(tried, tune(list(tried.values())), strict=True))
     except CSDOSError as e:
-        if places:
+        if is_placed:
             raise
         log.info("drives were not tried out: %s", e)
         return [*specs], None, {}
@@ -190,7 +190,7 @@ def node_of(spec: DeviceSpec, store: StoreFile) -> int | None:
     return numa_node(os.fstat(store.fd).st_dev)
 
 
-def rate(files: Sequence[Scratch], kind: Kind, seconds: float = 60, depth: int = IO_DEPTH) -> float:
+def rate(files: Sequence[ScratchFile], kind: Kind, seconds: float = 60, depth: int = IO_DEPTH) -> float:
     """Measure bytes per second (read plus written) in one pass over all files at once, cut short after `seconds`.
 
     It does I/O as the engine does: requests of `block` bytes, the engine's queue depth per file system (or `depth`),
@@ -201,7 +201,12 @@ def rate(files: Sequence[Scratch], kind: Kind, seconds: float = 60, depth: int =
 
 
 def _transfer(
-    files: Sequence[Scratch], kind: Kind, seconds: float, depth: int = IO_DEPTH, *, endless: memoryview | None = None
+    files: Sequence[ScratchFile],
+    kind: Kind,
+    seconds: float,
+    depth: int = IO_DEPTH,
+    *,
+    endless: memoryview | None = None,
 ) -> tuple[list[int], float]:
     """Move bytes in one pass, or until `seconds` are over; return how many bytes of each file, and the seconds.
 
@@ -210,7 +215,7 @@ def _transfer(
     """
     stop = threading.Event()
     errors: list[OSError] = []
-    moved: list[Counter[Scratch]] = []  # bytes per file, one Counter per thread
+    moved: list[Counter[ScratchFile]] = []  # bytes per file, one Counter per thread
     threads = []
     for _, group in itertools.groupby(sorted(files, key=lambda f: f.file_system), key=lambda f: f.file_system):
         queue = _Queue(list(group), kind, endless is not None)
@@ -236,23 +241,23 @@ def _transfer(
 class _Queue:
     """The requests to several files on one file system, taken in turns by several threads."""
 
-    def __init__(self, files: list[Scratch], kind: Kind, endless: bool) -> None:
+    def __init__(self, files: list[ScratchFile], kind: Kind, endless: bool) -> None:
         self.block = max(f.block for f in files)
         turns = itertools.zip_longest(*([(f, *r) for r in f.requests(kind)] for f in files))
         once = [r for turn in turns for r in turn if r is not None]
         self._requests = itertools.cycle(once) if endless else iter(once)
         self._lock = threading.Lock()
 
-    def next(self) -> tuple[Scratch, bool, int] | None:
+    def next(self) -> tuple[ScratchFile, bool, int] | None:
         with self._lock:
             return next(self._requests, None)
 
 
 def _serve(
-    queue: _Queue, buffer: memoryview, stop: threading.Event, moved: list[Counter[Scratch]], errors: list[OSError]
+    queue: _Queue, buffer: memoryview, stop: threading.Event, moved: list[Counter[ScratchFile]], errors: list[OSError]
 ) -> None:
     """Serve one request at a time, in each thread, until there are no more."""
-    done: Counter[Scratch] = Counter()
+    done: Counter[ScratchFile] = Counter()
     try:
         while not stop.is_set() and (request := queue.next()):
             file, is_write, offset = request

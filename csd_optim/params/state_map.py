@@ -122,7 +122,7 @@ class StateMap:
     @staticmethod
     def _copy(copies: NearCopies, param_state: ParamState, states: Iterable[torch.Tensor]) -> None:
         """Makes `states` the accelerator's copy of a parameter's states."""
-        param_state.near_copy = copies.of[param_state.index] = NearCopy([flat(state) for state in states])
+        param_state.near_copy = copies.by_param[param_state.index] = NearCopy([flat(state) for state in states])
 
     def copy_resumed(self, engine: Engine) -> None:
         """Chooses which states of a resumed store get copies on the accelerator, and allocates these.
@@ -370,7 +370,7 @@ class StateMap:
                 if param_state.near_copy:
                     assert engine.accelerator
                     assert engine.accelerator.copies
-                    del engine.accelerator.copies.of[param_state.index]
+                    del engine.accelerator.copies.by_param[param_state.index]
                     param_state.near_copy = None
                 param_state = None
             if param_state is None:

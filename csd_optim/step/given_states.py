@@ -26,7 +26,7 @@ class GivenStates:
     """
 
     def __init__(self, copies: NearCopies, rows: Iterable[int]) -> None:
-        self.copies: dict[int, NearCopy] = {row: copies.of[row] for row in rows}
+        self.copies: dict[int, NearCopy] = {row: copies.by_param[row] for row in rows}
         self.updated: frozenset[int] = frozenset()  # of these rows, those with a gradient
         self.tiles: np.ndarray[Any, Any] = np.zeros(0, np.uint32)  # with some of these rows
         self.nbytes: int = 0  # copied to tiles so far
@@ -119,13 +119,13 @@ def given_states(engine: Engine, step: PreparedStep) -> GivenStates | None:
     for tile in step.tiles.tolist():
         here = engine.pieces_of(tile)["param"].tolist()
         if any(row in updated for row in here):
-            of_tile = [row for row in here if row in copies.of]
+            of_tile = [row for row in here if row in copies.by_param]
             rows.update(
                 dict.fromkeys(
                     row
                     for row in of_tile
                     if row in updated
-                    or (copies.of[row].is_known and not step.table["grad"][row] and row not in rows_edited)
+                    or (copies.by_param[row].is_known and not step.table["grad"][row] and row not in rows_edited)
                 )
             )
     given = GivenStates(copies, rows)

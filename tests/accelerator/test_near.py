@@ -17,7 +17,7 @@ from csd_optim import CSDSGD, CSDAdam, CSDMemoryError, CSDOSError, CSDRuntimeErr
 from csd_optim.devices.spec import parse_devices
 from csd_optim.engine import on_accelerator
 from csd_optim.engine.engine import Engine
-from csd_optim.engine.torch_rules import other_roundings, update
+from csd_optim.engine.torch_rules import differing_roundings, update
 from csd_optim.step import near_updates
 
 pytestmark = pytest.mark.accelerator
@@ -392,17 +392,17 @@ def test_other_roundings_are_found(monkeypatch):
             raise TypeError("no fp64")
         return makes(*size, dtype=dtype, device=device)
 
-    assert other_roundings(here) == []
+    assert differing_roundings(here) == []
     with monkeypatch.context() as patch:
         patch.setattr(torch, "div", is_off)
-        assert other_roundings(here) == ["division"]
+        assert differing_roundings(here) == ["division"]
     monkeypatch.setattr(torch, "empty", has_no_fp64)
-    assert other_roundings(here) == ["square root, for which fp64 is missing there"]
+    assert differing_roundings(here) == ["square root, for which fp64 is missing there"]
 
 
 @one_schedule
 def test_another_rounding_has_to_be_allowed(monkeypatch):
-    monkeypatch.setattr(on_accelerator, "_other_roundings", lambda _: ["square root", "division"])
+    monkeypatch.setattr(on_accelerator, "_differing_roundings", lambda _: ["square root", "division"])
     params = made(DEVICE)
     optimizer = CSDAdam(params, devices="gpu:")
     set_grads(params, 0)

@@ -275,7 +275,8 @@ def test_a_snapshot(tmp_path):
 @one_schedule
 def test_close_gives_memory_back(tmp_path):
     here = Trained(near(tmp_path / "a")).step(0)
-    there = [weakref.ref(state) for copy in here.opt._engine.accelerator.copies.of.values() for state in copy.states]
+    copies = here.opt._engine.accelerator.copies.by_param.values()
+    there = [weakref.ref(state) for copy in copies for state in copy.states]
     assert there
     here.opt.close()
     assert [state for state in there if state() is not None] == []

@@ -792,7 +792,7 @@ def test_cpu_is_measured_once_with_the_engine(monkeypatch):
     [("CSDAdam", "fp32"), ("CSDAdam", "8bit"), ("CSDSGD", "fp32"), ("CSDRMSprop,momentum,centered", "fp32")],
 )
 def test_engine_without_drives_updates_and_verifies(text, state_dtype):
-    """AtOnce gives the same bits as a drive, and its reads are verified like a drive's."""
+    """EngineWithoutDrive gives the same bits as a drive, and its reads are verified like a drive's."""
     p = torch.nn.Parameter(torch.zeros(300_000).bfloat16())
     planned, sections, hyper = described(text, state_dtype)
     engine = engine_rate.EngineWithoutDrive(p.numel(), p.dtype, state_dtype=state_dtype, sections=sections)
