@@ -29,7 +29,7 @@ from csd_optim.cli import benchmark
 from csd_optim.cli.measure import card_rates, spread
 from csd_optim.cli.output import span
 from csd_optim.devices import machine
-from csd_optim.devices.smartssd import located
+from csd_optim.devices.smartssd import with_directory
 from csd_optim.devices.spec import DeviceSpec, parse_device
 from csd_optim.engine import tuning
 
@@ -53,7 +53,7 @@ def main() -> None:
     say("  ".join(f"{k}: {v}" for k, v in facts.items()))
     rows = []
     for device in arguments.devices or [str(arguments.directory), "ram:"]:
-        rows.append(measure(located(parse_device(device)), arguments))
+        rows.append(measure(with_directory(parse_device(device)), arguments))
         say("\n" + describe(rows[-1]))
     if arguments.json:
         json.dump({"schema": "csd_optim.bench.per_csd/1", "machine": facts, "rows": rows}, sys.stdout, indent=1)

@@ -12,7 +12,7 @@ import torch
 from .. import bindings
 from ..devices.backends import BACKENDS
 from ..devices.machine import available_memory, machine, storage, updater
-from ..devices.smartssd import find, located
+from ..devices.smartssd import find, with_directory
 from ..devices.spec import DeviceSpec, shares_of
 from ..engine.tuning import ScratchFile, rate
 from ..errors import CSDRuntimeError, CSDValueError
@@ -55,7 +55,7 @@ def bench(specs: Sequence[DeviceSpec], params: int, dtype: str, steps: int, tick
             f"{near} keeps states of parameters on an accelerator, but this command's parameters are in host memory: "
             "time a step of your model instead, or use csd-optim plan --place"
         )
-    specs = [located(spec) for spec in specs]
+    specs = [with_directory(spec) for spec in specs]
     check_room(specs, params, DTYPES[dtype])
     tick("verifying")
     difference = verify(specs, DTYPES[dtype])

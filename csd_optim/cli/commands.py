@@ -89,7 +89,7 @@ def devices(
 
         specs = specs_of(names)
         if not names and not settings.devices():
-            specs += [parse_device(f"xrt:{card.name}") for card in cards.there_are()]
+            specs += [parse_device(f"xrt:{card.name}") for card in cards.available_cards()]
         known = cards.ask_pyxrt() if any(spec.card for spec in specs) else {}
         found = [describe_device(spec, known) for spec in specs]
         if check:

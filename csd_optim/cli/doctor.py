@@ -70,7 +70,7 @@ def examine_machine() -> list[Finding]:
     nodes = text_of("/sys/devices/system/node/online")
     if nodes not in ("", "0"):
         found.append(Finding("NUMA", OK, f"nodes {nodes}; each drive's buffers and threads are put on its own"))
-    return [*found, *check_cards(cards.there_are())]
+    return [*found, *check_cards(cards.available_cards())]
 
 
 def check_updater(updater: dict[str, Any], asked: str | None, cpu: str) -> Finding:
@@ -249,15 +249,15 @@ def check_smart(disk: dict[str, Any], said: dict[str, Any]) -> Iterator[Finding]
 def probe(directory: Path, seconds: float, tick: Callable[[], None]) -> tuple[list[float], tuple[float, float] | None]:
     """Read and write an unnamed scratch file as a step does, for `seconds`, in TURNS equal turns.
 
-    Returns the bytes per second of each turn, read plus written, and health.heat_of() the drive that came nearest to
-    its temperature limit, or None. `tick` is called after each turn. Raises CSDOSError.
+    Returns the bytes per second of each turn, read plus written, and health.temperature_of() the drive that
+    came nearest to its temperature limit, or None. `tick` is called after each turn. Raises CSDOSError.
     """
     free = machine.storage(directory)["free_bytes"]
     blocks = health.disks_below(directory.stat().st_dev)
     heat: list[tuple[float, float]] = []
 
     def turned() -> None:
-        heat.extend(filter(None, map(health.heat_of, blocks)))
+        heat.extend(filter(None, map(health.temperature_of, blocks)))
         tick()
 
     with ScratchFile(directory, min(PROBE_BYTES, free // 4), PROBE_BLOCK) as scratch:

@@ -51,15 +51,15 @@ def describe_states(extents: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def describe_device(spec: DeviceSpec, told: Mapping[str, cards.Facts]) -> dict[str, Any]:
-    """Return what is known of a device. `told`: pyxrt's facts. `problem` in the result says why it cannot be used."""
+def describe_device(spec: DeviceSpec, xrt_facts: Mapping[str, cards.Facts]) -> dict[str, Any]:
+    """Return what is known of a device. `xrt_facts`: of ask_pyxrt(). `problem` in the result: why it cannot be used."""
     entry: dict[str, Any] = {"device": str(spec), "backend": spec.backend}
     if spec.card:
         try:
-            card = cards.find(spec.card, told=told)
+            card = cards.find(spec.card, xrt_facts=xrt_facts)
             facts = asdict(card) | {"emulated": card.emulated}
             entry["card"] = json.loads(json.dumps(facts, default=str))  # paths as text
-            spec = replace(spec, directory=card.place(spec.directory))
+            spec = replace(spec, directory=card.store_directory(spec.directory))
             entry["xclbin"] = describe_xclbin(find_kernels(spec.xclbin))
         except CSDError as e:
             return entry | {"problem": message(e)}

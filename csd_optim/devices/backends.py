@@ -24,8 +24,8 @@ class Option:
     """An option of a device string, after its `?`."""
 
     name: str
-    what: str  # the values it accepts, for error messages
-    read: Callable[[str], Any]  # parses a value; raises ValueError
+    accepts: str  # the values it accepts, for error messages
+    parse: Callable[[str], Any]  # parses a value; raises ValueError
     field: str = ""  # the field of DeviceSpec, if its name differs
 
 
@@ -46,7 +46,7 @@ def _choice(*choices: str) -> Callable[[str], str]:
     return lambda value: choices[choices.index(value)]
 
 
-def _yes(value: str) -> bool:
+def _flag(value: str) -> bool:
     return _choice("0", "1")(value) == "1"
 
 
@@ -67,7 +67,7 @@ _STORE_OPTIONS = (
     Option("buffers", "a number from 1 to 1024", lambda v: _within(int(v), 1, 1024)),
     Option("block", "a multiple of 4096 bytes", _block, "block_bytes"),
     Option("depth", f"a number from {DEFAULT_DEPTH} to 256", lambda v: _within(int(v), DEFAULT_DEPTH, 256)),
-    Option("scratch", "0 or 1", _yes),
+    Option("scratch", "0 or 1", _flag),
     Option("tbw", "a number of bytes such as 600TB", lambda v: _within(parse_bytes(v), 1, math.inf), "tbw_bytes"),
 )
 _PLACED_OPTIONS = (
@@ -90,8 +90,8 @@ _DRIVE_PACE = (
     Option("write", _PACE, _rate("B")),
     Option("mixed", _PACE, _rate("B")),
     Option("latency", "a time such as 100us", lambda v: _within(parse_seconds(v), 0, 60)),
-    Option("host", "0 or 1", _yes),
-    Option("flash_grads", "0 or 1", _yes),
+    Option("host", "0 or 1", _flag),
+    Option("flash_grads", "0 or 1", _flag),
 )
 _UPDATE_PACE = (
     Option("update", "parameters per second such as 240M/s", _rate("")),
@@ -101,7 +101,7 @@ _UPDATE_PACE = (
 _ACCELERATOR_OPTIONS = (
     Option("update", "parameters per second such as 5G/s", _rate(""), "known_update"),
     Option("link", _PACE, _rate("B"), "known_link"),
-    Option("exact", "0 or 1", _yes),
+    Option("exact", "0 or 1", _flag),
 )
 
 

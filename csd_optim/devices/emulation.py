@@ -30,11 +30,11 @@ from .xclbin import write_emulated
 PLATFORM = "xilinx_u2_gen3x4_xdma_emulated"
 MEMORY_BYTES = 2 << 30  # per card: the most that the driver library can map; device.cpp has the same constant
 MAX_DEVICES = 16
-PATIENCE = 10  # seconds that a command has to exit after SIGTERM
+TERM_SECONDS = 10  # seconds that a command has to exit after SIGTERM
 TIMED_OUT = 124  # exit status after a timeout, as of timeout(1)
 DRIVER = "libxrt_swemu.so.2"
 
-_GROWS = re.compile(
+_ALLOC_VOID = re.compile(
     # CpuemShim::alloc_void() of Debian's XRT, which a wrong patch broke: it stores the address that realloc() returns
     # only if that is null. Every other address is lost, and the next message is written to freed memory.
     rb"(?P<store>\x48\x89\x83\x70\x06\x00\x00)"  # mov %rax,0x670(%rbx)
@@ -160,7 +160,7 @@ def repaired(driver: bytes) -> bytes:
 
     Raises CSDUnavailableError if the code to be patched occurs more than once.
     """
-    found = list(_GROWS.finditer(driver))
+    found = list(_ALLOC_VOID.finditer(driver))
     if not found:
         return driver
     if len(found) > 1:
@@ -222,27 +222,27 @@ class _Signals:
 
     def __enter__(self) -> _Signals:
         self._group: int | None = None
-        self._early: list[int] = []
-        self._before: dict[int, Any] = {}
+        self._pending: list[int] = []
+        self._previous: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 if signal.getsignal(number) != signal.SIG_IGN:  # set by nohup, and inherited by the command
-                    self._before[number] = signal.signal(number, self._handle)
+                    self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
 
     def _handle(self, number: int, _: object) -> None:
         if self._group is None:
-            self._early.append(number)
+            self._pending.append(number)
         else:
             _kill_group(self._group, number)
 
-    def pass_to(self, group: int) -> None:
+    def forward_to(self, group: int) -> None:
         self._group = group
-        for number in self._early:
+        for number in self._pending:
             _kill_group(group, number)
 
 
@@ -250,13 +250,13 @@ def _run(command: Sequence[str], environment: dict[str, str], timeout: float | N
     # In its own session, so that all processes that the command starts form one group that can be killed.
     process = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
-        signals.pass_to(process.pid)
-        ended = os.pidfd_open(process.pid)
-        timed_out = not _wait(ended, timeout)
+        signals.forward_to(process.pid)
+        pidfd = os.pidfd_open(process.pid)
+        timed_out = not _wait(pidfd, timeout)
         if timed_out:
             _kill_group(process.pid, signal.SIGTERM)
-            _wait(ended, PATIENCE)
-        os.close(ended)
+            _wait(pidfd, TERM_SECONDS)
+        os.close(pidfd)
     finally:
         # Before wait() reaps the process: until then no other process group can have its number.
         _kill_group(process.pid, signal.SIGKILL)
@@ -266,8 +266,8 @@ def _run(command: Sequence[str], environment: dict[str, str], timeout: float | N
     return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
 
-def _wait(process: int, timeout: float | None) -> bool:
-    return bool(select.select([process], [], [], timeout)[0])
+def _wait(pidfd: int, timeout: float | None) -> bool:
+    return bool(select.select([pidfd], [], [], timeout)[0])
 
 
 def _kill_group(leader: int, number: int) -> None:

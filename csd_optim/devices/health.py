@@ -40,7 +40,7 @@ def describe_disk(block: Path) -> dict[str, Any]:
     `link`, `best_link`: the current and the best PCIe link as (GT/s, lanes), None for other buses. `celsius`: None
     without a sensor.
     """
-    heat = heat_of(block)
+    temperature = temperature_of(block)
     return {
         "name": block.name,
         "model": text_of(block / "device/model"),
@@ -48,18 +48,18 @@ def describe_disk(block: Path) -> dict[str, Any]:
         "removable": text_of(block / "removable") == "1" or "/usb" in str(block),
         "link": link_of(block, "current"),
         "best_link": link_of(block, "max"),
-        "celsius": heat[0] if heat else None,
+        "celsius": temperature[0] if temperature else None,
     }
 
 
-def heat_of(block: Path) -> tuple[float, float] | None:
+def temperature_of(block: Path) -> tuple[float, float] | None:
     """Return the temperature of a disk in sysfs and the one from which it warns and throttles, in degrees Celsius.
 
     The second is inf if the disk does not report it. Returns None without a sensor.
     """
-    for at in sorted((block / "device").glob("**/hwmon*/temp1_input")):
-        most = number_of(at.with_name("temp1_max")) / 1000
-        return number_of(at) / 1000, most if most > 0 else math.inf
+    for sensor in sorted((block / "device").glob("**/hwmon*/temp1_input")):
+        limit = number_of(sensor.with_name("temp1_max")) / 1000
+        return number_of(sensor) / 1000, limit if limit > 0 else math.inf
     return None
 
 
@@ -86,27 +86,27 @@ def smart(name: str) -> dict[str, Any]:
         done = subprocess.run(
             ["smartctl", "--json", "--all", f"/dev/{name}"], capture_output=True, text=True, timeout=SMART_SECONDS
         )
-        said = json.loads(done.stdout)
+        report = json.loads(done.stdout)
     except (OSError, subprocess.TimeoutExpired, json.JSONDecodeError) as e:
         return {"problem": f"smartctl fails: {e}"}
-    return read_smart(said)
+    return parse_smart(report)
 
 
-def read_smart(said: dict[str, Any]) -> dict[str, Any]:
+def parse_smart(report: dict[str, Any]) -> dict[str, Any]:
     """Return the same from smartctl's JSON output."""
-    if "smart_status" not in said:
-        messages = [m["string"] for m in said.get("smartctl", {}).get("messages", [])]
+    if "smart_status" not in report:
+        messages = [m["string"] for m in report.get("smartctl", {}).get("messages", [])]
         denied = any("ermission denied" in m for m in messages)
         problem = messages[0] if messages else "smartctl says nothing of its health"
         return {"problem": problem, "remedy": "run as root"} if denied else {"problem": problem}
-    log = said.get("nvme_smart_health_information_log", {})
+    log = report.get("nvme_smart_health_information_log", {})
     units = log.get("data_units_written")
     return {
-        "passed": bool(said["smart_status"].get("passed", True)),
-        "percent_used": log.get("percentage_used", said.get("endurance_used", {}).get("current_percent")),
+        "passed": bool(report["smart_status"].get("passed", True)),
+        "percent_used": log.get("percentage_used", report.get("endurance_used", {}).get("current_percent")),
         "written_bytes": None if units is None else units * DATA_UNIT,
         "media_errors": log.get("media_errors"),
         "critical_warning": log.get("critical_warning", 0),
         "hot_minutes": log.get("critical_comp_time"),
-        "celsius": said.get("temperature", {}).get("current"),
+        "celsius": report.get("temperature", {}).get("current"),
     }

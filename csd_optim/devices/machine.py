@@ -47,25 +47,25 @@ def available_memory() -> int:
     text = dict(_fields("/proc/meminfo")).get("MemAvailable", "")
     available = int(text.split()[0]) << 10 if text else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     for directory, version in control_groups("memory"):
-        most, taken = text_of(directory / MEMORY_LIMIT[version]), text_of(directory / MEMORY_USED[version])
-        if most.isdigit() and taken.isdigit():
+        limit, used = text_of(directory / MEMORY_LIMIT[version]), text_of(directory / MEMORY_USED[version])
+        if limit.isdigit() and used.isdigit():
             counts = dict(line.partition(" ")[::2] for line in text_of(directory / "memory.stat").splitlines())
             cached = sum(int(counts.get(f"{kind}_file", 0)) for kind in ("active", "inactive"))
-            available = min(available, max(0, int(most) - int(taken) + cached))
+            available = min(available, max(0, int(limit) - int(used) + cached))
     return available
 
 
 def cpu_quota() -> float | None:
     """Return the CPU time limit of this process's control groups, in CPUs; None if they set no limit."""
-    granted = []
+    quotas = []
     for directory, version in control_groups("cpu"):
         if version == 2:
             quota, _, period = text_of(directory / "cpu.max").partition(" ")
         else:
             quota, period = text_of(directory / "cpu.cfs_quota_us"), text_of(directory / "cpu.cfs_period_us")
         if quota.isdigit() and period.isdigit():
-            granted.append(int(quota) / int(period))
-    return min(granted, default=None)
+            quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
 
 
 def io_limits(disk: str) -> dict[str, int]:
@@ -136,8 +136,8 @@ def numa_node(device: int, sysfs: Path = Path("/sys")) -> int | None:
     nodes = set()
     for block in disks_below(device, sysfs):
         # The directory of the drive's controller, further up, has the file.
-        said = next((text for at in (block, *block.parents) if (text := text_of(at / "numa_node"))), "-1")
-        nodes.add(int(said))
+        node = next((text for at in (block, *block.parents) if (text := text_of(at / "numa_node"))), "-1")
+        nodes.add(int(node))
     return nodes.pop() if len(nodes) == 1 and min(nodes) >= 0 else None
 
 

@@ -21,11 +21,11 @@ class Candidate:
     link: float = 0.0  # that the link to an accelerator is busy, the same for all its users; 0: it does not cross it
     saved: float = 0.0  # saved per step by cached states, which need not be read; at most half of all traffic is reads
 
-    def takes(self, tiles: int) -> float:
+    def busy_seconds(self, tiles: int) -> float:
         """Return the seconds that the device itself is busy with `tiles` tiles."""
         return max(tiles * self.seconds - self.saved, tiles * self.seconds / 2)
 
-    def within(self, seconds: float) -> int:
+    def max_tiles(self, seconds: float) -> int:
         """Return how many tiles the device itself can handle in a step of `seconds`."""
         if not self.seconds:
             return self.room
@@ -38,7 +38,7 @@ def step_seconds(tiles: Sequence[int], candidates: Sequence[Candidate]) -> float
     """Return the time of a step in which each candidate has the given number of tiles."""
     host = sum(n * c.host for n, c in zip(tiles, candidates, strict=True))
     link = sum(n * c.link for n, c in zip(tiles, candidates, strict=True))
-    return max(host, link, *(c.takes(n) for n, c in zip(tiles, candidates, strict=True)))
+    return max(host, link, *(c.busy_seconds(n) for n, c in zip(tiles, candidates, strict=True)))
 
 
 def place(n: int, candidates: Sequence[Candidate]) -> list[int] | None:
@@ -54,7 +54,7 @@ def place(n: int, candidates: Sequence[Candidate]) -> list[int] | None:
         tiles, host, link = [0] * len(candidates), seconds * (1 + 1e-12), seconds * (1 + 1e-12)
         for d in cheapest:
             c = candidates[d]
-            most = min(c.within(seconds), n - sum(tiles))
+            most = min(c.max_tiles(seconds), n - sum(tiles))
             if c.host:
                 most = min(most, math.floor(host / c.host))
             if c.link:

@@ -25,16 +25,16 @@ from ..errors import CSDUnavailableError, CSDValueError
 from .spec import DeviceSpec
 from .sysfs import (
     BDF,
-    HERE,
+    THIS_SYSTEM,
     System,
     all_mounts,
     bdf_numbers,
     disks_and_volumes,
     mounts_of,
     number_of,
+    p2p_detour,
     shell_part,
     text_of,
-    why_detour,
 )
 
 XILINX = 0x10EE
@@ -82,7 +82,7 @@ class Card:
         """The card's name for `xrtDeviceOpenByBDF`. Unlike XRT's numbering it does not depend on XRT's version."""
         return self.bdf or str(self.index)
 
-    def place(self, named: Path | None = None) -> Path:
+    def store_directory(self, named: Path | None = None) -> Path:
         """Return the directory for a store: `named` by the user, else the card's own.
 
         Raises CSDUnavailableError with the reason why the card cannot be used and what the user can do.
@@ -94,7 +94,7 @@ class Card:
             raise CSDUnavailableError(errno.ENODEV, f"card {self.name}: {self.no_directory}")
         return where
 
-    def holds(self, directory: Path, system: System = HERE) -> bool:
+    def drive_contains(self, directory: Path, system: System = THIS_SYSTEM) -> bool:
         """Return whether a directory, which need not exist, is on this card's drive. If not, data go through the host.
 
         In emulation every directory counts as on the drive.
@@ -102,8 +102,9 @@ class Card:
         if self.emulated:
             return True
         where = directory.resolve()
-        over = [m for m in all_mounts(system) if where.is_relative_to(m.at)]
-        mount = max(over, key=lambda m: len(m.at.parts), default=None)  # the newest of several at one mount point
+        mounts = [m for m in all_mounts(system) if where.is_relative_to(m.mount_point)]
+        # The newest of several at one mount point.
+        mount = max(mounts, key=lambda m: len(m.mount_point.parts), default=None)
         own = disks_and_volumes(self.nvme.blocks, system)[0] if self.nvme else []
         return any(mount in mounts_of(name, system) for name in own)
 
@@ -111,8 +112,8 @@ class Card:
 Facts = Mapping[str, str]  # what XRT reports about a card: index, name, xclbin_uuid, serial
 
 
-def cards(told: Mapping[str, Facts] | None = None, system: System = HERE) -> list[Card]:
-    """Return all cards in XRT's order, then those that XRT does not see. `told`: by BDF, from `ask_pyxrt()`.
+def cards(xrt_facts: Mapping[str, Facts] | None = None, system: System = THIS_SYSTEM) -> list[Card]:
+    """Return all cards in XRT's order, then those that XRT does not see. `xrt_facts`: by BDF, from `ask_pyxrt()`.
 
     Raises CSDUnavailableError in an emulation that names no drives.
     """
@@ -128,10 +129,10 @@ def cards(told: Mapping[str, Facts] | None = None, system: System = HERE) -> lis
     order = ready + [f for f in seen if f not in ready]
     found = [_card(f, order.index(f) if f in order else None, nodes[f.name], system) for f in functions]
     found.sort(key=lambda c: (c.index is None, c.index))
-    return [_completed(c, told[c.bdf]) if told and c.bdf in told else c for c in found]
+    return [_with_xrt_facts(c, xrt_facts[c.bdf]) if xrt_facts and c.bdf in xrt_facts else c for c in found]
 
 
-def there_are() -> list[Card]:
+def available_cards() -> list[Card]:
     """Return all cards; none in an emulation that names no drives: `find` then raises the reason."""
     try:
         return cards()
@@ -139,13 +140,13 @@ def there_are() -> list[Card]:
         return []
 
 
-def find(name: str, system: System = HERE, told: Mapping[str, Facts] | None = None) -> Card:
-    """Return the card `name`: XRT's index, or a PCIe address, in full or short (65:00.1). `told`: see `cards`.
+def find(name: str, system: System = THIS_SYSTEM, xrt_facts: Mapping[str, Facts] | None = None) -> Card:
+    """Return the card `name`: XRT's index, or a PCIe address, in full or short (65:00.1). `xrt_facts`: see `cards`.
 
     Raises CSDValueError if there is no such card, listing those that exist; CSDUnavailableError if there are no cards,
     with the reason.
     """
-    found = cards(told, system)
+    found = cards(xrt_facts, system)
     if not found:
         raise CSDUnavailableError(errno.ENODEV, _why_none(system))
     there_are = "there are " + ", ".join(c.name if c.index is None else f"xrt:{c.index} ({c.name})" for c in found)
@@ -175,9 +176,9 @@ def find(name: str, system: System = HERE, told: Mapping[str, Facts] | None = No
     return chosen[0]
 
 
-def located(spec: DeviceSpec) -> DeviceSpec:
-    """Return the device with the directory of its store filled in. Raises what `find` and `Card.place` raise."""
-    return replace(spec, directory=find(spec.card).place(spec.directory)) if spec.card else spec
+def with_directory(spec: DeviceSpec) -> DeviceSpec:
+    """Return the device with the directory of its store filled in. Raises as `find` and `Card.store_directory`."""
+    return replace(spec, directory=find(spec.card).store_directory(spec.directory)) if spec.card else spec
 
 
 # ---- what XRT itself reports ---------------------------------------------------------
@@ -230,15 +231,15 @@ def ask_pyxrt(seconds: float = ASK_SECONDS) -> dict[str, dict[str, str]]:
     return answer if isinstance(answer, dict) else {}
 
 
-def _completed(card: Card, told: Facts) -> Card:
+def _with_xrt_facts(card: Card, xrt_facts: Facts) -> Card:
     warnings = card.warnings
-    if card.index is not None and told["index"] != str(card.index):
-        warnings += (f"XRT itself counts this card as {told['index']}: name it xrt:{card.bdf}",)
+    if card.index is not None and xrt_facts["index"] != str(card.index):
+        warnings += (f"XRT itself counts this card as {xrt_facts['index']}: name it xrt:{card.bdf}",)
     return replace(
         card,
-        shell=card.shell or told["name"],
-        serial=card.serial or told["serial"],
-        xclbin_uuid=card.xclbin_uuid or _uuid(told["xclbin_uuid"]),
+        shell=card.shell or xrt_facts["name"],
+        serial=card.serial or xrt_facts["serial"],
+        xclbin_uuid=card.xclbin_uuid or _uuid(xrt_facts["xclbin_uuid"]),
         warnings=warnings,
     )
 
@@ -269,7 +270,7 @@ def _card(function: Path, index: int | None, node: Path | None, system: System) 
     if p2p in _P2P_HELP:
         warnings.append(f"P2P is {p2p}, the state goes through the host: {_P2P_HELP[p2p].format(bdf=bdf)}")
     drive, directory, no_directory = _drive(function, system)
-    if drive and p2p == "enabled" and (detour := why_detour(function, drive.bdf, system)):
+    if drive and p2p == "enabled" and (detour := p2p_detour(function, drive.bdf, system)):
         warnings.append(f"P2P goes through the host: {detour}")
     return Card(
         index=index,
@@ -328,7 +329,7 @@ def _drive(function: Path, system: System) -> tuple[Drive | None, Path | None, s
     # With NVMe multipath, the kernel names each path like nvme4c4n1 and hides it; the disk is nvme4n1.
     blocks = sorted({re.sub(r"c\d+n", "n", p.name) for p in controller.glob("nvme*n*")})
     own, spread = disks_and_volumes(blocks, system)
-    mounted = [(name, mounts[0].at) for name in own if (mounts := mounts_of(name, system))]
+    mounted = [(name, mounts[0].mount_point) for name in own if (mounts := mounts_of(name, system))]
     model, serial = text_of(controller / "model"), text_of(controller / "serial")
     drive = Drive(controller.name, near[0].name, model, serial, tuple(blocks), tuple(mounted))
     if not blocks:

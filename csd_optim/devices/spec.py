@@ -72,7 +72,7 @@ class DeviceSpec:
     buffers: int = DEFAULT_BUFFERS
     block_bytes: int = DEFAULT_BLOCK
     depth: int = DEFAULT_DEPTH  # requests in flight on its file system, if no other device there asks for more
-    chosen: frozenset[str] = frozenset()  # which of "block" and "depth" the user has set
+    user_set: frozenset[str] = frozenset()  # which of "block" and "depth" the user has set
     cache_bytes: int = 0  # memory, beside the buffers, that caches tiles for the next step; or NO_CACHE
     numa: int | None = None  # NUMA node of its buffers and update threads, or ANY_NODE; None: that of the drive
     tbw_bytes: int | None = None  # the bytes that the drive is rated to endure in its life
@@ -150,12 +150,12 @@ def parse_device(text: str | os.PathLike[str]) -> DeviceSpec:
             names = ", ".join(o.name for o in backend.options)
             raise CSDValueError(f"Invalid device: {text!r}; unknown option {name!r}, there are {names}")
         try:
-            values[option.field or name] = option.read(value)
+            values[option.field or name] = option.parse(value)
         except ValueError:
-            raise CSDValueError(f"Invalid device: {text!r}; {name} is {option.what}, got {value!r}") from None
+            raise CSDValueError(f"Invalid device: {text!r}; {name} is {option.accepts}, got {value!r}") from None
     values["pace"] = Pace(**{f.name: values.pop(f.name) for f in fields(Pace) if f.name in values})
     scratch = values.pop("scratch", False)
-    values["chosen"] = frozenset({"block", "depth"} & options.keys())
+    values["user_set"] = frozenset({"block", "depth"} & options.keys())
     if not backend.place:
         if place:
             raise CSDValueError(f"Invalid device: {text!r}; {backend.name}: takes neither path nor index")
@@ -189,7 +189,7 @@ def parse_devices(devices: str | os.PathLike[str] | Sequence[str | os.PathLike[s
         raise CSDValueError("Invalid devices: []; name at least one, or leave the argument out")
     _check_accelerator(specs)
     if is_auto:
-        specs = _placed(specs)
+        specs = _with_placement(specs)
     elif limited := next((s for s in specs if s.room_bytes is not None and not s.kind.on_accelerator), None):
         raise CSDValueError(f"Invalid device: '{limited}'; room is for devices beside 'auto', which chooses shares")
     cards = [s.card for s in specs if s.card]
@@ -201,11 +201,11 @@ def parse_devices(devices: str | os.PathLike[str] | Sequence[str | os.PathLike[s
             raise CSDValueError(
                 f"Invalid devices: {str(place)!r} is named twice; each device needs a directory of its own"
             )
-    linked = [s for s in specs if s.pace.link]
-    for spec in linked:
-        if spec.pace.link != linked[0].pace.link:
+    with_link = [s for s in specs if s.pace.link]
+    for spec in with_link:
+        if spec.pace.link != with_link[0].pace.link:
             raise CSDValueError(
-                f"Invalid devices: '{linked[0]}' and '{spec}' share one link and name different rates for it"
+                f"Invalid devices: '{with_link[0]}' and '{spec}' share one link and name different rates for it"
             )
     return specs
 
@@ -232,7 +232,7 @@ def _check_accelerator(specs: list[DeviceSpec]) -> None:
         )
 
 
-def _placed(specs: list[DeviceSpec]) -> list[DeviceSpec]:
+def _with_placement(specs: list[DeviceSpec]) -> list[DeviceSpec]:
     """Return the devices with the fields that `auto` needs. Raises CSDValueError if it cannot choose their shares.
 
     Memory cannot be a device beside named directories, because a resume would miss its states; it becomes the
@@ -256,13 +256,13 @@ def _placed(specs: list[DeviceSpec]) -> list[DeviceSpec]:
         raise CSDValueError(f"Invalid devices: 'auto' needs a drive beside memory; for memory alone write {alone}")
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")  # ranks on this machine, which share the memory equally
     sharing = int(ranks) if ranks.isdecimal() and int(ranks) else 1
-    left = available_memory() // 2 // sharing // (sum(spec.room_bytes is None for spec in memory) or 1)
-    rooms = {id(spec): left if spec.room_bytes is None else spec.room_bytes for spec in memory}
+    default_room = available_memory() // 2 // sharing // (sum(spec.room_bytes is None for spec in memory) or 1)
+    rooms = {id(spec): default_room if spec.room_bytes is None else spec.room_bytes for spec in memory}
     if any(spec.durable for spec in specs):
         files = [spec for spec in specs if spec.kind.has_file]
-        each = sum(rooms.values()) // len(files)
+        cache_bytes = sum(rooms.values()) // len(files)
         near = [replace(spec, is_placed=True) for spec in specs if spec.kind.on_accelerator]
-        return [*near, *(replace(spec, is_placed=True, cache_bytes=each or spec.cache_bytes) for spec in files)]
+        return [*near, *(replace(spec, is_placed=True, cache_bytes=cache_bytes or spec.cache_bytes) for spec in files)]
     return [replace(s, is_placed=True, room_bytes=rooms.get(id(s), s.room_bytes)) for s in specs]
 
 

@@ -17,7 +17,7 @@ class System:
     mounts: Path = Path("/proc/self/mountinfo")
 
 
-HERE = System()
+THIS_SYSTEM = System()
 BDF = re.compile(r"(?:([0-9a-fA-F]{4,8}):)?([0-9a-fA-F]{1,2}):([0-9a-fA-F]{1,2})\.([0-7])")
 
 
@@ -48,7 +48,7 @@ def disks_and_volumes(blocks: Sequence[str], system: System) -> tuple[list[str],
 class Mount:
     number: str  # major:minor
     root: str  # which directory of the file system is mounted
-    at: Path
+    mount_point: Path
     source: str
 
 
@@ -72,7 +72,7 @@ def mounts_of(device: str, system: System) -> list[Mount]:
     return sorted(mounts, key=lambda m: m.root != "/")
 
 
-def why_detour(function: Path, drive: str, system: System) -> str:
+def p2p_detour(function: Path, drive: str, system: System) -> str:
     """Return why data between FPGA and drive leave the card's switch, or "" if they do not.
 
     Without an IOMMU they stay below the switch. If an IOMMU translates, addresses are valid only above the switch. In

@@ -30,7 +30,7 @@ def open_card(spec: DeviceSpec, cards: dict[str, Any], kernels: Collection[str] 
     card = find_card(spec.card)
     if card.name in cards:
         raise CSDValueError(f"Invalid devices: card {card.name} is named twice, the second time as '{spec}'")
-    directory = card.place(spec.directory)
+    directory = card.store_directory(spec.directory)
     program = find_kernels(spec.xclbin, kernels)
     with defer_signals():  # an interrupt between the two lines would leak the handle
         handle = bindings.card_open(card.name, program.path, program.kernels, spec.timeout)
@@ -49,7 +49,7 @@ def open_card(spec: DeviceSpec, cards: dict[str, Any], kernels: Collection[str] 
             "(docs/smartssd.md), or leave out p2p=1",
         )
     slow = [] if spec.p2p == "0" else list(card.warnings)
-    if not slow and not card.holds(directory):
+    if not slow and not card.drive_contains(directory):
         slow.append(f"{directory} is not on this card's drive: the state goes through the host")
     elif not slow and spec.p2p == "auto" and not bindings.card_has_p2p(handle):
         slow.append(f"its drive cannot reach its memory (P2P, says the driver: {card.p2p}): state goes via the host")

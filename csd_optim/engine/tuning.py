@@ -155,7 +155,7 @@ def tune_devices(
             "'auto' among devices measures drives, and CSD_OPTIM_PROBE=0 says not to: name shares instead"
         )
     shares_open = new and len(tried) == len(specs) > 1 and all(s.share is None for s in specs) and not is_placed
-    all_set = all(specs[d].chosen == {"block", "depth"} for d in tried) and not shares_open
+    all_set = all(specs[d].user_set == {"block", "depth"} for d in tried) and not shares_open
     is_skipped = not settings.probes_drives() or all_set or nbytes < TUNE_BYTES * len(specs)
     if not tried or (is_skipped and not is_placed):
         return [*specs], None, {}
@@ -172,8 +172,8 @@ def tune_devices(
         shares = tuple(round(rate / max(rates), 2) or 0.01 for rate in rates)
     for d, tuned in found.items():
         spec = specs[d]
-        block = spec.block_bytes if "block" in spec.chosen else tuned.block_bytes
-        depth = spec.depth if "depth" in spec.chosen else tuned.depth
+        block = spec.block_bytes if "block" in spec.user_set else tuned.block_bytes
+        depth = spec.depth if "depth" in spec.user_set else tuned.depth
         tuned_specs[d] = replace(spec, block_bytes=block, depth=depth)
         share = f", share {shares[d]:g}" if shares else ""
         log.info(

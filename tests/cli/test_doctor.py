@@ -170,9 +170,9 @@ def test_disk_in_sysfs(tmp_path):
     [found] = health.disks_below(os.makedev(259, 1), tmp_path)
     assert found == block
     assert health.describe_disk(found) == DISK | {"link": (8.0, 4), "celsius": 41.85}
-    assert health.heat_of(found) == (41.85, 82.85)
+    assert health.temperature_of(found) == (41.85, 82.85)
     (block / "../hwmon2/temp1_max").unlink()
-    assert health.heat_of(found) == (41.85, math.inf)
+    assert health.temperature_of(found) == (41.85, math.inf)
 
 
 GROUPS = {

@@ -181,8 +181,8 @@ def test_one_card(machine, tmp_path):
     assert (card.nvme.name, card.nvme.bdf, card.nvme.blocks) == ("nvme4", "0000:d7:00.0", ("nvme4n1",))
     assert card.nvme.model == "SAMSUNG MZWLJ3T8HBLS-00007"
     assert card.serial == card.nvme.serial == "S4NVME4"
-    assert card.directory == card.place() == tmp_path / "smart ssd"
-    assert card.place(tmp_path / "elsewhere") == tmp_path / "elsewhere"
+    assert card.directory == card.store_directory() == tmp_path / "smart ssd"
+    assert card.store_directory(tmp_path / "elsewhere") == tmp_path / "elsewhere"
 
 
 @pytest.mark.parametrize("name", ["0", "0000:d8:00.1", "d8:00.1", "D8:0.1"])
@@ -242,14 +242,14 @@ def test_a_card_without_its_drive_takes_nobody_elses(machine):
     with pytest.raises(
         CSDUnavailableError, match=r"no NVMe drive is .* is only behind the same switch 0000:d1:00\.0; name"
     ):
-        card.place()
+        card.store_directory()
 
 
 def test_a_driver_that_is_too_old(tmp_path):
     machine = Machine(tmp_path, "2.12.427,0000000")
     machine.smartssd()
     with pytest.raises(CSDUnavailableError, match=r"its driver is of XRT 2\.12; 2\.13 or later is needed"):
-        machine.find("0").place(tmp_path)
+        machine.find("0").store_directory(tmp_path)
 
 
 @pytest.mark.parametrize(("xrt", "order"), [("2.13.466,f5505e40", [3, 1, 0, 2]), ("2.14.354,43926231", [3, 1, 0, 2])])
@@ -267,7 +267,7 @@ def test_cards_that_are_not_ready_come_last(machine):
     assert [c.bdf for c in found] == [names[i] for i in (1, 2, 3, 0)]
     assert [c.index for c in found] == [0, 1, 2, 3]
     with pytest.raises(CSDUnavailableError, match=r"card 0000:d8:00\.1: it is not ready: `xbmgmt examine`"):
-        found[3].place(Path("/mnt"))
+        found[3].store_directory(Path("/mnt"))
 
 
 def test_a_card_that_a_container_was_not_given_has_no_index(machine):
@@ -276,14 +276,14 @@ def test_a_card_that_a_container_was_not_given_has_no_index(machine):
     found = machine.cards()
     assert [(c.index, c.bdf) for c in found] == [(0, names[1]), (1, names[2]), (2, names[3]), (None, names[0])]
     with pytest.raises(CSDUnavailableError, match="renderD132 is missing: in a container, pass the device in"):
-        machine.find("d8:00.1").place(Path("/mnt"))
+        machine.find("d8:00.1").store_directory(Path("/mnt"))
 
 
 def test_no_permission(machine, monkeypatch):
     machine.smartssd()
     monkeypatch.setattr(os, "access", lambda *_: False)  # the tests may run as root, who has every permission
     with pytest.raises(CSDUnavailableError, match=r"no permission for .*renderD132: join the group"):
-        machine.find("0").place(Path("/mnt"))
+        machine.find("0").store_directory(Path("/mnt"))
 
 
 def test_several_domains(machine, tmp_path):
@@ -334,12 +334,12 @@ def test_not_mounted(machine):
     with pytest.raises(
         CSDUnavailableError, match=r"card 0000:d8:00\.1: its NVMe drive /dev/nvme4n1 is not .*mkfs\.ext4"
     ):
-        machine.find("0").place()
+        machine.find("0").store_directory()
     machine.partition("nvme4n1", 1)  # the drive has been used before
     with pytest.raises(
         CSDUnavailableError, match=r"/dev/nvme4n1p1 is not mounted: `mount /dev/nvme4n1p1 /mnt/smartssd0`$"
     ):
-        machine.find("0").place()
+        machine.find("0").store_directory()
 
 
 def test_a_drive_elsewhere_is_not_taken(machine, tmp_path):
@@ -358,14 +358,14 @@ def test_a_plain_accelerator_has_no_drive(machine, tmp_path):
     with pytest.raises(
         CSDUnavailableError, match=r"no NVMe drive is behind the switch.*'xrt:0000:65:00\.1\?nvme=/mnt/"
     ):
-        card.place()
-    assert card.place(tmp_path) == tmp_path
+        card.store_directory()
+    assert card.store_directory(tmp_path) == tmp_path
 
 
 def test_a_drive_without_driver(machine):
     machine.smartssd(nvme="")
     with pytest.raises(CSDUnavailableError, match=r"its NVMe drive 0000:d7:00\.0 has no driver"):
-        machine.find("0").place()
+        machine.find("0").store_directory()
 
 
 def test_a_drive_without_namespace(machine):
@@ -373,14 +373,14 @@ def test_a_drive_without_namespace(machine):
     switch = f"{ROOT_PORT}/0000:d5:00.0/0000:d6:00.0/0000:d7:00.0"
     machine.nvme(switch, "nvme4", namespaces=())
     with pytest.raises(CSDUnavailableError, match=f"card {name}: its NVMe drive nvme4 has no namespace"):
-        machine.find("0").place()
+        machine.find("0").store_directory()
 
 
 def test_two_drives_behind_a_card(machine):
     machine.smartssd()
     machine.nvme(f"{ROOT_PORT}/0000:d5:00.0/0000:d6:02.0/0000:f0:00.0", "nvme9")
     with pytest.raises(CSDUnavailableError, match=r"several NVMe drives are behind 0000:d5:00\.0"):
-        machine.find("0").place()
+        machine.find("0").store_directory()
 
 
 def test_multipath_names(machine, tmp_path):
@@ -408,9 +408,9 @@ def test_two_mounted_partitions_must_be_named(machine, tmp_path):
         machine.mount(machine.partition("nvme4n1", i), tmp_path / f"part{i}")
     card = machine.find("0")
     with pytest.raises(CSDUnavailableError, match=r"part1 \(nvme4n1p1\), .*part2 \(nvme4n1p2\); name a directory"):
-        card.place()
-    assert card.holds(tmp_path / "part1", machine.system)
-    assert card.holds(tmp_path / "part2", machine.system)
+        card.store_directory()
+    assert card.drive_contains(tmp_path / "part1", machine.system)
+    assert card.drive_contains(tmp_path / "part2", machine.system)
 
 
 def test_lvm(machine, tmp_path):
@@ -440,8 +440,8 @@ def test_md_of_several_cards_is_on_no_card(machine, tmp_path):
     machine.mount("dm-0", tmp_path / "data")
     for name in ("0", "1"):
         with pytest.raises(CSDUnavailableError, match=r"md0 lies on other drives too, not only on nvme[57]n1; name a"):
-            machine.find(name).place()
-        assert not machine.find(name).holds(tmp_path / "data", machine.system)
+            machine.find(name).store_directory()
+        assert not machine.find(name).drive_contains(tmp_path / "data", machine.system)
 
 
 def test_the_whole_before_a_bind_mount(machine, tmp_path):
@@ -450,7 +450,7 @@ def test_the_whole_before_a_bind_mount(machine, tmp_path):
     part = machine.mount("nvme4n1", tmp_path / "part", root="/some/part")
     card = machine.cards()[0]
     assert card.directory == tmp_path / "whole"
-    assert card.holds(part, machine.system)
+    assert card.drive_contains(part, machine.system)
 
 
 def test_which_directories_a_card_holds(machine, tmp_path):
@@ -462,12 +462,12 @@ def test_which_directories_a_card_holds(machine, tmp_path):
     below = tmp_path / "data/below"
     below.mkdir()
     (tmp_path / "link").symlink_to(below)
-    assert card.holds(below, machine.system)
-    assert card.holds(tmp_path / "link", machine.system)
-    assert not card.holds(tmp_path / "data/other", machine.system)
-    assert not card.holds(tmp_path, machine.system)
+    assert card.drive_contains(below, machine.system)
+    assert card.drive_contains(tmp_path / "link", machine.system)
+    assert not card.drive_contains(tmp_path / "data/other", machine.system)
+    assert not card.drive_contains(tmp_path, machine.system)
     machine.mount("nvme0n1", tmp_path / "data")  # hides the earlier mount
-    assert not card.holds(below, machine.system)
+    assert not card.drive_contains(below, machine.system)
 
 
 # ---- peer to peer --------------------------------------------------------------------
@@ -489,7 +489,7 @@ def test_p2p_states(machine, tmp_path, window, state, help):
     (card,) = machine.cards()
     assert card.p2p == state
     assert [help in w for w in card.warnings] == ([True] if help else [])
-    assert card.place() == tmp_path / "data"  # still works, through the host
+    assert card.store_directory() == tmp_path / "data"  # still works, through the host
 
 
 @pytest.mark.parametrize(
@@ -618,11 +618,11 @@ def test_emulated_cards(tmp_path, monkeypatch):
         (drive / "below").mkdir(parents=True)
     monkeypatch.setenv("XCL_EMULATION_MODE", "sw_emu")
     monkeypatch.setenv("CSD_OPTIM_EMULATED_DRIVES", os.pathsep.join(map(str, drives)))
-    assert [c.place() for c in cards()] == drives
+    assert [c.store_directory() for c in cards()] == drives
     card = find("1")
     assert (card.name, card.problems, card.warnings) == ("1", (), ())
-    assert card.holds(drives[1] / "below")
-    assert card.holds(tmp_path)  # any directory counts as on the drive
+    assert card.drive_contains(drives[1] / "below")
+    assert card.drive_contains(tmp_path)  # any directory counts as on the drive
     for name in ("2", "0000:d8:00.1"):
         with pytest.raises(CSDValueError, match="the emulation has xrt:0, xrt:1"):
             find(name)

@@ -184,7 +184,7 @@ def test_a_command_and_its_exit_status(places, capfd):
 
 @needs_xrt
 def test_what_a_command_leaves_behind_is_killed(places, tmp_path, monkeypatch):
-    monkeypatch.setattr(emulation, "PATIENCE", 1)
+    monkeypatch.setattr(emulation, "TERM_SECONDS", 1)
     began = time.monotonic()
     assert python("import subprocess; subprocess.Popen(['sleep', '60']); raise SystemExit(3)") == 3
     assert python("import time; time.sleep(60)", timeout=0.2) == emulation.TIMED_OUT
