@@ -119,7 +119,7 @@ class Resume:
             said = self._ranks.gather_objects((bool(param_states), without_data))
             without_data = next((name for _, name in said if name), None)
             if gather and not without_data and any(given for given, _ in said):
-                gather.again()
+                gather.resend()
                 for param_state in divided:
                     param_state.mark_synced()
         return without_data

@@ -59,7 +59,7 @@ def describe(
     link, flash = ("push_bytes", "pull_bytes"), ("flash_read_bytes", "flash_write_bytes", "written_bytes")
     if engine.accelerator:
         spec, nothing = engine.accelerator.spec, dict.fromkeys(("push_bytes", "pull_bytes", "flash_read_bytes"), 0)
-        done = near.counted() if happened and near else dict.fromkeys(NOTHING_DONE, 0)
+        done = near.counters() if happened and near else dict.fromkeys(NOTHING_DONE, 0)
         of_kinds = {"read": 0.0, "update": done.pop("seconds"), "write": 0.0}
         about = {"device": str(spec), "backend": spec.backend, "share": spec.share or 1.0, **done, **nothing}
         about |= {

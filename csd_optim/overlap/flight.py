@@ -105,7 +105,7 @@ class Flight:
             )
         wait_for(event)
 
-    def owes(self, row: int) -> bool:
+    def updates_residual(self, row: int) -> bool:
         """Return whether the gradient is needed until the step is complete: Top-K adds what it left to a residual."""
         return bool(self.step.table["residual"][row])
 
@@ -123,7 +123,7 @@ class Flight:
     def _land(self) -> None:
         ring = self.step.ring
         try:
-            with torch.no_grad(), ring.beside() if ring else contextlib.nullcontext():
+            with torch.no_grad(), ring.on_separate_streams() if ring else contextlib.nullcontext():
                 self._free_used_gradients()
                 with self._engine.lock:
                     self._runner.land(self._engine, self.step, self._record)
@@ -187,6 +187,6 @@ class Flight:
     def _free_gradient(self, row: int) -> None:
         """Free a gradient that has been used, unless it was changed before, or Top-K needs it until the end."""
         entry = self._grads.get(row)
-        if entry and entry[0]._version == entry[1] and not self.owes(row):
+        if entry and entry[0]._version == entry[1] and not self.updates_residual(row):
             self._grads.pop(row, None)
             self.step.prepared.pop(row, None)

@@ -126,7 +126,7 @@ class Guess:
             return "constants"
         table = step.table.copy()
         if self.step.given:  # these are the same in `step`: no state was written, no parameter was moved
-            self.step.given.tell(table)
+            self.step.given.mark(table)
         but_grad = [name for name in table.dtype.names or () if name != "grad"]
         if not all(np.array_equal(table[name], self.step.table[name]) for name in but_grad):
             return "constants"

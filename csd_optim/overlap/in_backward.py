@@ -89,22 +89,22 @@ class StepsInBackward(ConcurrentMode):
         model: torch.nn.Module,
         groups: Callable[[], Groups],
         prepare: Prepare,
-        most: int,
+        max_lent_bytes: int,
         spans: list[Span] | None,
     ) -> None:
         """`groups`, `spans`: as in ConcurrentMode.
 
         `prepare`: a bound method, held weakly because its object (the optimizer) may be dropped.
-        `most`: bytes of gradients that may be in flight; backward waits while there are more.
+        `max_lent_bytes`: bytes of gradients that may be in flight; backward waits while there are more.
         """
         super().__init__(model, groups, spans)
         self._engine, self._runner = engine, runner
         self._prepare = weakref.WeakMethod(prepare)  # type: ignore[arg-type]
         # Finalizers run last made, first called: this one runs before the one that closes the engine.
         self._finalizer = weakref.finalize(prepare.__self__, self.abandon)  # type: ignore[attr-defined]
-        self._most = most
+        self._max_lent_bytes = max_lent_bytes
         self._waited, self._early_elems = 0.0, 0  # of the last step: seconds waited, elements pushed in backward
-        self._given_up = -1  # number of a backward whose step was undone before the backward ended
+        self._aborted_task = -1  # number of a backward whose step was undone before the backward ended
         self._reset()
         self._hooks += [
             p.register_post_accumulate_grad_hook(self._on_grad)  # type: ignore[no-untyped-call]
@@ -115,9 +115,9 @@ class StepsInBackward(ConcurrentMode):
         """Reset all state: no step is under way."""
         self.active: bool = False
         self._step: PreparedStep | None = None
-        self._task, self._over = -1, False  # torch's number of the backward; whether it has ended
-        self._gone = threading.Event()  # set if no backward is under way: it has ended or failed
-        self._gone.set()
+        self._task, self._is_backward_done = -1, False  # torch's number of the backward; whether it has ended
+        self._no_backward = threading.Event()  # set if no backward is under way: it has ended or failed
+        self._no_backward.set()
         self._constants: list[dict[str, Any]] = []  # the groups' hyperparameters
         self._awaited: dict[int, ParamState] = {}  # by id of the parameter: all that may take part
         self._taken: dict[int, Taken] = {}  # likewise: those whose gradients the step has taken
@@ -149,7 +149,7 @@ class StepsInBackward(ConcurrentMode):
             return
         with self._engine.lock, torch.no_grad():  # several threads may run backward
             task = torch._C._current_graph_task_id()
-            if task == self._given_up:  # the step of this backward was undone already
+            if task == self._aborted_task:  # the step of this backward was undone already
                 raise CSDRuntimeError(_AGAIN)
             try:
                 if self._step and task != self._task:
@@ -157,7 +157,7 @@ class StepsInBackward(ConcurrentMode):
                 if self._step is None:
                     self._begin(prepare, task)
                 self._take(p, p.grad)
-                self._let_go()
+                self._free_gradients()
             except BaseException:  # Ctrl-C, too
                 self.abandon()
                 raise
@@ -178,18 +178,18 @@ class StepsInBackward(ConcurrentMode):
             np.add.at(self._missing, self._pieces.all["tile"][has_grad], 1)
             self._waited, self._early_elems = 0.0, 0
             self._step, self._task, self.active = step, task, True
-            self._gone = threading.Event()
+            self._no_backward = threading.Event()
             self._runner.has_updated = self._runner.in_flight = True
             tiles = engine.begin(step.table, step.hypers, step.tiles, record, order=AS_PUSHED)
             engine.is_speculative, engine.kept_alive = True, self._lent
             if step.ring:
                 step.ring.begin(step.prepared, step.given)
-                self._images, self._flow = frozenset(step.images), Flow(step.ring, engine, copied=self._is_copied)
+                self._images, self._flow = frozenset(step.images), Flow(step.ring, engine, on_copied=self._note_copied)
             if step.given and step.near:
-                step.given.follow(step.near, NOTHING)
+                step.given.set_updates(step.near, NOTHING)
             self._to_push = dict.fromkeys(tiles.tolist())
             autograd = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
-            autograd.queue_callback(_Pass(self, task, self._gone))
+            autograd.queue_callback(_BackwardEnd(self, task, self._no_backward))
 
     def _take(self, p: torch.Tensor, grad: torch.Tensor) -> None:
         param_state = self._awaited.get(id(p))
@@ -211,7 +211,7 @@ class StepsInBackward(ConcurrentMode):
         grad = grad.detach().resolve_neg().contiguous()
         near = self._step.near if self._step else None
         if near and param_state.index in near.rows:
-            near.take(param_state.index, grad, timed=self._engine.near_spans is not None)
+            near.launch_one(param_state.index, grad, timed=self._engine.near_spans is not None)
             self._hand_over(param_state.index, None)
         else:
             self._hand_over(param_state.index, grad)
@@ -232,7 +232,7 @@ class StepsInBackward(ConcurrentMode):
                 parts[row] = Part(flat(grad)[first : first + n].clone(), first) if copies else Part(grad, 0)
             (self._parts if lacks else complete)[tile] = parts
         if self._step and self._step.ring and grad is not None and is_on_accelerator(grad):
-            self._step.ring.follow(grad.device)
+            self._step.ring.wait_for_current(grad.device)
         for tile, parts in complete.items():
             self._push(tile, parts)
         read = [tile for tile in complete if tile not in self._images]
@@ -270,30 +270,30 @@ class StepsInBackward(ConcurrentMode):
                 sources[row] = dataclasses.replace(self._step.prepared[row], is_dropped=True)
         return sources
 
-    def _is_copied(self, tile: int, sources: Mapping[int, GradSource]) -> None:
+    def _note_copied(self, tile: int, sources: Mapping[int, GradSource]) -> None:
         for source in sources.values():
             source.release()
         self._lent_bytes -= self._to_copy.pop(tile)
 
-    def _let_go(self) -> None:
-        """Free gradients that were used or copied; wait while more than `most` bytes are in flight.
+    def _free_gradients(self) -> None:
+        """Free gradients that were used or copied; wait while more than `max_lent_bytes` are in flight.
 
         Raises CSDOSError.
         """
-        began, goes_on = time.perf_counter(), True
-        while goes_on:
-            wait = self._lent_bytes > self._most
-            goes_on = self._flow is not None and self._flow.advance(wait=wait)
-            if not goes_on and self._lent and self._engine.params_ready(self._lent[0].tiles, wait=wait):
+        began, made_progress = time.perf_counter(), True
+        while made_progress:
+            wait = self._lent_bytes > self._max_lent_bytes
+            made_progress = self._flow is not None and self._flow.advance(wait=wait)
+            if not made_progress and self._lent and self._engine.params_ready(self._lent[0].tiles, wait=wait):
                 self._lent_bytes -= self._lent.popleft().nbytes
-                goes_on = True
+                made_progress = True
         self._waited += time.perf_counter() - began
 
-    def ended(self, task: int, *, whole: bool) -> None:
-        """Note that a backward has ended (`whole`) or failed; undo the step of one that failed."""
-        if task == self._task and not self._over:
-            self._over = whole
-            if not whole:
+    def note_backward_ended(self, task: int, *, succeeded: bool) -> None:
+        """Note that a backward has ended (`succeeded`) or failed; undo the step of one that failed."""
+        if task == self._task and not self._is_backward_done:
+            self._is_backward_done = succeeded
+            if not succeeded:
                 self.abandon()
 
     # ---- what is asked of a step under way -----------------------------------------
@@ -312,15 +312,16 @@ class StepsInBackward(ConcurrentMode):
         with self._engine.lock:
             if self._step is None:
                 return
-            if not self._over or not self._cleared():
+            if not self._is_backward_done or not self._gradients_cleared():
                 raise CSDRuntimeError(_CHANGED)
             self.abandon()
 
     def _wait_for_failure(self) -> None:
         """Wait until backward has ended. If it failed, a thread of autograd undoes the step, perhaps a bit later."""
         if torch._C._current_graph_task_id() < 0:  # not in a backward
-            self._gone.wait()
-            with self._engine.lock:  # abandon() replaces `_gone` by a set one before it undoes the step under this lock
+            self._no_backward.wait()
+            # abandon() replaces `_no_backward` by a set one before it undoes the step under this lock.
+            with self._engine.lock:
                 pass
 
     def drain(self, *, collective: bool) -> None:
@@ -330,7 +331,7 @@ class StepsInBackward(ConcurrentMode):
         self.abandon() if set_to_none else self.settle()
         return False
 
-    def _cleared(self) -> bool:
+    def _gradients_cleared(self) -> bool:
         """Return whether all gradients were set to None, as model.zero_grad() does."""
         return all(taken.param_state.param.grad is None for taken in self._taken.values())
 
@@ -341,8 +342,8 @@ class StepsInBackward(ConcurrentMode):
             if step is None:
                 return
             lent, parts = self._lent, self._parts  # the engine reads these gradients until the step is undone
-            if not self._over:
-                self._given_up = self._task
+            if not self._is_backward_done:
+                self._aborted_task = self._task
             self._reset()
             self.active, self._taken = True, taken  # so that a read on another thread waits in settle()
             try:
@@ -352,14 +353,14 @@ class StepsInBackward(ConcurrentMode):
                     if flow and step.ring:
                         step.ring.join()  # what is being copied to parameters arrives before they are restored
             finally:
-                self._clear(taken)
+                self._clear_placeholders(taken)
                 self._engine.kept_alive = None
                 lent.clear()
                 parts.clear()
                 self.active, self._taken = False, {}
 
     @staticmethod
-    def _clear(taken: dict[int, Taken]) -> None:
+    def _clear_placeholders(taken: dict[int, Taken]) -> None:
         for param_state, _ in taken.values():
             if isinstance(param_state.param.grad, TakenGradient):
                 param_state.param.grad = None
@@ -371,17 +372,17 @@ class StepsInBackward(ConcurrentMode):
         return self._step is not None
 
     def before_step(self, *, skips: bool, scaled: bool) -> None:
-        """Undo the step, and raise CSDRuntimeError, if step() cannot take it: see _wrong()."""
+        """Undo the step, and raise CSDRuntimeError, if step() cannot take it: see _mismatch()."""
         if self._spans:
             self._spans.append_spans()
         self._wait_for_failure()
-        if self._step and self._over and self._cleared():
+        if self._step and self._is_backward_done and self._gradients_cleared():
             self.abandon()
-        if why := self._wrong(scaled=scaled):
+        if why := self._mismatch(scaled=scaled):
             self.abandon()
             raise CSDRuntimeError(f"overlap(free_gradients=True) cannot take this step, and it is undone: {why}")
 
-    def _wrong(self, *, scaled: bool) -> str:
+    def _mismatch(self, *, scaled: bool) -> str:
         """Return why step() cannot take the step under way; "" if it can."""
         groups = self._groups()
         has_grad = [
@@ -393,7 +394,7 @@ class StepsInBackward(ConcurrentMode):
         if self._step is None:
             old = [name for name, p in has_grad if isinstance(p.grad, TakenGradient)]
             return f"an earlier step has used the gradient of {old[0]}: call zero_grad() between steps" if old else ""
-        if not self._over:
+        if not self._is_backward_done:
             return "backward is still going on"
         if scaled:
             return "a GradScaler scales gradients, which are used in backward already"
@@ -448,22 +449,22 @@ class StepsInBackward(ConcurrentMode):
         return {"waited": self._waited, "early_params": self._early_elems, "redone": {}}
 
 
-class _Pass:
+class _BackwardEnd:
     """A callback queued in a backward. Autograd calls it at the end; after an exception it drops it uncalled."""
 
-    def __init__(self, steps: StepsInBackward, task: int, gone: threading.Event) -> None:
-        self._steps, self._task, self._gone = steps, task, gone
+    def __init__(self, steps: StepsInBackward, task: int, no_backward: threading.Event) -> None:
+        self._steps, self._task, self._no_backward = steps, task, no_backward
 
     def __call__(self) -> None:
-        self._steps.ended(self._task, whole=True)
-        self._gone.set()
+        self._steps.note_backward_ended(self._task, succeeded=True)
+        self._no_backward.set()
 
     def __del__(self) -> None:
         try:
             with contextlib.suppress(CSDError):  # if parameters cannot be restored, the next step says why
-                self._steps.ended(self._task, whole=False)
+                self._steps.note_backward_ended(self._task, succeeded=False)
         finally:  # otherwise a reader of a parameter would wait forever
-            self._gone.set()
+            self._no_backward.set()
 
 
 def cannot_free(groups: Groups, options: GradOptions, max_grad_norm: float | None) -> str:

@@ -256,7 +256,7 @@ class Overlap(ConcurrentMode):
         if p.grad is None:
             return
         place = self._state_map.param_states.get(id(p))
-        if place and self._flight.owes(place.index):
+        if place and self._flight.updates_residual(place.index):
             self.land()
         else:
             self.wait([p])

@@ -191,7 +191,7 @@ class TrainerModel(_Optimizer):
             if gather:
                 gather.begin(numbers.values())
             try:
-                arrived = lambda _, bucket: gather.pulled(numbers[id(bucket)]) if gather else None  # noqa: E731
+                arrived = lambda _, bucket: gather.note_pulled(numbers[id(bucket)]) if gather else None  # noqa: E731
                 reply = receive(sources, view_of, arrived)
             finally:  # also if the session is over, so that no other trainer waits in vain
                 if gather and not gather.ranks.lost:

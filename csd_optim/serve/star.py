@@ -138,7 +138,7 @@ class Selection:
                 n = len(piece.grad)
                 packed = pack([listed(*piece.select(), piece.k, 0, n)], 1, n)[0]
                 words[number * run_words :][: len(packed)].copy_(packed)
-                if piece.owes:
+                if piece.updates_residual:
                     self._feedback_pieces.append(piece)
         if feeds_back and topk.ratio == 1 and inverse_of(topk.scale):
             self._sent_in_full.append(index)

@@ -14,9 +14,9 @@ from ..distributed.sharding import is_replicated
 from ..errors import CSDRankError
 from ..params.groups import Groups, members, name_of
 from ..params.strides import flat
-from .joining import borrow
+from .joining import copy_from_leader
 
-DIVIDED = (
+SHARDED_ADVICE = (
     "If ZeroRedundancyOptimizer divides the parameters among the ranks already, pass it sharded=False: "
     "ZeroRedundancyOptimizer(params, optimizer_class=CSDAdam, sharded=False, ...)"
 )
@@ -68,41 +68,41 @@ def agree_on_step(
     def is_bound(p: torch.Tensor) -> bool:
         return id(p) in placed
 
-    def say() -> list[_Vote]:
-        names = _checksum([name for name, _ in alike])
-        new = _checksum([name for name, p in alike if not is_bound(p)])
-        word = _Vote(skips, taken, joined, names, new, descending, overlaps)
-        return [_Vote(*said) for said in ranks.gather(*word)]
+    def exchange_votes() -> list[_Vote]:
+        names = _checksum([name for name, _ in replicated])
+        new = _checksum([name for name, p in replicated if not is_bound(p)])
+        vote = _Vote(skips, taken, joined, names, new, descending, overlaps)
+        return [_Vote(*numbers) for numbers in ranks.gather(*vote)]
 
-    alike = _with_gradients(groups) if sharded else []
-    words = say()
-    if len(steps := {word.taken for word in words}) > 1:
+    replicated = _with_gradients(groups) if sharded else []
+    votes = exchange_votes()
+    if len(steps := {vote.taken for vote in votes}) > 1:
         raise CSDRankError(f"ranks have taken different numbers of steps: {sorted(steps)}. Resume from the store")
-    if len({word.overlaps for word in words}) > 1:
+    if len({vote.overlaps for vote in votes}) > 1:
         raise CSDRankError("overlap() was called on some of the ranks: call it on all of them, or on none")
-    if any(word.joined for word in words):
-        leader = [word.joined for word in words].index(0)
-        scale = borrow(ranks, leader, groups, scale, joined=joined)
-        alike = _with_gradients(groups) if sharded else []
-        words = say()
-    if len({word.names for word in words}) > 1:
-        difference = ranks.first_difference([(name,) for name, _ in alike])
+    if any(vote.joined for vote in votes):
+        leader = [vote.joined for vote in votes].index(0)
+        scale = copy_from_leader(ranks, leader, groups, scale, joined=joined)
+        replicated = _with_gradients(groups) if sharded else []
+        votes = exchange_votes()
+    if len({vote.names for vote in votes}) > 1:
+        difference = ranks.first_difference([(name,) for name, _ in replicated])
         raise CSDRankError(
             f"ranks have gradients of different parameters: {difference}. With sharded=True plain parameters have to "
-            f"be replicas, with gradients reduced over the ranks, as DistributedDataParallel does it. {DIVIDED}"
+            f"be replicas, with gradients reduced over the ranks, as DistributedDataParallel does it. {SHARDED_ADVICE}"
         )
-    if any(word.new for word in words):
+    if any(vote.new for vote in votes):
         # If a rank failed before it gave new parameters their places, others may have done so. Then all are compared.
-        same = len({word.new for word in words}) == 1
+        same = len({vote.new for vote in votes}) == 1
         if difference := ranks.first_difference(
-            [(name, *_digest(p)) for name, p in alike if not (same and is_bound(p))]
+            [(name, *_digest(p)) for name, p in replicated if not (same and is_bound(p))]
         ):
             raise CSDRankError(
                 f"ranks do not hold the same parameters: {difference}. With sharded=True plain ones have to be "
                 "replicas, as DistributedDataParallel makes them. If each rank trains a model of its own, it needs a "
-                f"process_group of its own; if they are parts of one model, sharded=False. {DIVIDED}"
+                f"process_group of its own; if they are parts of one model, sharded=False. {SHARDED_ADVICE}"
             )
-    return StepAgreement(any(word.skips for word in words), bool(words[0].descending), scale)
+    return StepAgreement(any(vote.skips for vote in votes), bool(votes[0].descending), scale)
 
 
 def _digest(p: torch.Tensor) -> tuple[Any, ...]:

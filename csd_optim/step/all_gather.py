@@ -64,8 +64,8 @@ class _Piece:
 class _Bucket:
     pieces: list[_Piece] = field(default_factory=list)
     tiles: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, np.uint32))
-    leaves: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (buffer, parameter)
-    arrives: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (parameter, buffer)
+    send_copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (buffer, parameter)
+    receive_copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (parameter, buffer)
     ranks: Ranks = field(init=False)  # the ranks that exchange it
     buffer: torch.Tensor = field(init=False)  # begins with one row of `bytes` per rank
 
@@ -85,9 +85,9 @@ class ParamAllGather:
         ranks: Ranks,
         engine: Engine | None,
         param_states: Sequence[Shared],
-        comes: Located | None = None,
+        pieces: Located | None = None,
     ) -> None:
-        """`engine`: its tiles hold the parameters. None: they arrive in the units of `comes`, reported by pulled()."""
+        """`engine`: its tiles hold the parameters. None: they arrive in units of `pieces`, see note_pulled()."""
         self.ranks: Ranks = ranks
         self._engine = engine
         self.buckets: list[_Bucket] = []
@@ -95,10 +95,10 @@ class ParamAllGather:
             assert replicas
             alike = [b for b in param_states if b.local.device == device and b.part.replicas is replicas]
             self.buckets += _fill_buckets(alike, replicas)
-        pieces = Pieces(engine) if engine else comes
+        located = Pieces(engine) if engine else pieces
         for k, bucket in enumerate(self.buckets):
-            if pieces:
-                bucket.tiles = np.unique(np.concatenate([_tiles_of(p, pieces) for p in bucket.pieces]))
+            if located:
+                bucket.tiles = np.unique(np.concatenate([_tiles_of(p, located) for p in bucket.pieces]))
             self._bind(bucket, self.buckets[k - IN_FLIGHT] if k >= IN_FLIGHT else None)
         self.received_bytes: int = sum(b.bytes * (b.ranks.size - 1) for b in self.buckets)
 
@@ -122,9 +122,9 @@ class ParamAllGather:
                 room = bucket.buffer[rank * n + piece.offset :][: share.numel() * share.element_size()]
                 staged = room.view(share.dtype).view(share.shape)
                 if rank == ranks.rank:
-                    bucket.leaves.append((staged, share))
+                    bucket.send_copies.append((staged, share))
                 else:
-                    bucket.arrives.append((share, staged))
+                    bucket.receive_copies.append((share, staged))
 
     def begin(
         self,
@@ -133,58 +133,58 @@ class ParamAllGather:
         *,
         descending: bool = False,
     ) -> None:
-        """Begins a step. `images`: tiles that pulled() will report; the engine reports the others.
+        """Begins a step. `images`: tiles that note_pulled() will report; the engine reports the others.
 
         `sources`: by index, parameters whose new values have to be copied back into them before they leave.
         `descending`: the last bucket leaves first, since the last tile flows first; the same on all ranks.
         """
-        self._to_leave = deque(reversed(self.buckets) if descending else self.buckets)
+        self._to_send = deque(reversed(self.buckets) if descending else self.buckets)
         self._missing, self._sources = set(images), sources
-        self._under_way: deque[tuple[_Bucket, list[Any]]] = deque()
+        self._in_flight: deque[tuple[_Bucket, list[Any]]] = deque()
 
-    def pulled(self, tile: int) -> None:
+    def note_pulled(self, tile: int) -> None:
         """Called when the new parameters of one of the `images` have been copied to their place."""
         self._missing.remove(tile)
         self.advance(wait=False)
 
     def advance(self, *, wait: bool) -> None:
         """Sends the buckets that are ready; with `wait` all of them, each as soon as it is ready."""
-        while self._to_leave:
-            tiles = self._to_leave[0].tiles
+        while self._to_send:
+            tiles = self._to_send[0].tiles
             missing = not self._missing.isdisjoint(tiles.tolist())
             if missing or (self._engine and len(tiles) and not self._engine.params_ready(tiles, wait=wait)):
                 return
-            for piece in self._to_leave[0].pieces:
+            for piece in self._to_send[0].pieces:
                 if source := self._sources.get(piece.param_state.index):
                     source.copy_back()
-            self._leave()
+            self._send_next()
 
     def finish(self) -> None:
         """Sends the remaining buckets with their present content, and returns when all buckets have arrived."""
-        while self._to_leave:
-            self._leave()
-        while self._under_way:
-            self._arrive()
+        while self._to_send:
+            self._send_next()
+        while self._in_flight:
+            self._receive_next()
 
-    def again(self) -> None:
+    def resend(self) -> None:
         """Sends the restored shares once more, after all ranks have undone the step. A no-op if a rank is lost."""
         if not (self.ranks.lost or any(bucket.ranks.lost for bucket in self.buckets)):
             self.begin()
             self.finish()
 
-    def _leave(self) -> None:
-        if len(self._under_way) == IN_FLIGHT:
-            self._arrive()
-        bucket = self._to_leave.popleft()
-        _copy(bucket.leaves)
+    def _send_next(self) -> None:
+        if len(self._in_flight) == IN_FLIGHT:
+            self._receive_next()
+        bucket = self._to_send.popleft()
+        _copy(bucket.send_copies)
         size = bucket.ranks.size
         rows = bucket.buffer[: size * bucket.bytes].view(size, -1)
-        self._under_way.append((bucket, bucket.ranks.exchange(rows)))
+        self._in_flight.append((bucket, bucket.ranks.exchange(rows)))
 
-    def _arrive(self) -> None:
-        bucket, collectives = self._under_way.popleft()
+    def _receive_next(self) -> None:
+        bucket, collectives = self._in_flight.popleft()
         bucket.ranks.wait(collectives)
-        _copy(bucket.arrives)
+        _copy(bucket.receive_copies)
 
 
 def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

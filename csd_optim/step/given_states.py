@@ -47,7 +47,7 @@ class GivenStates:
         order = {row: k for k, row in enumerate(self.copies)}
         return sorted(updates, key=lambda u: order[u.param_state.index])
 
-    def follow(self, near: NearUpdates, launching: Iterator[None]) -> None:
+    def set_updates(self, near: NearUpdates, launching: Iterator[None]) -> None:
         """Sets the updates that produce these states: `near`, which the iterator `launching` queues bit by bit."""
         self._near, self._launching = near, launching
 
@@ -61,18 +61,18 @@ class GivenStates:
 
         `states`: destination, fp32, the sections of the tile one after another.
         """
-        elems, any_of_them = engine.elems_of(tile), False
+        elems, has_given = engine.elems_of(tile), False
         for row, _, first, in_tile, n in engine.pieces_of(tile).tolist():
             if (copy := self.copies.get(row)) is None:
                 continue
-            any_of_them, stream = True, streams[copy.device]
+            has_given, stream = True, streams[copy.device]
             if row in self.updated:
                 stream.wait_event(self._event(row))
             with on(stream):
                 for s, state in enumerate(copy.states):
                     states[s * elems + in_tile :][:n].copy_(state[first : first + n], non_blocking=True)
                     self.nbytes += 4 * n
-        return any_of_them
+        return has_given
 
     def _event(self, row: int) -> Any:
         """The event after which a row is updated. Queues updates until it is there."""
@@ -83,7 +83,7 @@ class GivenStates:
                     break
         return self._near.events[row]
 
-    def tell(self, table: np.ndarray[Any, Any]) -> None:
+    def mark(self, table: np.ndarray[Any, Any]) -> None:
         """Marks these rows as given in a step's table (dtype PARAM)."""
         table["master"][[*self.copies]] = GIVEN
         table["in_image"][[*self.copies]] = 0
@@ -106,7 +106,7 @@ def given_states(engine: Engine, step: PreparedStep) -> GivenStates | None:
     edited = engine.windows.note_written()  # tiles; copies of their states are invalid now
     with_grad = [b for b in step.plan.param_states if b.near_copy and b.numel]
     # The devices update a parameter that was moved off the accelerator, like any other.
-    updated = {b.index: b for b in with_grad if _is_there(b)}
+    updated = {b.index: b for b in with_grad if _is_on_copy_device(b)}
     copies.forget([b.index for b in with_grad if b.index not in updated])
     if not updated:
         return None
@@ -131,10 +131,10 @@ def given_states(engine: Engine, step: PreparedStep) -> GivenStates | None:
     given = GivenStates(copies, rows)
     given.updated = frozenset(updated)
     given.tiles = np.intersect1d(step.tiles, engine.tiles_of_params([*rows]))
-    given.tell(step.table)
+    given.mark(step.table)
     return given
 
 
-def _is_there(b: ParamState) -> bool:
+def _is_on_copy_device(b: ParamState) -> bool:
     assert b.near_copy
     return b.local.device == b.near_copy.device

@@ -24,17 +24,17 @@ class StepHook(JoinHook):
         self.step()
 
 
-def borrow(ranks: Ranks, leader: int, groups: Groups, scale: float | None, *, joined: bool) -> float | None:
+def copy_from_leader(ranks: Ranks, leader: int, groups: Groups, scale: float | None, *, joined: bool) -> float | None:
     """Copies gradients and hyperparameters of `leader`, which has data, to ranks that have `joined`; a collective.
 
     `scale`: of the gradients (a GradScaler's), or None. Returns the leader's scale. Raises CSDRankError, on all ranks,
     if ranks that have not joined have gradients of different parameters.
     """
     params = [p for _, _, p in members(groups) if is_replicated(p)]
-    with_own = [k for k, p in enumerate(params) if p.grad is not None]
-    said = ranks.gather_objects((joined, with_own, [hyperparameters_of(group) for group in groups], scale))
-    _, with_grad, hypers, scale = said[leader]
-    if any(theirs != with_grad for has_joined, theirs, *_ in said if not has_joined):
+    own_with_grad = [k for k, p in enumerate(params) if p.grad is not None]
+    answers = ranks.gather_objects((joined, own_with_grad, [hyperparameters_of(group) for group in groups], scale))
+    _, with_grad, hypers, scale = answers[leader]
+    if any(theirs != with_grad for has_joined, theirs, *_ in answers if not has_joined):
         raise CSDRankError("ranks that have data have gradients of different parameters")
     if joined:
         for group, kept in zip(groups, hypers, strict=True):

@@ -49,7 +49,7 @@ def _states(param_state: ParamState) -> list[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def _taking_memory() -> Iterator[None]:
+def _raising_memory_error() -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as e:
@@ -61,7 +61,7 @@ def parameters_of_new(updates: Sequence[NearUpdate]) -> dict[int, torch.Tensor]:
 
     Raises CSDMemoryError.
     """
-    with _taking_memory():
+    with _raising_memory_error():
         new = [u.param_state for u in updates if u.param_state.is_new]
         return {b.index: b.local.detach().clone() for b in new}
 
@@ -104,7 +104,7 @@ class Queued:
 class NearUpdates:
     """The updates of one step on the accelerator. The constructor queues none, and raises CSDMemoryError.
 
-    Call get_ready() and launch() after it; or take() for each gradient where they come one by one.
+    Call allocate() and launch() after it; or launch_one() for each gradient where they come one by one.
 
     `exact`: see torch_rules.Scratch. `undoes`: keep the previous states for undo().
     """
@@ -129,7 +129,7 @@ class NearUpdates:
                 master.copy_(u.source.param)
                 for state in others:  # a copy may have values of a step that was undone
                     state.zero_()
-        with _taking_memory():
+        with _raising_memory_error():
             self._scratch = {d: Scratch.of(min(n, CHUNK), d, exact=exact) for d, n in largest.items()}
             self._nonfinite = {d: torch.zeros((), dtype=torch.int64, device=d) for d in largest}
             self._rounded = {
@@ -139,16 +139,16 @@ class NearUpdates:
 
     @property
     def rows(self) -> Collection[int]:
-        """The rows of its parameters; empty after all_queued()."""
+        """The rows of its parameters; empty after release_scratch()."""
         return self._updates.keys()
 
-    def get_ready(self) -> None:
+    def allocate(self) -> None:
         """Allocates the rest of the memory that launch() needs. Raises CSDMemoryError."""
         for u in self._updates.values():
-            self._get_ready(u)
+            self._allocate(u)
 
-    def _get_ready(self, u: NearUpdate) -> None:
-        with _taking_memory():
+    def _allocate(self, u: NearUpdate) -> None:
+        with _raising_memory_error():
             if self.undoes:
                 # A copy needs no backup: the devices have the same states.
                 before = [] if u.param_state.near_copy else [state.clone() for state in _states(u.param_state)]
@@ -165,7 +165,7 @@ class NearUpdates:
         queued.end()
         self._queued.append(queued)
 
-    def take(self, row: int, grad: torch.Tensor, *, timed: bool = False) -> None:
+    def launch_one(self, row: int, grad: torch.Tensor, *, timed: bool = False) -> None:
         """Queues the update of one parameter with this gradient (of the parameter's shape). Raises CSDMemoryError.
 
         Backward may produce gradients on several streams. All updates run on one stream, as they share scratch memory.
@@ -175,7 +175,7 @@ class NearUpdates:
         made_on, stream = torch.accelerator.current_stream(grad.device), self._streams[grad.device]
         stream.wait_stream(made_on)
         with on(stream):
-            self._get_ready(u)
+            self._allocate(u)
             self.launched = True
             queued = Queued(1, [grad.device], timed=timed)
             for _ in self._update(u):
@@ -205,7 +205,7 @@ class NearUpdates:
             yield
         self.events[u.param_state.index] = record_event(torch.accelerator.current_stream(param.device))
 
-    def all_queued(self) -> list[int]:
+    def release_scratch(self) -> list[int]:
         """Frees scratch memory and references to gradients, once all is queued. Returns the rows of its parameters."""
         rows = [*self._updates]
         self._updates.clear()
@@ -238,7 +238,7 @@ class NearUpdates:
 
     def end(self) -> None:
         """Frees all memory: the updates can no longer be undone."""
-        self.all_queued()
+        self.release_scratch()
         self._before.clear()
 
     @property
@@ -246,7 +246,7 @@ class NearUpdates:
         """The spans of everything that was queued, valid if `timed`. Waits until it is done."""
         return [queued.span for queued in self._queued]
 
-    def counted(self) -> dict[str, Any]:
+    def counters(self) -> dict[str, Any]:
         """Counters for stats(). Waits until all is done. `seconds`: of the busiest accelerator, 0 without timers."""
         seconds = max(sum(queued.seconds(d) for queued in self._queued) for d in self._devices)
         nonfinite = sum(int(n) for n in self._nonfinite.values())

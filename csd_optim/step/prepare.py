@@ -282,16 +282,16 @@ def prepare(
     table = plan.table.copy()
     hypers, table["hyper"][plan.rows] = _hypers(rule, plan, groups, groups_of, steps[plan.rows], grad_scale)
     table["master"][[b.index for b in bound.new]] = NEW
-    _tell_codes(bound.coded, steps, table)
-    sources = _reach(plan, grads, table, options.grad_dtype)
-    may_owe = options.error_feedback and bool(engine.residuals)
-    summands = _sum(plan, options.sums, table)
-    owing = np.array([may_owe and b.residual is not None for b in plan.param_states])
-    topk = ratios(plan.params, owing, groups_of, groups, steps[plan.rows], options.topk, options.topk_warmup)
+    _fill_codes(bound.coded, steps, table)
+    sources = _locate_gradients(plan, grads, table, options.grad_dtype)
+    may_have_residual = options.error_feedback and bool(engine.residuals)
+    summands = _mark_sums(plan, options.sums, table)
+    residual_mask = np.array([may_have_residual and b.residual is not None for b in plan.param_states])
+    topk = ratios(plan.params, residual_mask, groups_of, groups, steps[plan.rows], options.topk, options.topk_warmup)
     if engine.accelerator:  # also refuse what is dense only until the end of a warm-up
-        final = ratios(plan.params, owing, groups_of, groups, steps[plan.rows], options.topk, 0)
-        _check_near(plan, final, owing)
-    owed = _compress(plan, grads, steps, topk, table, sources, options)
+        final = ratios(plan.params, residual_mask, groups_of, groups, steps[plan.rows], options.topk, 0)
+        _check_near(plan, final, residual_mask)
+    with_residual = _compress(plan, grads, steps, topk, table, sources, options)
     by_row = {b.index: g for b, g in zip(plan.param_states, grads, strict=True)}
     unscaled = bool(inverse_of(grad_scale))
     return PreparedStep(
@@ -302,7 +302,7 @@ def prepare(
         hypers,
         sources,
         bound.written,
-        owed,
+        with_residual,
         options.error_feedback,
         unscaled,
         summands=summands,
@@ -370,7 +370,7 @@ def _hypers(
     return np.array(constants, HYPER), hyper_of
 
 
-def _reach(
+def _locate_gradients(
     plan: StepPlan, grads: list[torch.Tensor], table: np.ndarray[Any, Any], grad_dtype: torch.dtype | None
 ) -> dict[int, GradSource]:
     """Writes addresses of gradients to the table. Returns, by row, those that the engine cannot read as they are."""
@@ -395,7 +395,7 @@ def _reach(
     return sources
 
 
-def _sum(plan: StepPlan, sums: Sums, table: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+def _mark_sums(plan: StepPlan, sums: Sums, table: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
     """Marks summed gradients in the table. Returns the tables of their summands, to keep until the step is over."""
     tables = []
     for param_state in plan.param_states:
@@ -407,11 +407,11 @@ def _sum(plan: StepPlan, sums: Sums, table: np.ndarray[Any, Any]) -> list[np.nda
     return tables
 
 
-def _check_near(plan: StepPlan, topk: np.ndarray[Any, Any], owing: np.ndarray[Any, Any]) -> None:
+def _check_near(plan: StepPlan, topk: np.ndarray[Any, Any], residual_mask: np.ndarray[Any, Any]) -> None:
     """Raises CSDValueError if a parameter with states on the accelerator has Top-K or a residual."""
-    for b, share, owes in zip(plan.param_states, topk.tolist(), owing.tolist(), strict=True):
+    for b, share, has_residual in zip(plan.param_states, topk.tolist(), residual_mask.tolist(), strict=True):
         is_near = b.on_accelerator or b.near_copy
-        if is_near and owes:
+        if is_near and has_residual:
             raise CSDValueError(
                 f"parameter {b.name} has a residual of Top-K ('residual' in its state), but gpu: has its states, and "
                 "no gradient is sent there; error_feedback=False drops it"
@@ -420,7 +420,7 @@ def _check_near(plan: StepPlan, topk: np.ndarray[Any, Any], owing: np.ndarray[An
             raise CSDValueError(f"topk of parameter {b.name}: gpu: has its states, and nothing is sent; leave topk out")
 
 
-def _tell_codes(coded: list[ParamState], steps: np.ndarray[Any, Any], table: np.ndarray[Any, Any]) -> None:
+def _fill_codes(coded: list[ParamState], steps: np.ndarray[Any, Any], table: np.ndarray[Any, Any]) -> None:
     """Writes to the table what codes need: the seed of this step's rounding, and addresses of a tile's parameters."""
     for b in coded:
         row = table[b.index]
@@ -442,7 +442,7 @@ def _compress(
     """Marks sparse gradients in the table. Returns the parameters whose residuals the step changes."""
     if not topk.any():
         return []
-    owed = []
+    with_residual = []
     for param_state, grad, ratio in zip(plan.param_states, grads, topk.tolist(), strict=True):
         if not ratio:
             continue
@@ -452,8 +452,8 @@ def _compress(
             row["grad_dtype"] = DTYPE_CODES[sources[param_state.index].grad.dtype]
         if options.error_feedback:
             row["seed"] = int(steps[param_state.index])
-            owed.append(param_state)
-    return owed
+            with_residual.append(param_state)
+    return with_residual
 
 
 # ---- from here on something changes ----------------------------------------------------

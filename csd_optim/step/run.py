@@ -72,7 +72,7 @@ class StepRunner:
                 step.outside_values |= parameters_of_new(updates)
             step.near = NearUpdates(updates, exact=engine.accelerator.spec.exact, undoes=undoes)
             if not one_by_one:
-                step.near.get_ready()
+                step.near.allocate()
 
     def run(
         self,
@@ -143,9 +143,9 @@ class StepRunner:
         """Whether the step can be undone at any time, even after it is complete."""
         if engine.slots == 1 or engine.devices.resident or self._state_map.unfilled:
             return False
-        owes = step.with_residual or engine.residuals  # residuals have a single copy
+        has_residuals = step.with_residual or engine.residuals  # residuals have a single copy
         written = step.written or engine.windows.written or engine.decoded.masters_written
-        return not (owes or written)
+        return not (has_residuals or written)
 
     def launch(self, engine: Engine, step: PreparedStep, record: Record | None) -> np.ndarray[Any, Any]:
         """Begins the step, and returns its tiles in flow order. The caller then runs the images, and calls land()."""
@@ -165,9 +165,9 @@ class StepRunner:
         if not step.near:
             return []
         if step.given:
-            step.given.follow(step.near, NOTHING)
+            step.given.set_updates(step.near, NOTHING)
         _exhaust(step.near.launch(timed=engine.near_spans is not None))
-        rows = step.near.all_queued()
+        rows = step.near.release_scratch()
         for row in rows:
             step.prepared.pop(row).copy_back()
         return rows
@@ -248,12 +248,12 @@ class StepRunner:
                         engine.begin_without_tiles()
                     launching = step.near.launch(timed=engine.near_spans is not None) if step.near else NOTHING
                     if step.near and step.given:
-                        step.given.follow(step.near, launching)
+                        step.given.set_updates(step.near, launching)
                     if ring is None or gather:  # gather sends parameters without tiles at its first advance()
                         _exhaust(launching)
                     if ring is not None:
-                        pulled = gather.pulled if gather else None
-                        ring.run(engine, images, prepared, pulled, meanwhile=launching)
+                        on_pulled = gather.note_pulled if gather else None
+                        ring.run(engine, images, prepared, on_pulled, meanwhile=launching)
                         _exhaust(launching)
                     if gather and (len(step.tiles) or step.near):
                         gather.advance(wait=True)
@@ -274,7 +274,7 @@ class StepRunner:
             if engine.stepping or done or (step.near and step.near.launched):
                 self.undo(engine, step)
             if gather and not done:
-                gather.again()
+                gather.resend()
             raise
 
     def _begin(self, engine: Engine, step: PreparedStep, record: Record | None) -> np.ndarray[Any, Any]:

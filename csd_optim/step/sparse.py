@@ -40,7 +40,7 @@ class SparsePiece:
         return topk_count(self.topk.ratio, len(self.grad) // self.rows)
 
     @property
-    def owes(self) -> bool:
+    def updates_residual(self) -> bool:
         return self.residual is not None and self.topk.ratio < 1
 
     def select(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,8 +68,8 @@ class SparseTiles:
     """The selections of the step under way."""
 
     def __init__(self) -> None:
-        self._ahead: dict[int, torch.Tensor] = {}  # by tile: entries that have not left yet
-        self._owing: list[SparsePiece] = []  # those whose residuals change when the step is complete
+        self._selected: dict[int, torch.Tensor] = {}  # by tile: entries that have not left yet
+        self._feedback_pieces: list[SparsePiece] = []  # those whose residuals change when the step is complete
 
     def entries_of(
         self, engine: Engine, tile: int, sources: Mapping[int, GradSource], streams: Mapping[torch.device, Any]
@@ -78,8 +78,8 @@ class SparseTiles:
 
         None if the tile has no sparse gradient.
         """
-        if tile in self._ahead:
-            return self._ahead.pop(tile)
+        if tile in self._selected:
+            return self._selected.pop(tile)
         rows = engine.pieces_of(tile).tolist()
         places = [_Place(sources[p], *where) for p, _, *where in rows if p in sources and sources[p].topk]
         if not places:
@@ -95,22 +95,22 @@ class SparseTiles:
             with on(streams.get(piece.grad.device)):
                 elements, values = listed(*piece.select(), piece.k, place.tile_first, elems)
                 lists.append((elements.to(device), values.to(device)))
-                if piece.owes:
-                    self._owing.append(piece)
+                if piece.updates_residual:
+                    self._feedback_pieces.append(piece)
         with on(streams.get(device)):
-            self._ahead.update(zip(tiles, pack(lists, len(tiles), elems), strict=True))
-        return self._ahead.pop(tile)
+            self._selected.update(zip(tiles, pack(lists, len(tiles), elems), strict=True))
+        return self._selected.pop(tile)
 
     def feed_back(self, streams: Mapping[torch.device, Any]) -> None:
         """Called when the step is complete: updates the residuals with what it did not send."""
-        for piece in self._owing:
+        for piece in self._feedback_pieces:
             # On the stream that selects, so after this step's selection and before the next step's.
             with on(streams.get(piece.grad.device)):
                 piece.feed_back()
 
     def forget(self) -> None:
-        self._ahead.clear()
-        self._owing.clear()
+        self._selected.clear()
+        self._feedback_pieces.clear()
 
 
 def _piece(place: _Place, rows: int = 1) -> SparsePiece:

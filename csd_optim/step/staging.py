@@ -69,8 +69,8 @@ class StagingRing:
             for _ in range(slots)
         ]
         self._streams: dict[torch.device, tuple[Any, ...]] = {}  # one to the host, one back
-        self._beside: dict[torch.device, Any] = {}  # streams for beside(), created lazily
-        self._far: set[torch.device] = set()  # accelerators of the step under way
+        self._separate_streams: dict[torch.device, Any] = {}  # streams for on_separate_streams(), created lazily
+        self._accelerators: set[torch.device] = set()  # accelerators of the step under way
         self._sparse = SparseTiles()
         self._given: GivenStates | None = None  # of the step under way
 
@@ -95,35 +95,35 @@ class StagingRing:
         """
         self.forget()
         self._given = given
-        self._far = {t.device for s in sources.values() for t in (s.grad, s.param) if is_on_accelerator(t)}
-        self._far |= given.devices if given else set()
-        for device in self._far:
+        self._accelerators = {t.device for s in sources.values() for t in (s.grad, s.param) if is_on_accelerator(t)}
+        self._accelerators |= given.devices if given else set()
+        for device in self._accelerators:
             if device not in self._streams:
                 self._streams[device] = torch.Stream(device), torch.Stream(device)
-        for device in self._far:  # wait until gradients are ready, and the old parameters were read
-            self.follow(device)
+        for device in self._accelerators:  # wait until gradients are ready, and the old parameters were read
+            self.wait_for_current(device)
 
     def run(
         self,
         engine: Engine,
         tiles: Iterable[int],
         sources: Mapping[int, GradSource],
-        pulled: Callable[[int], None] | None,
-        held: Mapping[int, StagingBuffer] | None = None,
+        on_pulled: Callable[[int], None] | None,
+        early_buffers: Mapping[int, StagingBuffer] | None = None,
         meanwhile: Iterator[None] = NOTHING,
     ) -> None:
         """Pushes and pulls `tiles` of the step under way. `sources`: as in begin().
 
-        `pulled` is called with each tile when its parameters can be used on the current streams. `held`: tiles that
-        were pushed before, from these buffers, in the order in which they are wanted. `meanwhile`: other work for this
-        thread, advanced by one item whenever tiles travel. Call feed_back() after it when the step is complete, else
-        forget().
+        `on_pulled` is called with each tile when its parameters can be used on the current streams. `early_buffers`:
+        tiles that were pushed before, from these buffers, in the order in which they are wanted. `meanwhile`: other
+        work for this thread, advanced by one item whenever tiles travel. Call feed_back() after it when the step is
+        complete, else forget().
         """
-        flow = Flow(self, engine, pulled=pulled, meanwhile=meanwhile)
+        flow = Flow(self, engine, on_pulled=on_pulled, meanwhile=meanwhile)
         try:
-            flow.take_over(held or {}, sources)
+            flow.adopt_pushed(early_buffers or {}, sources)
             for tile in tiles:
-                if tile not in flow.held:
+                if tile not in flow.early_buffers:
                     flow.add(tile, sources)
             while flow.advance(wait=True):
                 pass
@@ -132,21 +132,22 @@ class StagingRing:
 
     def join(self) -> None:
         """Makes the current streams wait for the step's copies of gradients and parameters."""
-        for way in self._ways():
-            _join(way)
+        for streams in self._copy_streams():
+            _join(streams)
 
     def join_back(self) -> None:
         """Makes the current streams wait for the step's copies to parameters."""
-        _join(self._ways()[1])
+        _join(self._copy_streams()[1])
 
-    def follow(self, device: torch.device) -> None:
+    def wait_for_current(self, device: torch.device) -> None:
         """Makes later copies wait for everything queued so far on the device's current stream."""
         for stream in self._streams[device]:
             stream.wait_stream(torch.accelerator.current_stream(device))
 
-    def _ways(self) -> tuple[Streams, Streams]:
+    def _copy_streams(self) -> tuple[Streams, Streams]:
         """The streams of the step under way, by device: those to the host, and those back."""
-        return {d: self._streams[d][0] for d in self._far}, {d: self._streams[d][1] for d in self._far}
+        devices = self._accelerators
+        return {d: self._streams[d][0] for d in devices}, {d: self._streams[d][1] for d in devices}
 
     # ---- a step that begins in backward: see overlap/early_images.py -----------------------------------
 
@@ -157,7 +158,7 @@ class StagingRing:
 
         `sources`: as in begin(), or only those of this tile. `after`: events after which the gradients are ready.
         """
-        to_host, _ = self._ways()
+        to_host, _ = self._copy_streams()
         for event in after:
             to_host[event.device].wait_event(event)
         self.begin_fill(slot, engine, tile, sources)
@@ -168,16 +169,16 @@ class StagingRing:
         The second tensors are the ones produced by the streams that were current at begin(). They are compared on their
         own device.
         """
-        to_host, _ = self._ways()
+        to_host, _ = self._copy_streams()
         differ: dict[torch.device, torch.Tensor] = {}
-        for kept, there in pairs:
-            if not is_on_accelerator(there):
-                if not torch.equal(_bits(kept), _bits(there)):
+        for staged, current in pairs:
+            if not is_on_accelerator(current):
+                if not torch.equal(_bits(staged), _bits(current)):
                     return False
                 continue
-            with on(to_host[there.device]):
-                differs = (_bits(kept.to(there.device, non_blocking=True)) != _bits(there)).any()
-                differ[there.device] = differs | differ.get(there.device, differs)
+            with on(to_host[current.device]):
+                differs = (_bits(staged.to(current.device, non_blocking=True)) != _bits(current)).any()
+                differ[current.device] = differs | differ.get(current.device, differs)
         for device, found in differ.items():
             answer = self._buffer(1, torch.bool)
             with on(to_host[device]):
@@ -188,16 +189,16 @@ class StagingRing:
         return True
 
     @contextlib.contextmanager
-    def beside(self) -> Iterator[None]:
+    def on_separate_streams(self) -> Iterator[None]:
         """A context for a thread that runs a step concurrently with the program: it makes separate streams current.
 
         So neither side waits for work that the other one queues from now on. On exit all work queued within is done.
         """
         with contextlib.ExitStack() as entered:
-            for device in self._far:
-                if device not in self._beside:
-                    self._beside[device] = torch.Stream(device)
-                entered.enter_context(on(self._beside[device]))
+            for device in self._accelerators:
+                if device not in self._separate_streams:
+                    self._separate_streams[device] = torch.Stream(device)
+                entered.enter_context(on(self._separate_streams[device]))
             try:
                 yield
             finally:
@@ -205,7 +206,7 @@ class StagingRing:
 
     def wait_for_copies(self) -> None:
         """Returns when everything queued on the current streams is done, such as the copies of run()."""
-        for device in self._far:
+        for device in self._accelerators:
             wait_for(record_event(torch.accelerator.current_stream(device)))
 
     def feed_back(self) -> None:
@@ -224,10 +225,10 @@ class StagingRing:
 
     def begin_fill(self, slot: StagingBuffer, engine: Engine, tile: int, sources: Mapping[int, GradSource]) -> None:
         """Begins to copy a tile's gradients, or their entries, and parameters that the device reads into the slot."""
-        streams, _ = self._ways()
+        streams, _ = self._copy_streams()
         copies: list[tuple[Any, torch.Tensor, torch.Tensor]] = []  # stream, to, from
         for param, _, first, tile_first, n in engine.pieces_of(tile).tolist():
-            source = self._to_move(param, sources)
+            source = self._image_source(param, sources)
             if source is None:
                 continue
             here = slice(first, first + n)
@@ -263,16 +264,16 @@ class StagingRing:
         if used:
             slot.under_way = [record_event(stream) for stream in used.values()]
 
-    def _to_move(self, row: int, sources: Mapping[int, GradSource]) -> GradSource | None:
+    def _image_source(self, row: int, sources: Mapping[int, GradSource]) -> GradSource | None:
         """The source of a row, if its gradient and parameter travel in images: not so if its states are given."""
         return None if self._given and row in self._given.copies else sources.get(row)
 
     def begin_empty(self, slot: StagingBuffer, pieces: np.ndarray[Any, Any], sources: Mapping[int, GradSource]) -> None:
         """Begins to copy a tile's parameters out of the slot. Does not change version counters: the step does."""
-        _, streams = self._ways()
+        _, streams = self._copy_streams()
         used, copied = {}, list[tuple[GradSource, Any]]()
         for param, _, first, tile_first, n in pieces.tolist():
-            source = self._to_move(param, sources)
+            source = self._image_source(param, sources)
             if source is None or source.is_dropped:
                 continue
             stream = streams.get(source.param.device)
@@ -296,14 +297,14 @@ class Flow:
         ring: StagingRing,
         engine: Engine,
         *,
-        copied: Callable[[int, Mapping[int, GradSource]], None] | None = None,
-        pulled: Callable[[int], None] | None = None,
+        on_copied: Callable[[int, Mapping[int, GradSource]], None] | None = None,
+        on_pulled: Callable[[int], None] | None = None,
         meanwhile: Iterator[None] = NOTHING,
     ) -> None:
-        """`copied` is called with a tile and its sources when its gradients were copied. Others: see StagingRing."""
-        self._ring, self._engine, self._copied, self._pulled = ring, engine, copied, pulled
+        """`on_copied` is called with a tile and its sources when its gradients were copied. Others: see StagingRing."""
+        self._ring, self._engine, self._on_copied, self._on_pulled = ring, engine, on_copied, on_pulled
         self._meanwhile = meanwhile
-        self.held: Mapping[int, StagingBuffer] = {}
+        self.early_buffers: Mapping[int, StagingBuffer] = {}
         self._sources: dict[int, Mapping[int, GradSource]] = {}  # by tile, by row
         self._todo: dict[int, deque[int]] = {}  # by device: tiles that have not begun to travel
         self._in_flight_on: Counter[int] = Counter()  # by device: number of tiles in flight
@@ -315,12 +316,12 @@ class Flow:
         self._sources[tile] = sources
         self._todo.setdefault(self._engine.device_of(tile), deque()).append(tile)
 
-    def take_over(self, held: Mapping[int, StagingBuffer], sources: Mapping[int, GradSource]) -> None:
-        """Adds the tiles that were pushed before: see `held` of StagingRing.run()."""
-        self.held, self._pushed = held, dict(held)
-        self._sources.update(dict.fromkeys(held, sources))
-        updated = {self._engine.pull() for tile in held if self._is_updated(tile)}  # pull() returns any updated tile
-        for tile in [tile for tile in held if tile in updated]:
+    def adopt_pushed(self, buffers: Mapping[int, StagingBuffer], sources: Mapping[int, GradSource]) -> None:
+        """Adds the tiles that were pushed before: see `early_buffers` of StagingRing.run()."""
+        self.early_buffers, self._pushed = buffers, dict(buffers)
+        self._sources.update(dict.fromkeys(buffers, sources))
+        updated = {self._engine.pull() for tile in buffers if self._is_updated(tile)}  # pull() returns any updated tile
+        for tile in [tile for tile in buffers if tile in updated]:
             self._pull_slot(tile)
 
     def advance(self, *, wait: bool) -> bool:
@@ -359,18 +360,18 @@ class Flow:
         slot.wait()
         self._engine.push(tile, slot.grad.data_ptr(), slot.param.data_ptr(), *slot.words())
         self._pushed[tile] = slot
-        if self._copied:
-            self._copied(tile, self._sources[tile])
+        if self._on_copied:
+            self._on_copied(tile, self._sources[tile])
 
     def _pull_slot(self, tile: int) -> None:
         slot = self._pushed.pop(tile)
         self._ring.begin_empty(slot, self._engine.pieces_of(tile), self._sources.pop(tile))
-        if tile not in self.held:
+        if tile not in self.early_buffers:
             self._in_flight_on[self._engine.device_of(tile)] -= 1
             self._free.append(slot)
-        if self._pulled:
+        if self._on_pulled:
             self._ring.join_back()
-            self._pulled(tile)
+            self._on_pulled(tile)
 
 
 def _bits(t: torch.Tensor) -> torch.Tensor:

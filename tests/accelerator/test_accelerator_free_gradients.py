@@ -135,7 +135,7 @@ def test_nobody_waits_for_ever_for_a_step_that_cannot_be_undone(tmp_path, monkey
     training.step()
 
     def breaks(_):
-        gone.append(training.opt._mode._gone)
+        gone.append(training.opt._mode._no_backward)
         raise ZeroDivisionError
 
     def fails(*_):

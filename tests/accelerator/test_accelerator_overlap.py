@@ -434,7 +434,7 @@ def test_a_step_without_streams_is_undone(tmp_path, monkeypatch):
         raise RuntimeError("no more streams")
 
     with monkeypatch.context() as patch:
-        patch.setattr(StagingRing, "beside", fails)
+        patch.setattr(StagingRing, "on_separate_streams", fails)
         training.step()
         with pytest.raises(RuntimeError, match="no more streams"):
             training.opt.wait()

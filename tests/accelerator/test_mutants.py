@@ -101,7 +101,7 @@ MUTANTS = {
         SELECTS.format("streams.get(piece.grad.device)"), SELECTS.format("None")
     ),
     "packing on the current stream": in_sparse("on(streams.get(device))", "on(None)"),
-    "entries outlive their step": in_sparse("self._ahead.clear()", "pass", "fails"),
+    "entries outlive their step": in_sparse("self._selected.clear()", "pass", "fails"),
     "tile by tile": in_sparse("ROWS, BATCH_BYTES = 8,", "ROWS, BATCH_BYTES = 1,", "counters"),
     "addresses of the device go to the engine": Mutant(
         "step/run.py", "s.is_on_accelerator or", "False or", "match_adamw"
@@ -160,19 +160,19 @@ MUTANTS = {
         "if False",
         "overlap and guess",
     ),
-    "a guess: compared on the current stream": in_comparisons("with on(to_host[there.device])", "with on(None)"),
+    "a guess: compared on the current stream": in_comparisons("with on(to_host[current.device])", "with on(None)"),
     "a guess: the answer is read before it is there": in_comparisons("wait_for(record_event(to_host[device]))"),
     "a guess: parameters of codes are not compared": in_guesses("if source.param_is_read:", "if False:"),
     "a guess: all gradients are right": in_guesses("self._step.ring.equal(", "True or self._step.ring.equal("),
-    "free: gradients are copied before they are made": in_backward("self._step.ring.follow(grad.device)"),
+    "free: gradients are copied before they are made": in_backward("self._step.ring.wait_for_current(grad.device)"),
     "free: gradients go when their copies begin": in_staging(
-        COPYING, f"{COPYING}\n            [s.release() for s in self._sources[tile].values() if self._copied]", FREE
+        COPYING, f"{COPYING}\n            [s.release() for s in self._sources[tile].values() if self._on_copied]", FREE
     ),
     "free: nobody joins in step()": in_backward("pass\n                step.ring.join()", "pass"),
     "free: what is undone comes back later": in_backward("step.ring.join()  # what", "pass  # what"),
     "free: gradients that may be under way are not counted": in_backward("self._lent_bytes += self._to_copy[tile]"),
     "overlap: on streams of the program": in_staging(
-        "entered.enter_context(on(self._beside[device]))", tests="counters"
+        "entered.enter_context(on(self._separate_streams[device]))", tests="counters"
     ),
     "overlap: torch counts the copies": in_staging(
         "source.param.data[first", "source.param[first", "accelerator_overlap"

@@ -470,7 +470,7 @@ def test_a_late_hook_of_a_backward_that_failed(tmp_path, monkeypatch):
             def comes_late(_):
                 assert id(first) in mode._taken
                 with monkeypatch.context() as patch:
-                    patch.setattr(torch._C, "_current_graph_task_id", lambda: mode._given_up)
+                    patch.setattr(torch._C, "_current_graph_task_id", lambda: mode._aborted_task)
                     with pytest.raises(CSDRuntimeError, match="a second backward before step"):
                         mode._on_grad(first)
                 told.append(1)
