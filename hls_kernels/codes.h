@@ -53,21 +53,23 @@ inline void read_param_section(const Word *tile, uint32_t n_words, uint32_t sect
   read_section(tile, 0, n_words >> halved, 1, sum_words >> halved, words, sums);
 }
 
-inline void read_page(const Word *tile, size_t first, Summing &now, uint32_t sum_words, Words &words, Numbers &sums) {
+inline void read_page(const Word *tile, size_t first, RunningSum &running, uint32_t sum_words, Words &words,
+                      Numbers &sums) {
 #pragma HLS INLINE
 READ_PAGE:
   for (uint32_t i = 0; i < kPageGroups; i++) {
 #pragma HLS PIPELINE II = 2
     const Word word = tile[first + i];
-    sum(now, word, sum_words, sums);
+    sum(running, word, sum_words, sums);
     words.write(word);
   }
 }
 
-inline void read_exponents(const Word *tile, size_t at, Summing &now, uint32_t sum_words, Words &words, Numbers &sums) {
+inline void read_exponents(const Word *tile, size_t at, RunningSum &running, uint32_t sum_words, Words &words,
+                           Numbers &sums) {
 #pragma HLS INLINE
   const Word word = tile[at];
-  sum(now, word, sum_words, sums);
+  sum(running, word, sum_words, sums);
   words.write(word);
 }
 
@@ -75,14 +77,14 @@ inline void read_ratios(const Word *tile, uint32_t n_words, uint32_t sections, u
                         Words &ratios, Numbers &correction_sums, Numbers &ratio_sums) {
 #pragma HLS INLINE off
   const CodedTile t = coded_tile(n_words, sections);
-  const uint32_t by = sum_words / kGroupWords;
-  Summing correction = {kCrcBegin, by}, ratio = {kCrcBegin, by};
+  const uint32_t byte_sum_words = sum_words / kGroupWords;
+  RunningSum correction = {kCrcBegin, byte_sum_words}, ratio = {kCrcBegin, byte_sum_words};
 PAGES:
   for (uint32_t page = 0; page < t.pages; page++) {
 #pragma HLS LOOP_TRIPCOUNT min = 0 max = 1024
     const size_t at = page * (size_t)kPageGroups;
-    if (t.narrow) read_page(tile, t.correction + at, correction, by, corrections, correction_sums);
-    read_page(tile, t.ratio + at, ratio, by, ratios, ratio_sums);
+    if (t.narrow) read_page(tile, t.correction + at, correction, byte_sum_words, corrections, correction_sums);
+    read_page(tile, t.ratio + at, ratio, byte_sum_words, ratios, ratio_sums);
   }
   if (t.pages != 0 && t.narrow) correction_sums.write(~correction.crc);
   if (t.pages != 0) ratio_sums.write(~ratio.crc);
@@ -94,18 +96,19 @@ inline void read_roots(const Word *tile, uint32_t n_words, uint32_t sections, ui
                        Numbers &exponent_sums, Numbers &peak_sums, Numbers &peak_exponent_sums) {
 #pragma HLS INLINE off
   const CodedTile t = coded_tile(n_words, sections);
-  const uint32_t by = sum_words / kGroupWords, exponents_by = sum_words / kPageWords;
-  Summing root = {kCrcBegin, by}, peak = {kCrcBegin, by};
-  Summing exponent = {kCrcBegin, exponents_by}, peak_exponent = {kCrcBegin, exponents_by};
+  const uint32_t byte_sum_words = sum_words / kGroupWords, exponent_sum_words = sum_words / kPageWords;
+  RunningSum root = {kCrcBegin, byte_sum_words}, peak = {kCrcBegin, byte_sum_words};
+  RunningSum exponent = {kCrcBegin, exponent_sum_words}, peak_exponent = {kCrcBegin, exponent_sum_words};
 PAGES:
   for (uint32_t page = 0; page < t.pages; page++) {
 #pragma HLS LOOP_TRIPCOUNT min = 0 max = 1024
     const size_t at = page * (size_t)kPageGroups;
-    read_exponents(tile, t.exponent + page, exponent, exponents_by, exponents, exponent_sums);
+    read_exponents(tile, t.exponent + page, exponent, exponent_sum_words, exponents, exponent_sums);
     if (t.has_peak)
-      read_exponents(tile, t.peak_exponent + page, peak_exponent, exponents_by, peak_exponents, peak_exponent_sums);
-    read_page(tile, t.root + at, root, by, roots, root_sums);
-    if (t.has_peak) read_page(tile, t.peak + at, peak, by, peaks, peak_sums);
+      read_exponents(tile, t.peak_exponent + page, peak_exponent, exponent_sum_words, peak_exponents,
+                     peak_exponent_sums);
+    read_page(tile, t.root + at, root, byte_sum_words, roots, root_sums);
+    if (t.has_peak) read_page(tile, t.peak + at, peak, byte_sum_words, peaks, peak_sums);
   }
   if (t.pages != 0) {
     root_sums.write(~root.crc);
@@ -126,21 +129,22 @@ inline void write_param_section(Word *tile, uint32_t n_words, uint32_t sections,
   write_section(tile, 0, n_words >> halved, 1, sum_words >> halved, words, sums);
 }
 
-inline void store_page(Word *tile, size_t first, Summing &now, uint32_t sum_words, Words &words, Numbers &sums) {
+inline void store_page(Word *tile, size_t first, RunningSum &running, uint32_t sum_words, Words &words, Numbers &sums) {
 #pragma HLS INLINE
 STORE_PAGE:
   for (uint32_t i = 0; i < kPageGroups; i++) {
 #pragma HLS PIPELINE II = 2
     const Word word = words.read();
-    sum(now, word, sum_words, sums);
+    sum(running, word, sum_words, sums);
     tile[first + i] = word;
   }
 }
 
-inline void store_exponents(Word *tile, size_t at, Summing &now, uint32_t sum_words, Words &words, Numbers &sums) {
+inline void store_exponents(Word *tile, size_t at, RunningSum &running, uint32_t sum_words, Words &words,
+                            Numbers &sums) {
 #pragma HLS INLINE
   const Word word = words.read();
-  sum(now, word, sum_words, sums);
+  sum(running, word, sum_words, sums);
   tile[at] = word;
 }
 
@@ -152,14 +156,14 @@ struct LastSums {
 inline LastSums store_ratios(Word *tile, const CodedTile &t, uint32_t sum_words, Words &corrections, Words &ratios,
                              Numbers &correction_sums, Numbers &ratio_sums) {
 #pragma HLS INLINE off
-  const uint32_t by = sum_words / kGroupWords;
-  Summing correction = {kCrcBegin, by}, ratio = {kCrcBegin, by};
+  const uint32_t byte_sum_words = sum_words / kGroupWords;
+  RunningSum correction = {kCrcBegin, byte_sum_words}, ratio = {kCrcBegin, byte_sum_words};
 PAGES:
   for (uint32_t page = 0; page < t.pages; page++) {
 #pragma HLS LOOP_TRIPCOUNT min = 0 max = 1024
     const size_t at = page * (size_t)kPageGroups;
-    if (t.narrow) store_page(tile, t.correction + at, correction, by, corrections, correction_sums);
-    store_page(tile, t.ratio + at, ratio, by, ratios, ratio_sums);
+    if (t.narrow) store_page(tile, t.correction + at, correction, byte_sum_words, corrections, correction_sums);
+    store_page(tile, t.ratio + at, ratio, byte_sum_words, ratios, ratio_sums);
   }
   return {{~correction.crc, ~ratio.crc, 0, 0}};
 }
@@ -178,18 +182,19 @@ inline LastSums store_roots(Word *tile, const CodedTile &t, uint32_t sum_words, 
                             Words &peaks, Words &peak_exponents, Numbers &root_sums, Numbers &exponent_sums,
                             Numbers &peak_sums, Numbers &peak_exponent_sums) {
 #pragma HLS INLINE off
-  const uint32_t by = sum_words / kGroupWords, exponents_by = sum_words / kPageWords;
-  Summing root = {kCrcBegin, by}, peak = {kCrcBegin, by};
-  Summing exponent = {kCrcBegin, exponents_by}, peak_exponent = {kCrcBegin, exponents_by};
+  const uint32_t byte_sum_words = sum_words / kGroupWords, exponent_sum_words = sum_words / kPageWords;
+  RunningSum root = {kCrcBegin, byte_sum_words}, peak = {kCrcBegin, byte_sum_words};
+  RunningSum exponent = {kCrcBegin, exponent_sum_words}, peak_exponent = {kCrcBegin, exponent_sum_words};
 PAGES:
   for (uint32_t page = 0; page < t.pages; page++) {
 #pragma HLS LOOP_TRIPCOUNT min = 0 max = 1024
     const size_t at = page * (size_t)kPageGroups;
-    store_page(tile, t.root + at, root, by, roots, root_sums);
-    if (t.has_peak) store_page(tile, t.peak + at, peak, by, peaks, peak_sums);
-    store_exponents(tile, t.exponent + page, exponent, exponents_by, exponents, exponent_sums);
+    store_page(tile, t.root + at, root, byte_sum_words, roots, root_sums);
+    if (t.has_peak) store_page(tile, t.peak + at, peak, byte_sum_words, peaks, peak_sums);
+    store_exponents(tile, t.exponent + page, exponent, exponent_sum_words, exponents, exponent_sums);
     if (t.has_peak)
-      store_exponents(tile, t.peak_exponent + page, peak_exponent, exponents_by, peak_exponents, peak_exponent_sums);
+      store_exponents(tile, t.peak_exponent + page, peak_exponent, exponent_sum_words, peak_exponents,
+                      peak_exponent_sums);
   }
   return {{~root.crc, ~exponent.crc, ~peak.crc, ~peak_exponent.crc}};
 }
@@ -379,31 +384,31 @@ UPDATE_CODES:
     const bool has_new_peak = inside && (s.hyper.rule == CSD_AMSGRAD || s.hyper.rule == CSD_ADAM_AMSGRAD);
 
     Word master_out, exp_avg_out, root_out, peak_out;
-    uint32_t found = 0, of_lanes[kLanes], peaks_of_lanes[kLanes];
+    uint32_t word_nonfinite = 0, lane_roots[kLanes], lane_peaks[kLanes];
   LANES:
     for (uint32_t i = 0; i < kLanes; i++) {
 #pragma HLS UNROLL
       const float g = widen(grad, s.grad_dtype, upper, i);
-      const bool mine = i < elems;
-      found += mine && !is_finite(g);
-      const uint32_t half = param[i / 2] >> i % 2 * 16 & 0xffffu, off = first_byte(correction, i);
+      const bool in_use = i < elems;
+      word_nonfinite += in_use && !is_finite(g);
+      const uint32_t half = param[i / 2] >> i % 2 * 16 & 0xffffu, correction_code = first_byte(correction, i);
       const uint32_t r = first_byte(ratio, i), u = first_byte(root, i), p = first_byte(peak, i);
-      const float was = decode_root(u, exponent), was_peak = decode_root(p, peak_exponent);
-      float e[4] = {narrow ? decode_master(half, off, is_f16) : bits_float(param[i]), decode_exp_avg(r, was, u),
-                    was * was, was_peak * was_peak};
+      const float old_root = decode_root(u, exponent), old_peak = decode_root(p, peak_exponent);
+      float e[4] = {narrow ? decode_master(half, correction_code, is_f16) : bits_float(param[i]),
+                    decode_exp_avg(r, old_root, u), old_root * old_root, old_peak * old_peak};
       rule.update(e, g);
-      const float now = mine ? sqrtf(e[2]) : 0, now_peak = mine ? sqrtf(e[3]) : 0;
-      of_lanes[i] = finite_bits(now);
-      peaks_of_lanes[i] = finite_bits(now_peak);
-      master_out[i] = !inside ? (narrow ? half | off << 16 : param[i]) : mine ? float_bits(e[0]) : 0;
-      exp_avg_out[i] = !inside ? r : mine ? float_bits(e[1]) : 0;
-      root_out[i] = !inside ? u : float_bits(now);
-      peak_out[i] = !has_new_peak ? p : float_bits(now_peak);
+      const float new_root = in_use ? sqrtf(e[2]) : 0, new_peak = in_use ? sqrtf(e[3]) : 0;
+      lane_roots[i] = finite_bits(new_root);
+      lane_peaks[i] = finite_bits(new_peak);
+      master_out[i] = !inside ? (narrow ? half | correction_code << 16 : param[i]) : in_use ? float_bits(e[0]) : 0;
+      exp_avg_out[i] = !inside ? r : in_use ? float_bits(e[1]) : 0;
+      root_out[i] = !inside ? u : float_bits(new_root);
+      peak_out[i] = !has_new_peak ? p : float_bits(new_peak);
     }
-    nonfinite += found;
-    const uint32_t of_word = largest_of(of_lanes), peak_of_word = largest_of(peaks_of_lanes);
-    largest = word != 0 && largest > of_word ? largest : of_word;
-    largest_peak = word != 0 && largest_peak > peak_of_word ? largest_peak : peak_of_word;
+    nonfinite += word_nonfinite;
+    const uint32_t word_largest = largest_of(lane_roots), word_largest_peak = largest_of(lane_peaks);
+    largest = word != 0 && largest > word_largest ? largest : word_largest;
+    largest_peak = word != 0 && largest_peak > word_largest_peak ? largest_peak : word_largest_peak;
     masters.write(master_out);
     exp_avgs.write(exp_avg_out);
     roots.write(root_out);
@@ -443,28 +448,28 @@ ENCODE:
       append_byte(exponents, exponent);
       append_byte(peak_exponents, peak_exponent);
     }
-    const bool kept = group.elems == 0;
+    const bool unchanged = group.elems == 0;
     const Word master_in = masters.read(), exp_avg_in = exp_avgs.read(), root_in = roots.read();
     const Word peak_in = has_peak ? peaks.read() : zero_word();
 
-    uint32_t halves[kLanes], offs[kLanes], ratio_codes[kLanes], root_codes[kLanes], peak_codes[kLanes];
+    uint32_t halves[kLanes], correction_codes[kLanes], ratio_codes[kLanes], root_codes[kLanes], peak_codes[kLanes];
   CODES:
     for (uint32_t i = 0; i < kLanes; i++) {
 #pragma HLS UNROLL
-      const Chance chance = chance_of(mix_bits(group.key + first + i));
+      const RoundingBits rounding = stochastic_rounding_bits(mix_bits(group.key + first + i));
       const float exp_avg = bits_float(exp_avg_in[i]);
-      const uint32_t code = encode_root(bits_float(root_in[i]), exponent, chance.root);
+      const uint32_t code = encode_root(bits_float(root_in[i]), exponent, rounding.root);
       const uint32_t u = is_finite(exp_avg) ? code : kRootInfinite;
-      const uint32_t r = encode_ratio(exp_avg, decode_root(u, exponent), u, chance.ratio);
-      const uint32_t p = encode_root(bits_float(peak_in[i]), peak_exponent, nearest().root);
-      const SplitMaster split = encode_master(bits_float(master_in[i]), chance, group.is_f16 != 0);
-      halves[i] = kept ? master_in[i] & 0xffffu : split.param;
-      offs[i] = kept ? master_in[i] >> 16 & 0xffu : split.correction;
-      ratio_codes[i] = kept ? exp_avg_in[i] : r;
-      root_codes[i] = kept ? root_in[i] : u;
+      const uint32_t r = encode_ratio(exp_avg, decode_root(u, exponent), u, rounding.ratio);
+      const uint32_t p = encode_root(bits_float(peak_in[i]), peak_exponent, round_to_nearest_bits().root);
+      const SplitMaster split = encode_master(bits_float(master_in[i]), rounding, group.is_f16 != 0);
+      halves[i] = unchanged ? master_in[i] & 0xffffu : split.param;
+      correction_codes[i] = unchanged ? master_in[i] >> 16 & 0xffu : split.correction;
+      ratio_codes[i] = unchanged ? exp_avg_in[i] : r;
+      root_codes[i] = unchanged ? root_in[i] : u;
       peak_codes[i] = group.has_new_peak ? p : peak_in[i];
     }
-    append_bytes(correction, offs);
+    append_bytes(correction, correction_codes);
     append_bytes(ratio, ratio_codes);
     append_bytes(root, root_codes);
     append_bytes(peak, peak_codes);

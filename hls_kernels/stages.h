@@ -77,19 +77,19 @@ READ:
 
 // Checksums of a section, one for every `sum_words` words. sum() sends each one when the next begins; the caller sends
 // the last one.
-struct Summing {
+struct RunningSum {
   uint32_t crc, left;
 };
 
-inline void sum(Summing &now, const Word &word, uint32_t sum_words, Numbers &sums) {
+inline void sum(RunningSum &running, const Word &word, uint32_t sum_words, Numbers &sums) {
 #pragma HLS INLINE
-  if (now.left == 0) {
-    sums.write(~now.crc);
-    now.crc = kCrcBegin;
-    now.left = sum_words;
+  if (running.left == 0) {
+    sums.write(~running.crc);
+    running.crc = kCrcBegin;
+    running.left = sum_words;
   }
-  now.crc = crc_of(now.crc, word);
-  now.left--;
+  running.crc = crc_of(running.crc, word);
+  running.left--;
 }
 
 // Reads a word every other cycle, the rate of the update; this gives the checksum two cycles per word.
@@ -98,16 +98,16 @@ inline void read_section(const Word *tile, uint32_t section, uint32_t n_words, u
 #pragma HLS INLINE off
   const size_t first = (size_t)section * n_words;
   const uint32_t n = section < sections ? n_words : 0;
-  Summing now = {kCrcBegin, sum_words};
+  RunningSum running = {kCrcBegin, sum_words};
 READ_SECTION:
   for (uint32_t i = 0; i < n; i++) {
 #pragma HLS PIPELINE II = 2
 #pragma HLS LOOP_TRIPCOUNT min = 0 max = 262144
     const Word word = tile[first + i];
-    sum(now, word, sum_words, sums);
+    sum(running, word, sum_words, sums);
     words.write(word);
   }
-  if (n != 0) sums.write(~now.crc);
+  if (n != 0) sums.write(~running.crc);
 }
 
 // ---- Streams to memory --------------------------------------------------------
@@ -116,16 +116,16 @@ READ_SECTION:
 // the last sum, therefore shows that all writes have arrived.
 inline uint32_t store(Word *to, size_t first, uint32_t n, uint32_t sum_words, Words &words, Numbers &sums) {
 #pragma HLS INLINE off
-  Summing now = {kCrcBegin, sum_words};
+  RunningSum running = {kCrcBegin, sum_words};
 STORE:
   for (uint32_t i = 0; i < n; i++) {
 #pragma HLS PIPELINE II = 2
 #pragma HLS LOOP_TRIPCOUNT min = 0 max = 262144
     const Word word = words.read();
-    sum(now, word, sum_words, sums);
+    sum(running, word, sum_words, sums);
     to[first + i] = word;
   }
-  return ~now.crc;
+  return ~running.crc;
 }
 
 inline void write_section(Word *tile, uint32_t section, uint32_t n_words, uint32_t sections, uint32_t sum_words,

@@ -90,14 +90,14 @@ UPDATE:
     CSD_MORE(if (sections > 3) state_3 = state_in_3.read();)
 
     float g[kLanes];
-    uint32_t found = 0;
+    uint32_t word_nonfinite = 0;
   WIDEN:
     for (uint32_t i = 0; i < kLanes; i++) {
 #pragma HLS UNROLL
       g[i] = widen(grad, s.grad_dtype, upper, i);
-      found += i < elems && !is_finite(g[i]);
+      word_nonfinite += i < elems && !is_finite(g[i]);
     }
-    nonfinite += found;
+    nonfinite += word_nonfinite;
   LANES:
     for (uint32_t i = 0; i < kLanes; i++) {
 #pragma HLS UNROLL

@@ -43,7 +43,7 @@ struct fifo {
   fifo(size_t depth, const char *name) : depth(depth), name(name) {}
   virtual ~fifo() = default;
 
-  virtual void come_out() = 0;  // releases the oldest value that a pipeline holds for this stream
+  virtual void release_oldest() = 0;  // releases the oldest value that a pipeline holds for this stream
 
   bool ready(bool to_write) const {
     const uint64_t n = n_written.load(std::memory_order_acquire) - n_read.load(std::memory_order_acquire);
@@ -73,7 +73,7 @@ class region {
   // Called by the thread of a stage: waits until the stream is ready for it.
   static void wait(const fifo &stream, bool to_write) {
     stage &self = this_stage(stream);
-    this_thread().in->wait(self, stream, to_write);
+    this_thread().owner->wait(self, stream, to_write);
   }
 
   // Called by the thread of a stage when it uses a stream; `used` is the iteration in which it last did. Begins the
@@ -82,18 +82,18 @@ class region {
     stage &self = this_stage(stream);
     if (used == self.iteration) self.iteration++;
     used = self.iteration;
-    while (!self.held.empty() && self.held.front().due <= self.iteration) self.let_out();
+    while (!self.pipeline.empty() && self.pipeline.front().due <= self.iteration) self.release_front();
   }
 
   // Called by the thread of a stage after a write: the value is in its pipeline from now on.
-  static void hold(fifo &stream) {
+  static void enter_pipeline(fifo &stream) {
     stage &self = this_stage(stream);
-    self.held.push_back({&stream, self.iteration + CSD_IN_FLIGHT});
-    if (CSD_IN_FLIGHT == 0) self.let_out();
+    self.pipeline.push_back({&stream, self.iteration + CSD_IN_FLIGHT});
+    if (CSD_IN_FLIGHT == 0) self.release_front();
   }
 
  private:
-  struct number {
+  struct pending_value {
     fifo *stream;
     uint64_t due;  // the iteration in which it is released
   };
@@ -101,32 +101,32 @@ class region {
     const std::string name;
     const std::function<void()> body;
     uint64_t iteration = 1;
-    std::deque<number> held;
+    std::deque<pending_value> pipeline;
     const fifo *waits_for = nullptr;  // while the stage sleeps
     bool to_write = false;
     std::condition_variable woken;
 
     stage(const char *name, std::function<void()> body) : name(name), body(std::move(body)) {}
 
-    void let_out() {
-      held.front().stream->come_out();
-      held.pop_front();
+    void release_front() {
+      pipeline.front().stream->release_oldest();
+      pipeline.pop_front();
     }
   };
-  struct place {
-    region *in;
-    stage *as;
+  struct thread_stage {
+    region *owner;
+    stage *self;
   };
-  struct given_up {};
+  struct aborted {};
 
-  static place &this_thread() {
-    static thread_local place here{nullptr, nullptr};
+  static thread_stage &this_thread() {
+    static thread_local thread_stage here{nullptr, nullptr};
     return here;
   }
 
   static stage &this_stage(const fifo &stream) {
-    if (!this_thread().as) throw std::logic_error("a stage that is not in a region uses " + stream.name);
-    return *this_thread().as;
+    if (!this_thread().self) throw std::logic_error("a stage that is not in a region uses " + stream.name);
+    return *this_thread().self;
   }
 
   void run(stage &self) {
@@ -135,14 +135,14 @@ class region {
     std::string failure;
     try {
       self.body();
-      while (!self.held.empty()) self.let_out();
-    } catch (const given_up &) {
+      while (!self.pipeline.empty()) self.release_front();
+    } catch (const aborted &) {
     } catch (const std::exception &e) {
       failure = self.name + ": " + e.what();
     }
     std::lock_guard<std::mutex> lock(mutex_);
     if (!failure.empty()) fail(failure);
-    pass_on();
+    wake_ready();
   }
 
   void wait(stage &self, const fifo &stream, bool to_write) {
@@ -150,13 +150,13 @@ class region {
     if (stream.ready(to_write)) return;
     self.waits_for = &stream;
     self.to_write = to_write;
-    pass_on();
+    wake_ready();
     self.woken.wait(lock, [&] { return !self.waits_for || !failure_.empty(); });
-    if (!failure_.empty()) throw given_up();
+    if (!failure_.empty()) throw aborted();
   }
 
   // Called when a running stage sleeps or ends: wakes all stages that can continue, and detects deadlocks.
-  void pass_on() {
+  void wake_ready() {
     if (!failure_.empty()) return;
     running_--;
     for (stage &s : stages_) {
@@ -170,7 +170,7 @@ class region {
     for (const stage &s : stages_)
       if (s.waits_for)
         waiting += " " + s.name + " waits for " + (s.to_write ? "room in " : "") + s.waits_for->name +
-                   (s.held.empty() ? "" : ", " + std::to_string(s.held.size()) + " in its pipeline") + ";";
+                   (s.pipeline.empty() ? "" : ", " + std::to_string(s.pipeline.size()) + " in its pipeline") + ";";
     if (waiting.empty()) return;  // all stages have ended
     waiting.back() = '.';
     fail("deadlock:" + waiting);
@@ -199,19 +199,19 @@ class stream<T, 0> : fifo {
   stream &operator=(const stream &) = delete;
 
   void write(const T &value) {
-    region::step(*this, written_in_);
+    region::step(*this, last_write_);
     slots_[write_slot_] = value;
     if (++write_slot_ == slots_.size()) write_slot_ = 0;
-    region::hold(*this);
+    region::enter_pipeline(*this);
   }
 
   T read() {
     const uint64_t at = n_read.load(std::memory_order_relaxed);
-    if (at == written_before_ && at == (written_before_ = now(n_written))) {
+    if (at == last_n_written_ && at == (last_n_written_ = load(n_written))) {
       region::wait(*this, false);
-      written_before_ = now(n_written);
+      last_n_written_ = load(n_written);
     }
-    region::step(*this, read_in_);
+    region::step(*this, last_read_);
     const T value = slots_[read_slot_];
     if (++read_slot_ == slots_.size()) read_slot_ = 0;
     n_read.store(at + 1, std::memory_order_release);
@@ -223,13 +223,13 @@ class stream<T, 0> : fifo {
   stream(size_t depth, const char *name) : fifo(depth, name), slots_(depth + CSD_IN_FLIGHT + 1) {}
 
  private:
-  static uint64_t now(const std::atomic<uint64_t> &count) { return count.load(std::memory_order_acquire); }
+  static uint64_t load(const std::atomic<uint64_t> &count) { return count.load(std::memory_order_acquire); }
 
-  void come_out() override {
+  void release_oldest() override {
     const uint64_t at = n_written.load(std::memory_order_relaxed);
-    if (at - read_before_ == depth && at - (read_before_ = now(n_read)) == depth) {
+    if (at - last_n_read_ == depth && at - (last_n_read_ = load(n_read)) == depth) {
       region::wait(*this, true);
-      read_before_ = now(n_read);
+      last_n_read_ = load(n_read);
     }
     n_written.store(at + 1, std::memory_order_release);
   }
@@ -238,9 +238,9 @@ class stream<T, 0> : fifo {
   // Private to the writer and to the reader: the next slot, the iteration of its stage that last used the stream, and
   // the other side's count as last seen.
   alignas(64) size_t write_slot_ = 0;
-  uint64_t written_in_ = 0, read_before_ = 0;
+  uint64_t last_write_ = 0, last_n_read_ = 0;
   alignas(64) size_t read_slot_ = 0;
-  uint64_t read_in_ = 0, written_before_ = 0;
+  uint64_t last_read_ = 0, last_n_written_ = 0;
 };
 
 template <typename T, int DEPTH>

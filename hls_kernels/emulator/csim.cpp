@@ -14,7 +14,7 @@ namespace {
 
 // Converts the next register value to the argument that it stands for. Addresses must be aligned to words.
 template <typename Argument>
-Argument take(void *const *&buffers, const uint32_t *&numbers) {
+Argument next_argument(void *const *&buffers, const uint32_t *&numbers) {
   if constexpr (std::is_pointer_v<Argument>) {
     if ((uintptr_t)*buffers % kWordBytes) throw std::invalid_argument("an address is not a multiple of 64 bytes");
     return static_cast<Argument>(*buffers++);
@@ -26,7 +26,7 @@ Argument take(void *const *&buffers, const uint32_t *&numbers) {
 template <typename... Arguments>
 void call(void (*kernel)(Arguments...), void *const *buffers, const uint32_t *numbers) {
   // Braces guarantee evaluation from left to right.
-  std::apply(kernel, std::tuple<Arguments...>{take<Arguments>(buffers, numbers)...});
+  std::apply(kernel, std::tuple<Arguments...>{next_argument<Arguments>(buffers, numbers)...});
 }
 
 template <auto kernel>

@@ -58,7 +58,7 @@ constexpr uint64_t kPageBytes = 4096;
 constexpr uint64_t kUnitBytes = 0x10000;  // of control registers
 constexpr long kPollNanoseconds = 200000;
 
-void say(const char *format, ...) {
+void log_line(const char *format, ...) {
   char text[400];
   va_list arguments;
   va_start(arguments, format);
@@ -70,7 +70,7 @@ void say(const char *format, ...) {
 // For violations of the protocol and failures that cannot be handled.
 template <typename... Arguments>
 [[noreturn]] void die(const char *format, Arguments... arguments) {
-  say(format, arguments...);
+  log_line(format, arguments...);
   kill(getpid(), SIGKILL);  // XRT does not notice a process that merely exits
   _exit(1);                 // never reached
 }
@@ -88,7 +88,7 @@ sigset_t child_signal() {
 struct Fault {
   std::string kind;
   uint64_t run = 0;
-  bool known = true;
+  bool valid = true;
 
   bool is(std::string_view what, uint64_t at = 0) const { return kind == what && run == at; }
 };
@@ -102,11 +102,12 @@ Fault fault_of_this_card(unsigned card) {
   const bool counted = sscanf(set, "%15[a-z0-9]:%llu@%u", kind, &run, &at) >= 2;
   if (!counted) sscanf(set, "%15[a-z0-9]@%u", kind, &at);
   const std::string_view name = kind;
-  const bool of_a_run = name == "hang" || name == "lost" || name == "garble" || name == "params" || name == "kill";
-  const bool known = of_a_run ? counted && run : name == "nop2p" && !counted;
-  if (!known)
-    say("CSD_OPTIM_EMULATOR_FAULT is hang:N, lost:N, garble:N, params:N, kill:N or nop2p, then @CARD; got '%s'", set);
-  return at == card || !known ? Fault{kind, run, known} : Fault{};
+  const bool counts_runs = name == "hang" || name == "lost" || name == "garble" || name == "params" || name == "kill";
+  const bool valid = counts_runs ? counted && run : name == "nop2p" && !counted;
+  if (!valid)
+    log_line("CSD_OPTIM_EMULATOR_FAULT is hang:N, lost:N, garble:N, params:N, kill:N or nop2p, then @CARD; got '%s'",
+             set);
+  return at == card || !valid ? Fault{kind, run, valid} : Fault{};
 }
 
 // ---- Device memory ------------------------------------------------------------------
@@ -200,7 +201,7 @@ const char *run_kernel(const Kernel &kernel, const uint8_t *registers, const Mem
     memcpy(&address, registers + register_of_buffer(i), sizeof address);
     buffers[i] = memory.at(address, 1);
     if (!buffers[i]) {
-      say("%s was given the address 0x%" PRIx64 ", which is in no buffer", kernel.name, address);
+      log_line("%s was given the address 0x%" PRIx64 ", which is in no buffer", kernel.name, address);
       _exit(1);
     }
   }
@@ -215,7 +216,7 @@ const Memory *memory_of_run;
 void on_bad_access(int, siginfo_t *info, void *) {
   char where[200];
   memory_of_run->describe(info->si_addr, where, sizeof where);
-  say("%s went out of bounds: it accessed memory at %s", kernel_of_run->name, where);
+  log_line("%s went out of bounds: it accessed memory at %s", kernel_of_run->name, where);
   _exit(1);
 }
 
@@ -249,7 +250,7 @@ class Unit {
     if (offset > kUnitBytes || bytes > kUnitBytes - offset) return false;
     data.assign(reinterpret_cast<const char *>(registers_.data()) + offset, bytes);
     if (offset == 0 && bytes >= sizeof(uint32_t)) {
-      look();
+      poll_child();
       const bool busy = state_ == State::kRunning || state_ == State::kHung;
       const uint32_t control = busy ? kStart : state_ == State::kDone ? kDone | kIdle : kIdle;
       memcpy(data.data(), &control, sizeof control);
@@ -257,11 +258,11 @@ class Unit {
     return true;
   }
 
-  // `garbles`: 0, or the register of the argument whose memory is corrupted after the run.
-  void start(uint32_t garbles) {
+  // `corrupted_register`: 0, or the register of the argument whose memory is corrupted after the run.
+  void start(uint32_t corrupted_register) {
     if (state_ == State::kRunning || state_ == State::kHung) die("%s was started while it runs", kernel_.name);
     state_ = State::kRunning;
-    garbles_ = garbles;
+    corrupted_register_ = corrupted_register;
     child_ = fork();
     if (child_ < 0) die("cannot start a run: %s", strerror(errno));
     if (child_ == 0) run();
@@ -283,12 +284,12 @@ class Unit {
     sigaction(SIGSEGV, &action, nullptr);
     sigaction(SIGBUS, &action, nullptr);
     const char *why_not = run_kernel(kernel_, registers_.data(), memory_);
-    if (why_not) say("%s", why_not);
+    if (why_not) log_line("%s", why_not);
     _exit(why_not ? 1 : 0);
   }
 
   // Checks whether the run has ended. XRT polls continuously; waiting a little here saves both sides most of the work.
-  void look() {
+  void poll_child() {
     if (state_ != State::kRunning) return;
     int status = 0;
     pid_t ended = waitpid(child_, &status, WNOHANG);
@@ -300,14 +301,14 @@ class Unit {
     }
     if (!ended) return;
     if (ended < 0 || !WIFEXITED(status) || WEXITSTATUS(status)) {
-      say("this run of %s hangs", kernel_.name);
+      log_line("this run of %s hangs", kernel_.name);
       state_ = State::kHung;
       return;
     }
     state_ = State::kDone;
-    if (!garbles_) return;
+    if (!corrupted_register_) return;
     uint64_t address;
-    memcpy(&address, registers_.data() + garbles_, sizeof address);
+    memcpy(&address, registers_.data() + corrupted_register_, sizeof address);
     *memory_.at(address, 1) ^= 1;
   }
 
@@ -316,7 +317,7 @@ class Unit {
   std::vector<uint8_t> registers_;
   State state_ = State::kIdle;
   pid_t child_ = 0;  // while it runs
-  uint32_t garbles_ = 0;
+  uint32_t corrupted_register_ = 0;
 };
 
 // ---- The card -------------------------------------------------------------------------
@@ -338,14 +339,14 @@ class Card {
   Answer close(const Fields &fields) {
     units_.clear();
     memory_.release_all();
-    leaving_ = fields.number(3);
+    closing_ = fields.number(3);
     return Answer().number(1, 1);
   }
 
   // {1: file with the metadata, 2: file with the bitstream, ...} -> {1: done}. Our bitstream is text, with a line for
   // each compute unit: kernel and address. The files are missing if a buffer is requested before an xclbin is loaded.
   Answer load(const Fields &fields) {
-    if (!fault_.known) return Answer().number(1, 0);
+    if (!fault_.valid) return Answer().number(1, 0);
     units_.clear();
     if (const std::string path(fields.bytes(2)); !path.empty()) {
       std::ifstream lines(path);
@@ -355,7 +356,7 @@ class Card {
         if (const Kernel *const ours = kernel_named(kernel))  // ignore other kernels
           units_.try_emplace(address, *ours, memory_);
       if (!lines.eof()) {
-        say("the xclbin was not made for this emulator");
+        log_line("the xclbin was not made for this emulator");
         return Answer().number(1, 0);
       }
     }
@@ -457,7 +458,7 @@ class Card {
   std::map<uint64_t, Unit> units_;  // by the address of their registers
   uint64_t runs_ = 0;
   bool lost_ = false;
-  bool leaving_ = false;
+  bool closing_ = false;
 };
 
 const std::map<uint32_t, Card::Request> Card::kRequests = {
@@ -525,7 +526,7 @@ void Card::serve() {
     memcpy(answer_head + 1, &size, sizeof size);
     send(answer_head, sizeof answer_head);
     send(answer.message().data(), size);
-    if (leaving_) _exit(0);
+    if (closing_) _exit(0);
   }
 }
 
@@ -558,7 +559,7 @@ extern "C" __attribute__((visibility("default"))) int csd_emulator_main(void) {
   unsigned number;
   pid_t host;
   if (!user || !id || sscanf(id, "device%u_%*u_%d", &number, &host) != 2) {
-    say("only XRT can start this program, with USER set");
+    log_line("only XRT can start this program, with USER set");
     return 1;
   }
   // Ctrl-C and the like signal the whole process group, but the host still needs its card for an orderly exit.

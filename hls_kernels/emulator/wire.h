@@ -25,13 +25,13 @@ class Fields {
           numbers_[field] = varint();
           break;
         case 1:
-          take(8);
+          consume(8);
           break;
         case 2:
-          strings_[field] = take(varint());
+          strings_[field] = consume(varint());
           break;
         case 5:
-          take(4);
+          consume(4);
           break;
         default:
           throw BadMessage("a field of unknown kind");
@@ -53,14 +53,14 @@ class Fields {
   uint64_t varint() {
     uint64_t value = 0;
     for (int shift = 0; shift < 64; shift += 7) {
-      const uint64_t byte = uint8_t(take(1)[0]);
+      const uint64_t byte = uint8_t(consume(1)[0]);
       value |= (byte & 127) << shift;
       if (byte < 128) return value;
     }
     throw BadMessage("a number without an end");
   }
 
-  std::string_view take(uint64_t bytes) {
+  std::string_view consume(uint64_t bytes) {
     if (bytes > rest_.size()) throw BadMessage("a field beyond its end");
     const std::string_view taken = rest_.substr(0, bytes);
     rest_.remove_prefix(bytes);

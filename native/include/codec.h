@@ -23,16 +23,18 @@ constexpr uint32_t kLeastExponent = 90;  // least exponent of a group; with it, 
 
 // Random addends for stochastic rounding, in units of the last bit that is cut off, and the side to which a tie of the
 // correction is moved. The leading bits of the three addends come from different bits of the hash.
-struct Chance {
+struct RoundingBits {
   uint32_t root, ratio;  // 19 bits
   uint32_t correction;   // 8 bits
   uint32_t side;         // 0 or 2
 };
 
-inline Chance chance_of(uint32_t hash) { return {hash >> 13, hash & 0x7ffffu, hash >> 5 & 0xffu, hash >> 3 & 2u}; }
+inline RoundingBits stochastic_rounding_bits(uint32_t hash) {
+  return {hash >> 13, hash & 0x7ffffu, hash >> 5 & 0xffu, hash >> 3 & 2u};
+}
 
 // The addends for rounding to nearest: used for states that are loaded or edited, and for peaks.
-inline Chance nearest() { return {1u << 18, 1u << 18, 0x80, 0}; }
+inline RoundingBits round_to_nearest_bits() { return {1u << 18, 1u << 18, 0x80, 0}; }
 
 // All bits set if the condition holds, else none. Compilers do not turn this into a branch, which would prevent
 // vectorisation.
@@ -41,11 +43,11 @@ inline uint32_t all_if(bool condition) { return 0u - (uint32_t)condition; }
 // ---- Minifloats: 4 bits of mantissa ------------------------------------------------------
 
 // Converts the magnitude with fp32 bits `b` to a minifloat whose least normal exponent is `least`, in fp32's bias.
-inline uint32_t minifloat(uint32_t b, uint32_t least, uint32_t chance) {
+inline uint32_t minifloat(uint32_t b, uint32_t least, uint32_t addend) {
   const uint32_t below = least - (b >> 23);
   const uint32_t normal = b - ((least - 1) << 23);
   const uint32_t subnormal = ((b & 0x7fffffu) | 0x800000u) >> (below < 31 ? below : 31);
-  return (((int32_t)below > 0 ? subnormal : normal) + chance) >> 19;
+  return (((int32_t)below > 0 ? subnormal : normal) + addend) >> 19;
 }
 
 // ---- exp_avg_sq ----------------------------------------------------------------------------
@@ -72,8 +74,8 @@ inline float decode_root(uint32_t code, uint32_t exponent) {
 // give more than 8 bits and are clamped to kRootInfinite; finite roots give at most 254, see exponent_of. There is no
 // conditional between constants: where one such choice depends on another, compilers generate branches, which vectorise
 // badly.
-inline uint32_t encode_root(float root, uint32_t exponent, uint32_t chance) {
-  const uint32_t b = float_bits(root), code = minifloat(b, exponent - 14, chance), least = b < 1 ? b : 1;
+inline uint32_t encode_root(float root, uint32_t exponent, uint32_t addend) {
+  const uint32_t b = float_bits(root), code = minifloat(b, exponent - 14, addend), least = b < 1 ? b : 1;
   const uint32_t some = code > least ? code : least;
   return some < kRootInfinite ? some : kRootInfinite;
 }
@@ -90,9 +92,9 @@ inline float decode_ratio(uint32_t code) {
 }
 
 // `root` is the decoded root; any number if the code is kRootInfinite.
-inline uint32_t encode_ratio(float exp_avg, float root, uint32_t root_code, uint32_t chance) {
+inline uint32_t encode_ratio(float exp_avg, float root, uint32_t root_code, uint32_t addend) {
   const uint32_t ratio = float_bits(exp_avg / root) & 0x7fffffffu;
-  const uint32_t code = minifloat(ratio, kLeastRatio, chance), most = code < 127 ? code : 127;
+  const uint32_t code = minifloat(ratio, kLeastRatio, addend), most = code < 127 ? code : 127;
   const uint32_t k = most & all_if((root_code != 0) & (root_code != kRootInfinite));
   return k | ((float_bits(exp_avg) >> 31 << 7) & all_if(k != 0));
 }
@@ -121,13 +123,13 @@ inline float decode_master(uint32_t param, uint32_t correction, bool is_f16) {
 }
 
 // The magnitude of a finite master, cut to 24 bits, in units of the correction.
-inline uint32_t magnitude_of(float master, uint32_t chance, bool is_f16) {
+inline uint32_t magnitude_of(float master, uint32_t addend, bool is_f16) {
   const uint32_t b = float_bits(master) & 0x7fffffffu;
   const uint32_t exponent = b >> 23, below = 113u - exponent;  // fp16 is normal from 2^-14 on
   const uint32_t subnormal = ((b & 0x7fffffu) | 0x800000u) >> (below < 31 ? below : 31);
   const uint32_t x = exponent >= 113 ? b - ((127u - 15u) << 23) : subnormal;
-  const uint32_t f16 = (x + (chance >> 3)) >> 5, most = 0x7bff7fu;  // the largest that is not rounded to inf
-  return is_f16 ? (f16 < most ? f16 : most) : (b + chance) >> 8;
+  const uint32_t f16 = (x + (addend >> 3)) >> 5, most = 0x7bff7fu;  // the largest that is not rounded to inf
+  return is_f16 ? (f16 < most ? f16 : most) : (b + addend) >> 8;
 }
 
 // Splits a magnitude into parameter and correction. The parameter must be what torch rounds the decoded master to (to
@@ -138,9 +140,9 @@ inline SplitMaster split(uint32_t magnitude, uint32_t side) {
 }
 
 // Inf and nan have no correction, nor does a master of 65520 or more with an fp16 parameter, which rounds to inf.
-inline SplitMaster encode_master(float master, Chance chance, bool is_f16) {
+inline SplitMaster encode_master(float master, RoundingBits rounding, bool is_f16) {
   const uint32_t b = float_bits(master), magnitude = b & 0x7fffffffu, sign = b >> 16 & 0x8000u;
-  const SplitMaster finite = split(magnitude_of(master, chance.correction, is_f16), chance.side);
+  const SplitMaster finite = split(magnitude_of(master, rounding.correction, is_f16), rounding.side);
   const bool lost = is_f16 ? magnitude >= 0x477ff000u : magnitude > 0x7f800000u;
   const uint32_t f16 = sign | (magnitude > 0x7f800000u ? 0x7e00u | (b >> 13 & 0x3ffu) : 0x7c00u);
   return {lost ? is_f16 ? f16 : 0x7fc0u : finite.param | sign, lost ? 0 : finite.correction};
@@ -150,9 +152,10 @@ inline SplitMaster encode_master(float master, Chance chance, bool is_f16) {
 // unit), the parameter is kept, even where rounding the master alone would give its neighbour. Otherwise the parameter
 // becomes the rounded master.
 inline SplitMaster join_master(float master, uint32_t param, bool is_f16) {
-  const SplitMaster own = encode_master(master, nearest(), is_f16);
+  const SplitMaster own = encode_master(master, round_to_nearest_bits(), is_f16);
   const uint32_t sign = float_bits(master) >> 16 & 0x8000u, most = is_f16 ? 0x7c00u : 0x7f80u;
-  const uint32_t off = magnitude_of(master, nearest().correction, is_f16) - ((param & 0x7fffu) << 8) + 0x80u;
+  const uint32_t off =
+      magnitude_of(master, round_to_nearest_bits().correction, is_f16) - ((param & 0x7fffu) << 8) + 0x80u;
   const uint32_t inside = off < 1 ? 1 : off > 0xff ? 0xff : off;
   const bool belongs = off <= 0x100 && (param & 0x8000u) == sign && (param & 0x7fffu) < most;
   return {belongs ? param : own.param, belongs ? (inside - 0x80u) & 0xffu : own.correction};

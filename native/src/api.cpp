@@ -67,7 +67,7 @@ static_assert(noexcept(std::declval<const csd::Card &>().has_p2p()) && noexcept(
                   noexcept(std::declval<const csd::Engine &>().undone(nullptr, nullptr, 0)) &&
                   noexcept(std::declval<csd::Engine &>().events(nullptr, 0)) &&
                   noexcept(std::declval<csd::Engine &>().hold_bytes(0)),
-              "nobody catches what these throw");
+              "the API calls these without guarded()");
 
 }  // namespace
 
@@ -79,7 +79,7 @@ int csd_card_open(const char *name, const char *xclbin, const char *kernels, uin
 }
 
 int csd_card_close(csd_card *card, csd_error *error) {
-  const std::unique_ptr<csd_card> gone(card);
+  const std::unique_ptr<csd_card> owner(card);
   return guarded(error, [&] { csd::Card::close(std::move(card->card)); });
 }
 
@@ -98,7 +98,7 @@ int csd_engine_create(const csd_device *devices, uint32_t n_devices, csd_engine 
 }
 
 int csd_engine_close(csd_engine *engine, csd_error *error) {
-  const std::unique_ptr<csd_engine> gone(engine);
+  const std::unique_ptr<csd_engine> owner(engine);
   return guarded(error, [&] { engine->engine.close(); });
 }
 
@@ -123,7 +123,7 @@ int csd_engine_push(csd_engine *engine, uint32_t tile, const void *grad, void *p
 }
 
 int csd_engine_give(csd_engine *engine, uint32_t tile, const void *states, csd_error *error) {
-  return guarded(error, [&] { engine->engine.give_states(tile, states); });
+  return guarded(error, [&] { engine->engine.supply_states(tile, states); });
 }
 
 int csd_engine_push_grads(csd_engine *engine, uint32_t tile, const void *const *grads, csd_error *error) {
@@ -140,7 +140,7 @@ int csd_engine_pull(csd_engine *engine, uint32_t *tile, csd_error *error) {
 
 int csd_engine_params_ready(csd_engine *engine, const uint32_t *tiles, uint32_t n, int32_t wait, int32_t *given,
                             csd_error *error) {
-  return guarded(error, [&] { *given = engine->engine.given(tiles, n, wait != 0); });
+  return guarded(error, [&] { *given = engine->engine.params_ready(tiles, n, wait != 0); });
 }
 
 int csd_engine_finish(csd_engine *engine, int32_t keep, csd_error *error) {
@@ -256,11 +256,11 @@ int32_t csd_isa_best(void) { return csd::best_isa(); }
 int csd_isa_use(int32_t isa, csd_error *error) {
   return guarded(error, [&] {
     require_isa(isa);
-    csd::used_isa = isa;
+    csd::current_isa = isa;
   });
 }
 
-int32_t csd_isa_used(void) { return csd::used_isa; }
+int32_t csd_isa_used(void) { return csd::current_isa; }
 
 int csd_threads_use(uint32_t n, csd_error *error) {
   return guarded(error, [&] {

@@ -25,7 +25,7 @@ void Engine::grow_buffers(uint64_t bytes, uint64_t section, const std::vector<ui
       throw Failure{CSD_ENOMEM, std::to_string(n) + " buffers of " + std::to_string(bytes) + " bytes are too much",
                     ENOMEM, static_cast<int32_t>(device)};
     for (const Buffer &buffer : lane.free)
-      if (buffer.tile) buffer.tile->kept = nullptr;
+      if (buffer.tile) buffer.tile->cached_buffer = nullptr;
     lane.free.clear();
     lane.n_buffers = 0;
     lane.buffer_bytes = lane.section_bytes = lane.counts.buffer_bytes = 0;
@@ -45,36 +45,37 @@ void Engine::grow_buffers(uint64_t bytes, uint64_t section, const std::vector<ui
   }
 }
 
-std::vector<uint64_t> Engine::tiles_on_device() const {
+std::vector<uint64_t> Engine::tiles_per_device() const {
   std::vector<uint64_t> n(lanes_.size());
   for (const Tile &t : tiles_) n[t.device]++;
   return n;
 }
 
-// Takes a buffer for the job: the one that keeps its tile, else one that keeps none or the tile needed last. `ahead`:
-// the job would overtake others. Then a buffer is not taken if it keeps a tile that this step, or the beginning of the
-// next, needs: that would only cost another read. Returns whether a buffer was taken.
-bool Engine::take_buffer(Lane &l, Job &job, bool ahead) {
+// Takes a buffer for the job: the one that keeps its tile, else one that keeps none or the tile needed last. If the job
+// `overtakes` others, a buffer is not taken if it keeps a tile that this step, or the beginning of the next, needs:
+// that would only cost another read. Returns whether a buffer was taken.
+bool Engine::take_buffer(Lane &l, Job &job, bool overtakes) {
   Tile &t = *job.tile;
-  const auto found = t.kept ? l.free.find(*t.kept) : l.free.begin();
-  if (found == l.free.end() || (ahead && found->needed_in < l.jobs.size() + l.n_buffers)) return false;
-  job.read = job.must_read();
-  // Without a kept buffer, a tile with an open window cannot be verified: the user may have written to it.
-  job.work.verify = !job.work.from_windows && !job.work.is_new && t.slots[t.slot].summed && (t.kept || !t.open);
+  const auto found = t.cached_buffer ? l.free.find(*t.cached_buffer) : l.free.begin();
+  if (found == l.free.end() || (overtakes && found->needed_in < l.jobs.size() + l.n_buffers)) return false;
+  job.needs_read = job.must_read();
+  // Without a cached buffer, a tile with an open window cannot be verified: the user may have written to it.
+  job.work.verify =
+      !job.work.from_windows && !job.work.is_new && t.slots[t.slot].summed && (t.cached_buffer || !t.open);
   // Skip reading the parameters if host memory has them. That needs checksums, which tell whether they are the right
   // ones, and a device that can do without: a card can only use what it reads from the drive.
-  job.work.param_at_host = job.read && job.work.verify && t.layout.coded() && l.device->leaves_params() &&
+  job.work.param_at_host = job.needs_read && job.work.verify && t.layout.coded() && l.device->skips_params() &&
                            std::all_of(t.pieces, t.pieces + t.n_pieces, [&job](const csd_piece &p) {
                              const csd_param &param = job.work.params[p.param];
                              return param.param || param.in_image;
                            });
   job.buffer = l.free.extract(found);
-  if (Tile *had = std::exchange(job.buffer.value().tile, nullptr)) {
-    had->kept = nullptr;
-    if (const Job *other = job_of(*had); other && !other->begun) l.to_read[other->place] = other->must_read();
+  if (Tile *evicted = std::exchange(job.buffer.value().tile, nullptr)) {
+    evicted->cached_buffer = nullptr;
+    if (const Job *other = job_of(*evicted); other && !other->begun) l.to_read[other->place] = other->must_read();
   }
-  l.on_way++;
-  l.read += job.read;
+  l.in_flight++;
+  l.in_flight_read += job.needs_read;
   return true;
 }
 
@@ -114,15 +115,15 @@ void Engine::release_buffer(Job &job, bool keep) {
   Tile *const tile = keep ? job.tile : nullptr;
   job.buffer.value() = {job.buffer.value().at, tile, needed_in(l, tile), l.freed++};
   const Buffer &free = *l.free.insert(std::move(job.buffer)).position;
-  job.tile->kept = keep ? &free : nullptr;
-  l.on_way--;
-  l.read -= job.read;
+  job.tile->cached_buffer = keep ? &free : nullptr;
+  l.in_flight--;
+  l.in_flight_read -= job.needs_read;
 }
 
-void Engine::forget(Tile &t) {
-  if (!t.kept) return;
+void Engine::drop_cached(Tile &t) {
+  if (!t.cached_buffer) return;
   FreeBuffers &all = lanes_[t.device].free;
-  auto buffer = all.extract(all.find(*std::exchange(t.kept, nullptr)));
+  auto buffer = all.extract(all.find(*std::exchange(t.cached_buffer, nullptr)));
   buffer.value().tile = nullptr;
   buffer.value().needed_in = needed_in(lanes_[t.device], nullptr);
   all.insert(std::move(buffer));

@@ -33,19 +33,19 @@ std::string seconds(milliseconds t) {
 
 // Restores the process's signal handlers. XRT's software emulation installs its own for the whole process, and kills
 // the process group when its device is gone.
-class HandlersKept {
+class SignalHandlerGuard {
  public:
-  HandlersKept() {
-    for (size_t i = 0; i < kCount; i++) sigaction(kSignals[i], nullptr, &kept_[i]);
+  SignalHandlerGuard() {
+    for (size_t i = 0; i < kCount; i++) sigaction(kSignals[i], nullptr, &saved_[i]);
   }
-  ~HandlersKept() {
-    for (size_t i = 0; i < kCount; i++) sigaction(kSignals[i], &kept_[i], nullptr);
+  ~SignalHandlerGuard() {
+    for (size_t i = 0; i < kCount; i++) sigaction(kSignals[i], &saved_[i], nullptr);
   }
 
  private:
   static constexpr int kSignals[] = {SIGSEGV, SIGFPE, SIGABRT, SIGUSR1, SIGCHLD};
   static constexpr size_t kCount = std::size(kSignals);
-  struct sigaction kept_[kCount];
+  struct sigaction saved_[kCount];
 };
 
 // All cards of the process. Never destroyed: when the process exits, threads may still be waiting for a lost card.
@@ -63,7 +63,7 @@ struct Cards {
 // XRT's destructors crash if a card is still open. They wait forever for a lost card and, in a forked child, for
 // threads that do not exist there. This exit handler runs before them, and in these cases ends the process without
 // them.
-void leave(int status, void *) {
+void exit_without_xrt(int status, void *) {
   Cards &all = Cards::get();
   const std::unique_lock lock(all.mutex, std::try_to_lock);
   if (all.owner == getpid() && lock && all.opened.empty()) return;
@@ -71,8 +71,8 @@ void leave(int status, void *) {
   _exit(status);
 }
 
-void leave_first() {  // the exit handler that is registered last runs first
-  on_exit(leave, nullptr);
+void register_exit_handler() {  // the exit handler that is registered last runs first
+  on_exit(exit_without_xrt, nullptr);
 }
 
 }  // namespace
@@ -90,17 +90,17 @@ std::shared_ptr<Card> Card::open(const std::string &name, const std::string &xcl
   std::shared_ptr<Card> card = found != all.opened.end() ? found->second : nullptr;
   if (!card) {
     card.reset(new Card(name, xclbin, timeout));
-    if (all.owner.exchange(getpid()) == 0) pthread_atfork(nullptr, nullptr, leave_first);
+    if (all.owner.exchange(getpid()) == 0) pthread_atfork(nullptr, nullptr, register_exit_handler);
     all.opened[name] = card;
     try {
-      card->guarded("being opened", [card, kernels] { card->open_now(kernels); });
+      card->call_with_timeout("being opened", [card, kernels] { card->open_now(kernels); });
     } catch (...) {
       if (!card->lost_) all.opened.erase(name);
       throw;
     }
   }
   if (card->xclbin_ != xclbin) fail("it is in use in this process with the kernels of " + card->xclbin_, EBUSY);
-  card->check();
+  card->throw_if_lost();
   card->users_++;
   return card;
 }
@@ -109,7 +109,7 @@ void Card::close(std::shared_ptr<Card> card) {
   Cards &all = Cards::get();
   std::lock_guard lock(all.mutex);
   if (--card->users_ > 0 || card->lost_) return;
-  card->guarded("being closed", [card] { card->close_now(); });
+  card->call_with_timeout("being closed", [card] { card->close_now(); });
   all.opened.erase(card->name_);
 }
 
@@ -124,13 +124,13 @@ Card::Card(std::string name, std::string xclbin, milliseconds timeout)
 }
 
 void Card::open_now(const std::string &kernels) try {
-  const HandlersKept kept;
+  const SignalHandlerGuard guard;
   errno = 0;
   const bool is_index = std::all_of(name_.begin(), name_.end(), [](char c) { return c >= '0' && c <= '9'; });
   device_ = is_index ? xrt_.device_open(static_cast<unsigned>(strtoul(name_.c_str(), nullptr, 10)))
                      : xrt_.device_open_by_bdf(name_.c_str());
   static std::once_flag driver_is_loaded;
-  std::call_once(driver_is_loaded, leave_first);
+  std::call_once(driver_is_loaded, register_exit_handler);
   if (!device_) fail("XRT cannot open it; `csd-optim devices` lists the cards that there are", errno ? errno : ENODEV);
   errno = 0;
   if (xrt_.device_load_xclbin(device_, xclbin_.c_str())) {
@@ -191,7 +191,7 @@ bool Card::maps_p2p() const {
 
 // On some systems P2P memory can be mapped, but transfers fail.
 void Card::try_p2p(int fd, uint64_t offset) {
-  guarded("trying P2P", [card = shared_from_this(), fd, offset] {
+  call_with_timeout("trying P2P", [card = shared_from_this(), fd, offset] {
     const CardBuffer page(card, kPage, KernelArg::tile_in, true);
     if (read_fully(fd, page.bytes(), kPage, offset) || write_fully(fd, page.bytes(), kPage, offset))
       card->has_p2p_ = false;
@@ -206,8 +206,8 @@ void Card::close_now() {
 
 // ---- Calls ------------------------------------------------------------------
 
-void Card::guarded(const char *what, std::function<void()> call, milliseconds limit) {
-  check();
+void Card::call_with_timeout(const char *what, std::function<void()> call, milliseconds limit) {
+  throw_if_lost();
   std::packaged_task<void()> task([call = std::move(call)]() mutable {
     const std::function<void()> own = std::move(call);  // destroyed before the future becomes ready
     own();
@@ -220,13 +220,13 @@ void Card::guarded(const char *what, std::function<void()> call, milliseconds li
   const auto deadline = std::chrono::steady_clock::now() + limit;
   while (end.wait_for(milliseconds(50)) != std::future_status::ready) {
     if (std::chrono::steady_clock::now() > deadline)
-      lose("it has not answered for " + seconds(limit) + " while " + what);
-    check();
+      mark_lost("it has not answered for " + seconds(limit) + " while " + what);
+    throw_if_lost();
   }
   end.get();
 }
 
-void Card::check() {
+void Card::throw_if_lost() {
   if (!lost_) return;
   std::lock_guard lock(mutex_);
   throw Failure{CSD_EDEVICE, why_ + ". This process can no longer use the card: restart it when the card works again",
@@ -237,11 +237,11 @@ void Card::close_run(Xrt::Handle run) const {
   if (!lost_) xrt_.run_close(run);
 }
 
-void Card::lose(const std::string &why) {
+void Card::mark_lost(const std::string &why) {
   std::lock_guard lock(mutex_);
   if (lost_.exchange(true)) return;
   why_ = why;
-  leave_first();  // XRT may hang inside open_now(), which has then not registered it yet
+  register_exit_handler();  // XRT may hang inside open_now(), which has then not registered it yet
 }
 
 void Card::fail(const std::string &what, int os_errno) { throw Failure{CSD_EDEVICE, what, os_errno}; }
@@ -262,8 +262,8 @@ void Card::set_arg(Xrt::Handle run, int index, uint32_t value) const {
 
 void Card::execute(Xrt::Handle run) {
   const std::unique_lock in_use(kernel_in_use_, 3 * timeout_);
-  if (!in_use) lose("it has not come to an end with a tile in " + seconds(3 * timeout_));
-  check();
+  if (!in_use) mark_lost("it has not come to an end with a tile in " + seconds(3 * timeout_));
+  throw_if_lost();
   if (xrt_.run_start(run)) fail("cannot start its kernel", errno);
   // Polled, because not every XRT driver honours the timeout of a wait.
   const auto start = std::chrono::steady_clock::now();
@@ -275,8 +275,8 @@ void Card::execute(Xrt::Handle run) {
     if (std::chrono::steady_clock::now() - start > timeout_) break;
     std::this_thread::sleep_for(pause);
   }
-  lose("its kernel has not come to an end in " + seconds(timeout_));
-  check();
+  mark_lost("its kernel has not come to an end in " + seconds(timeout_));
+  throw_if_lost();
 }
 
 // ---- Memory -----------------------------------------------------------------

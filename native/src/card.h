@@ -31,12 +31,13 @@ class Card : public std::enable_shared_from_this<Card> {
   // Runs `call`, which calls XRT, on a thread of its own. XRT may never return, for example if a driver hangs or an
   // emulated device is gone. After `limit` the thread is abandoned, so `call` must own everything it touches. The card
   // is then lost, and every further call fails at once. Throws what `call` throws, or Failure if the card is lost.
-  void guarded(const char *what, std::function<void()> call, std::chrono::milliseconds limit = std::chrono::minutes(2));
+  void call_with_timeout(const char *what, std::function<void()> call,
+                         std::chrono::milliseconds limit = std::chrono::minutes(2));
 
   // The limit for a call that executes a kernel. It covers all the time that execute() waits before it gives up.
   std::chrono::milliseconds run_limit() const { return 4 * timeout_; }
 
-  // The XRT calls; use them only within guarded().
+  // The XRT calls; use them only within call_with_timeout().
   Xrt::Handle open_run(const Kernel &) const;
   void set_arg(Xrt::Handle run, int index, Xrt::Handle buffer) const;
   void set_arg(Xrt::Handle run, int index, uint32_t value) const;
@@ -52,8 +53,8 @@ class Card : public std::enable_shared_from_this<Card> {
   bool maps_p2p() const;
   uint32_t memory_group(KernelArg) const;
   Xrt::Handle handle_of(const Kernel &) const noexcept;
-  void lose(const std::string &why);
-  void check();  // throws if the card is lost
+  void mark_lost(const std::string &why);
+  void throw_if_lost();  // throws if the card is lost
   bool lost() const { return lost_; }
 
   const Xrt &xrt_;
@@ -70,7 +71,7 @@ class Card : public std::enable_shared_from_this<Card> {
   std::string why_;
 };
 
-// A buffer of a card, mapped into host memory. Create, sync and destroy it within Card::guarded().
+// A buffer of a card, mapped into host memory. Create, sync and destroy it within Card::call_with_timeout().
 class CardBuffer {
  public:
   // With `p2p`, the mapping is the card's memory itself, for a drive to read and write; the CPU should not touch it

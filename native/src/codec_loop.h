@@ -52,11 +52,11 @@ static inline void decode_masters(const uint16_t *__restrict param, const uint8_
 }
 
 // Draws a hash for each element of the group; `key` is the random key of the first one.
-static inline void draw(uint32_t key, uint32_t *__restrict hash) {
+static inline void draw_hashes(uint32_t key, uint32_t *__restrict hash) {
   for (uint32_t i = 0; i < kGroup; i++) hash[i] = mix_bits(key + i);
 }
 
-static inline void take_roots(const float *__restrict squares, float *__restrict roots) {
+static inline void compute_roots(const float *__restrict squares, float *__restrict roots) {
   for (uint32_t i = 0; i < kGroup; i++) roots[i] = sqrtf(squares[i]);
 }
 
@@ -71,30 +71,30 @@ static inline uint32_t exponent_for(const float *__restrict roots) {
   return exponent_of((uint32_t)largest);
 }
 
-// `by_chance`: round stochastically with `hash` (see draw()); otherwise round to nearest.
-template <bool by_chance>
+// `stochastic`: round stochastically with `hash` (see draw_hashes()); otherwise round to nearest.
+template <bool stochastic>
 static inline void encode_moments(const float *__restrict exp_avg, const float *__restrict roots, uint32_t exponent,
                                   const uint32_t *__restrict hash, uint32_t *__restrict ratio,
                                   uint32_t *__restrict root) {
   for (uint32_t i = 0; i < kGroup; i++) {
-    const Chance chance = by_chance ? chance_of(hash[i]) : nearest();
+    const RoundingBits rounding = stochastic ? stochastic_rounding_bits(hash[i]) : round_to_nearest_bits();
     const bool is_finite = (float_bits(exp_avg[i]) & 0x7f800000u) != 0x7f800000u;
-    const uint32_t code = encode_root(roots[i], exponent, chance.root) | (kRootInfinite & all_if(!is_finite));
+    const uint32_t code = encode_root(roots[i], exponent, rounding.root) | (kRootInfinite & all_if(!is_finite));
     root[i] = code;
-    ratio[i] = encode_ratio(exp_avg[i], finite_root(code, exponent), code, chance.ratio);
+    ratio[i] = encode_ratio(exp_avg[i], finite_root(code, exponent), code, rounding.ratio);
   }
 }
 
 // Peaks are rounded to nearest, so that a maximum that has not grown keeps its code.
 static inline void encode_peaks(const float *__restrict roots, uint32_t exponent, uint32_t *__restrict peak) {
-  for (uint32_t i = 0; i < kGroup; i++) peak[i] = encode_root(roots[i], exponent, nearest().root);
+  for (uint32_t i = 0; i < kGroup; i++) peak[i] = encode_root(roots[i], exponent, round_to_nearest_bits().root);
 }
 
 template <bool is_f16>
 static inline void encode_masters(const float *__restrict master, const uint32_t *__restrict hash,
                                   uint32_t *__restrict param, uint32_t *__restrict correction) {
   for (uint32_t i = 0; i < kGroup; i++) {
-    const SplitMaster split = encode_master(master[i], chance_of(hash[i]), is_f16);
+    const SplitMaster split = encode_master(master[i], stochastic_rounding_bits(hash[i]), is_f16);
     param[i] = split.param;
     correction[i] = split.correction;
   }
@@ -190,7 +190,7 @@ static uint64_t update_by(const CodedSpan &s) {
     update_group<Rule, sections, dtype>(rule, at, work);
     for (uint64_t k = n; k < kGroup; k++) work.master[k] = work.exp_avg[k] = work.root[k] = work.peak[k] = 0;
 
-    draw(s.key + (uint32_t)i, work.hash);
+    draw_hashes(s.key + (uint32_t)i, work.hash);
     const uint32_t exponent = exponent_for(work.root);
     encode_moments<true>(work.exp_avg, work.root, exponent, work.hash, codes.ratio, codes.root);
     *at.exponent = (uint8_t)exponent;
@@ -258,14 +258,14 @@ static void encode(const float *const *states, uint64_t n, uint32_t dtype, const
     for (uint32_t s = 0; s < 4; s++)
       if (states[s]) memcpy(decoded[s], states[s] + i, 4 * some);
     if (some < kGroup) clear_from(group, some);
-    take_roots(group.exp_avg_sq, work.root);
+    compute_roots(group.exp_avg_sq, work.root);
     const uint32_t exponent = exponent_for(work.root);
     encode_moments<false>(group.exp_avg, work.root, exponent, nullptr, work.codes.ratio, work.codes.root);
     *at.exponent = (uint8_t)exponent;
     narrow(work.codes.ratio, at.ratio);
     narrow(work.codes.root, at.root);
     if (at.peak) {
-      take_roots(group.max_exp_avg_sq, work.peak);
+      compute_roots(group.max_exp_avg_sq, work.peak);
       const uint32_t peak_exponent = exponent_for(work.peak);
       encode_peaks(work.peak, peak_exponent, work.codes.peak);
       *at.peak_exponent = (uint8_t)peak_exponent;
@@ -297,11 +297,11 @@ static inline uint32_t check_of(const uint16_t *params, uint64_t n) {
   return sum;
 }
 
-static void take_checks(const uint16_t *params, uint64_t n, uint32_t *checks) {
+static void compute_checks(const uint16_t *params, uint64_t n, uint32_t *checks) {
   for (uint64_t i = 0; i < n; i += kGroup) checks[i / kGroup] = check_of(params + i, n - i < kGroup ? n - i : kGroup);
 }
 
-static void forget_set(const uint16_t *params, uint64_t n, const uint32_t *checks, uint8_t *corrections) {
+static void drop_stale_corrections(const uint16_t *params, uint64_t n, const uint32_t *checks, uint8_t *corrections) {
   for (uint64_t i = 0; i < n; i += kGroup) {
     const uint64_t some = n - i < kGroup ? n - i : kGroup;
     if (check_of(params + i, some) != checks[i / kGroup]) memset(corrections + i, 0, some);

@@ -20,7 +20,7 @@
 namespace csd {
 namespace {
 
-static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "words are read as they lie");
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "words are read in little-endian order");
 
 constexpr uint32_t kP = 0x82f63b78;  // without x^32
 
@@ -202,24 +202,24 @@ CSD_WIDE_TARGET uint32_t by_wide_folding(uint32_t c, const uint8_t *p, uint64_t 
 }
 #endif
 
-const auto kRun = crc32c_ways().back().run;
+const auto kRun = crc32c_variants().back().run;
 
 }  // namespace
 
-std::vector<Crc32cWay> crc32c_ways() {
-  std::vector<Crc32cWay> ways{{"table", by_table}};
+std::vector<Crc32cVariant> crc32c_variants() {
+  std::vector<Crc32cVariant> variants{{"table", by_table}};
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  if (!__builtin_cpu_supports("sse4.2")) return ways;
-  ways.push_back({"instruction", by_instruction});
-  if (!__builtin_cpu_supports("pclmul")) return ways;
-  ways.push_back({"folding", by_folding});
+  if (!__builtin_cpu_supports("sse4.2")) return variants;
+  variants.push_back({"instruction", by_instruction});
+  if (!__builtin_cpu_supports("pclmul")) return variants;
+  variants.push_back({"folding", by_folding});
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq"))
-    ways.push_back({"wide folding", by_wide_folding});
+    variants.push_back({"wide folding", by_wide_folding});
 #elif defined(__aarch64__)
-  if (getauxval(AT_HWCAP) & HWCAP_CRC32) ways.push_back({"instruction", by_instruction});
+  if (getauxval(AT_HWCAP) & HWCAP_CRC32) variants.push_back({"instruction", by_instruction});
 #endif
-  return ways;
+  return variants;
 }
 
 uint32_t crc32c(uint32_t crc, const void *data, uint64_t bytes) noexcept {

@@ -13,10 +13,10 @@ void crc32c_sections(uint32_t *crc, const char *const *sections, const Layout &l
 
 // The implementations that this CPU supports, from the slowest to the one in use. They omit the inversions of the CRC
 // at the beginning and end.
-struct Crc32cWay {
+struct Crc32cVariant {
   const char *name;
   uint32_t (*run)(uint32_t c, const uint8_t *p, uint64_t n);
 };
-std::vector<Crc32cWay> crc32c_ways();
+std::vector<Crc32cVariant> crc32c_variants();
 
 }  // namespace csd

@@ -21,7 +21,7 @@ struct Slot {
 
 struct Codes;
 
-constexpr uint32_t kNowhere = UINT32_MAX;
+constexpr uint32_t kNoSlot = UINT32_MAX;
 
 struct Tile {
   uint32_t index = 0, device = 0;
@@ -40,12 +40,12 @@ struct Tile {
   uint32_t *checks = nullptr;  // for 16-bit parameters there: one check per group, see check_of() in codec_loop.h
   bool first_is_used = false;  // steps write to the first section
   uint32_t n_slots = 2;
-  uint32_t slot = 0;                    // the slot that holds the current state
-  uint32_t shown = 0;                   // the slot that the windows show, or kNowhere
-  bool open = false;                    // writes to the windows go to the device
-  bool edited = false;                  // the windows hold edits by the user that the device does not have
-  uint32_t writes = 0;                  // number of reported writes to open windows
-  const struct Buffer *kept = nullptr;  // the free buffer with the content of the current slot
+  uint32_t slot = 0;                             // the slot that holds the current state
+  uint32_t mapped_slot = 0;                      // the slot that the windows are mapped to, or kNoSlot
+  bool open = false;                             // writes to the windows go to the device
+  bool edited = false;                           // the windows hold edits by the user that the device does not have
+  uint32_t writes = 0;                           // number of reported writes to open windows
+  const struct Buffer *cached_buffer = nullptr;  // the free buffer with the content of the current slot
   Slot slots[2];
 
   uint64_t n_chunks() const { return (elems + sum_elems - 1) / sum_elems; }
@@ -84,7 +84,8 @@ struct Work {
   // (below) the checksums of the new state.
   uint64_t pushed = 0, pulled = 0, updated = 0, nonfinite = 0;
   uint64_t read_late = 0;  // bytes that the update still had to read itself
-  uint64_t given = 0;      // number of leading elements whose parameters were written, even if the update then failed
+  // Number of leading elements whose parameters were written, even if the update then failed.
+  uint64_t n_params_written = 0;
   Slot sum{};
 };
 
@@ -127,11 +128,11 @@ class Device {
   virtual bool reaches_params() const { return true; }
 
   // Does it skip reading the parameter section of codes if the parameters are in host memory?
-  virtual bool leaves_params() const { return reaches_params(); }
+  virtual bool skips_params() const { return reaches_params(); }
 
   // The name of the kernel that is missing for this rule (rules.h) and codec (csd_codec); "" if none is. A card has
   // only the kernels in its xclbin.
-  virtual std::string lacking_kernel(uint32_t rule, uint32_t codec) const {
+  virtual std::string missing_kernel(uint32_t rule, uint32_t codec) const {
     return static_cast<void>(rule), static_cast<void>(codec), std::string();
   }
 
@@ -156,7 +157,7 @@ class Device {
   virtual uint64_t huge_bytes() const { return 0; }    // part of the buffers that is on huge pages
   virtual uint32_t numa() const { return 0; }          // NUMA node of the buffers, as in csd_device
 
-  // Makes the windows show the tile's slot `shown`; if the tile is `open`, writes to them go to the device.
+  // Makes the windows show the tile's slot `mapped_slot`; if the tile is `open`, writes to them go to the device.
   // Returns 0 or an errno.
   virtual int map(const Tile &) { return 0; }
 
@@ -180,11 +181,12 @@ class Device {
 
 // Runs `update` on one of `threads`, and calls `done` with the failure that it returns or throws.
 void submit_update(std::function<Failure()> update, Updated done, Pool &threads = Pool::updates(),
-                   bool can_wait = false);
+                   bool low_priority = false);
 
-// Device::update for all devices that update on the CPU. `can_wait`: updates of other devices go first (Pool::submit).
+// Device::update for all devices that update on the CPU. With `low_priority`, updates of other devices go first
+// (Pool::submit).
 void update_on_cpu(Device &, const Tile &tile, float *buffer, Work &work, Updated done, Pool &threads = Pool::updates(),
-                   bool can_wait = false);
+                   bool low_priority = false);
 
 // Has the user edited states of a parameter that is stored as codes (csd_param.edited)? encode_edited() encodes the
 // edited states of its elements [first, first + n); codes of states that were not edited stay as they are.

@@ -39,7 +39,7 @@ Span span_of(const csd_piece &piece, uint64_t first, uint64_t n, const Tile &til
     span.grad_dtype = p.topk_dtype;
   } else if (p.n_summands) {
     sum_up(p.summands, p.n_summands, piece.param_first + in_piece, n, scratch,
-           used_isa.load(std::memory_order_relaxed));
+           current_isa.load(std::memory_order_relaxed));
     span.grad = scratch;
     span.grad_dtype = p.grad_dtype;
     work.pushed += dtype_bytes(p.grad_dtype) * n;
@@ -72,7 +72,7 @@ void update_piece(const csd_piece &piece, uint64_t first, uint64_t n, const Tile
   } else if (p.master == CSD_FROM_PARAM) {
     memcpy(span.state[0], span.param, dtype_bytes(p.param_dtype) * n);
   }
-  work.nonfinite += update(span, used_isa.load(std::memory_order_relaxed));
+  work.nonfinite += update(span, current_isa.load(std::memory_order_relaxed));
 }
 
 // ---- Codes ----------------------------------------------------------------------------
@@ -89,15 +89,15 @@ const char *host_param(const csd_piece &piece, const Work &work, uint64_t i) {
 // master. With `unless_set`, it does so only where it is not the tile's master, rounded. A master just above a tie may
 // have been rounded to 24 bits first, and so encoded with the parameter below and correction 127, although it rounds to
 // the next parameter. If the host has that one, the master is kept, as a correction of it.
-void adopt_param(const void *param, uint64_t n, const Codes &codes, bool is_f16, bool unless_set) {
-  const auto *const set = static_cast<const uint16_t *>(param);
-  auto *const had = static_cast<uint16_t *>(codes.param);
-  if (memcmp(set, had, 2 * n) == 0) return;
+void adopt_user_params(const void *param, uint64_t n, const Codes &codes, bool is_f16, bool unless_set) {
+  const auto *const user = static_cast<const uint16_t *>(param);
+  auto *const stored = static_cast<uint16_t *>(codes.param);
+  if (memcmp(user, stored, 2 * n) == 0) return;
   const uint32_t infinite = is_f16 ? 0x7c00 : 0x7f80;
   for (uint64_t i = 0; i < n; i++) {
-    const bool next = set[i] == had[i] + 1 && (set[i] & 0x7fffu) < infinite && codes.correction[i] == 127;
-    if (set[i] != had[i]) codes.correction[i] = unless_set && next ? 0x81 : 0;
-    had[i] = set[i];
+    const bool next = user[i] == stored[i] + 1 && (user[i] & 0x7fffu) < infinite && codes.correction[i] == 127;
+    if (user[i] != stored[i]) codes.correction[i] = unless_set && next ? 0x81 : 0;
+    stored[i] = user[i];
   }
 }
 
@@ -106,7 +106,7 @@ void adopt_param(const void *param, uint64_t n, const Codes &codes, bool is_f16,
 uint64_t update_in_place(CodedSpan span, void *own, const Tile &tile, char *const *sections, uint64_t first) {
   const uint64_t bytes = dtype_bytes(tile.param_dtype), n = span.n;
   const uint64_t whole = tile.param_dtype == CSD_F32 ? n : n / 64 * 64;
-  const int32_t isa = used_isa.load(std::memory_order_relaxed);
+  const int32_t isa = current_isa.load(std::memory_order_relaxed);
   span.n = whole;
   span.codes.param = own;
   uint64_t nonfinite = whole ? update(span, isa) : 0;
@@ -148,18 +148,18 @@ void update_codes(const csd_piece &piece, uint64_t first, uint64_t n, const Tile
   const bool adopts = param && has_grad && tile.param_dtype != CSD_F32 && p.master != CSD_UNCOMPARED;
   const bool unless_set = p.master == CSD_UNLESS_SET, is_f16 = tile.param_dtype == CSD_F16;
   uint32_t *const checks = tile.checks ? tile.checks + first / 64 : nullptr;
-  if (checks && in_place) forget_set(static_cast<const uint16_t *>(param), n, checks, codes.correction);
+  if (checks && in_place) drop_stale_corrections(static_cast<const uint16_t *>(param), n, checks, codes.correction);
   // The first section may be out of date, because the parameter was its own section until now. Without a gradient,
   // update it only for an edited master, which must not go to the parameter yet.
   if (p.master == CSD_FROM_PARAM && param && (has_grad || (tile.codes && p.edited[0])))
     memcpy(codes.param, param, dtype_bytes(tile.param_dtype) * n);
-  if (adopts && !unless_set && !in_place) adopt_param(param, n, codes, is_f16, false);
+  if (adopts && !unless_set && !in_place) adopt_user_params(param, n, codes, is_f16, false);
   void *const own = in_place ? const_cast<void *>(param) : nullptr;
   if (edited && own) encode_in_place(p, in_param, n, tile, codes, own, has_grad);
   else if (edited) encode_edited(p, in_param, n, tile.param_dtype, codes);
-  if (adopts && unless_set) adopt_param(param, n, codes, is_f16, true);
+  if (adopts && unless_set) adopt_user_params(param, n, codes, is_f16, true);
   if (!has_grad) {
-    if (own && checks) take_checks(static_cast<const uint16_t *>(own), n, checks);
+    if (own && checks) compute_checks(static_cast<const uint16_t *>(own), n, checks);
     return;
   }
   alignas(64) float scratch[kBlock];
@@ -167,31 +167,31 @@ void update_codes(const csd_piece &piece, uint64_t first, uint64_t n, const Tile
   span.codes = codes;
   span.key = key_of(p, in_param);
   if (own && !work.grad_image) span.param = nullptr;  // the update writes to the parameter itself
-  work.nonfinite +=
-      own ? update_in_place(span, own, tile, sections, first) : update(span, used_isa.load(std::memory_order_relaxed));
-  if (checks) take_checks(static_cast<const uint16_t *>(own ? own : codes.param), n, checks);
+  work.nonfinite += own ? update_in_place(span, own, tile, sections, first)
+                        : update(span, current_isa.load(std::memory_order_relaxed));
+  if (checks) compute_checks(static_cast<const uint16_t *>(own ? own : codes.param), n, checks);
 }
 
-// Calls `with(piece, from, n)` for each piece that overlaps elements [first, last) of the tile; [from, from + n) is the
+// Calls `call(piece, from, n)` for each piece that overlaps elements [first, last) of the tile; [from, from + n) is the
 // overlap.
-template <typename With>
-void with_pieces(const Tile &tile, uint64_t first, uint64_t last, With with) {
+template <typename Call>
+void for_each_piece(const Tile &tile, uint64_t first, uint64_t last, Call call) {
   const csd_piece *const end = tile.pieces + tile.n_pieces;
   const csd_piece *p =
       std::partition_point(tile.pieces, end, [&](const csd_piece &q) { return q.tile_first + q.elems <= first; });
   for (; p != end && p->tile_first < last; p++) {
     const uint64_t from = std::max(first, p->tile_first), to = std::min(last, p->tile_first + p->elems);
-    if (from < to) with(*p, from, to - from);
+    if (from < to) call(*p, from, to - from);
   }
 }
 
 // Overwrites elements [first, last) of the section with the parameters, whose addresses `at(piece, i)` returns; gaps
 // become zeros.
 template <typename At>
-void take_params(const Tile &tile, uint64_t first, uint64_t last, char *section, At at) {
+void copy_params(const Tile &tile, uint64_t first, uint64_t last, char *section, At at) {
   const uint64_t bytes = dtype_bytes(tile.param_dtype);
   memset(section + bytes * first, 0, bytes * (last - first));
-  with_pieces(tile, first, last, [&](const csd_piece &p, uint64_t from, uint64_t n) {
+  for_each_piece(tile, first, last, [&](const csd_piece &p, uint64_t from, uint64_t n) {
     memcpy(section + bytes * from, at(p, from - p.tile_first), bytes * n);
   });
 }
@@ -208,19 +208,19 @@ class Updater {
   }
 
   Failure update() {
-    const Slot &held = tile_.slots[tile_.slot];
-    const bool any = std::any_of(tile_.pieces, tile_.pieces + tile_.n_pieces, [this](const csd_piece &p) {
+    const Slot &current = tile_.slots[tile_.slot];
+    const bool any_changed = std::any_of(tile_.pieces, tile_.pieces + tile_.n_pieces, [this](const csd_piece &p) {
       return grad_of(p, tile_, work_) || is_given(p, work_) || is_edited(work_.params[p.param]);
     });
-    const bool changes = any || work_.from_windows || !held.summed;
-    if (!changes) work_.sum = held;  // the tile does not change
+    const bool changes = any_changed || work_.from_windows || !current.summed;
+    if (!changes) work_.sum = current;  // the tile does not change
     else if (buffer_) work_.sum = {true, std::vector<uint32_t>(tile_.n_sums())};
     for (uint64_t chunk = 0; chunk < tile_.n_chunks(); chunk++) {
       const uint64_t first = chunk * tile_.sum_elems, last = std::min(first + tile_.sum_elems, tile_.elems);
-      const uint32_t wrong = begin_chunk(chunk, first, last);
-      if (wrong < tile_.layout.n()) return damaged(tile_, wrong);
+      const uint32_t bad_section = begin_chunk(chunk, first, last);
+      if (bad_section < tile_.layout.n()) return damaged(tile_, bad_section);
       if (changes) update_chunk(first, last, buffer_ ? &work_.sum.sums[chunk * tile_.layout.n()] : nullptr);
-      work_.given = last;
+      work_.n_params_written = last;
     }
     return {};
   }
@@ -229,22 +229,23 @@ class Updater {
   // Prepares a chunk of the buffer: the state with which the step begins, verified. Returns the section that is
   // damaged, or the number of sections if none is.
   uint32_t begin_chunk(uint64_t chunk, uint64_t first, uint64_t last) {
-    const uint32_t none = tile_.layout.n();
-    if (!buffer_) return none;
+    const uint32_t n_sections = tile_.layout.n();
+    if (!buffer_) return n_sections;
     if (work_.all_given) {  // gaps between parameters must be zeros
-      for (uint32_t s = 0; s < none; s++) memset(sections_[s] + 4 * first, 0, 4 * (last - first));
-      return none;
+      for (uint32_t s = 0; s < n_sections; s++) memset(sections_[s] + 4 * first, 0, 4 * (last - first));
+      return n_sections;
     }
     if (work_.from_windows) {
-      for (uint32_t s = 0; s < none; s++) memcpy(sections_[s] + 4 * first, tile_.window[s] + first, 4 * (last - first));
-      return none;
+      for (uint32_t s = 0; s < n_sections; s++)
+        memcpy(sections_[s] + 4 * first, tile_.window[s] + first, 4 * (last - first));
+      return n_sections;
     }
     if (work_.param_at_host)
-      take_params(tile_, first, last, sections_[0],
+      copy_params(tile_, first, last, sections_[0],
                   [this](const csd_piece &p, uint64_t i) { return host_param(p, work_, i); });
-    if (!work_.verify) return none;
-    const uint32_t wrong = verify(chunk, first, last);
-    if (wrong != 0 || !work_.param_at_host) return wrong;
+    if (!work_.verify) return n_sections;
+    const uint32_t bad_section = verify(chunk, first, last);
+    if (bad_section != 0 || !work_.param_at_host) return bad_section;
     // The user has set a parameter, so the old ones must be read from the device after all.
     read_params(first);
     return verify(chunk, first, last);
@@ -269,7 +270,7 @@ class Updater {
   void update_chunk(uint64_t first, uint64_t last, uint32_t *sums) {
     for (uint64_t next; first < last; first = next) {
       next = std::min(first + kBlock, last);
-      with_pieces(tile_, first, next, [this](const csd_piece &p, uint64_t from, uint64_t n) {
+      for_each_piece(tile_, first, next, [this](const csd_piece &p, uint64_t from, uint64_t n) {
         if (tile_.layout.coded()) update_codes(p, from, n, tile_, sections_, work_, entries_);
         else update_piece(p, from, n, tile_, sections_, work_, entries_);
       });
@@ -287,7 +288,7 @@ class Updater {
 
 }  // namespace
 
-void submit_update(std::function<Failure()> update, Updated done, Pool &threads, bool can_wait) {
+void submit_update(std::function<Failure()> update, Updated done, Pool &threads, bool low_priority) {
   auto task = [update = std::move(update), done = std::move(done)] {
     Failure failure;
     try {
@@ -297,16 +298,16 @@ void submit_update(std::function<Failure()> update, Updated done, Pool &threads,
     }
     done(std::move(failure));
   };
-  threads.submit(std::move(task), can_wait);
+  threads.submit(std::move(task), low_priority);
 }
 
 void update_on_cpu(Device &device, const Tile &tile, float *buffer, Work &work, Updated done, Pool &threads,
-                   bool can_wait) {
+                   bool low_priority) {
   const auto update = [&device, &tile, buffer, &work] {
     provide_entries(tile, work);
     return Updater(device, tile, reinterpret_cast<char *>(buffer), work).update();
   };
-  submit_update(update, std::move(done), threads, can_wait);
+  submit_update(update, std::move(done), threads, low_priority);
 }
 
 bool is_edited(const csd_param &p) {
@@ -316,7 +317,7 @@ bool is_edited(const csd_param &p) {
 void encode_edited(const csd_param &p, uint64_t first, uint64_t n, uint32_t param_dtype, const Codes &codes) {
   const float *states[4] = {};
   for (uint32_t s = 0; s < 4; s++) states[s] = p.edited[s] ? p.edited[s] + first : nullptr;
-  encode(states, n, param_dtype, codes, used_isa.load(std::memory_order_relaxed));
+  encode(states, n, param_dtype, codes, current_isa.load(std::memory_order_relaxed));
 }
 
 uint32_t differing_section(const Tile &tile, uint64_t chunk, const uint32_t *sums) {
@@ -331,9 +332,9 @@ void first_state(const Tile &tile, const Work &work, char *buffer, uint64_t firs
     memset(buffer + tile.layout.first(s) + at, 0, last ? tile.layout.bytes(s) - at : tile.layout.bytes_of(s, n));
   }
   if (tile.layout.coded())
-    return take_params(tile, first, first + n, buffer,
+    return copy_params(tile, first, first + n, buffer,
                        [&work](const csd_piece &p, uint64_t i) { return param_at(p, work, i); });
-  with_pieces(tile, first, first + n, [&](const csd_piece &p, uint64_t from, uint64_t some) {
+  for_each_piece(tile, first, first + n, [&](const csd_piece &p, uint64_t from, uint64_t some) {
     const void *const param = param_at(p, work, from - p.tile_first);
     const auto *const narrow = static_cast<const uint16_t *>(param);
     float *const master = reinterpret_cast<float *>(buffer) + from;

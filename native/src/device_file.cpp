@@ -20,7 +20,7 @@ int FileDevice::map(const Tile &tile) {
   if (tile.layout.coded()) return 0;
   const int flags = (tile.open ? MAP_SHARED : MAP_PRIVATE | MAP_NORESERVE) | MAP_FIXED;
   for (uint32_t s = 0; s < tile.layout.n(); s++) {
-    const auto at = static_cast<off_t>(tile.slot_offset(tile.shown) + tile.layout.first(s));
+    const auto at = static_cast<off_t>(tile.slot_offset(tile.mapped_slot) + tile.layout.first(s));
     if (mmap(tile.window[s], tile.layout.bytes(s), PROT_READ | PROT_WRITE, flags, fd_, at) == MAP_FAILED) return errno;
   }
   return 0;

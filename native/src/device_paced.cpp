@@ -29,12 +29,12 @@ Clock::duration seconds(double s) { return std::chrono::ceil<Clock::duration>(st
 // Serves one transfer after another at a given rate. Used only by the pacer's thread.
 struct Channel {
   double rate = 0;  // units per second; 0: takes no time
-  Time free{};      // when the channel has served everything so far
+  Time free_at{};   // when the channel has served everything so far
 
   // Returns when `n` units that arrive at `at` are served.
-  Time through(uint64_t n, Time at) {
+  Time serve(uint64_t n, Time at) {
     if (rate == 0) return at;
-    return free = std::max(free, at) + seconds(static_cast<double>(n) / rate);
+    return free_at = std::max(free_at, at) + seconds(static_cast<double>(n) / rate);
   }
 };
 
@@ -42,26 +42,26 @@ struct Channel {
 struct Path {
   std::vector<Channel *> channels;
 
-  Time through(uint64_t n, Time at) const {
+  Time serve(uint64_t n, Time at) const {
     Time end = at;
-    for (Channel *channel : channels) end = std::max(end, channel->through(n, at));
+    for (Channel *channel : channels) end = std::max(end, channel->serve(n, at));
     return end;
   }
 };
 
-struct Passage {
+struct Transfer {
   const Path *path;
   uint64_t n;
 };
 
 // An operation that takes up to three paths, one after another, and then calls `done`.
-struct Passing {
-  std::array<Passage, 3> way;
-  size_t steps;
+struct Operation {
+  std::array<Transfer, 3> transfers;
+  size_t n_transfers;
   std::function<void()> done;
-  size_t gone = 0;
+  size_t n_begun = 0;
 };
-using Passings = std::multimap<Time, Passing>;
+using Schedule = std::multimap<Time, Operation>;
 
 }  // namespace
 
@@ -80,19 +80,20 @@ class Pacer {
     thread_.join();
   }
 
-  // Allocates what pass() needs before an operation begins, because pass() is called where nothing may fail.
-  static std::shared_ptr<Passings> prepare(std::array<Passage, 3> way, size_t steps, std::function<void()> done) {
-    auto one = std::make_shared<Passings>();
-    one->emplace(Time{}, Passing{way, steps, std::move(done)});
-    return one;
+  // Allocates what schedule() needs before an operation begins, because schedule() is called where nothing may fail.
+  static std::shared_ptr<Schedule> prepare(std::array<Transfer, 3> transfers, size_t n_transfers,
+                                           std::function<void()> done) {
+    auto prepared = std::make_shared<Schedule>();
+    prepared->emplace(Time{}, Operation{transfers, n_transfers, std::move(done)});
+    return prepared;
   }
 
   // Lets a prepared operation begin at time `at`. When it has taken all its paths, the pacer's thread calls `done`.
-  void pass(Time at, Passings &one) {
-    auto passing = one.extract(one.begin());
-    passing.key() = at;
+  void schedule(Time at, Schedule &prepared) {
+    auto operation = prepared.extract(prepared.begin());
+    operation.key() = at;
     std::lock_guard lock(mutex_);
-    passings_.insert(std::move(passing));
+    schedule_.insert(std::move(operation));
     wake_.notify_one();
   }
 
@@ -104,22 +105,22 @@ class Pacer {
     pthread_setname_np(pthread_self(), "csd-pacer");
     std::unique_lock lock(mutex_);
     while (!ending_) {
-      if (passings_.empty()) {
+      if (schedule_.empty()) {
         wake_.wait(lock);
         continue;
       }
-      if (const Time next = passings_.begin()->first; next > Clock::now()) {
+      if (const Time next = schedule_.begin()->first; next > Clock::now()) {
         wake_.wait_until(lock, next);
         continue;
       }
-      auto first = passings_.extract(passings_.begin());
-      if (Passing &p = first.mapped(); p.gone < p.steps) {
-        const auto [path, n] = p.way[p.gone++];
-        first.key() = path->through(n, first.key());
-        passings_.insert(std::move(first));
+      auto first = schedule_.extract(schedule_.begin());
+      if (Operation &operation = first.mapped(); operation.n_begun < operation.n_transfers) {
+        const auto [path, n] = operation.transfers[operation.n_begun++];
+        first.key() = path->serve(n, first.key());
+        schedule_.insert(std::move(first));
       } else {
         lock.unlock();
-        p.done();
+        operation.done();
         first = {};
         lock.lock();
       }
@@ -128,7 +129,7 @@ class Pacer {
 
   std::mutex mutex_;  // guards what follows
   std::condition_variable wake_;
-  Passings passings_;
+  Schedule schedule_;
   bool ending_ = false;
   std::thread thread_;  // last: it uses all of the above
 };
@@ -159,10 +160,10 @@ class PacedDevice : public Device {
   bool resident() const override { return device_->resident(); }
   bool reaches_params() const override { return device_->reaches_params(); }
   // A CSD can only use the copy on its drive.
-  bool leaves_params() const override { return host_ && device_->leaves_params(); }
+  bool skips_params() const override { return host_ && device_->skips_params(); }
   bool keeps_buffers() const override { return device_->keeps_buffers(); }
-  std::string lacking_kernel(uint32_t rule, uint32_t codec) const override {
-    return device_->lacking_kernel(rule, codec);
+  std::string missing_kernel(uint32_t rule, uint32_t codec) const override {
+    return device_->missing_kernel(rule, codec);
   }
   std::vector<float *> allocate(uint32_t n, uint64_t tile, uint64_t section) override {
     return device_->allocate(n, tile, section);
@@ -174,41 +175,41 @@ class PacedDevice : public Device {
   int map(const Tile &tile) override { return device_->map(tile); }
 
   void load(const Tile &tile, float *buffer, uint64_t from, Done done) override {
-    device_->load(tile, buffer, from, after(load_, tile.layout.bytes() - from, std::move(done)));
+    device_->load(tile, buffer, from, delayed(load_, tile.layout.bytes() - from, std::move(done)));
   }
 
   // Not paced: this is rare, and there is no `done` to delay.
   int read_params(const Tile &tile, void *to) override { return device_->read_params(tile, to); }
 
   void store(const Tile &tile, const float *buffer, Done done) override {
-    device_->store(tile, buffer, after(store_, tile.layout.bytes(), std::move(done)));
+    device_->store(tile, buffer, delayed(store_, tile.layout.bytes(), std::move(done)));
   }
 
   void seed(const Tile &tile, float *buffer, const Work &work, Done done) override {
-    device_->seed(tile, buffer, work, after(store_, tile.layout.bytes(0), std::move(done)));
+    device_->seed(tile, buffer, work, delayed(store_, tile.layout.bytes(0), std::move(done)));
   }
 
   // The number of bytes is known only after the tile has been updated. Then the time is accounted for, starting at the
   // beginning of the update: gradients arrive, the tile is updated, parameters leave.
   void update(const Tile &tile, float *buffer, Work &work, Updated done) override {
-    auto passing = Pacer::prepare({{{&push_, 0}, {&apply_, 0}, {&pull_, 0}}}, 3, [done] { done({}); });
-    device_->update(tile, buffer, work, [this, &work, began = Clock::now(), passing, done](Failure failure) {
+    auto operation = Pacer::prepare({{{&push_, 0}, {&apply_, 0}, {&pull_, 0}}}, 3, [done] { done({}); });
+    device_->update(tile, buffer, work, [this, &work, began = Clock::now(), operation, done](Failure failure) {
       if (failure.status != CSD_OK) return done(std::move(failure));
-      std::array<Passage, 3> &way = passing->begin()->second.way;
-      way[0].n = work.pushed;
-      way[1].n = work.updated;
-      way[2].n = work.pulled;
-      pacer_->pass(began, *passing);
+      std::array<Transfer, 3> &transfers = operation->begin()->second.transfers;
+      transfers[0].n = work.pushed;
+      transfers[1].n = work.updated;
+      transfers[2].n = work.pulled;
+      pacer_->schedule(began, *operation);
     });
   }
 
  private:
   // Delays `done` of an operation that begins now and moves `bytes` bytes along `path`. Errors are reported at once.
-  Done after(const Path &path, uint64_t bytes, Done done) {
-    auto passing = Pacer::prepare({{{&path, bytes}}}, 1, [done] { done(0); });
-    return [this, began = Clock::now(), passing, done](int error) {
+  Done delayed(const Path &path, uint64_t bytes, Done done) {
+    auto operation = Pacer::prepare({{{&path, bytes}}}, 1, [done] { done(0); });
+    return [this, began = Clock::now(), operation, done](int error) {
       if (error) return done(error);
-      pacer_->pass(began + latency_, *passing);
+      pacer_->schedule(began + latency_, *operation);
     };
   }
 

@@ -65,7 +65,7 @@ struct Frame {
 };
 
 // The input that gather() has prepared for a kernel: number of segments, and sizes in words.
-struct Load {
+struct KernelInput {
   uint32_t segments = 0, grad_words = 0, entry_words = 0, param_words = 0;
 };
 
@@ -73,33 +73,33 @@ uint32_t words(uint64_t elems, uint32_t dtype) {
   return static_cast<uint32_t>((elems * dtype_bytes(dtype) + kWordBytes - 1) / kWordBytes);
 }
 
-void set_args(Frame &frame, const Kernel &kernel, const CardBuffer &in, const CardBuffer &out, const Load &load,
+void set_args(Frame &frame, const Kernel &kernel, const CardBuffer &in, const CardBuffer &out, const KernelInput &input,
               uint32_t n_words, uint32_t sections, uint32_t sum_words) {
   int arg = 0;
   const Xrt::Handle run = frame.run(kernel);
   const auto set = [&](auto value) { frame.card->set_arg(run, arg++, value); };
   for (int port = 0; port < kernel.ports; port++) set(in.handle());
   set(frame.grad.handle());
-  set((load.entry_words ? *frame.entries : frame.grad).handle());  // unused, but a port needs a valid buffer
+  set((input.entry_words ? *frame.entries : frame.grad).handle());  // unused, but a port needs a valid buffer
   set(frame.segments.handle());
   for (int port = 0; port < kernel.ports; port++) set(out.handle());
   set(frame.param.handle());
   set(frame.report.handle());
   for (const uint32_t scalar :
-       {n_words, sections, load.segments, load.grad_words, load.entry_words, load.param_words, sum_words})
+       {n_words, sections, input.segments, input.grad_words, input.entry_words, input.param_words, sum_words})
     set(scalar);
 }
 
 // Copies the checksums of a chunk from the kernel's report to `sums`, one per section of the tile: of what was written
 // (`out`) or of what was read.
-void take_sums(const Tile &tile, const csd_report &report, uint64_t chunk, bool out, uint32_t *sums) {
+void copy_sums(const Tile &tile, const csd_report &report, uint64_t chunk, bool out, uint32_t *sums) {
   if (!tile.layout.coded()) {
-    const csd_sums &said = reinterpret_cast<const csd_sums *>(&report + 1)[chunk];
-    std::copy_n(out ? said.out : said.in, tile.layout.n(), sums);
+    const csd_sums &reported = reinterpret_cast<const csd_sums *>(&report + 1)[chunk];
+    std::copy_n(out ? reported.out : reported.in, tile.layout.n(), sums);
     return;
   }
-  const csd_coded_sums &said = reinterpret_cast<const csd_coded_sums *>(&report + 1)[chunk];
-  const uint32_t *from = out ? said.out : said.in;
+  const csd_coded_sums &reported = reinterpret_cast<const csd_coded_sums *>(&report + 1)[chunk];
+  const uint32_t *from = out ? reported.out : reported.in;
   for (uint32_t s = 0; s < tile.layout.n(); s++) {
     sums[s] = *from++;
     if (s == 0 && !tile.layout.has_correction()) from++;
@@ -123,7 +123,7 @@ class XrtDevice : public FileDevice {
 
   bool p2p() const { return p2p_; }
   bool reaches_params() const override { return false; }
-  std::string lacking_kernel(uint32_t rule, uint32_t codec) const override {
+  std::string missing_kernel(uint32_t rule, uint32_t codec) const override {
     const auto is_for = [rule, codec](const Kernel &k) { return k.has_rule(rule) && k.codec == codec; };
     const std::vector<Kernel> &all = all_kernels();
     if (std::any_of(all.begin(), all.end(), [&](const Kernel &k) { return is_for(k) && card_->has_kernel(k); }))
@@ -143,7 +143,7 @@ class XrtDevice : public FileDevice {
     section_bytes_ = section_bytes;
     auto made =
         std::make_shared<std::pair<std::vector<std::shared_ptr<CardBuffer>>, std::vector<std::shared_ptr<Frame>>>>();
-    card_->guarded("making buffers", [card = card_, made, bytes, section_bytes, p2p = p2p_, n] {
+    card_->call_with_timeout("making buffers", [card = card_, made, bytes, section_bytes, p2p = p2p_, n] {
       auto own = decltype(made)::element_type();  // so that after a failure buffers are freed here, too
       for (uint32_t i = 0; i < n; i++)
         own.first.push_back(std::make_shared<CardBuffer>(card, bytes, KernelArg::tile_in, p2p));
@@ -174,7 +174,7 @@ class XrtDevice : public FileDevice {
     auto all = std::make_shared<std::pair<decltype(tiles_), decltype(frames_)>>(std::move(tiles_), std::move(frames_));
     tiles_.clear(), frames_.clear();
     if (all->first.empty() && all->second.empty()) return;
-    card_->guarded("freeing buffers", [all = std::move(all)]() mutable { all.reset(); });
+    card_->call_with_timeout("freeing buffers", [all = std::move(all)]() mutable { all.reset(); });
   }
 
   void update_now(const Tile &tile, float *buffer, Work &work) {
@@ -182,10 +182,10 @@ class XrtDevice : public FileDevice {
     const std::shared_ptr<Frame> &frame = lease.frame;
     const std::shared_ptr<CardBuffer> state = tiles_.at(buffer);
     provide_entries(tile, work);
-    const Load load = gather(tile, work, *frame);
+    const KernelInput input = gather(tile, work, *frame);
     const bool bounce = !p2p_;
     if (work.n_entries > frame->n_entries) {
-      card_->guarded("making a buffer", [frame, n = work.n_entries] {
+      card_->call_with_timeout("making a buffer", [frame, n = work.n_entries] {
         frame->n_entries = 0;
         frame->entries.reset();
         frame->entries = std::make_unique<CardBuffer>(frame->card, 4 * n, KernelArg::entries);
@@ -193,44 +193,44 @@ class XrtDevice : public FileDevice {
       });
     }
     if (work.n_entries) memcpy(frame->entries->bytes(), work.entries, 4 * work.n_entries);
-    const bool edited = any_edited(tile, work), given = work.from_windows || edited;
-    if (given) {  // the host supplies the state; through a normal buffer, as the CPU is slow to write P2P memory
+    const bool edited = any_edited(tile, work), from_host = work.from_windows || edited;
+    if (from_host) {  // the host supplies the state; through a normal buffer, as the CPU is slow to write P2P memory
       char *to = reinterpret_cast<char *>(buffer);
       if (p2p_) {
         if (!frame->windows)
-          card_->guarded("making a buffer", [frame, bytes = tile_bytes_] {
+          card_->call_with_timeout("making a buffer", [frame, bytes = tile_bytes_] {
             frame->windows = std::make_unique<CardBuffer>(frame->card, bytes, KernelArg::tile_in);
           });
         to = frame->windows->bytes();
       }
-      if (edited) edit(tile, work, to);
+      if (edited) encode_edits(tile, work, to);
       else
         for (uint32_t s = 0; s < tile.layout.n(); s++)
           memcpy(to + tile.layout.first(s), tile.window[s], tile.layout.bytes(s));
     }
     memset(frame->report.bytes(), 0, report_bytes(tile.n_chunks()));
 
-    const CardBuffer *const from = given && p2p_ ? frame->windows.get() : state.get();
-    card_->guarded(
+    const CardBuffer *const from = from_host && p2p_ ? frame->windows.get() : state.get();
+    card_->call_with_timeout(
         "updating a tile",
-        [frame, state, from, bounce, load, kernel = &kernel_for(tile, work), bytes = tile.layout.bytes(),
+        [frame, state, from, bounce, input, kernel = &kernel_for(tile, work), bytes = tile.layout.bytes(),
          n_words = static_cast<uint32_t>(tile.elems / kLanes), sections = tile.layout.n(),
          sum_words = static_cast<uint32_t>(tile.sum_elems / kLanes), report = report_bytes(tile.n_chunks())] {
           Card &card = *frame->card;
-          frame->grad.to_device(uint64_t{kWordBytes} * load.grad_words);
-          if (load.entry_words) frame->entries->to_device(uint64_t{kWordBytes} * load.entry_words);
-          frame->segments.to_device(uint64_t{kWordBytes} * load.segments);
+          frame->grad.to_device(uint64_t{kWordBytes} * input.grad_words);
+          if (input.entry_words) frame->entries->to_device(uint64_t{kWordBytes} * input.entry_words);
+          frame->segments.to_device(uint64_t{kWordBytes} * input.segments);
           frame->report.to_device(report);
           if (bounce || from != state.get()) from->to_device(bytes);
-          set_args(*frame, *kernel, *from, *state, load, n_words, sections, sum_words);
+          set_args(*frame, *kernel, *from, *state, input, n_words, sections, sum_words);
           card.execute(frame->run(*kernel));
-          frame->param.from_device(uint64_t{kWordBytes} * load.param_words);
+          frame->param.from_device(uint64_t{kWordBytes} * input.param_words);
           if (bounce) state->from_device(bytes);
           frame->report.from_device(report);  // last, so that it shows whether the card was lost meanwhile
         },
         card_->run_limit());
 
-    check(tile, work, *frame, load, given);
+    check(tile, work, *frame, input, from_host);
     scatter(tile, work, *frame);
   }
 
@@ -254,7 +254,7 @@ class XrtDevice : public FileDevice {
   }
 
   // Brings the tile's codes into host memory at `slot`, without the card, and encodes the edited states in them.
-  void edit(const Tile &tile, Work &work, char *slot) {
+  void encode_edits(const Tile &tile, Work &work, char *slot) {
     if (p2p_) {
       if (const int error = load_now(*this, tile, slot))
         throw Failure{CSD_EIO, "reading tile " + std::to_string(tile.index), error};
@@ -270,10 +270,10 @@ class XrtDevice : public FileDevice {
   }
 
   // Lays out gradients and segments for the kernel.
-  static Load gather(const Tile &tile, const Work &work, Frame &frame) {
+  static KernelInput gather(const Tile &tile, const Work &work, Frame &frame) {
     const bool coded = tile.layout.coded();
-    Load load;
-    load.entry_words = static_cast<uint32_t>(work.n_entries / kLanes);
+    KernelInput input;
+    input.entry_words = static_cast<uint32_t>(work.n_entries / kLanes);
     auto *segments = reinterpret_cast<csd_segment *>(frame.segments.bytes());
     for (const csd_piece *p = tile.pieces; p != tile.pieces + tile.n_pieces; p++) {
       const csd_param &param = work.params[p->param];
@@ -282,23 +282,24 @@ class XrtDevice : public FileDevice {
         throw Failure{CSD_EINVAL,
                       "parameter " + std::to_string(p->param) + " does not begin with a word of the kernel's"};
       const bool sparse = is_sparse(param);
-      segments[load.segments++] = {static_cast<uint32_t>(p->tile_first / kLanes),
-                                   static_cast<uint32_t>(p->elems),
-                                   sparse ? param.topk_dtype : param.grad_dtype,
-                                   param.param_dtype,
-                                   work.hypers[param.hyper],
-                                   sparse,
-                                   coded ? key_of(param, p->param_first) : 0};
+      segments[input.segments++] = {static_cast<uint32_t>(p->tile_first / kLanes),
+                                    static_cast<uint32_t>(p->elems),
+                                    sparse ? param.topk_dtype : param.grad_dtype,
+                                    param.param_dtype,
+                                    work.hypers[param.hyper],
+                                    sparse,
+                                    coded ? key_of(param, p->param_first) : 0};
       if (!sparse) {
-        char *const to = frame.grad.bytes() + uint64_t{kWordBytes} * load.grad_words;
+        char *const to = frame.grad.bytes() + uint64_t{kWordBytes} * input.grad_words;
         if (param.n_summands)
-          sum_up(param.summands, param.n_summands, p->param_first, p->elems, reinterpret_cast<float *>(to), used_isa);
+          sum_up(param.summands, param.n_summands, p->param_first, p->elems, reinterpret_cast<float *>(to),
+                 current_isa);
         else memcpy(to, grad_at(*p, tile, work, 0), p->elems * dtype_bytes(param.grad_dtype));
-        load.grad_words += words(p->elems, param.grad_dtype);
+        input.grad_words += words(p->elems, param.grad_dtype);
       }
-      load.param_words += words(p->elems, param.param_dtype);
+      input.param_words += words(p->elems, param.param_dtype);
     }
-    return load;
+    return input;
   }
 
   // Copies the new parameters to their addresses.
@@ -316,7 +317,7 @@ class XrtDevice : public FileDevice {
   }
 
   // Checks the kernel's report. Call this before scatter(): parameters of a damaged tile must not be used.
-  static void check(const Tile &tile, Work &work, const Frame &frame, const Load &load, bool given) {
+  static void check(const Tile &tile, Work &work, const Frame &frame, const KernelInput &input, bool from_host) {
     const auto &report = *reinterpret_cast<const csd_report *>(frame.report.bytes());
     if (report.version == UINT32_MAX) Card::fail("it reads as all ones: it has dropped off the bus", ENODEV);
     if (report.version != kKernelVersion)
@@ -325,19 +326,19 @@ class XrtDevice : public FileDevice {
                  EPROTO);
     if (report.n_words != tile.elems / kLanes || report.bad_entries)
       Card::fail("its kernel has not completed the update as requested", EIO);
-    for (uint64_t chunk = 0; work.verify && !given && chunk < tile.n_chunks(); chunk++) {
+    for (uint64_t chunk = 0; work.verify && !from_host && chunk < tile.n_chunks(); chunk++) {
       uint32_t sums[kMostSections];
-      take_sums(tile, report, chunk, false, sums);
+      copy_sums(tile, report, chunk, false, sums);
       const uint32_t section = differing_section(tile, chunk, sums);
       if (section < tile.layout.n()) throw damaged(tile, section);
     }
-    if (crc32c(0, frame.param.bytes(), uint64_t{kWordBytes} * load.param_words) != report.crc_param)
+    if (crc32c(0, frame.param.bytes(), uint64_t{kWordBytes} * input.param_words) != report.crc_param)
       Card::fail("the parameters that came from it are not those that its kernel wrote", EIO);
     work.nonfinite = report.nonfinite;
     work.sum.summed = true;
     work.sum.sums.resize(tile.n_sums());
     for (uint64_t chunk = 0; chunk < tile.n_chunks(); chunk++)
-      take_sums(tile, report, chunk, true, &work.sum.sums[chunk * tile.layout.n()]);
+      copy_sums(tile, report, chunk, true, &work.sum.sums[chunk * tile.layout.n()]);
   }
 
   // Holds a frame during an update. There are as many frames as workers, so one is always free.
@@ -415,7 +416,7 @@ csd_card_rates measure_card(const csd_device &d, uint64_t offset, uint64_t bytes
     double in, out, kernel;
   };
   auto seconds = std::make_shared<Seconds>();
-  card->guarded("measuring", [card, seconds] {
+  card->call_with_timeout("measuring", [card, seconds] {
     const auto timed = [](auto &&call) {
       const auto begin = std::chrono::steady_clock::now();
       call();

@@ -14,15 +14,15 @@
 namespace csd {
 
 void BusyTime::enter() {
-  if (going_on_++ == 0) since_ = Clock::now();
+  if (n_active_++ == 0) since_ = Clock::now();
 }
 
 void BusyTime::leave() {
-  if (--going_on_ == 0) total_ += Clock::now() - since_;
+  if (--n_active_ == 0) total_ += Clock::now() - since_;
 }
 
 double BusyTime::seconds() const {
-  const Clock::duration open = going_on_ > 0 ? Clock::now() - since_ : Clock::duration{};
+  const Clock::duration open = n_active_ > 0 ? Clock::now() - since_ : Clock::duration{};
   return std::chrono::duration<double>(total_ + open).count();
 }
 
@@ -44,7 +44,7 @@ Engine::Engine(const csd_device *devices, uint32_t n) : lanes_(n) {
 
 Engine::~Engine() {
   Lock lock(mutex_);
-  settle(lock);
+  wait_ops(lock);
 }
 
 // ---- A step -----------------------------------------------------------------
@@ -95,7 +95,7 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_hyper *
       else if (t.layout.coded() && (!sections_of(rule).codes || params[param].param_dtype != t.param_dtype))
         throw Failure{CSD_EINVAL, "parameter " + std::to_string(param) + " has codes of another rule or dtype"};
       else if (const std::string kernel =
-                   lanes_[t.device].device->lacking_kernel(rule, t.layout.coded() ? CSD_8BIT : CSD_FP32);
+                   lanes_[t.device].device->missing_kernel(rule, t.layout.coded() ? CSD_8BIT : CSD_FP32);
                !kernel.empty())
         throw Failure{CSD_EINVAL, "the xclbin lacks the kernel " + kernel + " (docs/smartssd.md, step 6)", 0,
                       static_cast<int32_t>(t.device)};
@@ -103,7 +103,7 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_hyper *
         throw Failure{CSD_EINVAL, "parameter " + std::to_string(param) + " cannot be its own master on this device"};
     is_new(t, params);  // throws if the CSD_NEW parameters are not valid
   }
-  grow_buffers(largest_tile_, largest_section_, tiles_on_device());
+  grow_buffers(largest_tile_, largest_section_, tiles_per_device());
   outcome_ = std::make_shared<Outcome>(Outcome::open);
 
   // Reserve all memory that the step needs for its records, so that callbacks need not allocate. Each tile has three
@@ -120,10 +120,10 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_hyper *
   hypers_.assign(hypers, hypers + n_hypers);
   jobs_.clear();
   job_of_tile_.assign(tiles_.size(), nullptr);
-  failed_ = guess_ = released_ = false;
+  failed_ = is_guess_ = released_ = false;
   order_ = order;
-  images_out_ = 0;
-  not_given_ = n_tiles;
+  n_images_pending_ = 0;
+  n_not_ready_ = n_tiles;
   for (Lane &l : lanes_) {
     l.jobs.clear();
     l.next = 0;
@@ -143,10 +143,10 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_hyper *
     job.work.hypers = hypers_.data();
     job.work.from_windows = job.tile->edited;
     job.work.is_new = is_new(*job.tile, params);
-    job.work.all_given = job.tile->n_pieces > 0 && given_pieces(*job.tile, params) == job.tile->n_pieces;
+    job.work.all_given = job.tile->n_pieces > 0 && n_given_pieces(*job.tile, params) == job.tile->n_pieces;
     if (job.tile->codes) use_first_section(*job.tile, params);
-    job.in_memory = lane(job).device->next_slot_in_memory(*job.tile);
-    job.shown = job.tile->shown;
+    job.next_slot_address = lane(job).device->next_slot_in_memory(*job.tile);
+    job.mapped_at_begin = job.tile->mapped_slot;
     job.place = lane(job).jobs.size();
     job_of_tile_[tiles[i]] = &job;
     lane(job).jobs.push_back(&job);
@@ -166,22 +166,22 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_hyper *
 void Engine::use_first_section(Tile &t, const csd_param *params) {
   const bool used = std::any_of(t.pieces, t.pieces + t.n_pieces,
                                 [params](const csd_piece &p) { return params[p.param].master != CSD_IN_PARAM; });
-  if (std::exchange(t.first_is_used, used) && !used) give_back(t.first_section, t.layout.bytes(0));
+  if (std::exchange(t.first_is_used, used) && !used) discard_pages(t.first_section, t.layout.bytes(0));
 }
 
 bool Engine::is_new(const Tile &t, const csd_param *params) const {
   const csd_piece *const end = t.pieces + t.n_pieces;
-  const auto joins = [&](const csd_piece &p) {
+  const auto is_new_piece = [&](const csd_piece &p) {
     return params[p.param].master == CSD_NEW && (params[p.param].grad || t.layout.coded());
   };
-  if (std::none_of(t.pieces, end, joins)) return false;
-  if (!std::all_of(t.pieces, end, joins) || t.edited || lanes_[t.device].device->resident())
+  if (std::none_of(t.pieces, end, is_new_piece)) return false;
+  if (!std::all_of(t.pieces, end, is_new_piece) || t.edited || lanes_[t.device].device->resident())
     throw Failure{CSD_EINVAL, "tile " + std::to_string(t.index) +
                                   " cannot begin with its parameters: it has more than new ones, or is in memory"};
   return true;
 }
 
-uint64_t Engine::given_pieces(const Tile &t, const csd_param *params) const {
+uint64_t Engine::n_given_pieces(const Tile &t, const csd_param *params) const {
   return static_cast<uint64_t>(std::count_if(
       t.pieces, t.pieces + t.n_pieces, [params](const csd_piece &p) { return params[p.param].master == CSD_GIVEN; }));
 }
@@ -193,10 +193,10 @@ bool Engine::pump(Lane &l) {
   if (failed_ || (as_pushed ? l.pushed.empty() : l.next == l.jobs.size())) return false;
   Job *next = as_pushed ? l.pushed.front() : l.jobs[l.next];
   if (!l.device->resident()) {
-    if (l.on_way == l.depth) return false;
+    if (l.in_flight == l.depth) return false;
     // To keep the drive reading and writing at the same time, mix in a tile that must be read if most in flight need
     // not.
-    Job *const ahead = !as_pushed && 2 * l.read < l.on_way ? first_to_read(l) : next;
+    Job *const ahead = !as_pushed && 2 * l.in_flight_read < l.in_flight ? first_to_read(l) : next;
     if (ahead != next && ahead && take_buffer(l, *ahead, true)) next = ahead;
     else if (!take_buffer(l, *next, false)) return false;
   }
@@ -204,11 +204,11 @@ bool Engine::pump(Lane &l) {
   Job &job = *next;
   l.to_read[job.place] = false;
   job.begun = true;
-  if (!job.read) {
+  if (!job.needs_read) {
     job.loaded = !job.work.is_new;
     update_if_ready(job);
   } else {
-    start(job, CSD_READ, [&] {
+    start_op(job, CSD_READ, [&] {
       l.device->load(*job.tile, job.at(), job.first_byte(), [this, &job](int error) { on_loaded(job, error); });
     });
   }
@@ -216,42 +216,42 @@ bool Engine::pump(Lane &l) {
 }
 
 // Starts an operation on a job by `call`. Returns whether that succeeded; if not, the step has failed or, for a write
-// of a complete step, the write is kept for a retry (not_stored()).
+// of a complete step, the write is kept for a retry (on_store_failed()).
 template <typename Start>
-bool Engine::start(Job &job, csd_event_kind kind, Start call) noexcept {
-  going_on_++;
+bool Engine::start_op(Job &job, csd_event_kind kind, Start call) noexcept {
+  ops_in_flight_++;
   lane(job).busy[kind].enter();
-  job.began = Clock::now();
+  job.op_start = Clock::now();
   try {
     call();
     return true;
   } catch (...) {
-    going_on_--;
+    ops_in_flight_--;
     lane(job).busy[kind].leave();
-    if (kind == CSD_WRITE) not_stored(job, caught());
+    if (kind == CSD_WRITE) on_store_failed(job, caught());
     else fail(job, caught());
     return false;
   }
 }
 
-void Engine::ended(const Job &job, csd_event_kind kind) noexcept {
-  going_on_--;
+void Engine::end_op(const Job &job, csd_event_kind kind) noexcept {
+  ops_in_flight_--;
   lane(job).busy[kind].leave();
   if (!traced_) return;
   const auto seconds = [](Clock::time_point t) { return std::chrono::duration<double>(t.time_since_epoch()).count(); };
-  events_.push_back({job.tile->device, job.tile->index, kind, 0, seconds(job.began), seconds(Clock::now())});
+  events_.push_back({job.tile->device, job.tile->index, kind, 0, seconds(job.op_start), seconds(Clock::now())});
 }
 
 void Engine::fail(const Job &job, Failure failure) noexcept {
   failure.device = static_cast<int32_t>(job.tile->device);
   if (!failed_) failure_ = std::move(failure);
   failed_ = true;
-  pulled_.notify_all();
+  progress_.notify_all();
 }
 
 namespace {
 
-Failure not_moved(const char *what, const Tile &tile, int os_errno) noexcept {
+Failure transfer_failure(const char *what, const Tile &tile, int os_errno) noexcept {
   try {
     return {CSD_EIO, std::string(what) + " tile " + std::to_string(tile.index), os_errno};
   } catch (...) {
@@ -263,32 +263,32 @@ Failure not_moved(const char *what, const Tile &tile, int os_errno) noexcept {
 
 void Engine::on_loaded(Job &job, int os_errno) noexcept {
   Lock lock(mutex_);
-  ended(job, CSD_READ);
+  end_op(job, CSD_READ);
   if (os_errno) {
-    fail(job, not_moved("reading", *job.tile, os_errno));
+    fail(job, transfer_failure("reading", *job.tile, os_errno));
   } else {
     lane(job).counts.read_bytes += job.tile->layout.bytes() - job.first_byte();
     job.loaded = true;
     update_if_ready(job);
   }
-  if (going_on_ == 0) settled_.notify_all();
+  if (ops_in_flight_ == 0) ops_done_.notify_all();
 }
 
 void Engine::on_seeded(Job &job, int os_errno) noexcept {
   Lock lock(mutex_);
-  ended(job, CSD_WRITE);
+  end_op(job, CSD_WRITE);
   if (os_errno) {
-    fail(job, not_moved("writing", *job.tile, os_errno));
+    fail(job, transfer_failure("writing", *job.tile, os_errno));
   } else {
     lane(job).counts.write_bytes += job.tile->layout.bytes(0);
     lane(job).counts.total_write_bytes += job.tile->layout.bytes(0);
     job.loaded = true;
     update_if_ready(job);
   }
-  if (going_on_ == 0) settled_.notify_all();
+  if (ops_in_flight_ == 0) ops_done_.notify_all();
 }
 
-Engine::Job &Engine::to_push(uint32_t tile) {
+Engine::Job &Engine::job_to_push(uint32_t tile) {
   if (phase_ != Phase::stepping) throw Failure{CSD_ESTATE, "no step is under way"};
   Job *job = tile < job_of_tile_.size() ? job_of_tile_[tile] : nullptr;
   if (!job || job->pushed)
@@ -298,11 +298,11 @@ Engine::Job &Engine::to_push(uint32_t tile) {
 
 void Engine::push(uint32_t tile, const void *grad, void *param, const uint32_t *entries, uint64_t n_entries) {
   Lock lock(mutex_);
-  Job *const job = &to_push(tile);
-  if (guess_ && !released_ && !grad)
+  Job *const job = &job_to_push(tile);
+  if (is_guess_ && !released_ && !grad)
     throw Failure{CSD_ESTATE, "the step is a guess: only its release makes it one to push to"};
   if (!grad != !param) throw Failure{CSD_EINVAL, "tile " + std::to_string(tile) + " has half an image"};
-  if (!job->work.states && given_pieces(*job->tile, params_.data()))
+  if (!job->work.states && n_given_pieces(*job->tile, params_.data()))
     throw Failure{CSD_EINVAL, "tile " + std::to_string(tile) + " has states that are to be given, and were not"};
   const bool sparse = std::any_of(job->tile->pieces, job->tile->pieces + job->tile->n_pieces,
                                   [this](const csd_piece &p) { return is_sparse(params_[p.param]); });
@@ -322,23 +322,24 @@ void Engine::push(uint32_t tile, const void *grad, void *param, const uint32_t *
   job->work.param_image = param;
   job->work.entries = entries;
   job->work.n_entries = n_entries;
-  if (grad) images_out_++;
-  is_pushed(*job);
+  if (grad) n_images_pending_++;
+  mark_pushed(*job);
 }
 
-void Engine::give_states(uint32_t tile, const void *states) {
+void Engine::supply_states(uint32_t tile, const void *states) {
   Lock lock(mutex_);
-  Job &job = to_push(tile);
-  if (!states || !given_pieces(*job.tile, params_.data()))
+  Job &job = job_to_push(tile);
+  if (!states || !n_given_pieces(*job.tile, params_.data()))
     throw Failure{CSD_EINVAL, "tile " + std::to_string(tile) + " has no states that are given"};
   job.work.states = static_cast<const char *>(states);
 }
 
 void Engine::push_grads(uint32_t tile, const void *const *grads) {
   Lock lock(mutex_);
-  Job &job = to_push(tile);
+  Job &job = job_to_push(tile);
   const Tile &t = *job.tile;
-  if (guess_ && !released_) throw Failure{CSD_ESTATE, "the step is a guess: only its release makes it one to push to"};
+  if (is_guess_ && !released_)
+    throw Failure{CSD_ESTATE, "the step is a guess: only its release makes it one to push to"};
   for (uint64_t i = 0; i < t.n_pieces; i++)
     if (const csd_param &row = params_[t.pieces[i].param];
         is_sparse(row) || row.n_summands || row.in_image || row.master == CSD_GIVEN || (grads[i] && !row.grad))
@@ -349,7 +350,7 @@ void Engine::push_grads(uint32_t tile, const void *const *grads) {
   job.grads.assign(grads, grads + t.n_pieces);
   if (order_ == CSD_AS_PUSHED) lane(job).pushed.push_back(&job);
   job.work.grads = job.grads.data();
-  is_pushed(job);
+  mark_pushed(job);
 }
 
 void Engine::drop_grads(const uint32_t *params, uint32_t n) {
@@ -366,7 +367,7 @@ void Engine::drop_grads(const uint32_t *params, uint32_t n) {
   for (uint32_t i = 0; i < n; i++) params_[params[i]].grad = nullptr;
 }
 
-void Engine::is_pushed(Job &job) {
+void Engine::mark_pushed(Job &job) {
   job.pushed = true;
   if (order_ == CSD_AS_PUSHED) pump(lane(job));
   else update_if_ready(job);
@@ -377,12 +378,12 @@ void Engine::update_if_ready(Job &job) noexcept {
   if (job.work.is_new && !job.seeding) {  // only now are all parameters available, including those in an image
     job.seeding = true;
     job.tile->slots[job.tile->slot].summed = false;  // the slot may have checksums from a step that was undone
-    start(job, CSD_WRITE, [&] {
+    start_op(job, CSD_WRITE, [&] {
       lane(job).device->seed(*job.tile, job.at(), job.work, [this, &job](int error) { on_seeded(job, error); });
     });
   }
   if (!job.loaded) return;
-  start(job, CSD_UPDATE, [&] {
+  start_op(job, CSD_UPDATE, [&] {
     lane(job).device->update(*job.tile, job.at(), job.work,
                              [this, &job](Failure failure) { on_updated(job, std::move(failure)); });
   });
@@ -391,7 +392,7 @@ void Engine::update_if_ready(Job &job) noexcept {
 void Engine::on_updated(Job &job, Failure failure) noexcept {
   Lock lock(mutex_);
   Lane &l = lane(job);
-  ended(job, CSD_UPDATE);
+  end_op(job, CSD_UPDATE);
   if (failure.status != CSD_OK) {
     fail(job, std::move(failure));
   } else {
@@ -402,27 +403,27 @@ void Engine::on_updated(Job &job, Failure failure) noexcept {
     l.counts.read_bytes += job.work.read_late;
     job.updated = true;
     if (!job.early) {
-      job.given = true;
-      not_given_--;
+      job.params_ready = true;
+      n_not_ready_--;
     } else if (released_) {
-      give(job);
+      publish_params(job);
     }
-    const bool owed = std::any_of(job.tile->pieces, job.tile->pieces + job.tile->n_pieces,
-                                  [this](const csd_piece &p) { return feeds_back(params_[p.param]); });
-    if (!owed) job.work.selected = std::vector<uint32_t>();  // {} would keep its memory
+    const bool feeds_back_later = std::any_of(job.tile->pieces, job.tile->pieces + job.tile->n_pieces,
+                                              [this](const csd_piece &p) { return feeds_back(params_[p.param]); });
+    if (!feeds_back_later) job.work.selected = std::vector<uint32_t>();  // {} would keep its memory
     if (job.work.grad_image && !job.early) {
-      images_out_--;
+      n_images_pending_--;
       to_pull_.push_back(job.tile->index);
     }
     if (!job.buffer) job.stored = true;
     else if (!failed_) start_store(job);
-    pulled_.notify_all();
+    progress_.notify_all();
   }
-  if (going_on_ == 0) settled_.notify_all();
+  if (ops_in_flight_ == 0) ops_done_.notify_all();
 }
 
 void Engine::start_store(Job &job) noexcept {
-  job.storing |= start(job, CSD_WRITE, [&] {
+  job.storing |= start_op(job, CSD_WRITE, [&] {
     lane(job).device->store(*job.tile, job.at(), [this, &job](int error) { on_stored(job, error); });
   });
 }
@@ -430,15 +431,15 @@ void Engine::start_store(Job &job) noexcept {
 void Engine::on_stored(Job &job, int os_errno) noexcept {
   Lock lock(mutex_);
   Lane &l = lane(job);
-  ended(job, CSD_WRITE);
+  end_op(job, CSD_WRITE);
   if (os_errno) {
-    not_stored(job, not_moved("writing", *job.tile, os_errno));
+    on_store_failed(job, transfer_failure("writing", *job.tile, os_errno));
   } else {
     l.counts.write_bytes += job.tile->layout.bytes();
     l.counts.total_write_bytes += job.tile->layout.bytes();
     job.tile->slot = job.tile->next_slot();
     job.tile->slots[job.tile->slot] = std::move(job.work.sum);
-    job.tile->shown = kNowhere;  // even with one slot: the user may have written to the window meanwhile
+    job.tile->mapped_slot = kNoSlot;  // even with one slot: the user may have written to the window meanwhile
     job.stored = true;
     // Do not keep the buffer if an open window shows the slot, as with a single slot. Nor if all parameters of the tile
     // were given: the next step will not read the tile either, so the memory is better used for other tiles.
@@ -446,11 +447,11 @@ void Engine::on_stored(Job &job, int os_errno) noexcept {
                             !(job.tile->open && job.tile->n_slots == 1));
     pump(l);
   }
-  if (going_on_ == 0) settled_.notify_all();
+  if (ops_in_flight_ == 0) ops_done_.notify_all();
 }
 
-void Engine::not_stored(Job &job, Failure failure) noexcept {
-  if (not_given_ > 0) {
+void Engine::on_store_failed(Job &job, Failure failure) noexcept {
+  if (n_not_ready_ > 0) {
     fail(job, std::move(failure));
   } else {
     // All tiles have their new parameters, and other ranks may know that, so the step must count as complete. Keep the
@@ -464,13 +465,13 @@ void Engine::not_stored(Job &job, Failure failure) noexcept {
 uint32_t Engine::pull() {
   Lock lock(mutex_);
   if (phase_ != Phase::stepping) throw Failure{CSD_ESTATE, "no step is under way"};
-  pulled_.wait(lock, [this] { return n_pulled_ < to_pull_.size() || failed_ || images_out_ == 0; });
+  progress_.wait(lock, [this] { return n_pulled_ < to_pull_.size() || failed_ || n_images_pending_ == 0; });
   if (failed_) throw failure_;
   if (n_pulled_ == to_pull_.size()) throw Failure{CSD_ESTATE, "no tile is out"};
   return to_pull_[n_pulled_++];
 }
 
-bool Engine::given(const uint32_t *tiles, uint32_t n, bool wait) {
+bool Engine::params_ready(const uint32_t *tiles, uint32_t n, bool wait) {
   Lock lock(mutex_);
   if (phase_ != Phase::stepping) throw Failure{CSD_ESTATE, "no step is under way"};
   const std::shared_ptr<const Outcome> outcome = outcome_;
@@ -482,11 +483,11 @@ bool Engine::given(const uint32_t *tiles, uint32_t n, bool wait) {
       throw Failure{CSD_ESTATE,
                     "tile " + std::to_string(tiles[i]) + " is part of a guess: nobody knows when it is released"};
     // A thread that wakes up late may find the next step under way and this job gone, so check the outcome first.
-    if (wait) pulled_.wait(lock, [&] { return *outcome != Outcome::open || job->given || failed_; });
+    if (wait) progress_.wait(lock, [&] { return *outcome != Outcome::open || job->params_ready || failed_; });
     if (*outcome == Outcome::kept) return true;
     if (*outcome == Outcome::undone) throw Failure{CSD_ESTATE, "the step was undone"};
     if (failed_) throw failure_;
-    if (!job->given) return false;
+    if (!job->params_ready) return false;
   }
   return true;
 }
@@ -494,15 +495,15 @@ bool Engine::given(const uint32_t *tiles, uint32_t n, bool wait) {
 void Engine::finish(bool keep) {
   Lock lock(mutex_);
   if (phase_ != Phase::stepping) throw Failure{CSD_ESTATE, "no step is under way"};
-  std::list<Pool::Task> owed;
+  std::list<Pool::Task> residual_tasks;
   if (keep) {
     const auto missing = std::find_if(jobs_.begin(), jobs_.end(), [](const Job &job) { return !job.pushed; });
     try {
       if (missing != jobs_.end() && !failed_)
         throw Failure{CSD_ESTATE, "tile " + std::to_string(missing->tile->index) + " was never pushed"};
-      if (guess_ && !released_ && !failed_) throw Failure{CSD_ESTATE, "the step is a guess that was never released"};
-      pulled_.wait(lock, [this] { return not_given_ == 0 || failed_; });
-      if (!failed_) owed = feed_back_tasks();
+      if (is_guess_ && !released_ && !failed_) throw Failure{CSD_ESTATE, "the step is a guess that was never released"};
+      progress_.wait(lock, [this] { return n_not_ready_ == 0 || failed_; });
+      if (!failed_) residual_tasks = feed_back_tasks();
     } catch (...) {
       failure_ = caught();
       failed_ = true;
@@ -513,21 +514,21 @@ void Engine::finish(bool keep) {
     *outcome_ = Outcome::kept;
     for (Job &job : jobs_)
       if (job.work.from_windows) job.tile->edited = false;
-    feeding_back_ = owed.size();
-    Pool::updates().submit(std::move(owed));
-    pulled_.notify_all();
-    pulled_.wait(lock, [this] { return feeding_back_ == 0; });
+    n_feeding_back_ = residual_tasks.size();
+    Pool::updates().submit(std::move(residual_tasks));
+    progress_.notify_all();
+    progress_.wait(lock, [this] { return n_feeding_back_ == 0; });
     return;
   }
   const bool broken = failed_;
   if (!broken) failure_ = {CSD_ESTATE, "it is undone"};  // seen by threads that wait
   failed_ = true;                                        // no new operation starts
-  settle(lock);
+  wait_ops(lock);
   const bool undone = undo();
   phase_ = Phase::idle;
   *outcome_ = Outcome::undone;
   failed_ = false;
-  pulled_.notify_all();
+  progress_.notify_all();
   // Moved, not copied: copying the text could fail for lack of memory.
   if (!undone && broken) throw Failure{CSD_ETORN, std::move(failure_.text), failure_.os_errno, failure_.device};
   if (!undone) throw Failure{CSD_ETORN, "the step"};
@@ -544,8 +545,8 @@ std::list<Pool::Task> Engine::feed_back_tasks() {
       feed_back(*job.tile, job.work);
       std::lock_guard done(mutex_);
       job.work.selected = std::vector<uint32_t>();
-      feeding_back_--;
-      pulled_.notify_all();
+      n_feeding_back_--;
+      progress_.notify_all();
     });
   }
   return tasks;
@@ -559,12 +560,12 @@ void Engine::take_back() {
   for (const Job &job : jobs_)
     if (job.tile->n_slots == 1 || lane(job).device->resident() || job.work.is_new || job.work.from_windows)
       throw Failure{CSD_EINVAL, "tile " + std::to_string(job.tile->index) + " cannot go back to what it was"};
-  settle(lock);
+  wait_ops(lock);
   undo();
   decoded_ = {};
   for (Job &job : jobs_) {
     job.tile->edited = false;
-    if (job.stored) job.tile->shown = kNowhere;
+    if (job.stored) job.tile->mapped_slot = kNoSlot;
   }
   *outcome_ = Outcome::undone;
 }
@@ -576,14 +577,15 @@ bool Engine::undo() {
   for (Job &job : jobs_) {
     Tile &t = *job.tile;
     // Parameters in an image were not taken from it unless the whole tile was updated.
-    if (job.given) undone_.emplace_back(t.index, t.elems);
-    else if (job.work.given && !job.work.param_image) undone_.emplace_back(t.index, job.work.given);
+    if (job.params_ready) undone_.emplace_back(t.index, t.elems);
+    else if (job.work.n_params_written && !job.work.param_image)
+      undone_.emplace_back(t.index, job.work.n_params_written);
     if (job.buffer) release_buffer(job, false);
-    forget(t);
+    drop_cached(t);
     if (job.storing && t.n_slots == 1) all = false;
     else if (job.stored && !lane(job).device->resident()) {
       t.slot = t.next_slot();
-      t.shown = job.shown;
+      t.mapped_slot = job.mapped_at_begin;
     }
   }
   return all;
@@ -595,12 +597,12 @@ void Engine::wait_writes() {
 }
 
 void Engine::wait_writes(Lock &lock) {
-  settle(lock);
-  const std::vector<Job *> again = unwritten_;
-  if (traced_) events_.reserve(events_.size() + again.size());
+  wait_ops(lock);
+  const std::vector<Job *> retries = unwritten_;
+  if (traced_) events_.reserve(events_.size() + retries.size());
   unwritten_.clear();
-  for (Job *job : again) start_store(*job);
-  settle(lock);
+  for (Job *job : retries) start_store(*job);
+  wait_ops(lock);
   if (!unwritten_.empty()) throw failure_;
 }
 
@@ -621,7 +623,7 @@ void Engine::close() {
   attempt([&] { wait_writes(); });
   // Windows may outlive the engine; from now on, writes to them must not reach the device.
   for (Tile &t : tiles_)
-    if (t.open || t.shown != t.slot) attempt([&] { show(t, false); });
+    if (t.open || t.mapped_slot != t.slot) attempt([&] { map_windows(t, false); });
   if (error) std::rethrow_exception(error);
 }
 

@@ -23,7 +23,7 @@ using Clock = std::chrono::steady_clock;
 
 struct Buffer {
   float *at;
-  Tile *tile;          // the tile that it keeps, whose `kept` points back; or null
+  Tile *tile;          // the tile that it keeps, whose `cached_buffer` points back; or null
   uint64_t needed_in;  // tiles to be processed before that one, as of when the buffer was freed or the step began
   uint64_t freed;      // serial number of its release
 };
@@ -45,7 +45,7 @@ class BusyTime {
   double seconds() const;
 
  private:
-  int going_on_ = 0;
+  int n_active_ = 0;
   Clock::time_point since_{};
   Clock::duration total_{};
 };
@@ -58,15 +58,15 @@ class Engine {
   void begin(const csd_param *, uint64_t, const csd_hyper *, uint32_t, const uint32_t *tiles, uint32_t n_tiles,
              int32_t order);
   void push(uint32_t tile, const void *grad, void *param, const uint32_t *entries, uint64_t n_entries);
-  void give_states(uint32_t tile, const void *states);
+  void supply_states(uint32_t tile, const void *states);
   void push_grads(uint32_t tile, const void *const *grads);
   void drop_grads(const uint32_t *params, uint32_t n);
   uint32_t pull();
-  bool given(const uint32_t *tiles, uint32_t n, bool wait);
+  bool params_ready(const uint32_t *tiles, uint32_t n, bool wait);
   void finish(bool keep);
   void take_back();
   uint64_t hold_bytes(uint32_t tile) noexcept;
-  void push_early(uint32_t tile, const void *const *grads, void *hold);
+  void push_early(uint32_t tile, const void *const *grads, void *staging);
   bool unchanged(const csd_param *, uint64_t);
   void release(const csd_param *, uint64_t, const uint32_t *order, uint32_t n_order);
   void wait_writes();
@@ -84,21 +84,21 @@ class Engine {
   // A tile in the pipeline of a step.
   struct Job {
     Tile *tile;
-    FreeBuffers::node_type buffer;  // empty on a resident device
-    float *in_memory = nullptr;     // address of the next slot: see Device::next_slot_in_memory()
-    float *at() { return in_memory || !buffer ? in_memory : buffer.value().at; }
+    FreeBuffers::node_type buffer;       // empty on a resident device
+    float *next_slot_address = nullptr;  // address of the next slot: see Device::next_slot_in_memory()
+    float *at() { return next_slot_address || !buffer ? next_slot_address : buffer.value().at; }
     Work work{};
-    uint32_t shown = 0;         // the slot that the windows showed when the step began
-    Clock::time_point began{};  // start of the current read, update or write
-    uint64_t place = 0;         // position among the tiles of its device, in processing order
+    uint32_t mapped_at_begin = 0;  // the slot that the windows showed when the step began
+    Clock::time_point op_start{};  // start of the current read, update or write
+    uint64_t place = 0;            // position among the tiles of its device, in processing order
     uint64_t first_byte() const { return work.param_at_host ? tile->layout.bytes(0) : 0; }  // first byte to read
-    bool must_read() const { return !tile->kept && !work.from_windows && !work.is_new && !work.all_given; }
-    bool begun = false, read = false, pushed = false, seeding = false, loaded = false, given = false;
+    bool must_read() const { return !tile->cached_buffer && !work.from_windows && !work.is_new && !work.all_given; }
+    bool begun = false, needs_read = false, pushed = false, seeding = false, loaded = false, params_ready = false;
     bool storing = false, stored = false;
     // early: pushed by push_early(); copying: the copy is still being made; updated: the update has finished.
     bool early = false, copying = false, updated = false;
     uint32_t params_crc = 0;          // CRC-32C of the copied parameters
-    std::list<Pool::Task> give;       // the task that writes its parameters to their final addresses
+    std::list<Pool::Task> publish;    // the task that writes its parameters to their final addresses
     std::vector<const void *> grads;  // the gradients it was pushed with (push_grads())
   };
   struct Lane {  // a device and its queue
@@ -109,19 +109,19 @@ class Engine {
     uint64_t section_bytes = 0;  // size of the largest section that fits
     uint32_t n_buffers = 0;      // at least `depth`
     FreeBuffers free;
-    uint64_t freed = 0;             // number of buffer releases so far
-    std::vector<Job *> jobs;        // of this step, in processing order
-    size_t next = 0;                // all jobs before this one have begun
-    std::vector<char> to_read;      // by place: the job has not begun and must be read
-    std::deque<Job *> pushed;       // CSD_AS_PUSHED: pushed jobs that have not begun
-    uint32_t on_way = 0, read = 0;  // jobs begun and not yet stored; how many of these had to be read
+    uint64_t freed = 0;                          // number of buffer releases so far
+    std::vector<Job *> jobs;                     // of this step, in processing order
+    size_t next = 0;                             // all jobs before this one have begun
+    std::vector<char> to_read;                   // by place: the job has not begun and must be read
+    std::deque<Job *> pushed;                    // CSD_AS_PUSHED: pushed jobs that have not begun
+    uint32_t in_flight = 0, in_flight_read = 0;  // jobs begun and not yet stored; how many of these had to be read
     csd_stats counts{};
     BusyTime busy[3];  // by csd_event_kind
   };
 
   using Lock = std::unique_lock<std::mutex>;
   bool is_new(const Tile &, const csd_param *) const;
-  uint64_t given_pieces(const Tile &, const csd_param *) const;
+  uint64_t n_given_pieces(const Tile &, const csd_param *) const;
   Lane &lane(const Job &job) { return lanes_[job.tile->device]; }
   bool pump(Lane &);
   // These run on the devices' threads or start operations that those threads finish. They do not throw: an error fails
@@ -132,41 +132,41 @@ class Engine {
   void on_updated(Job &, Failure) noexcept;
   void start_store(Job &) noexcept;
   void on_stored(Job &, int os_errno) noexcept;
-  void not_stored(Job &, Failure) noexcept;
+  void on_store_failed(Job &, Failure) noexcept;
   template <typename Start>
-  bool start(Job &, csd_event_kind, Start) noexcept;
-  void ended(const Job &, csd_event_kind) noexcept;
+  bool start_op(Job &, csd_event_kind, Start) noexcept;
+  void end_op(const Job &, csd_event_kind) noexcept;
   void fail(const Job &, Failure) noexcept;
-  bool take_buffer(Lane &, Job &, bool ahead);
+  bool take_buffer(Lane &, Job &, bool overtakes);
   void release_buffer(Job &, bool keep);
   uint64_t needed_in(const Lane &, const Tile *) const;
   Job *job_of(const Tile &) const;
   static Job *first_to_read(const Lane &);
   void reorder_buffers();
-  void forget(Tile &);
-  std::vector<uint64_t> tiles_on_device() const;
-  void settle(Lock &lock) {
-    settled_.wait(lock, [this] { return going_on_ == 0; });
+  void drop_cached(Tile &);
+  std::vector<uint64_t> tiles_per_device() const;
+  void wait_ops(Lock &lock) {
+    ops_done_.wait(lock, [this] { return ops_in_flight_ == 0; });
   }
   bool undo();
-  Job &to_push(uint32_t tile);
-  void is_pushed(Job &);
+  Job &job_to_push(uint32_t tile);
+  void mark_pushed(Job &);
   bool reads_param(const Tile &, const csd_param &) const;
-  void copy(Job &, const std::vector<const void *> &grads) noexcept;
-  bool is_as_copied(const Job &, const csd_param *) const noexcept;
-  void give(Job &) noexcept;
+  void copy_inputs(Job &, const std::vector<const void *> &grads) noexcept;
+  bool inputs_unchanged(const Job &, const csd_param *) const noexcept;
+  void publish_params(Job &) noexcept;
   std::list<Pool::Task> feed_back_tasks();
   std::list<Pool::Task> sum_tasks();
   void wait_writes(Lock &);
   void add_tiles(const csd_extent &, const Layout &, const std::vector<uint32_t> &device, float *const *window);
-  void show(Tile &, bool open);
+  void map_windows(Tile &, bool open);
   const char *codes_of(Tile &);
   void decode_in_param(const Tile &, char *const *sections, uint64_t first, uint64_t n, const char *param,
                        float *const *states);
   void grow_buffers(uint64_t tile, uint64_t section, const std::vector<uint64_t> &tiles);
 
   mutable std::mutex mutex_;  // guards everything below; never held during I/O or updates
-  std::condition_variable settled_, pulled_;
+  std::condition_variable ops_done_, progress_;
   std::deque<Tile> tiles_;  // a deque, so that tiles never move
   std::deque<std::vector<csd_piece>> pieces_;
   static void use_first_section(Tile &, const csd_param *params);
@@ -190,21 +190,21 @@ class Engine {
   std::vector<uint32_t> to_pull_;  // tiles pushed with an image that are updated
   size_t n_pulled_ = 0;            // how many of them have been pulled
   // Tiles whose new parameters are not available yet; tiles pushed with an image that are not updated yet.
-  uint64_t not_given_ = 0, images_out_ = 0;
-  uint64_t going_on_ = 0;  // operations in progress: loads, updates, stores, copies, checksums of windows
+  uint64_t n_not_ready_ = 0, n_images_pending_ = 0;
+  uint64_t ops_in_flight_ = 0;  // operations in progress: loads, updates, stores, copies, checksums of windows
   bool failed_ = false;
   Failure failure_{};
   enum class Outcome { open, kept, undone };
-  std::shared_ptr<Outcome> outcome_;       // of this step; shared with waiters that may wake during the next step
-  int32_t order_ = CSD_TO_AND_FRO;         // csd_order
-  bool guess_ = false, released_ = false;  // tiles were pushed early; the guess was released
-  std::vector<csd_param> guessed_;         // the rows used by tiles that were pushed before the release
-  uint64_t copying_ = 0;                   // tiles pushed early that are still being copied
-  std::vector<Job *> unwritten_;           // jobs whose write failed after the step was complete
+  std::shared_ptr<Outcome> outcome_;          // of this step; shared with waiters that may wake during the next step
+  int32_t order_ = CSD_TO_AND_FRO;            // csd_order
+  bool is_guess_ = false, released_ = false;  // tiles were pushed early; the guess was released
+  std::vector<csd_param> guess_params_;       // the rows used by tiles that were pushed before the release
+  uint64_t n_copying_ = 0;                    // tiles pushed early that are still being copied
+  std::vector<Job *> unwritten_;              // jobs whose write failed after the step was complete
   std::vector<std::pair<uint32_t, uint64_t>> undone_;  // tile, elements
   bool traced_ = false;
   std::vector<csd_event> events_;
-  uint64_t feeding_back_ = 0;  // tiles whose residuals are still being updated
+  uint64_t n_feeding_back_ = 0;  // tiles whose residuals are still being updated
 };
 
 }  // namespace csd

@@ -20,7 +20,7 @@ const char *bytes_at(const void *from, uint32_t dtype, uint64_t element) {
 
 // Are two rows equal except for the addresses of gradient and parameter?
 bool same_row(const csd_param &a, csd_param b) {
-  static_assert(sizeof b == 112, "no bytes that belong to no field");
+  static_assert(sizeof b == 112, "csd_param has no padding");
   if (!a.grad != !b.grad || !a.param != !b.param) return false;
   b.grad = a.grad, b.param = a.param;
   return memcmp(&a, &b, sizeof b) == 0;
@@ -28,10 +28,10 @@ bool same_row(const csd_param &a, csd_param b) {
 
 // Layout of the memory that push_early() needs: the image of the gradients, followed by that of the parameters, which
 // begins on a cache line. In each image, all elements have the width of the widest dtype.
-struct Hold {
+struct StagingLayout {
   uint64_t grad_bytes = 2, param_bytes = 2, params_at, bytes;
 
-  Hold(const Tile &t, const csd_param *params) {
+  StagingLayout(const Tile &t, const csd_param *params) {
     for (const csd_piece *p = t.pieces; p != t.pieces + t.n_pieces; p++) {
       const csd_param &row = params[p->param];
       if (row.grad) grad_bytes = std::max(grad_bytes, dtype_bytes(row.grad_dtype));
@@ -47,7 +47,7 @@ struct Hold {
 uint64_t Engine::hold_bytes(uint32_t tile) noexcept {
   Lock lock(mutex_);
   if (phase_ != Phase::stepping || tile >= job_of_tile_.size() || !job_of_tile_[tile]) return 0;
-  return Hold(tiles_[tile], params_.data()).bytes;
+  return StagingLayout(tiles_[tile], params_.data()).bytes;
 }
 
 // Does the update of the tile read the parameter? For codes it always does: their first section may not have been
@@ -57,14 +57,14 @@ bool Engine::reads_param(const Tile &t, const csd_param &p) const {
   return t.layout.coded() || (p.grad && (p.master == CSD_FROM_PARAM || p.master == CSD_UNLESS_SET));
 }
 
-void Engine::push_early(uint32_t tile, const void *const *grads, void *hold) {
+void Engine::push_early(uint32_t tile, const void *const *grads, void *staging) {
   Lock lock(mutex_);
-  Job &job = to_push(tile);
+  Job &job = job_to_push(tile);
   const Tile &t = *job.tile;
   if (released_) throw Failure{CSD_ESTATE, "the step is released: push " + std::to_string(tile) + " as always"};
   if (t.n_slots == 1 || lane(job).device->resident() || job.work.is_new)
     throw Failure{CSD_EINVAL, "tile " + std::to_string(tile) + " is new, or could not be undone"};
-  if (!hold) throw Failure{CSD_EINVAL, "no memory to hold tile " + std::to_string(tile)};
+  if (!staging) throw Failure{CSD_EINVAL, "no memory to hold tile " + std::to_string(tile)};
   for (uint64_t i = 0; i < t.n_pieces; i++)
     if (const csd_param &row = params_[t.pieces[i].param]; is_sparse(row) || row.n_summands || row.in_image ||
                                                            row.master == CSD_GIVEN || !grads[i] != !row.grad ||
@@ -73,9 +73,10 @@ void Engine::push_early(uint32_t tile, const void *const *grads, void *hold) {
                     "parameter " + std::to_string(t.pieces[i].param) +
                         " has Top-K, is summed, is given, has a gradient here and none in the step, or nowhere to be"};
   // Everything that can fail comes first.
-  std::list<Pool::Task> copies, give;
-  copies.push_back([this, &job, from = std::vector<const void *>(grads, grads + t.n_pieces)] { copy(job, from); });
-  give.push_back([this, &job] {
+  std::list<Pool::Task> copies, publish;
+  copies.push_back(
+      [this, &job, from = std::vector<const void *>(grads, grads + t.n_pieces)] { copy_inputs(job, from); });
+  publish.push_back([this, &job] {
     for (const csd_piece *p = job.tile->pieces; p != job.tile->pieces + job.tile->n_pieces; p++) {
       const csd_param &to = params_[p->param];
       const uint64_t bytes = dtype_bytes(to.param_dtype);
@@ -83,27 +84,27 @@ void Engine::push_early(uint32_t tile, const void *const *grads, void *hold) {
         memcpy(static_cast<char *>(to.param) + bytes * p->param_first, param_at(*p, job.work, 0), bytes * p->elems);
     }
     Lock lock(mutex_);
-    job.given = true;
-    not_given_--;
-    pulled_.notify_all();
-    if (--going_on_ == 0) settled_.notify_all();
+    job.params_ready = true;
+    n_not_ready_--;
+    progress_.notify_all();
+    if (--ops_in_flight_ == 0) ops_done_.notify_all();
   });
-  job.give = std::move(give);
-  const Hold layout(t, params_.data());
-  job.work.grad_image = hold;
-  job.work.param_image = static_cast<char *>(hold) + layout.params_at;
+  job.publish = std::move(publish);
+  const StagingLayout layout(t, params_.data());
+  job.work.grad_image = staging;
+  job.work.param_image = static_cast<char *>(staging) + layout.params_at;
   job.work.grad_bytes = layout.grad_bytes;
   job.work.param_bytes = layout.param_bytes;
   job.work.holds_params = true;
-  job.pushed = job.early = job.copying = guess_ = true;
-  copying_++;
-  going_on_++;
+  job.pushed = job.early = job.copying = is_guess_ = true;
+  n_copying_++;
+  ops_in_flight_++;
   Pool::updates().submit(std::move(copies));
 }
 
 // Copies gradients and parameters into the image. The caller may be writing to them at the same time; whatever is
 // copied then, csd_engine_unchanged will find a difference.
-void Engine::copy(Job &job, const std::vector<const void *> &grads) noexcept {
+void Engine::copy_inputs(Job &job, const std::vector<const void *> &grads) noexcept {
   const Tile &t = *job.tile;
   auto *const image = static_cast<char *>(const_cast<void *>(job.work.grad_image));
   uint32_t crc = 0;
@@ -123,15 +124,15 @@ void Engine::copy(Job &job, const std::vector<const void *> &grads) noexcept {
   job.params_crc = crc;
   job.copying = false;
   update_if_ready(job);
-  if (--copying_ == 0) pulled_.notify_all();
-  if (--going_on_ == 0) settled_.notify_all();
+  if (--n_copying_ == 0) progress_.notify_all();
+  if (--ops_in_flight_ == 0) ops_done_.notify_all();
 }
 
 bool Engine::unchanged(const csd_param *params, uint64_t n_params) {
   Lock lock(mutex_);
   if (phase_ != Phase::stepping || released_) throw Failure{CSD_ESTATE, "no guess is under way"};
   if (n_params != params_.size()) throw Failure{CSD_EINVAL, "the step began with more rows, or with fewer"};
-  pulled_.wait(lock, [this] { return copying_ == 0; });
+  progress_.wait(lock, [this] { return n_copying_ == 0; });
   if (failed_) throw failure_;
   std::atomic<bool> same{true};
   uint64_t comparing = 0;
@@ -139,21 +140,21 @@ bool Engine::unchanged(const csd_param *params, uint64_t n_params) {
   for (const Job &job : jobs_) {
     if (!job.early) continue;
     tasks.push_back([this, &job, &same, &comparing, params] {
-      if (same && !is_as_copied(job, params)) same = false;
+      if (same && !inputs_unchanged(job, params)) same = false;
       Lock lock(mutex_);
       comparing--;
-      pulled_.notify_all();
-      if (--going_on_ == 0) settled_.notify_all();
+      progress_.notify_all();
+      if (--ops_in_flight_ == 0) ops_done_.notify_all();
     });
   }
   comparing = tasks.size();
-  going_on_ += comparing;
+  ops_in_flight_ += comparing;
   Pool::updates().submit(std::move(tasks));
-  pulled_.wait(lock, [&comparing] { return comparing == 0; });
+  progress_.wait(lock, [&comparing] { return comparing == 0; });
   return same;
 }
 
-bool Engine::is_as_copied(const Job &job, const csd_param *params) const noexcept {
+bool Engine::inputs_unchanged(const Job &job, const csd_param *params) const noexcept {
   const Tile &t = *job.tile;
   bool any = false;
   for (const csd_piece *p = t.pieces; p != t.pieces + t.n_pieces; p++) {
@@ -190,20 +191,20 @@ void Engine::release(const csd_param *params, uint64_t n_params, const uint32_t 
   for (Job &job : jobs_)
     if (!named[job.tile->index]) jobs.push_back(&job);
   // Jobs that have begun keep their places at the front: the next step needs the tiles in the order in which they ran.
-  std::vector<std::vector<Job *>> flow(lanes_.size());
+  std::vector<std::vector<Job *>> new_order(lanes_.size());
   for (Lane &l : lanes_)
-    std::copy_if(l.jobs.begin(), l.jobs.end(), std::back_inserter(flow[static_cast<size_t>(&l - lanes_.data())]),
+    std::copy_if(l.jobs.begin(), l.jobs.end(), std::back_inserter(new_order[static_cast<size_t>(&l - lanes_.data())]),
                  [](const Job *job) { return job->begun; });
   for (Job *job : jobs)
-    if (!job->begun) flow[job->tile->device].push_back(job);
+    if (!job->begun) new_order[job->tile->device].push_back(job);
   std::vector<csd_param> rows(params, params + n_params);
 
   // From here on nothing can fail. Tiles that were already pushed keep using the old rows.
   released_ = true;
-  guessed_ = std::move(params_);
+  guess_params_ = std::move(params_);
   params_ = std::move(rows);
   for (Lane &l : lanes_) {
-    l.jobs = std::move(flow[static_cast<size_t>(&l - lanes_.data())]);
+    l.jobs = std::move(new_order[static_cast<size_t>(&l - lanes_.data())]);
     l.next = 0;
     for (size_t place = 0; place < l.jobs.size(); place++) {
       Job &job = *l.jobs[place];
@@ -214,13 +215,13 @@ void Engine::release(const csd_param *params, uint64_t n_params, const uint32_t 
   reorder_buffers();
   for (Job *job : jobs) {
     if (!job->pushed) job->work.params = params_.data();
-    if (job->early && job->updated) give(*job);
+    if (job->early && job->updated) publish_params(*job);
   }
 }
 
-void Engine::give(Job &job) noexcept {
-  going_on_++;
-  Pool::updates().submit(std::move(job.give));
+void Engine::publish_params(Job &job) noexcept {
+  ops_in_flight_++;
+  Pool::updates().submit(std::move(job.publish));
 }
 
 }  // namespace csd

@@ -68,12 +68,12 @@ HugeMemory &HugeMemory::operator=(HugeMemory &&o) noexcept {
   return *this;
 }
 
-void allow(float *at, uint64_t bytes) {
+void make_accessible(float *at, uint64_t bytes) {
   if (mprotect(at, bytes, PROT_READ | PROT_WRITE) != 0)
     throw Failure{CSD_ENOMEM, "cannot have " + std::to_string(bytes) + " bytes of memory", errno};
 }
 
-void give_back(void *at, uint64_t bytes) { madvise(at, bytes, MADV_DONTNEED); }
+void discard_pages(void *at, uint64_t bytes) { madvise(at, bytes, MADV_DONTNEED); }
 
 float *HugeMemory::release() { return static_cast<float *>(std::exchange(address_, nullptr)); }
 

@@ -7,8 +7,8 @@ namespace csd {
 class HugeMemory {
  public:
   HugeMemory() = default;
-  // `reserved`: only reserves addresses, which must not be touched before allow() or before something else is mapped
-  // over them. They do not count as memory, even on a system that does not overcommit. Throws Failure.
+  // `reserved`: only reserves addresses, which must not be touched before make_accessible() or before something else is
+  // mapped over them. They do not count as memory, even on a system that does not overcommit. Throws Failure.
   explicit HugeMemory(uint64_t bytes, bool reserved = false);
   ~HugeMemory();
   HugeMemory(HugeMemory &&) noexcept;
@@ -23,8 +23,8 @@ class HugeMemory {
   uint64_t bytes_ = 0;
 };
 
-void allow(float *at, uint64_t bytes);  // makes whole reserved pages readable and writable. Throws Failure
+void make_accessible(float *at, uint64_t bytes);  // makes whole reserved pages readable and writable. Throws Failure
 
-void give_back(void *at, uint64_t bytes);  // frees whole pages, which then read as zeros
+void discard_pages(void *at, uint64_t bytes);  // frees whole pages, which then read as zeros
 
 }  // namespace csd

@@ -26,18 +26,18 @@ void Pool::start() {
   add_threads();
 }
 
-void Pool::submit(Task task, bool can_wait) {
+void Pool::submit(Task task, bool low_priority) {
   std::list<Task> one;
   one.push_back(std::move(task));
-  submit(std::move(one), can_wait);
+  submit(std::move(one), low_priority);
 }
 
-void Pool::submit(std::list<Task> tasks, bool can_wait) {
+void Pool::submit(std::list<Task> tasks, bool low_priority) {
   if (tasks.empty()) return;
   std::lock_guard lock(mutex_);
   add_threads();
   for (size_t i = 0; i < tasks.size(); i++) wake_.notify_one();
-  std::list<Task> &to = can_wait ? waiting_ : tasks_;
+  std::list<Task> &to = low_priority ? low_priority_ : tasks_;
   to.splice(to.end(), tasks);
 }
 
@@ -82,7 +82,7 @@ void Pool::work() {
   const FloatMode mode(Subnormals::zero);
   std::unique_lock lock(mutex_);
   for (;;) {
-    wake_.wait(lock, [this] { return !tasks_.empty() || !waiting_.empty() || running_ > wanted_; });
+    wake_.wait(lock, [this] { return !tasks_.empty() || !low_priority_.empty() || running_ > wanted_; });
     if (running_ > wanted_) {
       running_--;
       wake_.notify_one();
@@ -90,7 +90,7 @@ void Pool::work() {
       return;
     }
     std::list<Task> task;
-    std::list<Task> &from = tasks_.empty() ? waiting_ : tasks_;
+    std::list<Task> &from = tasks_.empty() ? low_priority_ : tasks_;
     task.splice(task.end(), from, from.begin());
     lock.unlock();
     task.front()();

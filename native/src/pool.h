@@ -26,10 +26,10 @@ class Pool {
   // Starts the threads. Throws std::system_error if not even one can be created. After that, submit() does not throw
   // for lack of threads.
   void start();
-  // Queues tasks, which run in order of submission; tasks that can wait run after all others. Tasks must not throw.
+  // Queues tasks, which run in order of submission; tasks of low priority run after all others. Tasks must not throw.
   // Once a thread is running, submit() does not throw either.
-  void submit(Task task, bool can_wait = false);
-  void submit(std::list<Task> tasks, bool can_wait = false);
+  void submit(Task task, bool low_priority = false);
+  void submit(std::list<Task> tasks, bool low_priority = false);
   void resize(uint32_t threads);  // from the next task on
   void stop();                    // ends all threads; only when nothing is queued, and not for shared pools
   void grow(uint32_t threads);    // to at least this many
@@ -47,7 +47,7 @@ class Pool {
   void work();
   std::mutex mutex_;
   std::condition_variable wake_, stopped_;
-  std::list<Task> tasks_, waiting_;  // waiting_: tasks that can wait
+  std::list<Task> tasks_, low_priority_;
   const std::optional<cpu_set_t> cpus_;
   uint32_t wanted_, running_ = 0;
 };

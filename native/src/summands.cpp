@@ -14,7 +14,7 @@ namespace csd {
 namespace {
 
 // Number of elements whose sum stays in the first-level cache while one gradient after another is added.
-constexpr uint64_t kAtOnce = 2048;
+constexpr uint64_t kChunk = 2048;
 
 const uint32_t *find_block(const uint32_t *run, uint64_t words, uint64_t block) {
   for (uint64_t at = 0;; block--) {
@@ -61,8 +61,8 @@ void check_summands(const csd_summand *summands, uint64_t n) {
 // Keeps subnormal numbers, as does all other code that adds up gradients.
 void sum_up(const csd_summand *summands, uint64_t n_summands, uint64_t first, uint64_t n, float *sum, int32_t isa) {
   const FloatMode mode(Subnormals::kept);
-  for (uint64_t i = 0; i < n; i += kAtOnce) {
-    const uint64_t some = std::min(kAtOnce, n - i);
+  for (uint64_t i = 0; i < n; i += kChunk) {
+    const uint64_t some = std::min(kChunk, n - i);
     for (const csd_summand *s = summands; s != summands + n_summands; s++) {
       const bool is_first = s == summands;
       if (s->run_words) {

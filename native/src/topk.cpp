@@ -18,7 +18,7 @@ static_assert(kBlockElems % kChunk == 0);
 constexpr uint64_t kSample = 4096;
 
 template <typename T>
-T *grown(std::vector<T> &scratch, uint64_t n) {
+T *ensure_size(std::vector<T> &scratch, uint64_t n) {
   if (scratch.size() < n) scratch.resize(n);
   return scratch.data();
 }
@@ -80,7 +80,7 @@ void select_entries(const Tile &tile, Work &work) {
   work.n_entries = work.selected.size();
 }
 
-[[noreturn]] void malformed(const Tile &tile, uint64_t block, const char *what) {
+[[noreturn]] void throw_malformed(const Tile &tile, uint64_t block, const char *what) {
   throw Failure{CSD_EINVAL, "the entries of tile " + std::to_string(tile.index) + " are malformed: in block " +
                                 std::to_string(block) + ", " + what};
 }
@@ -93,19 +93,19 @@ void check_entries(const Tile &tile, const Work &work) {
                    left = static_cast<uint64_t>(end - at);
     const uint64_t words =
         left ? (uint64_t{*at} + kLanes) / kLanes * kLanes : 1;  // the count and the entries, in whole words
-    if (words > left) malformed(tile, block, "there are more entries than words");
+    if (words > left) throw_malformed(tile, block, "there are more entries than words");
     uint64_t next = 0;  // the smallest index that would be in order
     for (const uint32_t *entry = at + 1; entry != at + 1 + *at; entry++) {
       const uint64_t index = *entry & 0xffff;
-      if (index < next || index >= elems) malformed(tile, block, "an index is out of order or beyond the tile");
+      if (index < next || index >= elems) throw_malformed(tile, block, "an index is out of order or beyond the tile");
       while (piece != last_piece && piece->tile_first + piece->elems <= first + index) piece++;
       if (piece == last_piece || first + index < piece->tile_first || !is_sparse(work.params[piece->param]))
-        malformed(tile, block, "an entry is for no sparse parameter");
+        throw_malformed(tile, block, "an entry is for no sparse parameter");
       next = index + 1;
     }
     at += words;
   }
-  if (at != end) malformed(tile, blocks_of(tile), "which is not there, something follows");
+  if (at != end) throw_malformed(tile, blocks_of(tile), "which is not there, something follows");
 }
 
 }  // namespace
@@ -132,26 +132,26 @@ uint16_t magnitude(uint16_t value, uint32_t dtype) {
 uint64_t select(const Part &part, uint64_t n, uint64_t k, Scratch &scratch, const uint16_t **values_out) {
   const FloatMode mode(Subnormals::kept);
   const auto *values = static_cast<const uint16_t *>(part.grad);
-  if (part.owes() || part.grad_dtype != part.dtype) {
-    round_part(part, n, grown(scratch.values, n));
+  if (part.uses_residual() || part.grad_dtype != part.dtype) {
+    round_part(part, n, ensure_size(scratch.values, n));
     values = scratch.values.data();
   }
   *values_out = values;
   uint16_t least = 1;
   if (n >= 8 * kSample && k < n / 4) {
-    uint16_t *const sample = grown(scratch.magnitudes, kSample);
+    uint16_t *const sample = ensure_size(scratch.magnitudes, kSample);
     for (uint64_t i = 0; i < kSample; i++) sample[i] = magnitude(values[i * n / kSample], part.dtype);
     const double expected = static_cast<double>(k) * kSample / static_cast<double>(n);
     const auto rank = std::min(kSample - 1, static_cast<uint64_t>(expected + 3 * std::sqrt(expected) + 8));
     std::nth_element(sample, sample + rank, sample + kSample, std::greater<>());
     least = std::max(least, sample[rank]);
   }
-  uint32_t *const indices = grown(scratch.indices, n);
+  uint32_t *const indices = ensure_size(scratch.indices, n);
   uint64_t count = collect(values, n, least, indices);
   if (count < k && least > 1) count = collect(values, n, 1, indices);
   if (count <= k) return count;
 
-  uint16_t *const magnitudes = grown(scratch.magnitudes, count);
+  uint16_t *const magnitudes = ensure_size(scratch.magnitudes, count);
   for (uint64_t i = 0; i < count; i++) magnitudes[i] = magnitude(values[indices[i]], part.dtype);
   std::nth_element(magnitudes, magnitudes + k - 1, magnitudes + count, std::greater<>());
   const uint16_t bound = magnitudes[k - 1];
@@ -184,7 +184,7 @@ void feed_back(const Tile &tile, const Work &work) {
   for (const csd_piece *p = tile.pieces; p != tile.pieces + tile.n_pieces; p++) {
     if (!feeds_back(work.params[p->param])) continue;
     const Part part = part_of(*p, tile, work);
-    if (!part.owes()) continue;
+    if (!part.uses_residual()) continue;
     for (uint64_t first = 0; first < p->elems; first += kChunk) {
       const uint64_t n = std::min(kChunk, p->elems - first);
       entries.expand(p->tile_first + first, n, sent);

@@ -29,7 +29,7 @@ struct Part {
   uint32_t seed = 0;   // of the stochastic rounding, for element 0
 
   // Is there a residual to add? If the scale cannot be divided by, the residual is neither used nor changed.
-  bool owes() const { return residual && scale != 0 && std::isfinite(scale) && std::isfinite(1.0f / scale); }
+  bool uses_residual() const { return residual && scale != 0 && std::isfinite(scale) && std::isfinite(1.0f / scale); }
 };
 
 // The vectorised loops (topk_loop.h), in the instruction set in use.

@@ -5,7 +5,7 @@ static inline void owed(const Part &part, uint64_t first, uint64_t n, float *to)
   if (part.grad_dtype == CSD_F16) widen_f16((const uint16_t *)part.grad + first, to, n);
   else if (part.grad_dtype == CSD_BF16) widen_bf16((const uint16_t *)part.grad + first, to, n);
   else memcpy(to, (const float *)part.grad + first, 4 * n);
-  if (!part.owes()) return;
+  if (!part.uses_residual()) return;
   const float inverse = 1.0f / part.scale;
   const uint16_t *const residual = part.residual + first;
   for (uint64_t i = 0; i < n; i++) to[i] = to[i] + bf16_to_f32(residual[i]) * inverse;

@@ -92,7 +92,7 @@ int32_t best_isa() noexcept {
   return CSD_ISA_SCALAR;
 }
 
-std::atomic<int32_t> used_isa{best_isa()};
+std::atomic<int32_t> current_isa{best_isa()};
 
 #if CSD_X86
 #define CSD_IN(isa, call) ((isa) == CSD_ISA_AVX512 ? avx512::call : (isa) == CSD_ISA_AVX2 ? avx2::call : scalar::call)
@@ -127,24 +127,24 @@ void decode(const Codes &codes, uint64_t n, uint32_t param_dtype, float *const *
   CSD_IN(isa, decode(codes, n, param_dtype, states));
 }
 
-void take_checks(const uint16_t *params, uint64_t n, uint32_t *checks) {
-  CSD_IN(used_isa.load(), take_checks(params, n, checks));
+void compute_checks(const uint16_t *params, uint64_t n, uint32_t *checks) {
+  CSD_IN(current_isa.load(), compute_checks(params, n, checks));
 }
 
-void forget_set(const uint16_t *params, uint64_t n, const uint32_t *checks, uint8_t *corrections) {
-  CSD_IN(used_isa.load(), forget_set(params, n, checks, corrections));
+void drop_stale_corrections(const uint16_t *params, uint64_t n, const uint32_t *checks, uint8_t *corrections) {
+  CSD_IN(current_isa.load(), drop_stale_corrections(params, n, checks, corrections));
 }
 
 void round_part(const Part &part, uint64_t n, uint16_t *values) {
-  CSD_IN(used_isa.load(), round_part(part, n, values));
+  CSD_IN(current_isa.load(), round_part(part, n, values));
 }
 
 void feed_back_part(const Part &part, uint64_t first, uint64_t n, const uint16_t *sent) {
-  CSD_IN(used_isa.load(), feed_back_part(part, first, n, sent));
+  CSD_IN(current_isa.load(), feed_back_part(part, first, n, sent));
 }
 
 uint64_t collect(const uint16_t *values, uint64_t n, uint16_t least, uint32_t *indices) {
-  return CSD_IN(used_isa.load(), collect(values, n, least, indices));
+  return CSD_IN(current_isa.load(), collect(values, n, least, indices));
 }
 
 }  // namespace csd

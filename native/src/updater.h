@@ -69,12 +69,12 @@ uint64_t update(const CodedSpan &span, int32_t isa);
 void encode(const float *const *states, uint64_t n, uint32_t param_dtype, const Codes &codes, int32_t isa);
 void decode(const Codes &codes, uint64_t n, uint32_t param_dtype, float *const *states, int32_t isa);
 
-// For 16-bit parameters that are their own section, detect whether the user has set them. take_checks() computes a
-// checksum of each group of 64; forget_set() zeroes the corrections of groups whose checksum has changed.
-void take_checks(const uint16_t *params, uint64_t n, uint32_t *checks);
-void forget_set(const uint16_t *params, uint64_t n, const uint32_t *checks, uint8_t *corrections);
+// For 16-bit parameters that are their own section, detect whether the user has set them. compute_checks() computes a
+// checksum of each group of 64; drop_stale_corrections() zeroes the corrections of groups whose checksum has changed.
+void compute_checks(const uint16_t *params, uint64_t n, uint32_t *checks);
+void drop_stale_corrections(const uint16_t *params, uint64_t n, const uint32_t *checks, uint8_t *corrections);
 
 int32_t best_isa() noexcept;
-extern std::atomic<int32_t> used_isa;
+extern std::atomic<int32_t> current_isa;
 
 }  // namespace csd

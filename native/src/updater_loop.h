@@ -65,7 +65,7 @@ static inline void apply(const Rule &rule, uint64_t n, const float *__restrict g
 }
 
 // A parameter that is not its rounded master was set by the user: it becomes the master.
-static inline void adopt_set(const uint16_t *param, uint32_t dtype, float *master, uint64_t n) {
+static inline void adopt_user_params(const uint16_t *param, uint32_t dtype, float *master, uint64_t n) {
   alignas(64) float wide[kBlock];
   alignas(64) uint16_t rounded[kBlock];
   if (dtype == CSD_F16) narrow_f16(master, rounded, n);
@@ -101,7 +101,7 @@ static uint64_t update_by(const Span &s) {
 
     const auto section = [&s, i](uint32_t k) { return k < sections ? s.state[k] + i : nullptr; };
     float *const master = section(0);
-    if (s.unless_set) adopt_set((const uint16_t *)s.param + i, s.param_dtype, master, n);
+    if (s.unless_set) adopt_user_params((const uint16_t *)s.param + i, s.param_dtype, master, n);
     apply<Rule, sections>(rule, n, grad, master, section(1), section(2), section(3));
 
     if (!s.param) continue;

@@ -93,7 +93,7 @@ void Engine::extend(const csd_extent &e, float **windows) {
   }
   const uint64_t largest = std::max(largest_tile_, layout.bytes());
   const uint64_t largest_section = std::max(largest_section_, 4 * e.tile_elems);
-  std::vector<uint64_t> on_device = tiles_on_device();
+  std::vector<uint64_t> on_device = tiles_per_device();
   for (const uint32_t d : device) on_device[d]++;
   grow_buffers(largest, largest_section, on_device);
 
@@ -104,7 +104,7 @@ void Engine::extend(const csd_extent &e, float **windows) {
     add_tiles(e, layout, device, window);
     for (size_t i = first_tile; !resident && !layout.coded() && i < tiles_.size(); i++)
       if (const Tile &t = tiles_[i]; lanes_[t.device].device->resident())  // files are mapped over the other tiles
-        for (uint32_t s = 0; s < e.sections; s++) allow(t.window[s], t.layout.bytes(s));
+        for (uint32_t s = 0; s < e.sections; s++) make_accessible(t.window[s], t.layout.bytes(s));
   } catch (...) {
     tiles_.resize(first_tile);
     pieces_.resize(extents);
@@ -153,17 +153,17 @@ void Engine::add_tiles(const csd_extent &e, const Layout &layout, const std::vec
     while (piece != end && piece->tile == i) piece++;
     t.n_pieces = static_cast<uint64_t>(piece - t.pieces);
     for (uint32_t s = 0; s < e.sections && !layout.coded(); s++) t.window[s] = window[s] + i * e.tile_elems;
-    show(t, !e.states);
+    map_windows(t, !e.states);
   }
 }
 
-void Engine::show(Tile &t, bool open) {
-  if (open) forget(t);  // a kept buffer would miss writes to the windows
-  const uint32_t before = std::exchange(t.shown, t.slot);
+void Engine::map_windows(Tile &t, bool open) {
+  if (open) drop_cached(t);  // a cached buffer would miss writes to the windows
+  const uint32_t before = std::exchange(t.mapped_slot, t.slot);
   const bool was_open = std::exchange(t.open, open && !t.layout.coded());
   const int error = lanes_[t.device].device->map(t);
   if (error == 0) return;
-  t.shown = before;
+  t.mapped_slot = before;
   t.open = was_open;
   const int32_t device = static_cast<int32_t>(t.device);
   if (error == ENOMEM)
@@ -183,11 +183,11 @@ void Engine::remap(bool open) {
     std::list<Pool::Task> sums = sum_tasks();
     const size_t n = sums.size();
     Pool::updates().submit(std::move(sums));
-    going_on_ += n;
-    settle(lock);
+    ops_in_flight_ += n;
+    wait_ops(lock);
   }
   for (Tile &t : tiles_)
-    if (t.shown != t.slot || t.open != open) show(t, open);
+    if (t.mapped_slot != t.slot || t.open != open) map_windows(t, open);
 }
 
 // The tasks that compute the checksums of tiles that are open and not summed. Nothing was stored since the user wrote
@@ -204,7 +204,7 @@ std::list<Pool::Task> Engine::sum_tasks() {
       sum_tile(t, sections, sum->sums.data());
       std::lock_guard lock(mutex_);
       if (t.writes == writes) t.slots[t.slot] = std::move(*sum);
-      if (--going_on_ == 0) settled_.notify_all();
+      if (--ops_in_flight_ == 0) ops_done_.notify_all();
     });
   }
   return tasks;
@@ -218,7 +218,7 @@ void Engine::edited(const uint32_t *tiles, uint32_t n) {
     Tile &t = tiles_[tiles[i]];
     // A window that was not remapped since the last step shows an outdated slot, so edits to it do not count. But an
     // open window of a tile with one slot always shows the current state.
-    const bool current = t.shown == t.slot;
+    const bool current = t.mapped_slot == t.slot;
     if (t.open && (current || t.n_slots == 1)) {
       t.slots[t.slot].summed = false;
       t.writes++;
@@ -236,12 +236,12 @@ void Engine::read(uint32_t tile, char *states) {
     throw Failure{CSD_EINVAL, "no tile " + std::to_string(tile) + ", or it has codes"};
   wait_writes(lock);
   const Tile &t = tiles_[tile];
-  if (lanes_[t.device].device->resident() || (t.shown == t.slot && (t.open || t.edited))) {
+  if (lanes_[t.device].device->resident() || (t.mapped_slot == t.slot && (t.open || t.edited))) {
     for (uint32_t s = 0; s < t.layout.n(); s++) memcpy(states + t.layout.first(s), t.window[s], t.layout.bytes(s));
     return;
   }
-  if (t.kept) {
-    memcpy(states, t.kept->at, t.layout.bytes());
+  if (t.cached_buffer) {
+    memcpy(states, t.cached_buffer->at, t.layout.bytes());
   } else {
     const HugeMemory slot(t.layout.bytes());  // aligned for direct I/O
     if (const int error = load_now(*lanes_[t.device].device, t, reinterpret_cast<char *>(slot.floats())))
@@ -261,7 +261,7 @@ void Engine::read(uint32_t tile, char *states) {
 // Returns the tile's current slot, from the buffer that keeps it or read from the device; null if the tile is resident.
 const char *Engine::codes_of(Tile &t) {
   if (t.codes) return nullptr;
-  if (t.kept) return reinterpret_cast<const char *>(t.kept->at);
+  if (t.cached_buffer) return reinterpret_cast<const char *>(t.cached_buffer->at);
   auto *const at = reinterpret_cast<char *>(decoded_.slot.floats());
   if (decoded_.tile == &t) return at;
   decoded_ = {nullptr, HugeMemory(t.layout.bytes())};
@@ -286,7 +286,7 @@ void Engine::decode(uint32_t tile, uint64_t first, uint64_t n, const void *param
   t.find_sections(slot, sections);
   const FloatMode mode(Subnormals::zero);
   if (param) return decode_in_param(t, sections, first, n, static_cast<const char *>(param), states);
-  csd::decode(codes_at(t.layout, sections, first), n, t.param_dtype, states, used_isa.load());
+  csd::decode(codes_at(t.layout, sections, first), n, t.param_dtype, states, current_isa.load());
 }
 
 // Decodes a parameter that is its own section, with the value that the next step will find, and without reading beyond
@@ -306,12 +306,12 @@ void Engine::decode_in_param(const Tile &t, char *const *sections, uint64_t firs
     if (codes.correction) {
       memset(corrections, 0, sizeof corrections);
       memcpy(corrections, codes.correction, some);
-      forget_set(reinterpret_cast<const uint16_t *>(params), some, t.checks + group, corrections);
+      drop_stale_corrections(reinterpret_cast<const uint16_t *>(params), some, t.checks + group, corrections);
       codes.correction = corrections;
     }
     float *wanted[4] = {};
     for (uint32_t s = 0; s < 4; s++) wanted[s] = states[s] ? states[s] + i : nullptr;
-    csd::decode(codes, some, t.param_dtype, wanted, used_isa.load());
+    csd::decode(codes, some, t.param_dtype, wanted, current_isa.load());
   }
 }
 

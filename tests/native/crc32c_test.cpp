@@ -37,12 +37,12 @@ struct Copy {
   Copy(const Copy &) = delete;
 };
 
-void check(const csd::Crc32cWay &way, uint32_t c, const uint8_t *p, uint64_t n, uint64_t alignment, uint64_t cut,
-           uint32_t expected) {
+void check(const csd::Crc32cVariant &variant, uint32_t c, const uint8_t *p, uint64_t n, uint64_t alignment,
+           uint64_t cut, uint32_t expected) {
   const Copy copy(p, n, alignment);
-  const uint32_t found = way.run(way.run(c, copy.bytes, cut), copy.bytes + cut, n - cut);
+  const uint32_t found = variant.run(variant.run(c, copy.bytes, cut), copy.bytes + cut, n - cut);
   if (found == expected) return;
-  fprintf(stderr, "%s: %zu bytes at %zu, cut at %zu: %08x instead of %08x\n", way.name, static_cast<size_t>(n),
+  fprintf(stderr, "%s: %zu bytes at %zu, cut at %zu: %08x instead of %08x\n", variant.name, static_cast<size_t>(n),
           static_cast<size_t>(alignment), static_cast<size_t>(cut), found, expected);
   exit(1);
 }
@@ -61,19 +61,20 @@ int main() {
   const char *const digits = "123456789";
   if (~defined(kFrom, reinterpret_cast<const uint8_t *>(digits), 9).back() != 0xe3069283) abort();
 
-  for (const csd::Crc32cWay &way : csd::crc32c_ways()) {
+  for (const csd::Crc32cVariant &variant : csd::crc32c_variants()) {
     for (uint64_t n = 0; n <= kLengths; n++)
       for (uint64_t alignment = 0; alignment < 64; alignment++)
-        check(way, kFrom, data.data(), n, alignment, 0, expected[n]);
-    for (uint64_t cut = 0; cut <= kLengths; cut++) check(way, kOther, data.data(), kLengths, 0, cut, other[kLengths]);
+        check(variant, kFrom, data.data(), n, alignment, 0, expected[n]);
+    for (uint64_t cut = 0; cut <= kLengths; cut++)
+      check(variant, kOther, data.data(), kLengths, 0, cut, other[kLengths]);
     for (uint64_t n = 0; n <= 300; n++)
-      for (uint64_t cut = 0; cut <= n; cut++) check(way, kFrom, data.data(), n, 0, cut, expected[n]);
+      for (uint64_t cut = 0; cut <= n; cut++) check(variant, kFrom, data.data(), n, 0, cut, expected[n]);
     // Whole blocks of every implementation, with any remainder and any cut.
     for (int i = 0; i < 2000; i++) {
       const uint64_t n = i < 20 ? kBytes - static_cast<uint64_t>(i) : random() % (kBytes + 1);
-      check(way, kOther, data.data(), n, random() % 64, random() % (n + 1), other[n]);
+      check(variant, kOther, data.data(), n, random() % 64, random() % (n + 1), other[n]);
     }
-    printf("%s, ", way.name);
+    printf("%s, ", variant.name);
   }
   printf("crc32c as defined\n");
 }

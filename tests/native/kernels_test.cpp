@@ -132,14 +132,14 @@ void check_coded_kernel() {
     expected.peak_exponent[group] = (uint8_t)peak_exponent;
     for (uint32_t i = 0; i < kGroup; i++) {
       const uint32_t e = kFirst + first + i;
-      const Chance chance = chance_of(mix_bits(kKey + first + i));
-      const SplitMaster split = encode_master(states[i][0], chance, false);
-      const uint32_t root = encode_root(sqrtf(states[i][2]), exponent, chance.root);
+      const RoundingBits rounding = stochastic_rounding_bits(mix_bits(kKey + first + i));
+      const SplitMaster split = encode_master(states[i][0], rounding, false);
+      const uint32_t root = encode_root(sqrtf(states[i][2]), exponent, rounding.root);
       expected.param[e] = (uint16_t)split.param;
       expected.correction[e] = (uint8_t)split.correction;
       expected.root[e] = (uint8_t)root;
-      expected.ratio[e] = (uint8_t)encode_ratio(states[i][1], decode_root(root, exponent), root, chance.ratio);
-      expected.peak[e] = (uint8_t)encode_root(sqrtf(states[i][3]), peak_exponent, nearest().root);
+      expected.ratio[e] = (uint8_t)encode_ratio(states[i][1], decode_root(root, exponent), root, rounding.ratio);
+      expected.peak[e] = (uint8_t)encode_root(sqrtf(states[i][3]), peak_exponent, round_to_nearest_bits().root);
     }
   }
 

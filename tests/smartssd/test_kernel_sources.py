@@ -94,11 +94,11 @@ extern "C" void lane(const csd_hyper *h, const uint16_t *grad, const uint32_t *c
 """,
     "encode": """
 extern "C" void lane(const float *in, const uint32_t *group, uint32_t *code) {
-  const Chance chance = chance_of(mix_bits(group[0]));
-  code[0] = encode_root(in[0], group[1], chance.root);
-  code[1] = encode_ratio(in[1], decode_root(code[0], group[1]), code[0], chance.ratio);
-  code[2] = encode_root(in[2], group[2], nearest().root);
-  const SplitMaster split = encode_master(in[3], chance, group[3]);
+  const RoundingBits rounding = stochastic_rounding_bits(mix_bits(group[0]));
+  code[0] = encode_root(in[0], group[1], rounding.root);
+  code[1] = encode_ratio(in[1], decode_root(code[0], group[1]), code[0], rounding.ratio);
+  code[2] = encode_root(in[2], group[2], round_to_nearest_bits().root);
+  const SplitMaster split = encode_master(in[3], rounding, group[3]);
   code[3] = split.param, code[4] = split.correction;
 }
 """,
