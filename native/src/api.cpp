@@ -67,7 +67,7 @@ static_assert(noexcept(std::declval<const csd::Card &>().has_p2p()) && noexcept(
                   noexcept(std::declval<const csd::Engine &>().undone(nullptr, nullptr, 0)) &&
                   noexcept(std::declval<csd::Engine &>().events(nullptr, 0)) &&
                   noexcept(std::declval<csd::Engine &>().hold_bytes(0)),
-              "the API calls these without guarded()");
+              "called without guarded(), so these must not throw");
 
 }  // namespace
 
@@ -292,7 +292,7 @@ int csd_topk_select(const void *grad, int32_t grad_dtype, uint64_t n, const uint
   return guarded(error, [&] {
     if (grad_dtype < CSD_F32 || grad_dtype > CSD_BF16 || (dtype != CSD_F16 && dtype != CSD_BF16) || k > n ||
         n > UINT32_MAX)
-      throw csd::Failure{CSD_EINVAL, "no such dtype, or more to select than there is"};
+      throw csd::Failure{CSD_EINVAL, "no such dtype, or more elements to select than there are"};
     thread_local csd::Scratch scratch;
     const uint16_t *from;
     const csd::Part part{grad, static_cast<uint32_t>(grad_dtype), const_cast<uint16_t *>(residual), scale,

@@ -72,7 +72,8 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_hyper *
     else if (params[i].grad && params[i].n_summands) {
       check_summands(params[i].summands, params[i].n_summands);
       if (params[i].grad_dtype != CSD_F32 || params[i].topk != 0)
-        throw Failure{CSD_EINVAL, "parameter " + std::to_string(i) + " is summed, which is in fp32 and without Top-K"};
+        throw Failure{CSD_EINVAL,
+                      "parameter " + std::to_string(i) + " is summed, which needs fp32 gradients without Top-K"};
     }
   std::vector<bool> named(tiles_.size());
   for (uint32_t i = 0; i < n_tiles; i++) {
@@ -177,7 +178,8 @@ bool Engine::is_new(const Tile &t, const csd_param *params) const {
   if (std::none_of(t.pieces, end, is_new_piece)) return false;
   if (!std::all_of(t.pieces, end, is_new_piece) || t.edited || lanes_[t.device].device->resident())
     throw Failure{CSD_EINVAL, "tile " + std::to_string(t.index) +
-                                  " cannot begin with its parameters: it has more than new ones, or is in memory"};
+                                  " cannot begin with its parameters: not all of them are new, its states were edited, "
+                                  "or its device keeps no second copy"};
   return true;
 }
 
@@ -299,11 +301,13 @@ Engine::Job &Engine::job_to_push(uint32_t tile) {
 void Engine::push(uint32_t tile, const void *grad, void *param, const uint32_t *entries, uint64_t n_entries) {
   Lock lock(mutex_);
   Job *const job = &job_to_push(tile);
-  if (is_guess_ && !released_ && !grad)
-    throw Failure{CSD_ESTATE, "the step is a guess: only its release makes it one to push to"};
-  if (!grad != !param) throw Failure{CSD_EINVAL, "tile " + std::to_string(tile) + " has half an image"};
+  if (is_guess_ && !released_ && !grad) throw Failure{CSD_ESTATE, "the step is a guess: release it before you push"};
+  if (!grad != !param)
+    throw Failure{CSD_EINVAL,
+                  "tile " + std::to_string(tile) + " has an image of gradients or of parameters, but not both"};
   if (!job->work.states && n_given_pieces(*job->tile, params_.data()))
-    throw Failure{CSD_EINVAL, "tile " + std::to_string(tile) + " has states that are to be given, and were not"};
+    throw Failure{CSD_EINVAL, "tile " + std::to_string(tile) +
+                                  " has CSD_GIVEN parameters: supply their states first, with csd_engine_give"};
   const bool sparse = std::any_of(job->tile->pieces, job->tile->pieces + job->tile->n_pieces,
                                   [this](const csd_piece &p) { return is_sparse(params_[p.param]); });
   if (!entries == (grad && sparse))
@@ -315,8 +319,7 @@ void Engine::push(uint32_t tile, const void *grad, void *param, const uint32_t *
     throw Failure{CSD_EINVAL, "tile " + std::to_string(tile) + " has parameters in an image, and no image"};
   if (grad && std::any_of(job->tile->pieces, job->tile->pieces + job->tile->n_pieces,
                           [this](const csd_piece &p) { return params_[p.param].n_summands; }))
-    throw Failure{CSD_EINVAL,
-                  "tile " + std::to_string(tile) + " has summed gradients, and no place for them in an image"};
+    throw Failure{CSD_EINVAL, "tile " + std::to_string(tile) + " has summed gradients, which cannot lie in an image"};
   if (order_ == CSD_AS_PUSHED) lane(*job).pushed.push_back(job);
   job->work.grad_image = grad;
   job->work.param_image = param;
@@ -330,7 +333,8 @@ void Engine::supply_states(uint32_t tile, const void *states) {
   Lock lock(mutex_);
   Job &job = job_to_push(tile);
   if (!states || !n_given_pieces(*job.tile, params_.data()))
-    throw Failure{CSD_EINVAL, "tile " + std::to_string(tile) + " has no states that are given"};
+    throw Failure{CSD_EINVAL,
+                  "tile " + std::to_string(tile) + " has no CSD_GIVEN parameters, or no states were supplied"};
   job.work.states = static_cast<const char *>(states);
 }
 
@@ -338,15 +342,14 @@ void Engine::push_grads(uint32_t tile, const void *const *grads) {
   Lock lock(mutex_);
   Job &job = job_to_push(tile);
   const Tile &t = *job.tile;
-  if (is_guess_ && !released_)
-    throw Failure{CSD_ESTATE, "the step is a guess: only its release makes it one to push to"};
+  if (is_guess_ && !released_) throw Failure{CSD_ESTATE, "the step is a guess: release it before you push"};
   for (uint64_t i = 0; i < t.n_pieces; i++)
     if (const csd_param &row = params_[t.pieces[i].param];
         is_sparse(row) || row.n_summands || row.in_image || row.master == CSD_GIVEN || (grads[i] && !row.grad))
       throw Failure{
           CSD_EINVAL,
           "parameter " + std::to_string(t.pieces[i].param) +
-              " has Top-K, is summed, is given, lies in an image, or has a gradient here and none in the step"};
+              " has Top-K, is summed, is CSD_GIVEN, lies in an image, or has a gradient here and none in the step"};
   job.grads.assign(grads, grads + t.n_pieces);
   if (order_ == CSD_AS_PUSHED) lane(job).pushed.push_back(&job);
   job.work.grads = job.grads.data();
@@ -467,7 +470,7 @@ uint32_t Engine::pull() {
   if (phase_ != Phase::stepping) throw Failure{CSD_ESTATE, "no step is under way"};
   progress_.wait(lock, [this] { return n_pulled_ < to_pull_.size() || failed_ || n_images_pending_ == 0; });
   if (failed_) throw failure_;
-  if (n_pulled_ == to_pull_.size()) throw Failure{CSD_ESTATE, "no tile is out"};
+  if (n_pulled_ == to_pull_.size()) throw Failure{CSD_ESTATE, "no tile is left to be pulled"};
   return to_pull_[n_pulled_++];
 }
 
@@ -481,7 +484,7 @@ bool Engine::params_ready(const uint32_t *tiles, uint32_t n, bool wait) {
       throw Failure{CSD_EINVAL, "tile " + std::to_string(tiles[i]) + " is not part of this step, or was not pushed"};
     if (wait && job->early && !released_)
       throw Failure{CSD_ESTATE,
-                    "tile " + std::to_string(tiles[i]) + " is part of a guess: nobody knows when it is released"};
+                    "tile " + std::to_string(tiles[i]) + " is part of a guess: wait for it only after the release"};
     // A thread that wakes up late may find the next step under way and this job gone, so check the outcome first.
     if (wait) progress_.wait(lock, [&] { return *outcome != Outcome::open || job->params_ready || failed_; });
     if (*outcome == Outcome::kept) return true;
@@ -521,8 +524,9 @@ void Engine::finish(bool keep) {
     return;
   }
   const bool broken = failed_;
-  if (!broken) failure_ = {CSD_ESTATE, "it is undone"};  // seen by threads that wait
-  failed_ = true;                                        // no new operation starts
+  // For threads that wait. Short enough to lie in the string itself: no allocation can fail here.
+  if (!broken) failure_ = {CSD_ESTATE, "it was undone"};
+  failed_ = true;  // no new operation starts
   wait_ops(lock);
   const bool undone = undo();
   phase_ = Phase::idle;
@@ -556,10 +560,11 @@ std::list<Pool::Task> Engine::feed_back_tasks() {
 void Engine::take_back() {
   Lock lock(mutex_);
   if (phase_ != Phase::idle || !outcome_ || *outcome_ != Outcome::kept)
-    throw Failure{CSD_ESTATE, "there is no step to be taken back"};
+    throw Failure{CSD_ESTATE, "there is no complete step to take back"};
   for (const Job &job : jobs_)
     if (job.tile->n_slots == 1 || lane(job).device->resident() || job.work.is_new || job.work.from_windows)
-      throw Failure{CSD_EINVAL, "tile " + std::to_string(job.tile->index) + " cannot go back to what it was"};
+      throw Failure{CSD_EINVAL,
+                    "tile " + std::to_string(job.tile->index) + " cannot be restored to its state before the step"};
   wait_ops(lock);
   undo();
   decoded_ = {};

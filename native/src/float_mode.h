@@ -24,7 +24,7 @@ class FloatMode {  // for the lifetime of this object, in this thread
 #elif defined(__aarch64__)
     set(subnormals == Subnormals::zero ? 1u << 24 : 0);  // FZ: both
 #else
-#error "say here how this CPU takes subnormal numbers for zero"
+#error "add the mode in which this CPU treats subnormal numbers as zero"
 #endif
   }
   ~FloatMode() { set(before_); }

@@ -61,17 +61,19 @@ void Engine::push_early(uint32_t tile, const void *const *grads, void *staging) 
   Lock lock(mutex_);
   Job &job = job_to_push(tile);
   const Tile &t = *job.tile;
-  if (released_) throw Failure{CSD_ESTATE, "the step is released: push " + std::to_string(tile) + " as always"};
+  if (released_)
+    throw Failure{CSD_ESTATE, "the step is released: push tile " + std::to_string(tile) + " with csd_engine_push"};
   if (t.n_slots == 1 || lane(job).device->resident() || job.work.is_new)
-    throw Failure{CSD_EINVAL, "tile " + std::to_string(tile) + " is new, or could not be undone"};
+    throw Failure{CSD_EINVAL,
+                  "tile " + std::to_string(tile) + " cannot be pushed early: it is new, or could not be undone"};
   if (!staging) throw Failure{CSD_EINVAL, "no memory to hold tile " + std::to_string(tile)};
   for (uint64_t i = 0; i < t.n_pieces; i++)
     if (const csd_param &row = params_[t.pieces[i].param]; is_sparse(row) || row.n_summands || row.in_image ||
                                                            row.master == CSD_GIVEN || !grads[i] != !row.grad ||
                                                            (row.grad && !row.param))
-      throw Failure{CSD_EINVAL,
-                    "parameter " + std::to_string(t.pieces[i].param) +
-                        " has Top-K, is summed, is given, has a gradient here and none in the step, or nowhere to be"};
+      throw Failure{CSD_EINVAL, "parameter " + std::to_string(t.pieces[i].param) +
+                                    " has Top-K, is summed, is CSD_GIVEN, lies in an image, has no address, or has a "
+                                    "gradient either here or in the step, but not in both"};
   // Everything that can fail comes first.
   std::list<Pool::Task> copies, publish;
   copies.push_back(

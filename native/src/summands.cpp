@@ -54,7 +54,8 @@ void check_summands(const csd_summand *summands, uint64_t n) {
     const csd_summand &s = summands[i];
     const bool sparse = s.run_words != 0;
     if (!s.values || s.dtype > CSD_BF16 || (sparse && (s.dtype == CSD_F32 || s.run_elems == 0)))
-      throw Failure{CSD_EINVAL, "gradient " + std::to_string(i) + " of a sum has no values, or a dtype that it cannot"};
+      throw Failure{CSD_EINVAL,
+                    "gradient " + std::to_string(i) + " of a sum has no values, or a dtype that cannot be summed"};
   }
 }
 

@@ -105,7 +105,7 @@ void check_entries(const Tile &tile, const Work &work) {
     }
     at += words;
   }
-  if (at != end) throw_malformed(tile, blocks_of(tile), "which is not there, something follows");
+  if (at != end) throw_malformed(tile, blocks_of(tile) - 1, "the last one, there are more words than entries");
 }
 
 }  // namespace

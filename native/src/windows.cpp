@@ -27,7 +27,7 @@ void Engine::extend(const csd_extent &e, float **windows) {
   if (e.codec > CSD_8BIT ||
       (e.codec == CSD_8BIT && (e.tile_elems % 4096 || e.sections < 3 || e.param_dtype > CSD_BF16)))
     throw Failure{CSD_EINVAL,
-                  "a tile of codes has a multiple of 4096 elements, 3 or 4 states, and parameters of a dtype"};
+                  "a tile of codes has a multiple of 4096 elements, 3 or 4 states, and parameters of a known dtype"};
   if (e.sum_elems == 0 || e.sum_elems % 1024)
     throw Failure{CSD_EINVAL, "a checksum covers a multiple of 1024 elements of a section"};
   if (e.tile_elems > kMostTileElems || e.n_tiles > kMostElems / e.tile_elems)
@@ -45,7 +45,7 @@ void Engine::extend(const csd_extent &e, float **windows) {
   if (e.states && !e.sums) throw Failure{CSD_EINVAL, "tiles of a store come with their checksums"};
   for (uint32_t i = 0; e.states && i < e.n_tiles; i++)
     if (e.states[i].slot >= e.slots)
-      throw Failure{CSD_EINVAL, "tile " + std::to_string(i) + " is in a slot that there is not"};
+      throw Failure{CSD_EINVAL, "tile " + std::to_string(i) + " names a slot that does not exist"};
   for (uint64_t i = 0; i < e.n_pieces; i++) {
     const csd_piece &p = e.pieces[i];
     const bool in_order =
@@ -54,13 +54,14 @@ void Engine::extend(const csd_extent &e, float **windows) {
     const bool whole_groups = e.codec == CSD_FP32 || (p.tile_first % 64 == 0 && p.param_first % 64 == 0);
     if (p.tile >= e.n_tiles || p.tile_first > e.tile_elems || p.elems > e.tile_elems - p.tile_first || !in_order ||
         !whole_groups)
-      throw Failure{CSD_EINVAL, "piece " + std::to_string(i) + " is out of its tile or out of order"};
+      throw Failure{CSD_EINVAL, "piece " + std::to_string(i) +
+                                    " is not within its tile, out of order, or does not begin with a group"};
   }
   std::vector<uint32_t> device(e.n_tiles);
   for (uint32_t i = 0; i < e.n_tiles; i++) {
     device[i] = e.devices ? e.devices[i] : i % static_cast<uint32_t>(lanes_.size());
     if (device[i] >= lanes_.size())
-      throw Failure{CSD_EINVAL, "tile " + std::to_string(i) + " is on a device that there is not"};
+      throw Failure{CSD_EINVAL, "tile " + std::to_string(i) + " names a device that does not exist"};
     const Device &on = *lanes_[device[i]].device;
     if (!on.has_codec(e.codec, std::min(e.sum_elems, e.tile_elems)))
       throw Failure{CSD_EINVAL,

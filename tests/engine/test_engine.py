@@ -126,7 +126,7 @@ def pieces(*rows):
         ({"sum_elems": 1000}, "checksum"),
         ({"sections": 0}, "sections"),
         ({"sections": 5}, "sections"),
-        ({"devices": np.array([0, 1], np.uint32)}, "tile 1 is on a device"),
+        ({"devices": np.array([0, 1], np.uint32)}, "tile 1 names a device"),
         ({"pieces": pieces((0, 2, 0, 0, 8))}, "piece 0"),  # no such tile
         ({"pieces": pieces((0, 0, 0, 1020, 8))}, "piece 0"),  # beyond the tile's end
         ({"pieces": pieces((0, 0, 0, 2**64 - 4, 8))}, "piece 0"),  # beyond the tile's end, by a sum that overflows
@@ -179,15 +179,15 @@ def test_sums_that_cannot_be_are_refused(file):
         return rows
 
     for rows, message in [
-        (table("runs"), "a dtype that it cannot"),
-        (table("dense", topk=0.1, topk_dtype=1), "summed, which is in fp32 and without Top-K"),
-        (table("dense", grad_dtype=1), "summed, which is in fp32"),
+        (table("runs"), "a dtype that cannot be summed"),
+        (table("dense", topk=0.1, topk_dtype=1), "summed, which needs fp32 gradients without Top-K"),
+        (table("dense", grad_dtype=1), "summed, which needs fp32"),
     ]:
         with pytest.raises(CSDValueError, match=message):
             file.begin(params=rows)
     image = torch.zeros(4096)
     file.begin(params=table("dense"))
-    with pytest.raises(CSDValueError, match="summed gradients, and no place for them"):
+    with pytest.raises(CSDValueError, match="summed gradients, which cannot lie in an image"):
         file.engine.push(0, image.data_ptr(), image.data_ptr())
     with pytest.raises(CSDValueError, match="is summed"):
         file.engine.push_grads(0, [file.grads[0].data_ptr()] * len(file.engine.pieces_of(0)))
@@ -208,11 +208,11 @@ def test_calls_out_of_order(driven):
     for call in (driven.begin, driven.engine.remap, lambda: driven.engine.extend([5], STATES)):
         with pytest.raises(CSDRuntimeError, match="under way"):
             call()
-    with pytest.raises(CSDRuntimeError, match="no tile is out"):
+    with pytest.raises(CSDRuntimeError, match="no tile is left to be pulled"):
         driven.engine.pull()
     with pytest.raises(CSDValueError, match="tile 0 is not part"):
         driven.engine.push(0)
-    with pytest.raises(CSDValueError, match="half an image"):
+    with pytest.raises(CSDValueError, match="but not both"):
         driven.engine.push(1, grad=driven.grads[0].data_ptr())
     with pytest.raises(CSDValueError, match="tile 999"):
         driven.engine.push(999)

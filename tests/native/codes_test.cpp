@@ -99,7 +99,7 @@ struct Model {
   uint64_t bytes() const { return dtype == CSD_F32 ? 4 : 2; }
 
   Model(const std::vector<csd_device> &devices, uint32_t of_dtype, uint32_t n_states,
-        const csd_tile_state *held = nullptr, const uint32_t *sums = nullptr)
+        const csd_tile_state *initial_states = nullptr, const uint32_t *sums = nullptr)
       : dtype(of_dtype), states(n_states) {
     if (states == 4) hyper.rule = CSD_AMSGRAD;
     uint64_t at = 0;
@@ -117,12 +117,12 @@ struct Model {
     for (uint32_t t = 0; t < kTiles; t++) tiles.push_back(t);
     OK(csd_engine_create(devices.data(), static_cast<uint32_t>(devices.size()), &engine, &error));
     const std::vector<uint64_t> offsets(devices.size());
-    csd_extent extent{kTile,         static_cast<uint32_t>(kTiles),
-                      states,        2,
-                      held,          kSumElems,
-                      sums,          offsets.data(),
-                      pieces.data(), pieces.size(),
-                      nullptr,       CSD_8BIT,
+    csd_extent extent{kTile,          static_cast<uint32_t>(kTiles),
+                      states,         2,
+                      initial_states, kSumElems,
+                      sums,           offsets.data(),
+                      pieces.data(),  pieces.size(),
+                      nullptr,        CSD_8BIT,
                       dtype};
     float *windows[4] = {};
     OK(csd_engine_extend(engine, &extent, windows, &error));
@@ -208,13 +208,13 @@ struct Model {
             from.push_back(table[p.param].grad && !right ? params[p.param].data() : table[p.param].grad);
         if (early >> tile & 1) OK(csd_engine_push_early(engine, tile, from.data(), holds.back().data(), &error));
       }
-      int32_t told = 0;
-      OK(csd_engine_unchanged(engine, table.data(), kN, &told, &error));
-      CHECK(told == (right || !early));
+      int32_t unchanged = 0;
+      OK(csd_engine_unchanged(engine, table.data(), kN, &unchanged, &error));
+      CHECK(unchanged == (right || !early));
       if (right && early & 1) {
         params[0][5] ^= 1;
-        OK(csd_engine_unchanged(engine, table.data(), kN, &told, &error));
-        CHECK(!told);
+        OK(csd_engine_unchanged(engine, table.data(), kN, &unchanged, &error));
+        CHECK(!unchanged);
         params[0][5] ^= 1;
       }
       CHECK(params == before);
@@ -476,7 +476,7 @@ void damaged() {
   }
 }
 
-void gone_on_with() {
+void resumed_store() {
   const File a;
   auto first = std::make_unique<Pair>(std::vector<csd_device>{file(a)}, CSD_BF16, 4);
   first->first_step(false);
@@ -536,7 +536,7 @@ int main() {
   undone();
   edited();
   damaged();
-  gone_on_with();
+  resumed_store();
   refused();
   puts("tiles of codes are what one array is");
   return 0;

@@ -46,13 +46,13 @@ void *allocate(size_t bytes, size_t alignment) {
 }  // namespace
 
 // Not inlined, because the compiler would not recognise that these operators belong together.
-#define APART __attribute__((noinline))
-APART void *operator new(size_t bytes) { return allocate(bytes, 16); }
-APART void *operator new[](size_t bytes) { return allocate(bytes, 16); }
-APART void operator delete(void *p) noexcept { free(p); }
-APART void operator delete[](void *p) noexcept { free(p); }
-APART void operator delete(void *p, size_t) noexcept { free(p); }
-APART void operator delete[](void *p, size_t) noexcept { free(p); }
+#define NOINLINE __attribute__((noinline))
+NOINLINE void *operator new(size_t bytes) { return allocate(bytes, 16); }
+NOINLINE void *operator new[](size_t bytes) { return allocate(bytes, 16); }
+NOINLINE void operator delete(void *p) noexcept { free(p); }
+NOINLINE void operator delete[](void *p) noexcept { free(p); }
+NOINLINE void operator delete(void *p, size_t) noexcept { free(p); }
+NOINLINE void operator delete[](void *p, size_t) noexcept { free(p); }
 
 namespace {
 
@@ -97,14 +97,15 @@ struct Model {
   csd_hyper hyper{CSD_ADAMW, {0.999f, 0.9f, 0.1f, 0.999f, 0.001f, 0.01f, 1.0f, 1e-8f, 1.0f}};
 
   Model(std::vector<csd_device> d, uint32_t n_sections = 3, uint32_t of_dtype = CSD_F32, uint32_t n_slots = 2,
-        const csd_tile_state *held = nullptr, const uint32_t *held_sums = nullptr, uint32_t of_tiles = kTiles)
+        const csd_tile_state *initial_states = nullptr, const uint32_t *initial_sums = nullptr,
+        uint32_t of_tiles = kTiles)
       : devices(std::move(d)),
         sections(n_sections),
         dtype(of_dtype),
         slots(n_slots),
         n_tiles(of_tiles),
-        states(held),
-        sums(held_sums) {
+        states(initial_states),
+        sums(initial_sums) {
     if (sections == 4) hyper.rule = CSD_AMSGRAD;
     if (sections < 3) hyper.rule = sections == 2 ? kHeavy : kPlain, hyper.c[0] = 0.01f, hyper.c[1] = 0.9f;
     OK(csd_engine_create(devices.data(), static_cast<uint32_t>(devices.size()), &engine, &error));
@@ -121,8 +122,8 @@ struct Model {
   // Adds an extent. Each parameter has two tiles of its own, which it does not fill.
   void extend() {
     prepare();
-    OK(join());
-    joined();
+    OK(try_extend());
+    after_extend();
   }
 
   void prepare() {
@@ -139,13 +140,13 @@ struct Model {
     offsets.assign(devices.size(), first ? static_cast<uint64_t>(File::kExtent) : 0);
   }
 
-  int join() {
+  int try_extend() {
     const csd_extent extent{kTile,     n_tiles, sections,       slots,         states,
                             kSumElems, sums,    offsets.data(), pieces.data(), pieces.size()};
     return csd_engine_extend(engine, &extent, got, &error);
   }
 
-  void joined() {
+  void after_extend() {
     windows.insert(windows.end(), got, got + sections);
     table.clear();
     for (size_t i = 0; i < params.size(); i++)
@@ -195,9 +196,9 @@ struct Model {
   }
 
   int unchanged() {
-    int32_t told = 0;
-    OK(csd_engine_unchanged(engine, table.data(), table.size(), &told, &error));
-    return told;
+    int32_t same = 0;
+    OK(csd_engine_unchanged(engine, table.data(), table.size(), &same, &error));
+    return same;
   }
 
   int release(const std::vector<uint32_t> &order) {
@@ -677,7 +678,7 @@ void as_pushed() {
       // Calls outside of a step.
       const void *const grad = m.grads[0].data();
       const uint32_t none = 0, beyond = 99;
-      int32_t told;
+      int32_t ready;
       CHECK(csd_engine_push_grads(m.engine, 0, &grad, &m.error) == CSD_ESTATE);
       CHECK(csd_engine_drop_grads(m.engine, &none, 1, &m.error) == CSD_ESTATE);
       // A gradient can be dropped before its tiles are pushed, but not afterwards.
@@ -686,7 +687,7 @@ void as_pushed() {
       OK(m.push(0, m.tiles.size()));
       CHECK(csd_engine_drop_grads(m.engine, &none, 1, &m.error) == CSD_EINVAL);
       CHECK(csd_engine_drop_grads(m.engine, &beyond, 1, &m.error) == CSD_EINVAL);
-      OK(csd_engine_params_ready(m.engine, m.tiles.data(), kTiles, 1, &told, &m.error));
+      OK(csd_engine_params_ready(m.engine, m.tiles.data(), kTiles, 1, &ready, &m.error));
       CHECK(m.params[0] == same.params[0] && m.params[1] != same.params[1]);
       OK(csd_engine_finish(m.engine, 0, &m.error));
       m.params = same.params;
@@ -735,14 +736,14 @@ void guesses_gone_wrong() {
     CHECK(m.params == before && m.state() == state);
     CHECK(csd_engine_undone(m.engine, nullptr, nullptr, 0) == 0);
   };
-  int32_t told;
+  int32_t answer;
   const void *grad = m.table[0].grad;
   std::vector<char> hold(8 * kTile);
   const auto early = [&](uint32_t tile, const void *from, void *at) {
     return csd_engine_push_early(m.engine, tile, &from, at, &m.error);
   };
   CHECK(csd_engine_hold_bytes(m.engine, 0) == 0 && early(0, grad, hold.data()) == CSD_ESTATE);
-  CHECK(csd_engine_unchanged(m.engine, m.table.data(), m.table.size(), &told, &m.error) == CSD_ESTATE);
+  CHECK(csd_engine_unchanged(m.engine, m.table.data(), m.table.size(), &answer, &m.error) == CSD_ESTATE);
   CHECK(m.release(m.tiles) == CSD_ESTATE);
 
   OK(m.begin_guess());
@@ -750,8 +751,8 @@ void guesses_gone_wrong() {
   CHECK(early(0, nullptr, hold.data()) == CSD_EINVAL && early(0, grad, nullptr) == CSD_EINVAL);
   OK(m.push_early(0, 3));
   CHECK(early(0, grad, hold.data()) == CSD_EINVAL && m.push(0, 1) == CSD_EINVAL && m.push(5, 6) == CSD_ESTATE);
-  OK(csd_engine_params_ready(m.engine, m.tiles.data(), 1, 0, &told, &m.error));
-  CHECK(!told && csd_engine_params_ready(m.engine, m.tiles.data(), 1, 1, &told, &m.error) == CSD_ESTATE);
+  OK(csd_engine_params_ready(m.engine, m.tiles.data(), 1, 0, &answer, &m.error));
+  CHECK(!answer && csd_engine_params_ready(m.engine, m.tiles.data(), 1, 1, &answer, &m.error) == CSD_ESTATE);
   uint32_t tile;
   CHECK(csd_engine_pull(m.engine, &tile, &m.error) == CSD_ESTATE);
   CHECK(csd_engine_finish(m.engine, 1, &m.error) == CSD_ESTATE);
@@ -785,9 +786,9 @@ void guesses_gone_wrong() {
   CHECK(m.params == before);
   OK(m.release(m.tiles));
   CHECK(m.release(m.tiles) == CSD_ESTATE && m.push_early(2, 3) == CSD_ESTATE);
-  CHECK(csd_engine_unchanged(m.engine, m.table.data(), m.table.size(), &told, &m.error) == CSD_ESTATE);
-  OK(csd_engine_params_ready(m.engine, m.tiles.data(), 2, 1, &told, &m.error));
-  CHECK(told && m.params != before);
+  CHECK(csd_engine_unchanged(m.engine, m.table.data(), m.table.size(), &answer, &m.error) == CSD_ESTATE);
+  OK(csd_engine_params_ready(m.engine, m.tiles.data(), 2, 1, &answer, &m.error));
+  CHECK(answer && m.params != before);
   OK(csd_engine_finish(m.engine, 0, &m.error));  // undone after the release: lists tiles with new parameters
   CHECK(csd_engine_undone(m.engine, nullptr, nullptr, 0) == 2);
   m.params = before;
@@ -801,8 +802,8 @@ void guesses_gone_wrong() {
       const ReadOnly now(b.fd);
       OK(m.push_early(0, m.tiles.size()));
       do {  // the write may not have failed yet
-        status = csd_engine_unchanged(m.engine, m.table.data(), m.table.size(), &told, &m.error);
-        CHECK(status == CSD_OK ? told : status == CSD_EIO && m.error.device == 1);
+        status = csd_engine_unchanged(m.engine, m.table.data(), m.table.size(), &answer, &m.error);
+        CHECK(status == CSD_OK ? answer : status == CSD_EIO && m.error.device == 1);
       } while (i % 2 && status == CSD_OK);
       if (i % 2) CHECK(m.release(m.tiles) == CSD_EIO && m.error.os_errno == EBADF);
       status = csd_engine_finish(m.engine, 0, &m.error);
@@ -849,7 +850,7 @@ void who_waits() {
 // Edits to windows that are not open reach the device with the next step, and not before.
 void edits() {
   const File a;
-  std::vector<csd_tile_state> held(kTiles);
+  std::vector<csd_tile_state> stored(kTiles);
   std::vector<uint32_t> sums(kTiles * 2 * 3);
   std::vector<float> last;
   {
@@ -892,12 +893,12 @@ void edits() {
     OK(m.step());
     OK(same.step());
     OK(csd_engine_wait_writes(m.engine, &m.error));
-    OK(csd_engine_tiles(m.engine, 0, kTiles, held.data(), sums.data(), &m.error));
-    for (const csd_tile_state &tile : held) CHECK(tile.summed);
+    OK(csd_engine_tiles(m.engine, 0, kTiles, stored.data(), sums.data(), &m.error));
+    for (const csd_tile_state &tile : stored) CHECK(tile.summed);
     last = same.state();
   }
   // Another engine opens the store and finds the same state.
-  Model again({file(a)}, 3, CSD_F32, 2, held.data(), sums.data());
+  Model again({file(a)}, 3, CSD_F32, 2, stored.data(), sums.data());
   OK(csd_engine_remap(again.engine, 0, &again.error));
   for (uint32_t s = 0; s < 3; s++)
     CHECK(memcmp(again.windows[s], last.data() + s * kTile * kTiles, 4 * kTile * kTiles) == 0);
@@ -906,8 +907,8 @@ void edits() {
   // A tile is damaged in its second chunk: the step is undone, after the parameters of the first chunk were written.
   OK(csd_engine_remap(again.engine, 0, &again.error));
   const std::vector<float> before(again.windows[1], again.windows[1] + kTile * kTiles);
-  OK(csd_engine_tiles(again.engine, 0, kTiles, held.data(), sums.data(), &again.error));
-  const off_t at = static_cast<off_t>((2 * 5 + held[5].slot) * 3 * 4 * kTile + 4 * kTile + 4 * kSumElems + 400);
+  OK(csd_engine_tiles(again.engine, 0, kTiles, stored.data(), sums.data(), &again.error));
+  const off_t at = static_cast<off_t>((2 * 5 + stored[5].slot) * 3 * 4 * kTile + 4 * kTile + 4 * kSumElems + 400);
   char byte;
   CHECK(pread(a.fd, &byte, 1, at) == 1);
   byte ^= 1;
@@ -1159,16 +1160,16 @@ void failing_writes() {
     OK(m.begin());
     OK(m.push(0, kTiles - 1));
     usleep(2000);  // most often they are written
-    int status, told;
+    int status, ready_status;
     {
       const ReadOnly now(b.fd);
       int32_t given = 0;
       OK(m.push(kTiles - 1, kTiles));
-      told =
+      ready_status =
           csd_engine_params_ready(m.engine, m.tiles.data(), static_cast<uint32_t>(m.tiles.size()), 1, &given, &m.error);
       usleep(1000);  // the last write has failed
       status = csd_engine_finish(m.engine, i % 2, &m.error);
-      CHECK(told != CSD_OK || status == CSD_OK);
+      CHECK(ready_status != CSD_OK || status == CSD_OK);
     }
     if (i % 2 && status == CSD_OK) OK(same.step());
     CHECK(m.state() == same.state());
@@ -1335,8 +1336,8 @@ void out_of_memory() {
         CHECK(m.state() == same.state());
       }
       m.prepare();
-      if (armed([&] { return m.join(); }) != CSD_OK) OK(m.join());
-      m.joined();
+      if (armed([&] { return m.try_extend(); }) != CSD_OK) OK(m.try_extend());
+      m.after_extend();
       same.extend();
       OK(m.step());
       OK(same.step());
@@ -1364,13 +1365,13 @@ void out_of_memory_in_guesses() {
       m.holds.assign(m.tiles.size(), std::vector<char>(8 * kTile));
       const std::vector<csd_param> rows = m.table;
       const std::vector<uint32_t> order(m.tiles.rbegin(), m.tiles.rend());
-      int32_t told = 1, given = 0;
+      int32_t unchanged = 1, given = 0;
       const auto all = static_cast<uint32_t>(order.size());
       fail_at(n, for_good);
       int status = m.begin();
       for (uint32_t tile = 0; status == CSD_OK && tile < all; tile += 2)
         status = csd_engine_push_early(m.engine, tile, &rows[tile / 2].grad, m.holds[tile].data(), &m.error);
-      if (status == CSD_OK) status = csd_engine_unchanged(m.engine, rows.data(), rows.size(), &told, &m.error);
+      if (status == CSD_OK) status = csd_engine_unchanged(m.engine, rows.data(), rows.size(), &unchanged, &m.error);
       if (status == CSD_OK) status = m.release(order);
       for (uint32_t tile = 1; status == CSD_OK && tile < all; tile += 2) status = m.push(tile, tile + 1);
       if (status == CSD_OK) status = csd_engine_params_ready(m.engine, order.data(), all, 1, &given, &m.error);
@@ -1379,7 +1380,7 @@ void out_of_memory_in_guesses() {
       const int late = csd_engine_wait_writes(m.engine, &m.error);
       CHECK(late == CSD_OK || late == CSD_ENOMEM);
       failed = fail_at(0, false);
-      CHECK(told && (status == CSD_OK ? given : failed && (status == CSD_ENOMEM || status == CSD_ESTATE)));
+      CHECK(unchanged && (status == CSD_OK ? given : failed && (status == CSD_ENOMEM || status == CSD_ESTATE)));
       if (status == CSD_OK) {
         OK(same.step());
         CHECK(m.params == same.params);

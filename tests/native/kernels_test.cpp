@@ -22,12 +22,12 @@ const csd_hyper kAdamW{CSD_ADAMW, {0.999f, 0.9f, 0.1f, 0.999f, 0.001f, 0.01f, 1.
 const csd_hyper kLion{CSD_LION, {0.999f, 0.01f, 0.9f, 0.1f, 0.99f, 0.01f, 0.0f, 0.0f, 1.0f}};
 
 // The arguments of a kernel that do not belong to the tile.
-struct Rest {
+struct OtherArguments {
   Word *grad, *entries, *segments, *param, *report;
   uint32_t grad_words, entry_words, param_words;
 };
 
-void run(const csd_hyper &hyper, Word *t, const Rest &r) {
+void run(const csd_hyper &hyper, Word *t, const OtherArguments &r) {
   if (hyper.rule == CSD_LION)
     csd_lion_update(t, t, r.grad, r.entries, r.segments, t, t, r.param, r.report, kWords, 2, 1, r.grad_words,
                     r.entry_words, r.param_words, kLeastSumWords);
@@ -169,9 +169,9 @@ void fork_numbers(Numbers &to_gather, Numbers &past_it) {
 }
 void gather(Numbers &in, Numbers &out) {
   for (uint32_t i = 0; i < kNumbers; i += kGathered) {
-    uint32_t held[kGathered];
-    for (uint32_t &h : held) h = in.read();
-    for (uint32_t h : held) out.write(h);
+    uint32_t gathered[kGathered];
+    for (uint32_t &value : gathered) value = in.read();
+    for (uint32_t value : gathered) out.write(value);
   }
 }
 void join(Numbers &gathered, Numbers &past_it, uint32_t *sum) {
@@ -205,9 +205,9 @@ void check_streams() {
       CHECK(stands(why, "join waits for gathered."));
     }
     // Deep enough for stages that hold nothing back, but not for what `gather` holds in its pipeline.
-    const std::string held = diamond<kGathered - 1>();
-    if (CSD_IN_FLIGHT < kGathered) CHECK(held == "");
-    else CHECK(stands(held, "in its pipeline; join waits for gathered."));
+    const std::string failure = diamond<kGathered - 1>();
+    if (CSD_IN_FLIGHT < kGathered) CHECK(failure == "");
+    else CHECK(stands(failure, "in its pipeline; join waits for gathered."));
     CHECK(diamond<2 * kGathered + 2 * CSD_IN_FLIGHT>() == "");
   }
 }

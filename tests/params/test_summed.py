@@ -80,7 +80,7 @@ def test_entries_that_are_malformed_harm_nobody():
         Summand(summand.values, torch.float32, summand.run_words, summand.run_elems),
         Summand(summand.values, bf16, summand.run_words, 0),
     ):
-        with pytest.raises(CSDValueError, match="a dtype that it cannot"):
+        with pytest.raises(CSDValueError, match="a dtype that cannot be summed"):
             bindings.sum_up(table_of([wrong]), bindings.isa_used(), 0, out)
 
 
