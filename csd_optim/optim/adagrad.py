@@ -16,7 +16,7 @@ from .optimizer import CSDOptimizer, Options, takes_options
 
 
 def constants(group: Group, _: Sequence[str], t: float, grad_scale: float) -> tuple[int, tuple[float, ...]]:
-    """Returns the rule's number and its constants for one group at step `t`."""
+    """Return the rule's number and its constants for one group at step `t`."""
     return RULES["adagrad"], (
         float(group["lr"]) / (1 + (t - 1) * float(group["lr_decay"])),
         float(group["weight_decay"]),

@@ -37,12 +37,12 @@ def _constants(group: Group, decoupled: bool, t: float, grad_scale: float) -> tu
 
 
 def constants(group: Group, _: Sequence[str], t: float, grad_scale: float) -> tuple[int, tuple[float, ...]]:
-    """Returns the number and constants of AdamW's rule for one group at step `t`."""
+    """Return the number and constants of AdamW's rule for one group at step `t`."""
     return _constants(group, True, t, grad_scale)
 
 
 def adams_constants(group: Group, _: Sequence[str], t: float, grad_scale: float) -> tuple[int, tuple[float, ...]]:
-    """Returns the same for Adam, or for AdamW if the group has `decoupled_weight_decay`, as torch's Adam allows."""
+    """Return the same for Adam, or for AdamW if the group has `decoupled_weight_decay`, as torch's Adam allows."""
     return _constants(group, bool(group["decoupled_weight_decay"]), t, grad_scale)
 
 

@@ -15,7 +15,7 @@ from .optimizer import CSDOptimizer, Options, takes_options
 
 
 def constants(group: Group, _: Sequence[str], t: float, grad_scale: float) -> tuple[int, tuple[float, ...]]:
-    """Returns the rule's number and its constants for one group; they do not depend on the step."""
+    """Return the rule's number and its constants for one group; they do not depend on the step."""
     lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
     decay, scale = 1 - lr * float(group["weight_decay"]), -grad_scale if group["maximize"] else grad_scale
     return RULES["lion"], (decay, lr, beta1, 1 - beta1, beta2, 1 - beta2, 0.0, 0.0, scale)

@@ -106,7 +106,7 @@ _Init = TypeVar("_Init", bound=Callable[..., None])
 
 
 def takes_options(init: _Init) -> _Init:
-    """Makes inspect.signature() of an ``__init__(self, ..., **options: Unpack[Options])`` list the options by name."""
+    """Make inspect.signature() of an ``__init__(self, ..., **options: Unpack[Options])`` list the options by name."""
     signature, ours = inspect.signature(init), inspect.signature(CSDOptimizer.__init__).parameters
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     parameters = [*own, *(ours[name] for name in Options.__annotations__)]
@@ -253,7 +253,7 @@ class CSDOptimizer(Optimizer, Joinable):
 
     @contextlib.contextmanager
     def _settled(self, *, meets: bool = False) -> Iterator[Engine]:
-        """The engine, locked and with no step in flight: no other thread can launch one. `meets`: a collective."""
+        """Yield the engine, locked, with no step in flight: no other thread can launch one. `meets`: a collective."""
         assert self._engine is not None
         engine = self._engine
         while True:
@@ -265,7 +265,7 @@ class CSDOptimizer(Optimizer, Joinable):
                     return
 
     def _settle(self, *, meets: bool = False) -> None:
-        """Returns once no step is in flight on this rank, or with `meets` on any. Raises CSDOSError if it failed."""
+        """Return once no step is in flight on this rank, or with `meets` on any. Raises CSDOSError if a step failed."""
         self._mode.drain(collective=meets)
 
     # ---- torch's contract ------------------------------------------------------
@@ -308,7 +308,7 @@ class CSDOptimizer(Optimizer, Joinable):
     @torch._disable_dynamo  # type: ignore[attr-defined]
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes one optimization step. Returns what ``closure`` returns.
+        """Take one optimization step. Returns what ``closure`` returns.
 
         Raises CSDOSError if a device fails; parameters and state are then those before the step, and the next call
         works once the cause is gone.
@@ -355,7 +355,7 @@ class CSDOptimizer(Optimizer, Joinable):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch. 8-bit states are decoded, which takes as much memory as fp32 states."""
+        """Return the state dict, as in torch. 8-bit states are decoded, which takes as much memory as fp32 states."""
         state_dict = super().state_dict()
         decoded = {k: {**entry} for k, entry in state_dict["state"].items() if isinstance(entry, DecodedEntry)}
         if not decoded:
@@ -365,7 +365,7 @@ class CSDOptimizer(Optimizer, Joinable):
         return {**state_dict, "state": {**state_dict["state"], **decoded}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads torch's checkpoints and ours into the devices, without casts. A missing ``master`` is the parameter.
+        """Load torch's checkpoints and ours into the devices, without casts. A missing ``master`` is the parameter.
 
         Raises CSDValueError, before anything is touched, if the shapes do not fit or it is of another optimizer.
 
@@ -386,7 +386,7 @@ class CSDOptimizer(Optimizer, Joinable):
             self._resume.set_from_masters(engine, self.param_groups, resumed, self.grad_dtype)
 
     def _check_and_take(self, engine: Engine, state_dict: dict[str, Any]) -> None:
-        """Puts a state dict into `state` and `param_groups`; if it does not fit, nothing is changed."""
+        """Put a state dict into `state` and `param_groups`; if it does not fit, nothing is changed."""
         if engine.durable:
             self._record(engine)  # raises if the record holds something that cannot be committed
         self._forget_consolidated()
@@ -417,7 +417,7 @@ class CSDOptimizer(Optimizer, Joinable):
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Inside this context, writes to the tensors of ``state`` go to the devices directly.
+        """Make writes to the tensors of ``state`` inside this context go to the devices directly.
 
         Outside, writes stay in memory on named devices until the next step. That suits an edit, but not a whole
         checkpoint that is read into these tensors, as torch.distributed.checkpoint does::
@@ -435,7 +435,7 @@ class CSDOptimizer(Optimizer, Joinable):
                 yield
 
     def consolidate_state_dict(self, to: int | None = 0) -> None:
-        """Makes state_dict() of rank `to` hold the whole states of all ranks, as torch's does, until the next step().
+        """Make state_dict() of rank `to` hold the whole states of all ranks, as torch's does, until the next step().
 
         A collective, for torch.save() on one rank and for trainers that know it from ZeroRedundancyOptimizer. Rank `to`
         needs memory for all states, the others for the largest one. States of FSDP1 stay as they are.
@@ -515,14 +515,14 @@ class CSDOptimizer(Optimizer, Joinable):
         free_gradients: bool = False,
         hold: str | int | None = None,
     ) -> None:
-        """Makes step() return as soon as the devices have the gradients; parameters arrive in the order of their use.
+        """Make step() return as soon as the devices have the gradients; parameters arrive in the order of their use.
 
         A module of `model` waits until the parameters that it reads have arrived, and so does code that asks a module
         or this optimizer for parameters. Every value read is the same as without overlap. docs/overlap.md says which
         uses cannot be waited for, such as a list of parameters that was made before: call wait() first. Parameters that
         are not in `model` arrive before step() returns.
 
-        Call it once `model` is as it will be used: wrapped, compiled. None: turns overlap off from the next step on.
+        Call it once `model` is as it will be used: wrapped, compiled. None turns overlap off from the next step on.
 
         If a device fails, the first to wait gets the CSDOSError, once; parameters and state are those before the step.
 
@@ -595,29 +595,29 @@ class CSDOptimizer(Optimizer, Joinable):
             )
 
     def _check_freeing(self) -> None:
-        """Raises CSDValueError if gradients cannot be freed in backward."""
+        """Raise CSDValueError if gradients cannot be freed in backward."""
         if why := cannot_free(self.param_groups, self._grad_options, self.max_grad_norm):
             raise CSDValueError(f"overlap(free_gradients=True) is not possible: {why}")
 
     def _take_bucket(self, bucket: Any) -> Any:
-        """Reduces a DDP bucket for push() to the mean over the ranks, as DDP does without a hook."""
+        """Reduce a DDP bucket for push() to the mean over the ranks, as DDP does without a hook."""
         return mean_of(self._ranks, bucket.buffer())
 
     def wait(self) -> None:
-        """Returns once all parameters of this process are those of the last step. Raises CSDOSError if it failed.
+        """Return once all parameters of this process are those of the last step. Raises CSDOSError if it failed.
 
         With overlap(free_gradients=True), raises CSDRuntimeError between backward and step().
         """
         self._mode.settle()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch. A step in flight goes on; with `set_to_none=False` this first waits until it has finished."""
+        """Clear gradients, as in torch. A step in flight goes on; with `set_to_none=False` this first waits for it."""
         if not self._mode.clear_gradients(set_to_none=set_to_none):
             super().zero_grad(set_to_none)
 
     @contextlib.contextmanager
     def _arriving(self) -> Iterator[None]:
-        """Before it exits, waits for parameters of a step launched inside for which no module would wait."""
+        """Wait on exit for parameters of a step launched inside for which no module would wait."""
         yield
         self._mode.wait_for_unguarded()
 
@@ -653,7 +653,7 @@ class CSDOptimizer(Optimizer, Joinable):
             self._runner.run_without_gradients(engine, self.param_groups, record)
 
     def _foresee(self) -> tuple[PreparedStep, Record | None] | None:
-        """Prepares the next step, assuming that only gradients will change: see foresee(). None: not possible now."""
+        """Prepare the next step, assuming that only gradients will change: see foresee(). None: not possible now."""
         engine, plan = self._engine, self._plan
         if engine is None or engine.closed or not engine.idle or plan is None or self._resume.pending:
             return None
@@ -668,7 +668,7 @@ class CSDOptimizer(Optimizer, Joinable):
             return step, self._record(engine) if engine.durable else None
 
     def _prepare_in_backward(self) -> tuple[PreparedStep, Record | None]:
-        """Prepares a step of all parameters that require gradients, before there are gradients. Raises as step().
+        """Prepare a step of all parameters that require gradients, before there are gradients. Raises as step().
 
         The parameters themselves stand in for their gradients.
         """
@@ -690,7 +690,7 @@ class CSDOptimizer(Optimizer, Joinable):
         return step, record
 
     def _prepare_early(self, taking_part: Participants) -> PreparedStep | None:
-        """As _prepare(), for an owner, whose step begins before step() is called."""
+        """Prepare a step as _prepare(), for an owner, whose step begins before step() is called."""
         assert self._engine is not None
         self._grad_scale = self._grad_factor
         self._resume.begin_step(self._engine, self.param_groups)
@@ -703,7 +703,7 @@ class CSDOptimizer(Optimizer, Joinable):
     def _prepare(
         self, engine: Engine, taking_part: Participants, grad_scale: float, *, one_by_one: bool = False
     ) -> PreparedStep | None:
-        """Prepares a step that is ready to run; None: there is no gradient.
+        """Return a step that is ready to run; None if there is no gradient.
 
         `one_by_one`: the gradients in `taking_part` are stand-ins; the real ones arrive one after another.
         """
@@ -727,7 +727,7 @@ class CSDOptimizer(Optimizer, Joinable):
         return self._engine.committed_step if self._engine else 0
 
     def synchronize(self) -> None:
-        """Returns once the last step is durable; at once without named directories. Raises CSDOSError.
+        """Return once the last step is durable; at once without named directories. Raises CSDOSError.
 
         With named directories or overlap(), all ranks call it: the step is then complete and durable on all of them,
         or an error is raised on all.
@@ -736,7 +736,7 @@ class CSDOptimizer(Optimizer, Joinable):
             engine.wait()
 
     def _record(self, engine: Engine) -> Record:
-        """Builds the next commit's record. Raises CSDTypeError or CSDValueError if `user_state` cannot be stored."""
+        """Build the next commit's record. Raises CSDTypeError or CSDValueError if `user_state` cannot be stored."""
         return Record(
             groups=[hyperparameters_of(group, self._rule.hyperparameters) for group in self.param_groups],
             given=[*self._initial_groups],
@@ -745,7 +745,7 @@ class CSDOptimizer(Optimizer, Joinable):
         )
 
     def restore(self) -> None:
-        """Sets parameters and hyperparameters again to the values of the step that was resumed.
+        """Set parameters and hyperparameters again to the values of the step that was resumed.
 
         Call it after replacing parameters (some trainers do so when they move a model) or changing their values once
         the optimizer is constructed. A no-op if no store was resumed. Raises CSDRuntimeError after a step(),
@@ -758,7 +758,7 @@ class CSDOptimizer(Optimizer, Joinable):
     # ---- torch.distributed.algorithms.Join -----------------------------------------------
 
     def join_hook(self, **_: Any) -> JoinHook:
-        """Lets ranks that have run out of data go on updating their share, with ``Join([ddp, optimizer])``."""
+        """Let ranks that have run out of data go on updating their share, with ``Join([ddp, optimizer])``."""
         return StepHook(self._step_of_others)
 
     @property
@@ -782,7 +782,7 @@ class CSDOptimizer(Optimizer, Joinable):
     # ---- what users ask ----------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Returns statistics of the last step. Waits until its last states are on their devices.
+        """Return statistics of the last step. Waits until its last states are on their devices.
 
         ``push_bytes``, ``pull_bytes``: gradients and parameters over the link. ``flash_read_bytes``,
         ``flash_write_bytes``: from and to storage. ``written_bytes``: states written since the stores were made.
@@ -826,7 +826,7 @@ class CSDOptimizer(Optimizer, Joinable):
         )
 
     def save(self, path: str | os.PathLike[str], *, wait: bool = True, progress: bool = False) -> Future[Path]:
-        """Makes a snapshot of the named directories: `path/device-0`, `path/device-1` ..., each a store.
+        """Make a snapshot of the named directories: `path/device-0`, `path/device-1` ..., each a store.
 
         All ranks call it, and each makes `path/rank-0/device-0` and so on, all of the same step.
 
@@ -854,7 +854,7 @@ class CSDOptimizer(Optimizer, Joinable):
 
     @staticmethod
     def load(path: checkpoint.Paths) -> dict[str, Any]:
-        """Returns a store or snapshot as a state dict for load_state_dict(), torch's or ours, and for torch.save().
+        """Return a store or snapshot as a state dict for load_state_dict(), torch's or ours, and for torch.save().
 
         `path`: a snapshot, the directory of a store of one device, or the list of the directories of several. Beside
         the states there is ``master``, the parameter in fp32, and an entry ``csd_optim`` with names, dtypes, step and
@@ -867,7 +867,7 @@ class CSDOptimizer(Optimizer, Joinable):
         return stored.load(path)
 
     def close(self) -> None:
-        """Waits for the last writes, then releases the devices. Raises CSDOSError if a state could not be written."""
+        """Wait for the last writes, then release the devices. Raises CSDOSError if a state could not be written."""
         if self._engine is not None:
             self._finalizer.detach()
             try:

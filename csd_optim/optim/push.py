@@ -10,11 +10,12 @@ from .optimizer import CSDOptimizer
 
 
 def push(optimizer: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Hook for ``ddp.register_comm_hook(optimizer, csd_optim.push)``; register it right after both were constructed.
+    """Push a DDP bucket: the hook for ``ddp.register_comm_hook(optimizer, csd_optim.push)``.
 
-    With ``devices="serve://..."`` gradients leave for the optimizer ranks during backward, and `.grad` then holds this
-    process's own gradient, not the mean: see docs/optimizer-ranks.md. With other devices, or ``?route=kept``, DDP
-    reduces as it does without a hook. Raises CSDTypeError if `optimizer` is not one of this package.
+    Register it right after both were constructed. With ``devices="serve://..."`` gradients leave for the optimizer
+    ranks during backward, and `.grad` then holds this process's own gradient, not the mean: see
+    docs/optimizer-ranks.md. With other devices, or ``?route=kept``, DDP reduces as it does without a hook. Raises
+    CSDTypeError if `optimizer` is not one of this package.
     """
     unwrapped = getattr(optimizer, "optimizer", optimizer)  # unwraps the optimizer from a trainer's wrapper
     if not isinstance(unwrapped, CSDOptimizer):

@@ -35,7 +35,7 @@ class Resume:
     def adopt_store(
         self, engine: Engine, groups: Groups, initial_groups: Groups, grad_dtype: torch.dtype | None
     ) -> tuple[Record, dict[str, Any]] | None:
-        """Resumes the store. Everything is checked before anything is changed, in memory or on a device.
+        """Resume the store. Everything is checked before anything is changed, in memory or on a device.
 
         `initial_groups`: the hyperparameters that this process was started with. Returns the record that was committed
         with the last step, and its `user_state`; None, with a warning, if there is no store. Raises CSDStoreError if
@@ -76,7 +76,7 @@ class Resume:
         self._put_back(engine, groups, grad_dtype)
 
     def begin_step(self, engine: Engine, groups: Groups) -> None:
-        """Ends the resume: the first step takes the parameters that the groups hold now.
+        """End the resume: the first step takes the parameters that the groups hold now.
 
         Raises CSDRuntimeError if one of them had no data when the store was resumed, CSDStoreError if they no longer
         fit the store.
@@ -93,7 +93,7 @@ class Resume:
         self.pending = False
 
     def unwritten(self) -> list[ParamState]:
-        """Parameters not written to since resume; replicated ones only if no rank wrote to them. A collective."""
+        """Return parameters not written since resume; replicated ones only if no rank wrote to them. A collective."""
         unwritten = self._state_map.unwritten()
         if self._ranks is None:
             return unwritten
@@ -104,7 +104,7 @@ class Resume:
     def set_from_masters(
         self, engine: Engine, groups: Groups, param_states: Collection[ParamState], grad_dtype: torch.dtype | None
     ) -> str | None:
-        """Sets parameters to the values of their masters, on all ranks. Returns the name of one without data, or None.
+        """Set parameters to the values of their masters, on all ranks. Returns the name of one without data, or None.
 
         A collective.
         """

@@ -15,7 +15,7 @@ from .optimizer import CSDOptimizer, Options, takes_options
 
 
 def constants(group: Group, sections: Sequence[str], t: float, grad_scale: float) -> tuple[int, tuple[float, ...]]:
-    """Returns the rule's number and its constants for one group whose parameters have these `sections`.
+    """Return the rule's number and its constants for one group whose parameters have these `sections`.
 
     There is a variant of the rule for each position of momentum_buffer among the sections.
     """

@@ -15,7 +15,7 @@ from .optimizer import CSDOptimizer, Options, takes_options
 
 
 def constants(group: Group, _: Sequence[str], t: float, grad_scale: float) -> tuple[int, tuple[float, ...]]:
-    """Returns the rule's number and its constants for one group at step `t`."""
+    """Return the rule's number and its constants for one group at step `t`."""
     momentum = float(group["momentum"])
     rule = "sgd" if not momentum else "sgd_nesterov" if group["nesterov"] else "sgd_momentum"
     return RULES[rule], (

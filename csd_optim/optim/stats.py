@@ -26,7 +26,7 @@ def describe(
     overlap: dict[str, Any] | None,
     near: NearUpdates | None,
 ) -> dict[str, Any]:
-    """Builds the result of stats(). `counted`: the engine's counters, one dict per device.
+    """Build the result of stats(). `counted`: the engine's counters, one dict per device.
 
     `happened`: False if the step never reached the engine, because it was skipped or had no gradients. `trained`:
     seconds of training since the stores were made. `seconds`: duration of the step.

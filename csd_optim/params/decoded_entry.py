@@ -23,21 +23,21 @@ class DecodedEntry(dict[str, Any]):
         self._decoded = {*names}  # those of `names` that no assignment has replaced
 
     def set_plain(self, values: dict[str, Any]) -> None:
-        """Stores these as plain values from now on; `decode` no longer provides them."""
+        """Store these as plain values from now on; `decode` no longer provides them."""
         super().update(values)
         self._names -= values.keys()
         self._decoded -= values.keys()
 
     def decodes(self, key: str) -> bool:
-        """Is the value of `key` decoded, and not replaced by an assignment?"""
+        """Return whether the value of `key` is decoded, and not replaced by an assignment."""
         return key in self._decoded
 
     def is_decoded_by(self, key: str, decode: Callable[[], dict[str, torch.Tensor]]) -> bool:
-        """Is the value of `key` decoded by this very `decode`, and not replaced by an assignment?"""
+        """Return whether the value of `key` is decoded by this very `decode`, and not replaced by an assignment."""
         return key in self._decoded and self._decode == decode
 
     def all_decoded_by(self, decode: Callable[[], dict[str, torch.Tensor]]) -> bool:
-        """Are all states decoded by this very `decode`, with none replaced by an assignment?"""
+        """Return whether all states are decoded by this very `decode`, with none replaced by an assignment."""
         return self._decode == decode and self._decoded == self._names
 
     @property

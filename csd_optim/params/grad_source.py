@@ -29,14 +29,14 @@ class GradSource:
 
     @property
     def is_on_accelerator(self) -> bool:
-        """Is the parameter on an accelerator? Then the engine cannot reach it, and its tiles are sent as images."""
+        """Whether the parameter is on an accelerator: the engine cannot reach it then; its tiles travel as images."""
         return is_on_accelerator(self.param)
 
     def release(self) -> None:
-        """Releases the gradient's memory, once the gradient has been copied."""
+        """Release the gradient's memory, once the gradient has been copied."""
         self.grad = torch.empty(0, dtype=self.grad.dtype, device="cpu")
 
     def copy_back(self) -> None:
-        """Copies the new values from `param` to the parameter, if `param` is a copy."""
+        """Copy the new values from `param` to the parameter, if `param` is a copy."""
         if self.param_and_copy:
             self.param_and_copy[0].copy_(self.param_and_copy[1])

@@ -16,20 +16,20 @@ Groups = Sequence[dict[str, Any]]
 
 
 def name_of(groups: Groups, k: int, i: int) -> str:
-    """A parameter's name if the group has names, else its group and position, such as "0.3"."""
+    """Return a parameter's name if the group has names, else its group and position, such as "0.3"."""
     names = groups[k].get("param_names")
     return str(names[i]) if names else f"{k}.{i}"
 
 
 def members(groups: Groups) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Yields every parameter with the index of its group and its position in the group."""
+    """Yield every parameter with the index of its group and its position in the group."""
     for k, group in enumerate(groups):
         for i, p in enumerate(group["params"]):
             yield k, i, p
 
 
 def check_state_dtype(value: Any, where: str = "", rule: UpdateRule | None = None) -> None:
-    """Raises CSDValueError if `value` is no state_dtype, or if this rule's states cannot be kept in it."""
+    """Raise CSDValueError if `value` is no state_dtype, or if this rule's states cannot be kept in it."""
     if value not in CODECS:
         raise CSDValueError(f"Invalid state_dtype{where}: {value!r}; it is {' or '.join(map(repr, CODECS))}")
     if value != "fp32" and rule and not rule.has_codes:
@@ -40,14 +40,14 @@ def check_state_dtype(value: Any, where: str = "", rule: UpdateRule | None = Non
 
 
 def _item(value: Any) -> Any:
-    """A number from torch or NumPy as a Python number (a list, for a tensor of several); anything else as it is."""
+    """Return a number of torch or NumPy as a Python number (a list, for a tensor of several); else return `value`."""
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else value.tolist()
     return value.item() if isinstance(value, np.generic) else value
 
 
 def hyperparameters_of(group: dict[str, Any], needed: Collection[str] = ()) -> dict[str, Any]:
-    """A group's hyperparameters as JSON values: tensors become numbers. Values that JSON cannot hold are left out.
+    """Return a group's hyperparameters as JSON values: tensors become numbers, and what JSON cannot hold is left out.
 
     Raises CSDTypeError if one of the `needed` hyperparameters would be left out.
     """
@@ -65,7 +65,7 @@ def hyperparameters_of(group: dict[str, Any], needed: Collection[str] = ()) -> d
 
 
 def restore_hyperparameters(group: dict[str, Any], kept: dict[str, Any]) -> None:
-    """Restores the hyperparameters that hyperparameters_of() returned; a group's tensors are filled in place."""
+    """Restore the hyperparameters that hyperparameters_of() returned; a group's tensors are filled in place."""
     for name, value in kept.items():
         now = group.get(name)
         if name in ("foreach", "fused", "capturable", "differentiable"):

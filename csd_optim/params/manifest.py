@@ -24,7 +24,7 @@ PartOf = Callable[[torch.Tensor], Partition]  # parameter → the part of it tha
 def manifest(
     rule: UpdateRule, param_states: Sequence[ParamState], extents: Sequence[Extent], groups: Groups, part_of: PartOf
 ) -> dict[str, Any]:
-    """Builds the manifest of a model. `param_states`: in the order of the extents."""
+    """Build the manifest of a model. `param_states`: in the order of the extents."""
     state_map = [(e, start) for e, extent in enumerate(extents) for start in extent.starts]
     place_of = {id(p): (k, i) for k, i, p in members(groups)}
     params = []
@@ -42,12 +42,12 @@ def manifest(
 
 
 def rule_entry(rule: UpdateRule) -> dict[str, Any]:
-    """The manifest's entry for the rule; none for AdamW, which was the only rule in the first format."""
+    """Return the manifest's entry for the rule; none for AdamW, which was the only rule in the first format."""
     return {} if rule.name == UNNAMED_RULE else {"rule": rule.name}
 
 
 def rule_difference(stored: Contents, rule: UpdateRule) -> str | None:
-    """Says why `rule` cannot resume a store; None if it can."""
+    """Say why `rule` cannot resume a store; None if it can."""
     name = stored.manifest.get("rule", UNNAMED_RULE)
     if name != rule.name:
         return f"its states are those of the rule {name}, and this optimizer's is {rule.name}"
@@ -61,12 +61,12 @@ def rule_difference(stored: Contents, rule: UpdateRule) -> str | None:
 
 
 def _is_numeric(value: object) -> bool:
-    """Is it a number or a list of numbers, as hyperparameters_of() stores a hyperparameter?"""
+    """Return whether it is a number or a list of numbers, as hyperparameters_of() stores a hyperparameter."""
     return all(isinstance(v, (int, float)) for v in (value if isinstance(value, list) and value else [value]))
 
 
 def codec_difference(stored: dict[str, Any], groups: Groups, codec_of: CodecOf) -> str | None:
-    """Says which parameter's stored codec differs from its group's `state_dtype`; None if all agree."""
+    """Say which parameter's stored codec differs from its group's `state_dtype`; None if all agree."""
     here = {(k, i): (name_of(groups, k, i), *codec_of(groups[k], p)) for k, i, p in members(groups)}
     for entry in stored["params"]:
         if (entry["group"], entry["position"]) not in here:
@@ -87,7 +87,7 @@ def _about(p: torch.Tensor, part: Partition) -> dict[str, Any]:
 
 
 def first_difference(stored: dict[str, Any], groups: Groups, part_of: PartOf) -> str | None:
-    """Describes the first difference between a manifest and the optimizer's groups; None if they agree."""
+    """Describe the first difference between a manifest and the optimizer's groups; None if they agree."""
     placed = {(e["group"], e["position"]) for e in stored["params"]}
     there = {(e["group"], e["position"]): e for e in (*stored["params"], *stored["waiting"]) if e["group"] >= 0}
     here = {(k, i): {"name": name_of(groups, k, i), **_about(p, part_of(p))} for k, i, p in members(groups)}
@@ -108,7 +108,7 @@ def first_difference(stored: dict[str, Any], groups: Groups, part_of: PartOf) ->
 
 
 def ignored_by_resume(rule: UpdateRule, given: Groups, record: Record) -> Iterator[str]:
-    """Yields a message for each hyperparameter whose value in the script is ignored in favour of the store's.
+    """Yield a message for each hyperparameter whose value in the script is ignored in favour of the store's.
 
     `given`: the hyperparameters that this process was started with.
     """

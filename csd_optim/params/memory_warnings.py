@@ -19,7 +19,7 @@ COPIED = "is read: a copy of the optimizer, or its pickle, takes as much memory"
 
 
 def warn_if_large(size: int, what: str) -> None:
-    """Warns of `size` bytes of state in memory, if that is much; `what` completes the sentence.
+    """Warn of `size` bytes of state in memory, if that is much; `what` completes the sentence.
 
     Python's default filter shows the warning once per line of user code.
     """
@@ -29,7 +29,7 @@ def warn_if_large(size: int, what: str) -> None:
 
 
 def bytes_in_memory(tensors: Iterable[torch.Tensor]) -> int:
-    """How many bytes of these tensors are in memory, the host's or a GPU's; 0 if too few for a warning.
+    """Return how many bytes of these tensors are in memory, the host's or a GPU's; 0 if too few for a warning.
 
     Tensors that are mapped from a file, as by torch.load(mmap=True), do not count.
     """
@@ -43,7 +43,7 @@ def bytes_in_memory(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _mappings() -> tuple[list[int], list[bool]]:
-    """The start addresses of the process's mappings, ascending; and for the mapping before each: is it of a file?"""
+    """Return the process's mappings: their start addresses, ascending, and whether the one before each is of a file."""
     starts, of_files = [], [False]
     with open("/proc/self/maps") as maps:
         for line in maps:

@@ -74,7 +74,7 @@ class ParamState:
 
     @property
     def on_accelerator(self) -> bool:
-        """Are its states torch tensors on the accelerator, with none of its elements on the devices?"""
+        """Whether its states are torch tensors on the accelerator, with none of its elements on the devices."""
         return self.state_device != CPU
 
     @property
@@ -84,7 +84,7 @@ class ParamState:
 
     @contextlib.contextmanager
     def decoding(self) -> Iterator[None]:
-        """Frees at exit what is decoded inside: for loops over all parameters, whose states would fill the memory."""
+        """Free at exit what is decoded inside: for loops over all parameters, whose states would fill the memory."""
         had = self.decoded is None or self.index in self.decoded.in_memory
         try:
             yield
@@ -97,18 +97,18 @@ class ParamState:
         return values.as_strided(self.own_master.shape, self.stride)
 
     def decode(self) -> dict[str, torch.Tensor]:
-        """With codes: the states in the form in which `state` shows them, by name. The same dict until they change."""
+        """Return the decoded states as `state` shows them, by name: the same dict until they change."""
         assert self.decoded
         return self.decoded.views(self.index, lambda state: self.part.show(self._view(state)))
 
     def entry(self, others: Mapping[str, Any]) -> DecodedEntry:
-        """With codes: the parameter's entry in `state`. `others`: values in it that are not ours, to be kept."""
+        """Return the entry in `state` of a parameter with codes. `others`: values in it that are not ours, to keep."""
         entry = DecodedEntry(("step", *self.sections[1:], self.sections[0]), self.decode)
         entry.set_plain({**others, **self.shown})
         return entry
 
     def is_shown_by(self, entry: Mapping[str, Any]) -> bool:
-        """Does this entry of `state` hold exactly our tensors, so that none was replaced?"""
+        """Return whether this entry of `state` holds exactly our tensors, so that none was replaced."""
         of_codes = isinstance(entry, DecodedEntry) and entry.all_decoded_by(self.decode) if self.decoded else True
         return of_codes and all(entry.get(key) is self.shown.get(key) for key in {*self.shown, "residual"})
 
@@ -120,11 +120,11 @@ class ParamState:
         del self.windows[key], self.shown[key]
 
     def mark_synced(self) -> None:
-        """Declares that parameter and master agree now: any later write to the parameter comes from outside."""
+        """Declare that parameter and master agree now: any later write to the parameter comes from outside."""
         self.version = self.version_now
 
     def release(self) -> None:
-        """Drops the tensors of its states on the accelerator; the parameter gets another place."""
+        """Drop the tensors of its states on the accelerator; the parameter gets another place."""
         self.windows, self.shown = {"step": self.windows["step"]}, {"step": self.shown["step"]}
         self.own_master = self.own_master.to("meta")
 
@@ -134,13 +134,13 @@ class ParamState:
         return sum(self.windows[name].nbytes for name in self.sections[self.in_place :])
 
     def move_to(self, p: torch.Tensor, part: Partition) -> None:
-        """Gives the place to another parameter, which has replaced this one in the model. Call `refresh()` next."""
+        """Give the place to another parameter, which has replaced this one in the model. Call `refresh()` next."""
         self.param, self.part = p, part
         self.shown = {k: w if k == "step" else part.show(w) for k, w in self.windows.items()}
 
     @property
     def is_dirty(self) -> bool:
-        """Was the parameter written, moved or converted from outside since mark_synced()?"""
+        """Whether the parameter was written, moved or converted from outside since mark_synced()."""
         return self.version != self.version_now or self.pointer != self.pointer_now
 
     @property
@@ -157,12 +157,12 @@ class ParamState:
 
     @property
     def is_section(self) -> bool:
-        """With codes: does the parameter itself serve as the section of its values, which no tile has then?"""
+        """With codes: whether the parameter itself serves as the section of its values, which no tile has then."""
         return self.decoded is not None and self.decoded.is_own_master(self.index)
 
     @property
     def is_compared(self) -> bool:
-        """With codes: does each step in which it takes part detect where the parameter was set from outside?"""
+        """With codes: whether each step in which it takes part detects where the parameter was set from outside."""
         return self.decoded is not None and self.reachable
 
     @property
@@ -175,7 +175,7 @@ class ParamState:
         return self.part.pointer(self.param)
 
     def fits(self) -> bool:
-        """Do the parameter's dtype, layout, device and shape still fit its states?"""
+        """Return whether the parameter's dtype, layout, device and shape still fit its states."""
         p = self.param
         right = p.dtype in ((self.kept_dtype,) if self.decoded else DTYPES)
         right = right and p.layout is torch.strided and not p.is_meta
@@ -184,7 +184,7 @@ class ParamState:
         return right and is_there and local.shape == self.own_master.shape
 
     def refresh(self, grad_dtype: torch.dtype | None) -> None:
-        """Examines the parameter anew after it was written, moved or converted. `grad_dtype`: the optimizer's option.
+        """Examine the parameter anew after it was written, moved or converted. `grad_dtype`: the optimizer's option.
 
         Raises CSDTypeError, CSDValueError or CSDRuntimeError if its states no longer fit it.
         """
@@ -229,7 +229,7 @@ class ParamState:
                 self.set_window("master", self.own_master.copy_(self.windows["master"]))
 
     def fill(self, entry: Mapping[str, Any], *, seed: bool, fresh: bool = False) -> int:
-        """Copies the states in `entry` (the parameter's in `state`) into the parameter's place.
+        """Copy the states in `entry` (the parameter's in `state`) into the parameter's place.
 
         Missing states get the rule's initial values; `fresh`: the place already reads as zero. `seed`: a missing master
         becomes the parameter. Returns how many elements of exp_avg are too large for 8-bit states.
@@ -254,12 +254,12 @@ class ParamState:
         return lost
 
     def _is_left(self, entry: Mapping[str, Any], *, fresh: bool) -> bool:
-        """With codes: can the master be left out here, because the next step takes it from the parameter?"""
+        """Return whether codes can leave out the master here, because the next step takes it from the parameter."""
         found = self.decoded is not None and self.is_compared and self.param.grad is not None
         return found and fresh and not entry and not (self.decoded and self.decoded.durable)
 
     def _encode(self, entry: Mapping[str, Any], *, seed: bool, fresh: bool) -> int:
-        """As fill(), with codes: the next step or flush encodes the states."""
+        """Fill the place as fill() does, with codes: the next step or flush encodes the states."""
         assert self.decoded
         states: dict[str, torch.Tensor] = {}
         dtype = torch.complex64 if self.param.is_complex() else torch.float32
@@ -286,7 +286,7 @@ class ParamState:
         return int((held["exp_avg"].abs() > MOST_RATIO * held["exp_avg_sq"].sqrt()).sum())
 
     def reseed(self, *, always: bool, takes_part: bool) -> None:
-        """Sets the master to the parameter wherever the parameter is not the rounded master: it was set from outside.
+        """Set the master to the parameter wherever the parameter is not the rounded master: it was set from outside.
 
         Elsewhere the master keeps the bits that the parameter's precision cannot hold. `always`: write the master even
         if nothing differs. `takes_part`: the parameter takes part in the next step.
@@ -309,7 +309,7 @@ class ParamState:
             self.decoded.note_rounded(self.index)
 
     def restore(self, first: int, n: int, set_to: torch.Tensor | None = None) -> None:
-        """Sets elements [first, first + n) of the parameter back to their master: an undone step has overwritten them.
+        """Set elements [first, first + n) of the parameter back to their master: an undone step has overwritten them.
 
         `set_to`: the value to which the parameter was set from outside; it is restored, and still counts as written.
         """
@@ -325,7 +325,7 @@ class ParamState:
             self.mark_synced()
 
     def source(self, g: torch.Tensor, grad_dtype: torch.dtype | None) -> GradSource:
-        """Gradient and parameter as flat arrays in the order of the states: views where possible, else copies.
+        """Return gradient and parameter as flat arrays in the order of the states: views where possible, else copies.
 
         `g`: the gradient of the part.
         """
@@ -351,7 +351,7 @@ class ParamState:
 
 
 def check_param(p: torch.Tensor, name: str) -> None:
-    """Raises CSDTypeError or CSDRuntimeError for a parameter that no back end can take."""
+    """Raise CSDTypeError or CSDRuntimeError for a parameter that no back end can take."""
     if p.dtype not in DTYPES:
         advice = ": states are fp32; convert the model, for example by model.float()" if p.is_floating_point() else ""
         raise CSDTypeError(
@@ -374,7 +374,7 @@ def check_param(p: torch.Tensor, name: str) -> None:
 
 
 def check_entry(entry: Mapping[str, Any], p: torch.Tensor, name: str, sections: Sequence[str]) -> None:
-    """Raises CSDValueError if an entry of `state`, whose states have these names, does not fit its parameter."""
+    """Raise CSDValueError if an entry of `state`, whose states have these names, does not fit its parameter."""
     for key in (*sections, "residual", "step"):
         value = entry.get(key)
         if value is None or (key == "step" and isinstance(value, (int, float))):

@@ -60,12 +60,12 @@ class StateMap:
         return [b for b in self.by_index if b.decoded and b.alive]
 
     def part(self, p: torch.Tensor) -> Partition:
-        """The part of a parameter that this process updates."""
+        """Return the part of a parameter that this process updates."""
         param_state = self.param_states.get(id(p))
         return param_state.part if param_state else self.part_of(p)
 
     def join(self, engine: Engine, groups: Groups, joining: set[int], grad_dtype: torch.dtype | None) -> None:
-        """Gives the parameters whose ids are in `joining` a place on the devices, still to be filled.
+        """Give the parameters whose ids are in `joining` a place on the devices, still to be filled.
 
         Raises CSDRuntimeError for one on the meta device, what check_param() and check_entry() raise, and
         CSDMemoryError.
@@ -110,7 +110,7 @@ class StateMap:
             self.count_near(engine)
 
     def count_near(self, engine: Engine) -> None:
-        """Tells the engine how many parameters and bytes are on the accelerator."""
+        """Tell the engine how many parameters and bytes are on the accelerator."""
         if engine.accelerator:
             near = [b for b in self.param_states.values() if b.on_accelerator]
             copied = [b for b in self.param_states.values() if b.near_copy]
@@ -121,11 +121,11 @@ class StateMap:
 
     @staticmethod
     def _copy(copies: NearCopies, param_state: ParamState, states: Iterable[torch.Tensor]) -> None:
-        """Makes `states` the accelerator's copy of a parameter's states."""
+        """Make `states` the accelerator's copy of a parameter's states."""
         param_state.near_copy = copies.by_param[param_state.index] = NearCopy([flat(state) for state in states])
 
     def copy_resumed(self, engine: Engine) -> None:
-        """Chooses which states of a resumed store get copies on the accelerator, and allocates these.
+        """Choose which states of a resumed store get copies on the accelerator, and allocate these.
 
         Raises what OnAccelerator.choose() raises, and CSDMemoryError.
         """
@@ -147,7 +147,7 @@ class StateMap:
             self.changes += 1
 
     def _on_accelerator(self, engine: Engine, alike: Alike) -> dict[int, tuple[Joining, dict[str, torch.Tensor]]]:
-        """Chooses parameters whose states go on the accelerator, and allocates those: id → (choice, states by name).
+        """Choose parameters whose states go on the accelerator, and allocate those: id → (choice, states by name).
 
         Raises CSDMemoryError, and what OnAccelerator.choose() raises, before anything is touched.
         """
@@ -199,13 +199,13 @@ class StateMap:
         )
 
     def codec_of(self, group: dict[str, Any], p: torch.Tensor) -> tuple[str, torch.dtype | None]:
-        """The codec for states of a parameter of this group, and with codes its dtype; see Engine.extend()."""
+        """Return the codec for states of a parameter of this group, and with codes its dtype; see Engine.extend()."""
         if group.get("state_dtype", self.state_dtype) == FP32:
             return FP32, None
         return EIGHT_BIT, torch.float32 if p.is_complex() else p.dtype
 
     def describe(self, engine: Engine, groups: Groups) -> None:
-        """Gives the stores a new manifest if the parameters have changed since the last one."""
+        """Give the stores a new manifest if the parameters have changed since the last one."""
         if not engine.durable:
             return
         to_say = [[(id(p), p.dtype) for p in group["params"]] for group in groups]
@@ -225,7 +225,7 @@ class StateMap:
         initial: dict[str, float],
         states: dict[str, torch.Tensor] | None = None,
     ) -> ParamState:
-        """Gives a parameter the next place in an extent. `shape`, `stride`, `initial`: of the states of its part.
+        """Give a parameter the next place in an extent. `shape`, `stride`, `initial`: of the states of its part.
 
         `states`: the states themselves, if they are on its accelerator.
         """
@@ -269,7 +269,7 @@ class StateMap:
         return param_state
 
     def add_residual(self, engine: Engine, param_state: ParamState) -> bool:
-        """Ensures that a parameter has a residual on its device. Returns False if it was there. Raises CSDOSError."""
+        """Ensure that a parameter has a residual on its device. Returns False if it was there. Raises CSDOSError."""
         p, residual = param_state.local, param_state.residual
         if residual is None:
             residual = torch.empty_strided(p.shape, param_state.stride, dtype=torch.bfloat16, device=p.device).zero_()
@@ -281,7 +281,7 @@ class StateMap:
         return True
 
     def drop_residual(self, engine: Engine, param_states: list[ParamState]) -> None:
-        """Removes the residuals of these parameters."""
+        """Remove the residuals of these parameters."""
         owing = [param_state for param_state in param_states if param_state.residual is not None]
         for param_state in owing:
             engine.drop_residual(param_state.index)
@@ -291,7 +291,7 @@ class StateMap:
             self.remember()
 
     def fill(self, engine: Engine) -> None:
-        """Fills the unfilled places from the parameters and `state`. If that fails, the next call fills them again."""
+        """Fill the unfilled places from the parameters and `state`. If that fails, the next call fills them again."""
         if not self.unfilled:
             return
         for param_state in self.unfilled:
@@ -316,7 +316,7 @@ class StateMap:
         self.mark_filled()
 
     def fill_by_step(self, engine: Engine, param_states: list[ParamState]) -> list[ParamState]:
-        """Leaves filling to the next step, which takes `param_states`: it writes what it computes, and reads nothing.
+        """Leave filling to the next step, which takes `param_states`: it writes what it computes, and reads nothing.
 
         Returns the places that the step fills: call `mark_filled()` when the step is complete; if it is undone, they
         are empty as before. Returns an empty list if there is nothing to fill, or a step cannot do it.
@@ -335,7 +335,7 @@ class StateMap:
         return new
 
     def mark_filled(self) -> None:
-        """Marks all unfilled places as filled, and shows them in `state`."""
+        """Mark all unfilled places as filled, and show them in `state`."""
         if not self.unfilled:
             return
         for param_state in self.unfilled:
@@ -345,12 +345,12 @@ class StateMap:
         self.remember()
 
     def check(self, groups: Groups) -> None:
-        """Raises CSDValueError if an entry of `state` does not fit its parameter."""
+        """Raise CSDValueError if an entry of `state` does not fit its parameter."""
         for k, i, p in members(groups):
             check_entry(self.state.get(p) or {}, p, name_of(groups, k, i), self.rule.sections)
 
     def adopt(self, engine: Engine, groups: Groups, grad_dtype: torch.dtype | None, *, loaded: bool = False) -> None:
-        """Copies to the devices what was put into `state`: by load_state_dict() (`loaded`), an assignment or ZeRO.
+        """Copy to the devices what was put into `state`: by load_state_dict() (`loaded`), an assignment or ZeRO.
 
         A parameter that needs more states than its place has gets another place.
         """
@@ -387,7 +387,7 @@ class StateMap:
         self.fill(engine)
 
     def _foreign(self) -> Iterator[torch.Tensor]:
-        """Yields the tensors that were put into `state` from outside and are still to be copied to their places."""
+        """Yield the tensors that were put into `state` from outside and are still to be copied to their places."""
         for param_state in self.unfilled:
             entry = self.state.get(param_state.param) or {}
             for key in {*param_state.sections, *param_state.shown}:
@@ -399,7 +399,7 @@ class StateMap:
     # ---- `state` ---------------------------------------------------------------------
 
     def show(self, param_state: ParamState) -> None:
-        """Puts our tensors into the parameter's entry in `state`, and keeps other values there."""
+        """Put our tensors into the parameter's entry in `state`, and keep other values there."""
         entry = self.state.get(param_state.param, {})
         if param_state.decoded:
             others = {key: value for key, value in dict.items(entry) if key not in param_state.sections}
@@ -411,7 +411,7 @@ class StateMap:
         self._shown = self._values()
 
     def intact(self) -> bool:
-        """Does `state` hold exactly the values that it held at the last remember()?"""
+        """Return whether `state` holds exactly the values that it held at the last remember()."""
         values = self._values()
         return len(values) == len(self._shown) and all(map(is_, values, self._shown))
 
@@ -427,7 +427,7 @@ class StateMap:
     # ---- resuming a store ------------------------------------------------------------
 
     def adopt_commit(self, engine: Engine, groups: Groups) -> None:
-        """Gives parameters their places in a resumed store. The caller has checked that they fit the store."""
+        """Give parameters their places in a resumed store. The caller has checked that they fit the store."""
         here = {(k, i): p for k, i, p in members(groups)}
         for entry in engine.recovered[0].manifest["params"]:
             gone = entry["group"] < 0  # its parameter moved to another place later
@@ -450,7 +450,7 @@ class StateMap:
         self.remember()
 
     def follow_replaced_params(self, engine: Engine, groups: Groups) -> None:
-        """Moves places to parameters that have replaced others since adopt_commit().
+        """Move places to parameters that have replaced others since adopt_commit().
 
         Raises CSDStoreError if shape or dtype of a new parameter is not the store's.
         """
@@ -482,13 +482,13 @@ class StateMap:
             self.remember()
 
     def unwritten(self) -> list[ParamState]:
-        """The parameters that were not written from outside since we last wrote them."""
+        """Return the parameters that were not written from outside since we last wrote them."""
         return [
             param_state for param_state in self.param_states.values() if param_state.version == param_state.version_now
         ]
 
     def set_from_masters(self, param_states: Iterable[ParamState], grad_dtype: torch.dtype | None) -> str | None:
-        """Sets parameters to the values of their masters. Returns the name of one on the meta device, or None."""
+        """Set parameters to the values of their masters. Returns the name of one on the meta device, or None."""
         without_data = None
         for param_state in param_states:
             p = param_state.param

@@ -8,24 +8,24 @@ import torch
 
 
 def numel(p: torch.Tensor) -> int:
-    """Number of real values in a tensor; a complex number counts two."""
+    """Return the number of real values in a tensor; a complex number counts two."""
     return p.numel() * (2 if p.is_complex() else 1)
 
 
 def same_order(stride: Sequence[int], wanted: Sequence[int], shape: Sequence[int]) -> bool:
-    """Do two strides put the elements of a tensor in the same order in memory?"""
+    """Return whether two strides put the elements of a tensor in the same order in memory."""
     return 0 in shape or all(a == b or n == 1 for a, b, n in zip(stride, wanted, shape, strict=True))
 
 
 def ordered(t: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    """`t` itself if its memory has the order of `stride`, else a copy that has it."""
+    """Return `t` itself if its memory has the order of `stride`, else a copy that has it."""
     if same_order(t.stride(), stride, t.shape):
         return t
     return torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device).copy_(t)
 
 
 def flat(t: torch.Tensor) -> torch.Tensor:
-    """A 1-D fp32/fp16/bf16 view of a dense tensor in its memory order; a complex number becomes a pair."""
+    """Return a 1-D fp32/fp16/bf16 view of a dense tensor in its memory order; a complex number becomes a pair."""
     if t.is_complex():
         t = torch.view_as_real(t)
     return t.as_strided((t.numel(),), (1,))

@@ -27,13 +27,13 @@ class Summand:
 
 
 def table_of(summands: Sequence[Summand]) -> np.ndarray[tuple[int], np.dtype[np.void]]:
-    """The engine's table of these summands (dtype SUMMAND). Their tensors must live as long as the table is in use."""
+    """Return the engine's table of these summands (dtype SUMMAND). Their tensors must live until it is out of use."""
     rows = [(s.values.data_ptr(), DTYPE_CODES[s.dtype], s.run_words, s.run_elems) for s in summands]
     return np.array(rows, SUMMAND)
 
 
 def total(summands: Sequence[Summand], like: torch.Tensor) -> torch.Tensor:
-    """The fp32 sum of `summands`, added in this order, in the shape and memory order of `like`; complex if `like` is.
+    """Return the fp32 sum of `summands`, added in this order, with shape and memory order of `like`; complex if it is.
 
     `like`: a dense tensor. Raises CSDValueError for malformed entries.
     """

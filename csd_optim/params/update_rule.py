@@ -27,24 +27,24 @@ class UpdateRule:
     has_codes: bool = False  # its states can be 8-bit codes (rules.h): they are exp_avg and its bound, exp_avg_sq
 
     def sections_for(self, group: Group, held: Collection[str] = ()) -> tuple[str, ...]:
-        """The sections that a parameter of this group needs, plus those for which it already has a state (`held`)."""
+        """Return the sections that a parameter of this group needs, plus those for which it has a state (`held`)."""
         switched_on = (state for name, state in self.switches.items() if group[name])
         needed = {*self.sections[: self.min_sections], *held, *switched_on}
         return tuple(section for section in self.sections if section in needed)
 
     def initial_for(self, group: Group) -> dict[str, float]:
-        """The initial values of the states of a parameter of this group, where they are not zero."""
+        """Return the initial values of the states of a parameter of this group, where they are not zero."""
         values = {state: float(group[name]) for state, name in self.initial.items()}
         return {state: value for state, value in values.items() if value}
 
     def lacking(self, group: Group, sections: Sequence[str]) -> tuple[str, str]:
-        """The first hyperparameter of the group that needs a state not in `sections`, and that state.
+        """Return the first hyperparameter of the group that needs a state not in `sections`, and that state.
 
         The caller knows that there is one.
         """
         return next((name, state) for name, state in self.switches.items() if group[name] and state not in sections)
 
     def takes(self, sections: Sequence[str]) -> bool:
-        """Can a parameter of this rule have exactly these sections?"""
+        """Return whether a parameter of this rule can have exactly these sections."""
         in_order = tuple(section for section in self.sections if section in sections)
         return (*sections,) == in_order and in_order[: self.min_sections] == self.sections[: self.min_sections]
