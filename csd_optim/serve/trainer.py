@@ -307,7 +307,7 @@ class _Trainer(StatesElsewhere):
             self._guessed_message = {name: message[name] for name in GUESS_FIELDS if name in message}
 
     def _announce(self, remote: RemoteEngine) -> None:
-        """In backward: let owners begin the guessed step. A wrong guess costs the work that they have done for it."""
+        """Let owners begin the guessed step, in backward. A wrong guess costs the work that they have done for it."""
         assert remote.early
         has_new_groups = len(self.param_groups) > self._groups_sent
         if (

@@ -56,7 +56,7 @@ def agree_on_step(
     overlaps: bool,
     scale: float | None,
 ) -> StepAgreement:
-    """Agrees on a step with all ranks, before anything is changed; a collective.
+    """Agree on a step with all ranks, before anything is changed; a collective.
 
     `placed`: the ids of parameters that have taken part before. `descending`: tiles would flow from the last to the
     first. `scale`: that of a GradScaler, which ranks that have `joined` lack.
@@ -106,7 +106,7 @@ def agree_on_step(
 
 
 def _digest(p: torch.Tensor) -> tuple[Any, ...]:
-    """What must be equal among replicas: shape, stride, dtype, and the sum of the elements' bits as integers."""
+    """Return what must be equal among replicas: shape, stride, dtype, and the sum of the elements' bits as integers."""
     bits = flat(p.detach().contiguous())
     integers = bits.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[bits.element_size()])
     return tuple(p.shape), p.stride(), str(p.dtype), int(integers.sum(dtype=torch.int64))
@@ -117,5 +117,5 @@ def _checksum(names: list[str]) -> int:
 
 
 def _with_gradients(groups: Groups) -> list[tuple[str, torch.Tensor]]:
-    """The replicated parameters that have a gradient, with their names."""
+    """Return the replicated parameters that have a gradient, with their names."""
     return [(name_of(groups, k, i), p) for k, i, p in members(groups) if p.grad is not None and is_replicated(p)]

@@ -103,7 +103,7 @@ class ParamAllGather:
         self.received_bytes: int = sum(b.bytes * (b.ranks.size - 1) for b in self.buckets)
 
     def _bind(self, bucket: _Bucket, before: _Bucket | None) -> None:
-        """Gives a bucket its buffer and views of it. `before`: a bucket that is empty by then, to reuse its buffer."""
+        """Give a bucket its buffer and views of it. `before`: a bucket that is empty by then, to reuse its buffer."""
         ranks, size, n = bucket.ranks, bucket.ranks.size, bucket.bytes
         device = bucket.pieces[0].param_state.local.device
         if device.type not in ranks.device_types:
@@ -133,7 +133,7 @@ class ParamAllGather:
         *,
         descending: bool = False,
     ) -> None:
-        """Begins a step. `images`: tiles that note_pulled() will report; the engine reports the others.
+        """Begin a step. `images`: tiles that note_pulled() will report; the engine reports the others.
 
         `sources`: by index, parameters whose new values have to be copied back into them before they leave.
         `descending`: the last bucket leaves first, since the last tile flows first; the same on all ranks.
@@ -143,12 +143,12 @@ class ParamAllGather:
         self._in_flight: deque[tuple[_Bucket, list[Any]]] = deque()
 
     def note_pulled(self, tile: int) -> None:
-        """Called when the new parameters of one of the `images` have been copied to their place."""
+        """Note that the new parameters of one of the `images` have been copied to their place."""
         self._missing.remove(tile)
         self.advance(wait=False)
 
     def advance(self, *, wait: bool) -> None:
-        """Sends the buckets that are ready; with `wait` all of them, each as soon as it is ready."""
+        """Send the buckets that are ready; with `wait` all of them, each as soon as it is ready."""
         while self._to_send:
             tiles = self._to_send[0].tiles
             missing = not self._missing.isdisjoint(tiles.tolist())
@@ -160,14 +160,14 @@ class ParamAllGather:
             self._send_next()
 
     def finish(self) -> None:
-        """Sends the remaining buckets with their present content, and returns when all buckets have arrived."""
+        """Send the remaining buckets with their present content, and return when all buckets have arrived."""
         while self._to_send:
             self._send_next()
         while self._in_flight:
             self._receive_next()
 
     def resend(self) -> None:
-        """Sends the restored shares once more, after all ranks have undone the step. A no-op if a rank is lost."""
+        """Send the restored shares once more, after all ranks have undone the step. A no-op if a rank is lost."""
         if not (self.ranks.lost or any(bucket.ranks.lost for bucket in self.buckets)):
             self.begin()
             self.finish()
@@ -194,7 +194,7 @@ def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def _fill_buckets(param_states: Sequence[Shared], ranks: Ranks) -> list[_Bucket]:
-    """Cuts the shares that `ranks` have of the parameters of one device into buckets.
+    """Cut the shares that `ranks` have of the parameters of one device into buckets.
 
     The result is the same on every rank, because it depends only on what all ranks know.
     """
@@ -222,7 +222,7 @@ def _fill_buckets(param_states: Sequence[Shared], ranks: Ranks) -> list[_Bucket]
 
 
 def _tiles_of(piece: _Piece, pieces: Located) -> np.ndarray[Any, Any]:
-    """The tiles (over all extents) with the elements of a piece of this rank's share."""
+    """Return the tiles (over all extents) with the elements of a piece of this rank's share."""
     mine = pieces.of(piece.param_state.index)
     if piece.first is not None:
         first = mine["param_first"]

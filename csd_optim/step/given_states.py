@@ -43,21 +43,21 @@ class GivenStates:
         return max(len(copy.states) for copy in self.copies.values())
 
     def in_order(self, updates: Sequence[NearUpdate]) -> list[NearUpdate]:
-        """`updates` in the order in which tiles need them."""
+        """Return `updates` in the order in which tiles need them."""
         order = {row: k for k, row in enumerate(self.copies)}
         return sorted(updates, key=lambda u: order[u.param_state.index])
 
     def set_updates(self, near: NearUpdates, launching: Iterator[None]) -> None:
-        """Sets the updates that produce these states: `near`, which the iterator `launching` queues bit by bit."""
+        """Set the updates that produce these states: `near`, which the iterator `launching` queues bit by bit."""
         self._near, self._launching = near, launching
 
     def devices_of(self, engine: Engine, tile: int) -> set[torch.device]:
-        """The accelerators that give states to a tile."""
+        """Return the accelerators that give states to a tile."""
         rows = engine.pieces_of(tile)["param"].tolist()
         return {self.copies[row].device for row in rows if row in self.copies}
 
     def fill(self, states: torch.Tensor, engine: Engine, tile: int, streams: Mapping[torch.device, Any]) -> bool:
-        """Begins to copy a tile's given states, on `streams`. Returns False if the tile has none.
+        """Begin to copy a tile's given states, on `streams`. Returns False if the tile has none.
 
         `states`: destination, fp32, the sections of the tile one after another.
         """
@@ -75,7 +75,7 @@ class GivenStates:
         return has_given
 
     def _event(self, row: int) -> Any:
-        """The event after which a row is updated. Queues updates until it is there."""
+        """Return the event after which a row is updated. Queues updates until it is there."""
         assert self._near
         if row not in self._near.events:
             for _ in self._launching:
@@ -84,18 +84,18 @@ class GivenStates:
         return self._near.events[row]
 
     def mark(self, table: np.ndarray[Any, Any]) -> None:
-        """Marks these rows as given in a step's table (dtype PARAM)."""
+        """Mark these rows as given in a step's table (dtype PARAM)."""
         table["master"][[*self.copies]] = GIVEN
         table["in_image"][[*self.copies]] = 0
 
     def keep(self) -> None:
-        """Called when the step is complete: the devices have the same states as the copies."""
+        """Note, when the step is complete, that the devices have the same states as the copies."""
         for row in self.updated:
             self.copies[row].is_known = True
 
 
 def given_states(engine: Engine, step: PreparedStep) -> GivenStates | None:
-    """The states that the accelerator will give in this step, marked in its table; None if there are none.
+    """Return the states that the accelerator will give in this step, marked in its table; None if it gives none.
 
     Loads those of their copies on the accelerator that are not valid. Raises CSDOSError or CSDStoreError if that fails;
     nothing has changed then.

@@ -25,7 +25,7 @@ class StepHook(JoinHook):
 
 
 def copy_from_leader(ranks: Ranks, leader: int, groups: Groups, scale: float | None, *, joined: bool) -> float | None:
-    """Copies gradients and hyperparameters of `leader`, which has data, to ranks that have `joined`; a collective.
+    """Copy gradients and hyperparameters of `leader`, which has data, to ranks that have `joined`; a collective.
 
     `scale`: of the gradients (a GradScaler's), or None. Returns the leader's scale. Raises CSDRankError, on all ranks,
     if ranks that have not joined have gradients of different parameters.

@@ -19,23 +19,23 @@ class InStep:
         return False
 
     def end_step(self, record: Record | None) -> None:
-        """Ends a step that began in backward. `record`: for its commit. Raises what a step raises."""
+        """End a step that began in backward. `record`: for its commit. Raises what a step raises."""
         raise NotImplementedError
 
     def before_step(self, *, skips: bool, scaled: bool) -> None:
-        """Called first in step(). `skips`: this step is a no-op (overflow); `scaled`: a GradScaler takes part.
+        """Get ready, first in step(). `skips`: this step is a no-op (overflow); `scaled`: a GradScaler takes part.
 
         Raises why the previous step failed, with several ranks on all of them: a collective.
         """
 
     def check(self, taking_part: Participants) -> None:
-        """Called before any part of a step uses the engine."""
+        """Examine what takes part in a step, before any part of the step uses the engine."""
 
     def compare(self, step: PreparedStep) -> None:
-        """Called with a prepared step, before the step changes anything."""
+        """Examine a prepared step, before it changes anything."""
 
     def launch(self, step: PreparedStep | None, record: Record | None) -> bool:
-        """Starts the step, which then runs concurrently with the program. Call wait_for_unguarded() after it.
+        """Start the step, which then runs concurrently with the program. Call wait_for_unguarded() after it.
 
         Returns False if the step has to run within step(). `step` None: this rank has nothing to do. Raises what a step
         raises. A collective.
@@ -43,26 +43,26 @@ class InStep:
         return False
 
     def wait_for_unguarded(self) -> None:
-        """Returns when the parameters whose readers do not wait have arrived. Raises what a step raises.
+        """Return when the parameters whose readers do not wait have arrived. Raises what a step raises.
 
         Call it without the engine's lock, which a failing step takes in order to be undone.
         """
 
     def settle(self) -> None:
-        """Returns when all parameters of this process are those of the last step. Raises why that step failed."""
+        """Return when all parameters of this process are those of the last step. Raises why that step failed."""
 
     def drain(self, *, collective: bool) -> None:
-        """Returns when no step is under way here; with `collective`, on any rank. Raises why one failed."""
+        """Return when no step is under way here; with `collective`, on any rank. Raises why one failed."""
 
     def clear_gradients(self, *, set_to_none: bool) -> bool:
-        """Called before gradients are cleared. Returns whether it has cleared them itself."""
+        """Clear gradients, or leave it to the caller. Returns whether this has cleared them."""
         return False
 
     def end(self) -> None:
-        """Ends the mode: readers no longer wait. Call it only when no step is under way."""
+        """End the mode: readers no longer wait. Call it only when no step is under way."""
 
     def close(self) -> None:
-        """Ends the mode, after the step under way. Raises why that step failed."""
+        """End the mode, after the step under way. Raises why that step failed."""
 
     def stats(self) -> dict[str, Any] | None:
         """See CSDAdam.stats()."""

@@ -42,7 +42,7 @@ class NearUpdate:
 
 
 def _states(param_state: ParamState) -> list[torch.Tensor]:
-    """The parameter's states, 1-D fp32, master first. Writes to them change no version counter; the step does that."""
+    """Return the states, 1-D fp32, master first. Writes to them change no version counter; the step does that."""
     if param_state.near_copy:
         return param_state.near_copy.states
     return [flat(param_state.windows[name].data) for name in param_state.sections]
@@ -57,7 +57,7 @@ def _raising_memory_error() -> Iterator[None]:
 
 
 def parameters_of_new(updates: Sequence[NearUpdate]) -> dict[int, torch.Tensor]:
-    """Copies, by row, of the parameters that have no states yet: an undone step restores them from these.
+    """Return copies, by row, of the parameters that have no states yet: an undone step restores them from these.
 
     Raises CSDMemoryError.
     """
@@ -84,7 +84,7 @@ class Queued:
             last.record(torch.accelerator.current_stream(device))
 
     def seconds(self, device: torch.device) -> float:
-        """The seconds that an accelerator took, 0 if it has no timers. Waits until the updates are done."""
+        """Return the seconds that an accelerator took, 0 if it has no timers. Waits until the updates are done."""
         if device not in self._events:
             return 0.0
         first, last = self._events[device]
@@ -143,7 +143,7 @@ class NearUpdates:
         return self._updates.keys()
 
     def allocate(self) -> None:
-        """Allocates the rest of the memory that launch() needs. Raises CSDMemoryError."""
+        """Allocate the rest of the memory that launch() needs. Raises CSDMemoryError."""
         for u in self._updates.values():
             self._allocate(u)
 
@@ -157,7 +157,7 @@ class NearUpdates:
                 self._nonfinite[grad.device] += grad.isfinite().logical_not().sum()
 
     def launch(self, *, timed: bool = False) -> Iterator[None]:
-        """Queues one chunk per next(). `timed`: see Queued."""
+        """Queue one chunk per next(). `timed`: see Queued."""
         self.launched = True
         queued = Queued(len(self._updates), self._devices, timed=timed)
         for u in self._updates.values():
@@ -166,7 +166,7 @@ class NearUpdates:
         self._queued.append(queued)
 
     def launch_one(self, row: int, grad: torch.Tensor, *, timed: bool = False) -> None:
-        """Queues the update of one parameter with this gradient (of the parameter's shape). Raises CSDMemoryError.
+        """Queue the update of one parameter with this gradient (of the parameter's shape). Raises CSDMemoryError.
 
         Backward may produce gradients on several streams. All updates run on one stream, as they share scratch memory.
         """
@@ -185,7 +185,7 @@ class NearUpdates:
         self._queued.append(queued)
 
     def _grads(self, u: NearUpdate) -> Iterator[torch.Tensor]:
-        """Yields the gradient in chunks, rounded to grad_dtype. Each is valid until the next one is requested.
+        """Yield the gradient in chunks, rounded to grad_dtype. Each is valid until the next one is requested.
 
         Chunks are on the parameter's device, even if the parameter was moved and its gradient was not.
         """
@@ -206,7 +206,7 @@ class NearUpdates:
         self.events[u.param_state.index] = record_event(torch.accelerator.current_stream(param.device))
 
     def release_scratch(self) -> list[int]:
-        """Frees scratch memory and references to gradients, once all is queued. Returns the rows of its parameters."""
+        """Free scratch memory and references to gradients, once all is queued. Returns the rows of its parameters."""
         rows = [*self._updates]
         self._updates.clear()
         self._scratch.clear()
@@ -219,7 +219,7 @@ class NearUpdates:
         return [param_state for param_state, _ in self._before] if self.launched else []
 
     def undo(self) -> None:
-        """Restores the states to those before launch(). The caller restores the parameters.
+        """Restore the states to those before launch(). The caller restores the parameters.
 
         May run on any thread and stream: it waits for everything that was queued. Call wait() after it.
         """
@@ -232,12 +232,12 @@ class NearUpdates:
                 state.copy_(kept)
 
     def wait(self) -> None:
-        """Returns when everything queued on the accelerators, by anyone, is done."""
+        """Return when everything queued on the accelerators, by anyone, is done."""
         for device in self._devices:
             torch.accelerator.synchronize(device)
 
     def end(self) -> None:
-        """Frees all memory: the updates can no longer be undone."""
+        """Free all memory: the updates can no longer be undone."""
         self.release_scratch()
         self._before.clear()
 
@@ -247,7 +247,7 @@ class NearUpdates:
         return [queued.span for queued in self._queued]
 
     def counters(self) -> dict[str, Any]:
-        """Counters for stats(). Waits until all is done. `seconds`: of the busiest accelerator, 0 without timers."""
+        """Return counters for stats(), when all is done. `seconds`: of the busiest accelerator, 0 without timers."""
         seconds = max(sum(queued.seconds(d) for queued in self._queued) for d in self._devices)
         nonfinite = sum(int(n) for n in self._nonfinite.values())
         done = {"params": self.params, "nonfinite_grads": nonfinite, "seconds": seconds}

@@ -128,7 +128,7 @@ class PreparedStep:
 
 
 def participants(groups: Groups, optimizer: str, for_sparse: str) -> Participants:
-    """All parameters with a gradient. Raises CSDRuntimeError if a gradient is sparse, or during graph capture.
+    """Return all parameters with a gradient. Raises CSDRuntimeError if a gradient is sparse, or during graph capture.
 
     For error messages: `optimizer` is its name, `for_sparse` the optimizer to recommend for sparse gradients.
     """
@@ -152,7 +152,7 @@ def participants(groups: Groups, optimizer: str, for_sparse: str) -> Participant
 def clip_scale(
     groups: Groups, state_map: StateMap, grad_scale: float, max_norm: float, sums: Sums = NO_SUMS
 ) -> tuple[float, float]:
-    """The factor that clips gradients to `max_norm`, and their norm. As torch.nn.utils.clip_grad_norm_, but in fp32.
+    """Return the factor that clips gradients to `max_norm`, and their norm: as torch's clip_grad_norm_(), but in fp32.
 
     A collective of the process groups over which parameters are sharded.
     """
@@ -170,7 +170,7 @@ def clip_scale(
 
 
 def clip_to(norm: float, max_norm: float) -> float:
-    """The factor that clips gradients of this norm to `max_norm`; NaN if the norm is NaN."""
+    """Return the factor that clips gradients of this norm to `max_norm`; NaN if the norm is NaN."""
     return min(1.0, max_norm / (norm + 1e-6)) if norm == norm else norm
 
 
@@ -185,7 +185,7 @@ def bind(
     grad_dtype: torch.dtype | None,
     plan: StepPlan | None,
 ) -> BoundStep | None:
-    """Gives new parameters their places, and examines those that were written from outside.
+    """Give new parameters their places, and examine those that were written from outside.
 
     Adopts tensors that were assigned to `state`. `plan`: that of the previous step. Returns None if there is no
     gradient. Raises what StateMap.join(), adopt() and ParamState.refresh() raise.
@@ -215,7 +215,7 @@ def bind(
 
 
 def _written(state_map: StateMap, plan: StepPlan, grad_dtype: torch.dtype | None) -> list[ParamState]:
-    """Parameters that were written, moved or converted since the last step, if they have a gradient or still fit."""
+    """Return parameters written, moved or converted since the last step, if they have a gradient or still fit."""
     written: Iterable[ParamState] = plan.param_states
     if grad_dtype is plan.grad_dtype:
         written = (b for b in state_map.param_states.values() if not b.is_new and b.is_dirty)
@@ -230,7 +230,7 @@ def _plan_for(
     grad_dtype: torch.dtype | None,
     plan: StepPlan | None,
 ) -> StepPlan:
-    """`plan` if it is still valid, else a new one. Gives places to new parameters."""
+    """Return `plan` if it is still valid, else a new one. Gives places to new parameters."""
     if (
         plan is not None
         and plan.changes == state_map.changes
@@ -270,7 +270,7 @@ def _plan_for(
 def prepare(
     engine: Engine, rule: UpdateRule, bound: BoundStep, groups: Groups, grad_scale: float, options: GradOptions
 ) -> PreparedStep:
-    """Checks everything, changes nothing. `grad_scale`: factor by which gradients are multiplied.
+    """Check everything, change nothing. `grad_scale`: factor by which gradients are multiplied.
 
     Raises CSDValueError, CSDTypeError for a gradient that does not fit its parameter or an invalid `topk`,
     CSDRuntimeError if a group needs a state that one of its parameters does not have.
@@ -318,7 +318,7 @@ def foresee(
     grad_scale: float,
     options: GradOptions,
 ) -> PreparedStep | None:
-    """The step that would follow that of `plan` if the same parameters take part; they stand in for their gradients.
+    """Return the step that follows that of `plan` if the same parameters take part; they stand in for their gradients.
 
     Returns None if something has changed since, or if gradients have to be converted before they are pushed. Raises
     what prepare() raises.
@@ -349,7 +349,7 @@ def _hypers(
     steps: np.ndarray[Any, Any],
     grad_scale: float,
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """This step's constants (dtype HYPER), and for each parameter the index of its constants.
+    """Return this step's constants (dtype HYPER), and for each parameter the index of its constants.
 
     There is one set of constants per combination of group, layout of sections and step count.
     """
@@ -373,7 +373,7 @@ def _hypers(
 def _locate_gradients(
     plan: StepPlan, grads: list[torch.Tensor], table: np.ndarray[Any, Any], grad_dtype: torch.dtype | None
 ) -> dict[int, GradSource]:
-    """Writes addresses of gradients to the table. Returns, by row, those that the engine cannot read as they are."""
+    """Write addresses of gradients to the table. Returns, by row, those that the engine cannot read as they are."""
     sources: dict[int, GradSource] = {}
     pointers = []
     for param_state, g in zip(plan.param_states, grads, strict=True):
@@ -396,7 +396,7 @@ def _locate_gradients(
 
 
 def _mark_sums(plan: StepPlan, sums: Sums, table: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
-    """Marks summed gradients in the table. Returns the tables of their summands, to keep until the step is over."""
+    """Mark summed gradients in the table. Returns the tables of their summands, to keep until the step is over."""
     tables = []
     for param_state in plan.param_states:
         if summands := sums.get(id(param_state.param)):
@@ -408,7 +408,7 @@ def _mark_sums(plan: StepPlan, sums: Sums, table: np.ndarray[Any, Any]) -> list[
 
 
 def _check_near(plan: StepPlan, topk: np.ndarray[Any, Any], residual_mask: np.ndarray[Any, Any]) -> None:
-    """Raises CSDValueError if a parameter with states on the accelerator has Top-K or a residual."""
+    """Raise CSDValueError if a parameter with states on the accelerator has Top-K or a residual."""
     for b, share, has_residual in zip(plan.param_states, topk.tolist(), residual_mask.tolist(), strict=True):
         is_near = b.on_accelerator or b.near_copy
         if is_near and has_residual:
@@ -421,7 +421,7 @@ def _check_near(plan: StepPlan, topk: np.ndarray[Any, Any], residual_mask: np.nd
 
 
 def _fill_codes(coded: list[ParamState], steps: np.ndarray[Any, Any], table: np.ndarray[Any, Any]) -> None:
-    """Writes to the table what codes need: the seed of this step's rounding, and addresses of a tile's parameters."""
+    """Write to the table what codes need: the seed of this step's rounding, and addresses of a tile's parameters."""
     for b in coded:
         row = table[b.index]
         row["seed"] = int(steps[b.index]) % (1 << 32)
@@ -439,7 +439,7 @@ def _compress(
     sources: dict[int, GradSource],
     options: GradOptions,
 ) -> list[ParamState]:
-    """Marks sparse gradients in the table. Returns the parameters whose residuals the step changes."""
+    """Mark sparse gradients in the table. Returns the parameters whose residuals the step changes."""
     if not topk.any():
         return []
     with_residual = []
@@ -460,7 +460,7 @@ def _compress(
 
 
 def add_residuals(engine: Engine, state_map: StateMap, step: PreparedStep) -> None:
-    """Adds residuals to the parameters that need one, and their addresses to the table. Raises CSDOSError."""
+    """Add residuals to the parameters that need one, and their addresses to the table. Raises CSDOSError."""
     new = False
     for param_state in step.with_residual:
         if state_map.add_residual(engine, param_state) and param_state not in state_map.unfilled:
@@ -472,7 +472,7 @@ def add_residuals(engine: Engine, state_map: StateMap, step: PreparedStep) -> No
 
 
 def apply_outside_writes(engine: Engine, step: PreparedStep) -> None:
-    """Copies parameters that were written from outside since the last step to their masters. Raises CSDOSError."""
+    """Copy parameters that were written from outside since the last step to their masters. Raises CSDOSError."""
     taking_part = {b.index for b in step.plan.param_states}
     written = [b for b in step.written if engine.devices.keeps_state or b.on_accelerator]
     if not engine.devices.resident:  # resident states need no copy: no step is undone there

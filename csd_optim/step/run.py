@@ -29,7 +29,7 @@ from .staging import BUFFERS_PER_DEVICE, NOTHING, StagingRing
 
 
 def _exhaust(work: Iterator[None]) -> None:
-    """Runs an iterator to its end."""
+    """Run an iterator to its end."""
     for _ in work:
         pass
 
@@ -46,7 +46,7 @@ class StepRunner:
         self.in_flight: bool = False  # whether states of the last step may still be on their way
 
     def make_ready(self, engine: Engine, step: PreparedStep) -> None:
-        """Does everything that may fail, as for lack of memory, before ranks begin to exchange parameters."""
+        """Do everything that may fail, as for lack of memory, before ranks begin to exchange parameters."""
         step.tiles = engine.tiles_with(step.table["grad"] != 0)
         step.given = given_states(engine, step)
         step.images = self._images(engine, step)
@@ -54,7 +54,7 @@ class StepRunner:
         step.gather = self._gather(engine, step.plan)
 
     def make_near_ready(self, engine: Engine, step: PreparedStep, *, one_by_one: bool) -> None:
-        """As make_ready(), for the updates on the accelerator. `one_by_one`: gradients come later, one by one.
+        """Do as make_ready(), for the updates on the accelerator. `one_by_one`: gradients come later, one by one.
 
         Raises CSDMemoryError.
         """
@@ -83,7 +83,7 @@ class StepRunner:
         descending: bool,
         pushed: Callable[[], None] | None = None,
     ) -> None:
-        """Takes the step, and commits it with `record`. On a failure of any rank, everything is restored.
+        """Take the step, and commit it with `record`. On a failure of any rank, everything is restored.
 
         `descending`: ranks exchange the last bucket first. `pushed`: given if the step was launched before, without
         images; it returns when all tiles are pushed, and raises what a step raises.
@@ -99,7 +99,7 @@ class StepRunner:
             self.mark_synced(step)
 
     def _complete(self, engine: Engine, step: PreparedStep, record: Record | None) -> None:
-        """Updates residuals after a complete step, and commits it."""
+        """Update residuals after a complete step, and commit it."""
         step.is_complete = True
         self.near = step.near
         self.has_updated |= step.near is not None
@@ -124,7 +124,7 @@ class StepRunner:
 
     @staticmethod
     def mark_synced(step: PreparedStep) -> None:
-        """Counts the step's writes to its parameters. Any later write is one from outside."""
+        """Count the step's writes to its parameters. Any later write is one from outside."""
         torch.autograd.graph.increment_version(step.plan.params)
         for param_state in (*step.written, *step.plan.param_states):
             param_state.mark_synced()
@@ -132,7 +132,7 @@ class StepRunner:
     # ---- a step that lands later: see overlap/ -----------------------------------------
 
     def can_land_later(self, engine: Engine, step: PreparedStep) -> bool:
-        """Whether the step can go on without this thread, which is not so if other ranks wait for its updates.
+        """Return whether the step can go on without this thread. It cannot if other ranks wait for its updates.
 
         With several ranks it also has to be a step that take_back() can undo.
         """
@@ -140,7 +140,7 @@ class StepRunner:
         return can and (self._ranks is None or self.can_undo(engine, step))
 
     def can_undo(self, engine: Engine, step: PreparedStep) -> bool:
-        """Whether the step can be undone at any time, even after it is complete."""
+        """Return whether the step can be undone at any time, even after it is complete."""
         if engine.slots == 1 or engine.devices.resident or self._state_map.unfilled:
             return False
         has_residuals = step.with_residual or engine.residuals  # residuals have a single copy
@@ -148,7 +148,7 @@ class StepRunner:
         return not (has_residuals or written)
 
     def launch(self, engine: Engine, step: PreparedStep, record: Record | None) -> np.ndarray[Any, Any]:
-        """Begins the step, and returns its tiles in flow order. The caller then runs the images, and calls land()."""
+        """Begin the step, and return its tiles in flow order. The caller then runs the images, and calls land()."""
         try:
             return self._begin(engine, step, record)
         except BaseException:
@@ -158,7 +158,7 @@ class StepRunner:
 
     @staticmethod
     def launch_near(engine: Engine, step: PreparedStep) -> list[int]:
-        """Queues the updates on the accelerator, on the current streams.
+        """Queue the updates on the accelerator, on the current streams.
 
         Returns the rows that are updated there. Nothing has to wait for these, and the step drops their gradients.
         """
@@ -173,7 +173,7 @@ class StepRunner:
         return rows
 
     def land(self, engine: Engine, step: PreparedStep, record: Record | None) -> None:
-        """Waits until the step is complete, and commits it. On any failure everything is restored.
+        """Wait until the step is complete, and commit it. On any failure everything is restored.
 
         With several ranks only the states are restored, and take_back() has to follow; a commit that fails is left to
         Engine.confirm(). Until the ranks have met, `step` keeps what undoes the updates on the accelerator.
@@ -190,14 +190,14 @@ class StepRunner:
             self._complete(engine, step, record)
 
     def give_up(self, engine: Engine, step: PreparedStep) -> None:
-        """Undoes a step that was launched; with several ranks only its states, because the others run their forward."""
+        """Undo a step that was launched; with several ranks only its states, because the others run their forward."""
         if self._ranks:
             self._undo_states(engine, step)
         else:
             self.undo(engine, step)
 
     def take_back(self, engine: Engine, step: PreparedStep) -> None:
-        """Undoes a step that failed on some rank, whether it has landed here or was given up.
+        """Undo a step that failed on some rank, whether it has landed here or was given up.
 
         Also undoes writes to its parameters from outside since then, because these may differ from rank to rank.
         """
@@ -214,7 +214,7 @@ class StepRunner:
             step.near.end()
 
     def run_without_gradients(self, engine: Engine, groups: Groups, record: Record | None) -> None:
-        """Counts and commits a step of the other ranks, for which this rank has no gradients."""
+        """Count and commit a step of the other ranks, for which this rank has no gradients."""
         with all_ranks_or_none(self._ranks):
             self._state_map.fill(engine)
         self.steps_taken += 1
@@ -231,7 +231,7 @@ class StepRunner:
         descending: bool,
         pushed: Callable[[], None] | None,
     ) -> None:
-        """Runs the step without its commit. On a failure of any rank, parameters and states are restored."""
+        """Run the step without its commit. On a failure of any rank, parameters and states are restored."""
         prepared, images, ring, gather = step.prepared, step.images, step.ring, step.gather
         if gather:
             gather.begin(images, prepared, descending=descending)
@@ -278,7 +278,7 @@ class StepRunner:
             raise
 
     def _begin(self, engine: Engine, step: PreparedStep, record: Record | None) -> np.ndarray[Any, Any]:
-        """Begins the step, and pushes all tiles that need no image. Returns all tiles, in flow order."""
+        """Begin the step, and push all tiles that need no image. Returns all tiles, in flow order."""
         order = TO_AND_FRO if engine.tile_rank is None else SAME_ORDER
         tiles = engine.begin(step.table, step.hypers, step.tiles, record, order=order)
         self.in_flight = self.has_updated = True
@@ -290,12 +290,12 @@ class StepRunner:
 
     @staticmethod
     def _note_near(engine: Engine, step: PreparedStep) -> None:
-        """Adds the updates on the accelerator to the timeline."""
+        """Add the updates on the accelerator to the timeline."""
         if step.near and engine.near_spans is not None:
             engine.near_spans += step.near.spans
 
     def undo(self, engine: Engine, step: PreparedStep) -> None:
-        """Restores everything. If finish() has failed, it has restored the devices' states already."""
+        """Restore everything. If finish() has failed, it has restored the devices' states already."""
         self._undo_states(engine, step)
         self._restore(engine, step)
         if step.near and step.near.launched:
@@ -318,7 +318,7 @@ class StepRunner:
                     engine.mark_torn()
 
     def _images(self, engine: Engine, step: PreparedStep) -> list[int]:
-        """Tiles that travel through staging buffers: those with gradients on a GPU, or to be rounded.
+        """Return the tiles that travel through staging buffers: those with gradients on a GPU, or to be rounded.
 
         Prepares the sources of all gradients in these tiles.
         """
@@ -359,13 +359,13 @@ class StepRunner:
         return self.ring
 
     def _gather(self, engine: Engine, plan: StepPlan) -> ParamAllGather | None:
-        """The all-gather of the plan's parameters whose updates the ranks share; None if there are none."""
+        """Return the all-gather of the plan's parameters whose updates the ranks share; None if there are none."""
         if plan.gather is None and self._ranks and (shares := [b for b in plan.param_states if b.part.replicas]):
             plan.gather = ParamAllGather(self._ranks, engine, shares)
         return plan.gather
 
     def _restore(self, engine: Engine, step: PreparedStep) -> None:
-        """Restores the parameters of an undone step from the masters, or to the values that were set from outside."""
+        """Restore the parameters of an undone step from the masters, or to the values that were set from outside."""
         took_part, outside_values = step.table["grad"] != 0, step.outside_values
         engine.remap()  # the windows show the masters as they were
         written = defaultdict[int, list[tuple[int, int]]](list)

@@ -44,12 +44,12 @@ class SparsePiece:
         return self.residual is not None and self.topk.ratio < 1
 
     def select(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The values to choose from, in 16 bits, and which of them are sent (bool); both of shape (rows, elements)."""
+        """Return the values to choose from, in 16 bits, and which are sent (bool); both of shape (rows, elements)."""
         values = rounded(self.grad, self.residual, self.topk.scale, self.topk.dtype).view(self.rows, -1)
         return values, select(values, self.k)
 
     def feed_back(self) -> None:
-        """Updates the residual. Selects once more, which costs less than keeping the selections of all parameters."""
+        """Update the residual. Selects once more, which costs less than keeping the selections of all parameters."""
         assert self.residual is not None
         values, sent = (t.view(-1) for t in self.select())
         feed_back(self.grad, self.residual, self.topk.scale, values, sent, self.first, self.topk.step)
@@ -74,7 +74,7 @@ class SparseTiles:
     def entries_of(
         self, engine: Engine, tile: int, sources: Mapping[int, GradSource], streams: Mapping[torch.device, Any]
     ) -> torch.Tensor | None:
-        """The entries of a tile, as pack() returns them, 1-D, on the device and the stream that selects them.
+        """Return the entries of a tile, as pack() returns them, 1-D, on the device and the stream that selects them.
 
         None if the tile has no sparse gradient.
         """
@@ -102,7 +102,7 @@ class SparseTiles:
         return self._selected.pop(tile)
 
     def feed_back(self, streams: Mapping[torch.device, Any]) -> None:
-        """Called when the step is complete: updates the residuals with what it did not send."""
+        """Update the residuals, when the step is complete, with what it did not send."""
         for piece in self._feedback_pieces:
             # On the stream that selects, so after this step's selection and before the next step's.
             with on(streams.get(piece.grad.device)):
@@ -122,7 +122,7 @@ def _piece(place: _Place, rows: int = 1) -> SparsePiece:
 
 
 def _batch(tile: int, place: _Place) -> tuple[list[int], list[SparsePiece]]:
-    """The batch of tiles around `tile` that are selected at once. The parameter at `place` fills each of them."""
+    """Return the batch of tiles around `tile` that are selected at once. The parameter at `place` fills each."""
     topk, n = place.source.topk, place.n
     assert topk
     row_bytes = max(ELEM_BYTES * n, KEPT_BYTES * n + SENT_BYTES * topk_count(topk.ratio, n))

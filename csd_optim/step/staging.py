@@ -49,7 +49,7 @@ class StagingBuffer:
         self.under_way.clear()
 
     def words(self) -> tuple[int, int]:
-        """Address of the entries that have arrived, and the number of their words."""
+        """Return the address of the entries that have arrived, and the number of their words."""
         if not self.n_entries:
             return 0, 0
         return self.entries.data_ptr(), int(self.entries[self.n_entries - 1])
@@ -75,7 +75,7 @@ class StagingRing:
         self._given: GivenStates | None = None  # of the step under way
 
     def make_room_for_states(self, sections: int) -> None:
-        """Makes the slots large enough for the states of tiles with that many sections: see GivenStates."""
+        """Make the slots large enough for the states of tiles with that many sections: see GivenStates."""
         for slot in self.slots:
             if slot.states is None or len(slot.states) < sections * self.tile_elems:
                 slot.states = self._buffer(sections * self.tile_elems, torch.float32)
@@ -89,7 +89,7 @@ class StagingRing:
         return sum(t.nbytes for t in of_slots if t is not None)
 
     def begin(self, sources: Mapping[int, GradSource], given: GivenStates | None = None) -> None:
-        """Call this before run(), on the thread whose current streams produce gradients and read parameters.
+        """Begin a step, before run() and on the thread whose current streams produce gradients and read parameters.
 
         `sources`: the parameters that have a gradient. `given`: those whose states come from the accelerator.
         """
@@ -112,7 +112,7 @@ class StagingRing:
         early_buffers: Mapping[int, StagingBuffer] | None = None,
         meanwhile: Iterator[None] = NOTHING,
     ) -> None:
-        """Pushes and pulls `tiles` of the step under way. `sources`: as in begin().
+        """Push and pull `tiles` of the step under way. `sources`: as in begin().
 
         `on_pulled` is called with each tile when its parameters can be used on the current streams. `early_buffers`:
         tiles that were pushed before, from these buffers, in the order in which they are wanted. `meanwhile`: other
@@ -131,21 +131,21 @@ class StagingRing:
             self.join()
 
     def join(self) -> None:
-        """Makes the current streams wait for the step's copies of gradients and parameters."""
+        """Make the current streams wait for the step's copies of gradients and parameters."""
         for streams in self._copy_streams():
             _join(streams)
 
     def join_back(self) -> None:
-        """Makes the current streams wait for the step's copies to parameters."""
+        """Make the current streams wait for the step's copies to parameters."""
         _join(self._copy_streams()[1])
 
     def wait_for_current(self, device: torch.device) -> None:
-        """Makes later copies wait for everything queued so far on the device's current stream."""
+        """Make later copies wait for everything queued so far on the device's current stream."""
         for stream in self._streams[device]:
             stream.wait_stream(torch.accelerator.current_stream(device))
 
     def _copy_streams(self) -> tuple[Streams, Streams]:
-        """The streams of the step under way, by device: those to the host, and those back."""
+        """Return the streams of the step under way, by device: those to the host, and those back."""
         devices = self._accelerators
         return {d: self._streams[d][0] for d in devices}, {d: self._streams[d][1] for d in devices}
 
@@ -154,7 +154,7 @@ class StagingRing:
     def fill(
         self, slot: StagingBuffer, engine: Engine, tile: int, sources: Mapping[int, GradSource], after: Iterable[Any]
     ) -> None:
-        """Begins to copy a tile's dense gradients, and the parameters that a device reads, into the slot.
+        """Begin to copy a tile's dense gradients, and the parameters that a device reads, into the slot.
 
         `sources`: as in begin(), or only those of this tile. `after`: events after which the gradients are ready.
         """
@@ -164,7 +164,7 @@ class StagingRing:
         self.begin_fill(slot, engine, tile, sources)
 
     def equal(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> bool:
-        """Returns whether the tensors of each pair have the same bytes. The first is in a slot, the second anywhere.
+        """Return whether the tensors of each pair have the same bytes. The first is in a slot, the second anywhere.
 
         The second tensors are the ones produced by the streams that were current at begin(). They are compared on their
         own device.
@@ -190,7 +190,7 @@ class StagingRing:
 
     @contextlib.contextmanager
     def on_separate_streams(self) -> Iterator[None]:
-        """A context for a thread that runs a step concurrently with the program: it makes separate streams current.
+        """Make separate streams current, for a thread that runs a step concurrently with the program.
 
         So neither side waits for work that the other one queues from now on. On exit all work queued within is done.
         """
@@ -205,12 +205,12 @@ class StagingRing:
                 self.wait_for_copies()
 
     def wait_for_copies(self) -> None:
-        """Returns when everything queued on the current streams is done, such as the copies of run()."""
+        """Return when everything queued on the current streams is done, such as the copies of run()."""
         for device in self._accelerators:
             wait_for(record_event(torch.accelerator.current_stream(device)))
 
     def feed_back(self) -> None:
-        """Called when the step is complete: updates the residuals with what it did not send."""
+        """Update the residuals, when the step is complete, with what it did not send."""
         to_host = {device: streams[0] for device, streams in self._streams.items()}
         try:
             self._sparse.feed_back(to_host)
@@ -219,12 +219,12 @@ class StagingRing:
             _join(to_host)
 
     def forget(self) -> None:
-        """Forgets the selections of a step, which is undone or over. The residuals do not change."""
+        """Forget the selections of a step, which is undone or over. The residuals do not change."""
         self._sparse.forget()
         self._given = None
 
     def begin_fill(self, slot: StagingBuffer, engine: Engine, tile: int, sources: Mapping[int, GradSource]) -> None:
-        """Begins to copy a tile's gradients, or their entries, and parameters that the device reads into the slot."""
+        """Begin to copy a tile's gradients, or their entries, and parameters that the device reads into the slot."""
         streams, _ = self._copy_streams()
         copies: list[tuple[Any, torch.Tensor, torch.Tensor]] = []  # stream, to, from
         for param, _, first, tile_first, n in engine.pieces_of(tile).tolist():
@@ -265,11 +265,11 @@ class StagingRing:
             slot.under_way = [record_event(stream) for stream in used.values()]
 
     def _image_source(self, row: int, sources: Mapping[int, GradSource]) -> GradSource | None:
-        """The source of a row, if its gradient and parameter travel in images: not so if its states are given."""
+        """Return the source of a row if its gradient and parameter travel in images: not so if its states are given."""
         return None if self._given and row in self._given.copies else sources.get(row)
 
     def begin_empty(self, slot: StagingBuffer, pieces: np.ndarray[Any, Any], sources: Mapping[int, GradSource]) -> None:
-        """Begins to copy a tile's parameters out of the slot. Does not change version counters: the step does."""
+        """Begin to copy a tile's parameters out of the slot. Does not change version counters: the step does."""
         _, streams = self._copy_streams()
         used, copied = {}, list[tuple[GradSource, Any]]()
         for param, _, first, tile_first, n in pieces.tolist():
@@ -312,12 +312,12 @@ class Flow:
         self._pushed: dict[int, StagingBuffer] = {}
 
     def add(self, tile: int, sources: Mapping[int, GradSource]) -> None:
-        """Adds a tile to push and pull. `sources`: at least those of its parameters that have a gradient."""
+        """Add a tile to push and pull. `sources`: at least those of its parameters that have a gradient."""
         self._sources[tile] = sources
         self._todo.setdefault(self._engine.device_of(tile), deque()).append(tile)
 
     def adopt_pushed(self, buffers: Mapping[int, StagingBuffer], sources: Mapping[int, GradSource]) -> None:
-        """Adds the tiles that were pushed before: see `early_buffers` of StagingRing.run()."""
+        """Add the tiles that were pushed before: see `early_buffers` of StagingRing.run()."""
         self.early_buffers, self._pushed = buffers, dict(buffers)
         self._sources.update(dict.fromkeys(buffers, sources))
         updated = {self._engine.pull() for tile in buffers if self._is_updated(tile)}  # pull() returns any updated tile
@@ -325,7 +325,7 @@ class Flow:
             self._pull_slot(tile)
 
     def advance(self, *, wait: bool) -> bool:
-        """Does the next thing that can be done, and returns True; with `wait` waits for it if necessary.
+        """Do the next thing that can be done, and return True; with `wait` wait for it if necessary.
 
         Returns False if nothing is left to do, or, without `wait`, if nothing can be done yet.
         """
@@ -375,11 +375,11 @@ class Flow:
 
 
 def _bits(t: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers: compared as floats, NaN would differ from itself, and 0 would equal -0."""
+    """Return the same memory as integers: compared as floats, NaN would differ from itself, and 0 would equal -0."""
     return t.view({2: torch.int16, 4: torch.int32}[t.itemsize])
 
 
 def _join(streams: Streams) -> None:
-    """Makes the current stream of each device wait for the given one."""
+    """Make the current stream of each device wait for the given one."""
     for device, stream in streams.items():
         torch.accelerator.current_stream(device).wait_stream(stream)
