@@ -173,7 +173,7 @@ class Background:
                 ) from e
         self._work = None
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Wait until no work is running, and drop it: if it failed, it is not retried."""
         if self._running:
             wait([self._running])

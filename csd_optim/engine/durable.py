@@ -152,7 +152,7 @@ class DurableCommitter(Committer):
 
     def before_undo(self) -> None:
         if self._unconfirmed:
-            self._background.forget()
+            self._background.discard()
 
     def after_undo(self) -> None:
         """Withdraw the round of the undone step.

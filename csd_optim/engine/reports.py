@@ -25,7 +25,7 @@ class Reports:
         self,
         engine: Engine,
         stores: Mapping[int, StoreFile],
-        counted: list[dict[str, Any]],
+        stats: list[dict[str, Any]],
         *,
         store_id: str,
         training_seconds: float,
@@ -34,7 +34,7 @@ class Reports:
     ) -> None:
         """Report the last step, whose states must all be on their devices, unless it was reported already.
 
-        `counted`: as of Engine.stats(). `training_seconds`: of the stores' life, up to that step's begin.
+        `stats`: as of Engine.stats(). `training_seconds`: of the stores' life, up to that step's begin.
         """
         if engine.step == self._step:
             return
@@ -46,14 +46,14 @@ class Reports:
             "step_seconds": ended - began,
             "iteration_seconds": ended - self._ended if 0 < self._ended < ended else None,
             "training_seconds": training_seconds,
-            "devices": len(counted),
+            "devices": len(stats),
             "rank": rank,
             "world_size": world_size,
             **engine.served,
         }
         self._step, self._ended = engine.step, ended
         for d, store in stores.items():
-            counts, spec = counted[d], engine.devices.specs[d]
+            counts, spec = stats[d], engine.devices.specs[d]
             file = self._files.setdefault(d, ReportFile(store.path.parent))
             seconds = {kind: counts[f"{kind}_seconds"] for kind in ("read", "update", "write")}
             device = {

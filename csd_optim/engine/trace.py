@@ -23,7 +23,7 @@ from ..errors import CSDOSError
 log: logging.Logger = logging.getLogger("csd_optim")
 
 Span = tuple[str, float, float]  # name, begin, end (seconds)
-Place = tuple[int, int]  # (device, kind of event), or one of the two constants below
+TrackGroup = tuple[int, int]  # (device, kind of event), or one of the two constants below
 STEPS, MODEL = (-1, 1), (-1, 2)
 _numbers = itertools.count(1)
 
@@ -37,8 +37,8 @@ class Trace:
     def __init__(self, path: str, devices: Sequence[str]) -> None:
         self._process = os.getpid() * 1000 + next(_numbers)  # the "process" that viewers show this optimizer as
         self._devices = devices
-        self._ends: dict[Place, list[float]] = {}  # per place: when the last event of each of its tracks ended
-        self._tracks: dict[tuple[Place, int], int] = {}  # the number of each track
+        self._ends: dict[TrackGroup, list[float]] = {}  # per group: when the last event of each of its tracks ended
+        self._tracks: dict[tuple[TrackGroup, int], int] = {}  # the number of each track
         self.path: Path = Path(path) if not Path(path).exists() else Path(f"{path}.{self._process}")
         try:
             self._file = self.path.open("x", encoding="utf-8")
@@ -70,21 +70,21 @@ class Trace:
             self._write((device, kind), f"tile {tile}", *times)
         self._file.flush()
 
-    def _write(self, place: Place, name: str, begin: float, end: float) -> None:
-        # Events that overlap in time go to separate tracks of their place.
-        ends = self._ends.setdefault(place, [])
+    def _write(self, group: TrackGroup, name: str, begin: float, end: float) -> None:
+        # Events that overlap in time go to separate tracks of their group.
+        ends = self._ends.setdefault(group, [])
         lane = next((i for i, last in enumerate(ends) if last <= begin), len(ends))
         ends[lane:] = [end, *ends[lane + 1 :]]
-        if (place, lane) not in self._tracks:
-            self._tracks[place, lane] = len(self._tracks)
-            device, kind = place
-            track = {STEPS: "step", MODEL: "model"}.get(place)
+        if (group, lane) not in self._tracks:
+            self._tracks[group, lane] = len(self._tracks)
+            device, kind = group
+            track = {STEPS: "step", MODEL: "model"}.get(group)
             track = track or f"device {device} ({self._devices[device]}): {EVENT_KINDS[kind]} {lane + 1}"
-            self._event(ph="M", name="thread_name", tid=self._tracks[place, lane], args={"name": track})
+            self._event(ph="M", name="thread_name", tid=self._tracks[group, lane], args={"name": track})
             order = 1000 * (1 + len(EVENT_KINDS) * device + kind) + lane
-            self._event(ph="M", name="thread_sort_index", tid=self._tracks[place, lane], args={"sort_index": order})
+            self._event(ph="M", name="thread_sort_index", tid=self._tracks[group, lane], args={"sort_index": order})
         times = {"ts": round(1e6 * begin, 3), "dur": round(1e6 * (end - begin), 3)}
-        self._event(ph="X", name=name, tid=self._tracks[place, lane], **times)
+        self._event(ph="X", name=name, tid=self._tracks[group, lane], **times)
 
     def _event(self, **event: Any) -> None:
         self._file.write(json.dumps({"pid": self._process, **event}) + ",\n")
