@@ -28,7 +28,7 @@ from csd_optim.serve import early
 from csd_optim.serve.arrivals import Arrival, Arrivals
 from csd_optim.serve.blocks import IN_FLIGHT, Block, owned
 from csd_optim.serve.wire import BULK, PUSH, Session
-from csd_optim.serve.wire import PUSHED as LEAVES
+from csd_optim.serve.wire import PUSHED as PUSHED_TAG
 
 
 @pytest.fixture(scope="module")
@@ -303,7 +303,7 @@ def the_first_follows(training):
     send, goes, follow = Session.send, threading.Event(), []
 
     def sending(session, tensor, rank, tag=BULK):
-        if tag == LEAVES:
+        if tag == PUSHED_TAG:
             goes.wait()
         elif tag == BULK:
             follow.append(rank)
@@ -353,7 +353,7 @@ def keeping(rank, address):
     waited, kept = [], []
 
     def sending(session, tensor, to, tag=BULK):
-        if tag == LEAVES and not goes.is_set():
+        if tag == PUSHED_TAG and not goes.is_set():
             second.wait()
             waited.append(not again.wait(0.2))
             goes.set()

@@ -17,7 +17,7 @@ from test_serve import Replicas
 
 from csd_optim import CSDRankError, CSDRuntimeError, signals
 from csd_optim.serve.wire import BULK, PUSHED, Session
-from csd_optim.serve.wire import PUSH as SAID
+from csd_optim.serve.wire import PUSH as PUSH_TAG
 
 STEPS = 3  # of a trainer that is not killed
 
@@ -55,18 +55,18 @@ def end(how, meet):
 
 def ended_at(call, how, meet=None):
     """End this process at its `call`-th send or receive in a session (from 0), or at the push that `call` names."""
-    left, said = [PUSHES.get(call, call)], []
+    left, announcements = [PUSHES.get(call, call)], []
 
     def counted(function, pushes):
         def counting(session, tensor, rank, tag=BULK):
             if call not in PUSHES or (pushes and tag in (BULK, PUSHED)):
                 left[0] -= 1
                 if left[0] == -1:
-                    for work in (work for work in said if how == SILENT and id(work) in session._under_way):
+                    for work in (work for work in announcements if how == SILENT and id(work) in session._under_way):
                         session.wait(work)
                     end(signal.SIGSTOP if how == SILENT else how, meet)
             work = function(session, tensor, rank, tag)
-            said.extend([work] * (pushes and tag == SAID))
+            announcements.extend([work] * (pushes and tag == PUSH_TAG))
             return work
 
         return counting
