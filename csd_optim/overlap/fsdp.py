@@ -23,7 +23,7 @@ def is_fsdp(module: nn.Module) -> bool:
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
-def unit(module: nn.Module) -> list[nn.Module]:
+def unit_modules(module: nn.Module) -> list[nn.Module]:
     """Return the modules whose parameters FSDP gathers together: `module` and those below that are in no other unit."""
     found, stack = [module], [module]
     while stack:
@@ -39,16 +39,16 @@ def groups_of(modules: Iterable[nn.Module]) -> list[Any]:
     found = {}
     for module in filter(is_fsdp, modules):
         state = module._get_fsdp_state()  # type: ignore[operator]
-        of_state = getattr(state, "_fsdp_param_groups", None)  # up to torch 2.12 a state has at most one group
-        for group in [state._fsdp_param_group] if of_state is None else of_state:
+        groups = getattr(state, "_fsdp_param_groups", None)  # up to torch 2.12 a state has at most one group
+        for group in [state._fsdp_param_group] if groups is None else groups:
             if group is not None:
                 found[id(group)] = group
     return [*found.values()]
 
 
-def ours_of(group: Any, ours: Container[int]) -> list[torch.Tensor]:
-    """Return the shards of a group's parameters whose ids are in `ours`."""
-    return [of_fsdp.sharded_param for of_fsdp in group.fsdp_params if id(of_fsdp.sharded_param) in ours]
+def shards_in(group: Any, param_ids: Container[int]) -> list[torch.Tensor]:
+    """Return the shards of a group's parameters whose ids are in `param_ids`."""
+    return [fsdp_param.sharded_param for fsdp_param in group.fsdp_params if id(fsdp_param.sharded_param) in param_ids]
 
 
 class GatherNet:
@@ -58,17 +58,17 @@ class GatherNet:
     explicit `unshard()`; a backward. FSDP2 hides `unshard` from torch.compile.
     """
 
-    def __init__(self, group: Any, ours: Container[int], arrivals: Arrivals) -> None:
-        """`ours`: ids of the parameters to wait for."""
+    def __init__(self, group: Any, param_ids: Container[int], arrivals: Arrivals) -> None:
+        """`param_ids`: ids of the parameters to wait for."""
         self.group: Any = group
-        self.ours: Container[int] = ours
+        self.param_ids: Container[int] = param_ids
         self.arrivals: Arrivals = arrivals
         self.unshard: Any = group.unshard
         group.unshard = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.arrivals.active:
-            self.arrivals.wait(ours_of(self.group, self.ours))
+            self.arrivals.wait(shards_in(self.group, self.param_ids))
         return self.unshard(*args, **kwargs)
 
     def is_intact(self) -> bool:

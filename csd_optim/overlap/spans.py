@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..engine.trace import Span
-from .waits import NOTHING
+from .waits import NO_OP
 
 
 class ModelSpans:
@@ -55,4 +55,4 @@ class ModelSpans:
             hook.remove()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return NOTHING
+        return NO_OP

@@ -31,7 +31,7 @@ from torch import nn
 
 from ..accelerator import is_captured, is_on_accelerator
 from ..errors import CSDRuntimeError
-from .fsdp import GatherNet, groups_of, is_fsdp, is_fsdp1, ours_of, unit
+from .fsdp import GatherNet, groups_of, is_fsdp, is_fsdp1, shards_in, unit_modules
 
 
 class Arrivals(Protocol):
@@ -55,10 +55,10 @@ class Arrivals(Protocol):
 
 # Copies and pickles of our hooks become this: a function that takes any arguments and returns None. Unpickling it does
 # not import csd_optim.
-NOTHING: tuple[Any, ...] = getattr, (contextlib.nullcontext(), "__exit__")
+NO_OP: tuple[Any, ...] = getattr, (contextlib.nullcontext(), "__exit__")
 
 
-class Landed:
+class NoArrivals:
     """Arrivals that never wait: for nets that have been removed, but are still referenced."""
 
     active = False
@@ -92,7 +92,7 @@ class Reach:
 class Cover:
     """Whether a compiled module is running: all parameters below it have arrived."""
 
-    inside = False
+    is_running = False
 
 
 class Net:
@@ -109,13 +109,13 @@ class Net:
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         # Not the parameters of `module`, which may be a replica of nn.DataParallel.
-        if self.is_due():
+        if self.has_to_wait():
             self.arrivals.wait(self.params)
 
-    def is_due(self) -> bool:
+    def has_to_wait(self) -> bool:
         """Return whether this net has to wait now. Gives up its parameters if it is being traced or captured."""
         for cover in self.covers:
-            if cover.inside:
+            if cover.is_running:
                 return False
         # Tested before `active`, on which the graph would be specialized, and which may change while it is traced.
         if torch.compiler.is_dynamo_compiling():
@@ -131,7 +131,7 @@ class Net:
             self.arrivals.wait(cast(list[torch.Tensor], ours))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return NOTHING
+        return NO_OP
 
 
 def give_up(net: Net) -> bool:
@@ -146,44 +146,44 @@ class WaitingDict(dict[str, Any]):
     __slots__ = ("net",)
     net: Net
 
-    def arrive(self, values: Iterable[object]) -> None:
-        if self.net.is_due():
+    def wait_for(self, values: Iterable[object]) -> None:
+        if self.net.has_to_wait():
             self.net.wait_for(values)
 
     def __getitem__(self, name: str) -> Any:
         value = dict.__getitem__(self, name)
-        if self.net.is_due():
+        if self.net.has_to_wait():
             self.net.wait_for((value,))
         return value
 
     def get(self, name: str, default: Any = None) -> Any:
         value = dict.get(self, name, default)
-        self.arrive((value,))
+        self.wait_for((value,))
         return value
 
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
-        if self.net.is_due() and not only_frees_gradients(frame := sys._getframe(1)):
-            if frame.f_code is _SAVE:
+        if self.net.has_to_wait() and not only_frees_gradients(frame := sys._getframe(1)):
+            if frame.f_code is _SAVE_CODE:
                 self.net.arrivals.settle()
             else:
                 self.net.wait_for(dict.values(self))
         return dict.items(self)
 
     def values(self) -> ValuesView[Any]:  # type: ignore[override]
-        self.arrive(dict.values(self))
+        self.wait_for(dict.values(self))
         return dict.values(self)
 
     def pop(self, name: str, *default: Any) -> Any:
-        self.arrive((dict.get(self, name),))
+        self.wait_for((dict.get(self, name),))
         return dict.pop(self, name, *default)
 
     def popitem(self) -> tuple[str, Any]:
-        self.arrive(dict.values(self))
+        self.wait_for(dict.values(self))
         return dict.popitem(self)
 
     def setdefault(self, name: str, default: Any = None) -> Any:
         value = dict.setdefault(self, name, default)
-        self.arrive((value,))
+        self.wait_for((value,))
         return value
 
     def __iter__(self) -> Iterator[str]:
@@ -193,14 +193,14 @@ class WaitingDict(dict[str, Any]):
         return repr(dict(self))
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
-        if self.net.is_due():
+        if self.net.has_to_wait():
             self.net.arrivals.settle()
         return dict, (), None, None, iter(self.items())
 
 
-_SAVE: CodeType = nn.Module._save_to_state_dict.__code__
-_ZERO_GRAD: CodeType = nn.Module.zero_grad.__code__
-_BETWEEN = 10  # frames from `zero_grad` to `items`, with some to spare; 5 in torch 2.13
+_SAVE_CODE: CodeType = nn.Module._save_to_state_dict.__code__
+_ZERO_GRAD_CODE: CodeType = nn.Module.zero_grad.__code__
+_MAX_FRAMES = 10  # frames from `zero_grad` to `items`, with some to spare; 5 in torch 2.13
 
 
 def only_frees_gradients(frame: FrameType | None) -> bool:
@@ -208,10 +208,10 @@ def only_frees_gradients(frame: FrameType | None) -> bool:
 
     Trainers call it right after `step()`. With set_to_none=False it has to wait: the step still reads the gradients.
     """
-    for _ in range(_BETWEEN):
+    for _ in range(_MAX_FRAMES):
         if frame is None:
             break
-        if frame.f_code is _ZERO_GRAD:
+        if frame.f_code is _ZERO_GRAD_CODE:
             return bool(frame.f_locals["set_to_none"])
         frame = frame.f_back
     return False
@@ -232,15 +232,15 @@ class CompiledCall:
         self.covers: tuple[Cover, ...] = ()  # of the compiled modules around this one, and its own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling() or any(cover.inside for cover in self.covers):
+        if torch.compiler.is_dynamo_compiling() or any(cover.is_running for cover in self.covers):
             return self.compiled(*args, **kwargs)
         if self.arrivals.active:
             self.arrivals.wait(self.params)
-        self.cover.inside = True
+        self.cover.is_running = True
         try:
             return self.compiled(*args, **kwargs)
         finally:
-            self.cover.inside = False
+            self.cover.is_running = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return itself, (self.compiled,)
@@ -251,7 +251,7 @@ def itself(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @functools.cache
-def tell_compiler() -> None:
+def configure_compiler() -> None:
     """Tell torch.compile to run give_up() while it traces, and not to compile the methods of the nets by themselves."""
     from torch._dynamo.eval_frame import skip_code  # takes a second, but the optimizer has imported it already
 
@@ -275,7 +275,7 @@ class Site:
         self.net: Net | None = None
         self.hook: Any = None
         self.calls: dict[str, CompiledCall] = {}  # by the attribute that it replaces
-        self.covered: dict[str, Any] = {}  # the original values of these attributes
+        self.originals: dict[str, Any] = {}  # the original values of these attributes
         self.params: list[tuple[str, torch.Tensor]] = []  # empty where FSDP replaces them
 
     def is_intact(self) -> bool:
@@ -304,7 +304,7 @@ class Nets:
     """
 
     def __init__(self, model: nn.Module, params: Iterable[torch.Tensor], arrivals: Arrivals) -> None:
-        tell_compiler()
+        configure_compiler()
         self.model = model
         self.reach: Reach = Reach(params, arrivals)
         self.sites: dict[nn.Module, Site] = {}
@@ -320,8 +320,8 @@ class Nets:
                 )
         self.reach.ids.update(id(p) for own in owned.values() for p in own)
         ours = self.reach.ours
-        self.gathers: list[GatherNet] = [GatherNet(g, ours, arrivals) for g in groups_of(modules) if ours_of(g, ours)]
-        exchanged = {n for m in modules if is_fsdp(m) for n in unit(m)}
+        self.gathers: list[GatherNet] = [GatherNet(g, ours, arrivals) for g in groups_of(modules) if shards_in(g, ours)]
+        exchanged = {n for m in modules if is_fsdp(m) for n in unit_modules(m)}
         covers = self._cover(owned)
         for module, own in owned.items():
             self._install(module, own, tuple(covers.get(module, ())), module in exchanged)
@@ -345,7 +345,7 @@ class Nets:
                 for m in below:
                     covers.setdefault(m, []).append(call.cover)
                 if name in module.__dict__:
-                    site.covered[name] = module.__dict__[name]
+                    site.originals[name] = module.__dict__[name]
                 site.calls[name] = call
                 calls.setdefault(module, []).append(call)
                 module.__dict__[name] = call
@@ -397,19 +397,19 @@ class Nets:
         for site in self.sites.values():
             attributes = site.module.__dict__
             for name, call in site.calls.items():
-                call.arrivals = Landed()
+                call.arrivals = NoArrivals()
                 if attributes.get(name) is call:
                     del attributes[name]
-                    attributes.update({name: site.covered[name]} if name in site.covered else {})
+                    attributes.update({name: site.originals[name]} if name in site.originals else {})
             if site.net:
                 site.hook.remove()
-                site.net.arrivals = Landed()
+                site.net.arrivals = NoArrivals()
             if site.plain is not None and site.waiting is attributes["_parameters"]:
                 site.plain.clear()
                 site.plain.update(dict.items(site.waiting))
                 attributes["_parameters"] = site.plain
         for gather in self.gathers:
-            gather.arrivals = Landed()
+            gather.arrivals = NoArrivals()
             gather.remove()
         self.gathers.clear()
         self.sites.clear()
@@ -445,20 +445,20 @@ class WaitingList(list[torch.Tensor]):
         super().__init__(params)
         self.arrivals = arrivals
 
-    def arrive(self) -> None:
+    def wait(self) -> None:
         if self.arrivals.active:
             self.arrivals.wait(list.copy(self))
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        self.arrive()
+        self.wait()
         return super().__iter__()
 
     def __reversed__(self) -> Iterator[torch.Tensor]:
-        self.arrive()
+        self.wait()
         return super().__reversed__()
 
     def __getitem__(self, index: Any) -> Any:
-        self.arrive()
+        self.wait()
         return super().__getitem__(index)
 
     def __add__(self, other: Any) -> Any:
@@ -471,11 +471,11 @@ class WaitingList(list[torch.Tensor]):
         return self.copy() * times
 
     def pop(self, *index: Any) -> torch.Tensor:
-        self.arrive()
+        self.wait()
         return super().pop(*index)
 
     def copy(self) -> list[torch.Tensor]:
-        self.arrive()
+        self.wait()
         return super().copy()
 
     def __repr__(self) -> str:

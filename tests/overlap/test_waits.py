@@ -458,7 +458,7 @@ def test_what_a_compiled_function_reads_is_no_longer_reached():
 
 def test_without_its_net_a_compiled_module_computes_with_old_weights(monkeypatch):
     def through(self, *args):
-        self.cover.inside = True
+        self.cover.is_running = True
         return self.compiled(*args)
 
     monkeypatch.setattr(CompiledCall, "__call__", through)
