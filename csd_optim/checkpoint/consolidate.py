@@ -40,7 +40,7 @@ class Consolidated:
 
 
 @contextlib.contextmanager
-def at_rest_together(paths: Paths) -> Iterator[Consolidated]:
+def consolidated_stores(paths: Paths) -> Iterator[Consolidated]:
     """Open the stores of one process, of one rank, or of all ranks at the last step that all have, locked for reading.
 
     Raises CSDBusyError, CSDStoreError, CSDOSError.
@@ -50,9 +50,9 @@ def at_rest_together(paths: Paths) -> Iterator[Consolidated]:
         for store in stores:
             by_rank.setdefault(store.recovered[0].rank if store.recovered else 0, []).append(store)
         if len(by_rank) == 1:
-            yield merged([last_step(stores)])
+            yield merge([last_step(stores)])
         else:
-            yield merged(_last_round([own for _, own in sorted(by_rank.items())]))
+            yield merge(_last_round([own for _, own in sorted(by_rank.items())]))
 
 
 def _last_round(by_rank: list[list[StoreFile]]) -> list[list[Contents]]:
@@ -60,8 +60,8 @@ def _last_round(by_rank: list[list[StoreFile]]) -> list[list[Contents]]:
     newest = [last_step(stores)[0] for stores in by_rank]
     first = newest[0]
     if [contents.rank for contents in newest] != [*range(first.world_size)]:
-        there = ", ".join(str(contents.rank) for contents in newest)
-        raise CSDStoreError(f"these are stores of ranks {there} of {first.world_size}: name those of all, or of one")
+        present = ", ".join(str(contents.rank) for contents in newest)
+        raise CSDStoreError(f"these are stores of ranks {present} of {first.world_size}: name those of all, or of one")
     commits = [common_commits(stores) for stores in by_rank]
     chosen = last_round([RanksStore.of(own) for own in commits])
     return [
@@ -72,7 +72,7 @@ def _last_round(by_rank: list[list[StoreFile]]) -> list[list[Contents]]:
     ]
 
 
-def merged(ranks: list[list[Contents]]) -> Consolidated:
+def merge(ranks: list[list[Contents]]) -> Consolidated:
     """Combine the contents of several ranks. Raises CSDStoreError for shards that only FSDP1 can put together."""
     if len(ranks) == 1:
         [recovered] = ranks
@@ -96,19 +96,19 @@ def merged(ranks: list[list[Contents]]) -> Consolidated:
             place = p["group"], p["position"]
             if place not in row_of:
                 row_of[place] = len(params)
-                params.append(_whole(p))
+                params.append(_whole_entry(p))
                 steps.append(recovered[0].steps[row])
             rows[-1][row] = row_of[place]
             if "residual" in p:
                 params[row_of[place]]["residual"] = p["residual"]
     first = ranks[0][0]
     waiting = [p for p in first.manifest["waiting"] if (p["group"], p["position"]) not in row_of]
-    manifest = {**first.manifest, "params": params, "waiting": [_whole(p) for p in waiting]}
+    manifest = {**first.manifest, "params": params, "waiting": [_whole_entry(p) for p in waiting]}
     contents = replace(first, manifest=manifest, steps=torch.tensor(steps).numpy())
     return Consolidated(contents, list(zip(ranks, rows, strict=True)))
 
 
-def _whole(p: dict[str, Any]) -> dict[str, Any]:
+def _whole_entry(p: dict[str, Any]) -> dict[str, Any]:
     """Return the manifest's entry for the whole parameter of which `p` is a part."""
     entry = {k: v for k, v in p.items() if k not in ("of", "residual")}
     if "of" in p:

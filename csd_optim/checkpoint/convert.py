@@ -23,7 +23,7 @@ from ..store.layout import extents_of, round_up
 from ..store.reader import Tile, residuals_of, total_bytes
 from ..store.sections import EIGHT_BIT, FP32, PARAM_DTYPES, codec_supports
 from .export import Export, make_store
-from .files import Progress, no_bar
+from .files import Progress, no_progress
 from .snapshot import Paths, directories
 from .state_dict import about_of, dtype_of, numbered
 
@@ -36,7 +36,7 @@ def convert_store(
     devices: Sequence[str | os.PathLike[str]],
     state_dtype: str,
     tile_elems: int | None = None,
-    progress: Progress = no_bar,
+    progress: Progress = no_progress,
 ) -> dict[str, Any]:
     """Make a store on `devices` (directories that hold no store yet) from the last step of the store in `paths`.
 
@@ -72,7 +72,7 @@ def convert_store(
         assert specs[0].directory is not None
         with _Source(engine, specs[0].directory) as source:
             with progress("checking", total_bytes(engine.recovered)) as tick:
-                check_recovered(engine, source.take, tick)
+                check_recovered(engine, source.decode_tile, tick)
             export = source.export(state_dtype)
             made = make_store(export, Path(first.path), devices, tile_elems, progress, "converting")
             return {**made, "state_dtype": state_dtype, "clipped": source.clipped}
@@ -84,12 +84,12 @@ class _Scratch:
     """Tensors that are memory-mapped from one nameless file on a drive. It lives as long as one of them does."""
 
     def __init__(self, directory: Path) -> None:
-        there = next(place for place in (directory, *directory.parents) if place.is_dir())
-        self._file = tempfile.TemporaryFile(dir=there)  # noqa: SIM115
+        existing = next(d for d in (directory, *directory.parents) if d.is_dir())
+        self._file = tempfile.TemporaryFile(dir=existing)  # noqa: SIM115
         self._end = self._begin = 0
         self._mapped = np.zeros(0, np.uint8)
 
-    def take(self, n: int, dtype: torch.dtype) -> torch.Tensor:
+    def zeros(self, n: int, dtype: torch.dtype) -> torch.Tensor:
         """Return `n` zeros. Raises CSDOSError."""
         size = n * dtype.itemsize
         if size > self._end - self._begin:  # one mapping per tensor would take a file descriptor each
@@ -120,7 +120,7 @@ class _Source:
         self._params = self._contents.manifest["params"]
         self._extents = extents_of(engine.recovered)
         self._decoded = {
-            extent.first_param + i: [self._scratch.take(n, torch.float32) for _ in extent.sections]
+            extent.first_param + i: [self._scratch.zeros(n, torch.float32) for _ in extent.sections]
             for extent in self._extents
             if extent.codec != FP32
             for i, n in enumerate(extent.numels)
@@ -133,7 +133,7 @@ class _Source:
     def __exit__(self, *_: object) -> None:
         self._scratch.close()
 
-    def take(self, tile: Tile, data: memoryview | None) -> None:
+    def decode_tile(self, tile: Tile, data: memoryview | None) -> None:
         """Decode one tile that has passed its check; see each_tile()."""
         if data is None or tile.codes_of is None:
             return
@@ -173,7 +173,7 @@ class _Source:
         master, exp_avg, exp_avg_sq = (self._flat(row, k) for k in range(3))
         n, name = len(master), self._params[row]["dtype"]
         narrow = name in PARAM_DTYPES and name != "float32"
-        param = self._scratch.take(n, PARAM_DTYPES[name]) if narrow else master
+        param = self._scratch.zeros(n, PARAM_DTYPES[name]) if narrow else master
         for first in range(0, n, CHUNK):
             part = slice(first, first + CHUNK)
             if narrow:

@@ -31,8 +31,8 @@ from ..store.reader import Residual, Tick, Tile, each_tile, stored_bytes, total_
 from ..store.sections import FP32, PARAM_DTYPES, SECTIONS
 from ..store.transfer import opened
 from ..store.user_state import pack_user_state
-from .consolidate import Consolidated, at_rest_together
-from .files import Output, Progress, made_whole, need_room, no_bar
+from .consolidate import Consolidated, consolidated_stores
+from .files import Output, Progress, check_free_space, created_atomically, no_progress
 from .snapshot import Paths
 from .state_dict import EXPORT_WITH_RULE, about_of, dtype_of, names_of, numbered, state_dict
 
@@ -63,7 +63,7 @@ class FileRegion:
             self.mapped[np.unravel_index(np.arange(first, first + len(values)), self.mapped.shape)] = values
 
 
-def _pour(source: Consolidated, regions: dict[tuple[int, str], FileRegion], progress: Progress) -> None:
+def _copy_tiles(source: Consolidated, regions: dict[tuple[int, str], FileRegion], progress: Progress) -> None:
     """Copy every tile's pieces of parameters, and every residual, to their regions, keyed by row and name."""
     with progress("exporting", total_bytes(source.stores)) as tick:
         for rank, (recovered, rows) in enumerate(source.ranks):
@@ -71,40 +71,44 @@ def _pour(source: Consolidated, regions: dict[tuple[int, str], FileRegion], prog
             for row, whole in rows.items():
                 p, first = recovered[0].manifest["params"][row], source.first_of(rank, row)
                 for name in names_of(recovered[0].manifest, p):
-                    if place := regions.get((whole, name)):
-                        of = source.contents.manifest["params"][whole]
-                        own[row, name] = place if first is None else _part(place, of, first, p, name)
-            _pour_rank(recovered, own, tick)
+                    if region := regions.get((whole, name)):
+                        whole_entry = source.contents.manifest["params"][whole]
+                        own[row, name] = (
+                            region if first is None else _region_of_part(region, whole_entry, first, p, name)
+                        )
+            _copy_tiles_of_rank(recovered, own, tick)
 
 
-def _part(place: FileRegion, of: dict[str, Any], first: list[int], p: dict[str, Any], name: str) -> FileRegion:
+def _region_of_part(
+    region: FileRegion, whole_entry: dict[str, Any], first: list[int], p: dict[str, Any], name: str
+) -> FileRegion:
     """Return the region of a part, given the region of the whole parameter, whose elements are in index order there."""
     dtype, shape = dtype_of(p, name), p["shape"]
-    if shape[1:] == of["shape"][1:] and _in_order(p):
-        return FileRegion(place.output, place.offset + first[0] * math.prod(shape[1:]) * dtype.itemsize)
-    path = f"/proc/self/fd/{place.output.fd}"
-    os.posix_fallocate(place.output.fd, place.offset, _bytes(of, name))
-    whole = np.memmap(path, NUMPY[dtype], "r+", offset=place.offset, shape=tuple(of["shape"]))
+    if shape[1:] == whole_entry["shape"][1:] and _in_order(p):
+        return FileRegion(region.output, region.offset + first[0] * math.prod(shape[1:]) * dtype.itemsize)
+    path = f"/proc/self/fd/{region.output.fd}"
+    os.posix_fallocate(region.output.fd, region.offset, _nbytes(whole_entry, name))
+    whole = np.memmap(path, NUMPY[dtype], "r+", offset=region.offset, shape=tuple(whole_entry["shape"]))
     block = whole[tuple(slice(begin, begin + n) for begin, n in zip(first, shape, strict=True))]
-    return FileRegion(place.output, place.offset, block.transpose(_order(p)))
+    return FileRegion(region.output, region.offset, block.transpose(_order(p)))
 
 
-def _pour_rank(recovered: list[Contents], regions: dict[tuple[int, str], FileRegion], tick: Tick) -> None:
+def _copy_tiles_of_rank(recovered: list[Contents], regions: dict[tuple[int, str], FileRegion], tick: Tick) -> None:
     extents = extents_of(recovered)
 
-    def use(tile: Tile, data: memoryview | None) -> None:
+    def copy_tile(tile: Tile, data: memoryview | None) -> None:
         if data is None:
             return
         for row, _, first, tile_first, elems in extents[tile.extent].pieces_in(tile.number).tolist():
             for state, values in zip(tile.states, _values(tile, data, tile_first, elems), strict=True):
-                if place := regions.get((row, state)):
-                    place.write(4 * first, values)
+                if region := regions.get((row, state)):
+                    region.write(4 * first, values)
 
-    def use_residual(residual: Residual, first: int, data: memoryview) -> None:
-        if place := regions.get((residual.row, "residual")):
-            place.write(first, data)
+    def copy_residual(residual: Residual, first: int, data: memoryview) -> None:
+        if region := regions.get((residual.row, "residual")):
+            region.write(first, data)
 
-    each_tile(recovered, use, use_residual, tick=tick)
+    each_tile(recovered, copy_tile, copy_residual, tick=tick)
 
 
 def _values(tile: Tile, data: memoryview, first: int, elems: int) -> list[memoryview]:
@@ -116,13 +120,13 @@ def _values(tile: Tile, data: memoryview, first: int, elems: int) -> list[memory
     return [state.numpy().data.cast("B") for state in states]
 
 
-def export_torch(paths: Paths, out: Path, progress: Progress = no_bar) -> list[Path]:
+def export_torch(paths: Paths, out: Path, progress: Progress = no_progress) -> list[Path]:
     """Write one file with the content of torch.save(CSDAdam.load(paths), out). Returns its path, as a list.
 
     With several ranks, name the stores of all of them: the parts are combined.
     """
-    with at_rest_together(paths) as source, made_whole(out) as temporary:
-        need_room(temporary.parent, sum(stored_bytes(contents, decoded=True) for contents in source.stores))
+    with consolidated_stores(paths) as source, created_atomically(out) as temporary:
+        check_free_space(temporary.parent, sum(stored_bytes(contents, decoded=True) for contents in source.stores))
         wanted: dict[int, tuple[int, str]] = {}  # id of a fake tensor (one without data) → row, name
 
         def tensor(row: int, name: str, p: dict[str, Any]) -> torch.Tensor:
@@ -139,36 +143,36 @@ def export_torch(paths: Paths, out: Path, progress: Progress = no_bar) -> list[P
             laid_out = torch.load(temporary, weights_only=True)
         with Output(temporary, None) as output:
             regions = {}
-            for there, here in zip(tree_leaves(laid_out), tree_leaves(content), strict=True):
-                if not isinstance(there, torch.Tensor):
+            for saved, original in zip(tree_leaves(laid_out), tree_leaves(content), strict=True):
+                if not isinstance(saved, torch.Tensor):
                     continue
-                offset = there.untyped_storage()._checkpoint_offset
+                offset = saved.untyped_storage()._checkpoint_offset
                 assert offset is not None
-                if id(here) in wanted:
-                    regions[wanted[id(here)]] = FileRegion(output, offset)
+                if id(original) in wanted:
+                    regions[wanted[id(original)]] = FileRegion(output, offset)
                 else:
-                    storage = torch.empty(0, dtype=torch.uint8).set_(here.untyped_storage())
+                    storage = torch.empty(0, dtype=torch.uint8).set_(original.untyped_storage())
                     output.write(storage.numpy().tobytes(), offset)
-            _pour(source, regions, progress)
+            _copy_tiles(source, regions, progress)
     return [out]
 
 
 def export_safetensors(
-    paths: Paths, out: Path, shard_bytes: int = SHARD_BYTES, progress: Progress = no_bar
+    paths: Paths, out: Path, shard_bytes: int = SHARD_BYTES, progress: Progress = no_progress
 ) -> list[Path]:
     """Write a directory of safetensors files of about `shard_bytes`, with at least one tensor each, and an index.
 
     Returns the paths of the files. Several ranks: as in export_torch().
     """
-    with at_rest_together(paths) as source, made_whole(out) as temporary, contextlib.ExitStack() as stack:
+    with consolidated_stores(paths) as source, created_atomically(out) as temporary, contextlib.ExitStack() as stack:
         first = source.contents
-        need_room(temporary.parent, sum(stored_bytes(contents, decoded=True) for contents in source.stores))
+        check_free_space(temporary.parent, sum(stored_bytes(contents, decoded=True) for contents in source.stores))
         temporary.mkdir()
         shards: list[dict[str, tuple[int, str, dict[str, Any]]]] = [{}]  # per file: name → row, state, entry; in order
         filled, names = 0, set()
         for _, row, p in numbered(first.manifest):
             for what in names_of(first.manifest, p):
-                name, size = f"{p['name']}.{what}", _bytes(p, what)
+                name, size = f"{p['name']}.{what}", _nbytes(p, what)
                 if name in names:
                     raise CSDValueError(f"two parameters are called {p['name']}; export them in torch's format")
                 if filled and filled + size > shard_bytes:
@@ -187,7 +191,7 @@ def export_safetensors(
             for name, (_, what, p) in sorted(shard.items(), key=lambda item: item[1][1] == "residual"):
                 # A complex number is stored as two fp32 values: not every reader knows a complex type.
                 shape = [*p["shape"], 2] if p["dtype"] == "complex64" else p["shape"]
-                dtype, begin, end = "BF16" if what == "residual" else "F32", end, end + _bytes(p, what)
+                dtype, begin, end = "BF16" if what == "residual" else "F32", end, end + _nbytes(p, what)
                 entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
             header = json.dumps(entries).encode()
             header += b" " * (-len(header) % 8)
@@ -197,7 +201,7 @@ def export_safetensors(
             for name, (row, what, p) in shard.items():
                 offset = begin + entries[name]["data_offsets"][0]
                 regions[row, what] = FileRegion(output, offset, _mapped(output, offset, p, what))
-        _pour(source, regions, progress)
+        _copy_tiles(source, regions, progress)
         steps = [float(first.steps[row]) for _, row, _ in numbered(first.manifest)]
         about = {
             **about_of(first),
@@ -211,7 +215,7 @@ def export_safetensors(
     return [out / name for name in (*sorted({*weight_map.values()}), INDEX_NAME)]
 
 
-def _bytes(p: dict[str, Any], what: str) -> int:
+def _nbytes(p: dict[str, Any], what: str) -> int:
     return (RESIDUAL_BYTES if what == "residual" else 4) * int(p["numel"])
 
 
@@ -231,7 +235,7 @@ def _mapped(output: Output, offset: int, p: dict[str, Any], what: str) -> np.nda
     order = _order(p)
     if _in_order(p):
         return None
-    os.posix_fallocate(output.fd, offset, _bytes(p, what))  # a full disk raises here; later it would be a SIGBUS
+    os.posix_fallocate(output.fd, offset, _nbytes(p, what))  # a full disk raises here; later it would be a SIGBUS
     dtype = NUMPY[dtype_of(p, what)]
     path = f"/proc/self/fd/{output.fd}"
     mapped: np.ndarray[Any, Any] = np.memmap(path, dtype, "r+", offset=offset, shape=tuple(p["shape"])).transpose(order)
@@ -390,7 +394,7 @@ def import_store(
     source: Path,
     devices: Sequence[str | os.PathLike[str]],
     tile_elems: int | None = None,
-    progress: Progress = no_bar,
+    progress: Progress = no_progress,
 ) -> dict[str, Any]:
     """Make a store from an export, on any number of devices. Returns what the store holds, for a message."""
     return make_store(read_export(source), source, devices, tile_elems, progress, "importing")
@@ -414,7 +418,7 @@ def make_store(
     try:
         params = []
         to_encode: dict[int, list[np.ndarray[Any, Any]]] = {}  # states by parameter
-        given: dict[int, torch.Tensor] = {}
+        coded_params: dict[int, torch.Tensor] = {}
         with progress(doing, 12 * sum(numels)) as tick:
             for e, number in enumerate(sorted({p["extent"] for p in about["params"]})):
                 # Parameters that shared an extent share one again.
@@ -437,7 +441,7 @@ def make_store(
                             to_encode.setdefault(extent.first_param + at, []).append(_flat(value, p))
                         tick(4 * numels[i])
                     if export.param and codec != FP32:
-                        given[extent.first_param + at] = export.param(i)
+                        coded_params[extent.first_param + at] = export.param(i)
                     if (value := export.state(i, "residual")) is not None:
                         if (value.dtype, value.shape) != (np.int16, tuple(p["shape"])):
                             raise CSDStoreError(f"{source} is damaged: residual of {p['name']} does not fit")
@@ -447,7 +451,7 @@ def make_store(
             rule = {"rule": about["rule"]} if "rule" in about else {}
             engine.describe({**rule, "params": params, "waiting": about["waiting"]})  # else nothing is committed
             if to_encode:
-                _fill_codes(engine, to_encode, given)
+                _fill_codes(engine, to_encode, coded_params)
             engine.windows.sync()
         engine.step = about["step"]
         engine.record = Record(export.groups, about["given"], export.user_state, about["seconds"])

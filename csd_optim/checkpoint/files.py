@@ -21,12 +21,12 @@ Progress = Callable[[str, int], AbstractContextManager[Tick]]  # (description, t
 
 
 @contextlib.contextmanager
-def no_bar(_what: str, _total: int) -> Iterator[Tick]:
+def no_progress(_what: str, _total: int) -> Iterator[Tick]:
     yield lambda _: None
 
 
 @contextlib.contextmanager
-def bar(what: str, total: int) -> Iterator[Tick]:
+def progress_bar(what: str, total: int) -> Iterator[Tick]:
     """Show a progress bar on stderr, which disappears when done."""
     from rich import progress  # imported here so that training scripts need not wait for it
     from rich.console import Console
@@ -45,7 +45,7 @@ def bar(what: str, total: int) -> Iterator[Tick]:
 
 
 @contextlib.contextmanager
-def made_whole(path: Path) -> Iterator[Path]:
+def created_atomically(path: Path) -> Iterator[Path]:
     """Yield a temporary name beside `path`, and rename it to `path` at exit; after an error, nothing is left.
 
     Raises CSDStoreExistsError if `path` exists, CSDOSError.
@@ -108,9 +108,9 @@ class Output:
             os.close(self.fd)
 
 
-def need_room(directory: Path, size: int) -> None:
-    place = os.statvfs(directory)
-    if (free := place.f_bavail * place.f_frsize) < size:
+def check_free_space(directory: Path, size: int) -> None:
+    stats = os.statvfs(directory)
+    if (free := stats.f_bavail * stats.f_frsize) < size:
         raise CSDOSError(
             errno.ENOSPC, f"no room in {directory}: {size / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB are free"
         )

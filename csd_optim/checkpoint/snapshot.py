@@ -30,7 +30,7 @@ from ..store.format import CLEAN, FILE_NAME, PAGE, Contents, read_region
 from ..store.reader import Residual, Tick, Tile, each_tile, stored_bytes, total_bytes
 from ..store.recovery import common_commit
 from ..store.transfer import opened
-from .files import Output, Progress, made_whole, need_room, no_bar
+from .files import Output, Progress, check_free_space, created_atomically, no_progress
 
 FICLONE = 0x40049409  # ioctl: makes the file a reflink copy of another one, without copying data
 NO_REFLINK = (errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.ENOSYS, errno.EPERM)
@@ -90,14 +90,14 @@ class Snapshot:
     def __init__(self, recovered: list[Contents], path: Path) -> None:
         self.to_copy: list[Contents] = []
         self._outputs: dict[str, Output] = {}  # by the path of the original store
-        self._heads: list[tuple[str, int, bytes]] = []  # (path of the original store, offset, data) of manifests etc.
+        self._headers: list[tuple[str, int, bytes]] = []  # (path of the original store, offset, data) of manifests etc.
         store_id = _id_of_copy(recovered[0])
         with contextlib.ExitStack() as stack:
-            place = stack.enter_context(made_whole(path))
-            place.mkdir()
+            directory = stack.enter_context(created_atomically(path))
+            directory.mkdir()
             for d, contents in enumerate(recovered):
-                (place / f"device-{d}").mkdir()
-                output = stack.enter_context(Output(place / f"device-{d}" / FILE_NAME, 0))
+                (directory / f"device-{d}").mkdir()
+                output = stack.enter_context(Output(directory / f"device-{d}" / FILE_NAME, 0))
                 self._outputs[contents.path] = output
                 block = replace(contents.superblock, store_id=store_id, flags=CLEAN)
                 with opened(Path(contents.path)) as fd:
@@ -106,9 +106,9 @@ class Snapshot:
                     os.ftruncate(output.fd, contents.end)
                     for what, region in (("manifest", block.manifest), ("slot table", block.table)):
                         data = read_region(fd, region, contents.copy, what, contents.path)
-                        self._heads += [(contents.path, region.offset(copy), data) for copy in range(2)]
-                self._heads += [(contents.path, copy * PAGE, block.pack()) for copy in range(2)]
-            need_room(place, sum(map(stored_bytes, self.to_copy)))
+                        self._headers += [(contents.path, region.offset(copy), data) for copy in range(2)]
+                self._headers += [(contents.path, copy * PAGE, block.pack()) for copy in range(2)]
+            check_free_space(directory, sum(map(stored_bytes, self.to_copy)))
             self._stack = stack.pop_all()
 
     def finish(self, *, gate: Callable[[], None] = lambda: None, tick: Tick = lambda _: None) -> None:
@@ -126,7 +126,7 @@ class Snapshot:
 
         with self._stack:
             each_tile(self.to_copy, copy, copy_residual, gate=gate, tick=tick)
-            for store, offset, data in self._heads:
+            for store, offset, data in self._headers:
                 self._outputs[store].write(data, offset)
 
 
@@ -148,7 +148,7 @@ def _cloned(to: int, source: int) -> bool:
     return True
 
 
-def snapshot(paths: Paths, path: Path, progress: Progress = no_bar) -> None:
+def snapshot(paths: Paths, path: Path, progress: Progress = no_progress) -> None:
     """Make a snapshot at `path` of stores that no optimizer uses."""
     with stores_at_rest(paths) as stores:
         recovered = last_step(stores)

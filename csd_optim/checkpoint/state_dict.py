@@ -105,7 +105,7 @@ def dtype_of(p: dict[str, Any], name: str) -> torch.dtype:
     return torch.complex64 if p["dtype"] == "complex64" else torch.float32
 
 
-class _Keeper:
+class _SharedLocks:
     """Holds shared locks on the stores' files, so that no optimizer writes them while this object lives."""
 
     def __init__(self, files: Iterable[Path]) -> None:
@@ -119,7 +119,7 @@ class _Keeper:
         self._files.close()
 
 
-class _Decoded:
+class _DecodedStates:
     """States that are stored as codes, as fp32 in memory; filled tile by tile."""
 
     def __init__(self, engine: Engine) -> None:
@@ -132,7 +132,7 @@ class _Decoded:
             for i, numel in enumerate(extent.numels)
         }
 
-    def take(self, tile: Tile, data: memoryview | None) -> None:
+    def decode_tile(self, tile: Tile, data: memoryview | None) -> None:
         """Decode one tile that has passed its check; see each_tile()."""
         if data is None or tile.codes_of is None:
             return
@@ -149,8 +149,8 @@ def load(paths: Paths) -> dict[str, Any]:
     try:
         if not engine.recovered:
             raise CSDStoreError(f"{engine.devices.specs[0]} holds no step yet")
-        decoded = _Decoded(engine)
-        check_recovered(engine, decoded.take)
+        decoded = _DecodedStates(engine)
+        check_recovered(engine, decoded.decode_tile)
         first = engine.recovered[0]
         windows: dict[tuple[int, str], torch.Tensor] = {}
         for row, p in enumerate(first.manifest["params"]):
@@ -161,15 +161,15 @@ def load(paths: Paths) -> dict[str, Any]:
                 else:
                     window = engine.windows.window(extent, row - extent.first_param, k, dtype_of(p, section))
                 windows[row, section] = window.as_strided(p["shape"], p["stride"])
-        # The tensors stay mapped from the files after the engine is closed; the keeper keeps these locked.
-        keeper = _Keeper(Path(c.path) for c in engine.recovered)
-        engine.windows.keep_alive(keeper)
+        # The tensors stay mapped from the files after the engine is closed, and these stay locked as long.
+        locks = _SharedLocks(Path(c.path) for c in engine.recovered)
+        engine.windows.keep_alive(locks)
         for residual in residuals_of(engine.recovered):
             p, values = first.manifest["params"][residual.row], np.zeros(0, np.int16)
             if residual.size:
                 path, shape = residual.contents.path, (residual.size // RESIDUAL_BYTES,)
                 values = np.memmap(path, np.int16, "c", residual.offset, shape)
-                weakref.finalize(values, id, keeper).atexit = False
+                weakref.finalize(values, id, locks).atexit = False
             flat = torch.from_numpy(values).view(torch.bfloat16)
             windows[residual.row, "residual"] = flat.as_strided(p["shape"], p["stride"])
         return state_dict(first, lambda row, section, _: windows[row, section])

@@ -14,7 +14,7 @@ from ..store.format import FILE_NAME, PAGE, UNDER_WAY, Contents, Superblock, rea
 from ..store.reader import find_damage, total_bytes
 from ..store.recovery import common_commit
 from ..store.transfer import opened, read
-from .files import Progress, no_bar
+from .files import Progress, no_progress
 from .snapshot import Paths, directories
 
 
@@ -36,7 +36,7 @@ class Verdict:
         self.unchecked = int((newest.tiles["summed"] != 1).sum())
 
 
-def verify(paths: Paths, progress: Progress = no_bar) -> list[Verdict]:
+def verify(paths: Paths, progress: Progress = no_progress) -> list[Verdict]:
     """Check everything that has a checksum. Raises CSDBusyError while a store is in use, CSDOSError."""
     specs = parse_devices(directories(paths))
     verdicts: list[Verdict] = []
@@ -66,7 +66,7 @@ def verify(paths: Paths, progress: Progress = no_bar) -> list[Verdict]:
             for verdict, contents in to_check:
                 verdict.damage += map(str, find_damage([contents], tick=tick))
         if len(stores) == len(specs):
-            for verdict, problem in _not_together(verdicts, stores):
+            for verdict, problem in _without_common_step(verdicts, stores):
                 verdict.damage.append(problem)
     return verdicts
 
@@ -92,7 +92,7 @@ def _damaged_copies(file: Path) -> list[str]:
     return [f"{file}: copy {copy} of the {what} is damaged{advice}" for copy in range(2) for what in damaged[copy]]
 
 
-def _not_together(verdicts: list[Verdict], stores: list[StoreFile]) -> Iterator[tuple[Verdict, str]]:
+def _without_common_step(verdicts: list[Verdict], stores: list[StoreFile]) -> Iterator[tuple[Verdict, str]]:
     """Yield verdict and problem of each optimizer whose devices lack a common step, or of which some are missing.
 
     A single device may be verified alone.

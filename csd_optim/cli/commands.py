@@ -230,11 +230,11 @@ def verify(stores: Stores, as_json: Json = False) -> None:
     A store in use cannot be verified: make a snapshot of it with save(), and verify the snapshot.
     """
     with reported():
-        from ..checkpoint.files import bar
+        from ..checkpoint.files import progress_bar
         from ..checkpoint.verify import verify as verify_stores
         from .output import show_verdicts
 
-        found = verify_stores(stores, bar)
+        found = verify_stores(stores, progress_bar)
         ok = not any(verdict.damage for verdict in found)
         if as_json:
             print_json("verify", ok=ok, stores=[asdict(verdict) for verdict in found])
@@ -266,13 +266,13 @@ def export(
         raise typer.BadParameter(f"{form!r} is not one of torch, safetensors", param_hint="--format")
     with reported():
         from ..checkpoint.export import export_safetensors, export_torch
-        from ..checkpoint.files import bar
+        from ..checkpoint.files import progress_bar
         from .output import size
 
         if form == "torch":
-            files = export_torch(stores, out, bar)
+            files = export_torch(stores, out, progress_bar)
         else:
-            files = export_safetensors(stores, out, parse_bytes(shard_size), bar)
+            files = export_safetensors(stores, out, parse_bytes(shard_size), progress_bar)
         total = sum(file.stat().st_size for file in files)
         if as_json:
             print_json("export", format=form, files=[str(file) for file in files], bytes=total)
@@ -299,10 +299,10 @@ def import_(
     """
     with reported():
         from ..checkpoint.export import import_store
-        from ..checkpoint.files import bar
+        from ..checkpoint.files import progress_bar
         from .output import number
 
-        described = import_store(source, names, tile_size, bar)
+        described = import_store(source, names, tile_size, progress_bar)
         if as_json:
             print_json("import", **described)
         else:
@@ -340,10 +340,10 @@ def convert(
     """
     with reported():
         from ..checkpoint.convert import convert_store
-        from ..checkpoint.files import bar
+        from ..checkpoint.files import progress_bar
         from .output import number
 
-        described = convert_store(source.split(","), names, state_dtype, tile_size, bar)
+        described = convert_store(source.split(","), names, state_dtype, tile_size, progress_bar)
         if as_json:
             print_json("convert", **described)
         else:

@@ -61,13 +61,13 @@ def ratios(
     check_topk(topk)
     for k, group in enumerate(groups):
         check_topk(group.get("topk"), f" of group {k}")
-    named = [group.get("topk", topk) for group in groups]
-    if all(share is None for share in named) and not owing.any():
+    configured = [group.get("topk", topk) for group in groups]
+    if all(share is None for share in configured) and not owing.any():
         return np.zeros(len(params))
     sparse = [
         ("topk" in groups[k] or is_large(p)) and not p.is_complex() for p, k in zip(params, groups_of, strict=True)
     ]
-    final = np.where(sparse, [named[k] or 1.0 for k in groups_of], 1.0)
+    final = np.where(sparse, [configured[k] or 1.0 for k in groups_of], 1.0)
     if warmup:
         final = final ** np.clip((steps - warmup) / warmup, 0, 1)
     # A parameter that is dense again sends its residual together with the whole gradient, as entries (share 1).

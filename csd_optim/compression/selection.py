@@ -38,7 +38,7 @@ import torch
 BLOCK_BITS = 16  # a block is 2**16 elements of a tile; an entry has an index into its block
 WORD_ENTRIES = 16  # a block is padded to whole words
 
-NOWHERE = (1 << 63) - 1  # clears the sign bit: makes the filler -1, also with offsets added, an index past all tiles
+CLEAR_SIGN = (1 << 63) - 1  # clears the sign bit: makes the filler -1, also with offsets added, an index past all tiles
 
 
 @dataclass
@@ -58,7 +58,7 @@ def rounded(grad: torch.Tensor, residual: torch.Tensor | None, scale: float, dty
     `grad`: 1-D, float32, float16 or bfloat16. `residual`: 1-D bfloat16 of the same length, or None. Rounded to nearest
     even; finite values stay finite (they saturate at the largest one), inf stays inf, and all nans become the same one.
     """
-    exact = _owed(grad, residual, scale)
+    exact = _with_residual(grad, residual, scale)
     values = exact.to(dtype)
     return torch.where(exact.isinf(), values, values.nan_to_num(nan=math.nan))
 
@@ -92,7 +92,7 @@ def listed(
     elements = torch.add(column, row, alpha=_blocks(tile_elems) << BLOCK_BITS)
     if tile_first:
         elements += tile_first
-    return elements.bitwise_and_(NOWHERE), values.view(torch.int16)[row, column]  # index -1 reads the last value
+    return elements.bitwise_and_(CLEAR_SIGN), values.view(torch.int16)[row, column]  # index -1 reads the last value
 
 
 def _nonzero(sent: torch.Tensor, size: int) -> torch.Tensor:
@@ -100,8 +100,8 @@ def _nonzero(sent: torch.Tensor, size: int) -> torch.Tensor:
     try:
         return sent.nonzero_static(size=size, fill_value=-1)
     except NotImplementedError:  # this accelerator has no nonzero_static(): the host waits for the number of elements
-        there = sent.nonzero()
-        return torch.cat([there, there.new_full((size - len(there), sent.dim()), -1)])
+        found = sent.nonzero()
+        return torch.cat([found, found.new_full((size - len(found), sent.dim()), -1)])
 
 
 def pack(lists: Sequence[tuple[torch.Tensor, torch.Tensor]], rows: int, tile_elems: int) -> torch.Tensor:
@@ -129,9 +129,9 @@ def pack(lists: Sequence[tuple[torch.Tensor, torch.Tensor]], rows: int, tile_ele
     packed = torch.zeros(rows * length + len(elements), dtype=torch.int32, device=device)
     packed[starts] = counts
     shifts = torch.cat([starts - firsts[:-1], rows * length - 1 - firsts[-1:]])
-    at = shifts[(elements >> BLOCK_BITS).clamp_(max=blocks)]
-    at += torch.arange(1, len(elements) + 1, dtype=torch.int32, device=device)
-    packed[at] = (elements & (1 << BLOCK_BITS) - 1).int().bitwise_or_(values.int() << 16)
+    positions = shifts[(elements >> BLOCK_BITS).clamp_(max=blocks)]
+    positions += torch.arange(1, len(elements) + 1, dtype=torch.int32, device=device)
+    packed[positions] = (elements & (1 << BLOCK_BITS) - 1).int().bitwise_or_(values.int() << 16)
     packed = packed[: rows * length].view(rows, length)
     packed[:, -1] = ends[:, -1]
     return packed
@@ -158,19 +158,19 @@ def feed_back(
     """
     if not inverse_of(scale):
         return
-    owed = _owed(grad, residual, scale)
-    owed -= torch.where(sent, values, torch.zeros((), dtype=values.dtype, device="cpu"))
-    owed *= scale
-    is_nan = owed.isnan()
+    unsent = _with_residual(grad, residual, scale)
+    unsent -= torch.where(sent, values, torch.zeros((), dtype=values.dtype, device="cpu"))
+    unsent *= scale
+    is_nan = unsent.isnan()
     # Stochastic rounding: bf16 is the upper half of fp32. Adding 16 random bits carries into it with a probability that
     # is the lower half's share of bf16's last place.
-    bits = owed.view(torch.int32)
-    bits += _chance(len(grad), first, step, grad.device)
+    bits = unsent.view(torch.int32)
+    bits += _random_bits(len(grad), first, step, grad.device)
     residual.view(torch.int16).copy_(bits >> 16)
     residual.masked_fill_(is_nan, math.nan)
 
 
-def _chance(n: int, first: int, step: int, device: torch.device) -> torch.Tensor:
+def _random_bits(n: int, first: int, step: int, device: torch.device) -> torch.Tensor:
     """Return 16 random bits for each element of a part, int32: a hash of element and step, Wellons' "lowbias32"."""
     hashed = torch.arange(n, dtype=torch.int32, device=device)
     hashed += _int32(first + step * 0x9E3779B9)
@@ -192,7 +192,7 @@ def inverse_of(scale: float) -> float:
     return float(inverse) if np.isfinite(inverse) else 0.0
 
 
-def _owed(grad: torch.Tensor, residual: torch.Tensor | None, scale: float) -> torch.Tensor:
+def _with_residual(grad: torch.Tensor, residual: torch.Tensor | None, scale: float) -> torch.Tensor:
     """Return gradient plus residual, in fp32 and the gradient's units; the gradient itself if there is no residual."""
     inverse = inverse_of(scale)
     if residual is None or not inverse:

@@ -845,7 +845,7 @@ class CSDOptimizer(Optimizer, Joinable):
             with engine.all_ranks_or_none():
                 if self._state_map.unfilled or not self._state_map.intact():
                     self._state_map.adopt(engine, self.param_groups, self.grad_dtype)
-                bar = files.bar if progress else files.no_bar
+                bar = files.progress_bar if progress else files.no_progress
                 saving = checkpoint.save(engine, Path(path), bar, wait=wait)
         if wait:
             with engine.all_ranks_or_none():

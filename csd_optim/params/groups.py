@@ -56,8 +56,8 @@ def hyperparameters_of(group: dict[str, Any], needed: Collection[str] = ()) -> d
         if name in ("params", "param_names"):
             continue
         value = [_item(v) for v in value] if isinstance(value, (list, tuple)) else _item(value)
-        of = value if isinstance(value, list) else [value]
-        if all(isinstance(v, (int, float, str, type(None))) for v in of):
+        items = value if isinstance(value, list) else [value]
+        if all(isinstance(v, (int, float, str, type(None))) for v in items):
             stored[name] = value
         elif name in needed:
             raise CSDTypeError(f"Invalid {name}: {group[name]!r}; a store keeps numbers")
@@ -67,17 +67,17 @@ def hyperparameters_of(group: dict[str, Any], needed: Collection[str] = ()) -> d
 def restore_hyperparameters(group: dict[str, Any], kept: dict[str, Any]) -> None:
     """Restore the hyperparameters that hyperparameters_of() returned; a group's tensors are filled in place."""
     for name, value in kept.items():
-        now = group.get(name)
+        current = group.get(name)
         if name in ("foreach", "fused", "capturable", "differentiable"):
             continue  # these are not hyperparameters: they select torch's implementation
-        if isinstance(now, (int, float, torch.Tensor)) and isinstance(value, list) and len(value) == 1:
+        if isinstance(current, (int, float, torch.Tensor)) and isinstance(value, list) and len(value) == 1:
             (value,) = value  # old stores kept a one-element tensor as a list
-        if isinstance(now, torch.Tensor):
-            now.fill_(value)
+        if isinstance(current, torch.Tensor):
+            current.fill_(value)
         elif name == "initial_lr" and isinstance(group["lr"], torch.Tensor):
             group[name] = torch.full_like(group["lr"], value)  # an LR scheduler keeps it as a tensor if lr is one
-        elif isinstance(now, tuple):
-            pairs = zip(now, value, strict=True)
+        elif isinstance(current, tuple):
+            pairs = zip(current, value, strict=True)
             group[name] = tuple(a.fill_(b) if isinstance(a, torch.Tensor) else b for a, b in pairs)
         else:
             group[name] = value

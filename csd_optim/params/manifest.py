@@ -30,11 +30,11 @@ def manifest(
     params = []
     for b, (extent, start) in zip(param_states, state_map, strict=True):
         k, i = place_of.get(id(b.param), (-1, -1)) if b.alive else (-1, -1)
-        about = {"name": b.name, "group": k, "position": i, **_about(b.param, b.part)}
+        about = {"name": b.name, "group": k, "position": i, **_describe_param(b.param, b.part)}
         params.append(about | {"stride": list(b.stride), "extent": extent, "start": start, "numel": b.numel})
     placed = {id(b.param) for b in param_states if b.alive}
     waiting = [
-        {"name": name_of(groups, k, i), "group": k, "position": i, **_about(p, part_of(p))}
+        {"name": name_of(groups, k, i), "group": k, "position": i, **_describe_param(p, part_of(p))}
         for k, i, p in members(groups)
         if id(p) not in placed
     ]
@@ -72,16 +72,17 @@ def codec_difference(stored: dict[str, Any], groups: Groups, codec_of: CodecOf) 
         if (entry["group"], entry["position"]) not in here:
             continue
         name, wanted, _ = here[entry["group"], entry["position"]]
-        held = stored["extents"][entry["extent"]].get("codec", FP32)
-        if held != wanted:
+        stored_codec = stored["extents"][entry["extent"]].get("codec", FP32)
+        if stored_codec != wanted:
             return (
-                f"the states of parameter {name} are {held} there, and state_dtype says {wanted} here. Resume with "
-                f"state_dtype={held!r}; to change them, make a new store of it with `csd-optim convert`"
+                f"the states of parameter {name} are {stored_codec} there, and state_dtype says {wanted} here. "
+                f"Resume with state_dtype={stored_codec!r}; to change them, make a new store of it with "
+                "`csd-optim convert`"
             )
     return None
 
 
-def _about(p: torch.Tensor, part: Partition) -> dict[str, Any]:
+def _describe_param(p: torch.Tensor, part: Partition) -> dict[str, Any]:
     shape = None if is_lazy(p) else list(part.of(p).shape)
     return {"shape": shape, "dtype": str(p.dtype).removeprefix("torch."), **part.manifest_fields()}
 
@@ -90,7 +91,7 @@ def first_difference(stored: dict[str, Any], groups: Groups, part_of: PartOf) ->
     """Describe the first difference between a manifest and the optimizer's groups; None if they agree."""
     placed = {(e["group"], e["position"]) for e in stored["params"]}
     there = {(e["group"], e["position"]): e for e in (*stored["params"], *stored["waiting"]) if e["group"] >= 0}
-    here = {(k, i): {"name": name_of(groups, k, i), **_about(p, part_of(p))} for k, i, p in members(groups)}
+    here = {(k, i): {"name": name_of(groups, k, i), **_describe_param(p, part_of(p))} for k, i, p in members(groups)}
     for k, i in sorted({*there, *here}):
         a, b, by_place = there.get((k, i)), here.get((k, i)), f"{k}.{i}"
         if a is None or b is None:
@@ -112,11 +113,11 @@ def ignored_by_resume(rule: UpdateRule, given: Groups, record: Record) -> Iterat
 
     `given`: the hyperparameters that this process was started with.
     """
-    for k, (now, then, goes_on) in enumerate(zip(given, record.given, record.groups, strict=False)):
-        own = [name for name in ("topk",) if name in now and name in goes_on]  # a group need not have it
+    for k, (now, then, resumed) in enumerate(zip(given, record.given, record.groups, strict=False)):
+        own = [name for name in ("topk",) if name in now and name in resumed]  # a group need not have it
         for name in (*rule.hyperparameters, *own):
-            if now[name] not in (then.get(name), goes_on[name]):
+            if now[name] not in (then.get(name), resumed[name]):
                 yield (
-                    f"{name} of group {k} goes on as {goes_on[name]}, not {now[name]}; it was {then.get(name)} when "
+                    f"{name} of group {k} goes on as {resumed[name]}, not {now[name]}; it was {then.get(name)} when "
                     f"the store was made. To change it, set opt.param_groups[{k}][{name!r}] after the construction"
                 )

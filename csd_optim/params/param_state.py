@@ -85,11 +85,11 @@ class ParamState:
     @contextlib.contextmanager
     def decoding(self) -> Iterator[None]:
         """Free at exit what is decoded inside: for loops over all parameters, whose states would fill the memory."""
-        had = self.decoded is None or self.index in self.decoded.in_memory
+        was_decoded = self.decoded is None or self.index in self.decoded.in_memory
         try:
             yield
         finally:
-            if self.decoded and not had:
+            if self.decoded and not was_decoded:
                 self.decoded.forget_unwritten([self.index])
 
     def _view(self, state: torch.Tensor) -> torch.Tensor:
@@ -109,8 +109,8 @@ class ParamState:
 
     def is_shown_by(self, entry: Mapping[str, Any]) -> bool:
         """Return whether this entry of `state` holds exactly our tensors, so that none was replaced."""
-        of_codes = isinstance(entry, DecodedEntry) and entry.all_decoded_by(self.decode) if self.decoded else True
-        return of_codes and all(entry.get(key) is self.shown.get(key) for key in {*self.shown, "residual"})
+        codes_shown = isinstance(entry, DecodedEntry) and entry.all_decoded_by(self.decode) if self.decoded else True
+        return codes_shown and all(entry.get(key) is self.shown.get(key) for key in {*self.shown, "residual"})
 
     def set_window(self, key: str, window: torch.Tensor) -> None:
         if self.windows.get(key) is not window:
@@ -180,8 +180,8 @@ class ParamState:
         right = p.dtype in ((self.kept_dtype,) if self.decoded else DTYPES)
         right = right and p.layout is torch.strided and not p.is_meta
         local = self.part.of(p) if right else p
-        is_there = not self.on_accelerator or local.device == self.state_device
-        return right and is_there and local.shape == self.own_master.shape
+        is_on_state_device = not self.on_accelerator or local.device == self.state_device
+        return right and is_on_state_device and local.shape == self.own_master.shape
 
     def refresh(self, grad_dtype: torch.dtype | None) -> None:
         """Examine the parameter anew after it was written, moved or converted. `grad_dtype`: the optimizer's option.
@@ -234,7 +234,7 @@ class ParamState:
         Missing states get the rule's initial values; `fresh`: the place already reads as zero. `seed`: a missing master
         becomes the parameter. Returns how many elements of exp_avg are too large for 8-bit states.
         """
-        lost = self._encode(entry, seed=seed, fresh=fresh) if self.decoded else 0
+        clipped = self._encode(entry, seed=seed, fresh=fresh) if self.decoded else 0
         for key, window in self.windows.items():
             value = entry.get(key)
             if value is self.shown[key] or (key == "master" and self.in_place):
@@ -250,13 +250,14 @@ class ParamState:
                 first = self.initial.get(key, 0.0)
                 window.fill_(complex(first, first) if window.is_complex() else first)
         # A master that came with the state need not round to the parameter: the next step compares them.
-        self.version = self.version_now if "master" not in entry and not self._is_left(entry, fresh=fresh) else -1
-        return lost
+        is_synced = "master" not in entry and not self._can_omit_master(entry, fresh=fresh)
+        self.version = self.version_now if is_synced else -1
+        return clipped
 
-    def _is_left(self, entry: Mapping[str, Any], *, fresh: bool) -> bool:
+    def _can_omit_master(self, entry: Mapping[str, Any], *, fresh: bool) -> bool:
         """Return whether codes can leave out the master here, because the next step takes it from the parameter."""
-        found = self.decoded is not None and self.is_compared and self.param.grad is not None
-        return found and fresh and not entry and not (self.decoded and self.decoded.durable)
+        in_next_step = self.decoded is not None and self.is_compared and self.param.grad is not None
+        return in_next_step and fresh and not entry and not (self.decoded and self.decoded.durable)
 
     def _encode(self, entry: Mapping[str, Any], *, seed: bool, fresh: bool) -> int:
         """Fill the place as fill() does, with codes: the next step or flush encodes the states."""
@@ -270,7 +271,7 @@ class ParamState:
             if value is not None:
                 value = self.part.of_state(value).detach()
             elif key == "master" and seed:
-                if self._is_left(entry, fresh=fresh) or (fresh and self.is_section):
+                if self._can_omit_master(entry, fresh=fresh) or (fresh and self.is_section):
                     continue
                 value = self.local
             elif key != "master" and not fresh:
@@ -282,8 +283,8 @@ class ParamState:
         if not states:
             return 0
         self.decoded.replace(self.index, states)
-        held = self.decoded.states(self.index)
-        return int((held["exp_avg"].abs() > MOST_RATIO * held["exp_avg_sq"].sqrt()).sum())
+        decoded = self.decoded.states(self.index)
+        return int((decoded["exp_avg"].abs() > MOST_RATIO * decoded["exp_avg_sq"].sqrt()).sum())
 
     def reseed(self, *, always: bool, takes_part: bool) -> None:
         """Set the master to the parameter wherever the parameter is not the rounded master: it was set from outside.

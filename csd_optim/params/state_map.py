@@ -28,7 +28,7 @@ from .strides import flat, numel
 from .update_rule import UpdateRule
 
 # Parameters grouped by the kind of their states: (names of the sections, codec, dtype) → (name, parameter, part).
-Alike = dict[tuple[Any, ...], list[tuple[str, torch.Tensor, Partition]]]
+ByKind = dict[tuple[Any, ...], list[tuple[str, torch.Tensor, Partition]]]
 
 CODES_WAITING = 64 << 20  # bytes of fp32 states that fill() collects before it encodes and writes them
 
@@ -52,7 +52,7 @@ class StateMap:
         self.unfilled: dict[ParamState, bool] = {}  # places still to be filled → do they read as zero?
         self.changes: int = 0  # counts changes here that make the plan of a step out of date
         self._shown: list[Any] = []  # every value in `state` when remember() was last called
-        self._said: list[list[tuple[int, torch.dtype]]] | None = None  # the parameters that the manifest describes
+        self._described: list[list[tuple[int, torch.dtype]]] | None = None  # the parameters that the manifest describes
 
     @property
     def coded(self) -> list[ParamState]:
@@ -70,7 +70,7 @@ class StateMap:
         Raises CSDRuntimeError for one on the meta device, what check_param() and check_entry() raise, and
         CSDMemoryError.
         """
-        alike: Alike = {}
+        by_kind: ByKind = {}
         initial: dict[int, dict[str, float]] = {}
         for k, i, p in members(groups):
             if id(p) not in joining:
@@ -81,31 +81,31 @@ class StateMap:
                 raise CSDRuntimeError(f"parameter {name} is on the meta device: it has no data yet")
             check_entry(entry, p, name, self.rule.sections)
             kind = self.rule.sections_for(groups[k], entry), *self.codec_of(groups[k], p)
-            alike.setdefault(kind, []).append((name, p, self.part_of(p)))
+            by_kind.setdefault(kind, []).append((name, p, self.part_of(p)))
             initial[id(p)] = self.rule.initial_for(groups[k])
-        near = self._on_accelerator(engine, alike)
+        near = self._choose_for_accelerator(engine, by_kind)
         copies = engine.accelerator.copies if engine.accelerator else None
         try:
-            for ((sections, codec, dtype), together), there in product(alike.items(), (True, False)):
-                new = [of_one for of_one in together if (id(of_one[1]) in near) == there]
+            for ((sections, codec, dtype), of_kind), is_near in product(by_kind.items(), (True, False)):
+                new = [(name, p, part) for name, p, part in of_kind if (id(p) in near) == is_near]
                 if not new:
                     continue
                 # For parameters on the accelerator alone, the engine has no elements: only their step counts. Those of
                 # which the accelerator has a copy get separate tiles, which a step need not read.
-                alone = there and copies is None
+                alone = is_near and copies is None
                 numels = [0 if alone else numel(part.of(p)) for _, p, part in new]
-                engine.extend(numels, sections, codec=codec, param_dtype=dtype, is_copied=there and not alone)
+                engine.extend(numels, sections, codec=codec, param_dtype=dtype, is_copied=is_near and not alone)
                 for name, p, part in new:
                     local = torch.empty_like(part.of(p), device="meta")
                     where = (len(engine.extents) - 1, local.shape, local.stride(), initial[id(p)])
-                    states = near[id(p)][1] if there else None
-                    param_state = self._give(engine, p, part, name, *where, states if alone else None)
+                    states = near[id(p)][1] if is_near else None
+                    param_state = self._assign_place(engine, p, part, name, *where, states if alone else None)
                     if states and copies:
-                        self._copy(copies, param_state, states.values())
+                        self._set_near_copy(copies, param_state, states.values())
                     param_state.refresh(grad_dtype)
                     self.unfilled[param_state] = True
         finally:  # even if only some parameters have got a place: describe those
-            self._said = None
+            self._described = None
             self.describe(engine, groups)
             self.count_near(engine)
 
@@ -120,7 +120,7 @@ class StateMap:
                 engine.accelerator.nbytes += engine.accelerator.copies.nbytes
 
     @staticmethod
-    def _copy(copies: NearCopies, param_state: ParamState, states: Iterable[torch.Tensor]) -> None:
+    def _set_near_copy(copies: NearCopies, param_state: ParamState, states: Iterable[torch.Tensor]) -> None:
         """Make `states` the accelerator's copy of a parameter's states."""
         param_state.near_copy = copies.by_param[param_state.index] = NearCopy([flat(state) for state in states])
 
@@ -131,22 +131,26 @@ class StateMap:
         """
         if engine.accelerator is None or (copies := engine.accelerator.copies) is None:
             return
-        there = [b for b in self.param_states.values() if not b.near_copy]
-        joining = [self._joining(engine, b.name, b.part.of(b.param), b.sections, b.decoded is not None) for b in there]
+        without_copy = [b for b in self.param_states.values() if not b.near_copy]
+        joining = [
+            self._joining(engine, b.name, b.part.of(b.param), b.sections, b.decoded is not None) for b in without_copy
+        ]
         chosen = engine.accelerator.choose(joining)
         try:
-            for param_state in (b for b, is_chosen in zip(there, chosen, strict=True) if is_chosen):
+            for param_state in (b for b, is_chosen in zip(without_copy, chosen, strict=True) if is_chosen):
                 device = param_state.part.of(param_state.param).device
                 each = [param_state.numel] * len(param_state.sections)
                 states = [torch.empty(n, dtype=torch.float32, device=device) for n in each]
-                self._copy(copies, param_state, states)
+                self._set_near_copy(copies, param_state, states)
         except torch.OutOfMemoryError as e:
             raise self._no_memory(engine, e) from None
         finally:
             self.count_near(engine)
             self.changes += 1
 
-    def _on_accelerator(self, engine: Engine, alike: Alike) -> dict[int, tuple[Joining, dict[str, torch.Tensor]]]:
+    def _choose_for_accelerator(
+        self, engine: Engine, by_kind: ByKind
+    ) -> dict[int, tuple[Joining, dict[str, torch.Tensor]]]:
         """Choose parameters whose states go on the accelerator, and allocate those: id → (choice, states by name).
 
         Raises CSDMemoryError, and what OnAccelerator.choose() raises, before anything is touched.
@@ -155,7 +159,7 @@ class StateMap:
         if engine.accelerator is None:
             return near
         try:
-            for (sections, codec, _), new in alike.items():
+            for (sections, codec, _), new in by_kind.items():
                 coded = codec != FP32
                 joining = [self._joining(engine, name, part.of(p), sections, coded) for name, p, part in new]
                 numels = [j.elems for j in joining]
@@ -208,12 +212,12 @@ class StateMap:
         """Give the stores a new manifest if the parameters have changed since the last one."""
         if not engine.durable:
             return
-        to_say = [[(id(p), p.dtype) for p in group["params"]] for group in groups]
-        if to_say != self._said:
+        described = [[(id(p), p.dtype) for p in group["params"]] for group in groups]
+        if described != self._described:
             engine.describe(manifest(self.rule, self.by_index, engine.extents, groups, self.part_of))
-            self._said = to_say
+            self._described = described
 
-    def _give(
+    def _assign_place(
         self,
         engine: Engine,
         p: torch.Tensor,
@@ -298,21 +302,21 @@ class StateMap:
             if "residual" in (self.state.get(param_state.param) or {}):
                 self.add_residual(engine, param_state)
         with engine.writing([b.index for b in self.unfilled]):
-            lost = waiting = 0
+            clipped = waiting_bytes = 0
             for param_state, fresh in self.unfilled.items():
                 self.unfilled[param_state] = param_state.is_new = False
                 entry = self.state.get(param_state.param) or {}
                 seed = engine.devices.keeps_state or param_state.on_accelerator
-                lost += param_state.fill(entry, seed=seed, fresh=fresh)
+                clipped += param_state.fill(entry, seed=seed, fresh=fresh)
                 # Without commits, the codes of all parameters need not be written together: write batches, which limits
                 # the memory for fp32 states.
-                waiting += 4 * len(param_state.sections) * param_state.numel if param_state.decoded else 0
-                if waiting > CODES_WAITING and not engine.durable:
+                waiting_bytes += 4 * len(param_state.sections) * param_state.numel if param_state.decoded else 0
+                if waiting_bytes > CODES_WAITING and not engine.durable:
                     engine.windows.write_decoded()
-                    waiting = 0
-            if lost:
-                said = f"8-bit states hold an exp_avg of {MOST_RATIO} times the root of exp_avg_sq at most"
-                warnings.warn(f"{said}: {lost} larger ones become that", CSDWarning, users_stacklevel())
+                    waiting_bytes = 0
+            if clipped:
+                text = f"8-bit states hold an exp_avg of {MOST_RATIO} times the root of exp_avg_sq at most"
+                warnings.warn(f"{text}: {clipped} larger ones become that", CSDWarning, users_stacklevel())
         self.mark_filled()
 
     def fill_by_step(self, engine: Engine, param_states: list[ParamState]) -> list[ParamState]:
@@ -381,12 +385,12 @@ class StateMap:
         if joining:
             self.count_near(engine)
             self.join(engine, groups, joining, grad_dtype)
-        warn_if_large(bytes_in_memory(self._foreign()), LOADED if loaded else REPLACED)
+        warn_if_large(bytes_in_memory(self._replaced_tensors()), LOADED if loaded else REPLACED)
         if loaded and self.unfilled:  # go on from the checkpoint's step
             engine.step = max(int(self.state[b.param].get("step", 0)) for b in self.unfilled)
         self.fill(engine)
 
-    def _foreign(self) -> Iterator[torch.Tensor]:
+    def _replaced_tensors(self) -> Iterator[torch.Tensor]:
         """Yield the tensors that were put into `state` from outside and are still to be copied to their places."""
         for param_state in self.unfilled:
             entry = self.state.get(param_state.param) or {}
@@ -438,7 +442,9 @@ class StateMap:
             else:
                 part, initial = self.part_of(p), self.rule.initial_for(groups[entry["group"]])
             stride = tuple(entry["stride"])
-            param_state = self._give(engine, p, part, entry["name"], entry["extent"], entry["shape"], stride, initial)
+            param_state = self._assign_place(
+                engine, p, part, entry["name"], entry["extent"], entry["shape"], stride, initial
+            )
             if gone:
                 self.param_states.pop(id(p)).alive = False
                 continue

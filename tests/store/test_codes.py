@@ -15,7 +15,7 @@ from test_hostile_stores import Forged
 from csd_optim import CSDAdam, CSDError, CSDStoreError, CSDValueError
 from csd_optim.bindings import crc32c, engine_decode
 from csd_optim.checkpoint.export import export_safetensors, export_torch
-from csd_optim.checkpoint.files import no_bar
+from csd_optim.checkpoint.files import no_progress
 from csd_optim.checkpoint.snapshot import save, snapshot
 from csd_optim.checkpoint.verify import verify
 from csd_optim.cli.facts import describe_store
@@ -225,7 +225,7 @@ def test_snapshots_between_steps(tmp_path):
     before = made([tmp_path / "before"], steps=1)
     with Coded([tmp_path / "csd"]) as coded:
         coded.step()
-        saving = save(coded.engine, tmp_path / "snap", no_bar, wait=False)
+        saving = save(coded.engine, tmp_path / "snap", no_progress, wait=False)
         coded.step()
         saving.wait()
     assert_loads(CSDAdam.load(tmp_path / "snap"), before, 1)

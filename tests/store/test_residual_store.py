@@ -610,7 +610,7 @@ def test_snapshot(tmp_path, monkeypatch, how):
         training.steps(4)
         if how == "reflink":
             monkeypatch.setattr(fcntl, "ioctl", reflink)
-        checkpoint.save(training.engine, tmp_path / "snap", files.no_bar, wait=True).wait()
+        checkpoint.save(training.engine, tmp_path / "snap", files.no_progress, wait=True).wait()
         training.step()
     held = CSDAdam.load(tmp_path / "snap")
     assert_state(held, 4)
@@ -639,7 +639,7 @@ def test_what_is_copied_is_not_written_over(tmp_path, monkeypatch, what, shadow)
     monkeypatch.setattr(files.Output, "write", slow)
     with Training(named_devices(tmp_path, 1), shadow=shadow) as training:
         engine, done = training.steps(4).engine, []
-        saving = checkpoint.save(engine, tmp_path / "snap", files.no_bar, wait=False)
+        saving = checkpoint.save(engine, tmp_path / "snap", files.no_progress, wait=False)
         assert copying.wait(60)
 
         def go_on():
