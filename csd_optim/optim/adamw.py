@@ -146,7 +146,7 @@ class CSDAdam(CSDOptimizer, _AdamOrAdamW):
     """
 
     _rule = ADAMW
-    _for_sparse = "SparseAdam"
+    _sparse_alternatives = "SparseAdam"
 
     @takes_options
     def __init__(

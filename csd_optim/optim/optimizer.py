@@ -123,7 +123,7 @@ class CSDOptimizer(Optimizer, Joinable):
 
     param_groups: list[dict[str, Any]]
     _rule: UpdateRule
-    _for_sparse = "SGD, Adagrad or SparseAdam of torch.optim"  # what an error message recommends
+    _sparse_alternatives = "SGD, Adagrad or SparseAdam of torch.optim"  # what an error message recommends
     _step_supports_amp_scaling: bool
 
     def __init__(
@@ -161,7 +161,7 @@ class CSDOptimizer(Optimizer, Joinable):
         if resume and overwrite:
             raise CSDValueError("resume=True and overwrite=True exclude each other")
         check_state_dtype(state_dtype, rule=self._rule)
-        self._unbind(ranks_of(process_group), sharded, state_dtype)
+        self._init_attributes(ranks_of(process_group), sharded, state_dtype)
         self._options = {"tile_size": tile_size, "shadow": shadow}
         self.devices = devices
         self.grad_dtype = grad_dtype
@@ -195,7 +195,7 @@ class CSDOptimizer(Optimizer, Joinable):
                 self.close()
                 raise
 
-    def _unbind(self, ranks: Ranks | None, sharded: bool, state_dtype: str) -> None:
+    def _init_attributes(self, ranks: Ranks | None, sharded: bool, state_dtype: str) -> None:
         self._engine: Engine | None = None
         self._ranks = ranks
         self.sharded = sharded
@@ -208,18 +208,18 @@ class CSDOptimizer(Optimizer, Joinable):
         self._sums: Sums = NO_SUMS
         self._descending = False  # the ranks exchange updated parameters of this step from the last to the first
         self._joined = False  # this rank has no more data and takes part in a step of the other ranks
-        self._consolidated: RemovableHandle | None = None  # of the hook that puts all ranks' states into state_dict()
+        self._consolidated_hook: RemovableHandle | None = None  # puts all ranks' states into state_dict()
         Joinable.__init__(self)
         self._plan: StepPlan | None = None
         self._mode = InStep()
         # The next five describe the last step.
         self._grad_scale = 1.0
-        self._seconds = 0.0
+        self._step_seconds = 0.0
         self._skipped = False
         self._grad_norm: float | None = None
-        self._started: float | None = None  # start time
+        self._last_start: float | None = None  # when it began
         self._initial_groups: list[dict[str, Any]] = []  # each group's hyperparameters when it was added
-        self._trained = 0.0  # seconds of training, from step to step, since the store was made
+        self._trained_seconds = 0.0  # seconds of training, from step to step, since the store was made
         self.user_state: dict[str, Any] = {}
 
     def _adopt_store(self) -> None:
@@ -227,14 +227,16 @@ class CSDOptimizer(Optimizer, Joinable):
         found = self._resume.adopt_store(engine, self.param_groups, self._initial_groups, self.grad_dtype)
         if found:
             record, self.user_state = found
-            self._trained = record.seconds
+            self._trained_seconds = record.seconds
 
     def _open(self, specs: Sequence[DeviceSpec], ranks: Ranks | None, mode: Mode = "new") -> None:
         kernel = kernel_for(self._rule.name, self.state_dtype)
         tile_elems, shadow = self._options["tile_size"], bool(self._options["shadow"])
-        self._attach(open_engine(specs, mode=mode, tile_elems=tile_elems, shadow=shadow, ranks=ranks, kernels=[kernel]))
+        self._set_engine(
+            open_engine(specs, mode=mode, tile_elems=tile_elems, shadow=shadow, ranks=ranks, kernels=[kernel])
+        )
 
-    def _attach(self, engine: Engine) -> None:
+    def _set_engine(self, engine: Engine) -> None:
         self._engine = engine
         # Closes the engine silently if the optimizer is garbage-collected or still open at exit.
         self._finalizer = weakref.finalize(self, close_quietly, engine)
@@ -321,8 +323,8 @@ class CSDOptimizer(Optimizer, Joinable):
             Join.notify_join_context(self)
         self._forget_consolidated()
         start = time.perf_counter()
-        self._trained += 0.0 if self._started is None else start - self._started
-        self._started = start
+        self._trained_seconds += 0.0 if self._last_start is None else start - self._last_start
+        self._last_start = start
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if found_inf is not None:
             check_not_capturing([found_inf])
@@ -331,7 +333,7 @@ class CSDOptimizer(Optimizer, Joinable):
         engine.check_open()
         self._skipped = found_inf is not None and bool(found_inf.item())
         self._mode.before_step(skips=self._skipped, scaled=found_inf is not None or grad_scale is not None)
-        with defer_signals(), self._arriving(), engine.lock:
+        with defer_signals(), self._awaiting_params(), engine.lock:
             engine.confirm()
             self._runner.has_updated, self._grad_norm = self._mode.under_way, None
             scale = None if grad_scale is None else float(grad_scale)
@@ -351,7 +353,7 @@ class CSDOptimizer(Optimizer, Joinable):
                 self._skipped, self._descending, scale = agreed.skips, agreed.descending, agreed.scale
             if not self._skipped:
                 self._update(engine, self._grad_factor if scale is None else self._grad_factor / scale)
-            self._seconds = time.perf_counter() - start
+            self._step_seconds = time.perf_counter() - start
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -373,7 +375,7 @@ class CSDOptimizer(Optimizer, Joinable):
         """
         engine = self._live_engine
         with engine.all_ranks_or_none():
-            self._check_and_take(engine, state_dict)
+            self._check_and_load(engine, state_dict)
         # Some trainers load the model before they construct the optimizer. Then resume has overwritten the loaded
         # parameters with the store's; those not written to since get the values of the loaded masters below.
         resumed = self._resume.unwritten() if self._resume.pending else []
@@ -385,7 +387,7 @@ class CSDOptimizer(Optimizer, Joinable):
             resumed = [self._state_map.param_states[id(b.param)] for b in resumed]
             self._resume.set_from_masters(engine, self.param_groups, resumed, self.grad_dtype)
 
-    def _check_and_take(self, engine: Engine, state_dict: dict[str, Any]) -> None:
+    def _check_and_load(self, engine: Engine, state_dict: dict[str, Any]) -> None:
         """Put a state dict into `state` and `param_groups`; if it does not fit, nothing is changed."""
         if engine.durable:
             self._record(engine)  # raises if the record holds something that cannot be committed
@@ -463,12 +465,12 @@ class CSDOptimizer(Optimizer, Joinable):
             # Return copies: a caller may replace the keys, as torch.distributed.checkpoint does.
             return {**state_dict, "state": {k: {**entry} for k, entry in states.items()}}
 
-        self._consolidated = self.register_state_dict_post_hook(put, prepend=True)
+        self._consolidated_hook = self.register_state_dict_post_hook(put, prepend=True)
 
     def _forget_consolidated(self) -> None:
-        if self._consolidated:
-            self._consolidated.remove()
-            self._consolidated = None
+        if self._consolidated_hook:
+            self._consolidated_hook.remove()
+            self._consolidated_hook = None
 
     def __getstate__(self) -> dict[str, Any]:
         if self._engine is not None and self._engine.durable:
@@ -489,7 +491,7 @@ class CSDOptimizer(Optimizer, Joinable):
         state = dict(state)
         fresh = "_options" in state  # a copy or a pickle: __init__ has not run
         if fresh:
-            self._unbind(ranks_of(None), state["sharded"], state.get("state_dtype", "fp32"))
+            self._init_attributes(ranks_of(None), state["sharded"], state.get("state_dtype", "fp32"))
         if "state" in state:
             entries = state.pop("state")
             self.state = defaultdict(dict, {k: v.value if isinstance(v, _Box) else v for k, v in entries.items()})
@@ -560,7 +562,7 @@ class CSDOptimizer(Optimizer, Joinable):
                 "of the states: ram:, null:, gpu: alone and shadow=False have none"
             )
         if model is not None and free_gradients:
-            self._check_freeing()
+            self._check_free_gradients()
         pinned = backward and any(is_on_accelerator(p) for _, _, p in members(self.param_groups))
         lent = torch.empty(nbytes if backward else 0, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         self._mode.end()
@@ -594,12 +596,12 @@ class CSDOptimizer(Optimizer, Joinable):
                 spans=engine.model_spans,
             )
 
-    def _check_freeing(self) -> None:
+    def _check_free_gradients(self) -> None:
         """Raise CSDValueError if gradients cannot be freed in backward."""
         if why := cannot_free(self.param_groups, self._grad_options, self.max_grad_norm):
             raise CSDValueError(f"overlap(free_gradients=True) is not possible: {why}")
 
-    def _take_bucket(self, bucket: Any) -> Any:
+    def _reduce_bucket(self, bucket: Any) -> Any:
         """Reduce a DDP bucket for push() to the mean over the ranks, as DDP does without a hook."""
         return mean_of(self._ranks, bucket.buffer())
 
@@ -616,7 +618,7 @@ class CSDOptimizer(Optimizer, Joinable):
             super().zero_grad(set_to_none)
 
     @contextlib.contextmanager
-    def _arriving(self) -> Iterator[None]:
+    def _awaiting_params(self) -> Iterator[None]:
         """Wait on exit for parameters of a step launched inside for which no module would wait."""
         yield
         self._mode.wait_for_unguarded()
@@ -635,7 +637,7 @@ class CSDOptimizer(Optimizer, Joinable):
         with all_ranks_or_none(self._ranks):
             record = self._record(engine) if engine.durable else None
             self._resume.begin_step(engine, self.param_groups)
-            taking_part = participants(self.param_groups, type(self).__name__, self._for_sparse)
+            taking_part = participants(self.param_groups, type(self).__name__, self._sparse_alternatives)
             self._mode.check(taking_part)
             if self.max_grad_norm is None:
                 step = self._prepare(engine, taking_part, grad_scale)
@@ -675,7 +677,7 @@ class CSDOptimizer(Optimizer, Joinable):
         engine = self._engine
         assert engine is not None
         engine.check_open()
-        self._check_freeing()
+        self._check_free_gradients()
         engine.confirm()
         record = self._record(engine) if engine.durable else None
         self._resume.begin_step(engine, self.param_groups)
@@ -741,7 +743,7 @@ class CSDOptimizer(Optimizer, Joinable):
             groups=[hyperparameters_of(group, self._rule.hyperparameters) for group in self.param_groups],
             given=[*self._initial_groups],
             user_state=checked_user_state(self.user_state, engine.record.user_state),
-            seconds=self._trained,
+            seconds=self._trained_seconds,
         )
 
     def restore(self) -> None:
@@ -809,14 +811,14 @@ class CSDOptimizer(Optimizer, Joinable):
         """
         with self._settled() as engine:
             engine.wait_writes()
-            counted = engine.stats()
+            counters = engine.stats()
         gather = self._plan.gather if self._plan else None
         return describe(
             engine,
-            counted,
-            happened=self._runner.has_updated,
-            trained=self._trained,
-            seconds=self._seconds,
+            counters,
+            reached_engine=self._runner.has_updated,
+            trained=self._trained_seconds,
+            seconds=self._step_seconds,
             ring_bytes=self._runner.ring.bytes if self._runner.ring else 0,
             gathered_bytes=gather.received_bytes if gather else 0,
             skipped=self._skipped,

@@ -23,5 +23,5 @@ def push(optimizer: object, bucket: GradBucket) -> torch.futures.Future[torch.Te
             f"csd_optim.push pushes for an optimizer of csd_optim, not for a {type(optimizer).__name__}: call "
             "ddp.register_comm_hook(optimizer, csd_optim.push)"
         )
-    reduced: torch.futures.Future[torch.Tensor] = unwrapped._take_bucket(bucket)
+    reduced: torch.futures.Future[torch.Tensor] = unwrapped._reduce_bucket(bucket)
     return reduced

@@ -62,7 +62,7 @@ class Resume:
         for changed in ignored_by_resume(rule, initial_groups, recovered.record):
             warnings.warn(changed, CSDWarning, users_stacklevel())
         self.pending = True
-        self._put_back(engine, groups, grad_dtype)
+        self._restore_values(engine, groups, grad_dtype)
         return recovered.record, user_state
 
     def restore(self, engine: Engine, groups: Groups, grad_dtype: torch.dtype | None) -> None:
@@ -73,7 +73,7 @@ class Resume:
             raise CSDRuntimeError("restore() goes before the first step()")
         with engine.all_ranks_or_none():
             self._state_map.follow_replaced_params(engine, groups)
-        self._put_back(engine, groups, grad_dtype)
+        self._restore_values(engine, groups, grad_dtype)
 
     def begin_step(self, engine: Engine, groups: Groups) -> None:
         """End the resume: the first step takes the parameters that the groups hold now.
@@ -124,7 +124,7 @@ class Resume:
                     param_state.mark_synced()
         return without_data
 
-    def _put_back(self, engine: Engine, groups: Groups, grad_dtype: torch.dtype | None) -> None:
+    def _restore_values(self, engine: Engine, groups: Groups, grad_dtype: torch.dtype | None) -> None:
         self._without_data = self.set_from_masters(engine, groups, self._state_map.param_states.values(), grad_dtype)
         for group, kept in zip(groups, engine.recovered[0].record.groups, strict=False):
             restore_hyperparameters(group, kept)

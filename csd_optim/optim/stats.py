@@ -14,9 +14,9 @@ NOTHING_DONE = ("params", "nonfinite_grads", "seconds", "commit_bytes")
 
 def describe(
     engine: Engine,
-    counted: list[dict[str, Any]],
+    counters: list[dict[str, Any]],
     *,
-    happened: bool,
+    reached_engine: bool,
     trained: float,
     seconds: float,
     ring_bytes: int,
@@ -26,12 +26,12 @@ def describe(
     overlap: dict[str, Any] | None,
     near: NearUpdates | None,
 ) -> dict[str, Any]:
-    """Build the result of stats(). `counted`: the engine's counters, one dict per device.
+    """Build the result of stats(). `counters`: the engine's counters, one dict per device.
 
-    `happened`: False if the step never reached the engine, because it was skipped or had no gradients. `trained`:
-    seconds of training since the stores were made. `seconds`: duration of the step.
+    `reached_engine`: False if the step was skipped or had no gradients. `trained`: seconds of training since the
+    stores were made. `seconds`: duration of the step.
     """
-    n = int(happened)
+    n = int(reached_engine)
     devices = [
         {
             "device": d["device"],
@@ -54,13 +54,13 @@ def describe(
             "buffer_bytes": d["buffer_bytes"],
             "seconds": {kind: n * d[f"{kind}_seconds"] for kind in KINDS},
         }
-        for spec, d in zip(engine.devices.specs, counted, strict=False)
+        for spec, d in zip(engine.devices.specs, counters, strict=False)
     ]
     link, flash = ("push_bytes", "pull_bytes"), ("flash_read_bytes", "flash_write_bytes", "written_bytes")
     if engine.accelerator:
         spec, nothing = engine.accelerator.spec, dict.fromkeys(("push_bytes", "pull_bytes", "flash_read_bytes"), 0)
-        done = near.counters() if happened and near else dict.fromkeys(NOTHING_DONE, 0)
-        of_kinds = {"read": 0.0, "update": done.pop("seconds"), "write": 0.0}
+        done = near.counters() if reached_engine and near else dict.fromkeys(NOTHING_DONE, 0)
+        seconds_by_kind = {"read": 0.0, "update": done.pop("seconds"), "write": 0.0}
         about = {"device": str(spec), "backend": spec.backend, "share": spec.share or 1.0, **done, **nothing}
         about |= {
             "flash_write_bytes": 0,
@@ -71,7 +71,7 @@ def describe(
         unknown = ("direct_io", "p2p", "huge_pages", "numa_node", "block_bytes", "depth", "days_left")
         # If the accelerator is the only device that the user named, the engine's other device is empty: leave it out.
         beside = [] if engine.accelerator.alone else devices
-        devices = [{**about, **dict.fromkeys(unknown), "seconds": of_kinds}, *beside]
+        devices = [{**about, **dict.fromkeys(unknown), "seconds": seconds_by_kind}, *beside]
     totals: dict[str, Any] = {
         name: sum(d[name] for d in devices) for name in (*link, *flash, "params", "nonfinite_grads", "buffer_bytes")
     }

@@ -165,7 +165,7 @@ class Flow(InStep):
             engine.confirm()
             with all_ranks_or_none(opt._ranks):
                 record = opt._record(engine)
-                taking_part = participants(opt.param_groups, type(opt).__name__, opt._for_sparse)
+                taking_part = participants(opt.param_groups, type(opt).__name__, opt._sparse_alternatives)
                 step = opt._prepare_early(taking_part)
                 can_begin = step is not None and self._can_overlap(step)
             if not (all(vote for (vote,) in opt._ranks.gather(can_begin)) if opt._ranks else can_begin):

@@ -112,7 +112,7 @@ class StatesElsewhere(TrainerModel):
             raise CSDRankError("some trainers load states, others the tensors without data from their own state_dict()")
         with all_ranks_or_none(self._ranks):
             self._register_params()
-            self._check_and_take(engine, {**state_dict, "state": {}} if is_unchanged else state_dict)
+            self._check_and_load(engine, {**state_dict, "state": {}} if is_unchanged else state_dict)
         given, self._state_map.state = self._state_map.state, shown
         if not is_unchanged:
             self._send_states([(known, entry) for known in self._known.values() if (entry := given.get(known.param))])

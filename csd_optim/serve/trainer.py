@@ -106,7 +106,7 @@ class _Trainer(StatesElsewhere):
         self._open_reply = reply
         if self._is_star:
             self._selection = Selection(engine.owners)
-        self._attach(engine)
+        self._set_engine(engine)
 
     def _request(self, mode: Mode) -> Request:
         ours = (c for c in type(self).__mro__ if c.__module__.startswith("csd_optim") and c.__name__.startswith("CSD"))
@@ -178,7 +178,7 @@ class _Trainer(StatesElsewhere):
         with all_ranks_or_none(self._ranks) as exchanged:
             self._check_topk()
             self._register_params()
-            taking_part = participants(self.param_groups, type(self).__name__, self._for_sparse)
+            taking_part = participants(self.param_groups, type(self).__name__, self._sparse_alternatives)
             grads = self._grads(taking_part)
             pushed = self._pushed_backwards(taking_part)
             selected = self._select(taking_part, grads, pushed, grad_scale)
@@ -283,7 +283,7 @@ class _Trainer(StatesElsewhere):
 
     # ---- gradients that leave in backward: see push() ---------------------------------------
 
-    def _take_bucket(self, bucket: Any) -> Any:
+    def _reduce_bucket(self, bucket: Any) -> Any:
         engine = self._engine
         if self._address.route == "kept" or engine is None or engine.closed:
             return mean_of(self._ranks, bucket.buffer())  # if the engine is closed, step() raises
@@ -471,7 +471,7 @@ class _Trainer(StatesElsewhere):
             "params": params,
             "push_bytes": pushed,
             "gathered_bytes": gathered,
-            "seconds": {"step": self._seconds},
+            "seconds": {"step": self._step_seconds},
             "skipped": self._skipped,
             "grad_norm": self._grad_norm,
             "devices": [],
