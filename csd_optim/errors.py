@@ -26,7 +26,7 @@ class CSDOSError(CSDError, OSError):
 
 
 class CSDUnavailableError(CSDOSError, RuntimeError):
-    """A card, or something required to use it, is missing; or the card has stopped responding."""
+    """A card, an accelerator, the optimizer ranks or required software is missing; or a card has stopped responding."""
 
 
 class CSDTornError(CSDOSError):

@@ -249,8 +249,8 @@ def check_smart(disk: dict[str, Any], said: dict[str, Any]) -> Iterator[Finding]
 def probe(directory: Path, seconds: float, tick: Callable[[], None]) -> tuple[list[float], tuple[float, float] | None]:
     """Read and write an unnamed scratch file as a step does, for `seconds`, in TURNS equal turns.
 
-    Returns the bytes per second of each turn, read plus written, and health.temperature_of() the drive that
-    came nearest to its temperature limit, or None. `tick` is called after each turn. Raises CSDOSError.
+    Returns the bytes per second of each turn, read plus written, and health.temperature_of() the drive that came
+    nearest to its temperature limit, or None. `tick` is called after each turn. Raises CSDOSError.
     """
     free = machine.storage(directory)["free_bytes"]
     blocks = health.disks_below(directory.stat().st_dev)

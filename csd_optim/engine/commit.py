@@ -38,7 +38,7 @@ Work = Callable[[InParallel], None]
 
 @dataclass
 class CommitJob:
-    """What a commit contains, captured when the commit began, on the thread that commits.
+    """What a commit contains, captured when the commit began, on the thread that began it.
 
     From the engine itself `stage()` reads only the tiles, which do not move before the commit has completed.
     """

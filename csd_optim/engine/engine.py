@@ -69,7 +69,7 @@ class Engine:
         self.decoded: Decoded = Decoded(self)
         self.committer: Committer = Committer(self)
         self.handle: Any = None  # the native engine; created with the first extent
-        self.accelerator: OnAccelerator | None = None  # its parameters have no elements on `devices`
+        self.accelerator: OnAccelerator | None = None  # its states are not on `devices` unless it has copies
         self._trace: Trace | None = None
         self.served: dict[str, float] = {}  # on an owner: what reports tell `csd-optim top` about its trainers
         self.model_spans: list[Span] | None = [] if settings.trace() else None  # forward and backward, for the trace

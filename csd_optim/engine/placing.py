@@ -47,8 +47,8 @@ class Placement:
     """Divides extents among devices so that all devices finish a step at the same time.
 
     `rates`: by device, measured bytes per second, read plus written, of unpaced drives. `rooms`: by device, how many
-    bytes of states it can hold in total, see rooms(). `accelerator`: it holds states that no device has; or,
-    beside named directories, copies of states that it updates, which the devices write but need not read.
+    bytes of states it can hold in total, see rooms(). `accelerator`: it holds states that no device has; or, beside
+    named directories, copies of states that it updates, which the devices write but need not read.
     """
 
     accelerator: OnAccelerator | None = None

@@ -177,7 +177,7 @@ class _Thread:
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lock = threading.RLock()  # reentrant: the garbage collector may call stop() inside do()
+        self._lock = threading.RLock()  # reentrant: the garbage collector may call stop() inside submit()
         self._stopped = False
         self._streams: dict[torch.device, Any] = {}  # used by this thread only: see accelerator.on()
         self._thread = threading.Thread(target=self._run, daemon=True, name="csd_optim push")
