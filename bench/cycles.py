@@ -7,8 +7,8 @@ A stage takes its initiation interval (II) for each iteration. Stages run at the
 the time to fill the pipelines once. The card's single bank of DDR4 serves whole bursts, one after another. A burst
 costs its transfer at the full rate, a new row, and a turnaround if a write follows a read or a read follows a write;
 refreshes take their share of all time. Latencies are those of the standard (JESD79-4, DDR4-2400); none was fitted. How
-far the model can be trusted shows where it is applied to published figures of the same card: CHECKS, printed with the
-tables.
+far the model can be trusted is seen where it is applied to published figures of the same card: CHECKS, printed with
+the tables.
 
 No stage was synthesized: it is assumed that each reaches the II that its directive asks for, and each clock.
 """

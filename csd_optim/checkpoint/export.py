@@ -286,7 +286,7 @@ def _read_torch(path: Path) -> Export:
     with opened(path):
         pass  # for a missing file, this raises a clearer error than torch.load()
     try:
-        with FakeTensorMode():  # offsets only: mapping a file larger than memory, torch is refused
+        with FakeTensorMode():  # offsets only: torch is refused a mapping of a file larger than memory
             laid_out = torch.load(path, weights_only=True)
     except Exception as e:
         raise CSDStoreError(f"{path} is no file that torch.load(weights_only=True) can read: {e}") from e

@@ -85,7 +85,7 @@ _PUBLIC = (
 
 
 class Options(TypedDict, total=False):
-    """The keyword arguments that every optimizer here takes in addition to those of torch's: see CSDAdam."""
+    """The keyword arguments that every optimizer here takes in addition to torch's: see CSDAdam."""
 
     devices: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
     grad_dtype: torch.dtype | None
@@ -243,7 +243,7 @@ class CSDOptimizer(Optimizer, Joinable):
 
     @property
     def _live_engine(self) -> Engine:
-        """The engine, once no step is in flight. For operations that change states or keep those of all ranks.
+        """The engine, once no step is in flight. For operations that change states, or save those of all ranks.
 
         A collective if overlap() is on. Raises CSDRuntimeError if the engine is closed or belongs to another process,
         or the error with which the step in flight failed.

@@ -64,7 +64,7 @@ class Overlap(ConcurrentMode):
         self._engine, self._runner, self._state_map = engine, runner, state_map
         self._flight: Flight | None = None
         self._together = Together(ranks, engine, runner) if ranks else None
-        # By row of a parameter: how many others the current forward used before it. None: not noted any more
+        # By row of a parameter: how many others the current forward used before it. None: not noted any more.
         self._use_order: dict[int, int] | None = {}
         self._forwards_to_note = NOTED_FORWARDS
         self._pieces: Pieces | None = None

@@ -52,7 +52,7 @@ class ParamState:
     decoded: Decoded | None = None  # with codes: access to the decoded states
     kept_dtype: torch.dtype | None = None  # with codes: the parameter's dtype, which the codes depend on
     is_master: bool = False  # a step takes the master from the parameter: fp32 in host memory; with codes, anywhere
-    unless_set: bool = False  # 16 bits in host memory, writes not counted: master wherever not the rounded master
+    unless_set: bool = False  # 16 bits in host memory, writes not counted: the step compares it, see UNLESS_SET
     is_new: bool = False  # its place is empty: the step in flight starts from the parameter
     alive: bool = True  # False: the parameter has moved to another place
     initial: Mapping[str, float] = field(default_factory=dict)  # initial values of states, where not zero

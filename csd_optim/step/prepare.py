@@ -107,14 +107,14 @@ class PreparedStep:
     with_residual: list[ParamState]  # those whose residuals the step changes
     error_feedback: bool
     unscaled: bool  # grad_scale is invertible: a gradient that is sent whole leaves no residual
-    # By row: values set from outside where the step itself detects the write (codes); an undone step restores them
+    # By row: values set from outside where the step itself detects the write (codes); an undone step restores them.
     outside_values: dict[int, torch.Tensor] = field(default_factory=dict)
     summands: list[np.ndarray[Any, Any]] = field(default_factory=list)  # keeps alive what the table points to
     is_complete: bool = False
     # How it flows: set by StepRunner.make_ready()
     tiles: np.ndarray[Any, Any] = field(init=False)
     images: list[int] = field(init=False)  # tiles that travel through staging buffers
-    # Of these tiles, the buffers of those pushed in backward: see Guess
+    # Of these tiles, the buffers of those pushed in backward: see Guess.
     early_buffers: dict[int, StagingBuffer] = field(default_factory=dict)
     ring: StagingRing | None = field(init=False)
     gather: ParamAllGather | None = field(init=False)
