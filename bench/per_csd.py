@@ -99,7 +99,7 @@ def sweep(spec: DeviceSpec, arguments: argparse.Namespace) -> list[Row]:
     with tuning.ScratchFile(spec.directory, size, max(arguments.sizes)) as file:
         file.fill()
         for block in arguments.sizes:
-            file.cut(block)
+            file.set_block(block)
             for depth in arguments.depths:
                 for kind in KINDS:
                     rates = [tuning.rate([file], kind, arguments.sweep_seconds, depth) for _ in range(arguments.runs)]

@@ -258,7 +258,7 @@ def export(
     ] = "5GB",
     as_json: Json = False,
 ) -> None:
-    """Write a store or snapshot as AdamW's state dict; `master` in it are the fp32 parameters.
+    """Write a store or snapshot as the state dict of torch's optimizer; `master` in it are the fp32 parameters.
 
     Every tile is checked. Memory for a few tiles is enough, whatever the size of the model.
     """
