@@ -1,5 +1,6 @@
 """The store: ownership, content, and that nothing is ever erased unasked."""
 
+import contextlib
 import errno
 import fcntl
 import gc
@@ -394,8 +395,11 @@ def test_scratch_in_the_current_directory_has_no_name(tmp_path):
 
 def open_files(directory):
     """The files that this process has open below a directory."""
-    links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-    return [link for link in links if os.readlink(link).startswith(str(directory))]
+    paths = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # another thread has closed it meanwhile, as listdir() has its own
+            paths.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return [path for path in paths if path.startswith(str(directory))]
 
 
 @pytest.mark.parametrize("end", ["close", "drop"])
