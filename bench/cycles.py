@@ -232,7 +232,7 @@ CLOCKS = (200e6, 250e6, 300e6)
 
 def table() -> str:
     lines = [*budget(COLUMNS), "", *budget(CODED_COLUMNS), "", *budget(RULE_COLUMNS), "", *areas(), ""]
-    lines += ["| the model beside what is published | published | model | error |", "|---|---|---|---|"]
+    lines += ["| the model and published figures | published | model | error |", "|---|---|---|---|"]
     for what, published, model in CHECKS:
         made = model()
         lines.append(f"| {what} | {published:.1f} | {made:.1f} | {100 * (made / published - 1):+.0f} % |")

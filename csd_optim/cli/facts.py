@@ -106,10 +106,7 @@ def measure_device(spec: DeviceSpec, entry: dict[str, Any]) -> dict[str, Any]:
     added: dict[str, Any] = {"speed": speed, "card_speed": rates}
     # P2P to the card should be no slower than the host's reads of the same drive.
     if not rates["drive_to_card"] and spec.p2p != "0":
-        added["problem" if spec.p2p == "1" else "warning"] = (
-            f"its drive cannot reach its memory by P2P (the driver says: {entry['card']['p2p']}): data goes through "
-            "the host"
-        )
+        added["problem" if spec.p2p == "1" else "warning"] = cards.no_p2p(entry["card"]["p2p"])
     slow = rates["drive_to_card"] < P2P_SHARE * speed["read_bytes_per_second"]
     if rates["drive_to_card"] and slow and not entry["card"]["emulated"]:
         added["warning"] = (

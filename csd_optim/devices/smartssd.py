@@ -176,6 +176,11 @@ def find(name: str, system: System = THIS_SYSTEM, xrt_facts: Mapping[str, Facts]
     return chosen[0]
 
 
+def no_p2p(driver_says: str) -> str:
+    """Return the warning about a card whose drive cannot reach its memory. `driver_says`: Card.p2p."""
+    return f"its drive cannot reach its memory by P2P (the driver says: {driver_says}): data goes through the host"
+
+
 def with_directory(spec: DeviceSpec) -> DeviceSpec:
     """Return the device with the directory of its store filled in. Raises as `find` and `Card.store_directory`."""
     return replace(spec, directory=find(spec.card).store_directory(spec.directory)) if spec.card else spec

@@ -227,7 +227,7 @@ def _check_accelerator(specs: list[DeviceSpec]) -> None:
     takes_none = (s for s in specs if s.kind.on_card or not s.kind.keeps_state)
     if near and any(s.durable for s in specs) and (other := next(takes_none, None)):
         raise CSDValueError(
-            f"Invalid devices: '{near[0]}' beside named directories and '{other}', which takes no states from an "
+            f"Invalid devices: '{near[0]}' with named directories and '{other}', which takes no states from an "
             "accelerator: leave one of the three out"
         )
 

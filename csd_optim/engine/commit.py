@@ -73,8 +73,11 @@ class CommitJob:
             engine.wait_writes()
         tiles = [engine.tiles_of(extent) for extent in engine.extents]
         if self.new_residuals:
-            write, new = self.residuals.write, (self.new_residuals, self.ready_events)
-            for written in in_parallel([functools.partial(write, d, store, *new) for d, store in self.stores.items()]):
+            writes = [
+                functools.partial(self.residuals.write, d, store, self.new_residuals, self.ready_events)
+                for d, store in self.stores.items()
+            ]
+            for written in in_parallel(writes):
                 self.spaces.update(written)
         written_bytes = engine.written_bytes()
         staged = []

@@ -11,6 +11,7 @@ from typing import Any
 
 from .. import bindings
 from ..devices.smartssd import find as find_card
+from ..devices.smartssd import no_p2p
 from ..devices.spec import DeviceSpec
 from ..devices.xclbin import find_kernels
 from ..errors import CSDUnavailableError, CSDValueError, CSDWarning, users_stacklevel
@@ -52,7 +53,7 @@ def open_card(spec: DeviceSpec, cards: dict[str, Any], kernels: Collection[str] 
     if not slow and not card.drive_contains(directory):
         slow.append(f"{directory} is not on this card's drive: the state goes through the host")
     elif not slow and spec.p2p == "auto" and not bindings.card_has_p2p(handle):
-        slow.append(f"its drive cannot reach its memory (P2P, says the driver: {card.p2p}): state goes via the host")
+        slow.append(no_p2p(card.p2p))
     for text in slow:
         warnings.warn(f"{spec}: {text} (docs/smartssd.md)", CSDWarning, stacklevel=users_stacklevel())
     return replace(spec, card=card.name, directory=directory)

@@ -301,7 +301,7 @@ def checked_manifest(manifest: dict[str, Any], block: Superblock, size: int) -> 
     if unknown := {*features} - FEATURES:
         raise CSDStoreError(f"it has {', '.join(sorted(unknown))}, which this csd_optim does not know: upgrade it")
     rule = manifest.get("rule")
-    require((rule is not None) == (RULE in features), "it names a rule, but not this feature, or the reverse")
+    require((rule is not None) == (RULE in features), "it names a rule, but its features lack 'rule', or the reverse")
     require(rule is None or (type(rule) is str and rule.isidentifier()), f"the rule {rule!r}")
     require(block.device < block.devices <= 1 << 16, f"it is device {block.device} of {block.devices}")
     require(max(block.sequence, block.step, block.round) < 1 << 53, "its sequence, step or round is too large")
@@ -314,7 +314,7 @@ def checked_manifest(manifest: dict[str, Any], block: Superblock, size: int) -> 
         begin, end = check_extent(extent, block.devices, rule)
         areas.append((begin, end, f"extent {e}"))
     has_codes = any("codec" in e for e in manifest["extents"])
-    require(has_codes == (CODEC in features), "extents have codes, but no feature says so, or the reverse")
+    require(has_codes == (CODEC in features), "extents have codes, but its features lack 'codec', or the reverse")
     require(type(manifest["tiles"]) is int, "tiles is no number")
     require(manifest["tiles"] == sum(e["tiles"] for e in manifest["extents"]), "tiles is not the sum of the extents'")
     last, end = 0, 0  # the current extent, and its first free element

@@ -495,7 +495,7 @@ def test_auto_without_room():
     ("devices", "message"),
     [
         (["gpu:", "gpu:"], "gpu: is named twice"),
-        (["gpu:", "/tmp", "null:"], "'gpu:' beside named directories and 'null:', which takes no states"),
+        (["gpu:", "/tmp", "null:"], "'gpu:' with named directories and 'null:', which takes no states"),
         (["gpu:", "/tmp", "xrt:0?scratch=1"], r"directories and 'xrt:0\?scratch=1', which takes no states"),
         (["gpu:", "xrt:0"], r"'gpu:' beside 'xrt:0', whose states only its kernels write\. Take scratch"),
         (["auto", "gpu:", "file:"], r"'auto' and 'gpu:' without room; .* gpu:\?room=4GB"),

@@ -301,8 +301,8 @@ def forged(store, change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: m.pop("rule"), "it names a rule, but not this feature"),
-        (lambda m: m["features"].remove("rule"), "it names a rule, but not this feature"),
+        (lambda m: m.pop("rule"), "it names a rule, but its features lack 'rule'"),
+        (lambda m: m["features"].remove("rule"), "it names a rule, but its features lack 'rule'"),
         (lambda m: m.update(rule=["twin"]), "the rule"),
         (lambda m: m.update(rule="no name"), "the rule"),
         (lambda m: m["extents"][0].update(sections=["first", "master", "second"]), "the sections"),

@@ -341,10 +341,10 @@ def of_sgd(manifest):
         (lambda m, e: e.update(tile_elems=5120), "5120"),
         (lambda m, e: e.pop("sum_elems"), "a tile of codes"),
         (lambda m, e: of_sgd(m), "codes '8bit' of parameters"),
-        (lambda m, e: m["features"].remove("codec"), "codes, but no feature"),
+        (lambda m, e: m["features"].remove("codec"), "features lack 'codec'"),
         (lambda m, e: m["params"][1].update(start=m["params"][1]["start"] + 16), "bias"),
         (lambda m, e: m["params"][0].update(dtype="float32"), "weight is float32"),
-        (lambda m, e: [x.pop(k) for x in m["extents"] for k in ("codec", "param_dtype")], "codes, but no feature"),
+        (lambda m, e: [x.pop(k) for x in m["extents"] for k in ("codec", "param_dtype")], "features lack 'codec'"),
     ],
 )
 def test_what_cannot_be_is_refused(change, says, store):
