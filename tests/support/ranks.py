@@ -48,15 +48,6 @@ def on_living_ranks(size, function, *arguments, directory, seconds=120):
     return results
 
 
-def join(rank, size, place):
-    """Join a process group whose ranks meet at the file `place`. Returns when all ranks have joined.
-
-    A rank that left the group while another one still connects would make that one fail.
-    """
-    dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=size)
-    dist.barrier()
-
-
 def _started(size, directory, living=False):
     """Start the processes. Returns them, and a pipe to each."""
     place, ranks = f"{directory}/meet-{time.monotonic_ns()}", []
@@ -121,7 +112,8 @@ def _run(pipe, rank, size, place, living):
         torch.manual_seed(0)
         try:
             if not dist.is_initialized():
-                join(rank, size, place)
+                dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=size)
+                dist.barrier()  # a rank that left while another one still connects would make that one fail
             right, value = True, function(rank, *arguments)
             if living:
                 dist.barrier()  # so that no rank still waits for this call's messages when the next one begins
