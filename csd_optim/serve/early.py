@@ -226,7 +226,8 @@ class _Pusher:
         self._session, self._summed_by_owners = session, summed_by_owners
         self._reduce_thread, self._push_thread = _Thread(), _Thread()
         self._round_permits = threading.Semaphore(ROUNDS)
-        self._share_bytes: dict[int, int] = {}  # of this trainer's share of each parameter
+        self._counted: set[int] = set()  # parameters whose shares are in _max_pending_bytes
+        self._max_pending_bytes = 0  # this trainer's share of all parameters that have had a gradient
         self._pending_bytes = 0  # of this trainer's shares in rounds that are being reduced or wait to be pushed
         self._pending_decreased = threading.Condition()  # guards _pending_bytes; notified when it has decreased
         self._announcements: deque[Any] = deque()  # announcements of pushes that are in flight
@@ -313,11 +314,12 @@ class _Pusher:
         """
         size, rank = (ranks.size, ranks.rank) if ranks else (1, 0)
         for strip in strips:
-            self._share_bytes[strip.key] = owned(strip.shape, size, rank).numel * strip.grad.element_size()
-        max_bytes = sum(self._share_bytes.values())
+            if strip.key not in self._counted:
+                self._counted.add(strip.key)
+                self._max_pending_bytes += owned(strip.shape, size, rank).numel * strip.grad.element_size()
         share = sum(strip.block(size, rank).numel * strip.grad.element_size() for strip in strips)
         with self._pending_decreased:
-            self._pending_decreased.wait_for(lambda: self._pending_bytes + share <= max_bytes)
+            self._pending_decreased.wait_for(lambda: self._pending_bytes + share <= self._max_pending_bytes)
         return share
 
     def _sum_of_squares(self, values: torch.Tensor) -> float:

@@ -27,7 +27,7 @@
 #define CSD_SIMD 0
 namespace csd::scalar {
 #include "updater_loop.h"
-// use it
+// the next ones use it
 #include "codec_loop.h"
 #include "summands_loop.h"
 #include "topk_loop.h"
@@ -44,7 +44,7 @@ namespace csd::scalar {
 #endif
 namespace csd::avx2 {
 #include "updater_loop.h"
-// use it
+// the next ones use it
 #include "codec_loop.h"
 #include "summands_loop.h"
 #include "topk_loop.h"
@@ -65,7 +65,7 @@ namespace csd::avx2 {
 #endif
 namespace csd::avx512 {
 #include "updater_loop.h"
-// use it
+// the next ones use it
 #include "codec_loop.h"
 #include "summands_loop.h"
 #include "topk_loop.h"
