@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from support.exact import Linear
 from support.on_accelerator import DEVICE, DTYPES, keep_busy
 from support.owners import Owners
 from torch import nn
@@ -49,7 +50,7 @@ class Hooked:
 
     def __init__(self, device, dtype, devices):
         torch.manual_seed(0)
-        self.model = nn.Sequential(*(nn.Linear(48, 48) for _ in range(3))).to(device, dtype)
+        self.model = nn.Sequential(*(Linear(48, 48) for _ in range(3))).to(device, dtype)
         there = "serve" in devices
         self.opt = CSDAdam(self.model.parameters(), lr=1e-2, devices=devices, overwrite=there)
         self.device, self.dtype = device, dtype

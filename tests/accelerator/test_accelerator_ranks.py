@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from support import emulated, through_host
 from support.backends import TILE
+from support.exact import Linear
 from support.on_accelerator import DTYPES, NEAR
 from support.ranks import on_ranks
 from support.replacing import failing
@@ -162,7 +163,7 @@ def test_shards_are_updated(everywhere, topk, near):
 def fsdp2(rank, device, overlap, near, fails):
     """Train with FSDP2. `near`: use `gpu:`, too. `fails`: rank 1 fails in its third step, which both repeat."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(40, 64), nn.ReLU(), nn.Linear(64, 8)).to(device)
+    model = nn.Sequential(Linear(40, 64), nn.ReLU(), Linear(64, 8)).to(device)
     for part in (model[0], model):
         fully_shard(part, mesh=init_device_mesh(device, (2,)))
     model[0].set_modules_to_forward_prefetch([model])

@@ -24,6 +24,7 @@ from support.between_steps import (
     ten_steps,
     writes_parameters,
 )
+from support.exact import Linear
 from support.on_accelerator import DEVICE, DTYPES
 from support.replacing import failing
 from support.twins import Training, assert_twins, checksum
@@ -120,7 +121,7 @@ class Towers(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(4))
+        self.layers = nn.ModuleList(Linear(48, 48) for _ in range(4))
         self.streams = [torch.Stream(DEVICE) for _ in self.layers]
         self.kept = []
 

@@ -225,15 +225,17 @@ def test_close_waits_for_a_copy(tmp_path, slow):
 def test_a_copy_rests_while_a_step_is_under_way(tmp_path, monkeypatch):
     params, opt = make(tmp_path / "a", 1)
     copied, read, finish = [], tiles._read, engine.bindings.engine_finish
-    during = []
+    during, stepping, rests = [], threading.Event(), threading.Event()
 
     def slowly(*arguments):
         copied.append(arguments)
-        time.sleep(0.02)
+        if len(copied) > 1:
+            assert stepping.wait(60)
         return read(*arguments)
 
     def long_step(*arguments):
-        time.sleep(0.1)  # reads that had begun before the step finish
+        stepping.set()  # from here on reads that had begun before the step finish
+        assert rests.wait(60)
         before = len(copied)
         time.sleep(0.2)
         during.append(len(copied) - before)
@@ -243,8 +245,11 @@ def test_a_copy_rests_while_a_step_is_under_way(tmp_path, monkeypatch):
     monkeypatch.setattr(tiles, "IO_DEPTH", 1)
     monkeypatch.setattr(engine.bindings, "engine_finish", long_step)
     future = opt.save(tmp_path / "snap", wait=False)
+    hurry = opt._engine.committer.pins[-1].hurry  # for which the copy waits while it rests
+    wait = hurry.wait
+    hurry.wait = lambda timeout: (rests.set(), wait(timeout))
     train(opt, params, 3, 4)
-    assert during[0] <= 1  # there was time for ten
+    assert during[0] <= 1  # there was time for all
     n = len(read_contents(tmp_path / "a" / "csd0").tiles)
     opt.close()
     assert future.done()

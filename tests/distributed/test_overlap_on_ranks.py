@@ -240,7 +240,7 @@ def interrupted(rank):
 
 
 def test_interrupted_as_a_step_lands(tmp_path):
-    on_living_ranks(2, interrupted, directory=tmp_path, seconds=30)
+    on_living_ranks(2, interrupted, directory=tmp_path)
 
 
 # ---- a rank dies ---------------------------------------------------------------------------

@@ -72,8 +72,9 @@ def test_dropped_optimizers_print_nothing(tmp_path):
 def test_fork(tmp_path):
     """The child gets an error, the parent goes on, and both exit cleanly."""
     script = """
-        import os, sys, torch
+        import os, sys, torch, warnings
         from csd_optim import CSDAdam
+        warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on, of a fork beside threads
         p = [torch.ones(10000, requires_grad=True) for _ in range(3)]
         optimizers = [CSDAdam([q], devices=d) for q, d in zip(p, ["ram:", "file:", [sys.argv[1], "file:"]])]
         for q, optimizer in zip(p, optimizers):

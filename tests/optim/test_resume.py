@@ -117,7 +117,7 @@ def test_an_interpreter_that_ends_without_close(tmp_path):
                 training.opt.cycle = training.opt
         sys.exit()
     """
-    process = subprocess.run([sys.executable, "-c", script], cwd=TESTS, capture_output=True, timeout=60)
+    process = subprocess.run([sys.executable, "-c", script], cwd=TESTS, capture_output=True, timeout=300)
     assert process.returncode == 0
     assert not process.stderr
     for device, topk, _ in trainings:

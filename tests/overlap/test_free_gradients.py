@@ -621,11 +621,14 @@ def test_exceptions_leave_everything_as_it_was(tmp_path, state_dtype):
 
     def fails(_):
         nonlocal changed
-        time.sleep(0.01)
+        end = time.monotonic() + 60
+        while follows and [checksum(p) for p in kept] == before and time.monotonic() < end:
+            time.sleep(0.001)
         changed += [checksum(p) for p in kept] != before
         raise ValueError("in a hook")
 
-    for param in kept:
+    for k, param in enumerate(kept):
+        follows = k < len(kept) - 2  # the last layer, whose backward comes first, and whose parameters then change
         before = [checksum(p) for p in kept]
         handle = param.register_hook(fails)
         with pytest.raises(ValueError, match="in a hook"):
@@ -638,7 +641,7 @@ def test_exceptions_leave_everything_as_it_was(tmp_path, state_dtype):
         training.opt.zero_grad()
         training.step()
         twin.step()
-    assert changed > 3
+    assert changed >= len(kept) - 2
     assert training.seen()[1:] == twin.seen()[1:]
     training.opt.close()
     twin.opt.close()

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from support.exact import Linear
 from support.owners import STARTS, Owners, UnderDDP, small_buckets
 from support.ranks import on_living_ranks
 
@@ -135,7 +136,7 @@ class Hooked(UnderDDP):
 
     def __init__(self, devices, route="slices"):
         torch.manual_seed(0)
-        model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(6)))
+        model = torch.nn.Sequential(*(Linear(32, 32) for _ in range(6)))
         address = f"{devices}&route={route}" if devices.startswith("serve:") else devices
         super().__init__(model, address, lr=0.1, tile_size=256, ddp={"bucket_cap_mb": 0.005})
 

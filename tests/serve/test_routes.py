@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from support.exact import Linear
 from support.owners import Owners, UnderDDP, small_buckets
 from support.ranks import on_living_ranks
 from test_serve import Replicas
@@ -39,7 +40,7 @@ def owners(tmp_path_factory):
 
 def net(seed=0, dtype=torch.float32, wide=33):
     torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(7, wide), torch.nn.Tanh(), torch.nn.Linear(wide, 5)).to(dtype)
+    return torch.nn.Sequential(Linear(7, wide), torch.nn.Tanh(), Linear(wide, 5)).to(dtype)
 
 
 class Reduced(UnderDDP):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.exact import Linear
 from support.owners import Owners, small_buckets
 from support.ranks import on_living_ranks
 from torch.distributed.algorithms.join import Join
@@ -238,7 +239,7 @@ def test_a_session_that_is_over_leaves_no_gradients():
 def hooked(rank, address):
     """Train under DDP, whose hook leaves to step() the gradients from which Top-K selects."""
     torch.manual_seed(0)
-    model, alone = torch.nn.Linear(70, 80), torch.nn.Linear(70, 80)
+    model, alone = Linear(70, 80), Linear(70, 80)
     opt = CSDAdam(model.parameters(), lr=0.1, devices=address)
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(opt, push)

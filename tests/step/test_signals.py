@@ -103,7 +103,7 @@ def slow_commit(tmp_path, monkeypatch):
 
     def settle(*arguments):
         reached.set()
-        goes_on.wait(10)
+        goes_on.wait(60)
         really_settle(*arguments)
         happened.append("settled")
 
@@ -114,18 +114,21 @@ def slow_commit(tmp_path, monkeypatch):
     monkeypatch.setattr(bindings, "engine_wait_writes", settle)
     monkeypatch.setattr(bindings, "engine_close", close)
     step(ours)
-    assert reached.wait(10)
+    assert reached.wait(60)
     yield ours, happened, goes_on
     goes_on.set()
 
 
-def test_ctrl_c_comes_after_close(slow_commit, tmp_path):
+def test_ctrl_c_comes_after_close(slow_commit, tmp_path, monkeypatch):
     ours, happened, goes_on = slow_commit
+    committer, closing = ours._engine.committer, threading.Event()
+    before_close = committer.before_close
+    monkeypatch.setattr(committer, "before_close", lambda: (closing.set(), before_close()))
 
     def interrupt():
-        time.sleep(0.2)  # meanwhile close() begins to wait for the commit
+        assert closing.wait(60)
         os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.2)
+        time.sleep(0.2)  # for a handler that does not wait
         happened.append("interrupted")
         goes_on.set()
 

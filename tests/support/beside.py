@@ -67,6 +67,6 @@ def everything(optimizer):
 def run_script(script, *arguments):
     """Run a script in a Python process of its own. Returns what it printed."""
     command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr

@@ -5,6 +5,7 @@ import functools
 import importlib
 import multiprocessing
 import os
+import traceback
 from concurrent.futures import ProcessPoolExecutor
 
 import faults
@@ -32,19 +33,36 @@ def child(tmp_path_factory):
 
 
 def in_child(body):
-    """Decorate a test so that its body runs in the child, in its tmp_path."""
+    """Decorate a test so that its body runs in the child, in its tmp_path, and ends here as it ended there."""
 
     @functools.wraps(body)
     def test(**arguments):
+        __tracebackhide__ = True  # the child's own traceback is what matters
         assert _child is not None
-        _child.submit(_call, body.__module__, body.__name__, os.getcwd(), arguments).result()
+        outcome, said = _child.submit(_call, body.__module__, body.__name__, os.getcwd(), arguments).result()
+        if outcome in ("skip", "xfail"):
+            getattr(pytest, outcome)(said)
+        elif outcome == "fail":
+            pytest.fail(said, pytrace=False)
 
     return test
 
 
 def _call(module, name, directory, arguments):
+    """Call the body of a test. Returns how it ended, and what it says about that.
+
+    Both are texts: pytest's own exceptions cannot be pickled, and others need not be.
+    """
     os.chdir(directory)
-    getattr(importlib.import_module(module), name).__wrapped__(**arguments)
+    try:
+        getattr(importlib.import_module(module), name).__wrapped__(**arguments)
+    except pytest.skip.Exception as e:
+        return "skip", str(e)
+    except pytest.xfail.Exception as e:
+        return "xfail", str(e)
+    except BaseException:  # pytest's own, such as that of pytest.fail(), are no Exceptions
+        return "fail", traceback.format_exc()
+    return "pass", ""
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ import zlib
 
 import torch
 from support.comparing import bits
+from support.exact import Linear
 from torch import nn
 
 from csd_optim import CSDAdam
@@ -60,7 +61,7 @@ class Training:
     ):
         torch.manual_seed(0)
         self.log = []
-        layers = [nn.Linear(width, width, dtype=dtype).to(place[k % len(place)]) for k in range(depth)]
+        layers = [Linear(width, width, dtype=dtype).to(place[k % len(place)]) for k in range(depth)]
         layers = [Seen(layer, self.log) for layer in layers]
         self.model = wrap(nn.Sequential(*layers))
         names = [directory / f"csd{d}" for d in range(devices)]
