@@ -78,13 +78,15 @@ Namer = Callable[[int, int], str]
 
 
 # The state that an I/O error leaves behind. _UNDONE: it occurred within a step. _KEPT: the step was complete, but some
-# of its states could not be written afterwards.
+# of its states could not be written afterwards. _UNREAD: it occurred between steps, when states were read.
 _UNDONE = "The step was undone; parameters and state are those before it."
 TORN = (
-    "With shadow=False, or gpu: without a drive, a step cannot be undone: parameters and state are a mix of two steps. "
+    "With shadow=False, and with ram: or gpu: without a drive, a step cannot be undone: parameters and state are a mix "
+    "of two steps. "
     "Go back to a snapshot or a checkpoint."
 )
 _KEPT = "The previous step is complete; states that were not written stay in memory, and the next call tries again."
+_UNREAD = "The next call tries again."
 
 
 def check(status: int, error: Any, name: Namer | None = None, outcome: str = _KEPT) -> None:
@@ -341,9 +343,9 @@ def engine_give(engine: Any, tile: int, states: int, name: Namer) -> None:
     check(lib.csd_engine_give(engine, tile, ffi.cast("void *", states), error), error, name, _UNDONE)
 
 
-def engine_read(engine: Any, tile: int, states: int, name: Namer) -> None:
+def engine_read(engine: Any, tile: int, sections: int, elems: int, states: int, name: Namer) -> None:
     error = ffi.new("csd_error *")
-    check(lib.csd_engine_read(engine, tile, ffi.cast("void *", states), error), error, name)
+    check(lib.csd_engine_read(engine, tile, sections, elems, ffi.cast("void *", states), error), error, name, _UNREAD)
 
 
 def engine_push_grads(engine: Any, tile: int, grads: Sequence[int], name: Namer) -> None:
@@ -449,7 +451,7 @@ def engine_decode(
     assert all(s is None or (s.dtype, s.numel()) == (torch.float32, n) for s in states)
     error = ffi.new("csd_error *")
     to = _addresses("float *", [*states, *[None] * (4 - len(states))])
-    check(lib.csd_engine_decode(engine, tile, first, n, ffi.cast("void *", param), to, error), error, name)
+    check(lib.csd_engine_decode(engine, tile, first, n, ffi.cast("void *", param), to, error), error, name, _UNREAD)
 
 
 def engine_tiles(

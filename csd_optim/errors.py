@@ -30,9 +30,11 @@ class CSDUnavailableError(CSDOSError, RuntimeError):
 
 
 class CSDTornError(CSDOSError):
-    """A step that cannot be undone (shadow=False, or gpu: without a drive) was interrupted.
+    """Parameters are a mix of two steps.
 
-    Parameters and state are a mix of two steps.
+    Either a step was cut short that cannot be undone (shadow=False, ram: alone, or gpu: without a drive): go back to a
+    snapshot or a checkpoint. Or a step is being undone, and old values cannot be read back yet: the next call tries
+    again.
     """
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import threading
-from typing import Protocol
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from .errors import CSDError
 
@@ -20,6 +23,17 @@ class Closable(Protocol):
         """Whether close() may be called on any thread, because it has nothing to wait for."""
 
     def close(self) -> None: ...
+
+
+def call_at_end(owner: object, function: Callable[..., None], *arguments: Any) -> weakref.finalize[Any, Any]:
+    """Return a finalizer: it calls `function` once `owner` is garbage-collected, or at exit, last made first.
+
+    weakref registers its own exit function only once, and a process that multiprocessing forks has lost it: from Python
+    3.13 on such a process begins by forgetting all exit functions, and runs those that it registers itself.
+    """
+    finalizer = weakref.finalize(owner, function, *arguments)
+    atexit.register(finalizer)  # does nothing once the finalizer was called or detached
+    return finalizer
 
 
 def close_quietly(engine: Closable) -> None:

@@ -16,16 +16,17 @@ import errno
 import functools
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from ..errors import CSDLostError, CSDOSError
+from ..errors import CSDLostError, CSDOSError, CSDRuntimeError
 from ..store.file import Staged, StoreFile
 from ..store.format import Record, Superblock, pack_table, pack_tiles
+from ..threads import running_pool
 from .proof import prove
 from .residuals import Residuals, Spaces
 
@@ -120,6 +121,10 @@ class Commit:
         self._publish(1, in_parallel)
 
     def _publish(self, copy: int, in_parallel: InParallel) -> None:
+        """Write one copy to each store. Raises CSDRuntimeError if a store has a later commit, which has to stay."""
+        sequence = self.job.superblock.sequence
+        if any(store.current and store.current.sequence > sequence for store in self._stores):
+            raise CSDRuntimeError(f"the commit of step {self.job.step} is out of date: a later one was published")
         # A second attempt writes the same bytes again, so it does not matter what the first one has written.
         in_parallel([functools.partial(store.publish, staged, copy) for store, staged in self._pairs()])
 
@@ -130,12 +135,13 @@ class Commit:
 class Background:
     """Runs commits, or parts of them, one after another on background threads.
 
-    Only `start()` uses these threads, and no finalizer may call it: the garbage collector may run a finalizer on a
-    thread that holds locks of the pool. `wait()` does work that is left over on the calling thread.
+    The threads exist from the constructor on, which raises CSDRuntimeError if the system refuses them: no commit fails
+    for lack of one. Only `start()` uses them, and no finalizer may call it: the garbage collector may run a finalizer
+    on a thread that holds locks of the pool. `wait()` does work that is left over on the calling thread.
     """
 
     def __init__(self, n_devices: int) -> None:
-        self._pool = ThreadPoolExecutor(1 + n_devices, thread_name_prefix="csd_optim")  # starts threads lazily
+        self._pool = running_pool(1 + n_devices, "csd_optim")
         self._work: Work | None = None
         self._name = ""
         self._running: Future[None] | None = None
@@ -144,7 +150,7 @@ class Background:
         """Wait for the previous work, then start `work`, which is retried until it succeeds. Raises as wait()."""
         self.wait()
         self._name, self._work = name, work
-        with contextlib.suppress(RuntimeError):  # at interpreter shutdown no thread can start: wait() runs the work
+        with contextlib.suppress(RuntimeError):  # at interpreter shutdown pools take no work: wait() runs it
             self._running = self._pool.submit(work, self._in_parallel)
 
     @property

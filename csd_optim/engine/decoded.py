@@ -80,6 +80,17 @@ class Decoded:
             self._watched[param] = [(name, state, state._version) for name, state in states.items()]
         return self._states[param]
 
+    def master(self, param: int, tile: int, first: int, in_tile: int, n: int) -> torch.Tensor:
+        """Return elements [first, first + n) of a parameter's master, which begin at `in_tile` in this tile.
+
+        Decodes only these, and keeps nothing. Raises CSDOSError. Not while a step is in flight.
+        """
+        if param in self._states:
+            return self._states[param]["master"][first : first + n]
+        master = torch.empty(n, dtype=torch.float32, device="cpu")
+        bindings.engine_decode(self._engine.handle, tile, in_tile, n, [master], self._engine.name_device)
+        return master
+
     def replace(self, param: int, states: Mapping[str, torch.Tensor]) -> None:
         """Make the next step start from `states`: 1-D fp32, contiguous, on the CPU, used by nobody else."""
         names = self._engine.extent_with(param).sections

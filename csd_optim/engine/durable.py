@@ -349,8 +349,15 @@ class DurableCommitter(Committer):
         self.commit(clean=clean and windows.synced, background=False)
 
     def read_committed(self) -> list[Contents]:
-        """Return the contents of the last commit as read from the stores. Call it after the commit has completed."""
-        return [read_commits(store.fd, str(store.path))[0] for store in self._engine.devices.stores if store]
+        """Return the contents of the last commit as read from the stores. Call it after the commit has completed.
+
+        Raises CSDOSError.
+        """
+        contents = []
+        for store in filter(None, self._engine.devices.stores):
+            with store.wrapping_errors("read"):
+                contents.append(read_commits(store.fd, str(store.path))[0])
+        return contents
 
     # ---- writing to windows ----------------------------------------------------------
 

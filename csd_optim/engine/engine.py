@@ -63,7 +63,7 @@ class Engine:
         self.is_speculative: bool = False  # the step in flight began in backward, before step(): see overlap/
         self.completed_event: threading.Event | None = None  # set when a thread has completed the step
         self.tile_rank: np.ndarray[Any, Any] | None = None  # int64 per tile: steps go by rising rank; None: to and fro
-        self._torn = False  # a step that writes in place was cut short
+        self.torn: bool = False  # a step that writes in place was cut short
         self.recovered: Sequence[Contents] = ()  # per device: what the resumed store contains
         self.windows: Windows = Windows(self)
         self.decoded: Decoded = Decoded(self)
@@ -363,7 +363,17 @@ class Engine:
 
         Not during a step. Raises CSDOSError, or CSDStoreError if the tile is damaged.
         """
-        bindings.engine_read(self.handle, tile, states, self.name_device)
+        extent = self.extent_of(tile)
+        bindings.engine_read(self.handle, tile, len(extent.sections), extent.tile_elems, states, self.name_device)
+
+    def read_masters(self, tile: int, elems: int) -> torch.Tensor:
+        """Return the first `elems` masters of a tile with fp32 states, 1-D. Damage behind these is not noticed.
+
+        Not during a step. Raises CSDOSError, or CSDStoreError if they are damaged.
+        """
+        masters = torch.empty(self.elems_of(tile), dtype=torch.float32, device="cpu")
+        bindings.engine_read(self.handle, tile, 1, elems, masters.data_ptr(), self.name_device)
+        return masters[:elems]
 
     def push_grads(self, tile: int, grads: Sequence[int]) -> None:
         """Push a tile whose gradients begin at the addresses `grads`, one for each of `pieces_of(tile)`.
@@ -423,14 +433,14 @@ class Engine:
 
     def mark_torn(self) -> None:
         """Mark the states as torn: a step that cannot be undone changed states in place, and did not complete."""
-        self._torn = True
+        self.torn = True
 
     def finish(self, keep: bool = True) -> None:
         """Complete the step. With `keep` False, or if this raises, the step is undone. Call `commit()` next."""
         try:
             bindings.engine_finish(self.handle, keep, self.name_device)
         except CSDTornError:
-            self._torn = True
+            self.torn = True
             raise
         finally:
             self.stepping, self.is_speculative, self._ended = False, False, time.perf_counter()
@@ -654,11 +664,11 @@ class Engine:
     @property
     def broken(self) -> bool:
         """Whether steps and commits are impossible from now on: see check_whole()."""
-        return self._torn or bool(self.windows.lost)
+        return self.torn or bool(self.windows.lost)
 
     def check_whole(self) -> None:
         """Raise CSDTornError or CSDLostError if the states are no longer those of one whole step."""
-        if self._torn:
+        if self.torn:
             raise CSDTornError(errno.EIO, f"an earlier step was cut short. {TORN}")
         self.windows.check()
 

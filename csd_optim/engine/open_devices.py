@@ -11,6 +11,7 @@ from typing import Any
 from .. import bindings
 from ..bindings import DeviceConfig
 from ..devices.spec import DeviceSpec, shares_of
+from ..errors import CSDError
 from ..store.file import STATE, Mode, StoreFile
 from ..store.format import Contents
 from ..store.layout import Extent
@@ -92,7 +93,8 @@ class OpenDevices:
         except BaseException:
             for store, end in zip(self.stores, ends, strict=True):
                 if store and store.end != end:
-                    store.shrink(end)
+                    with contextlib.suppress(CSDError):  # the file then stays longer than needed
+                        store.shrink(end)
             raise
 
     def configs(self) -> list[DeviceConfig]:

@@ -26,6 +26,7 @@ from ..devices.spec import DeviceSpec
 from ..errors import CSDOSError, CSDValueError, CSDWarning
 from ..store.file import StoreFile
 from ..store.transfer import read_into, write
+from ..threads import start_thread
 
 log: logging.Logger = logging.getLogger("csd_optim")
 
@@ -225,7 +226,7 @@ def _transfer(
     start = time.perf_counter()
     try:
         for thread in threads:
-            thread.start()
+            start_thread(thread)
         for thread in threads:
             thread.join(max(0.0, start + seconds - time.perf_counter()))
     finally:

@@ -33,8 +33,8 @@ from ..distributed.ranks import Ranks, all_ranks_or_none, ranks_of
 from ..distributed.sharding import whole_of
 from ..engine.engine import Engine
 from ..engine.open_engine import open_engine
-from ..errors import CSDRuntimeError, CSDValueError, CSDWarning, users_stacklevel
-from ..finalize import close_quietly
+from ..errors import CSDError, CSDRuntimeError, CSDValueError, CSDWarning, users_stacklevel
+from ..finalize import call_at_end, close_quietly
 from ..overlap.fsdp import is_fsdp1
 from ..overlap.in_backward import StepsInBackward, cannot_free
 from ..overlap.overlap import Overlap
@@ -239,18 +239,18 @@ class CSDOptimizer(Optimizer, Joinable):
     def _set_engine(self, engine: Engine) -> None:
         self._engine = engine
         # Closes the engine silently if the optimizer is garbage-collected or still open at exit.
-        self._finalizer = weakref.finalize(self, close_quietly, engine)
+        self._finalizer = call_at_end(self, close_quietly, engine)
 
     @property
     def _live_engine(self) -> Engine:
         """The engine, once no step is in flight. For operations that change states, or save those of all ranks.
 
         A collective if overlap() is on. Raises CSDRuntimeError if the engine is closed or belongs to another process,
-        or the error with which the step in flight failed.
+        or the error with which the step in flight failed. Call StepRunner.finish_undo() next.
         """
         assert self._engine is not None
         self._engine.check_open()
-        self._settle(meets=True)
+        self._mode.drain(collective=True)
         return self._engine
 
     @contextlib.contextmanager
@@ -267,8 +267,18 @@ class CSDOptimizer(Optimizer, Joinable):
                     return
 
     def _settle(self, *, meets: bool = False) -> None:
-        """Return once no step is in flight on this rank, or with `meets` on any. Raises CSDOSError if a step failed."""
+        """Return once no step is in flight or half undone on this rank, or with `meets` on any.
+
+        Raises CSDOSError if a step failed, CSDTornError if it cannot be undone yet.
+        """
         self._mode.drain(collective=meets)
+        if not meets:
+            self._runner.finish_undo()
+        elif self._engine and (self._engine.durable or self._mode.overlaps):
+            with self._engine.all_ranks_or_none():
+                self._runner.finish_undo(collective=True)
+        else:
+            self._runner.finish_undo()
 
     # ---- torch's contract ------------------------------------------------------
 
@@ -276,6 +286,7 @@ class CSDOptimizer(Optimizer, Joinable):
     def state(self) -> defaultdict[torch.Tensor, Any]:
         """A plain dict of plain tensors. Reading it first waits for states that are still being written to a device."""
         engine = self._engine
+        self._runner.finish_undo()
         if self._runner.in_flight and engine is not None and not engine.closed:
             with self._settled():
                 engine.remap()
@@ -313,7 +324,8 @@ class CSDOptimizer(Optimizer, Joinable):
         """Take one optimization step. Returns what ``closure`` returns.
 
         Raises CSDOSError if a device fails; parameters and state are then those before the step, and the next call
-        works once the cause is gone.
+        works once the cause is gone. Raises CSDTornError if the device fails again when the step is undone: parameters
+        are then a mix, which the next call, and whatever else reads them, restores first.
         """
         loss = None
         if closure is not None:
@@ -333,10 +345,13 @@ class CSDOptimizer(Optimizer, Joinable):
         engine.check_open()
         self._skipped = found_inf is not None and bool(found_inf.item())
         self._mode.before_step(skips=self._skipped, scaled=found_inf is not None or grad_scale is not None)
-        with defer_signals(), self._awaiting_params(), engine.lock:
+        with defer_signals(), self._noting_undo(), self._awaiting_params(), engine.lock:
             engine.confirm()
             self._runner.has_updated, self._grad_norm = self._mode.under_way, None
             scale = None if grad_scale is None else float(grad_scale)
+            failure = self._why_undo_fails()
+            if failure and not self._ranks:
+                raise failure
             if self._ranks:
                 agreed = agree_on_step(
                     self._ranks,
@@ -349,6 +364,7 @@ class CSDOptimizer(Optimizer, Joinable):
                     joined=self._joined,
                     overlaps=self._mode.overlaps,
                     scale=scale,
+                    failure=failure,
                 )
                 self._skipped, self._descending, scale = agreed.skips, agreed.descending, agreed.scale
             if not self._skipped:
@@ -375,6 +391,7 @@ class CSDOptimizer(Optimizer, Joinable):
         """
         engine = self._live_engine
         with engine.all_ranks_or_none():
+            self._runner.finish_undo(collective=engine.durable)
             self._check_and_load(engine, state_dict)
         # Some trainers load the model before they construct the optimizer. Then resume has overwritten the loaded
         # parameters with the store's; those not written to since get the values of the loaded masters below.
@@ -431,6 +448,8 @@ class CSDOptimizer(Optimizer, Joinable):
         error is raised on all of them.
         """
         engine = self._live_engine
+        with engine.all_ranks_or_none():
+            self._runner.finish_undo(collective=engine.durable)
         with engine.lock, engine.loading():
             self._state_map.fill(engine)
             with engine.writing([b.index for b in self._state_map.param_states.values()]):
@@ -552,6 +571,7 @@ class CSDOptimizer(Optimizer, Joinable):
             raise CSDValueError("free_gradients=True runs the step in backward by itself: leave out backward=True")
         nbytes = parse_bytes(("512MB" if free_gradients else "1GB") if hold is None else str(hold))
         engine = self._live_engine
+        self._runner.finish_undo()
         if engine.accelerator and engine.accelerator.alone:
             backward = False  # no gain: on the accelerator the step is queued behind backward in any case
         if model is not None and self._ranks:
@@ -611,6 +631,7 @@ class CSDOptimizer(Optimizer, Joinable):
         With overlap(free_gradients=True), raises CSDRuntimeError between backward and step().
         """
         self._mode.settle()
+        self._runner.finish_undo()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, as in torch. A step in flight goes on; with `set_to_none=False` this first waits for it."""
@@ -623,7 +644,22 @@ class CSDOptimizer(Optimizer, Joinable):
         yield
         self._mode.wait_for_unguarded()
 
+    @contextlib.contextmanager
+    def _noting_undo(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._mode.note_undo()
+
     # ---- the step ----------------------------------------------------------------
+
+    def _why_undo_fails(self) -> CSDError | None:
+        """Finish the undo of an earlier step. Returns why that is not possible, None if it is. A collective."""
+        try:
+            self._runner.finish_undo(collective=True)
+        except CSDError as e:
+            return e
+        return None
 
     @property
     def _placed(self) -> Container[int]:
@@ -659,6 +695,8 @@ class CSDOptimizer(Optimizer, Joinable):
         engine, plan = self._engine, self._plan
         if engine is None or engine.closed or not engine.idle or plan is None or self._resume.pending:
             return None
+        if self._runner.undoing:
+            return None
         with engine.lock:
             options = self._grad_options
             step = foresee(engine, self._rule, self._state_map, plan, self.param_groups, self._grad_scale, options)
@@ -678,6 +716,7 @@ class CSDOptimizer(Optimizer, Joinable):
         assert engine is not None
         engine.check_open()
         self._check_free_gradients()
+        self._runner.finish_undo()
         engine.confirm()
         record = self._record(engine) if engine.durable else None
         self._resume.begin_step(engine, self.param_groups)
@@ -754,6 +793,7 @@ class CSDOptimizer(Optimizer, Joinable):
         CSDStoreError if the parameters no longer fit the store.
         """
         engine = self._live_engine
+        self._runner.finish_undo()
         with engine.lock:
             self._resume.restore(engine, self.param_groups, self.grad_dtype)
 
@@ -874,6 +914,8 @@ class CSDOptimizer(Optimizer, Joinable):
             self._finalizer.detach()
             try:
                 self._mode.close()
+                if not self._engine.closed and self._engine.pid == os.getpid():
+                    self._runner.finish_undo()
             finally:
                 self._engine.close()
 

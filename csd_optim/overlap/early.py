@@ -6,7 +6,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,12 @@ from ..accelerator import is_on_accelerator, record_event
 from ..engine.engine import Engine
 from ..engine.pieces import Pieces
 from ..errors import CSDError
+from ..finalize import call_at_end
 from ..params.state_map import StateMap
 from ..signals import defer_signals
 from ..step.prepare import Participants, PreparedStep
 from ..store.format import Record
+from ..threads import running_pool
 from .guess import Guess
 from .order import split_for_backward
 
@@ -55,8 +57,8 @@ class EarlySteps:
         self._state_map, self._may_begin, self._hold = state_map, may_begin, hold
         self._foresee = weakref.WeakMethod(foresee)  # type: ignore[arg-type]
         # Finalizers run last made, first called: this one runs before the one that closes the engine.
-        self._finalizer = weakref.finalize(foresee.__self__, self._give_up)  # type: ignore[attr-defined]
-        self._pusher = ThreadPoolExecutor(1, "csd_optim brings gradients")  # lazy
+        self._finalizer = call_at_end(foresee.__self__, self._give_up)  # type: ignore[attr-defined]
+        self._pusher = running_pool(1, "csd_optim brings gradients")
         self._guess: Guess | None = None
         self._hold_futures: list[Future[None]] = []  # copies of an undone guess, which use `hold` until they are done
         self._fired: Counter[int] = Counter()  # by id of the parameter: gradients accumulated since the last step
@@ -183,7 +185,7 @@ class EarlySteps:
 
     def undo(self, why: str) -> None:
         """Undo the guess, if there is one. `why`: the reason, as stats() counts it."""
-        with self._engine.lock:
+        with defer_signals(), self._engine.lock:
             if (guess := self._guess) is None:
                 return
             self._hold_futures = guess.undo()

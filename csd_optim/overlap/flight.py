@@ -66,6 +66,7 @@ class Flight:
         self._copy_events: dict[int, Any] = {}  # events, by row: the last copy to a parameter on an accelerator
         self._progress = threading.Condition()  # notified when tiles are pulled, and when the step has landed
         engine.completed_event = self._landed = threading.Event()
+        runner.mark_synced(step)  # before it can fail: then values that the program had set count as written again
         try:
             threading.Thread(target=self._land, name="csd_optim lands a step").start()
         except RuntimeError:  # the interpreter shuts down and has no more threads to give
@@ -128,8 +129,6 @@ class Flight:
                 with self._engine.lock:
                     self._runner.land(self._engine, self.step, self._record)
         except BaseException as failure:
-            for param_state in self.step.written:  # outside writes, which the step did not take over, are still due
-                param_state.version = -1
             self.failure = failure
             with torch.no_grad(), self._engine.lock:
                 if self._engine.stepping:  # the ring could not make its streams

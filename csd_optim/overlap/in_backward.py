@@ -20,6 +20,7 @@ from ..engine.engine import Engine
 from ..engine.pieces import Pieces
 from ..engine.trace import Span
 from ..errors import CSDError, CSDRuntimeError, CSDTypeError
+from ..finalize import call_at_end
 from ..params.grad_source import GradSource
 from ..params.groups import Groups, hyperparameters_of, members, name_of
 from ..params.param_state import ParamState
@@ -42,6 +43,8 @@ _AGAIN = (
     "overlap(free_gradients=True) a step uses the gradients of one backward, and the step is undone. Gradients cannot "
     "be accumulated; use checkpoints with use_reentrant=False"
 )
+
+POLL_SECONDS = 0.1  # between two looks whether a backward is gone that has not told
 
 # Prepares a step of all parameters that require gradients, with the parameters in place of their gradients.
 Prepare = Callable[[], tuple[PreparedStep, "Record | None"]]
@@ -101,7 +104,7 @@ class StepsInBackward(ConcurrentMode):
         self._engine, self._runner = engine, runner
         self._prepare = weakref.WeakMethod(prepare)  # type: ignore[arg-type]
         # Finalizers run last made, first called: this one runs before the one that closes the engine.
-        self._finalizer = weakref.finalize(prepare.__self__, self.abandon)  # type: ignore[attr-defined]
+        self._finalizer = call_at_end(prepare.__self__, self._give_up)  # type: ignore[attr-defined]
         self._max_lent_bytes = max_lent_bytes
         self._waited, self._early_elems = 0.0, 0  # of the last step: seconds waited, elements pushed in backward
         self._aborted_task = -1  # number of a backward whose step was undone before the backward ended
@@ -118,6 +121,7 @@ class StepsInBackward(ConcurrentMode):
         self._task, self._is_backward_done = -1, False  # torch's number of the backward; whether it has ended
         self._no_backward = threading.Event()  # set if no backward is under way: it has ended or failed
         self._no_backward.set()
+        self._backward_end: Callable[[], _BackwardEnd | None] = lambda: None  # a weak reference
         self._constants: list[dict[str, Any]] = []  # the groups' hyperparameters
         self._awaited: dict[int, ParamState] = {}  # by id of the parameter: all that may take part
         self._taken: dict[int, Taken] = {}  # likewise: those whose gradients the step has taken
@@ -133,12 +137,19 @@ class StepsInBackward(ConcurrentMode):
         self._to_copy: dict[int, int] = {}  # by tile of _images that is in flight: bytes of its gradients
 
     def end(self) -> None:
-        self.abandon()
-        self._finalizer.detach()
-        super().end()
+        try:
+            self.abandon()
+        finally:
+            self._finalizer.detach()
+            super().end()
 
     def close(self) -> None:
         self.end()
+
+    def _give_up(self) -> None:
+        """Abandon the step of an optimizer that was dropped."""
+        with contextlib.suppress(CSDError):
+            self.abandon()
 
     # ---- in backward -----------------------------------------------------------
 
@@ -178,7 +189,10 @@ class StepsInBackward(ConcurrentMode):
             np.add.at(self._missing, self._pieces.all["tile"][has_grad], 1)
             self._waited, self._early_elems = 0.0, 0
             self._step, self._task, self.active = step, task, True
-            self._no_backward = threading.Event()
+            no_backward = threading.Event()
+            end = _BackwardEnd(self, task, no_backward)
+            # In this order: a reader on another thread that finds the event takes `end` for gone without the other one.
+            self._backward_end, self._no_backward = weakref.ref(end), no_backward
             self._runner.has_updated = self._runner.in_flight = True
             tiles = engine.begin(step.table, step.hypers, step.tiles, record, order=AS_PUSHED)
             engine.is_speculative, engine.kept_alive = True, self._lent
@@ -188,8 +202,7 @@ class StepsInBackward(ConcurrentMode):
             if step.given and step.near:
                 step.given.set_updates(step.near, NOTHING)
             self._to_push = dict.fromkeys(tiles.tolist())
-            autograd = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
-            autograd.queue_callback(_BackwardEnd(self, task, self._no_backward))
+            torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
 
     def _take(self, p: torch.Tensor, grad: torch.Tensor) -> None:
         param_state = self._awaited.get(id(p))
@@ -300,6 +313,7 @@ class StepsInBackward(ConcurrentMode):
 
     def wait(self, params: Iterable[torch.Tensor]) -> None:
         """Prepare to read these parameters: see Arrivals. Raises CSDRuntimeError if one may have changed."""
+        self._runner.finish_undo()
         if any(id(p) in self._taken for p in params):
             self.settle()
 
@@ -310,6 +324,7 @@ class StepsInBackward(ConcurrentMode):
         """
         self._wait_for_failure()
         with self._engine.lock:
+            self._runner.finish_undo()
             if self._step is None:
                 return
             if not self._is_backward_done or not self._gradients_cleared():
@@ -318,11 +333,16 @@ class StepsInBackward(ConcurrentMode):
 
     def _wait_for_failure(self) -> None:
         """Wait until backward has ended. If it failed, a thread of autograd undoes the step, perhaps a bit later."""
-        if torch._C._current_graph_task_id() < 0:  # not in a backward
-            self._no_backward.wait()
-            # abandon() replaces `_no_backward` by a set one before it undoes the step under this lock.
-            with self._engine.lock:
-                pass
+        if torch._C._current_graph_task_id() >= 0:  # in a backward
+            return
+        no_backward, end, task = self._no_backward, self._backward_end, self._task
+        while not no_backward.wait(POLL_SECONDS):
+            if end() is None:  # a signal has interrupted its __del__, which could not tell
+                self.note_backward_ended(task, succeeded=False)
+                no_backward.set()
+        # abandon() replaces `_no_backward` by a set one before it undoes the step under this lock.
+        with self._engine.lock:
+            pass
 
     def drain(self, *, collective: bool) -> None:
         self.settle()
@@ -336,8 +356,11 @@ class StepsInBackward(ConcurrentMode):
         return all(taken.param_state.param.grad is None for taken in self._taken.values())
 
     def abandon(self) -> None:
-        """Undo the step: parameters and states are those before backward; gradients that were taken are lost."""
-        with self._engine.lock, torch.no_grad():
+        """Undo the step: parameters and states are those before backward; gradients that were taken are lost.
+
+        Raises what StepRunner.undo() raises.
+        """
+        with defer_signals(), self._engine.lock, torch.no_grad():
             step, taken, flow = self._step, self._taken, self._flow
             if step is None:
                 return
@@ -357,7 +380,7 @@ class StepsInBackward(ConcurrentMode):
                 self._engine.kept_alive = None
                 lent.clear()
                 parts.clear()
-                self.active, self._taken = False, {}
+                self.active, self._taken = self._runner.undoing is not None, {}
 
     @staticmethod
     def _clear_placeholders(taken: dict[int, Taken]) -> None:
@@ -445,6 +468,9 @@ class StepsInBackward(ConcurrentMode):
         engine.kept_alive = None
         self._reset()
 
+    def note_undo(self) -> None:
+        self.active |= self._runner.undoing is not None
+
     def stats(self) -> dict[str, Any]:
         return {"waited": self._waited, "early_params": self._early_elems, "redone": {}}
 
@@ -461,7 +487,7 @@ class _BackwardEnd:
 
     def __del__(self) -> None:
         try:
-            with contextlib.suppress(CSDError):  # if parameters cannot be restored, the next step says why
+            with contextlib.suppress(CSDError):  # if parameters cannot be restored, their next reader says why
                 self._steps.note_backward_ended(self._task, succeeded=False)
         finally:  # otherwise a reader of a parameter would wait forever
             self._no_backward.set()

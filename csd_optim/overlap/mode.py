@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from ..engine.trace import Span
+from ..errors import CSDError
 from ..params.groups import Groups, members
 from ..step.mode import InStep
 from .spans import ModelSpans
@@ -56,13 +58,14 @@ class ConcurrentMode(InStep):
             group["params"] = list(group["params"])
 
     def abandon(self) -> None:
-        """End the step under way without an error, because no caller is left to hear of one."""
+        """End the step under way, because nobody is left to complete it. Raises what a step raises."""
         raise NotImplementedError
 
     def remove_if_dropped(self) -> bool:
         """End this mode if its optimizer was dropped, so that no other call can end it. Returns whether it was."""
         if self._groups():
             return False
-        self.abandon()
+        with contextlib.suppress(CSDError):  # no caller is left to hear of it
+            self.abandon()
         self.end()
         return True

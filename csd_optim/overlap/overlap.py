@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import warnings
 import weakref
@@ -18,7 +17,7 @@ from ..distributed.ranks import Ranks
 from ..engine.engine import Engine
 from ..engine.pieces import Pieces
 from ..engine.trace import Span
-from ..errors import CSDError, CSDWarning, users_stacklevel
+from ..errors import CSDWarning, users_stacklevel
 from ..params.grad_source import GradSource
 from ..params.groups import Groups
 from ..params.state_map import StateMap
@@ -91,8 +90,7 @@ class Overlap(ConcurrentMode):
         super().end()
 
     def abandon(self) -> None:
-        with contextlib.suppress(CSDError):  # no caller is left to hear of it
-            self.land()
+        self.land()
 
     def close(self) -> None:
         try:
@@ -152,7 +150,6 @@ class Overlap(ConcurrentMode):
             return self._note_outcome(step, failure)
         self._unguarded = [b.index for b in awaited if id(b.param) not in reached]
         self._to_copy_back = copy_back
-        self._runner.mark_synced(step)
         self.active: bool = True
         if self._check:
             unguarded = {*self._unguarded, *self._to_copy_back}
@@ -163,12 +160,23 @@ class Overlap(ConcurrentMode):
     def wait_for_unguarded(self) -> None:
         rows, sources = [*self._unguarded, *self._to_copy_back], self._to_copy_back
         self._unguarded, self._to_copy_back = [], {}
-        if rows and self._flight and not self._flight.wait(rows):
+        flight = self._flight
+        if rows and flight and not flight.wait(rows):
             self.land()
             return
-        for row, source in sources.items():
-            source.copy_back()
-            self._state_map.by_index[row].mark_synced()
+        with self._engine.lock:  # an undo has it: what it has restored must not be overwritten
+            alive = flight is None or self._engine.stepping or flight.step.is_complete
+            for row, source in sources.items() if alive else ():
+                source.copy_back()
+                self._state_map.by_index[row].mark_synced()
+
+    @property
+    def _has_to_wait(self) -> bool:
+        """Whether readers have to call wait() while no step is under way."""
+        return self._use_order is not None or self._runner.undoing is not None
+
+    def note_undo(self) -> None:
+        self.active |= self._runner.undoing is not None
 
     def _undo_early(self, why: str) -> None:
         """Undo a step that began in backward. `why`: for stats()."""
@@ -237,6 +245,7 @@ class Overlap(ConcurrentMode):
                     continue
                 self._use_order.setdefault(row, len(self._use_order))
         if (flight := self._flight) is None:
+            self._runner.finish_undo()
             return
         began = time.perf_counter()
         if flight.landed or (rows and not flight.wait(rows)):
@@ -272,7 +281,7 @@ class Overlap(ConcurrentMode):
                 if self._flight is not flight:  # another thread was faster
                     return
                 self._under_way = {}
-                self._flight, self.active = None, self._use_order is not None
+                self._flight, self.active = None, self._has_to_wait
                 if self._early and not flight.failure:
                     self._early.note_landed(flight.landed_at)
                 self._note_outcome(flight.step, flight.failure)
@@ -290,6 +299,7 @@ class Overlap(ConcurrentMode):
         self.land()
         if self._together:
             self._together.raise_failure()
+        self._runner.finish_undo()
 
     def drain(self, *, collective: bool) -> None:
         self._undo_early("other calls")
@@ -302,7 +312,7 @@ class Overlap(ConcurrentMode):
             try:
                 self._together.agree()
             finally:
-                self.active = self._use_order is not None
+                self.active = self._has_to_wait
 
     def stats(self) -> dict[str, Any]:
         redone = dict(self._early.redone) if self._early else {}

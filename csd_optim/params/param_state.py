@@ -309,20 +309,17 @@ class ParamState:
         if self.decoded:
             self.decoded.note_rounded(self.index)
 
-    def restore(self, first: int, n: int, set_to: torch.Tensor | None = None) -> None:
-        """Set elements [first, first + n) of the parameter back to their master: an undone step has overwritten them.
+    def restore(self, first: int, values: torch.Tensor, *, is_outside: bool) -> None:
+        """Set elements from `first` on, in the order of the states, back to `values` (1-D): a step has changed them.
 
-        `set_to`: the value to which the parameter was set from outside; it is restored, and still counts as written.
+        `values`: their masters; or, with `is_outside`, what the program had set, which still counts as written.
         """
         p = self.local
-        if self.in_place or self.is_section:  # the parameter is the only master
-            return
         in_order = ordered(p, self.stride)
-        values = self.master if set_to is None else ordered(set_to, self.stride)
-        flat(in_order)[first : first + n].copy_(flat(values)[first : first + n])
+        flat(in_order)[first : first + len(values)].copy_(values)
         if in_order is not p:
             p.copy_(in_order)
-        if set_to is None:
+        if not is_outside:
             self.mark_synced()
 
     def source(self, g: torch.Tensor, grad_dtype: torch.dtype | None) -> GradSource:

@@ -164,6 +164,7 @@ class Flow(InStep):
         with engine.lock, torch.no_grad():
             engine.confirm()
             with all_ranks_or_none(opt._ranks):
+                opt._runner.finish_undo(collective=True)
                 record = opt._record(engine)
                 taking_part = participants(opt.param_groups, type(opt).__name__, opt._sparse_alternatives)
                 step = opt._prepare_early(taking_part)

@@ -302,9 +302,11 @@ class Service:
         if self._ranks and self._ranks.lost:
             raise e
         self._print_line(f"{op} failed: {e}")
-        if not isinstance(e, CSDError):  # an unforeseen error: only the store can be trusted
+        optimizer = self._owner.optimizer
+        is_mixed = optimizer is not None and optimizer._runner.undoing is not None  # trainers may have the mix, too
+        if not isinstance(e, CSDError) or is_mixed:  # only the store can be trusted
             self._owner.in_doubt = True
-        continues = isinstance(e, CSDError) and not isinstance(e, NotUndone) and op != "open"
+        continues = isinstance(e, CSDError) and not isinstance(e, NotUndone) and op != "open" and not is_mixed
         return error_message(e), None if continues else e
 
     def _step(self, session: Session, operation: _Operation) -> BaseException | None:

@@ -11,7 +11,7 @@ import torch
 
 from ..distributed.ranks import Ranks
 from ..distributed.sharding import is_replicated
-from ..errors import CSDRankError
+from ..errors import CSDError, CSDRankError
 from ..params.groups import Groups, members, name_of
 from ..params.strides import flat
 from .joining import copy_from_leader
@@ -32,6 +32,7 @@ class _Vote(NamedTuple):
     new: int  # likewise of those among them that take part for the first time; 0: there are none
     descending: int  # its tiles would flow from the last to the first
     overlaps: int  # overlap() was called
+    failed: int  # it cannot take a step
 
 
 @dataclass
@@ -55,11 +56,13 @@ def agree_on_step(
     joined: bool,
     overlaps: bool,
     scale: float | None,
+    failure: CSDError | None,
 ) -> StepAgreement:
     """Agree on a step with all ranks, before anything is changed; a collective.
 
     `placed`: the ids of parameters that have taken part before. `descending`: tiles would flow from the last to the
-    first. `scale`: that of a GradScaler, which ranks that have `joined` lack.
+    first. `scale`: that of a GradScaler, which ranks that have `joined` lack. `failure`: why this rank cannot take a
+    step; it is raised, and CSDRankError on the other ranks.
 
     Raises CSDRankError, on all ranks, if they cannot take this step together. In particular, replicas of a parameter
     that takes part for the first time must be equal.
@@ -71,11 +74,13 @@ def agree_on_step(
     def exchange_votes() -> list[_Vote]:
         names = _checksum([name for name, _ in replicated])
         new = _checksum([name for name, p in replicated if not is_bound(p)])
-        vote = _Vote(skips, taken, joined, names, new, descending, overlaps)
+        vote = _Vote(skips, taken, joined, names, new, descending, overlaps, failure is not None)
         return [_Vote(*numbers) for numbers in ranks.gather(*vote)]
 
-    replicated = _with_gradients(groups) if sharded else []
+    replicated = _with_gradients(groups) if sharded and failure is None else []
     votes = exchange_votes()
+    if any(vote.failed for vote in votes):
+        ranks.agree(failure)
     if len(steps := {vote.taken for vote in votes}) > 1:
         raise CSDRankError(f"ranks have taken different numbers of steps: {sorted(steps)}. Resume from the store")
     if len({vote.overlaps for vote in votes}) > 1:

@@ -48,6 +48,9 @@ class InStep:
         Call it without the engine's lock, which a failing step takes in order to be undone.
         """
 
+    def note_undo(self) -> None:
+        """Note that a step may have failed, and that its undo may not be finished: readers wait for that."""
+
     def settle(self) -> None:
         """Return when all parameters of this process are those of the last step. Raises why that step failed."""
 

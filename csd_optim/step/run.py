@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
+import errno
+import os
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from ..accelerator import is_on_accelerator
 from ..bindings import GRAD_SCALE, SAME_ORDER, TO_AND_FRO
@@ -16,16 +20,18 @@ from ..compression.policy import entry_dtype
 from ..compression.selection import TopK
 from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..engine.engine import Engine
-from ..errors import CSDError
+from ..errors import CSDError, CSDTornError
 from ..params.groups import Groups
 from ..params.state_map import StateMap
 from ..params.strides import flat
+from ..signals import defer_signals
 from ..store.format import Record
 from .all_gather import ParamAllGather
 from .given_states import given_states
 from .near_updates import NearUpdate, NearUpdates, parameters_of_new
 from .prepare import PreparedStep, StepPlan
 from .staging import BUFFERS_PER_DEVICE, NOTHING, StagingRing
+from .undo import Undo, undo_states
 
 
 def _exhaust(work: Iterator[None]) -> None:
@@ -44,6 +50,8 @@ class StepRunner:
         self.has_updated: bool = False  # whether the last step has updated anything
         self.near: NearUpdates | None = None  # the updates of the last step on the accelerator
         self.in_flight: bool = False  # whether states of the last step may still be on their way
+        self.undoing: Undo | None = None  # of a step whose parameters are not all restored yet
+        self._forward_guard: RemovableHandle | None = None  # while it is set
 
     def make_ready(self, engine: Engine, step: PreparedStep) -> None:
         """Do everything that may fail, as for lack of memory, before ranks begin to exchange parameters."""
@@ -192,7 +200,7 @@ class StepRunner:
     def give_up(self, engine: Engine, step: PreparedStep) -> None:
         """Undo a step that was launched; with several ranks only its states, because the others run their forward."""
         if self._ranks:
-            self._undo_states(engine, step)
+            undo_states(engine, step)
         else:
             self.undo(engine, step)
 
@@ -202,16 +210,8 @@ class StepRunner:
         Also undoes writes to its parameters from outside since then, because these may differ from rank to rank.
         """
         if step.is_complete:
-            engine.undo_last(step.plan.rows)
             self.steps_taken -= 1
-        if step.near:
-            step.near.undo()
-        engine.remap()
-        for param_state in step.plan.param_states:
-            with param_state.decoding():
-                param_state.restore(0, param_state.numel)
-        if step.near:
-            step.near.end()
+        self.undo(engine, step, ended=True)
 
     def run_without_gradients(self, engine: Engine, groups: Groups, record: Record | None) -> None:
         """Count and commit a step of the other ranks, for which this rank has no gradients."""
@@ -271,10 +271,10 @@ class StepRunner:
             elif self._ranks:
                 engine.step += 1  # that of the others
         except BaseException:
-            if engine.stepping or done or (step.near and step.near.launched):
-                self.undo(engine, step)
-            if gather and not done:
-                gather.resend()
+            has_begun = bool(engine.stepping or done or (step.near and step.near.launched))
+            exchanged = None if done else gather
+            if has_begun or exchanged:
+                self.undo(engine, step, has_begun=has_begun, gather=exchanged)
             raise
 
     def _begin(self, engine: Engine, step: PreparedStep, record: Record | None) -> np.ndarray[Any, Any]:
@@ -294,28 +294,67 @@ class StepRunner:
         if step.near and engine.near_spans is not None:
             engine.near_spans += step.near.spans
 
-    def undo(self, engine: Engine, step: PreparedStep) -> None:
-        """Restore everything. If finish() has failed, it has restored the devices' states already."""
-        self._undo_states(engine, step)
-        self._restore(engine, step)
-        if step.near and step.near.launched:
-            step.near.wait()  # whoever learns of the failure finds the old values, on any stream
+    # ---- undo ------------------------------------------------------------------------
 
-    @staticmethod
-    def _undo_states(engine: Engine, step: PreparedStep) -> None:
-        with contextlib.suppress(CSDError):
-            engine.finish(keep=False)
-        if step.ring is not None:
-            step.ring.forget()
-        if step.near and step.near.launched:
-            whole = False
+    def undo(
+        self,
+        engine: Engine,
+        step: PreparedStep,
+        *,
+        has_begun: bool = True,
+        gather: ParamAllGather | None = None,
+        ended: bool = False,
+    ) -> None:
+        """Restore everything; see Undo for the arguments. If finish() has failed, the states are undone already.
+
+        Raises what finish_undo() raises.
+        """
+        # Set before anything is undone: whatever interrupts it, everybody finishes it before parameters are read.
+        self.undoing = Undo(engine, self._state_map, step, has_begun=has_begun, gather=gather, ended=ended)
+        self.in_flight = True  # the windows may show states of the undone step
+        self.finish_undo(collective=True)
+
+    def finish_undo(self, *, collective: bool = False) -> None:
+        """Return when no parameter is unknown because a step was undone. `collective`: all ranks call it.
+
+        Raises what Undo.finish() raises.
+        """
+        if (undoing := self.undoing) is None:
+            return
+        if undoing.engine.pid != os.getpid():
+            undoing.engine.check_open()  # raises, before it waits for a lock that a thread of the parent may hold
+        with defer_signals(), undoing.engine.lock, torch.no_grad():
+            if self.undoing is not undoing:  # another thread was faster
+                return
+            if undoing.is_collective and not collective:
+                raise CSDTornError(
+                    errno.EIO,
+                    "a step failed, and parameters are a mix of two steps until all ranks call step()",
+                )
             try:
-                if step.near.undoes:
-                    step.near.undo()
-                    whole = True
-            finally:  # also if the accelerator fails
-                if not whole:
-                    engine.mark_torn()
+                undoing.finish()
+            finally:
+                # Torn states have no old values: each step says so. A collective undo ends on all ranks, or on none.
+                if undoing.is_done or (undoing.engine.torn and not undoing.is_collective):
+                    self.undoing = None
+                    if self._forward_guard:
+                        self._forward_guard.remove()
+                        self._forward_guard = None
+                elif not self._forward_guard:
+                    self._guard_forwards(undoing)
+
+    def _guard_forwards(self, undoing: Undo) -> None:
+        """Finish the undo before the forward of any module with unknown parameters: gradients would be of a mix."""
+        weak_self, unknown = weakref.ref(self), {id(b.param) for b in undoing.unknown}
+
+        def before_forward(module: torch.nn.Module, _: Any) -> None:
+            runner = weak_self()
+            if runner is None or undoing.engine.closed:  # close() has said so; another optimizer may have them now
+                hook.remove()
+            elif any(id(p) in unknown for p in module.parameters()):
+                runner.finish_undo()
+
+        self._forward_guard = hook = register_module_forward_pre_hook(before_forward)
 
     def _images(self, engine: Engine, step: PreparedStep) -> list[int]:
         """Return the tiles that travel through staging buffers: those with gradients on a GPU, or to be rounded.
@@ -363,20 +402,3 @@ class StepRunner:
         if plan.gather is None and self._ranks and (shares := [b for b in plan.param_states if b.part.replicas]):
             plan.gather = ParamAllGather(self._ranks, engine, shares)
         return plan.gather
-
-    def _restore(self, engine: Engine, step: PreparedStep) -> None:
-        """Restore the parameters of an undone step from the masters, or to the values that were set from outside."""
-        took_part, outside_values = step.table["grad"] != 0, step.outside_values
-        engine.remap()  # the windows show the masters as they were
-        written = defaultdict[int, list[tuple[int, int]]](list)
-        for tile, elems in engine.undone():
-            for row, _, first, in_tile, n in engine.pieces_of(tile).tolist():
-                if took_part[row] and in_tile < elems:
-                    written[row].append((first, min(n, elems - in_tile)))
-        for param_state in step.near.changed if step.near else ():
-            written[param_state.index] = [(0, param_state.numel)]
-        for row, spans in written.items():
-            param_state = self._state_map.by_index[row]
-            with param_state.decoding():
-                for first, n in spans:
-                    param_state.restore(first, n, outside_values.get(row))

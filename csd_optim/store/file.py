@@ -299,8 +299,9 @@ class StoreFile:
     def discard_newer(self, commit: Contents) -> None:
         """Make the adopted commit the only one, and cut off what lies behind it in the file. Raises CSDOSError."""
         block, path = commit.superblock, str(self.path)
-        manifest = read_region(self.fd, block.manifest, commit.copy, "manifest", path)
-        table = read_region(self.fd, block.table, commit.copy, "slot table", path)
+        with self.wrapping_errors("read"):
+            manifest = read_region(self.fd, block.manifest, commit.copy, "manifest", path)
+            table = read_region(self.fd, block.table, commit.copy, "slot table", path)
         for copy in (1 - commit.copy, commit.copy):
             self.publish(Staged(block, manifest, table), copy)
         with self.wrapping_errors("shrink"):
@@ -324,15 +325,20 @@ class StoreFile:
             if size:
                 os.posix_fallocate(self.fd, offset, size)
         except OSError as e:
-            os.ftruncate(self.fd, self.end)
-            free = os.fstatvfs(self.fd)
+            with contextlib.suppress(OSError):  # if this drive fails altogether, the file stays longer than needed
+                os.ftruncate(self.fd, self.end)
             raise CSDOSError(
-                e.errno,
-                f"{self.path}: no room for {size / 1e9:.2f} GB of {what}: {e.strerror}; "
-                f"{free.f_bavail * free.f_frsize / 1e9:.2f} GB are free",
+                e.errno, f"{self.path}: no room for {size / 1e9:.2f} GB of {what}: {e.strerror}{self._free_space()}"
             ) from e
         self.end = offset + size
         return offset
+
+    def _free_space(self) -> str:
+        try:
+            free = os.fstatvfs(self.fd)
+        except OSError:
+            return ""
+        return f"; {free.f_bavail * free.f_frsize / 1e9:.2f} GB are free"
 
     def _sync_names(self) -> None:
         """Flush the names of the file and of its directory. After an error these names can no longer be trusted."""
@@ -351,9 +357,10 @@ class StoreFile:
                 raise CSDLostError(e.errno, self.lost) from e
 
     def shrink(self, end: int) -> None:
-        """Free what was allocated from byte `end` on."""
-        os.ftruncate(self.fd, end)
+        """Free what was allocated from byte `end` on. Raises CSDOSError; that space is then allocated again."""
         self.end = end
+        with self.wrapping_errors("shrink"):
+            os.ftruncate(self.fd, end)
 
     def sync(self) -> None:
         """Wait until everything written so far, also through mappings, is durable. Raises CSDOSError.
@@ -429,10 +436,12 @@ class StoreFile:
             self._spaces[what] = self.allocate(2 * room), room
 
     def close(self) -> None:
-        """Close and unlock the file; remove it if it never became a store."""
+        """Close and unlock the file; remove it if it never became a store. Raises CSDOSError."""
         try:
-            if self.fd >= 0 and self.durable and self._is_new and self._has_name(self.path):
-                self.path.unlink()
+            if self.fd >= 0 and self.durable and self._is_new:
+                with self.wrapping_errors("remove the file"):
+                    if self._has_name(self.path):
+                        self.path.unlink()
         finally:
             if self.fd >= 0:
                 fcntl.flock(self.fd, fcntl.LOCK_UN)  # children forked by native code have the file open

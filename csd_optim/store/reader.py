@@ -276,15 +276,17 @@ def _read_part(fd: int, view: memoryview, offset: int, path: str) -> int:
 
 @contextlib.contextmanager
 def _opened_direct(file: Path) -> Iterator[int]:
-    """Open a file for reading, with direct I/O if the file system has it."""
-    if (direct := open_direct(file, os.O_RDONLY)) is None:
-        with opened(file) as fd:
-            yield fd
-    else:
-        try:
-            yield direct
-        finally:
-            os.close(direct)
+    """Open a file for reading, with direct I/O if the file system has it. Raises CSDOSError."""
+    try:
+        fd = open_direct(file, os.O_RDONLY)
+        if fd is None:
+            fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as e:
+        raise CSDOSError(e.errno, f"cannot read {file}: {e.strerror}") from e
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def _is_hole(fd: int, offset: int, size: int) -> bool:

@@ -427,10 +427,12 @@ int csd_engine_edited(csd_engine *engine, const uint32_t *tiles, uint32_t n, csd
 int csd_engine_decode(csd_engine *engine, uint32_t tile, uint64_t first, uint64_t n, const void *param,
                       float *const *states, csd_error *error);
 
-/* Reads the current fp32 states of a tile, all sections one after another, as the next step would begin with them. This
- * includes what the user has written to the windows. States read from the device are verified against their checksums
- * (CSD_EDAMAGED). Waits for writes. Not allowed during a step. */
-int csd_engine_read(csd_engine *engine, uint32_t tile, void *states, csd_error *error);
+/* Reads the first `sections` sections of a tile's current fp32 states, one after another, as the next step would begin
+ * with them. This includes what the user has written to the windows. Of what is read from the device, the first `elems`
+ * elements of each section are verified against their checksums (CSD_EDAMAGED). A device that fails is reported as
+ * CSD_EIO, even if the states have to be read through a window. Waits for writes. Not allowed during a step. */
+int csd_engine_read(csd_engine *engine, uint32_t tile, uint32_t sections, uint64_t elems, void *states,
+                    csd_error *error);
 
 /* ---- Information about an engine ----------------------------------------- */
 
@@ -524,7 +526,9 @@ uint32_t csd_engine_events(csd_engine *engine, csd_event *events, uint32_t n);
 
 /* ---- The CPU updater and its building blocks ------------------------------ */
 
-/* Instruction sets of the CPU updater. All of them compute the same bits. */
+/* Instruction sets of the CPU updater. All of them compute the same bits, except for the sign and the payload of a NaN in
+ * fp32 states and in fp32 and fp16 parameters: where both operands are NaN, or the result is a new one, each takes its
+ * own. (A NaN in a bf16 parameter is always 0x7fc0, and codes have none.) */
 enum csd_isa { CSD_ISA_SCALAR = 0, CSD_ISA_AVX2 = 1, CSD_ISA_AVX512 = 2 };
 
 /* Updates `n` elements of each section of `state` in place, on the calling thread. `param` receives the rounded master;

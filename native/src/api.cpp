@@ -187,8 +187,9 @@ int csd_engine_edited(csd_engine *engine, const uint32_t *tiles, uint32_t n, csd
   return guarded(error, [&] { engine->engine.edited(tiles, n); });
 }
 
-int csd_engine_read(csd_engine *engine, uint32_t tile, void *states, csd_error *error) {
-  return guarded(error, [&] { engine->engine.read(tile, static_cast<char *>(states)); });
+int csd_engine_read(csd_engine *engine, uint32_t tile, uint32_t sections, uint64_t elems, void *states,
+                    csd_error *error) {
+  return guarded(error, [&] { engine->engine.read(tile, sections, elems, static_cast<char *>(states)); });
 }
 
 int csd_engine_decode(csd_engine *engine, uint32_t tile, uint64_t first, uint64_t n, const void *param,

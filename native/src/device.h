@@ -167,8 +167,8 @@ class Device {
   virtual void load(const Tile &, float *, uint64_t first, Done) { static_cast<void>(first); }
   virtual void store(const Tile &, const float *, Done) {}
 
-  // Reads the first section of a tile of codes synchronously. Returns 0 or an errno.
-  virtual int read_params(const Tile &, void *) { return EIO; }
+  // Reads the first `bytes` bytes of a tile's current slot synchronously. Returns 0 or an errno.
+  virtual int read_first(const Tile &, uint64_t bytes, void *) { return static_cast<void>(bytes), EIO; }
 
   // Starts, like store(), to fill `buffer` with the first state of a new tile (CSD_NEW) and to write its masters to the
   // current slot.
@@ -207,9 +207,13 @@ uint32_t differing_section(const Tile &tile, uint64_t chunk, const uint32_t *sum
 // Loads a tile and waits until it is loaded. Returns 0 or an errno.
 int load_now(Device &, const Tile &, char *buffer);
 
-// Throws damaged() if the content at `slot` does not have the checksums of the tile's slot. Does nothing if that slot
-// is not summed.
-void check_slot(const Tile &, const char *slot);
+// Throws damaged() if elements [first, first + n) of the first `n_sections` sections at `slot` lie in a chunk that does
+// not have the checksum of the tile's slot. Does nothing if that slot is not summed.
+void check_slot(const Tile &, const char *slot, uint32_t n_sections, uint64_t first, uint64_t n);
+
+// Copies elements [first, first + n) of a section from a tile's window. Throws Failure if the device fails: reading
+// the mapping itself would end the process with SIGBUS.
+void read_window(const Tile &, uint32_t section, uint64_t first, uint64_t n, char *to);
 
 // The random key of element `i` of a parameter in this step, for the stochastic rounding of its codes.
 inline uint32_t key_of(const csd_param &p, uint64_t i) {

@@ -236,8 +236,7 @@ class Updater {
       return n_sections;
     }
     if (work_.from_windows) {
-      for (uint32_t s = 0; s < n_sections; s++)
-        memcpy(sections_[s] + 4 * first, tile_.window[s] + first, 4 * (last - first));
+      for (uint32_t s = 0; s < n_sections; s++) read_window(tile_, s, first, last - first, sections_[s] + 4 * first);
       return n_sections;
     }
     if (work_.param_at_host)
@@ -259,7 +258,7 @@ class Updater {
 
   void read_params(uint64_t first) {
     const HugeMemory section(tile_.layout.bytes(0));
-    if (const int error = device_.read_params(tile_, section.floats()))
+    if (const int error = device_.read_first(tile_, tile_.layout.bytes(0), section.floats()))
       throw Failure{CSD_EIO, "reading tile " + std::to_string(tile_.index), error};
     work_.read_late = tile_.layout.bytes(0);
     work_.param_at_host = false;
@@ -358,15 +357,22 @@ void sum_tile(const Tile &tile, const char *const *sections, uint32_t *sums) {
   }
 }
 
-void check_slot(const Tile &tile, const char *slot) {
-  if (!tile.slots[tile.slot].summed) return;
-  const char *sections[kMostSections] = {};
-  for (uint32_t s = 0; s < tile.layout.n(); s++) sections[s] = slot + tile.layout.first(s);
-  std::vector<uint32_t> sums(tile.n_sums());
-  sum_tile(tile, sections, sums.data());
-  for (uint64_t chunk = 0; chunk < tile.n_chunks(); chunk++)
-    if (const uint32_t s = differing_section(tile, chunk, &sums[chunk * tile.layout.n()]); s < tile.layout.n())
-      throw damaged(tile, s);
+void check_slot(const Tile &tile, const char *slot, uint32_t n_sections, uint64_t first, uint64_t n) {
+  const Slot &stored = tile.slots[tile.slot];
+  if (!stored.summed) return;
+  for (uint64_t chunk = first / tile.sum_elems; chunk * tile.sum_elems < first + n; chunk++) {
+    const uint64_t begin = chunk * tile.sum_elems, end = std::min(begin + tile.sum_elems, tile.elems);
+    for (uint32_t s = 0; s < n_sections; s++) {
+      const char *const at = slot + tile.layout.first(s) + tile.layout.bytes_of(s, begin);
+      if (crc32c(0, at, tile.layout.bytes_of(s, end - begin)) != stored.sums[chunk * tile.layout.n() + s])
+        throw damaged(tile, s);
+    }
+  }
+}
+
+void read_window(const Tile &tile, uint32_t section, uint64_t first, uint64_t n, char *to) {
+  if (!copy_mapped(to, tile.window[section] + first, 4 * n))
+    throw Failure{CSD_EIO, "reading the window of tile " + std::to_string(tile.index), EIO};
 }
 
 int load_now(Device &device, const Tile &tile, char *buffer) {

@@ -32,8 +32,8 @@ void FileDevice::load(const Tile &tile, float *buffer, uint64_t from, Done done)
                 uint64_t first, uint64_t n) { return read_fully(fd, to + first, n, at + first); });
 }
 
-int FileDevice::read_params(const Tile &tile, void *to) {
-  return read_fully(fd_, to, tile.layout.bytes(0), tile.slot_offset(tile.slot));
+int FileDevice::read_first(const Tile &tile, uint64_t bytes, void *to) {
+  return read_fully(fd_, to, bytes, tile.slot_offset(tile.slot));
 }
 
 void FileDevice::store(const Tile &tile, const float *buffer, Done done) {

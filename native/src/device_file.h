@@ -15,7 +15,7 @@ class FileDevice : public Device {
   bool resident() const override { return false; }
   int map(const Tile &) override;
   void load(const Tile &, float *buffer, uint64_t from, Done) override;
-  int read_params(const Tile &, void *) override;
+  int read_first(const Tile &, uint64_t bytes, void *) override;
   void store(const Tile &, const float *buffer, Done) override;
   void seed(const Tile &, float *buffer, const Work &, Done) override;
 

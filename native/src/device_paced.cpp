@@ -179,7 +179,7 @@ class PacedDevice : public Device {
   }
 
   // Not paced: this is rare, and there is no `done` to delay.
-  int read_params(const Tile &tile, void *to) override { return device_->read_params(tile, to); }
+  int read_first(const Tile &tile, uint64_t bytes, void *to) override { return device_->read_first(tile, bytes, to); }
 
   void store(const Tile &tile, const float *buffer, Done done) override {
     device_->store(tile, buffer, delayed(store_, tile.layout.bytes(), std::move(done)));

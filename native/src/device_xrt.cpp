@@ -205,8 +205,7 @@ class XrtDevice : public FileDevice {
       }
       if (edited) encode_edits(tile, work, to);
       else
-        for (uint32_t s = 0; s < tile.layout.n(); s++)
-          memcpy(to + tile.layout.first(s), tile.window[s], tile.layout.bytes(s));
+        for (uint32_t s = 0; s < tile.layout.n(); s++) read_window(tile, s, 0, tile.elems, to + tile.layout.first(s));
     }
     memset(frame->report.bytes(), 0, report_bytes(tile.n_chunks()));
 
@@ -262,7 +261,7 @@ class XrtDevice : public FileDevice {
     }
     char *sections[kMostSections];
     for (uint32_t s = 0; s < tile.layout.n(); s++) sections[s] = slot + tile.layout.first(s);
-    if (work.verify) check_slot(tile, slot);
+    if (work.verify) check_slot(tile, slot, tile.layout.n(), 0, tile.elems);
     for (const csd_piece *p = tile.pieces; p != tile.pieces + tile.n_pieces; p++)
       if (const csd_param &param = work.params[p->param]; is_edited(param))
         encode_edited(param, p->param_first, p->elems, tile.param_dtype,

@@ -73,7 +73,7 @@ class Engine {
   void remap(bool open);
   void edited(const uint32_t *tiles, uint32_t n);
   void decode(uint32_t tile, uint64_t first, uint64_t n, const void *param, float *const *states);
-  void read(uint32_t tile, char *states);
+  void read(uint32_t tile, uint32_t sections, uint64_t elems, char *states);
   void close();
   uint32_t undone(uint32_t *tiles, uint64_t *elems, uint32_t n) const noexcept;
   void tiles(uint32_t first, uint32_t n, csd_tile_state *states, uint32_t *sums);

@@ -25,6 +25,9 @@ class HugeMemory {
 
 void make_accessible(float *at, uint64_t bytes);  // makes whole reserved pages readable and writable. Throws Failure
 
+// Copies from a mapped file. Returns false if a page cannot be read, where memcpy would end in SIGBUS.
+bool copy_mapped(void *to, const void *from, uint64_t bytes);
+
 void discard_pages(void *at, uint64_t bytes);  // frees whole pages, which then read as zeros
 
 }  // namespace csd

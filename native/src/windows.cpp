@@ -230,27 +230,31 @@ void Engine::edited(const uint32_t *tiles, uint32_t n) {
 }
 
 // Reads the states with which a step would begin.
-void Engine::read(uint32_t tile, char *states) {
+void Engine::read(uint32_t tile, uint32_t sections, uint64_t elems, char *states) {
   Lock lock(mutex_);
   if (phase_ != Phase::idle) throw Failure{CSD_ESTATE, "a step is under way"};
-  if (tile >= tiles_.size() || tiles_[tile].layout.coded())
-    throw Failure{CSD_EINVAL, "no tile " + std::to_string(tile) + ", or it has codes"};
+  if (tile >= tiles_.size() || tiles_[tile].layout.coded() || sections > tiles_[tile].layout.n() ||
+      elems > tiles_[tile].elems)
+    throw Failure{CSD_EINVAL, "no tile " + std::to_string(tile) + ", or it has codes, or is smaller"};
   wait_writes(lock);
   const Tile &t = tiles_[tile];
-  if (lanes_[t.device].device->resident() || (t.mapped_slot == t.slot && (t.open || t.edited))) {
-    for (uint32_t s = 0; s < t.layout.n(); s++) memcpy(states + t.layout.first(s), t.window[s], t.layout.bytes(s));
-    return;
-  }
-  if (t.cached_buffer) {
-    memcpy(states, t.cached_buffer->at, t.layout.bytes());
-  } else {
-    const HugeMemory slot(t.layout.bytes());  // aligned for direct I/O
-    if (const int error = load_now(*lanes_[t.device].device, t, reinterpret_cast<char *>(slot.floats())))
-      throw Failure{CSD_EIO, "reading tile " + std::to_string(tile), error, static_cast<int32_t>(t.device)};
-    memcpy(states, slot.floats(), t.layout.bytes());
-  }
+  Device &device = *lanes_[t.device].device;
   try {
-    check_slot(t, states);
+    if (device.resident() || (t.mapped_slot == t.slot && (t.open || t.edited))) {
+      for (uint32_t s = 0; s < sections; s++) read_window(t, s, 0, t.elems, states + t.layout.first(s));
+      return;
+    }
+    const uint64_t bytes = sections < t.layout.n() ? t.layout.first(sections) : t.layout.bytes();
+    if (t.cached_buffer) {
+      memcpy(states, t.cached_buffer->at, bytes);
+    } else {
+      const HugeMemory slot(bytes);  // aligned for direct I/O
+      auto *const to = reinterpret_cast<char *>(slot.floats());
+      if (const int error = bytes < t.layout.bytes() ? device.read_first(t, bytes, to) : load_now(device, t, to))
+        throw Failure{CSD_EIO, "reading tile " + std::to_string(tile), error};
+      memcpy(states, to, bytes);
+    }
+    check_slot(t, states, sections, 0, elems);
   } catch (Failure &failure) {
     failure.device = static_cast<int32_t>(t.device);
     throw;
@@ -259,7 +263,8 @@ void Engine::read(uint32_t tile, char *states) {
 
 // ---- Codes, which have no windows -----------------------------------------------------------
 
-// Returns the tile's current slot, from the buffer that keeps it or read from the device; null if the tile is resident.
+// Returns the tile's current slot, from the buffer that keeps it or read from the device and not verified; null if the
+// tile is resident.
 const char *Engine::codes_of(Tile &t) {
   if (t.codes) return nullptr;
   if (t.cached_buffer) return reinterpret_cast<const char *>(t.cached_buffer->at);
@@ -269,7 +274,6 @@ const char *Engine::codes_of(Tile &t) {
   auto *const slot = reinterpret_cast<char *>(decoded_.slot.floats());
   if (const int error = load_now(*lanes_[t.device].device, t, slot))
     throw Failure{CSD_EIO, "reading tile " + std::to_string(t.index), error, static_cast<int32_t>(t.device)};
-  check_slot(t, slot);
   decoded_.tile = &t;
   return slot;
 }
@@ -283,6 +287,7 @@ void Engine::decode(uint32_t tile, uint64_t first, uint64_t n, const void *param
   wait_writes(lock);
   Tile &t = tiles_[tile];
   auto *const slot = const_cast<char *>(codes_of(t));  // decode() only reads it
+  if (slot) check_slot(t, slot, t.layout.n(), first, n);
   char *sections[kMostSections] = {};
   t.find_sections(slot, sections);
   const FloatMode mode(Subnormals::zero);

@@ -49,6 +49,10 @@ def in_comparisons(old, new="pass"):
     return in_staging(old, new, "overlap and guess")
 
 
+def in_undo(old, new, tests):
+    return Mutant("step/undo.py", old, new, tests)
+
+
 def in_steps(old, new, tests):
     return Mutant("step/run.py", old, new, tests)
 
@@ -196,14 +200,14 @@ MUTANTS = {
     "gpu: shares leave before they are updated": in_steps("ring is None or gather:", "ring is None:", "shares"),
     "gpu: somebody waits": in_near("if timed:\n                wait_for(first)", "wait_for(first)", "near and nothing"),
     "gpu: overlap: undone before it is done": in_near("self.wait()", "pass", "near_overlap and fails"),
-    "gpu: overlap: told before it is undone": in_steps(
-        "step.near.wait()  # whoever", "pass  # whoever", "near_overlap and fails"
+    "gpu: overlap: told before it is undone": in_undo(
+        "near.wait()  # whoever", "pass  # whoever", "near_overlap and fails"
     ),
     "gpu: overlap: gradients are held": in_flight(
         "items() if row not in self._near", "items()", "near_overlap and nobody"
     ),
-    "gpu: overlap: what all ranks undo stays": in_steps(
-        "self.steps_taken -= 1\n        if step.near:", "self.steps_taken -= 1\n        if False:", "fsdp2"
+    "gpu: overlap: what all ranks undo stays": in_undo(
+        "if self._step.near:\n            self._step.near.undo()", "pass", "fsdp2"
     ),
     "gpu: overlap: what ranks may undo is given up": in_steps(
         "if step.near and not self._ranks:", "if step.near:", "fsdp2"

@@ -27,6 +27,7 @@ from faults import (
     SYNC,
     TILE_READ,
     TILE_WRITE,
+    TRUNCATE,
 )
 from support.faulty import child, fault, in_child  # noqa: F401
 from support.optimizers import ADAMW, FULL
@@ -531,3 +532,40 @@ def test_full_disk_is_no_matter_of_who_writes_to_windows(shadow, tmp_path):
             with pytest.raises(CSDOSError), training.opt.loading():
                 reached = True
             assert not reached
+
+
+# ---- errors of the system are ours ----------------------------------------------------
+
+
+@in_child
+def test_a_full_disk_that_cannot_even_be_truncated(tmp_path):
+    with Training(device_strings("files", tmp_path)) as training:
+        with fault(ALLOCATE, tmp_path / "csd1", errno.ENOSPC), fault(TRUNCATE, tmp_path / "csd", errno.EIO):
+            for _ in range(2):
+                with pytest.raises(CSDOSError, match="no room for"):
+                    training.step()
+        assert_same(training.steps(2).image(), never_failed(2), "when there is room")
+
+
+@pytest.mark.parametrize("calls", [DIRECT_IO, DIRECT_OPEN], ids=["io", "open"])
+@in_child
+def test_direct_io_that_fails_is_no_missing_feature(calls, tmp_path):
+    devices = device_strings("files", tmp_path)
+    with Training(devices) as training:
+        with fault(calls, tmp_path / "csd1", errno.EIO), pytest.raises(CSDOSError, match="Input/output error"):
+            training.step()
+        training.steps(2)
+    with fault(calls, tmp_path / "csd1", errno.ESTALE), pytest.raises(CSDOSError, match="Stale file handle"):
+        Training(devices, resume=True)
+    with Training(devices, resume=True) as training:
+        assert_same(training.image(), never_failed(2), "resumed")
+
+
+@in_child
+def test_a_snapshot_of_a_store_that_cannot_be_read(tmp_path):
+    with Training(device_strings("files", tmp_path)) as training:
+        training.steps(1)
+        training.opt.synchronize()
+        with fault(META_READ, tmp_path / "csd1", errno.EIO), pytest.raises(CSDOSError, match="cannot read"):
+            training.opt.save(tmp_path / "saved")
+        training.opt.save(tmp_path / "saved")

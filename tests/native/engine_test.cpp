@@ -300,7 +300,7 @@ void given_states() {
   const auto give = [&](bool keep) {
     for (uint32_t i = 0; i < some.params.size(); i += 2) some.table[i].master = CSD_GIVEN;
     OK(some.begin());
-    CHECK(csd_engine_read(some.engine, 0, got.data(), &some.error) == CSD_ESTATE);
+    CHECK(csd_engine_read(some.engine, 0, 3, kTile, got.data(), &some.error) == CSD_ESTATE);
     for (const uint32_t tile : some.tiles) {
       const uint64_t n = tile % 2 ? kParam - kTile : kTile;
       for (uint32_t s = 0; s < 3; s++) std::copy_n(all.windows[s] + tile * kTile, n, &images[tile][s * kTile]);
@@ -324,7 +324,7 @@ void given_states() {
     OK(csd_engine_stats(some.engine, 0, &stats, &some.error));
     CHECK(stats.read_bytes == 12 * kTile * kTiles / 4 && stats.write_bytes == 12 * kTile * kTiles / 2);
     for (const uint32_t tile : some.tiles) {
-      OK(csd_engine_read(some.engine, tile, got.data(), &some.error));
+      OK(csd_engine_read(some.engine, tile, 3, kTile, got.data(), &some.error));
       for (uint32_t s = 0; s < 3; s++)
         CHECK(std::equal(&got[s * kTile], &got[s * kTile] + kTile, &after[(s * kTiles + tile) * kTile]));
     }
@@ -335,15 +335,16 @@ void given_states() {
   const uint32_t edited = 0, rotten = 2;
   some.windows[0][5] = 7;
   OK(csd_engine_edited(some.engine, &edited, 1, &some.error));
-  OK(csd_engine_read(some.engine, edited, got.data(), &some.error));
+  OK(csd_engine_read(some.engine, edited, 3, kTile, got.data(), &some.error));
   CHECK(got[5] == 7);
   csd_tile_state at;
   std::vector<uint32_t> sums(2 * 3);
   OK(csd_engine_tiles(some.engine, rotten, 1, &at, sums.data(), &some.error));
   const float other = 8;
   CHECK(pwrite(c.fd, &other, 4, static_cast<off_t>((2 * (rotten / 2) + at.slot) * 12 * kTile)) == 4);
-  CHECK(csd_engine_read(some.engine, rotten, got.data(), &some.error) == CSD_EDAMAGED && some.error.tile == rotten);
-  CHECK(csd_engine_read(some.engine, kTiles, got.data(), &some.error) == CSD_EINVAL);
+  CHECK(csd_engine_read(some.engine, rotten, 3, kTile, got.data(), &some.error) == CSD_EDAMAGED &&
+        some.error.tile == rotten);
+  CHECK(csd_engine_read(some.engine, kTiles, 3, kTile, got.data(), &some.error) == CSD_EINVAL);
   Model memory({ram()});
   memory.table[0].master = CSD_GIVEN;
   CHECK(memory.begin() == CSD_EINVAL);

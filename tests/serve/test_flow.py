@@ -222,14 +222,14 @@ def test_owners_update_in_backward_and_undo_what_was_not_as_guessed(tmp_path, ro
 
 def cannot_undo_if_told(_):
     """Owners cannot undo a step while a file `fail` exists."""
-    remap = Engine.remap
+    undone = Engine.undone
 
-    def remapping(engine):
+    def fails(engine):
         if Path("fail").exists():
-            raise CSDOSError(12, "no memory to map tiles")
-        remap(engine)
+            raise CSDOSError(5, "the drive is gone")
+        return undone(engine)
 
-    Engine.remap = remapping
+    Engine.undone = fails
 
 
 @small_buckets()
@@ -241,7 +241,7 @@ def asks_for_states_in_a_guess(_, address):
             training.step()
     served.backward(3, 0)
     Path("fail").touch()
-    with pytest.raises(CSDRankError, match="no memory to map tiles"):
+    with pytest.raises(CSDRankError, match="the drive is gone"):
         served.opt.synchronize()
     Path("fail").unlink()
     with pytest.raises(CSDRankError, match="is over"):

@@ -44,6 +44,8 @@ def process(function, *arguments, daemon=False):
 
 
 def _begin(function, *arguments):
+    if sys.version_info < (3, 13):
+        atexit._clear()  # from 3.13 on, multiprocessing itself does so
     gc.freeze()  # the server's objects live on anyway, and a collection would copy their pages
     assume(assumed())
     function(*arguments)

@@ -1,0 +1,237 @@
+"""The undo of a step. It may fail itself, or be interrupted; then it is finished before anything reads its parameters.
+
+A parameter is *unknown* from the moment at which an undo begins until its old value is back. The devices keep the old
+states in the tiles' other slots, so these are back at once. But an old parameter is its master, rounded, and the master
+has to be read from the device. If that fails too, the parameter stays unknown, and whatever needs it next tries again.
+
+The old parameters are not kept in memory: the last tile may be the one that fails, so that would take 2 bytes for each
+16-bit parameter of a step, where all staging has a fixed size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..bindings import TORN
+from ..distributed.ranks import all_ranks_or_none
+from ..engine.engine import Engine
+from ..errors import CSDError, CSDTornError
+from ..params.param_state import ParamState
+from ..params.state_map import StateMap
+from ..params.strides import flat, ordered
+from .all_gather import ParamAllGather
+from .prepare import PreparedStep
+
+NAMED = 3  # parameters that a message names
+
+
+class Span(NamedTuple):
+    """Elements [first, first + n) of a parameter; in the tile they begin at element `in_tile`."""
+
+    param_state: ParamState
+    first: int
+    in_tile: int
+    n: int
+
+    @property
+    def needs_it(self) -> bool:
+        """Whether the step could change the parameter without losing its old value, which is not its only master."""
+        return not (self.param_state.in_place or self.param_state.is_section)
+
+
+class Undo:
+    """The undo of one step, until all its parameters are known again. finish() continues where it has failed before."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        state_map: StateMap,
+        step: PreparedStep,
+        *,
+        has_begun: bool = True,
+        gather: ParamAllGather | None = None,
+        ended: bool = False,
+    ) -> None:
+        """`has_begun`: there is something to undo on this rank. `ended`: the step has ended here, complete or not.
+
+        `gather`: the ranks have exchanged new parameters with it, and exchange the restored ones in a collective
+        finish().
+        """
+        self.engine = engine
+        self.is_done: bool = False
+        self._state_map, self._step, self._gather, self._ended = state_map, step, gather, ended
+        self._found = not has_begun  # whether the next two are complete
+        self._in_tiles: dict[int, list[Span]] = {}  # what is still to be restored, by tile
+        self._on_accelerator: list[ParamState] = []  # likewise: those whose masters are there alone
+        self._versions: dict[ParamState, int] = {}  # of unknown ones: torch's count of writes when finish() failed
+        self._written: set[ParamState] = set()  # those that the program has written to since then
+        self._overwritten: set[str] = set()  # names of those among them that were restored
+        undo_states = self._take_back if ended else self._undo_states
+        self._stages: list[Callable[[], None]] = [undo_states, self._find, self._restore, self._end]  # repeatable
+        if not has_begun:
+            self._stages.clear()
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether all ranks have to call finish(): without a lost rank, as parameters can still be exchanged."""
+        return self._gather is not None and not self._gather.ranks.lost
+
+    @property
+    def unknown(self) -> set[ParamState]:
+        """The parameters that may not have their old values."""
+        if self.is_done:
+            return set()
+        if self.is_collective or not self._found:
+            return {*self._step.plan.param_states}
+        return {*self._on_accelerator, *(span.param_state for spans in self._in_tiles.values() for span in spans)}
+
+    def finish(self) -> None:
+        """Return when all parameters have their old values. May be called again after it has raised.
+
+        Raises CSDTornError if some stay unknown, or if the program has written to unknown ones, which is lost now;
+        CSDRankError if some stay unknown on another rank. What an accelerator raises leaves the states torn for good.
+        """
+        self._written |= {b for b, version in self._versions.items() if b.version_now != version}
+        gather = self._gather if self.is_collective else None
+        try:
+            with all_ranks_or_none(gather.ranks if gather else None):
+                self._finish_here()
+            if gather:
+                gather.resend()
+                self._overwritten |= {b.name for b in self._written}
+            self.is_done = True
+        finally:
+            self._versions = {b: b.version_now for b in self.unknown}
+        if self._overwritten:
+            raise CSDTornError(
+                errno.EIO,
+                f"parameters {_listed(sorted(self._overwritten))} have their values from before the failed step again. "
+                "What the program wrote to them while these could not be read is lost: write it again",
+            )
+
+    def _finish_here(self) -> None:
+        try:
+            if self._stages:
+                self.engine.check_open()
+            while self._stages:
+                self._stages[0]()
+                del self._stages[0]
+        except (CSDError, MemoryError, RuntimeError) as e:
+            if self.engine.torn:
+                raise
+            text = (isinstance(e, OSError) and e.strerror) or str(e)
+            names = _listed(sorted(b.name for b in self.unknown))
+            raise CSDTornError(
+                (isinstance(e, OSError) and e.errno) or errno.EIO,
+                f"a step failed, and parameters {names} are a mix of two steps, because their old values cannot be "
+                f"read back: {text} Until then step(), wait(), save(), `state` and the model's forward raise this",
+            ) from e
+
+    # ---- the stages ------------------------------------------------------------------
+
+    def _undo_states(self) -> None:
+        undo_states(self.engine, self._step)
+
+    def _take_back(self) -> None:
+        if self._step.is_complete:
+            self.engine.undo_last(self._step.plan.rows)
+            self._step.is_complete = False
+        if self._step.near:
+            self._step.near.undo()
+
+    def _find(self) -> None:
+        """Find the parameters that have new values; the others are known from here on."""
+        engine, step = self.engine, self._step
+        near = step.near.changed if step.near else []
+        # Of a step that had ended, all: what the program has written to them since may differ from rank to rank.
+        whole = {b.index: b for b in (step.plan.param_states if self._ended else near)}
+        spans: dict[int, list[Span]] = defaultdict(list)
+        for tile in engine.tiles_of_params([*whole]).tolist() if whole else []:
+            for row, _, first, in_tile, n in engine.pieces_of(tile).tolist():
+                if row in whole:
+                    spans[tile].append(Span(whole[row], first, in_tile, n))
+        took_part = step.table["grad"] != 0
+        for tile, elems in engine.undone() if len(step.tiles) and not self._ended else []:
+            for row, _, first, in_tile, n in engine.pieces_of(tile).tolist():
+                if took_part[row] and row not in whole and in_tile < elems:
+                    spans[tile].append(Span(self._state_map.by_index[row], first, in_tile, min(n, elems - in_tile)))
+        self._in_tiles = {tile: of_tile for tile, all_ in spans.items() if (of_tile := [s for s in all_ if s.needs_it])}
+        self._on_accelerator = [b for b in whole.values() if b.on_accelerator]
+        self._found = True
+
+    def _restore(self) -> None:
+        for tile in [*self._in_tiles]:
+            self._restore_tile(tile, self._in_tiles[tile])
+            del self._in_tiles[tile]
+        for b in self._on_accelerator:
+            outside = self._outside_value(b)
+            self._set(b, 0, flat(b.master) if outside is None else outside, is_outside=outside is not None)
+        self._on_accelerator.clear()
+
+    def _restore_tile(self, tile: int, spans: Sequence[Span]) -> None:
+        """Restore the parameters of a tile. Reads only masters, and not through windows: see csd_engine_read."""
+        masters = None
+        for b, first, in_tile, n in spans:
+            outside = self._outside_value(b)
+            if outside is not None:
+                values = outside[first : first + n]
+            elif b.decoded:
+                values = b.decoded.master(b.index, tile, first, in_tile, n)
+            else:
+                if masters is None:
+                    masters = self.engine.read_masters(tile, max(span.in_tile + span.n for span in spans))
+                values = masters[in_tile : in_tile + n]
+            self._set(b, first, values, is_outside=outside is not None)
+
+    def _set(self, b: ParamState, first: int, values: torch.Tensor, *, is_outside: bool) -> None:
+        if b in self._written:
+            self._overwritten.add(b.name)
+        b.restore(first, values, is_outside=is_outside)
+
+    def _outside_value(self, b: ParamState) -> torch.Tensor | None:
+        """Return the value, 1-D, to which the program had set a parameter before the step; None: that is its master."""
+        value = self._step.outside_values.get(b.index)
+        return None if value is None else flat(ordered(value, b.stride))
+
+    def _end(self) -> None:
+        for b in self._step.written:  # the step did not take over what the program had written: it is still due
+            b.version = -1
+        if (near := self._step.near) and self._ended:
+            near.end()
+        elif near and near.launched:
+            near.wait()  # whoever learns of the failure finds the old values, on any stream
+
+
+def undo_states(engine: Engine, step: PreparedStep) -> None:
+    """Undo a step's states on the devices and on the accelerator, but not its parameters. May be called again.
+
+    If finish() has failed, the devices' states are undone already. Raises CSDTornError if the devices have updated
+    states in place. What an accelerator raises leaves the states torn.
+    """
+    with contextlib.suppress(CSDError):
+        engine.finish(keep=False)
+    if step.ring is not None:
+        step.ring.forget()
+    if engine.devices.resident and len(step.tiles) and engine.undone():
+        engine.mark_torn()
+        raise CSDTornError(errno.EIO, f"the step was cut short. {TORN}")
+    if step.near and step.near.launched:
+        whole = False
+        try:
+            if step.near.undoes:
+                step.near.undo()
+                whole = True
+        finally:  # also if the accelerator fails
+            if not whole:
+                engine.mark_torn()
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - NAMED
+    return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")

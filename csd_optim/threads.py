@@ -1,0 +1,40 @@
+"""Threads: a pool whose threads all run from the start, and the error of a system that refuses one."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+from .errors import CSDRuntimeError
+
+
+def running_pool(n: int, name: str) -> ThreadPoolExecutor:
+    """Return a pool of `n` threads that have all started. Raises CSDRuntimeError if the system refuses one.
+
+    ThreadPoolExecutor itself starts threads when work is submitted, and queues the work first: if a thread cannot be
+    started, submit() raises although the work may run later.
+    """
+    pool, all_run = ThreadPoolExecutor(n, thread_name_prefix=name), threading.Barrier(n + 1)
+    try:
+        for _ in range(n):
+            pool.submit(all_run.wait)
+        all_run.wait()
+    except BaseException as e:
+        all_run.abort()
+        pool.shutdown()
+        if isinstance(e, RuntimeError):
+            raise _refused(e) from e
+        raise
+    return pool
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread. Raises CSDRuntimeError if the system refuses it."""
+    try:
+        thread.start()
+    except RuntimeError as e:
+        raise _refused(e) from e
+
+
+def _refused(e: RuntimeError) -> CSDRuntimeError:
+    return CSDRuntimeError(f"{e}: raise the limit on processes (ulimit -u, or pids.max of the container)")
