@@ -1,15 +1,18 @@
 # make demo       trains a small GPT with CSDAdam on four emulated CSDs, with fp32 and 8-bit states, beside AdamW
 # make emu-demo   the same on two SmartSSDs: real Xilinx runtime, emulated cards (apt-get install libxrt1)
 # make demo-big   trains 1.5 B parameters of a Hugging Face model in 12 GB, where AdamW is refused: 5 to 10 minutes
-# make test       what CI runs: tests, sanitizers, lint, types, docs
+# make quick      the tests of one back end, in one process: 90 s
+# make test       every back end and every kind of test, sampled; lint and types: 6 minutes
+# make ci         what CI runs: make test, the other cases, sanitizers, docs: 18 minutes
 # make tables     the table of bytes per parameter in docs/performance.md, counted anew
 # make docs       the pages as a site, build/site/index.html
 # make types      checks that every public name has a type, as users' type checkers see it
 # make wheels     sdist and a wheel for this machine's architecture, checked, in dist/
 # make aarch64    the native tests built for AArch64, run by QEMU (apt-get install g++-aarch64-linux-gnu qemu-user)
 # make gpu-check  on a machine with a GPU: tests, sanitizers and benches on it, in one archive (docs/gpu-check.md)
-# make soak       tests that take too long for every day: training killed more than 200 times, 4000 power losses, the
+# make soak       tests that take too long for every change: training killed more than 200 times, 4000 power losses, the
 #                 whole suite on cards, and tests that guard data once more with 8-bit states
+# make matrix     the tests that touch torch's interface with other versions of torch and Python: hours, 8 GB of disk
 # Each target first sets up a virtual environment below build/; nothing else on the machine is changed.
 
 PYTHON ?= python3
@@ -28,7 +31,8 @@ CXX_FILES := $(foreach d,native/* hls_kernels hls_kernels/* tests/native tests/n
     tests/accelerator/emulated,\
     $(wildcard $(d)/*.h $(d)/*.cpp $(d)/*.c))
 
-.PHONY: demo demo-big emu-demo test tables soak check pytest together alone accelerated docs types wheels aarch64 \
+# The pattern targets below cannot be here: make looks for no rule of that kind for phony targets.
+.PHONY: demo demo-big emu-demo quick test ci rest ready soak matrix tables lint check docs types wheels aarch64 \
     gpu-check sanitize clean
 
 demo: $(VENV)/.installed
@@ -40,12 +44,44 @@ demo-big: $(VENV)/.installed
 emu-demo: $(VENV)/.installed
 	$(BIN)/csd-optim emu --devices 2 -- $(BIN)/python bench/demo.py --cards --devices 2 --out build/emu-demo
 
-# Two targets run at a time, and the tests that need the machine for themselves run at the end. `together` takes as long
-# as the other targets in sequence. A third target beside these two would take cores from tests that have a time limit.
-test:
-	$(MAKE) --no-print-directory -j2 $(VENV)/.installed $(VENV)/.docs $(VENV)/.types
-	$(MAKE) --no-print-directory --keep-going -j2 together accelerated sanitize check
-	$(MAKE) --no-print-directory alone
+# Tiers of tests (tests/support/tiers.py). Each prints at the end how long it took, without the set-up of build/venv.
+# Two parts run at a time, and at the end the tests that need the machine for themselves. A part that fails hides no
+# other one: --keep-going, and status.
+PARTS = $(MAKE) --no-print-directory --keep-going -j2
+TIMED = begin=$$(date +%s); status=0; $(1); echo "make $@: $$(($$(date +%s) - begin)) s"; exit $$status
+
+quick: $(VENV)/.installed
+	@$(call TIMED,$(PYTEST) --tier quick -n 2 --dist loadfile $(QUICK) || status=$$?)
+
+test: ready
+	@$(call TIMED,$(PARTS) test-together test-accelerated lint types || status=$$?; $(PARTS) test-alone || status=$$?)
+
+ci:
+	@$(call TIMED,$(MAKE) --no-print-directory test || status=$$?; $(MAKE) --no-print-directory rest || status=$$?)
+
+# What `make ci` runs beyond `make test`.
+rest: ready
+	@$(call TIMED,$(PARTS) rest-together rest-accelerated sanitize docs || status=$$?; $(PARTS) rest-alone || status=$$?)
+
+ready:
+	@$(MAKE) --no-print-directory -j2 $(VENV)/.installed $(VENV)/.docs $(VENV)/.types
+
+PYTEST = $(BIN)/python -m pytest
+QUICK := $(addprefix tests/,cli engine optim params planning step store)
+test-%: TIER = --tier test
+rest-%: TIER = --tier ci --beyond test
+
+# File by file in alphabetical order: some of the files with few tests take longest, and xdist would start them last.
+%-together: $(VENV)/.installed
+	$(PYTEST) $(TIER) --durations 20 -n 2 --dist loadfile --no-loadscope-reorder -m "not serial"
+
+# Only the files that have serial tests: collecting all the others takes longer than many of these tests.
+%-alone: $(VENV)/.installed
+	$(PYTEST) $(TIER) --durations 20 -m serial $$(grep -rl --include=*.py "pytest.mark.serial" tests)
+
+# On an accelerator: a real one if there is one, else the emulated one, which the first of these tests builds.
+%-accelerated: $(VENV)/.installed
+	$(PYTEST) $(TIER) tests/accelerator --accelerator --durations 10
 
 tables: $(VENV)/.installed
 	$(BIN)/python -m bench.tables docs/performance.md
@@ -57,29 +93,21 @@ DATA := $(addprefix tests/,store engine checkpoint compression params step optim
 soak: $(VENV)/.installed
 	$(BIN)/python tests/crash --kills 250 --images 4000 $(SOAK)
 	$(BIN)/python tests/crash --accelerator --kills 50 --calls 0 --images 1000 $(SOAK)
-	$(BIN)/python -m pytest --soak -k "suite_on_cards or soak"
+	$(BIN)/python -m pytest --tier soak -k "suite_on_cards or soak"
 	$(BIN)/python -m pytest --state-dtype 8bit -n 3 --dist loadfile -m "not serial" $(DATA)
-	$(BIN)/python -m pytest --soak "--accelerator=late,side first,main first,random=1,random=2" tests/accelerator
+	$(BIN)/python -m pytest --tier soak "--accelerator=late,side first,main first,random=1,random=2" tests/accelerator
 
-check: $(VENV)/.installed docs types
+# Takes hours, and downloads several GB for most versions of torch. PAIRS="3.13:2.15.0" runs one.
+matrix: $(VENV)/.installed
+	$(BIN)/python tests/matrix.py $(PAIRS)
+
+check: lint types docs
+
+lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
 	$(BIN)/mypy
-
-pytest: together alone accelerated
-
-# File by file in alphabetical order: some of the files with few tests take longest, and xdist would start them last.
-together: $(VENV)/.installed
-	$(BIN)/python -m pytest --durations 20 -n 2 --dist loadfile --no-loadscope-reorder -m "not serial"
-
-# Only the files that have serial tests: collecting all the others takes longer than many of these tests.
-alone: $(VENV)/.installed
-	$(BIN)/python -m pytest --durations 20 -m serial $$(grep -rl --include=*.py "pytest.mark.serial" tests)
-
-# On an accelerator: a real one if there is one, else the emulated one, which the first of these tests builds.
-accelerated: $(VENV)/.installed
-	$(BIN)/python -m pytest tests/accelerator --accelerator --durations 10
 
 # From scratch each time (--fresh-env): a cached page would not notice changes of others. A broken link is an error.
 docs: $(VENV)/.docs

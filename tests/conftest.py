@@ -8,8 +8,8 @@ import pytest
 import torch
 from support import cards, emulated
 from support.backends import BACKENDS, NEAR, XRT_BACKENDS, device_strings, on_cards
-from support.sampling import leave_the_rest_to_soak
 from support.states import assume, assumed
+from support.tiers import TIERS, of_tier
 
 from csd_optim.cli import commands as cli
 from csd_optim.devices.emulation import MEMORY_BYTES, PLATFORM
@@ -52,7 +52,8 @@ def pytest_addoption(parser):
         "schedules: late, side first, main first, at once, random=SEED",
     )
     parser.addoption("--state-dtype", default="fp32", help="CSDAdam's default in tests that do not set it")
-    parser.addoption("--soak", action="store_true", help="also what takes too long for every day: `make soak`")
+    parser.addoption("--tier", default="ci", choices=TIERS, help="which tests: see tests/support/tiers.py")
+    parser.addoption("--beyond", choices=TIERS, help="leave out what this tier runs")
 
 
 def pytest_generate_tests(metafunc):
@@ -68,13 +69,14 @@ def pytest_generate_tests(metafunc):
 def pytest_collection_modifyitems(config, items):
     def is_chosen(item):
         on_every_backend = "backend" in item.fixturenames or item.get_closest_marker("cards")
-        everyday = config.getoption("--soak") or not item.get_closest_marker("soak")
         right_machine = bool(config.getoption("--accelerator")) == bool(item.get_closest_marker("accelerator"))
-        return everyday and right_machine and (on_every_backend or not on_cards())
+        return right_machine and (on_every_backend or not on_cards())
 
-    leave_the_rest_to_soak(items)
-    chosen = [item for item in items if is_chosen(item)]
-    if on_cards() and not config.getoption("--soak"):
+    tier, beyond = config.getoption("--tier"), config.getoption("--beyond")
+    candidates = [item for item in items if is_chosen(item)]
+    those = of_tier(candidates, tier) - (of_tier(candidates, beyond) if beyond else set())
+    chosen = [item for item in candidates if item in those]
+    if on_cards() and tier != "soak":
         chosen = cards.sample(chosen)
     if len(chosen) < len(items):
         stay = {*chosen}

@@ -2,7 +2,7 @@
 
 `make soak` runs the tests on copies of the package from each of which one is missing. By hand:
 
-    python -m pytest --soak --accelerator tests/accelerator/test_mutants.py
+    python -m pytest --tier soak --accelerator tests/accelerator/test_mutants.py
 """
 
 import os

@@ -17,7 +17,7 @@ from csd_optim.cli.benchmark import scratch
 from csd_optim.devices.backends import NO_CACHE
 from csd_optim.devices.spec import parse_device, parse_devices
 
-pytestmark = pytest.mark.serial
+pytestmark = pytest.mark.serial("steps have to keep a pace")
 
 NUMEL = 1 << 20  # parameters: states of 12.6 MB, fp16 gradients of 2.1 MB
 TILE = 1 << 16  # elements: 16 tiles

@@ -21,7 +21,7 @@ SLOW, FAST = Tuned(512 << 10, 8, 1e9), Tuned(4 << 20, 16, 2e9)
 # ---- measuring -------------------------------------------------------------------------
 
 
-@pytest.mark.serial
+@pytest.mark.serial("measures the drive: other tests would use it")
 def test_on_a_real_drive(tmp_path):
     found = tune([tmp_path, tmp_path])
     assert len(found) == 2

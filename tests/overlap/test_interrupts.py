@@ -1,7 +1,4 @@
-"""Ctrl-C at any instant, once or twice, also while a step is undone: no parameter keeps a value of a step that is gone.
-
-Serial: the process sends signals to itself, which interrupt its main thread.
-"""
+"""Ctrl-C at any instant, once or twice, also in an undo: no parameter keeps a value of a step that is gone."""
 
 import os
 import random
@@ -20,7 +17,7 @@ from torch import nn
 from csd_optim import CSDAdam
 from csd_optim.overlap.in_backward import _BackwardEnd
 
-pytestmark = pytest.mark.serial
+pytestmark = pytest.mark.serial("sends signals to its process, which may be talking to pytest-xdist")
 
 WIDTH, DEPTH = 256, 6
 
@@ -113,7 +110,7 @@ def undisturbed(directory, state_dtype, steps):
 
 @pytest.fixture
 def runs(request):
-    return 500 if request.config.getoption("--soak") else 20
+    return 500 if request.config.getoption("--tier") == "soak" else 20
 
 
 @pytest.mark.parametrize("state_dtype", ["fp32", "8bit"])

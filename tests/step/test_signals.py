@@ -11,7 +11,7 @@ import torch
 from csd_optim import CSDAdam, bindings
 from csd_optim.store.format import read_contents
 
-pytestmark = pytest.mark.serial
+pytestmark = pytest.mark.serial("sends signals to its process, which may be talking to pytest-xdist")
 
 
 def make_pair(devices):

@@ -7,7 +7,7 @@ import torch
 
 from csd_optim import CSDAdam
 
-pytestmark = pytest.mark.serial
+pytestmark = pytest.mark.serial("short of memory, the kernel reads pages of libraries again, and counts them")
 
 TILE = 32768  # elements: 46 tiles
 COUNTERS = Path("/proc/self/io")

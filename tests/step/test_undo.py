@@ -442,7 +442,7 @@ def test_every_call_of_an_undo(mode, state_dtype, devices, tmp_path, request):
     calls = strikes(training, None, None).calls
     assert training.image() == image
     assert calls > 20
-    every = 1 if request.config.getoption("--soak") else 5
+    every = 1 if request.config.getoption("--tier") == "soak" else 5
     places, torn = set(), 0
     for k, error in zip(range(0, calls, every), itertools.cycle(ERRORS)):
         strike = strikes(training, k, error)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from support.forked import python
-from support.sampling import values
+from support.tiers import values
 
 from csd_optim import CSDUnavailableError
 from csd_optim.devices import emulation
@@ -105,7 +105,7 @@ class Suites:
     def __init__(self, config):
         worker = getattr(config, "workerinput", None)
         self.runs = worker is None and not config.option.collectonly
-        self.soak = config.option.soak
+        self.tier = config.option.tier
         self.directory = Path(worker["suites"] if worker else tempfile.mkdtemp(prefix="csd_optim_suites_"))
         self.processes = []
 
@@ -123,7 +123,7 @@ class Suites:
     def _start(self, ids):
         asked = [suite for suite in SUITES if any(id.endswith(f"test_the_suite_on_cards[{suite}]") for id in ids)]
         if self.runs and not self.processes and asked and why_no_cards() is None:
-            command = [sys.executable, "-m", "support.cards", self.directory, str(int(self.soak))]
+            command = [sys.executable, "-m", "support.cards", self.directory, self.tier]
             turns = [turn for turn in (asked[::2], asked[1::2]) if turn]
             self.processes = [subprocess.Popen([*command, *turn], cwd=TESTS) for turn in turns]
 
@@ -145,9 +145,9 @@ class Suites:
             shutil.rmtree(self.directory)
 
 
-def main(directory, soak, *asked):
+def main(directory, tier, *asked):
     try:
-        run(directory, soak, asked)
+        run(directory, tier, asked)
     finally:  # always leave a result, so that no test waits for ever
         for suite in asked:
             if not Path(directory, f"{suite}.status").exists():
@@ -155,13 +155,13 @@ def main(directory, soak, *asked):
                 Path(directory, f"{suite}.status").write_text("1")
 
 
-def run(directory, soak, asked):
+def run(directory, tier, asked):
     for suite in asked:
         files, more, on = SUITES[suite]
-        if int(soak):
+        if tier == "soak":
             files, on = files + more, on if suite == "topk" else "xrt,xrts"
         command = [sys.executable, "-m", "pytest", "-v", "--durations=5", f"--xrt={on}", "-p", "no:cacheprovider"]
-        command += ["--soak"] * int(soak) + [str(TESTS / file) for file in files]
+        command += ["--tier", tier, *(str(TESTS / file) for file in files)]
         done = emulated(*command, cards=3, seconds=4 * SECONDS)
         if done.returncode in (128 + signal.SIGTERM, 128 + signal.SIGINT):  # the run was interrupted
             break

@@ -1,9 +1,9 @@
-"""support/sampling.py: the daily sample leaves out only combinations that it contains elsewhere."""
+"""support/tiers.py: a sample leaves out only combinations that it contains elsewhere."""
 
 import itertools
 
 import pytest
-from support.sampling import chosen
+from support.tiers import chosen
 
 ARGUMENTS = {"backend": ["file", "ram", "mixed", "files"], "steps": [1, 2, 3], "exact": [True, False], "of": [[], []]}
 
