@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -43,18 +43,11 @@ def on(stream: Any) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if stream is None else stream
 
 
-@contextlib.contextmanager
-def on_device(device: torch.device) -> Iterator[None]:
-    """Make `device` the current device inside the context. torch.accelerator.device_index needs torch 2.8."""
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which `device` is the current device."""
     if device.index is None or not is_accelerator(device):
-        yield
-        return
-    before = torch.accelerator.current_device_index()
-    torch.accelerator.set_device_index(device.index)
-    try:
-        yield
-    finally:
-        torch.accelerator.set_device_index(before)
+        return contextlib.nullcontext()
+    return torch.accelerator.device_index(device.index)
 
 
 def record_event(stream: Any) -> Any:
@@ -75,7 +68,7 @@ def is_captured(device: torch.device) -> bool:
     if not is_accelerator(device):
         return False
     stream = torch.accelerator.current_stream(device)
-    return bool(getattr(stream, "is_capturing", bool)())  # torch 2.7 has no is_capturing
+    return bool(getattr(stream, "is_capturing", bool)())  # torch 2.9 has no is_capturing
 
 
 def check_not_capturing(tensors: Iterable[torch.Tensor]) -> None:

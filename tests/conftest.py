@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 
 import pytest
 import torch
@@ -134,6 +135,13 @@ def in_tmp_path(tmp_path, monkeypatch):
 def small_chunks(monkeypatch):
     """Make each checksum cover as little as possible, so that even the small tiles of tests have several."""
     monkeypatch.setattr("csd_optim.engine.engine.SUM_ELEMS", 1024)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_living_ranks():
+    yield
+    if ranks := sys.modules.get("support.ranks"):
+        ranks.end_living()
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
+import weakref
 from collections.abc import Callable, ItemsView, Iterable, Iterator, ValuesView
 from types import CodeType, FrameType, FunctionType
 from typing import Any, Protocol, cast
@@ -106,6 +108,8 @@ class Net:
         self.reach = reach
         self.params = params  # of the module
         self.covers = covers
+        self.number: int = next(_numbers)
+        _nets[self.number] = self
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         # Not the parameters of `module`, which may be a replica of nn.DataParallel.
@@ -119,10 +123,10 @@ class Net:
                 return False
         # Tested before `active`, on which the graph would be specialized, and which may change while it is traced.
         if torch.compiler.is_dynamo_compiling():
-            give_up(self)
+            give_up(self.number)
             return False
         if self.params and is_on_accelerator(self.params[0]) and is_captured(self.params[0].device):
-            give_up(self)  # a replay of the graph would not wait
+            give_up(self.number)  # a replay of the graph would not wait
             return False
         return self.arrivals.active
 
@@ -134,8 +138,16 @@ class Net:
         return NO_OP
 
 
-def give_up(net: Net) -> bool:
-    """Give up the parameters of a net that is captured, or traced outside a CompiledCall: it will not run again."""
+_numbers = itertools.count()
+_nets: weakref.WeakValueDictionary[int, Net] = weakref.WeakValueDictionary()
+
+
+def give_up(number: int) -> bool:
+    """Give up the parameters of a net that is captured, or traced outside a CompiledCall: it will not run again.
+
+    Takes the net's number, because dynamo in torch 2.9 passes only constants to a call that it makes while it traces.
+    """
+    net = _nets[number]
     net.reach.give_up(net.params)
     return True
 

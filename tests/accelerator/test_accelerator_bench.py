@@ -12,6 +12,7 @@ from support.backends import TESTS
 pytestmark = [pytest.mark.accelerator, pytest.mark.one_schedule]
 
 
+@pytest.mark.ci
 def test_bench(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(TESTS.parent)
     monkeypatch.setattr(sys, "argv", ["bench", "--quick", "--runs=5", f"--directory={tmp_path}", "--json"])
@@ -24,6 +25,7 @@ def test_bench(tmp_path, monkeypatch, capsys):
     assert "have the bits of the CPU" in err
 
 
+@pytest.mark.ci
 def test_bench_of_overlap(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(TESTS.parent)
     options = ["--accelerator", "--quick", "--params=1e5", "--runs=5", f"--directory={tmp_path}", "--json"]

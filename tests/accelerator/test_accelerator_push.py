@@ -97,6 +97,7 @@ def expected():
     return {dtype: Hooked("cpu", dtype, "ram:").train() for dtype in DTYPES[::2]}
 
 
+@pytest.mark.ci
 @pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("beside", [False, True], ids=["here", "on a side stream"])
 @pytest.mark.parametrize("dtype", DTYPES[::2], ids=str)

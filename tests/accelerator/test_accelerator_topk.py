@@ -149,6 +149,7 @@ def test_topk_waits_for_the_gradient_and_has_read_it(devices, side_stream, topk)
 
 
 # The emulated device uses the CPU's kernels: large sizes prove something only on a real one.
+@pytest.mark.ci
 @pytest.mark.sampled(together=1)
 @pytest.mark.one_schedule
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -177,6 +178,7 @@ def test_selection_on_the_device(n, dtype):
                 assert torch.equal(bits(there[1]), bits(residual)), (name, scale)
 
 
+@pytest.mark.ci
 def test_selection_needs_little_memory():
     """No temporary tensor is of the gradient's size, on the device or elsewhere."""
     n = 1 << 20

@@ -40,6 +40,7 @@ def test_no_schedule_breaks_a_program_that_waits(order):
     assert read_early(order, waits=True)[0] == 7
 
 
+@pytest.mark.ci
 def test_the_host_faults_on_memory_of_the_device(tmp_path):
     script = tmp_path / "touches.py"
     script.write_text(

@@ -445,6 +445,7 @@ def test_kills(seed, tmp_path, emulated_only):
     assert "each one resumed from a committed step" in done.stdout
 
 
+@pytest.mark.ci
 @one_schedule
 def test_the_power_fails(tmp_path, emulated_only):
     """A little of `make soak`: whatever a power loss leaves, a run resumes from a committed step."""

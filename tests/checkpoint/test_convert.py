@@ -237,6 +237,7 @@ print(max(most) - before)
 """
 
 
+@pytest.mark.ci
 def test_it_takes_little_memory(tmp_path):
     """24 M parameters have 0.29 GB of fp32 states; they are mapped from files, so the system can drop their pages."""
     p = torch.nn.Parameter(torch.zeros(24 << 20, dtype=torch.bfloat16))

@@ -44,6 +44,7 @@ def large(tmp_path):
     tmp_path.mkdir()
 
 
+@pytest.mark.ci
 def test_7b_parameters_in_640_mib_of_memory(large):
     """A copy and both exports of a sparse store of 162 GB, with 0.75 GB of data, which is more than the memory allowed.
 

@@ -273,6 +273,7 @@ def test_numbers_of_parameters(text, n):
     assert cli.count(text) == n
 
 
+@pytest.mark.ci
 def test_python_m(stores):
     command = [sys.executable, "-m", "csd_optim", "inspect", str(stores[0]), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -302,6 +303,7 @@ def test_help_does_not_wait_for_torch():
     assert done.stdout.count("Usage:") == 1 + len(commands)
 
 
+@pytest.mark.ci
 def test_the_package_names_what_it_has():
     """CSDAdam is imported lazily, which is invisible to code that lists or imports the package's names."""
     script = (

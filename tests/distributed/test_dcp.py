@@ -137,6 +137,7 @@ def owners(tmp_path):
         yield lambda: stack.enter_context(Owners(next(directories), 2)).address
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("saved", "loaded", "how", "name"),
     [

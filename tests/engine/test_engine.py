@@ -567,6 +567,7 @@ def test_node_of_a_drive(tmp_path, nodes, expected):
     assert numa_node(os.makedev(259, 1), tmp_path) is None  # the machine has only node 0
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("disabled", [0, 1])
 def test_huge_pages_that_are_refused_are_told(disabled):
     """`stats()` tells whether the kernel gave huge pages, here to a process for which they may be disabled."""

@@ -78,6 +78,7 @@ def train(devices, seed, *, patient):
     return durable, True
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("devices", "at_once", "patient", "every", "seed"),
     [

@@ -76,6 +76,7 @@ del opt
 """
 
 
+@pytest.mark.ci
 def test_collected_by_its_own_commit(tmp_path):
     process = subprocess.run(
         [sys.executable, "-c", COLLECTED, str(tmp_path)], capture_output=True, text=True, timeout=300

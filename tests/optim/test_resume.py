@@ -103,6 +103,7 @@ def test_a_process_that_is_killed(tmp_path, topk):
     goes_on_after(device, topk, clean=False)
 
 
+@pytest.mark.ci
 @pytest.mark.fp32_states("another process, which takes fp32")
 def test_an_interpreter_that_ends_without_close(tmp_path):
     """Some of its optimizers are in reference cycles."""

@@ -106,6 +106,7 @@ def one_call_fails_on_a_rank(rank):
     return failures
 
 
+@pytest.mark.ci
 @in_child
 def test_one_call_fails_on_a_rank(tmp_path):
     """The step is undone on both ranks, and both repeat it."""

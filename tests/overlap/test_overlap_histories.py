@@ -60,6 +60,7 @@ def histories_on_ranks(rank, kind, seeds):
     return launched.call_count
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 12), marks=pytest.mark.soak)], ids=str)
 @pytest.mark.parametrize("kind", WRAPS)
 def test_random_histories_on_ranks(kind, seeds, tmp_path):

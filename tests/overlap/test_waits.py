@@ -467,7 +467,7 @@ def test_without_its_net_a_compiled_module_computes_with_old_weights(monkeypatch
 
 
 def test_a_compiled_function_that_gave_nothing_up_would_compute_with_old_weights(monkeypatch):
-    monkeypatch.setattr(waits, "give_up", lambda net: True)
+    monkeypatch.setattr(waits, "give_up", lambda number: True)
     got, wanted, _, _ = steps_of(compiled_around)
     assert not are_equal(got, wanted)
 

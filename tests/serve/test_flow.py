@@ -270,6 +270,7 @@ def fails_unforeseen_if_told(rank):
     Owner.states = failing
 
 
+@pytest.mark.ci
 def test_owners_go_on_from_the_store_if_one_of_them_has_failed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with Owners(tmp_path, 2, timeout=10, before=fails_unforeseen_if_told) as owners:

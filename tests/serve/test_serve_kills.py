@@ -170,6 +170,7 @@ def test_two_hundred_killed_trainers_cost_nothing(tmp_path, size, route):
         owners.stop()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("call", "size", "route"), [(PUSH, 2, "kept"), (HALFWAY, 1, "kept"), (HALFWAY, 1, "slices")])
 def test_a_trainer_that_was_stopped_finds_that_another_has_taken_over(tmp_path, call, size, route):
     with Owners(tmp_path, size, small=True) as owners:

@@ -181,6 +181,7 @@ def owners(tmp_path_factory):
         yield [stack.enter_context(Owners(tmp_path_factory.mktemp("owners"), size)) for size in (2, 1)]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.filterwarnings("ignore:lr of group")
 def test_wrapped_models_have_the_bits_of_devices_of_their_own(kind, owners, tmp_path):

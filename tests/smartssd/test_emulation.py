@@ -112,6 +112,7 @@ def test_a_tile_is_updated_beside_its_drive(devices, places, tmp_path, capfd):
         assert report[16:].tolist() == [*before, 0, *after, 0] + [0] * 8
 
 
+@pytest.mark.ci
 @needs_xrt
 @pytest.mark.parametrize(
     ("name", "devices"),
@@ -121,6 +122,7 @@ def test_cards_do_what_cards_do(name, devices, places):
     assert program(name, devices=devices) == 0
 
 
+@pytest.mark.ci
 @needs_xrt
 @pytest.mark.parametrize(
     ("name", "fault", "status", "said"),

@@ -618,6 +618,7 @@ def compile_and_run(compiler, directory, headers, *flags):
     assert subprocess.run([program], check=True, capture_output=True, text=True).stdout == "kernels: done\n"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("in_flight", [pytest.param(64, marks=pytest.mark.soak), 200])
 def test_streams_that_are_too_shallow_are_found(in_flight, tmp_path):
     """tests/native/kernels_test.cpp finds streams that are too shallow for what stages buffer, and for what is in their

@@ -63,7 +63,9 @@ def same(a, b):
 
 
 @needs_xrt
-@pytest.mark.parametrize("suite", SUITES)
+@pytest.mark.parametrize(
+    "suite", [pytest.param(suite, marks=[pytest.mark.ci] * (suite != "adamw")) for suite in SUITES]
+)
 def test_the_suite_on_cards(suites, suite):
     """All tests with the fixture `backend` of conftest.py pass on cards too."""
     out, status = suites.result(suite)
@@ -174,6 +176,7 @@ def test_snapshots():
     )
 
 
+@pytest.mark.ci
 @needs_xrt
 def test_the_demo(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="the demo draws: pip install csd_optim[bench]")
@@ -217,6 +220,7 @@ opt.close()
 """
 
 
+@pytest.mark.ci
 @needs_xrt
 @pytest.mark.parametrize(
     ("fault", "error", "says"),
@@ -477,6 +481,7 @@ def refused(tmp_path_factory):
     return dict(line.split(": ", 1) for line in done.stdout.splitlines())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("refusal", REFUSALS)
 def test_a_runtime_that_refuses(refused, refusal):
     """No XRT, a version that is too old, an unsigned xclbin, other kernels, the wrong shell, no permission."""
@@ -582,6 +587,7 @@ def test_nonfinite_gradients_are_counted():
     )
 
 
+@pytest.mark.ci
 @needs_xrt
 @pytest.mark.parametrize("seed", range(3))
 def test_a_process_that_is_killed_goes_on(tmp_path, seed):
@@ -636,6 +642,7 @@ def test_devices_are_all_cards_and_what_they_are():
         assert device["room_for_params"] > 0
 
 
+@pytest.mark.ci
 @needs_xrt
 @pytest.mark.parametrize(
     ("device", "fault", "status", "said"),
