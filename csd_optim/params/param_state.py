@@ -314,7 +314,7 @@ class ParamState:
 
         `values`: their masters; or, with `is_outside`, what the program had set, which still counts as written.
         """
-        p = self.local
+        p = self.part.of(self.param)  # not `local`: since the step it may have got other memory
         in_order = ordered(p, self.stride)
         flat(in_order)[first : first + len(values)].copy_(values)
         if in_order is not p:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -69,8 +68,9 @@ class Undo:
         self._found = not has_begun  # whether the next two are complete
         self._in_tiles: dict[int, list[Span]] = {}  # what is still to be restored, by tile
         self._on_accelerator: list[ParamState] = []  # likewise: those whose masters are there alone
-        self._versions: dict[ParamState, int] = {}  # of unknown ones: torch's count of writes when finish() failed
-        self._written: set[ParamState] = set()  # those that the program has written to since then
+        # Of unknown ones: torch's count of writes, and the address, when finish() failed.
+        self._seen: dict[ParamState, tuple[int, int]] = {}
+        self._written: set[ParamState] = set()  # those that the program has written to, or moved, since then
         self._overwritten: set[str] = set()  # names of those among them that were restored
         undo_states = self._take_back if ended else self._undo_states
         self._stages: list[Callable[[], None]] = [undo_states, self._find, self._restore, self._end]  # repeatable
@@ -97,7 +97,7 @@ class Undo:
         Raises CSDTornError if some stay unknown, or if the program has written to unknown ones, which is lost now;
         CSDRankError if some stay unknown on another rank. What an accelerator raises leaves the states torn for good.
         """
-        self._written |= {b for b, version in self._versions.items() if b.version_now != version}
+        self._restore_as_a_whole({b for b, seen in self._seen.items() if seen != (b.version_now, b.pointer_now)})
         gather = self._gather if self.is_collective else None
         try:
             with all_ranks_or_none(gather.ranks if gather else None):
@@ -107,7 +107,7 @@ class Undo:
                 self._overwritten |= {b.name for b in self._written}
             self.is_done = True
         finally:
-            self._versions = {b: b.version_now for b in self.unknown}
+            self._seen = {b: (b.version_now, b.pointer_now) for b in self.unknown}
         if self._overwritten:
             raise CSDTornError(
                 errno.EIO,
@@ -149,21 +149,37 @@ class Undo:
         """Find the parameters that have new values; the others are known from here on."""
         engine, step = self.engine, self._step
         near = step.near.changed if step.near else []
+        self._in_tiles, self._on_accelerator = {}, []
         # Of a step that had ended, all: what the program has written to them since may differ from rank to rank.
-        whole = {b.index: b for b in (step.plan.param_states if self._ended else near)}
-        spans: dict[int, list[Span]] = defaultdict(list)
-        for tile in engine.tiles_of_params([*whole]).tolist() if whole else []:
-            for row, _, first, in_tile, n in engine.pieces_of(tile).tolist():
-                if row in whole:
-                    spans[tile].append(Span(whole[row], first, in_tile, n))
-        took_part = step.table["grad"] != 0
+        whole = {*(step.plan.param_states if self._ended else near), *self._written}
+        self._add_whole(whole)
+        took_part, others = step.table["grad"] != 0, {b.index for b in whole}
         for tile, elems in engine.undone() if len(step.tiles) and not self._ended else []:
             for row, _, first, in_tile, n in engine.pieces_of(tile).tolist():
-                if took_part[row] and row not in whole and in_tile < elems:
-                    spans[tile].append(Span(self._state_map.by_index[row], first, in_tile, min(n, elems - in_tile)))
-        self._in_tiles = {tile: of_tile for tile, all_ in spans.items() if (of_tile := [s for s in all_ if s.needs_it])}
-        self._on_accelerator = [b for b in whole.values() if b.on_accelerator]
+                if took_part[row] and row not in others and in_tile < elems:
+                    self._add(tile, Span(self._state_map.by_index[row], first, in_tile, min(n, elems - in_tile)))
         self._found = True
+
+    def _add(self, tile: int, span: Span) -> None:
+        if span.needs_it:
+            self._in_tiles.setdefault(tile, []).append(span)
+
+    def _add_whole(self, params: set[ParamState]) -> None:
+        rows = {b.index: b for b in params}
+        for tile in self.engine.tiles_of_params([*rows]).tolist() if rows else []:
+            self._in_tiles[tile] = [s for s in self._in_tiles.get(tile, []) if s.param_state not in params]
+            for row, _, first, in_tile, n in self.engine.pieces_of(tile).tolist():
+                if row in rows:
+                    self._add(tile, Span(rows[row], first, in_tile, n))
+        self._on_accelerator = [*{*self._on_accelerator, *(b for b in params if b.on_accelerator)}]
+
+    def _restore_as_a_whole(self, written: set[ParamState]) -> None:
+        """Have parameters that the program has written to restored with their known elements: else they are a mix."""
+        self._written |= written
+        if written and self._found:
+            self._add_whole(written)
+            if self._restore not in self._stages:
+                self._stages.insert(0, self._restore)
 
     def _restore(self) -> None:
         for tile in [*self._in_tiles]:

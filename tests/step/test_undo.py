@@ -232,6 +232,38 @@ def test_what_is_written_to_an_unknown_parameter(tmp_path):
     goes_on(training, "fp32")
 
 
+@every_dtype
+@pytest.mark.parametrize("skip", [0, 2])
+@pytest.mark.parametrize("moves", [False, True], ids=["written", "moved"])
+@in_child
+def test_what_changes_while_a_parameter_is_unknown_in_part(state_dtype, skip, moves, tmp_path):
+    """It is restored with the elements that were known already, and in the memory that it has now."""
+    training = training_on("file", tmp_path, "in step", state_dtype)
+    before = training.values()
+    with failing_at_the_end(), pytest.MonkeyPatch.context() as monkeypatch:
+        restore, calls = Undo._restore_tile, itertools.count()
+
+        def dies(undo, tile, spans):
+            if next(calls) >= skip:
+                raise CSDOSError(errno.EIO, "injected")
+            restore(undo, tile, spans)
+
+        monkeypatch.setattr(Undo, "_restore_tile", dies)
+        with pytest.raises(CSDTornError):
+            attempt(training)
+    unknown = [b.param for b in training.opt._runner.undoing.unknown]
+    with torch.no_grad():
+        for p in unknown:
+            if moves:
+                p.data = p.data.clone()
+            else:
+                p.mul_(0.5)
+    with pytest.raises(CSDTornError, match="write it again"):
+        training.opt.wait()
+    assert training.values() == before
+    goes_on(training, state_dtype)
+
+
 @in_child
 def test_forwards_of_other_models_go_on(tmp_path):
     training = training_on("file", tmp_path, "in step", "8bit")
