@@ -99,6 +99,7 @@ class Undo:
         """
         self._restore_as_a_whole({b for b, seen in self._seen.items() if seen != (b.version_now, b.pointer_now)})
         gather = self._gather if self.is_collective else None
+        self._seen.clear()
         try:
             with all_ranks_or_none(gather.ranks if gather else None):
                 self._finish_here()
@@ -107,7 +108,12 @@ class Undo:
                 self._overwritten |= {b.name for b in self._written}
             self.is_done = True
         finally:
-            self._seen = {b: (b.version_now, b.pointer_now) for b in self.unknown}
+            for b in self.unknown:  # torch refuses a backward through graphs that have saved the old value
+                was_synced = not b.is_dirty
+                torch.autograd.graph.increment_version([b.param])
+                if was_synced:
+                    b.mark_synced()
+                self._seen[b] = b.version_now, b.pointer_now
         if self._overwritten:
             raise CSDTornError(
                 errno.EIO,

@@ -265,6 +265,16 @@ def test_what_changes_while_a_parameter_is_unknown_in_part(state_dtype, skip, mo
 
 
 @in_child
+def test_a_backward_through_an_older_graph_is_refused(tmp_path):
+    """Its gradients would be those of a mix. (After a step that succeeds, torch refuses as well.)"""
+    training = training_on("file", tmp_path, "in step", "fp32")
+    older = training.model(torch.ones(1, 48, dtype=torch.bfloat16)).square().sum()
+    with dying(tmp_path / "a", training), pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        older.backward()
+    goes_on(training, "fp32")
+
+
+@in_child
 def test_forwards_of_other_models_go_on(tmp_path):
     training = training_on("file", tmp_path, "in step", "8bit")
     other, x = nn.Linear(48, 1), torch.ones(48)
