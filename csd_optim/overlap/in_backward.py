@@ -313,6 +313,8 @@ class StepsInBackward(ConcurrentMode):
 
     def wait(self, params: Iterable[torch.Tensor]) -> None:
         """Prepare to read these parameters: see Arrivals. Raises CSDRuntimeError if one may have changed."""
+        if self._engine.closed:  # a new optimizer may have the parameters
+            return
         self._runner.finish_undo()
         if any(id(p) in self._taken for p in params):
             self.settle()
@@ -323,6 +325,8 @@ class StepsInBackward(ConcurrentMode):
         Raises CSDRuntimeError if step() can still take it.
         """
         self._wait_for_failure()
+        if self._engine.closed:
+            return
         with self._engine.lock:
             self._runner.finish_undo()
             if self._step is None:

@@ -55,7 +55,7 @@ class ConcurrentMode(InStep):
         for hook in self._hooks:
             hook.remove()
         for group in self._groups():
-            group["params"] = list(group["params"])
+            group["params"] = list.copy(group["params"])  # does not wait
 
     def abandon(self) -> None:
         """End the step under way, because nobody is left to complete it. Raises what a step raises."""

@@ -178,6 +178,11 @@ class Overlap(ConcurrentMode):
     def note_undo(self) -> None:
         self.active |= self._runner.undoing is not None
 
+    def _finish_undo(self) -> None:
+        """Finish the undo of a step; not once the devices are closed, as a new optimizer may have the parameters."""
+        if not self._engine.closed:
+            self._runner.finish_undo()
+
     def _undo_early(self, why: str) -> None:
         """Undo a step that began in backward. `why`: for stats()."""
         if self._early:
@@ -245,7 +250,7 @@ class Overlap(ConcurrentMode):
                     continue
                 self._use_order.setdefault(row, len(self._use_order))
         if (flight := self._flight) is None:
-            self._runner.finish_undo()
+            self._finish_undo()
             return
         began = time.perf_counter()
         if flight.landed or (rows and not flight.wait(rows)):
@@ -299,7 +304,7 @@ class Overlap(ConcurrentMode):
         self.land()
         if self._together:
             self._together.raise_failure()
-        self._runner.finish_undo()
+        self._finish_undo()
 
     def drain(self, *, collective: bool) -> None:
         self._undo_early("other calls")

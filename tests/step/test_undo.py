@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import gc
 import itertools
 import os
 import sys
@@ -23,6 +24,7 @@ import csd_optim
 from csd_optim import CSDOSError, CSDTornError
 from csd_optim.engine.engine import Engine
 from csd_optim.errors import CSDRankError
+from csd_optim.finalize import wait_for_dropped
 from csd_optim.step.undo import Undo
 from csd_optim.store.format import FILE_NAME
 
@@ -218,6 +220,29 @@ def test_close_says_that_parameters_are_unknown(tmp_path):
     with pytest.raises(CSDTornError, match="closed"):
         training.opt.state  # noqa: B018
     goes_on(Repeating(f"{tmp_path}/a", None, state_dtype="8bit", resume=True), "8bit")
+
+
+@every_mode
+@pytest.mark.parametrize("drops", [False, True], ids=["closed", "dropped"])
+@in_child
+def test_a_new_optimizer_after_one_that_could_not_undo(mode, drops, tmp_path):
+    """The old one no longer guards the model, and its groups can be read."""
+    training = training_on("file", tmp_path, mode, "fp32")
+    before = training.values()
+    with dying(tmp_path / "a", training):
+        if not drops:
+            with pytest.raises(CSDTornError, match="mix of two steps"):
+                training.opt.close()
+            training.opt.close()  # no-op
+            assert len(list(training.opt.param_groups[0]["params"])) == len(training.params)
+        training.opt = None
+        gc.collect()
+        wait_for_dropped()
+    training.opt = csd_optim.CSDAdam(
+        training.model.parameters(), lr=1e-2, devices=f"file:{tmp_path}/a", tile_size=1024, resume=True
+    )
+    assert training.values() == before
+    goes_on(training, "fp32")
 
 
 @in_child
