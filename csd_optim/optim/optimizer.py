@@ -262,7 +262,8 @@ class CSDOptimizer(Optimizer, Joinable):
             engine.check_open()
             self._settle(meets=meets)
             with engine.lock:
-                if not engine.is_speculative and (engine.completed_event is None or engine.completed_event.is_set()):
+                landed = engine.completed_event is None or engine.completed_event.is_set()
+                if landed and not engine.is_speculative and not self._runner.undoing:  # it may fail as we wait here
                     yield engine
                     return
 

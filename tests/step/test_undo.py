@@ -25,6 +25,7 @@ from csd_optim import CSDOSError, CSDTornError
 from csd_optim.engine.engine import Engine
 from csd_optim.errors import CSDRankError
 from csd_optim.finalize import wait_for_dropped
+from csd_optim.step.run import StepRunner
 from csd_optim.step.undo import Undo
 from csd_optim.store.format import FILE_NAME
 
@@ -296,6 +297,45 @@ def test_a_backward_through_an_older_graph_is_refused(tmp_path):
     older = training.model(torch.ones(1, 48, dtype=torch.bfloat16)).square().sum()
     with dying(tmp_path / "a", training), pytest.raises(RuntimeError, match="modified by an inplace operation"):
         older.backward()
+    goes_on(training, "fp32")
+
+
+@in_child
+def test_a_thread_that_waits_for_the_failing_step(tmp_path):
+    """It had found nothing to undo before it waited for the end of the step."""
+    training = training_on("file", tmp_path, "in step", "fp32")
+    said, waits = [], threading.Event()
+
+    def looks():
+        try:
+            training.opt.state  # noqa: B018
+        except CSDTornError as e:
+            said.append(str(e))
+
+    settle, reader = training.opt._settle, threading.Thread(target=looks)
+
+    def settles(**options):
+        settle(**options)
+        waits.set()
+
+    def dies(undo, tile, spans):
+        raise CSDOSError(errno.EIO, "injected")
+
+    undo = StepRunner.undo
+
+    def undoes(runner, *arguments, **options):
+        reader.start()
+        assert waits.wait(10)
+        undo(runner, *arguments, **options)
+
+    with failing_at_the_end(), pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(Undo, "_restore_tile", dies)
+        monkeypatch.setattr(StepRunner, "undo", undoes)
+        monkeypatch.setattr(training.opt, "_settle", settles)
+        with pytest.raises(CSDTornError):
+            attempt(training)
+        reader.join()
+    assert "mix of two steps" in said[0]
     goes_on(training, "fp32")
 
 
