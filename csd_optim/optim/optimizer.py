@@ -273,13 +273,10 @@ class CSDOptimizer(Optimizer, Joinable):
         Raises CSDOSError if a step failed, CSDTornError if it cannot be undone yet.
         """
         self._mode.drain(collective=meets)
-        if not meets:
-            self._runner.finish_undo()
-        elif self._engine and (self._engine.durable or self._mode.overlaps):
-            with self._engine.all_ranks_or_none():
-                self._runner.finish_undo(collective=True)
-        else:
-            self._runner.finish_undo()
+        engine = self._engine
+        together = bool(meets and engine and (engine.durable or self._mode.overlaps))
+        with engine.all_ranks_or_none() if engine and together else contextlib.nullcontext():
+            self._runner.finish_undo(collective=together)
 
     # ---- torch's contract ------------------------------------------------------
 

@@ -136,7 +136,7 @@ class Undo:
             raise CSDTornError(
                 (isinstance(e, OSError) and e.errno) or errno.EIO,
                 f"a step failed, and parameters {names} are a mix of two steps, because their old values cannot be "
-                f"read back: {text} Until then step(), wait(), save(), `state` and the model's forward raise this",
+                f"read back: {text.rstrip('.')}. Until then step(), wait(), save(), `state` and the model's forward raise this",
             ) from e
 
     # ---- the stages ------------------------------------------------------------------
