@@ -131,12 +131,12 @@ class Undo:
         except (CSDError, MemoryError, RuntimeError) as e:
             if self.engine.torn:
                 raise
-            text = (isinstance(e, OSError) and e.strerror) or str(e)
+            text = ((isinstance(e, OSError) and e.strerror) or str(e)).rstrip(".")
             names = _listed(sorted(b.name for b in self.unknown))
             raise CSDTornError(
                 (isinstance(e, OSError) and e.errno) or errno.EIO,
                 f"a step failed, and parameters {names} are a mix of two steps, because their old values cannot be "
-                f"read back: {text.rstrip('.')}. Until then step(), wait(), save(), `state` and the model's forward raise this",
+                f"read back: {text}. Until then step(), wait(), save(), `state` and the model's forward raise this",
             ) from e
 
     # ---- the stages ------------------------------------------------------------------
