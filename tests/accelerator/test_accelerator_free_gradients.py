@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.between_steps import checkpoints_activations as checkpoints
 from support.between_steps import freezes, gives_steps_up, steps_in_closures, ten_steps
+from support.inside import mode_of
 from support.on_accelerator import DEVICE
 from support.replacing import failing
 from support.twins import Training, assert_twins
@@ -135,7 +136,7 @@ def test_nobody_waits_for_ever_for_a_step_that_cannot_be_undone(tmp_path, monkey
     training.step()
 
     def breaks(_):
-        gone.append(training.opt._mode._no_backward)
+        gone.append(mode_of(training.opt)._no_backward)
         raise ZeroDivisionError
 
     def fails(*_):

@@ -27,6 +27,7 @@ from support.between_steps import (
     writes_parameters,
     writes_past_torch,
 )
+from support.inside import flight_of, guess_of, mode_of, pusher_of, state_map_of
 from support.on_accelerator import DEVICE, DTYPES, keep_busy
 from support.replacing import failing
 from support.twins import Training, assert_twins, checksum
@@ -79,7 +80,7 @@ def test_a_guess_is_right(tmp_path, place, options):
     early = []
 
     def script(training):
-        mode = training.opt._mode
+        mode = mode_of(training.opt)
         if training.overlap is not None:
             training.opt.register_step_post_hook(lambda *_: early.append(mode.stats()["early_params"]))
         ten_steps(training)
@@ -287,7 +288,7 @@ def test_step_returns_before_parameters_arrive(tmp_path, monkeypatch):
     monkeypatch.setattr(Engine, "pull", lambda engine: goes_on.wait() and real(engine))
     try:
         training.step()
-        assert not training.opt._mode._flight._pulled.any()
+        assert not flight_of(training.opt)._pulled.any()
     finally:
         goes_on.set()
     training.opt.close()
@@ -350,18 +351,18 @@ def test_a_guess_that_is_given_up_pushes_nothing_more(tmp_path, what, monkeypatc
     for _ in range(3):
         training.step()
     training.opt.synchronize()
-    pusher = training.opt._mode._early._pusher
+    pusher = pusher_of(training.opt)
     with monkeypatch.context() as patch:
         patch.setattr(StagingBuffer, "wait", lambda slot: arrives.wait() and wait(slot))
         patch.setattr(Engine, "push", lambda *arguments: pushed.append(arguments) or push(*arguments))
         training.patient = False
         try:
             training.backward()
-            assert training.opt._mode._early._guess
+            assert guess_of(training.opt)
             if what == "cleared":  # the next guess would use the same memory
                 training.opt.zero_grad()
                 training.backward()
-                assert training.opt._mode._early._guess is None
+                assert guess_of(training.opt) is None
             elif what == "closed":
                 training.opt.close()
             else:
@@ -389,7 +390,7 @@ def test_a_guess_is_compared_when_all_of_it_was_pushed(tmp_path, monkeypatch):
     monkeypatch.setattr(EarlyImages, "wait", lambda images: asked.set() or wait(images))
 
     def compares(ring, pairs):
-        whole.append(all(future.done() for future in training.opt._mode._early._guess._images.push_futures))
+        whole.append(all(future.done() for future in guess_of(training.opt)._images.push_futures))
         asked.set()
         return equal(ring, pairs)
 
@@ -415,7 +416,7 @@ def test_executors_that_take_nothing_more(tmp_path):
 
     def script(training):
         if training.overlap is not None:
-            training.opt._mode._early._pusher.shutdown()
+            pusher_of(training.opt).shutdown()
         ten_steps(training)
 
     training = twins(tmp_path, script, BACKWARD, patient=True, latency="100us")
@@ -467,9 +468,9 @@ def test_a_captured_forward_gets_its_parameters_within_step(tmp_path, emulated_o
     with emulated.capturing():
         captured(x)
     training.step()
-    reached, flight = training.opt._mode._nets.reached, training.opt._mode._flight
+    reached, flight = mode_of(training.opt)._nets.reached, flight_of(training.opt)
     assert reached == {id(p) for layer in others for p in layer.parameters()}
-    rows = [b.index for b in training.opt._state_map.by_index if id(b.param) not in reached]
+    rows = [b.index for b in state_map_of(training.opt).by_index if id(b.param) not in reached]
     assert len(rows) == 2
     assert flight is None or flight._pulled[flight._pieces.tiles_of(rows)].all()
     training.opt.close()

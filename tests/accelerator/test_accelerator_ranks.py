@@ -13,6 +13,7 @@ import torch.distributed as dist
 from support import emulated, through_host
 from support.backends import TILE
 from support.exact import Linear
+from support.inside import mode_of
 from support.on_accelerator import DTYPES, NEAR
 from support.ranks import on_ranks
 from support.replacing import failing
@@ -173,8 +174,8 @@ def fsdp2(rank, device, overlap, near, fails):
     optimizer = CSDAdam(model.parameters(), lr=1e-2, devices=devices, tile_size=1024, max_grad_norm=1.0)
     if overlap and device != "cpu":
         optimizer.overlap(model)
-    launch, goes_on = optimizer._mode.launch, []
-    optimizer._mode.launch = lambda *step: goes_on.append(launch(*step)) or goes_on[-1]
+    launch, goes_on = mode_of(optimizer).launch, []
+    mode_of(optimizer).launch = lambda *step: goes_on.append(launch(*step)) or goes_on[-1]
     for k in range(4):
         for again in range(1 + (fails and k == 2 and device != "cpu")):
             model(randn((16, 40), 2 * k + rank).to(device)).square().mean().backward()

@@ -466,14 +466,15 @@ def test_auto_with_8bit_states(caplog):
 def test_rates_are_measured_once(monkeypatch):
     monkeypatch.setattr(on_accelerator, "CHUNK", TILE)
     monkeypatch.setattr(on_accelerator, "LINK_BYTES", 1 << 16)
-    for measure in (on_accelerator._update_rate, on_accelerator._link_rate):
+    measures = on_accelerator._update_rate, on_accelerator._link_rate
+    for measure in measures:
         measure.cache_clear()
     for _ in range(2):
         _, stats = placed("gpu:?room=1GB", "file:?mixed=1GB/s", n=8)
         assert sum(d["params"] for d in stats["placement"]["devices"]) == 8 * TILE
         assert 0 < stats["placement"]["devices"][0]["params_per_second"] < 1e12
-    assert on_accelerator._update_rate.cache_info().misses == on_accelerator._link_rate.cache_info().misses == 1
-    for measure in (on_accelerator._update_rate, on_accelerator._link_rate):
+    assert [measure.cache_info().misses for measure in measures] == [1, 1]
+    for measure in measures:
         measure.cache_clear()
 
 

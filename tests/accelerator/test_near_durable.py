@@ -12,6 +12,7 @@ import pytest
 import torch
 from crash.processes import preloaded
 from support.backends import TESTS, TILE
+from support.inside import engine_of
 from support.on_accelerator import DEVICE, DTYPES, keep_busy
 from support.optimizers import ADAMW, FULL
 from support.stores import flip
@@ -275,7 +276,7 @@ def test_a_snapshot(tmp_path):
 @one_schedule
 def test_close_gives_memory_back(tmp_path):
     here = Trained(near(tmp_path / "a")).step(0)
-    copies = here.opt._engine.accelerator.copies.by_param.values()
+    copies = engine_of(here.opt).accelerator.copies.by_param.values()
     there = [weakref.ref(state) for copy in copies for state in copy.states]
     assert there
     here.opt.close()

@@ -25,6 +25,7 @@ from support.between_steps import (
     writes_parameters,
 )
 from support.exact import Linear
+from support.inside import engine_of, flight_of, state_map_of
 from support.on_accelerator import DEVICE, DTYPES
 from support.replacing import failing
 from support.twins import Training, assert_twins, checksum
@@ -58,7 +59,7 @@ def twins(directory, script, overlap, **options):
 
 
 def near_of(training):
-    near = {id(b.param) for b in training.opt._state_map.by_index if b.on_accelerator or b.near_copy}
+    near = {id(b.param) for b in state_map_of(training.opt).by_index if b.on_accelerator or b.near_copy}
     return [p for p in training.model.parameters() if id(p) in near]
 
 
@@ -225,7 +226,7 @@ def test_nobody_waits_for_it(tmp_path, monkeypatch, options):
             there = next(layer.inner.weight for layer in one.model if any(layer.inner.weight is p for p in near))
             assert [checksum(p) for p in near] == [checksum(p) for p in expected]
             assert checksum(there) == checksum(near[[p is there for p in near].index(True)])
-            assert not one.opt._mode._flight._pulled.any()
+            assert not flight_of(one.opt)._pulled.any()
         finally:
             goes_on.set()
     one.opt.wait()
@@ -277,7 +278,7 @@ def test_a_device_that_fails(tmp_path, overlap, call, number, options):
         training.step()
         training.step()
         training.opt.wait()
-        while not training.opt._engine.idle:
+        while not engine_of(training.opt).idle:
             pass
         log, losses, steps = len(training.log), len(training.losses), training.steps
         before = training.seen()[2:]

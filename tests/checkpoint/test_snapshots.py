@@ -10,6 +10,7 @@ import warnings
 
 import pytest
 import torch
+from support.inside import engine_of
 from support.stores import (
     assert_same,
     continues_like,
@@ -245,7 +246,7 @@ def test_a_copy_rests_while_a_step_is_under_way(tmp_path, monkeypatch):
     monkeypatch.setattr(tiles, "IO_DEPTH", 1)
     monkeypatch.setattr(engine.bindings, "engine_finish", long_step)
     future = opt.save(tmp_path / "snap", wait=False)
-    hurry = opt._engine.committer.pins[-1].hurry  # for which the copy waits while it rests
+    hurry = engine_of(opt).committer.pins[-1].hurry  # for which the copy waits while it rests
     wait = hurry.wait
     hurry.wait = lambda timeout: (rests.set(), wait(timeout))
     train(opt, params, 3, 4)
@@ -364,7 +365,7 @@ def test_copy_takes_half_the_room(tmp_path):
 def test_failing_copy_leaves_nothing(tmp_path, monkeypatch, call, wait):
     params, opt = make(tmp_path / "a", 2)
     before = state_of(opt, params)
-    engine_fds = {store.fd for store in opt._engine.devices.stores}
+    engine_fds = {store.fd for store in engine_of(opt).devices.stores}
     module = fcntl if call == "ioctl" else os
     real = getattr(module, call)
 
@@ -378,7 +379,7 @@ def test_failing_copy_leaves_nothing(tmp_path, monkeypatch, call, wait):
         patch.setattr(module, call, full)
         with pytest.raises(CSDOSError, match="No space left") as caught:
             opt.save(tmp_path / "snap", wait=wait).result(60)
-        opt._engine.committer.wait_for_pins()
+        engine_of(opt).committer.wait_for_pins()
     if not wait and call != "ioctl":  # a caller that ignores the future is warned
         assert any("was not saved" in str(w.message) for w in warned)
     assert caught.value.errno == errno.ENOSPC
@@ -443,10 +444,10 @@ def test_save_needs_a_state(tmp_path):
 
 def test_save_within_a_step_is_refused(tmp_path):
     params, opt = make(tmp_path / "a", 1)
-    opt._engine.stepping = True
+    engine_of(opt).stepping = True
     with pytest.raises(CSDRuntimeError, match="under way"):
         opt.save(tmp_path / "snap")
-    opt._engine.stepping = False
+    engine_of(opt).stepping = False
     train(opt, params, 3, 4)
     opt.close()
 
@@ -454,7 +455,7 @@ def test_save_within_a_step_is_refused(tmp_path):
 @pytest.mark.fp32_states("counts tiles, bytes or elements of fp32 states")
 def test_damaged_tile_is_not_copied(tmp_path):
     _, opt = make(tmp_path / "a", 1)
-    opt._engine.wait()
+    engine_of(opt).wait()
     flip(tmp_path / "a" / "csd0", "exp_avg", tile=2)
     with pytest.raises(CSDStoreError, match="exp_avg of tile 2 is damaged: elements 4096 to 5119 of weight"):
         opt.save(tmp_path / "snap")

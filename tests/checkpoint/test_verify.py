@@ -5,6 +5,7 @@ import os
 import shutil
 
 import pytest
+from support.inside import engine_of
 from support.stores import (
     flip,
     in_snapshot,
@@ -160,8 +161,8 @@ def test_verify_sees_devices_without_a_common_step(tmp_path, run):
 
 def test_verify_sees_a_step_in_place_that_was_cut_short(tmp_path, run):
     _, opt = make(tmp_path / "a", 1, shadow=False)
-    opt._engine.committer._background.wait()
-    opt._engine.committer.announce_step()
+    engine_of(opt).committer._background.wait()
+    engine_of(opt).committer.announce_step()
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     opt.close()
     code, out, _ = run("verify", tmp_path / "b" / "csd0")

@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.backends import TILE
 from support.comparing import fp32_copy, params_of, relative_difference
+from support.inside import idle_engine_of, state_map_of
 from support.states import assumed
 
 from csd_optim import CSDAdam, CSDError, CSDTornError, bindings
@@ -70,7 +71,7 @@ class Oracle:
 
     def step(self, scale=1.0):
         """Call this after a step of `opt`; takes the same gradients. `scale`: the factor applied to them."""
-        engine, bounds = self.opt._live_engine, self.opt._state_map.by_index
+        engine, bounds = idle_engine_of(self.opt), state_map_of(self.opt).by_index
         self.sent_elems = 0
         for p, reference in self.copies.items():
             reference.grad = None if p.grad is None else p.grad.float() * scale
@@ -227,9 +228,9 @@ def test_all_entries_are_all_gradients(devices, dtype):
         opt = make([d.replace("csd", f"csd{owes}") for d in devices], dtype, topk=None)
         for _ in range(3):
             set_grads(params_of(opt))
-            large = [b for b in opt._state_map.by_index if b.param.dim() == 2 and b.param.numel() > 4096]
+            large = [b for b in state_map_of(opt).by_index if b.param.dim() == 2 and b.param.numel() > 4096]
             for bound in large if owes else ():
-                opt._state_map.add_residual(opt._live_engine, bound)  # zeros, but then all is sent as entries
+                state_map_of(opt).add_residual(idle_engine_of(opt), bound)  # zeros, but then all is sent as entries
             opt.step()
             sent_as_entries = opt.stats()["push_bytes"] > 4 * sum(b.numel for b in large)
             assert not large or sent_as_entries == owes
@@ -363,7 +364,7 @@ def test_an_undone_step_owes_nothing_new(backend, devices, monkeypatch):
     opt = make(devices)
     set_grads(params_of(opt))
     opt.step()
-    before, engine = image(opt), opt._live_engine
+    before, engine = image(opt), idle_engine_of(opt)
     push, calls = engine.push, []
 
     def fails(tile, *args):
@@ -485,7 +486,7 @@ def test_an_undone_step_gives_up_nothing_that_is_owed(devices, monkeypatch, give
         raise InterruptedError
 
     with monkeypatch.context() as m:
-        m.setattr(opt._live_engine, "push", fails)
+        m.setattr(idle_engine_of(opt), "push", fails)
         with pytest.raises(InterruptedError):
             opt.step()
     assert torch.equal(opt.state[p]["residual"], owed)
@@ -511,8 +512,8 @@ def test_giving_up_what_many_are_owed_looks_at_the_state_once(monkeypatch):
     set_grads(params_of(opt))
     opt.step()
     opt.topk = None
-    looks, remember = [], opt._state_map.remember
-    monkeypatch.setattr(opt._state_map, "remember", lambda: looks.append(remember()))
+    looks, remember = [], state_map_of(opt).remember
+    monkeypatch.setattr(state_map_of(opt), "remember", lambda: looks.append(remember()))
     opt.step()
     assert len(looks) == 1
     assert not any("residual" in opt.state[p] for p in params_of(opt))
@@ -779,7 +780,7 @@ def entries(*blocks):
 
 def push_entries(opt, words):
     """Takes a step whose gradients are the given entries."""
-    engine = opt._live_engine
+    engine = idle_engine_of(opt)
     params = params_of(opt)
     table = np.zeros(engine.n_params, bindings.PARAM)
     for row, p in zip(table, params, strict=True):
@@ -807,7 +808,7 @@ def pushed(devices):
     for p in params:
         p.grad = torch.zeros_like(p)
     opt.step()
-    assert opt._live_engine.n_tiles == 1
+    assert idle_engine_of(opt).n_tiles == 1
     return opt
 
 
@@ -846,7 +847,7 @@ def test_malformed_entries_are_refused(pushed, words):
 
 
 def test_entries_and_no_sparse_parameter(pushed):
-    engine = pushed._live_engine
+    engine = idle_engine_of(pushed)
     table = np.zeros(engine.n_params, bindings.PARAM)
     engine.begin(table, np.zeros(1, bindings.HYPER), np.arange(1, dtype=np.uint32))
     words, room = entries([], []), torch.zeros(4 * 71680, dtype=torch.uint8)
@@ -857,7 +858,7 @@ def test_entries_and_no_sparse_parameter(pushed):
 
 @pytest.mark.parametrize("bad", [{"topk": -0.5}, {"topk": 1.5}, {"topk": math.nan}, {"topk": 0.1, "topk_dtype": 0}])
 def test_a_table_that_is_wrong(pushed, bad):
-    engine = pushed._live_engine
+    engine = idle_engine_of(pushed)
     table = np.zeros(engine.n_params, bindings.PARAM)
     table["grad"] = table["param"] = params_of(pushed)[0].data_ptr()
     for name, value in bad.items():

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
+from support.inside import engine_of
 from support.optimizers import ADAMW, FULL
 from support.owners import Owners
 from support.ranks import KILLED, on_living_ranks, on_ranks
@@ -709,7 +710,7 @@ def fails(rank, size, where, devices):
     ):
         take(optimizer, params, range(2))
         take(other, others, range(2))
-        before, engine = everything(optimizer, params), optimizer._engine
+        before, engine = everything(optimizer, params), engine_of(optimizer)
         if rank == 1:
             real, count = getattr(engine, where), []
 
@@ -814,7 +815,7 @@ def raises_before_the_step(rank):
     for of, name in ((None, "extend"), (csd_optim.step.run, "ParamAllGather")):
         params = [plain(), plain()]
         with CSDAdam(params, **ARGS, devices="file:") as optimizer:
-            once(of or optimizer._engine, name)
+            once(of or engine_of(optimizer), name)
             assert isinstance(raised_by(optimizer.step), CSDOSError if rank == 1 else CSDRankError)
             params[0].grad = None  # rank 1 gives places in another order than rank 0
             optimizer.step()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.inside import flight_of, mode_of
 from support.ranks import KILLED, on_living_ranks, on_ranks
 from support.replacing import failing, replaced
 from support.twins import Training, assert_twins
@@ -323,7 +324,7 @@ def lands_within(rank, options):
                     p = next(training.model.parameters())
                     (p if k == 1 else training.opt.state[p]["exp_avg"]).mul_(0.5)
             training.step()
-            assert not training.opt._mode.overlaps or training.opt._mode._flight is None
+            assert not mode_of(training.opt).overlaps or flight_of(training.opt) is None
 
     Path(f"{rank}").mkdir()
     options = {"wrap": sharded, "rank": rank, **options}
@@ -368,7 +369,7 @@ def misused(rank):
         for _ in range(3):
             model(torch.ones(4)).sum().backward()
             opt.step()
-            assert opt._mode._flight is None
+            assert flight_of(opt) is None
 
 
 def test_misused(tmp_path):

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults.losing import LosingDisk
+from support.inside import engine_of
 from support.ranks import KILLED, on_living_ranks, on_ranks
 from support.replacing import replaced
 from support.store_page import region, superblock
@@ -125,9 +126,12 @@ def dies_at(point, step):
             die()
         publish(store, staged, copy)
 
+    def is_of_the_step(commit):
+        return commit._staged[0].superblock.step == step
+
     def after_copy_0(prepare, commit, in_parallel):
         prepare(commit, in_parallel)
-        if commit._staged[0].superblock.step == step:
+        if is_of_the_step(commit):
             die()
 
     def before_it_says_so(confirm, engine):
@@ -137,7 +141,7 @@ def dies_at(point, step):
         confirm(engine)
 
     def before_copy_1(complete, commit, in_parallel):
-        if commit._staged[0].superblock.step == step:
+        if is_of_the_step(commit):
             die()
         complete(commit, in_parallel)
 
@@ -386,7 +390,7 @@ def end(rank, how):
     elif how == "exit":
         dist.destroy_process_group()
         atexit._run_exitfuncs()
-        assert opt._engine.closed
+        assert engine_of(opt).closed
 
 
 @pytest.mark.parametrize("how", ["destroyed", "synchronized", "dropped", "exit"])

@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from support.inside import engine_of
 
 from csd_optim import CSDAdam, CSDMemoryError, CSDOSError, CSDValueError
 from csd_optim.bindings import Pace
@@ -71,8 +72,8 @@ def train(devices, n=48 * TILE, steps=1, **options):
 
 
 def tiles_of(opt):
-    (extent,) = opt._engine.extents
-    return [extent.tiles_of(d) for d in range(len(opt._engine.devices.specs))]
+    (extent,) = engine_of(opt).extents
+    return [extent.tiles_of(d) for d in range(len(engine_of(opt).devices.specs))]
 
 
 PACES = {
@@ -153,7 +154,7 @@ def test_room_is_for_all_that_joins(tmp_path, rates):
         opt.add_param_group({"params": params[2:]})
         params[2].grad = torch.ones_like(params[2])
         opt.step()
-        taken = [e.device_bytes(0) for e in opt._engine.extents]
+        taken = [e.device_bytes(0) for e in engine_of(opt).extents]
         assert len(taken) == 3
         assert taken[0] == 16 * TILE_BYTES
         assert room - TILE_BYTES < sum(taken) <= room
@@ -170,8 +171,8 @@ def test_where_directories_keep_it_memory_is_cache_and_resume_keeps_the_layout(t
         assert [d["device"] for d in said["devices"]] == drives
         assert tiles_of(opt) == [16, 32]
         assert said["cache_bytes"] == 48 * 12 * TILE  # all states; more would be useless
-        assert sum(s.cache_bytes for s in opt._engine.devices.specs) == pytest.approx(3e6, abs=3)
-        assert [s.cache_bytes for s in opt._engine.devices.specs] == pytest.approx([1e6, 2e6], rel=1e-3)
+        assert sum(s.cache_bytes for s in engine_of(opt).devices.specs) == pytest.approx(3e6, abs=3)
+        assert [s.cache_bytes for s in engine_of(opt).devices.specs] == pytest.approx([1e6, 2e6], rel=1e-3)
         assert opt.stats()["flash_read_bytes"] == 0  # all states fit into caches and buffers
         assert said["seconds"] == pytest.approx(48 * 12 * TILE / 3e9, rel=0.01)  # only writes remain
         assert "auto: 0.002 GB of memory cache states, which drives then need not read" in caplog.text
@@ -183,7 +184,7 @@ def test_where_directories_keep_it_memory_is_cache_and_resume_keeps_the_layout(t
     with CSDAdam([q], devices=["auto", "ram:?room=3MB", *again], tile_size=TILE, resume=True) as opt:
         assert torch.equal(q, trained)
         assert tiles_of(opt) == [16, 32]
-        assert [s.cache_bytes for s in opt._engine.devices.specs] == pytest.approx([1e6, 2e6], abs=3)
+        assert [s.cache_bytes for s in engine_of(opt).devices.specs] == pytest.approx([1e6, 2e6], abs=3)
         q.grad = torch.ones_like(q)
         opt.step()
         assert "placement" not in opt.stats()  # the store determines it
@@ -202,12 +203,12 @@ def test_a_small_extent_that_is_first_does_not_take_the_cache(tmp_path, rates):
         for _ in range(3):
             p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
             opt.step()
-        assert [s.cache_bytes for s in opt._engine.devices.specs] == pytest.approx([1e6, 2e6], rel=1e-3)
+        assert [s.cache_bytes for s in engine_of(opt).devices.specs] == pytest.approx([1e6, 2e6], rel=1e-3)
         assert opt.stats()["flash_read_bytes"] == 0  # on either drive
     p, q = (torch.nn.Parameter(torch.zeros_like(x)) for x in (p, q))
     groups = [{"params": [p]}, {"params": [q]}]
     with CSDAdam(groups, devices=["auto", "ram:?room=3MB", *drives], tile_size=TILE, resume=True) as opt:
-        assert [s.cache_bytes for s in opt._engine.devices.specs] == pytest.approx([1e6, 2e6], rel=0.05)
+        assert [s.cache_bytes for s in engine_of(opt).devices.specs] == pytest.approx([1e6, 2e6], rel=0.05)
 
 
 @pytest.mark.parametrize("devices", [["ram:?room=1MB", "file:"], ["ram:?room=1MB", "durable"]])
@@ -260,7 +261,7 @@ def test_no_room(tmp_path, rates):
     ):
         opt.step()
     assert torch.equal(p, torch.ones_like(p))
-    assert not opt._engine.extents
+    assert not engine_of(opt).extents
     assert not [f for f in (tmp_path / "csd1").iterdir() if f.stat().st_size]
 
 

@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from support.inside import idle_engine_of
 from support.states import tile_bytes
 
 from csd_optim import CSDAdam, CSDValueError
@@ -135,7 +136,7 @@ def further(opt, params, steps):
         for p in params:
             p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
         opt.step()
-    if opt._live_engine.durable:
+    if idle_engine_of(opt).durable:
         opt.synchronize()
     return [t.detach().clone() for p in params for t in (p, *opt.state[p].values())]
 

@@ -20,6 +20,7 @@ from support.backends import BACKENDS, device_strings
 from support.beside import everything
 from support.comparing import assert_same_bits
 from support.forked import printed
+from support.inside import idle_engine_of, state_map_of
 from torch.optim import Adam, AdamW
 
 from csd_optim import CSDAdam, CSDOSError, CSDStoreError, CSDTypeError, CSDValueError, CSDWarning
@@ -361,7 +362,7 @@ def test_state_is_decoded_when_somebody_looks():
     assert entry.pop("residual", 7) == 7
     with pytest.raises(KeyError, match="residual"):
         entry.pop("residual")
-    assert opt._live_engine.decoded._states == {}  # nothing was decoded yet
+    assert idle_engine_of(opt).decoded._states == {}  # nothing was decoded yet
     master = entry["master"]
     assert master.dtype is torch.float32
     assert master.shape == params[0].shape
@@ -372,7 +373,7 @@ def test_state_is_decoded_when_somebody_looks():
     for made in (copy.copy(entry), copy.deepcopy(entry), pickle.loads(pickle.dumps(entry)), entry.copy(), entry | {}):
         assert not isinstance(made, type(entry))
         assert torch.equal(made["exp_avg"], entry["exp_avg"])
-    assert [*opt._live_engine.decoded._states] == [0]
+    assert [*idle_engine_of(opt).decoded._states] == [0]
 
 
 def test_what_was_decoded_is_let_go_of():
@@ -556,7 +557,7 @@ def test_what_was_set_is_shown_at_once_in_memory():
 
 
 def is_section(opt, p):
-    return opt._state_map.param_states[id(p)].is_section
+    return state_map_of(opt).param_states[id(p)].is_section
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -658,7 +659,7 @@ def test_loading_takes_the_memory_of_a_few_parameters(devices, monkeypatch):
     params = parameters(*DTYPES)
     saved = train(adam(params), 2).state_dict()
     other = adam([torch.nn.Parameter(p.detach().clone()) for p in params], devices)
-    decoded, most = other._live_engine.decoded, []
+    decoded, most = idle_engine_of(other).decoded, []
     replace = decoded.replace
 
     def counts(param, states):
@@ -750,7 +751,7 @@ def test_an_overflow_is_skipped():
 
 def fail_a_step(opt, params, number, monkeypatch):
     """Makes a step fail and be undone after its new parameters have been written."""
-    finish = opt._live_engine.finish
+    finish = idle_engine_of(opt).finish
 
     def fails(keep=True):
         finish(keep=False)
@@ -759,7 +760,7 @@ def fail_a_step(opt, params, number, monkeypatch):
 
     give_gradients(params, number)
     with monkeypatch.context() as patched:
-        patched.setattr(opt._live_engine, "finish", fails)
+        patched.setattr(idle_engine_of(opt), "finish", fails)
         with pytest.raises(CSDOSError):
             opt.step()
 
@@ -907,7 +908,7 @@ def test_resume_does_not_keep_what_it_decodes(tmp_path):
     with train(adam(parameters(torch.bfloat16), f"file:{tmp_path}"), 1):
         pass
     with adam(parameters(torch.bfloat16), f"file:{tmp_path}", resume=True) as opt:
-        assert not opt._live_engine.decoded.in_memory
+        assert not idle_engine_of(opt).decoded.in_memory
 
 
 @pytest.mark.parametrize("how", ["load", "assign"])
@@ -926,7 +927,7 @@ def test_a_crash_finds_what_is_committed_beside_fp32_states(how, tmp_path, monke
     for entry in loaded["state"].values():
         entry["exp_avg"] = entry["exp_avg"] * 2
     opt.state[params[0]]["exp_avg"].mul_(0.5)  # this edit is to be committed, too
-    committer = opt._live_engine.committer
+    committer = idle_engine_of(opt).committer
     commit = committer.commit
 
     def crashes_before(*args, **options):

@@ -15,6 +15,7 @@ from support.beside import (
     train_beside,
 )
 from support.comparing import assert_same_bits, params_of
+from support.inside import engine_of
 from support.states import assumed
 from torch import nn
 from torch.optim import AdamW
@@ -234,7 +235,7 @@ def test_a_checkpoint_after_one_that_could_not_be_stored(devices, monkeypatch):
         monkeypatch.undo()
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(optimizer._engine.windows, "sync", fails)
+    monkeypatch.setattr(engine_of(optimizer).windows, "sync", fails)
     with pytest.raises(OSError, match="Input/output"):
         optimizer.load_state_dict({**empty, "state": {0: state}})
     optimizer.load_state_dict(empty)
@@ -254,13 +255,13 @@ def test_an_undone_step_leaves_those_alone_that_took_no_part(tmp_path, dtype, mo
     with torch.no_grad():
         q.fill_(7)
     before = p.detach().clone()
-    finish = optimizer._engine.finish
+    finish = engine_of(optimizer).finish
 
     def fails(keep=True):
         finish(keep=False)
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(optimizer._engine, "finish", fails)
+    monkeypatch.setattr(engine_of(optimizer), "finish", fails)
     with pytest.raises(OSError, match="Input/output"):
         optimizer.step()
     assert torch.equal(p, before)
@@ -271,14 +272,14 @@ def test_close_within_a_step_is_refused(tmp_path, monkeypatch):
     p = leaf(100)
     optimizer = CSDAdam([p], devices=str(tmp_path))
     gradients([p], 0)
-    push = optimizer._engine.push
+    push = engine_of(optimizer).push
 
     def closing(tile):
         with pytest.raises(CSDRuntimeError, match="under way"):
             optimizer.close()
         push(tile)
 
-    monkeypatch.setattr(optimizer._engine, "push", closing)
+    monkeypatch.setattr(engine_of(optimizer), "push", closing)
     optimizer.step()
     optimizer.close()
 

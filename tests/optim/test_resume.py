@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.backends import TESTS, named_devices, place
 from support.forked import python
+from support.inside import engine_of
 from support.optimizers import ADAMW, FULL, rules
 from support.training import (
     JOIN,
@@ -313,8 +314,8 @@ def test_committed_step(tmp_path, monkeypatch):
             assert opt.committed_step == 0
     [device] = named_devices(tmp_path, 1)
     opt = CSDAdam(parameters((30,)), devices=device)
-    seen, finish = [], opt._engine.finish
-    monkeypatch.setattr(opt._engine, "finish", lambda keep=True: (seen.append(opt.committed_step), finish(keep)))
+    seen, finish = [], engine_of(opt).finish
+    monkeypatch.setattr(engine_of(opt), "finish", lambda keep=True: (seen.append(opt.committed_step), finish(keep)))
     train(opt, 4)
     assert seen == [0, 1, 2, 3]
     opt.synchronize()

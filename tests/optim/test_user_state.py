@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.backends import named_devices
+from support.inside import engine_of
 from support.training import (
     assert_same,
     bf16,
@@ -180,7 +181,7 @@ def test_record_of_a_step_that_never_was(tmp_path, monkeypatch, how):
         raise Stop
 
     with monkeypatch.context() as patched:
-        patched.setattr(opt._engine, "begin", begin)
+        patched.setattr(engine_of(opt), "begin", begin)
         with pytest.raises(Stop):
             train(opt)
     copies = crashed(device, tmp_path / "crash")

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 from support.backends import named_devices, on_cards, place, reading_all
+from support.inside import engine_of, idle_engine_of
 from support.training import (
     Training,
     assert_same,
@@ -48,13 +49,13 @@ def test_without_shadow_half_the_space_and_the_same_bits(tmp_path):
 def test_without_shadow_a_step_cut_short_is_noticed(tmp_path, monkeypatch):
     devices, copies = named_devices(tmp_path, 2), []
     training = Training(devices, shadow=False).steps(3)
-    finish = training.opt._engine.finish
+    finish = engine_of(training.opt).finish
 
     def copied(keep=True):
         copies.extend(crashed(devices, tmp_path / "crash"))
         finish(keep)
 
-    monkeypatch.setattr(training.opt._engine, "finish", copied)
+    monkeypatch.setattr(engine_of(training.opt), "finish", copied)
     training.steps(1)
     monkeypatch.undo()
     training.close()
@@ -166,7 +167,7 @@ def test_damage_in_the_middle_of_a_tile_changes_no_parameter(tmp_path, section):
     flip(devices[0], section, 2500)  # in the third chunk
     with pytest.raises(CSDStoreError, match="is not what was written there"):
         step(p, opt)
-    assert [elems for _, elems in opt._live_engine.undone()] == ([] if on_cards() else [2048])
+    assert [elems for _, elems in idle_engine_of(opt).undone()] == ([] if on_cards() else [2048])
     assert torch.equal(p, before)
     flip(devices[0], section, 2500)
     step(p, opt)

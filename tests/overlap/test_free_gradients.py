@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 from support.between_steps import freezes, steps_in_closures
+from support.inside import engine_of, mode_of
 from support.twins import Training, assert_twins, checksum
 from torch import nn
 
@@ -465,7 +466,7 @@ def test_a_late_hook_of_a_backward_that_failed(tmp_path, monkeypatch):
         training.step()
         if training.overlap is not None:
             gives_up(training, fails_in_backward)
-            mode, first = training.opt._mode, training.model[3].inner.bias
+            mode, first = mode_of(training.opt), training.model[3].inner.bias
 
             def comes_late(_):
                 assert id(first) in mode._taken
@@ -635,8 +636,8 @@ def test_exceptions_leave_everything_as_it_was(tmp_path, state_dtype):
             training.backward()
         handle.remove()
         assert [checksum(p) for p in kept] == before
-        assert not training.opt._engine.stepping
-        assert not training.opt._engine.decoded.in_memory  # 12 bytes per parameter
+        assert not engine_of(training.opt).stepping
+        assert not engine_of(training.opt).decoded.in_memory  # 12 bytes per parameter
         training.steps = twin.steps
         training.opt.zero_grad()
         training.step()
@@ -706,7 +707,7 @@ def test_ctrl_c(tmp_path, monkeypatch, name):
     monkeypatch.setattr(Engine, name, interrupted)
     with pytest.raises(KeyboardInterrupt):
         training.backward()
-    assert not training.opt._engine.stepping
+    assert not engine_of(training.opt).stepping
     assert [checksum(p) for p in training.model.parameters()] == before
     training.opt.zero_grad()
     training.step()
@@ -792,7 +793,7 @@ def test_it_leaves_no_trace(tmp_path):
         assert type(module._parameters) is dict
         assert not module._forward_pre_hooks
     assert not any(p._post_accumulate_grad_hooks for p in training.model.parameters())
-    assert training.opt._engine.kept_alive is None
+    assert engine_of(training.opt).kept_alive is None
     training.step()
     assert training.model[0].inner.weight.grad is None
     training.opt.close()

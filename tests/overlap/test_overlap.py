@@ -31,6 +31,7 @@ from support.between_steps import (
     writes_past_torch,
 )
 from support.comparing import bits
+from support.inside import engine_of, flight_of, mode_of
 from support.twins import Training, assert_twins, checksum
 from torch import nn
 
@@ -155,7 +156,7 @@ def test_a_parameter_that_takes_no_part_is_there_at_once(tmp_path):
     frozen = training.model[0].inner.requires_grad_(False)
     training.step()
     frozen(torch.ones(1, training.width))
-    flight = training.opt._mode._flight
+    flight = flight_of(training.opt)
     assert flight
     assert not flight.landed
     training.opt.close()
@@ -164,7 +165,7 @@ def test_a_parameter_that_takes_no_part_is_there_at_once(tmp_path):
 def test_a_forked_child_has_what_had_landed(tmp_path):
     training = Training(tmp_path, FORWARD)
     training.step()
-    training.opt._mode._flight._landed.wait()
+    flight_of(training.opt)._landed.wait()
     child = os.fork()
     if child == 0:
         code = 1
@@ -194,7 +195,7 @@ def test_ctrl_c_in_a_hook_of_backward(tmp_path, monkeypatch, name):
     monkeypatch.setattr(Engine, name, interrupted)
     with pytest.raises(KeyboardInterrupt):
         training.backward()
-    assert not training.opt._engine.stepping
+    assert not engine_of(training.opt).stepping
     training.opt.zero_grad()
     training.step()
     training.opt.close()
@@ -251,7 +252,7 @@ def test_a_step_that_another_thread_launches_meanwhile(tmp_path, monkeypatch, as
 
     monkeypatch.setattr(CSDAdam, "_settle", settled)
     ask(training.opt)
-    assert training.opt._mode._flight is None or training.opt._mode._flight.landed
+    assert flight_of(training.opt) is None or flight_of(training.opt).landed
     training.opt.close()
 
 
@@ -289,7 +290,7 @@ def test_what_is_held_is_let_go_of(tmp_path):
     training = Training(tmp_path, {"backward": True, "hold": "1MB"}, latency="100us", patient=True)
     for _ in range(4):
         training.step()
-    hold = weakref.ref(training.opt._engine.kept_alive)
+    hold = weakref.ref(engine_of(training.opt).kept_alive)
     assert hold() is not None
     training.opt.overlap(None)
     assert hold() is None
@@ -419,7 +420,7 @@ def guessed(directory, script):
     """The outcome of the guesses of a run: whether each step kept one, and counts of why the others were wrong."""
     training = Training(directory, BACKWARD, latency="100us", patient=True)
     early = []
-    training.opt.register_step_post_hook(lambda *_: early.append(training.opt._mode.stats()["early_params"] > 0))
+    training.opt.register_step_post_hook(lambda *_: early.append(mode_of(training.opt).stats()["early_params"] > 0))
     script(training)
     redone = training.opt.stats()["overlap"]["redone"]
     training.opt.close()

@@ -780,11 +780,12 @@ def test_cpu_is_measured_once_with_the_engine(monkeypatch):
 
     monkeypatch.setattr(engine_rate, "ENGINE_ELEMS", 1 << 16)
     monkeypatch.setattr(engine_rate, "EngineWithoutDrive", Small)
-    engine_rate._engine_rate.cache_clear()
+    measured = engine_rate._engine_rate
+    measured.cache_clear()
     for state_dtype in ("fp32", "8bit"):
         assert 0 < ENGINE_RATE(torch.bfloat16, state_dtype) == ENGINE_RATE(torch.bfloat16, state_dtype)
     assert made == [(1 << 16, torch.bfloat16, "fp32"), (1 << 16, torch.bfloat16, "8bit")]
-    engine_rate._engine_rate.cache_clear()
+    measured.cache_clear()
 
 
 @pytest.mark.parametrize(

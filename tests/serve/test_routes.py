@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from support.exact import Linear
+from support.inside import engine_of
 from support.owners import Owners, UnderDDP, small_buckets
 from support.ranks import on_living_ranks
 from test_serve import Replicas
@@ -94,7 +95,7 @@ def by_hand(rank, address, size):
     training = Reduced(address, torch.bfloat16)
     training.backward(rank, 0)
     own = [p.grad.clone() / size for p in training.model.parameters()]
-    left = [training.opt._remote.early.sum_of_squares(i) for i in range(len(own))]
+    left = [engine_of(training.opt).early.sum_of_squares(i) for i in range(len(own))]
     training.opt.close()
     everybody = [None] * size
     torch.distributed.all_gather_object(everybody, (own, left))
@@ -310,7 +311,7 @@ def the_first_follows(training):
             follow.append(rank)
             if len(follow) == 2 * IN_FLIGHT + 1:  # at least IN_FLIGHT have arrived: the first is in place
                 goes.set()
-                training.opt._remote.early.flush()
+                engine_of(training.opt).early.flush()
         return send(session, tensor, rank, tag)
 
     with mock.patch.object(Session, "send", sending):
@@ -451,7 +452,7 @@ def test_what_is_no_push_ends_the_session_and_not_the_owner(owners, pushed, head
     training = Replicas(owners.address, overwrite=True)
     training.step()
     image, pids = training.image(), owners.pids
-    engine, session = training.opt._remote, training.opt._remote._session
+    engine, session = engine_of(training.opt), engine_of(training.opt)._session
     if pushed:
         engine.call({"op": "listen"})
         session.send_message(pushed, session.owner(0), tag=PUSH)

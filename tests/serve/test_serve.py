@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.forked import printed
+from support.inside import engine_of
 from support.optimizers import PAIRS
 from support.owners import Owners, small_buckets
 from support.ranks import on_living_ranks
@@ -281,7 +282,7 @@ def test_what_is_no_request_is_refused_and_a_session_goes_on(owners):
     image = training.image()
     for message in ({"op": "step"}, {"op": "exec"}, {"op": "pull", "params": [-1]}, {}, {"op": "save"}):
         with pytest.raises(CSDError):
-            training.opt._engine.call(message)
+            engine_of(training.opt).call(message)
         training.opt.close()
         training = Replicas(owners.address, resume=True)
         assert (training.done, owners.pids) == (2, pids), owners.said

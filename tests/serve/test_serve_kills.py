@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.forked import process
+from support.inside import engine_of
 from support.owners import STARTS, Owners, small_buckets
 from test_serve import Replicas
 
@@ -282,7 +283,7 @@ def test_silence_ends_a_session(tmp_path):
     with Owners(tmp_path) as owners:
         training = Replicas(owners.address)
         training.step()
-        training.opt._engine._session.timeout = 0.2
+        engine_of(training.opt)._session.timeout = 0.2
         os.kill(owners.pids[0], signal.SIGSTOP)
         with pytest.raises(CSDRankError, match="Timed out"):
             training.step()

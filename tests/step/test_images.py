@@ -7,6 +7,7 @@ image. Oracle: the engine's own selection. Every bit is compared.
 import pytest
 import torch
 from support.backends import TILE, device_strings
+from support.inside import idle_engine_of, runner_of
 from support.replacing import failing
 
 from csd_optim import CSDAdam, CSDOSError
@@ -99,7 +100,7 @@ def test_the_same_bits(runs, travelled, topk, feedback, grad_dtype):
         for run in runs:
             travelled.clear()
             run.step(scale)
-            assert len(travelled) == (0 if run is runs[0] else run.opt._live_engine.n_tiles)
+            assert len(travelled) == (0 if run is runs[0] else idle_engine_of(run.opt).n_tiles)
         assert all(n for _, n in travelled)
         assert_same(runs)
         assert runs[0].opt.stats()["push_bytes"] == runs[1].opt.stats()["push_bytes"]
@@ -113,7 +114,7 @@ def test_tiles_of_several_blocks(runs, travelled):
     for run in runs:
         run.step()
         run.step()
-    assert len(travelled) == 2 * runs[1].opt._live_engine.n_tiles == 4
+    assert len(travelled) == 2 * idle_engine_of(runs[1].opt).n_tiles == 4
     assert_same(runs)
 
 
@@ -124,7 +125,7 @@ def test_more_tiles_than_slots(runs, travelled):
     for run in runs:
         run.step()
         run.step()
-    assert 0 < len(travelled) < 2 * runs[1].opt._live_engine.n_tiles
+    assert 0 < len(travelled) < 2 * idle_engine_of(runs[1].opt).n_tiles
     assert_same(runs)
 
 
@@ -206,10 +207,10 @@ def test_only_entries_travel(runs):
     """Only dense gradients are written to images."""
     run = runs()[1]
     run.step()
-    for slot in run.opt._runner.ring.slots:
+    for slot in runner_of(run.opt).ring.slots:
         slot.grad.fill_(0xAB)
     run.step()
-    written = sum(int((slot.grad != 0xAB).sum()) for slot in run.opt._runner.ring.slots)
+    written = sum(int((slot.grad != 0xAB).sum()) for slot in runner_of(run.opt).ring.slots)
     assert 0 < written <= 2 * sum(map(len, run.dense))
 
 
@@ -217,7 +218,7 @@ def test_memory_is_that_of_the_entries(runs):
     runs = runs(topk=0.01, sizes=(50_000,), tile_size=1 << 16)
     for run in runs:
         run.step()
-    ring = runs[1].opt._runner.ring
+    ring = runner_of(runs[1].opt).ring
     images = 8 * ring.tile_elems * len(ring.slots)
     assert images < ring.bytes <= images + 4096 * len(ring.slots)
     assert runs[1].opt.stats()["buffer_bytes"] == runs[0].opt.stats()["buffer_bytes"] + ring.bytes

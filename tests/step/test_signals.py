@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from support.inside import engine_of
 
 from csd_optim import CSDAdam, bindings
 from csd_optim.store.format import read_contents
@@ -41,7 +42,7 @@ def assert_same(ours, reference):
 def test_ctrl_c_comes_after_the_step(devices, where, monkeypatch):
     ours, reference = make_pair(devices)
     step(ours, reference)
-    engine = ours._engine
+    engine = engine_of(ours)
     plain = getattr(engine, where)
 
     def interrupted(*args, **kwargs):
@@ -64,14 +65,14 @@ def test_handlers_are_put_back_and_get_their_signal(monkeypatch):
     before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
     try:
         handler = signal.getsignal(signal.SIGUSR1)
-        plain = ours._engine.finish
+        plain = engine_of(ours).finish
 
         def signalled():
             os.kill(os.getpid(), signal.SIGUSR1)
             assert seen == []
             plain()
 
-        monkeypatch.setattr(ours._engine, "finish", signalled)
+        monkeypatch.setattr(engine_of(ours), "finish", signalled)
         step(ours)
         assert seen == [signal.SIGUSR1]
         assert signal.getsignal(signal.SIGUSR1) is handler
@@ -121,7 +122,7 @@ def slow_commit(tmp_path, monkeypatch):
 
 def test_ctrl_c_comes_after_close(slow_commit, tmp_path, monkeypatch):
     ours, happened, goes_on = slow_commit
-    committer, closing = ours._engine.committer, threading.Event()
+    committer, closing = engine_of(ours).committer, threading.Event()
     before_close = committer.before_close
     monkeypatch.setattr(committer, "before_close", lambda: (closing.set(), before_close()))
 
@@ -144,7 +145,7 @@ def test_ctrl_c_comes_after_close(slow_commit, tmp_path, monkeypatch):
 def test_close_that_fails_waits_for_the_commit(slow_commit, monkeypatch):
     ours, happened, goes_on = slow_commit
     threading.Timer(0.3, goes_on.set).start()
-    monkeypatch.setattr(ours._engine.windows, "_versions", lambda: 1 / 0)  # stands for any error
+    monkeypatch.setattr(engine_of(ours).windows, "_versions", lambda: 1 / 0)  # stands for any error
     with pytest.raises(ZeroDivisionError):
         ours.close()
     assert happened == ["settled", "closed"]

@@ -14,8 +14,10 @@ import pytest
 import torch
 from faults import META_READ, TILE_READ
 from support.faulty import child, fault, in_child  # noqa: F401
+from support.inside import mode_of, runner_of
 from support.ranks import on_ranks
 from support.repeating import MODES, STEPS, Repeating, never_failed
+from support.replacing import replaced
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -79,7 +81,7 @@ def ways_to_look(training, directory):
         opt.synchronize,
         lambda: opt.load_state_dict({"state": {}, "param_groups": []}),
     ]
-    if opt._mode.overlaps:  # parameters can be read only through the model or the optimizer then
+    if mode_of(opt).overlaps:  # parameters can be read only through the model or the optimizer then
         looks += [model.state_dict, lambda: model[2].weight, lambda: list(opt.param_groups[0]["params"])]
     return looks
 
@@ -163,7 +165,7 @@ def test_reads_fail_from_any_moment_on(mode, state_dtype, tmp_path):
         with fault(READ, tmp_path / str(skip) / "a", errno.EIO, skip=skip):
             with pytest.raises(CSDOSError):
                 attempt(training)
-            if training.opt._runner.undoing is None:
+            if runner_of(training.opt).undoing is None:
                 assert training.values() == before
         assert training.done() == BEFORE
         assert training.values() == before
@@ -182,8 +184,8 @@ def test_each_read_of_an_undo_fails_once(mode, state_dtype, tmp_path):
             fails = failing_at_the_end(lambda strikes=strikes: stack.enter_context(strikes))
             with fails, pytest.raises(CSDOSError) as caught:
                 attempt(training)
-        assert (training.opt._runner.undoing is not None) == isinstance(caught.value, CSDTornError)
-        if training.opt._runner.undoing is None:
+        assert (runner_of(training.opt).undoing is not None) == isinstance(caught.value, CSDTornError)
+        if runner_of(training.opt).undoing is None:
             break
         torn += 1
         training.opt.wait()
@@ -277,7 +279,7 @@ def test_what_changes_while_a_parameter_is_unknown_in_part(state_dtype, skip, mo
         monkeypatch.setattr(Undo, "_restore_tile", dies)
         with pytest.raises(CSDTornError):
             attempt(training)
-    unknown = [b.param for b in training.opt._runner.undoing.unknown]
+    unknown = [b.param for b in runner_of(training.opt).undoing.unknown]
     with torch.no_grad():
         for p in unknown:
             if moves:
@@ -362,16 +364,13 @@ def test_a_drive_that_ends_is_no_signal(tmp_path):
         if edits:  # the step begins with what the windows show
             for entry in training.opt.state.values():
                 entry["exp_avg"][0] += 0.0
-        find = Undo._find
 
-        def ends_first(undo, find=find):
+        def ends_first(find, undo):
             os.truncate(store, 2 * 4096)  # not before all writes of the step are over, which would make it longer
             find(undo)
 
-        Undo._find = ends_first
-        with failing_at_the_end(), pytest.raises(CSDTornError):
+        with replaced(Undo, "_find", ends_first), failing_at_the_end(), pytest.raises(CSDTornError):
             attempt(training)
-        Undo._find = find
         store.write_bytes(b"")
         with pytest.raises(CSDTornError, match="mix of two steps"):
             training.opt.wait()
@@ -504,7 +503,7 @@ class Strike:
         strike = self
 
         def finish(undo):
-            sys.settrace(strike._trace)
+            sys.settrace(strike.trace)
             try:
                 return strike._finish(undo)
             finally:
@@ -516,7 +515,7 @@ class Strike:
     def __exit__(self, *_):
         Undo.finish = self._finish
 
-    def _trace(self, frame, event, _):
+    def trace(self, frame, event, _):
         code = frame.f_code
         if not code.co_filename.startswith(PACKAGE) or self.struck:
             return None
@@ -554,14 +553,14 @@ def test_every_call_of_an_undo(mode, state_dtype, devices, tmp_path, request):
     for k, error in zip(range(0, calls, every), itertools.cycle(ERRORS)):
         strike = strikes(training, k, error)
         places.add(strike.struck)
-        if training.opt._runner.undoing:
+        if runner_of(training.opt).undoing:
             torn += 1
             if k % 2:  # the next reader fails as well
                 with Strike(0, CSDOSError(errno.EIO, "still")), pytest.raises(CSDOSError):
                     training.opt.wait()
         training.opt.wait()
         assert training.values() == before, strike.struck
-        assert training.opt._runner.undoing is None
+        assert runner_of(training.opt).undoing is None
         assert training.image() == image, strike.struck
     assert torn > len(places) // 2
     goes_on(training, state_dtype)

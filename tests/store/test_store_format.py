@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.codes import SHAPES, TILE, made
+from support.inside import idle_engine_of
 from support.store_page import crc32c, decoded, masters, ratios, region, roots, sections, superblock
 
 from csd_optim import CSDAdam
@@ -45,7 +46,7 @@ def test_store_is_what_the_page_says(tmp_path, monkeypatch, sum_elems, shares, k
             p.grad = torch.randn_like(p)
         opt.user_state = {"epoch": 7}
         opt.step()
-    engine, residuals = opt._live_engine, {}
+    engine, residuals = idle_engine_of(opt), {}
     for name in kept:
         residuals[name] = torch.randn(params[name].numel()).bfloat16()
         engine.keep_residual([*params].index(name), residuals[name])

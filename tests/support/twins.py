@@ -6,6 +6,7 @@ import zlib
 import torch
 from support.comparing import bits
 from support.exact import Linear
+from support.inside import engine_of, guess_of
 from torch import nn
 
 from csd_optim import CSDAdam
@@ -91,13 +92,12 @@ class Training:
         loss = self.model(x).square().sum() * scale
         if self.patient:
             self.opt.wait()
-            while not self.opt._engine.idle:  # its commit
+            while not engine_of(self.opt).idle:  # its commit
                 time.sleep(1e-4)
         loss.backward()
-        early = self.patient and getattr(self.opt._mode, "_early", None)
-        if early and (guess := early._guess):
+        if self.patient and (guess := guess_of(self.opt)):
             guess._images.wait()
-            self.opt._engine.unchanged(guess.step.table)  # waits for the copies
+            engine_of(self.opt).unchanged(guess.step.table)  # waits for the copies
         self.losses.append(loss.detach())
         self.steps += 1
 

@@ -1,0 +1,46 @@
+"""What tests see of an optimizer's inside.
+
+Most tests need only what a user sees. For those that replace a part of the package, or look at what no user can, each
+private attribute is read here, in one place. tests/test_house.py counts those that are read elsewhere.
+"""
+
+
+def engine_of(opt):
+    """Return the engine that drives the optimizer's devices."""
+    return opt._engine
+
+
+def idle_engine_of(opt):
+    """Return the engine when no step is in flight any more; with overlap on ranks, a collective."""
+    return opt._live_engine
+
+
+def state_map_of(opt):
+    """Return which parameter's states are where."""
+    return opt._state_map
+
+
+def runner_of(opt):
+    """Return what runs steps, and undoes them."""
+    return opt._runner
+
+
+def mode_of(opt):
+    """Return how steps overlap with the model: the last call of overlap() chose it."""
+    return opt._mode
+
+
+def flight_of(opt):
+    """Return the step whose parameters are still arriving, or None."""
+    return mode_of(opt)._flight
+
+
+def guess_of(opt):
+    """Return the step that has begun in backward, or None."""
+    early = getattr(mode_of(opt), "_early", None)
+    return early and early._guess
+
+
+def pusher_of(opt):
+    """Return the thread that sends gradients in backward, before step() is called."""
+    return mode_of(opt)._early._pusher
