@@ -10,7 +10,7 @@ import threading
 import pytest
 import torch
 from support.backends import TILE
-from support.comparing import assert_same_bits
+from support.comparing import assert_same
 from support.exact import Linear
 from support.on_accelerator import DEVICE, DTYPES, NEAR, SCRATCH, keep_busy
 from torch import nn
@@ -55,11 +55,6 @@ def on_the_cpu(n_params, steps, n=N, **options):
             p.grad = grad
         optimizer.step()
     return bits(params, optimizer)
-
-
-def assert_same(a, b):
-    assert len(a) == len(b)
-    assert [k for k, (x, y) in enumerate(zip(a, b, strict=True)) if not torch.equal(x, y)] == []
 
 
 @pytest.mark.parametrize("side_stream", [False, True], ids=["default streams", "side streams"])
@@ -185,7 +180,7 @@ def test_step_in_a_hook_of_backward():
 
     found, threads = trained(DEVICE)
     assert threads != {threading.get_ident()}
-    assert_same_bits(found, trained("cpu")[0])
+    assert_same(found, trained("cpu")[0])
 
 
 @pytest.mark.parametrize("devices", [["file:", "file:"], NEAR[1]], ids=str)

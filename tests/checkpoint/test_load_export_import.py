@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.backends import TILE
+from support.comparing import assert_same
 from support.stores import (
-    assert_same,
     continues_like,
     flip,
     grads,

@@ -10,9 +10,9 @@ import warnings
 
 import pytest
 import torch
+from support.comparing import assert_same
 from support.inside import engine_of
 from support.stores import (
-    assert_same,
     continues_like,
     flip,
     grads,

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
+from support.comparing import assert_same
 from support.inside import engine_of
 from support.optimizers import ADAMW, FULL
 from support.owners import Owners
@@ -241,14 +242,10 @@ def take(optimizer, params, steps, skip=lambda step: ()):
         optimizer.step()
 
 
-def assert_same(params, others, optimizer, other):
+def assert_same_whole(params, others, optimizer, other):
     """Asserts the same bits. The first optimizer is sharded; the other is not, or in the same way."""
-    for p, q in zip(*(whole(ps) for ps in (params, others)), strict=True):
-        assert torch.equal(p, q), p.shape
-    for state, of_q in zip(states(optimizer, params), states(other, others), strict=True):
-        assert {*state} == {*of_q}
-        for key, value in of_q.items():
-            assert torch.equal(state[key], value), key
+    assert_same(whole(params), whole(others))
+    assert_same(states(optimizer, params), states(other, others))
 
 
 def shares_or_not(rank, size, options, bucket):
@@ -261,14 +258,14 @@ def shares_or_not(rank, size, options, bucket):
         skip = lambda step: (3, 6, 9) if step == 2 else ()  # noqa: E731
         take(optimizer, params, range(STEPS), skip)
         take(other, others, range(STEPS), skip)
-        assert_same(params, others, optimizer, other)
+        assert_same_whole(params, others, optimizer, other)
         with torch.no_grad():
             for p, q in zip(params, others, strict=True):  # writes from outside, on all ranks
                 p.mul_(1.5)
                 q.mul_(1.5)
         take(optimizer, params, [9])
         take(other, others, [9])
-        assert_same(params, others, optimizer, other)
+        assert_same_whole(params, others, optimizer, other)
         counted = optimizer.stats()
         assert counted["params"] < other.stats()["params"]
         return counted["gathered_bytes"]
@@ -596,7 +593,7 @@ def shards_in_8_bits(rank, dims, options):
     take_shards(other, others, range(2))
     with CSDAdam(params, **options, devices="csd{rank}") as optimizer:
         take_shards(optimizer, params, range(2))
-        assert_same(params, others, optimizer, other)
+        assert_same_whole(params, others, optimizer, other)
     resumed, _ = bf16_shards(dims)
     with torch.no_grad():
         for p in resumed:
@@ -609,7 +606,7 @@ def shards_in_8_bits(rank, dims, options):
             for p in of:
                 o.state[p]["exp_avg"].mul_(0.5)
             take_shards(o, of, [3])
-        assert_same(resumed, others, optimizer, other)
+        assert_same_whole(resumed, others, optimizer, other)
 
 
 @pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"topk": 0.1}], ids=lambda o: "".join(o) or "plain")
@@ -731,7 +728,7 @@ def fails(rank, size, where, devices):
             delattr(engine, where)
         optimizer.step()
         take(other, others, [2])
-        assert_same(params, others, optimizer, other)
+        assert_same_whole(params, others, optimizer, other)
 
 
 @pytest.mark.parametrize("where", ["push", "params_ready", "begin"])
@@ -942,7 +939,7 @@ def shows_states(rank, size, devices):
                 o.state[p]["exp_avg_sq"].add_(1.0)
         take(optimizer, params, [2])
         take(other, others, [2])
-        assert_same(params, others, optimizer, other)
+        assert_same_whole(params, others, optimizer, other)
 
         big = next(p for p in params if isinstance(optimizer.state[p]["exp_avg"], DTensor))
         assert optimizer.state[big]["exp_avg"].shape == big.shape
@@ -961,14 +958,14 @@ def shows_states(rank, size, devices):
         again.load_state_dict(state)  # plain and whole, as AdamW's; some versions have steps of shape (1,)
         take(again, again_params, [3])
         take(other, others, [3])
-        assert_same(again_params, others, again, other)
+        assert_same_whole(again_params, others, again, other)
         optimizer.load_state_dict(again.state_dict())  # of DTensors
         with torch.no_grad():
             for p, q in zip(params, again_params, strict=True):
                 p.copy_(q)
         take(optimizer, params, [4])
         take(other, others, [4])
-        assert_same(params, others, optimizer, other)
+        assert_same_whole(params, others, optimizer, other)
         again.close()
         other.close()
 
@@ -1003,7 +1000,7 @@ def consolidates(rank, size):
             )
         take(optimizer, params, [2])
         take(other, others, [2])
-        assert_same(params, others, optimizer, other)
+        assert_same_whole(params, others, optimizer, other)
         assert "consolidate_state_dict()" in str(raised_by(lambda: torch.save(optimizer.state_dict(), io.BytesIO())))
 
 

@@ -9,7 +9,7 @@ import os
 import signal
 
 import pytest
-import torch
+from support.comparing import assert_same
 from test_docs import ROOT, SCRIPTS, on_page
 from trainers import library, llama
 
@@ -149,20 +149,19 @@ def test_scheduler(recipe):
     finally:
         signal.signal(signal.SIGTERM, before)
     assert (again["steps"], whole["steps"]) == (3, 6)
-    assert_same(again["model"], whole["model"])
+    assert_same_and_finite(again["model"], whole["model"])
 
 
 def goes_on(recipe, name, **constants):
     first = recipe(name, stop=(3, stopped), **constants)
     again, whole = recipe(name, **constants), recipe(name, "whole", **constants)
     assert (first["steps"], again["steps"], whole["steps"]) == (3, constants["STEPS"] - 3, constants["STEPS"])
-    assert_same(again["model"], whole["model"])
+    assert_same_and_finite(again["model"], whole["model"])
 
 
-def assert_same(model, other):
-    params = [*model.parameters()]
-    assert all(map(torch.equal, params, other.parameters()))
-    assert all(p.isfinite().all() for p in params)
+def assert_same_and_finite(model, other):
+    assert_same([*model.parameters()], [*other.parameters()])
+    assert all(p.isfinite().all() for p in model.parameters())
 
 
 def test_each_recipe_is_run():

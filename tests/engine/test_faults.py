@@ -29,6 +29,7 @@ from faults import (
     TILE_WRITE,
     TRUNCATE,
 )
+from support.comparing import assert_same
 from support.faulty import child, fault, in_child  # noqa: F401
 from support.optimizers import ADAMW, FULL
 
@@ -101,12 +102,6 @@ class Training:
                 bits = torch.int32 if value.element_size() == 4 else torch.int16
                 image[i, key] = value.expand(() if key == "step" else p.shape).clone().view(bits)
         return image
-
-
-def assert_same(image, other, what):
-    assert image.keys() == other.keys()
-    different = [key for key in image if not torch.equal(image[key], other[key])]
-    assert not different, f"{what}: {different} differ"
 
 
 @functools.cache

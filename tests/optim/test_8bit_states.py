@@ -18,7 +18,7 @@ import pytest
 import torch
 from support.backends import BACKENDS, device_strings
 from support.beside import everything
-from support.comparing import assert_same_bits
+from support.comparing import assert_same
 from support.forked import printed
 from support.inside import idle_engine_of, state_map_of
 from torch.optim import Adam, AdamW
@@ -84,12 +84,12 @@ def test_every_back_end_gives_the_same_bits(options, tmp_path):
         with adam(parameters(*DTYPES, torch.complex64), device_strings(backend, tmp_path / backend), **options) as opt:
             found.append(everything(train(opt, 5)))
     for other in found[1:]:
-        assert_same_bits(found[0], other)
+        assert_same(found[0], other)
 
 
 def test_without_decay_adam_is_adamw():
     found = [train(adam(parameters(*DTYPES), decoupled_weight_decay=d, weight_decay=0.0), 3) for d in (True, False)]
-    assert_same_bits(*map(everything, found))
+    assert_same(*map(everything, found))
 
 
 @pytest.mark.parametrize("tile_size", [8192, 1 << 16, None])
@@ -115,7 +115,7 @@ def test_a_parameter_without_gradient_keeps_every_bit():
         give_gradients(params, step)
         params[0].grad = None
         opt.step()
-    assert_same_bits(before, [params[0].detach(), *(opt.state[params[0]][key] for key in KEYS)])
+    assert_same(before, [params[0].detach(), *(opt.state[params[0]][key] for key in KEYS)])
 
 
 @pytest.mark.parametrize("devices", ["file:", ["ram:", "file:", "file:"]], ids=str)
@@ -131,7 +131,7 @@ def test_groups_mix(devices):
             q.grad = p.grad
         for opt in (mixed, *apart):
             opt.step()
-    assert_same_bits(ours, alone)
+    assert_same(ours, alone)
     assert not torch.equal(mixed.state[ours[0]]["exp_avg_sq"], mixed.state[ours[0]]["exp_avg_sq"] * 0)
 
 
@@ -236,7 +236,7 @@ def test_a_step_by_another_way_has_the_same_bits(how, options):
     opt, other = adam(parameters(*DTYPES), "file:", **options), adam(parameters(*DTYPES))
     for step in range(3):
         how(opt, step)
-    assert_same_bits(everything(opt), everything(train(other, 3)))
+    assert_same(everything(opt), everything(train(other, 3)))
 
 
 def test_a_group_that_joins_late():
@@ -255,7 +255,7 @@ def test_a_group_that_joins_late():
             q.grad = p.grad
         for o in (opt, *apart):
             o.step()
-    assert_same_bits(ours, alone)
+    assert_same(ours, alone)
     for p, q, o in zip(ours, alone, [apart[0]] * half + [apart[1]] * half, strict=True):
         assert all(torch.equal(opt.state[p][key], o.state[q][key]) for key in o.state[q])
 
@@ -344,7 +344,7 @@ def test_null_moves_parameters_only():
     params = parameters(torch.bfloat16)
     before = [p.detach().clone() for p in params]
     with train(adam(params, "null:"), 2):
-        assert_same_bits(before, [p.detach() for p in params])
+        assert_same(before, [p.detach() for p in params])
 
 
 # ---- what `state` shows --------------------------------------------------------------------------
@@ -400,7 +400,7 @@ def test_who_only_looks_changes_nothing(backend, dtype, tmp_path):
         for p in twins[0]:
             opt_state = looked_at.state[p]
             opt_state["exp_avg"].add_(0)  # torch counts this write, so the step starts from this tensor
-    assert_same_bits(everything(looked_at), everything(other))
+    assert_same(everything(looked_at), everything(other))
     looked_at.close()
 
 
@@ -456,10 +456,10 @@ def test_an_edit_is_as_good_as_a_checkpoint(keys, then, tmp_path):
     if then == "close":
         made[2].close()
         made[2:] = [adam(parameters(*DTYPES, torch.complex64, seed=1), str(tmp_path), resume=True)]
-        assert_same_bits(everything(made[2]), everything(loaded))
+        assert_same(everything(made[2]), everything(loaded))
     wanted = everything(train(loaded, 2, 2))
     for opt in made:
-        assert_same_bits(everything(train(opt, 2, 2)), wanted)
+        assert_same(everything(train(opt, 2, 2)), wanted)
     made[2].close()
 
 
@@ -479,7 +479,7 @@ def test_a_forked_child_has_no_states():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     other = train(adam(parameters(torch.bfloat16)), 2)
     other.state[other.param_groups[0]["params"][0]]["exp_avg"].mul_(0.5)
-    assert_same_bits(everything(train(opt, 1, 2)), everything(train(other, 1, 2)))
+    assert_same(everything(train(opt, 1, 2)), everything(train(other, 1, 2)))
 
 
 # ---- parameters that are set from outside ---------------------------------------------------------
@@ -588,7 +588,7 @@ def test_masters_that_the_parameters_are_not(dtype, then):
             assert is_section(opt, params[0]) == (then != "none")
         found.append(everything(train(opt, 2, 3)))
         assert devices != "ram:" or is_section(opt, params[0])
-    assert_same_bits(*found)
+    assert_same(*found)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -604,7 +604,7 @@ def test_a_parameter_that_gets_another_order_in_memory(dtype):
             train(opt, 2, 3)
         assert devices != "ram:" or is_section(opt, params[0])
         found.append(everything(opt))
-    assert_same_bits(*found)
+    assert_same(*found)
 
 
 def test_another_memory_of_the_same_parameter():
@@ -613,7 +613,7 @@ def test_another_memory_of_the_same_parameter():
     opt, other = train(adam(params), 2), train(adam(twins), 2)
     for p in params:
         p.data = p.data.clone()
-    assert_same_bits(everything(train(opt, 2, 2)), everything(train(other, 2, 2)))
+    assert_same(everything(train(opt, 2, 2)), everything(train(other, 2, 2)))
     assert all(is_section(opt, p) for p in params)
 
 
@@ -629,8 +629,8 @@ def test_state_dict_comes_back_exactly(dtype):
     twins = [torch.nn.Parameter(p.detach().clone()) for p in params]
     other = adam(twins)
     other.load_state_dict(saved)
-    assert_same_bits(everything(opt), everything(other))
-    assert_same_bits(everything(train(opt, 2, 3)), everything(train(other, 2, 3)))
+    assert_same(everything(opt), everything(other))
+    assert_same(everything(train(opt, 2, 3)), everything(train(other, 2, 3)))
 
 
 def test_adamw_takes_our_checkpoints_and_we_its():
@@ -671,11 +671,11 @@ def test_loading_takes_the_memory_of_a_few_parameters(devices, monkeypatch):
     largest = 12 * max(p.numel() for p in params)
     assert largest <= max(most) <= 100_000 + largest < 12 * sum(p.numel() for p in params)
     want = [p.detach() for p in params]
-    assert_same_bits(
+    assert_same(
         [other.state[p]["exp_avg"] for p in other.param_groups[0]["params"]],
         [entry["exp_avg"] for entry in saved["state"].values()],
     )
-    assert_same_bits([p.detach() for p in other.param_groups[0]["params"]], want)
+    assert_same([p.detach() for p in other.param_groups[0]["params"]], want)
 
 
 def test_what_8_bits_cannot_hold_is_said_once():
@@ -698,9 +698,9 @@ def test_goes_on_from_a_store(dtype, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         resumed = adam(parameters(dtype, seed=1), [str(tmp_path)], resume=True)
-    assert_same_bits(everything(resumed), before)
+    assert_same(everything(resumed), before)
     with adam(parameters(dtype)) as other:
-        assert_same_bits(everything(train(resumed, 2, 3)), everything(train(other, 5)))
+        assert_same(everything(train(resumed, 2, 3)), everything(train(other, 5)))
     resumed.close()
 
 
@@ -746,7 +746,7 @@ def test_an_overflow_is_skipped():
     opt.found_inf, opt.grad_scale = torch.tensor(1.0), torch.tensor(1024.0)
     give_gradients(params, 2)
     opt.step()
-    assert_same_bits(everything(opt), before)
+    assert_same(everything(opt), before)
 
 
 def fail_a_step(opt, params, number, monkeypatch):
@@ -773,8 +773,8 @@ def test_a_step_that_fails_changes_nothing(monkeypatch):
         o.state[ps[0]]["exp_avg"].fill_(0.5)
     before = [p.detach().clone() for p in params]
     fail_a_step(opt, params, 2, monkeypatch)
-    assert_same_bits(before, [p.detach() for p in params])
-    assert_same_bits(everything(train(opt, 2, 2)), everything(train(other, 2, 2)))
+    assert_same(before, [p.detach() for p in params])
+    assert_same(everything(train(opt, 2, 2)), everything(train(other, 2, 2)))
 
 
 # ---- as AdamW trains ----------------------------------------------------------------------------------
@@ -872,10 +872,10 @@ def test_a_step_that_fails_leaves_parameters_as_they_were_set(dtype, devices, mo
             p.fill_(3)
     before = [p.detach().clone() for p in params]
     fail_a_step(opt, params, 2, monkeypatch)
-    assert_same_bits(before, [p.detach() for p in params])
+    assert_same(before, [p.detach() for p in params])
     opt.param_groups[0]["lr"] = 0.0
     train(opt, 1, 3)
-    assert_same_bits(before, [p.detach() for p in params])
+    assert_same(before, [p.detach() for p in params])
     assert all((opt.state[p]["master"].to(dtype) == 3).all() for p in params[::2])
 
 
@@ -948,7 +948,7 @@ def test_a_crash_finds_what_is_committed_beside_fp32_states(how, tmp_path, monke
     assert crashes
     for crash in crashes:
         with adam(groups(parameters(torch.bfloat16, torch.bfloat16, seed=1)), f"file:{crash}", resume=True) as again:
-            assert_same_bits(everything(again), before)
+            assert_same(everything(again), before)
             train(again, 1)  # reads every tile
 
 
@@ -1002,7 +1002,7 @@ def test_parameters_that_images_have(dtype, devices, far, monkeypatch):
             opt.step()
             params[0].data[3] = 0.5
             found.append(everything(train(opt, 1, 6)))
-    assert_same_bits(*found)
+    assert_same(*found)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -19,7 +19,7 @@ import torch
 from support.backends import TILE
 from support.comparing import (
     assert_matches,
-    assert_same_bits,
+    assert_same,
     bits,
     make_pair,
     params_of,
@@ -423,7 +423,7 @@ def final_bits(devices, *, dtypes=(*DTYPES, torch.complex64), steps=4, tile_size
 def test_grad_dtype_is_as_if_the_gradient_had_been_rounded(devices, dtype, grad_dtype):
     pushed = final_bits(devices, dtypes=[dtype], grad_dtype=grad_dtype)
     rounded = final_bits(["ram:"], dtypes=[dtype], grads=lambda g: g.to(grad_dtype).to(g.dtype))
-    assert_same_bits(pushed, rounded)
+    assert_same(pushed, rounded)
 
 
 def test_grad_dtype_with_layouts_and_neighbours(devices):
@@ -456,7 +456,7 @@ def test_max_grad_norm_is_clip_grad_norm_in_fp32(devices, dtype, max_grad_norm):
         ours.step()
         reference.step()
         assert ours.stats()["grad_norm"] == pytest.approx(norm.item(), rel=1e-6)
-        assert_same_bits([p.grad for p in params], unclipped)
+        assert_same([p.grad for p in params], unclipped)
     assert_matches(ours, reference)
 
 
@@ -491,40 +491,40 @@ def restored():
 
 
 def test_bits_do_not_depend_on_back_end(devices, expected):
-    assert_same_bits(final_bits(devices), expected)
+    assert_same(final_bits(devices), expected)
 
 
 def test_bits_do_not_depend_on_the_run(devices):
-    assert_same_bits(final_bits(devices, overwrite=True), final_bits(devices, overwrite=True))
+    assert_same(final_bits(devices, overwrite=True), final_bits(devices, overwrite=True))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_bits_do_not_depend_on_threads(devices, expected, restored, threads):
     bindings.threads_use(threads)
     assert bindings.threads_used() == threads
-    assert_same_bits(final_bits(devices), expected)
+    assert_same(final_bits(devices), expected)
 
 
 @pytest.mark.parametrize("isa", bindings.isas())
 def test_bits_do_not_depend_on_the_instruction_set(devices, expected, restored, isa):
     bindings.isa_use(isa)
     assert bindings.isa_used() == isa
-    assert_same_bits(final_bits(devices), expected)
+    assert_same(final_bits(devices), expected)
 
 
 @pytest.mark.parametrize("tile_size", [1, TILE // 2, 3 * TILE, 1 << 16, None])
 def test_bits_do_not_depend_on_tile_size(devices, expected, tile_size):
-    assert_same_bits(final_bits(devices, tile_size=tile_size), expected)
+    assert_same(final_bits(devices, tile_size=tile_size), expected)
 
 
 @pytest.mark.parametrize("n", [2, 3, 7])
 @pytest.mark.parametrize("device", ["file:", "ram:", "file:?buffers=3&block=4096"])
 def test_bits_do_not_depend_on_the_number_of_devices(expected, device, n):
-    assert_same_bits(final_bits([device] * n), expected)
+    assert_same(final_bits([device] * n), expected)
 
 
 def test_bits_with_amsgrad_do_not_depend_on_back_end(devices):
-    assert_same_bits(final_bits(devices, amsgrad=True), final_bits(["ram:"] * 2, amsgrad=True))
+    assert_same(final_bits(devices, amsgrad=True), final_bits(["ram:"] * 2, amsgrad=True))
 
 
 LIBM = ctypes.CDLL("libm.so.6")
@@ -595,7 +595,7 @@ def test_bits_do_not_depend_on_the_calling_thread():
             set_floats("nothing")
         results.append([*states, param, *sent])
     for other in results[1:]:
-        assert_same_bits(other, results[0])
+        assert_same(other, results[0])
 
 
 def test_moments_fade_to_zero_as_in_torch():
@@ -712,7 +712,7 @@ def test_updater_without_a_parameter(isa):
         states = [torch.randn(100), torch.randn(100), torch.rand(100)]
         bindings.update(hyper(), isa, torch.randn(100), states, param)
         runs.append(states)
-    assert_same_bits(*runs)
+    assert_same(*runs)
 
 
 @pytest.mark.parametrize("isa", bindings.isas())

@@ -18,7 +18,7 @@ from support.beside import (
     small_model,
     train_beside,
 )
-from support.comparing import assert_same_bits, params_of
+from support.comparing import assert_same, params_of
 from support.optimizers import ADAGRAD, ADAMW, LION, PAIRS, RMSPROP, SGD
 from torch.optim import AdamW
 
@@ -66,7 +66,7 @@ def test_a_copy_and_a_pickle_go_on_as_the_original(of):
         optimizer.step()
     for other in copies:
         assert type(other) is type(ours)
-        assert_same_bits(everything(other), everything(ours))
+        assert_same(everything(other), everything(ours))
 
 
 @pytest.mark.parametrize("of", [SGD, ADAGRAD, RMSPROP, LION], ids=str)
@@ -264,7 +264,7 @@ def test_a_gradient_of_another_shape_is_refused_before_anything_is_touched(devic
     q.grad.data = torch.ones(7)
     with pytest.raises(ValueError, match="shape"):
         optimizer.step()
-    assert_same_bits(everything(optimizer), before)
+    assert_same(everything(optimizer), before)
 
 
 # ---- Parameter groups -------------------------------------------------------------

@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 from support.backends import device_strings, named_devices, on_cards
+from support.comparing import assert_same
 from support.training import (
     Training,
-    assert_same,
     bf16,
     crashed,
     image,

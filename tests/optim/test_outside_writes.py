@@ -14,7 +14,7 @@ from support.beside import (
     small_model,
     train_beside,
 )
-from support.comparing import assert_same_bits, params_of
+from support.comparing import assert_same, params_of
 from support.inside import engine_of
 from support.states import assumed
 from torch import nn
@@ -376,7 +376,7 @@ def test_a_checkpoint_of_another_kind_is_refused(devices, key, value, what):
     before = everything(optimizer)
     with pytest.raises(CSDValueError, match=f"'{key}' of parameter .* {what}"):
         optimizer.load_state_dict(wrong)
-    assert_same_bits(everything(optimizer), before)
+    assert_same(everything(optimizer), before)
 
 
 def test_stats_of_a_step_that_did_nothing():

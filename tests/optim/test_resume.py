@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.backends import TESTS, named_devices, place
+from support.comparing import assert_same
 from support.forked import python
 from support.inside import engine_of
 from support.optimizers import ADAMW, FULL, rules
@@ -21,7 +22,6 @@ from support.training import (
     JOIN,
     LATE,
     Training,
-    assert_same,
     crashed,
     fp16,
     image,

@@ -6,10 +6,10 @@ import warnings
 import pytest
 import torch
 from support.backends import named_devices, place, reading_all
+from support.comparing import assert_same
 from support.training import (
     JOIN,
     Training,
-    assert_same,
     bf16,
     flip,
     groups_of,

@@ -18,7 +18,7 @@ from support.beside import (
     small_model,
     train_beside,
 )
-from support.comparing import assert_same_bits, params_of
+from support.comparing import assert_same, params_of
 from support.optimizers import ADAGRAD, ADAM, ADAMW, LION, RMSPROP, SGD
 from torch.optim import AdamW
 
@@ -86,7 +86,7 @@ def test_resumed_run_has_the_bits_of_an_uninterrupted_one(devices, tmp_path, dty
     for k in range(3, 6):
         gradients(resumed.parameters(), k)
         optimizer.step()
-    assert_same_bits(everything(optimizer), everything(uninterrupted))
+    assert_same(everything(optimizer), everything(uninterrupted))
 
 
 def test_weights_may_be_loaded_after_the_state(devices, tmp_path):
@@ -101,7 +101,7 @@ def test_weights_may_be_loaded_after_the_state(devices, tmp_path):
     for m, o in ((model, uninterrupted), (resumed, optimizer)):
         gradients(m.parameters(), 3)
         o.step()
-    assert_same_bits(everything(optimizer), everything(uninterrupted))
+    assert_same(everything(optimizer), everything(uninterrupted))
 
 
 @pytest.mark.parametrize("used", [False, True], ids=["fresh optimizer", "used optimizer"])
@@ -174,7 +174,7 @@ def test_load_state_dict_leaves_its_argument_alone(devices):
     assert saved["state"].keys() == before["state"].keys()
     for k, entry in saved["state"].items():
         assert entry.keys() == before["state"][k].keys()
-        assert_same_bits(list(entry.values()), list(before["state"][k].values()))
+        assert_same(list(entry.values()), list(before["state"][k].values()))
 
 
 @pytest.mark.fp32_states("compares with AdamW to its last bits")
@@ -202,7 +202,7 @@ def test_loading_its_own_state_dict_changes_nothing(devices):
             optimizer.step()
         before = everything(optimizer)
         optimizer.load_state_dict(optimizer.state_dict())
-        assert_same_bits(everything(optimizer), before)
+        assert_same(everything(optimizer), before)
         gradients([p], 1)
         optimizer.step()
         assert optimizer.state[p]["step"] == 1 + used
@@ -237,7 +237,7 @@ def test_a_checkpoint_of_other_shapes_is_refused_before_anything_is_touched(devi
         optimizer.load_state_dict(source.state_dict())
     with pytest.raises(ValueError, match="different number of parameter groups"):
         optimizer.load_state_dict({"state": {}, "param_groups": []})
-    assert_same_bits(everything(optimizer), before)
+    assert_same(everything(optimizer), before)
     assert optimizer.param_groups[0]["lr"] == 1e-3
     optimizer.step()
     assert optimizer.state[p]["step"] == 2
@@ -268,7 +268,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused_before_anything_is_touched
     message = f"of another optimizer: its group 0 has no {missing}, which {type(ours).__name__} needs"
     with pytest.raises(CSDValueError, match=message):
         ours.load_state_dict(theirs.state_dict())
-    assert_same_bits(everything(ours), before)
+    assert_same(everything(ours), before)
     ours.step()
     ours.close()
     with of.ours([p], devices=tmp_path, resume=True) as ours:
@@ -382,7 +382,7 @@ def test_parameters_and_state_swapped_in_for_a_while(devices):
             optimizer.step()
     for name, p in other.items():
         assert_close(p, theirs[name])
-    assert_same_bits(everything(ours), before)
+    assert_same(everything(ours), before)
     train_beside(ours, reference, 2, start=2)
     assert_same_weights(ours, reference)
 
@@ -403,13 +403,13 @@ def test_a_copy_goes_its_own_way(make_copy, devices, used):
         optimizer.step()
     other = make_copy(optimizer)
     before = everything(optimizer)
-    assert_same_bits(everything(other), before)
+    assert_same(everything(other), before)
     gradients(params_of(other), 1)
     other.step()
-    assert_same_bits(everything(optimizer), before)
+    assert_same(everything(optimizer), before)
     gradients(params, 1)
     optimizer.step()
-    assert_same_bits(everything(other), everything(optimizer))
+    assert_same(everything(other), everything(optimizer))
 
 
 @pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy, pickle.dumps])

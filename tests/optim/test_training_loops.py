@@ -17,7 +17,7 @@ from support.beside import (
     small_model,
     train_beside,
 )
-from support.comparing import assert_same_bits, params_of
+from support.comparing import assert_same, params_of
 from support.optimizers import ADAMW, FULL, rules
 from torch import nn
 from torch.optim import AdamW, lr_scheduler
@@ -132,7 +132,7 @@ def test_gradients_are_left_as_they_are(devices):
     gradients(params, 0)
     before = [p.grad.clone() for p in params]
     optimizer.step()
-    assert_same_bits([p.grad for p in params], before)
+    assert_same([p.grad for p in params], before)
 
 
 @pytest.mark.fp32_states("compares with AdamW to its last bits")
@@ -231,7 +231,7 @@ def test_optimizers_may_step_at_the_same_time():
     with ThreadPoolExecutor(4) as threads:
         together = list(threads.map(train, range(8)))
     for seed, found in enumerate(together):
-        assert_same_bits(found, train(seed))
+        assert_same(found, train(seed))
 
 
 def test_profiler_sees_the_step():
@@ -320,7 +320,7 @@ def test_a_step_that_overflows_changes_nothing(devices, dtype):
         scaler.update()
         assert optimizer.stats()["skipped"] == (bad is not None)
         if bad is not None:
-            assert_same_bits(everything(optimizer), before)
+            assert_same(everything(optimizer), before)
             assert p._version == version
             assert scaler.get_scale() == scale / 2
     assert optimizer.state[p]["step"] == 1
@@ -335,7 +335,7 @@ def test_found_inf_and_grad_scale(devices):
     ours.found_inf, ours.grad_scale = torch.tensor(1.0), torch.tensor(8.0)
     gradients(params_of(ours), 1)
     ours.step()
-    assert_same_bits(everything(ours), before)
+    assert_same(everything(ours), before)
     ours.found_inf = torch.tensor(0.0)
     for p, q in zip(params_of(ours), params_of(reference), strict=True):
         q.grad = p.grad / 8

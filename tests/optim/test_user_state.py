@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from support.backends import named_devices
+from support.comparing import assert_same
 from support.inside import engine_of
 from support.training import (
-    assert_same,
     bf16,
     c64,
     crashed,

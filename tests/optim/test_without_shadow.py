@@ -7,10 +7,10 @@ import time
 import pytest
 import torch
 from support.backends import named_devices, on_cards, place, reading_all
+from support.comparing import assert_same
 from support.inside import engine_of, idle_engine_of
 from support.training import (
     Training,
-    assert_same,
     crashed,
     flip,
     never_stopped,

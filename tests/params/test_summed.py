@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 from support.backends import on_cards
+from support.comparing import assert_same
 from support.gradients import any_bits
 from support.optimizers import PAIRS
-from support.training import Training, assert_same
+from support.training import Training
 
 from csd_optim import CSDValueError, bindings
 from csd_optim.bindings import topk_count

@@ -5,6 +5,7 @@ It writes the masters once more than later steps do, so that it can be undone.
 
 import pytest
 import torch
+from support.comparing import assert_same
 from support.inside import engine_of
 
 from csd_optim import CSDAdam, CSDWarning, bindings
@@ -43,12 +44,6 @@ def image(opt, params):
         values[i] = p.detach().clone()
         values |= {(i, key): value.clone() for key, value in opt.state[p].items()}
     return values
-
-
-def assert_same(found, wanted):
-    assert found.keys() == wanted.keys()
-    for key, value in found.items():
-        assert torch.equal(value, wanted[key]), key
 
 
 def train(devices, steps, **options):

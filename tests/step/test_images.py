@@ -7,6 +7,7 @@ image. Oracle: the engine's own selection. Every bit is compared.
 import pytest
 import torch
 from support.backends import TILE, device_strings
+from support.comparing import assert_same
 from support.inside import idle_engine_of, runner_of
 from support.replacing import failing
 
@@ -50,14 +51,7 @@ class Run:
     def bits(self):
         """The bits of everything that a step changes, except for the dense parameters."""
         states = [{"param": p, **self.opt.state[p]} for p in self.sparse]
-        return [(key, t.detach().flatten().clone().view(torch.uint8)) for s in states for key, t in sorted(s.items())]
-
-
-def assert_same(runs):
-    first, second = (run.bits() for run in runs)
-    assert [key for key, _ in first] == [key for key, _ in second]
-    for (key, a), (_, b) in zip(first, second, strict=True):
-        assert torch.equal(a, b), key
+        return [{key: t.detach().flatten().clone().view(torch.uint8) for key, t in s.items()} for s in states]
 
 
 @pytest.fixture
@@ -102,7 +96,7 @@ def test_the_same_bits(runs, travelled, topk, feedback, grad_dtype):
             run.step(scale)
             assert len(travelled) == (0 if run is runs[0] else idle_engine_of(run.opt).n_tiles)
         assert all(n for _, n in travelled)
-        assert_same(runs)
+        assert_same(*(run.bits() for run in runs))
         assert runs[0].opt.stats()["push_bytes"] == runs[1].opt.stats()["push_bytes"]
     assert ("residual" in runs[1].opt.state[runs[1].sparse[0]]) == feedback
 
@@ -115,7 +109,7 @@ def test_tiles_of_several_blocks(runs, travelled):
         run.step()
         run.step()
     assert len(travelled) == 2 * idle_engine_of(runs[1].opt).n_tiles == 4
-    assert_same(runs)
+    assert_same(*(run.bits() for run in runs))
 
 
 @pytest.mark.fp32_states("counts tiles, bytes or elements of fp32 states")
@@ -126,7 +120,7 @@ def test_more_tiles_than_slots(runs, travelled):
         run.step()
         run.step()
     assert 0 < len(travelled) < 2 * idle_engine_of(runs[1].opt).n_tiles
-    assert_same(runs)
+    assert_same(*(run.bits() for run in runs))
 
 
 @pytest.mark.fp32_states("counts tiles, bytes or elements of fp32 states")
@@ -139,12 +133,12 @@ def test_what_is_owed_is_sent_when_it_goes_dense_again(runs, travelled):
         travelled.clear()
         run.step()
     assert sum(n for _, n in travelled) > 0.99 * sum(map(len, runs[1].sparse))
-    assert_same(runs)
+    assert_same(*(run.bits() for run in runs))
     travelled.clear()
     for run in runs:
         run.step()
     assert not any(n for _, n in travelled)
-    assert_same(runs)
+    assert_same(*(run.bits() for run in runs))
 
 
 @pytest.mark.parametrize("topk", [0.01, 0.3])
@@ -166,12 +160,11 @@ def test_an_undone_step_leaves_what_is_owed(runs, backend, monkeypatch, when, to
             patch.setattr(Engine, "pull", interrupted(Engine.pull, 3))
         with pytest.raises(KeyboardInterrupt):
             run.step()
-    for (key, a), (_, b) in zip(before, run.bits(), strict=True):
-        assert torch.equal(a, b), key
+    assert_same(run.bits(), before)
     run.generator.set_state(generator)
     for run in runs:
         run.step()
-    assert_same(runs)
+    assert_same(*(run.bits() for run in runs))
 
 
 def interrupted(method, call):

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from support.backends import named_devices, place
+from support.comparing import assert_same
 from support.tables import step_table
 
 from csd_optim import CSDAdam, CSDOSError, CSDStoreError, CSDValueError
@@ -132,11 +133,6 @@ class Training:
 def never_stopped(steps):
     with Training(["ram:"]) as training:
         return training.steps(steps).image()
-
-
-def assert_same(image, other):
-    assert image.keys() == other.keys()
-    assert [key for key in image if not torch.equal(image[key], other[key])] == []
 
 
 def resumed(devices):

@@ -28,10 +28,31 @@ def relative_difference(a, b):
     return ((a.double() - b.double()).abs().max() / b.double().abs().max()).item()
 
 
-def assert_same_bits(a, b):
-    assert len(a) == len(b)
-    for x, y in zip(a, b, strict=True):
-        assert torch.equal(x, y)
+def assert_same(found, expected, what="images"):
+    """Assert that two images are the same: tensors, other values, or dicts and sequences of images."""
+    __tracebackhide__ = True
+    different = [*_differences(found, expected, "")]
+    assert not different, f"{what} differ: {'; '.join(different)}"
+
+
+def _differences(found, expected, at):
+    """Yield where two images differ, as text."""
+    if isinstance(found, dict) and isinstance(expected, dict):
+        for key in {**found, **expected}:
+            if key in found and key in expected:
+                yield from _differences(found[key], expected[key], f"{at}[{key!r}]")
+            else:
+                yield f"{at}[{key!r}] is in one only"
+    elif isinstance(found, list | tuple) and type(found) is type(expected):
+        if len(found) != len(expected):
+            yield f"{at} {len(found)} and {len(expected)} elements"
+        for i, pair in enumerate(zip(found, expected, strict=False)):
+            yield from _differences(*pair, f"{at}[{i}]")
+    elif isinstance(found, torch.Tensor) and isinstance(expected, torch.Tensor):
+        if not torch.equal(found, expected):
+            yield f"{at} {tuple(found.shape)}"
+    elif found != expected:
+        yield f"{at} {found} and {expected}"
 
 
 def bits(t):

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import torch
 from support.backends import TILE
+from support.comparing import assert_same
 
 from csd_optim import (
     CSDAdam,
@@ -78,14 +79,6 @@ def state_of(opt, params):
         if name != "waiting":
             held[name] = {key: value.clone() for key, value in opt.state[p].items()} | {"itself": p.detach().clone()}
     return held
-
-
-def assert_same(a, b):
-    assert a.keys() == b.keys()
-    for name in a:
-        assert a[name].keys() == b[name].keys(), name
-        for key in a[name]:
-            assert torch.equal(a[name][key], b[name][key]), (name, key)
 
 
 def resumed(devices, named=True, **options):

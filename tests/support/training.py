@@ -109,11 +109,6 @@ def image(opt, params):
     return held
 
 
-def assert_same(one, other):
-    different = [key for key in one.keys() | other.keys() if one.get(key) != other.get(key)]
-    assert not different
-
-
 @functools.cache
 def never_stopped(steps, topk=None, of=ADAMW):
     training = Training("ram:", topk=topk, of=of).steps(steps)
