@@ -7,7 +7,7 @@ from support.between_steps import freezes, gives_steps_up, steps_in_closures, te
 from support.inside import mode_of
 from support.on_accelerator import DEVICE
 from support.replacing import failing
-from support.twins import Training, assert_twins
+from support.twins import Twin, assert_twins
 
 from csd_optim import CSDOSError, CSDRuntimeError
 from csd_optim.engine.engine import Engine
@@ -63,7 +63,7 @@ def test_what_a_program_may_do(tmp_path, script):
 
 
 def test_a_checkpoint_that_goes_back_several_times_is_refused(tmp_path):
-    training = Training(tmp_path, FREE, place=[DEVICE], latency="100us")
+    training = Twin(tmp_path, FREE, place=[DEVICE], latency="100us")
     before = training.parameters()
     with pytest.raises(CSDRuntimeError, match=r"has changed parameters already|use_reentrant"):
         checkpoints(training)
@@ -77,10 +77,10 @@ def test_a_checkpoint_that_goes_back_several_times_is_refused(tmp_path):
 def test_a_parameter_without_a_gradient(tmp_path, state_dtype, near):
     """It shares tiles with other parameters, and keeps every bit. Its states exist from the first backward on."""
 
-    def trained(name, overlap):
+    def seen(name, overlap):
         (tmp_path / name).mkdir()
         options = {"place": [DEVICE], "groups": True, "state_dtype": state_dtype, "dtype": torch.bfloat16, "near": near}
-        training = Training(tmp_path / name, overlap, latency="100us", **options)
+        training = Twin(tmp_path / name, overlap, latency="100us", **options)
         for k in range(6):
             model = training.model if k in (2, 3) else training.model[:3] if k % 2 else training.model[1:]
             model(torch.ones(2, training.width, dtype=training.dtype)).square().sum().backward()
@@ -90,12 +90,12 @@ def test_a_parameter_without_a_gradient(tmp_path, state_dtype, near):
         training.opt.close()
         return seen
 
-    assert trained("free", FREE) == trained("plain", None)
+    assert seen("free", FREE) == seen("plain", None)
 
 
 def test_memory_of_gradients_is_free_in_backward(tmp_path):
     """With a `hold` of one gradient, there are that one, the one that backward makes, and parts of incomplete tiles."""
-    training = Training(tmp_path, TIGHT, place=[DEVICE], depth=12)
+    training = Twin(tmp_path, TIGHT, place=[DEVICE], depth=12)
     training.step()
     training.losses.clear()
     training.log.clear()
@@ -132,7 +132,7 @@ def test_a_device_that_fails(tmp_path, call, number):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_nobody_waits_for_ever_for_a_step_that_cannot_be_undone(tmp_path, monkeypatch):
-    training, gone = Training(tmp_path, FREE, place=[DEVICE]), []
+    training, gone = Twin(tmp_path, FREE, place=[DEVICE]), []
     training.step()
 
     def breaks(_):
@@ -153,7 +153,7 @@ def test_nobody_waits_for_ever_for_a_step_that_cannot_be_undone(tmp_path, monkey
 
 def test_a_step_is_undone_where_the_accelerator_fails(tmp_path, monkeypatch):
     """The step is undone as far as possible, and the devices accept the next one."""
-    training = Training(tmp_path, FREE, place=[DEVICE])
+    training = Twin(tmp_path, FREE, place=[DEVICE])
     training.step()
     before = training.parameters()
 

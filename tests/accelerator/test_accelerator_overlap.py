@@ -30,7 +30,7 @@ from support.between_steps import (
 from support.inside import flight_of, guess_of, mode_of, pusher_of, state_map_of
 from support.on_accelerator import DEVICE, DTYPES, keep_busy
 from support.replacing import failing
-from support.twins import Training, assert_twins, checksum
+from support.twins import Twin, assert_twins, checksum
 
 from csd_optim import CSDOSError, CSDRuntimeError
 from csd_optim.engine.engine import Engine
@@ -260,7 +260,7 @@ def test_gradients_are_dropped_at_once(tmp_path, topk):
 
 
 def test_gradients_live_until_they_are_used(tmp_path):
-    training = Training(tmp_path, {}, place=[DEVICE], width=80)
+    training = Twin(tmp_path, {}, place=[DEVICE], width=80)
     training.step()
     training.opt.wait()
     without = torch.accelerator.memory_allocated()
@@ -281,7 +281,7 @@ def test_gradients_live_until_they_are_used(tmp_path):
 
 
 def test_step_returns_before_parameters_arrive(tmp_path, monkeypatch):
-    training = Training(tmp_path, {}, place=[DEVICE])
+    training = Twin(tmp_path, {}, place=[DEVICE])
     training.step()
     training.opt.wait()
     real, goes_on = Engine.pull, threading.Event()
@@ -298,7 +298,7 @@ def test_step_returns_before_parameters_arrive(tmp_path, monkeypatch):
 
 
 def test_a_gradient_changed_after_step_is_an_error(tmp_path):
-    training = Training(tmp_path, {}, place=[DEVICE], latency="50ms")
+    training = Twin(tmp_path, {}, place=[DEVICE], latency="50ms")
     training.step()
     before = training.parameters()
     training.backward()
@@ -347,7 +347,7 @@ def test_a_guess_that_is_given_up_pushes_nothing_more(tmp_path, what, monkeypatc
     """Its copies complete only while the next step runs, or after the engine is closed."""
     arrives, pushed = threading.Event(), []
     wait, push = StagingBuffer.wait, Engine.push
-    training = Training(tmp_path, BACKWARD, place=[DEVICE], patient=True, latency="100us")
+    training = Twin(tmp_path, BACKWARD, place=[DEVICE], patient=True, latency="100us")
     for _ in range(3):
         training.step()
     training.opt.synchronize()
@@ -382,7 +382,7 @@ def test_a_guess_that_is_given_up_pushes_nothing_more(tmp_path, what, monkeypatc
 def test_a_guess_is_compared_when_all_of_it_was_pushed(tmp_path, monkeypatch):
     asked, whole = threading.Event(), []
     wait, push, equal = EarlyImages.wait, Engine.push, StagingRing.equal
-    training = Training(tmp_path, BACKWARD, place=[DEVICE], patient=True, latency="100us")
+    training = Twin(tmp_path, BACKWARD, place=[DEVICE], patient=True, latency="100us")
     for _ in range(3):
         training.step()
     training.opt.synchronize()
@@ -426,7 +426,7 @@ def test_executors_that_take_nothing_more(tmp_path):
 
 
 def test_a_step_without_streams_is_undone(tmp_path, monkeypatch):
-    training = Training(tmp_path, {}, place=[DEVICE])
+    training = Twin(tmp_path, {}, place=[DEVICE])
     training.step()
     training.opt.wait()
     before, states = training.parameters(), training.seen()[3]
@@ -448,7 +448,7 @@ def test_a_step_without_streams_is_undone(tmp_path, monkeypatch):
 
 def test_dropped_or_closed_while_a_step_is_under_way(tmp_path):
     for k in range(2):
-        training = Training(tmp_path, {}, place=[DEVICE])
+        training = Twin(tmp_path, {}, place=[DEVICE])
         training.step()
         training.step()
         if k:
@@ -461,7 +461,7 @@ def test_dropped_or_closed_while_a_step_is_under_way(tmp_path):
 @pytest.mark.one_schedule
 def test_a_captured_forward_gets_its_parameters_within_step(tmp_path, emulated_only):
     """A replay of the graph could not wait for parameters."""
-    training = Training(tmp_path, {}, place=[DEVICE])
+    training = Twin(tmp_path, {}, place=[DEVICE])
     training.step()
     training.opt.wait()
     x, (captured, *others) = torch.ones(1, training.width, device=DEVICE), [layer.inner for layer in training.model]
@@ -478,7 +478,7 @@ def test_a_captured_forward_gets_its_parameters_within_step(tmp_path, emulated_o
 
 @pytest.mark.one_schedule
 def test_a_capture_does_not_wait_for_what_is_under_way(tmp_path, emulated_only, monkeypatch):
-    training, goes_on, land = Training(tmp_path, {}, place=[DEVICE]), threading.Event(), StepRunner.land
+    training, goes_on, land = Twin(tmp_path, {}, place=[DEVICE]), threading.Event(), StepRunner.land
 
     def waits(*arguments):
         copied.set()

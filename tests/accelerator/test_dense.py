@@ -9,7 +9,7 @@ import copy
 import pytest
 import torch
 from support.backends import TILE
-from support.comparing import TOLERANCE, assert_matches, make_pair, on_host, params_of, relative_difference, train
+from support.comparing import TOLERANCE, assert_matches, make_pair, on_host, params_of, relative_difference, train_pair
 from support.on_accelerator import DEVICE, DTYPES, SCRATCH, keep_busy, leaf
 from torch import nn
 
@@ -23,7 +23,7 @@ SIZES = [17, 0, TILE - 1, TILE + 1, 5 * TILE + 3]
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_steps_match_adamw(devices, dtype):
     ours, reference = make_pair([leaf(n, dtype=dtype) for n in SIZES], devices)
-    train(ours, reference)
+    train_pair(ours, reference)
     assert_matches(ours, reference)
 
 
@@ -35,14 +35,14 @@ def test_layouts(devices, dtype):
         torch.randn(8, 3, 5, 4, dtype=dtype, device=DEVICE).to(memory_format=torch.channels_last).requires_grad_(),
     ]
     ours, reference = make_pair(params, devices)
-    train(ours, reference)
-    train(ours, reference, make=lambda p: torch.randn(p.shape, dtype=p.dtype, device=p.device))
+    train_pair(ours, reference)
+    train_pair(ours, reference, make=lambda p: torch.randn(p.shape, dtype=p.dtype, device=p.device))
     assert_matches(ours, reference)
 
 
 def test_complex(devices):
     ours, reference = make_pair([leaf(TILE + 1, dtype=torch.complex64)], devices)
-    train(ours, reference)
+    train_pair(ours, reference)
     assert_matches(ours, reference)
 
 
@@ -55,7 +55,7 @@ def test_parameters_of_host_and_device_in_one_optimizer(devices):
         for device in ("cpu", DEVICE)
     ]
     ours, reference = make_pair(params, devices)
-    train(ours, reference)
+    train_pair(ours, reference)
     assert_matches(ours, reference)
 
 
@@ -66,7 +66,7 @@ def test_parameters_move_to_the_gpu_and_back(devices):
     reference = torch.optim.AdamW(twin.parameters(), lr=1e-2)
     for device in ("cpu", DEVICE, "cpu", DEVICE):
         model.to(device)
-        train(ours, reference, steps=2)
+        train_pair(ours, reference, steps=2)
     assert_matches(ours, reference)
 
 
@@ -76,7 +76,7 @@ def test_many_tiles_and_devices(devices, tile_size):
     """More tiles than the ring has slots: every slot is used again within a step."""
     params = [leaf(50 * TILE + 7), leaf(20 * TILE, dtype=torch.bfloat16), leaf(TILE, device="cpu")]
     ours, reference = make_pair(params, devices, tile_size=tile_size)
-    train(ours, reference, steps=3)
+    train_pair(ours, reference, steps=3)
     assert_matches(ours, reference)
 
 
@@ -212,11 +212,11 @@ def test_a_backward_right_after_the_step(devices):
 def test_a_write_to_a_parameter_counts(devices, dtype):
     p = leaf(TILE + 5, dtype=dtype)
     ours, reference = make_pair([p], devices)
-    train(ours, reference, steps=2)
+    train_pair(ours, reference, steps=2)
     with torch.no_grad():
         p[:3] = 5.0
         params_of(reference)[0][:3] = 5.0
-    train(ours, reference, steps=1)
+    train_pair(ours, reference, steps=1)
     assert_matches(ours, reference)
 
 
@@ -224,11 +224,11 @@ def test_state_dict_goes_between_host_and_device(devices):
     """fp32 states load from any device to which the checkpoint was read."""
     p = leaf(TILE + 5, dtype=torch.bfloat16)
     ours, reference = make_pair([p], devices)
-    train(ours, reference, steps=2)
+    train_pair(ours, reference, steps=2)
     saved = ours.state_dict()
     for entry in saved["state"].values():
         entry.update({name: value.to(DEVICE) for name, value in entry.items()})
     other = CSDAdam([p.detach().clone().requires_grad_()], lr=1e-2, devices="file:")
     other.load_state_dict(saved)
-    train(other, reference, steps=2)
+    train_pair(other, reference, steps=2)
     assert_matches(other, reference)

@@ -101,7 +101,7 @@ def test_launches_and_waits_are_counted():
 
 
 def test_it_trains():
-    def trained(device):
+    def final_loss(device):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4)).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -115,4 +115,4 @@ def test_it_trains():
 
     for order in emulated.ORDERS:
         with emulated.schedule(order):
-            assert torch.allclose(trained("emu"), trained("cpu"))
+            assert torch.allclose(final_loss("emu"), final_loss("cpu"))

@@ -154,7 +154,7 @@ def test_a_step_that_fails_with_copies_under_way(topk, call, left, monkeypatch):
 def test_step_in_a_hook_of_backward():
     """One optimizer per parameter steps in autograd's thread, where backward's streams are current."""
 
-    def trained(device):
+    def final(device):
         torch.manual_seed(1)
         model = nn.Sequential(Linear(40, 60), nn.ReLU(), Linear(60, 5)).to(device)
         threads = set()
@@ -178,9 +178,9 @@ def test_step_in_a_hook_of_backward():
                 model(randn(320, k).view(8, 40)).sum().backward()
         return [p.detach().cpu() for p in model.parameters()], threads
 
-    found, threads = trained(DEVICE)
+    found, threads = final(DEVICE)
     assert threads != {threading.get_ident()}
-    assert_same(found, trained("cpu")[0])
+    assert_same(found, final("cpu")[0])
 
 
 @pytest.mark.parametrize("devices", [["file:", "file:"], NEAR[1]], ids=str)
@@ -263,7 +263,7 @@ def test_what_a_store_has_is_what_the_cpu_would_have(tmp_path, topk, monkeypatch
 def test_8_bit_states(dtype):
     """8-bit states are computed from the parameter, which travels with the gradient."""
 
-    def trained(device):
+    def final(device):
         params = [randn(n, n, dtype).to(device).requires_grad_() for n in (17, 5 * TILE + 3)]
         with CSDAdam(params, lr=1e-2, devices="file:", tile_size=2 * TILE, state_dtype="8bit") as optimizer:
             for k in range(4):
@@ -274,7 +274,7 @@ def test_8_bit_states(dtype):
                     params[1][:5] = k  # the program sets it
             return bits(params, optimizer)
 
-    assert_same(trained(DEVICE), trained("cpu"))
+    assert_same(final(DEVICE), final("cpu"))
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -289,7 +289,7 @@ def test_overlap(backward):
         def forward(self, by):
             return sum((w * x).sum() for w, x in zip(self.weights, by, strict=True))
 
-    def trained(device, overlaps):
+    def final(device, overlaps):
         model = Scaled(device)
         optimizer = CSDAdam(model.parameters(), lr=1e-2, devices="file:", tile_size=TILE)
         if overlaps:
@@ -304,4 +304,4 @@ def test_overlap(backward):
         optimizer.wait()
         return [t.cpu() for t in seen] + bits([*model.parameters()], optimizer)
 
-    assert_same(trained(DEVICE, True), trained("cpu", False))
+    assert_same(final(DEVICE, True), final("cpu", False))

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.accelerator, pytest.mark.one_schedule]
 ALL, SOME = "1GB", f"{12 * (3 * TILE + 5) + 12 * 40}"  # room for all, or for some, whose shared tiles are still read
 
 
-def trained(directory, room=ALL, **options):
+def with_few_buffers(directory, room=ALL, **options):
     """Return a training with so few buffers that writes must end before the last tiles: errors are within the step."""
     near_updates.CHUNK = TILE  # set in the child: a parameter of a few tiles takes several chunks
     return Trained([f"gpu:?room={room}", f"file:{directory}/csd1?cache=off&buffers=3"], **options)
@@ -64,7 +64,7 @@ def fails(it, *arguments, k, **options):
 @in_child
 def test_an_error_undoes_the_step(room, calls, nth, code, k, tmp_path):
     k += calls == TILE_READ  # the first step has nothing to read
-    it = trained(tmp_path, room)
+    it = with_few_buffers(tmp_path, room)
     for earlier in range(k):
         it.step(earlier)
     error = fails(it, calls, tmp_path, code, skip=nth, k=k)
@@ -78,16 +78,16 @@ def test_an_error_undoes_the_step(room, calls, nth, code, k, tmp_path):
 @pytest.mark.parametrize("nth", range(3))
 @in_child
 def test_a_full_disk_in_the_first_step(nth, tmp_path):
-    error = fails(trained(tmp_path), ALLOCATE, tmp_path, errno.ENOSPC, skip=nth, k=0)
+    error = fails(with_few_buffers(tmp_path), ALLOCATE, tmp_path, errno.ENOSPC, skip=nth, k=0)
     assert "are free" in str(error)
 
 
 @in_child
 def test_short_transfers_are_finished(tmp_path):
     with fault(TILE_READ | TILE_WRITE | META_READ | META_WRITE, tmp_path, effect=SHORT):
-        it = trained(tmp_path, SOME).step(0).step(1)
+        it = with_few_buffers(tmp_path, SOME).step(0).step(1)
         it.opt.close()
-        it = trained(tmp_path, ALL, seed=9, resume=True).step(2)  # this step loads the copies
+        it = with_few_buffers(tmp_path, ALL, seed=9, resume=True).step(2)  # this step loads the copies
         assert same(it.bits(), never_failed(3))
 
 
@@ -97,10 +97,10 @@ def test_short_transfers_are_finished(tmp_path):
 @in_child
 def test_an_error_while_copies_are_loaded(resumed, effect, nth, tmp_path):
     """The copies of a resumed store, and copies that are loaded again after an undone step."""
-    it = trained(tmp_path).step(0).step(1)
+    it = with_few_buffers(tmp_path).step(0).step(1)
     if resumed:
         it.opt.close()
-        it = trained(tmp_path, seed=9, resume=True)
+        it = with_few_buffers(tmp_path, seed=9, resume=True)
     else:
         it.bits()  # waits for all transfers, so that this step fails and not the previous one
         with fault(TILE_WRITE, tmp_path, errno.EIO), pytest.raises(CSDOSError, match="undone"):
@@ -114,8 +114,8 @@ def test_an_error_while_copies_are_loaded(resumed, effect, nth, tmp_path):
 @in_child
 def test_a_damaged_tile_is_not_loaded(section, tmp_path):
     """After a damaged tile, copies loaded before it are discarded, too. After a repair they load."""
-    trained(tmp_path).step(0).step(1).opt.close()
-    it = trained(tmp_path, seed=9, resume=True)
+    with_few_buffers(tmp_path).step(0).step(1).opt.close()
+    it = with_few_buffers(tmp_path, seed=9, resume=True)
     flip(tmp_path / "csd1", section, tile=2)
     before = [p.detach().cpu() for p in it.params]
     for _ in range(2):
@@ -130,7 +130,7 @@ def test_a_damaged_tile_is_not_loaded(section, tmp_path):
 @pytest.mark.parametrize(("calls", "nth"), [(META_WRITE, 3), (SYNC, 0)])
 @in_child
 def test_a_commit_that_fails_is_tried_again(calls, nth, times, tmp_path):
-    it = trained(tmp_path).step(0).step(1)
+    it = with_few_buffers(tmp_path).step(0).step(1)
     it.opt.synchronize()
     with fault(calls, tmp_path, errno.EIO, skip=nth, times=times):
         it.step(2)  # succeeds

@@ -28,7 +28,7 @@ from support.exact import Linear
 from support.inside import engine_of, flight_of, state_map_of
 from support.on_accelerator import DEVICE, DTYPES
 from support.replacing import failing
-from support.twins import Training, assert_twins, checksum
+from support.twins import Twin, assert_twins, checksum
 from torch import nn
 
 from csd_optim import CSDAdam, CSDMemoryError, CSDOSError, CSDTornError, CSDValueError
@@ -188,7 +188,7 @@ def test_all_states_are_there(tmp_path, overlap, near, named):
     options = {"near": [near], "devices": int("room" in near), "named": named}
     if overlap is FREE and not options["devices"]:
         with pytest.raises(CSDValueError, match="takes a second copy of the states: ram:, null:, gpu: alone"):
-            Training(tmp_path, overlap, place=[DEVICE], **options)
+            Twin(tmp_path, overlap, place=[DEVICE], **options)
         return
     training = twins(tmp_path, ten_steps, overlap, **options)
     assert len(near_of(training)) == len([*training.model.parameters()])
@@ -208,7 +208,7 @@ def test_nobody_waits_for_it(tmp_path, monkeypatch, options):
     trainings = []
     for name, overlap in ("with", PLAIN), ("without", None):
         (tmp_path / name).mkdir()
-        trainings.append(Training(tmp_path / name, overlap, place=[DEVICE], **{"near": ["gpu:"], **options}))
+        trainings.append(Twin(tmp_path / name, overlap, place=[DEVICE], **{"near": ["gpu:"], **options}))
         trainings[-1].step()
         trainings[-1].opt.wait()
     one, other = trainings
@@ -241,7 +241,7 @@ def test_nobody_waits_for_it(tmp_path, monkeypatch, options):
 def test_timeline(tmp_path, overlap, monkeypatch, options):
     """Each step's updates on `gpu:` are in its tracks of the trace; with free_gradients=True, each parameter's."""
     monkeypatch.setenv("CSD_OPTIM_TRACE", str(tmp_path / "trace.json"))
-    training = Training(tmp_path, overlap, place=[DEVICE], latency="100us", **{"near": ["gpu:"], **options})
+    training = Twin(tmp_path, overlap, place=[DEVICE], latency="100us", **{"near": ["gpu:"], **options})
     for _ in range(3):
         training.step()
     near = len(near_of(training))
@@ -305,7 +305,7 @@ def test_a_device_that_fails(tmp_path, overlap, call, number, options):
 @pytest.mark.parametrize("overlap", [PLAIN, FREE], ids=["plain", "free"])
 def test_an_update_that_fails(tmp_path, overlap, monkeypatch, options):
     """An update on the accelerator fails half-way."""
-    training = Training(tmp_path, overlap, place=[DEVICE], latency="100us", **{"near": ["gpu:"], **options})
+    training = Twin(tmp_path, overlap, place=[DEVICE], latency="100us", **{"near": ["gpu:"], **options})
     training.step()
     training.opt.wait()
     before, calls, real = training.seen()[2:], [], near_updates.update
@@ -335,7 +335,7 @@ def test_an_accelerator_that_fails_when_a_step_is_undone(tmp_path, overlap, monk
     def gone(*_):
         raise RuntimeError("the accelerator is gone")
 
-    training = Training(tmp_path, overlap, place=[DEVICE], near=["gpu:"], latency="100us")
+    training = Twin(tmp_path, overlap, place=[DEVICE], near=["gpu:"], latency="100us")
     one_step(training)
     with monkeypatch.context() as patch:
         patch.setattr(torch.accelerator, "synchronize", gone)
@@ -357,7 +357,7 @@ def test_a_backward_that_is_undone(tmp_path, options):
 @one_schedule
 def test_gradients_are_free_in_backward(tmp_path):
     """So are those of `gpu:`'s parameters, each of which needs a copy of its states until the step is complete."""
-    training = Training(tmp_path, FREE, place=[DEVICE], near=["gpu:?room=1GB"], depth=12, dtype=torch.bfloat16)
+    training = Twin(tmp_path, FREE, place=[DEVICE], near=["gpu:?room=1GB"], depth=12, dtype=torch.bfloat16)
     training.step()
     training.losses.clear()
     training.log.clear()
@@ -377,7 +377,7 @@ def test_gradients_are_free_in_backward(tmp_path):
 @one_schedule
 @pytest.mark.parametrize("overlap", [PLAIN, FREE], ids=["plain", "free"])
 def test_no_memory_for_it(tmp_path, overlap, monkeypatch):
-    training = Training(tmp_path, overlap, place=[DEVICE], near=["gpu:"], latency="100us")
+    training = Twin(tmp_path, overlap, place=[DEVICE], near=["gpu:"], latency="100us")
     training.step()
     training.opt.wait()
     before = training.seen()[2:]

@@ -12,6 +12,7 @@ from support.codes import ALL, made
 from support.comparing import assert_same
 from support.forked import printed, python
 from support.stores import flip
+from support.training import train
 
 from csd_optim import CSDAdam, CSDOSError, CSDStoreError, CSDStoreExistsError, CSDValueError
 from csd_optim.checkpoint import convert
@@ -34,16 +35,6 @@ def parameters(seed=0):
 def adam(params, devices, state_dtype, **options):
     groups = [{"params": params[::2], "lr": 0.02}, {"params": params[1::2]}]
     return CSDAdam(groups, devices=devices, lr=1e-2, tile_size=TILE, state_dtype=state_dtype, **options)
-
-
-def train(opt, steps, first=0):
-    for step in range(first, first + steps):
-        generator = torch.Generator().manual_seed(1000 + step)
-        for group in opt.param_groups:
-            for p in group["params"]:
-                p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-        opt.step()
-    return opt
 
 
 def resumed(place, state_dtype, **options):

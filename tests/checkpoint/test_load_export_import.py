@@ -19,7 +19,7 @@ from support.stores import (
     places,
     resumed,
     state_of,
-    train,
+    train_params,
 )
 
 from csd_optim import (
@@ -48,7 +48,7 @@ GIB = 1 << 30
 def test_load_gives_adamws_state_dict(tmp_path):
     params, opt = make(tmp_path / "a", 3)
     opt.user_state = {"epoch": 2}
-    train(opt, params, 3, 4)
+    train_params(opt, params, 3, 4)
     expected = opt.state_dict()
     opt.close()
     devices = places(tmp_path / "a", 3)
@@ -82,7 +82,7 @@ def test_load_fits_torchs_adamw_and_ours(tmp_path, named):
     with CSDAdam(groups_of(ours, named), devices=["ram:"]) as again:
         again.load_state_dict(CSDAdam.load(tmp_path / "snap"))
         for optimizer, mine in ((opt, params), (adamw, theirs), (again, ours)):
-            train(optimizer, mine, 3, 4)
+            train_params(optimizer, mine, 3, 4)
         assert_same(state_of(again, ours), state_of(opt, params))
     for name, p in params.items():
         tolerance = 1e-6 if p.dtype is not torch.bfloat16 else 2e-2  # torch's AdamW computes in bfloat16 then
@@ -158,7 +158,7 @@ def test_load_refuses_what_is_no_whole_store(tmp_path):
 def test_export_and_import_are_the_same_bits(tmp_path, run, form, n, m, named):
     params, opt = make(tmp_path / "a", n, named, steps=2)
     opt.user_state = {"epoch": 4, "rng": torch.arange(100)}
-    train(opt, params, 2, 3)
+    train_params(opt, params, 2, 3)
     opt.save(tmp_path / "snap")
     code, out, err = run("export", tmp_path / "snap", tmp_path / "out", "--format", form, "--shard-size", "50kB")
     assert (code, err) == (0, "")
@@ -182,7 +182,7 @@ def test_export_and_import_are_the_same_bits(tmp_path, run, form, n, m, named):
 def test_torch_export_is_what_torch_save_writes(tmp_path, run):
     params, opt = make(tmp_path / "a", 2)
     opt.user_state = {"list": [torch.arange(3), {"x": torch.ones(2).half()}], "none": None}
-    train(opt, params, 3, 4)
+    train_params(opt, params, 3, 4)
     opt.save(tmp_path / "snap")
     opt.close()
     assert run("export", tmp_path / "snap", tmp_path / "ours.pt")[0] == 0
@@ -210,7 +210,7 @@ def test_inspect_tells_what_a_step_writes(tmp_path, run):
         assert code == 0
         assert f", {show.size(told)} a step" in out
     params, opt = resumed([tmp_path / "b"])
-    train(opt, params, 9, 10)
+    train_params(opt, params, 9, 10)
     assert opt.stats()["flash_write_bytes"] == told
     opt.close()
 
@@ -252,7 +252,7 @@ def test_parameters_that_got_another_place_are_left_behind(tmp_path):
     for i in (1, 2, 3):
         held["state"][i]["max_exp_avg_sq"] = torch.zeros_like(held["state"][i]["exp_avg"])
     opt.load_state_dict(held)
-    train(opt, params, 3, 4)
+    train_params(opt, params, 3, 4)
     opt.save(tmp_path / "snap")
     convert.export_torch(tmp_path / "snap", tmp_path / "out.pt")
     convert.import_store(tmp_path / "out.pt", places(tmp_path, 2))

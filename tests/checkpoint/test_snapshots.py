@@ -22,7 +22,7 @@ from support.stores import (
     places,
     resumed,
     state_of,
-    train,
+    train_params,
 )
 
 from csd_optim import (
@@ -53,7 +53,7 @@ def test_snapshot_is_a_store_of_the_last_step(tmp_path, n, named):
     params, opt = make(tmp_path / "a", n, named, steps=2)
     opt.user_state = {"epoch": 7, "seen": torch.arange(5)}
     opt.param_groups[0]["lr"] = 5e-4
-    train(opt, params, 2, 3)
+    train_params(opt, params, 2, 3)
     opt.user_state = {"epoch": "of the next step"}
     future = opt.save(tmp_path / "snap")
     assert future.result() == tmp_path / "snap"
@@ -94,7 +94,7 @@ def test_snapshot_has_what_was_written_since_the_step(tmp_path):
     assert (held[0]["exp_avg"][3] == 17).all()
     assert held[7]["step"] == 11
     assert (held[2]["exp_avg_sq"] == 2).all()
-    train(opt, params, 3, 5)
+    train_params(opt, params, 3, 5)
     opt.close()
     assert all(not v.damage for v in verify(places(tmp_path / "a", 2)))
 
@@ -161,7 +161,7 @@ def test_training_goes_on_while_a_snapshot_is_copied(tmp_path, slow, shadow):
 
     def steps():
         for step in (3, 4):
-            train(opt, params, step, step + 1)
+            train_params(opt, params, step, step + 1)
             done.append(step)
 
     trainer = threading.Thread(target=steps)
@@ -249,7 +249,7 @@ def test_a_copy_rests_while_a_step_is_under_way(tmp_path, monkeypatch):
     hurry = engine_of(opt).committer.pins[-1].hurry  # for which the copy waits while it rests
     wait = hurry.wait
     hurry.wait = lambda timeout: (rests.set(), wait(timeout))
-    train(opt, params, 3, 4)
+    train_params(opt, params, 3, 4)
     assert during[0] <= 1  # there was time for all
     n = len(read_contents(tmp_path / "a" / "csd0").tiles)
     opt.close()
@@ -291,7 +291,7 @@ def test_two_snapshots_at_a_time(tmp_path, slow):
     first = opt.save(tmp_path / "one", wait=False)
     second = opt.save(tmp_path / "two", wait=False)
     slow.go.set()
-    train(opt, params, 3, 6)
+    train_params(opt, params, 3, 6)
     for future in (first, second):
         others, again = resumed(in_snapshot(future.result(60)))
         assert_same(state_of(again, others), before)
@@ -327,7 +327,7 @@ def test_reflinks_hold_up_nothing(tmp_path, reflinks, monkeypatch, shadow):
     future = opt.save(tmp_path / "snap", wait=False)
     assert len(reflinks) == 2
     before = state_of(opt, params)
-    train(opt, params, 3, 6)  # does not wait for the copy
+    train_params(opt, params, 3, 6)  # does not wait for the copy
     go.set()
     others, again = resumed(in_snapshot(future.result(60)))
     assert_same(state_of(again, others), before)
@@ -385,7 +385,7 @@ def test_failing_copy_leaves_nothing(tmp_path, monkeypatch, call, wait):
     assert caught.value.errno == errno.ENOSPC
     assert str(tmp_path / "snap") in str(caught.value)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a"]
-    train(opt, params, 3, 6)  # nothing waits for the failed copy
+    train_params(opt, params, 3, 6)  # nothing waits for the failed copy
     opt.close()
     assert before["weight"]["step"] == 3
 
@@ -448,7 +448,7 @@ def test_save_within_a_step_is_refused(tmp_path):
     with pytest.raises(CSDRuntimeError, match="under way"):
         opt.save(tmp_path / "snap")
     engine_of(opt).stepping = False
-    train(opt, params, 3, 4)
+    train_params(opt, params, 3, 4)
     opt.close()
 
 

@@ -12,7 +12,7 @@ from support.stores import (
     make,
     places,
     resumed,
-    train,
+    train_params,
     where,
 )
 
@@ -150,7 +150,7 @@ def test_verify_sees_devices_without_a_common_step(tmp_path, run):
     made = in_snapshot(tmp_path / "snap")
     others, again = resumed(made)
     shutil.copy(made[0] / FILE_NAME, tmp_path / "old")
-    train(again, others, 3, 6)
+    train_params(again, others, 3, 6)
     again.close()
     shutil.copy(tmp_path / "old", made[0] / FILE_NAME)
     code, out, _ = run("verify", tmp_path / "snap")

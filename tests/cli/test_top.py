@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from support.owners import Owners
 from support.ranks import on_living_ranks
+from support.training import train
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from csd_optim import CSDAdam
@@ -23,16 +24,8 @@ def training(tmp_path):
     params = [torch.nn.Parameter(torch.randn(700, dtype=torch.bfloat16)) for _ in range(20)]
     devices = [f"file:{tmp_path}/a?tbw=600TB", tmp_path / "b"]
     with CSDAdam(params, devices=devices, tile_size=4096) as opt:
-        train(opt, params, 3)
+        train(opt, 3).synchronize()
         yield opt, params, [tmp_path / "a", tmp_path / "b"]
-
-
-def train(opt, params, steps):
-    for _ in range(steps):
-        for p in params:
-            p.grad = torch.ones_like(p)
-        opt.step()
-    opt.synchronize()
 
 
 def test_a_training(run, training):
@@ -76,7 +69,7 @@ def test_what_is_told_counts_for_its_store_only(run, training):
     with CSDAdam(params, devices=places, overwrite=True) as again:
         again.state  # noqa: B018, it has made no step
         assert all(d["step"] == 3 for d in Top(places).look())  # the first step erases the old report
-        train(again, params, 1)
+        train(again, 1).synchronize()
         assert [(d["step"], d["iteration_seconds"]) for d in Top(places).look()] == [(1, None)] * 2
     told = (places[0] / REPORT_NAME).read_bytes()
     (places[0] / REPORT_NAME).write_bytes(told.replace(b'"step": 1', b'"step": 2'))  # damaged
@@ -123,7 +116,7 @@ def test_owners(run, tmp_path):
     params = [torch.nn.Parameter(torch.randn(60, 70))]
     with Owners(tmp_path, 2) as owners:
         with CSDAdam(params, devices=owners.address, tile_size=1024) as opt:
-            train(opt, params, 3)
+            train(opt, 3).synchronize()
             code, out, _ = run("top", *owners.stores, "--json", "-n", 1, "--interval", 0.1)
             assert code == 0
             found = json.loads(out)["devices"]
@@ -152,7 +145,7 @@ def test_what_cannot_be_told_fails_no_step(tmp_path):
     (tmp_path / "csd" / REPORT_NAME).mkdir(parents=True)
     p = torch.nn.Parameter(torch.ones(100))
     with CSDAdam([p], devices=tmp_path / "csd") as opt:
-        train(opt, [p], 2)
+        train(opt, 2).synchronize()
         assert opt.committed_step == 2
     assert Top([tmp_path / "csd"]).look()[0]["step"] is None
 

@@ -50,7 +50,7 @@ def key_of(step, element=0):
     return (step * 0x9E3779B9 + element) % UINT32
 
 
-def train(codes, dtype, steps, grads, first=1, **options):
+def updated(codes, dtype, steps, grads, first=1, **options):
     """Takes steps on codes, with the best instruction set unless told otherwise; returns the parameter."""
     param = torch.empty(len(codes[0]), dtype=dtype)
     for step in range(first, first + steps):
@@ -154,7 +154,7 @@ def test_a_parameter_is_its_rounded_master(dtype):
     encode("scalar", [master, None, None, None], dtype, codes)
     assert torch.equal(codes[0][: len(master)], decoded(codes, len(master), dtype)[0].to(dtype))
     codes = encoded(master, torch.zeros_like(master), torch.ones_like(master), dtype)
-    param = train(codes, dtype, 3, torch.ones(len(master)), lr=1e-2)
+    param = updated(codes, dtype, 3, torch.ones(len(master)), lr=1e-2)
     assert torch.equal(param[: len(master)], decoded(codes, len(master), dtype)[0].to(dtype))
 
 
@@ -186,7 +186,7 @@ def test_what_is_not_finite_stays_with_its_element(dtype):
     results = []
     for g in grad, wild:
         codes = encoded(torch.linspace(-1, 1, 200), torch.zeros(200), torch.zeros(200), dtype)
-        param = train(codes, dtype, 3, g)
+        param = updated(codes, dtype, 3, g)
         results.append([param[:200].float(), *decoded(codes, 200, dtype)])
     struck = torch.zeros(200, dtype=torch.bool)
     struck[[10, 70, 71]] = True
@@ -269,7 +269,7 @@ def test_bits_do_not_depend_on_how_a_parameter_is_cut(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_a_group_has_beyond_its_parameter_stays_zero(dtype, eps):
     codes = encoded(torch.ones(70), torch.zeros(70), torch.zeros(70), dtype)
-    train(codes, dtype, 4, torch.ones(70), eps=eps, weight_decay=0.1)
+    updated(codes, dtype, 4, torch.ones(70), eps=eps, weight_decay=0.1)
     for section in codes:
         if len(section) == 128:
             assert not section[70:].any()
@@ -281,10 +281,10 @@ def test_max_exp_avg_sq_keeps_its_code_until_it_grows():
         torch.ones(n), torch.zeros(n), torch.ones(n), torch.bfloat16, max_exp_avg_sq=torch.linspace(2, 9, n)
     )
     peak = [s.clone() for s in codes[5:]]
-    train(codes, torch.bfloat16, 200, torch.ones(n), rule="amsgrad")
+    updated(codes, torch.bfloat16, 200, torch.ones(n), rule="amsgrad")
     assert torch.equal(codes[5], peak[0])
     assert torch.equal(codes[6], peak[1])
-    train(codes, torch.bfloat16, 1, torch.full((n,), 200.0), first=201, rule="amsgrad")
+    updated(codes, torch.bfloat16, 1, torch.full((n,), 200.0), first=201, rule="amsgrad")
     _, _, square, largest = decoded(codes, n, torch.bfloat16)
     torch.testing.assert_close(largest.sqrt(), square.sqrt(), rtol=0.1, atol=0)
 
@@ -336,7 +336,7 @@ def test_small_updates_add_up():
     generator = torch.Generator().manual_seed(7)
     master = (torch.rand(n, generator=generator) + 0.5).bfloat16().float()
     codes = encoded(master, torch.zeros(n), torch.zeros(n), torch.bfloat16)
-    train(codes, torch.bfloat16, 100, torch.ones(n), lr=lr)
+    updated(codes, torch.bfloat16, 100, torch.ones(n), lr=lr)
     moved = (decoded(codes, n, torch.bfloat16)[0] - master).double()
     assert moved.mean() == pytest.approx(-100 * lr, rel=0.01)
 
@@ -372,7 +372,7 @@ def test_a_weight_whose_gradient_stays_away_stands_still():
         return grad
 
     for step in range(1, 400):
-        train(codes, torch.float32, 1, grad_of(step), first=step, lr=lr)
+        updated(codes, torch.float32, 1, grad_of(step), first=step, lr=lr)
         reference.grad = grad_of(step)
         oracle.step()
     moved = (decoded(codes, n, torch.float32)[0] - start).abs()[silent]

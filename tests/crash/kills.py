@@ -7,10 +7,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from .processes import KILL_EFFECTS, Child, Shared, in_child, kill_at
-from .training import LAST, Training, Violation, named, reference
+from .training import LAST, StoppedTraining, Violation, named, reference
 
 
-def train(shared, seed, devices, expected, *, until=LAST, again=0, close=True):
+def resume_and_train(shared, seed, devices, expected, *, until=LAST, again=0, close=True):
     """Resume the run and check its state; train to event `until`, close, reopen and train `again` events more.
 
     After every event the child notes in `shared` the last event that the optimizer has called durable.
@@ -19,7 +19,7 @@ def train(shared, seed, devices, expected, *, until=LAST, again=0, close=True):
     choose = random.Random(time.monotonic_ns())
     for last in (until, until + again) if again else (until,):
         numbers[Shared.PHASE] = Shared.CONSTRUCTING
-        training = Training(seed, devices)
+        training = StoppedTraining(seed, devices)
         training.check(expected, numbers[Shared.DURABLE])
         numbers[Shared.EVENT], numbers[Shared.PHASE] = training.event, Shared.TRAINING
         while training.event < last:
@@ -104,7 +104,7 @@ class RandomKills:
         pause = {Shared.CONSTRUCTING: 0.015, Shared.TRAINING: 0.006, Shared.CLOSING: 0.004}[phase] * choose.random()
         begun = None
         until = LAST if phase != Shared.CLOSING else min(LAST, int(shared.numbers[Shared.DURABLE]) + 2 * further)
-        with Child(shared, lambda: train(shared, seed, devices, expected, until=until)) as child:
+        with Child(shared, lambda: resume_and_train(shared, seed, devices, expected, until=until)) as child:
             while not child.ended():
                 now, at = int(shared.numbers[Shared.PHASE]), int(shared.numbers[Shared.EVENT])
                 if begun is None and now >= Shared.TRAINING:
@@ -124,7 +124,9 @@ class RandomKills:
         shared = self.shared
         until = int(shared.numbers[Shared.DURABLE])
         close = self.choose.random() < 0.5
-        with Child(shared, lambda: train(shared, seed, devices, expected, until=until, close=close)) as child:
+        with Child(
+            shared, lambda: resume_and_train(shared, seed, devices, expected, until=until, close=close)
+        ) as child:
             child.wait()
         if _ended_well(child, shared, what):
             raise Violation(f"{what}: somebody else killed it")
@@ -150,7 +152,9 @@ class KillsAtCalls:
 
     def _child(self, shared, store, what, until=UNTIL, again=AGAIN):
         devices = devices_in(store, 2)
-        with Child(shared, lambda: train(shared, self.seed, devices, self.expected, until=until, again=again)) as child:
+        with Child(
+            shared, lambda: resume_and_train(shared, self.seed, devices, self.expected, until=until, again=again)
+        ) as child:
             child.wait()
         return _ended_well(child, shared, what)
 

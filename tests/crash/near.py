@@ -56,7 +56,7 @@ def reference():
     return images
 
 
-def train(shared, directories, room, place, overlaps, expected):
+def resume_and_train(shared, directories, room, place, overlaps, expected):
     """Resume the run, check its state, and train to the end. After each step, note in `shared` what is durable."""
     devices = directories if room is None else [f"gpu:?room={room}", *directories]
     params, opt = opened(devices, place, resume=True)
@@ -94,7 +94,7 @@ def main():
                 with (
                     kill_at(call, effect, store, kinds),
                     emulated.schedule(choose.choice(["late", "at once", f"random={seed}"])),
-                    Child(shared, train, shared, directories, room, place, overlaps, expected) as child,
+                    Child(shared, resume_and_train, shared, directories, room, place, overlaps, expected) as child,
                 ):
                     code = child.wait()
                 killed += code == -9

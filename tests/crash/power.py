@@ -30,7 +30,7 @@ from csd_optim.store.format import FILE_NAME, PAGE, Superblock
 
 from .kills import devices_in
 from .processes import CHANGES, COMMITS, KILL_EFFECTS, Child, Shared, in_child, kill_at
-from .training import LAST, Training, Violation, named, reference
+from .training import LAST, StoppedTraining, Violation, named, reference
 
 SECTOR = 512
 # As in faults/record.c.
@@ -146,7 +146,7 @@ class Recording:
 def _train(seed, devices, until):
     mark = ctypes.CDLL(None).csd_record_mark
     try:
-        training = Training(seed, devices)
+        training = StoppedTraining(seed, devices)
     except CSDOSError:  # a flush has failed
         return
     try:
@@ -475,7 +475,7 @@ class Disk:
 
 
 def check_image(recording, directory, durable, choose):
-    training = Training(recording.seed, devices_in(directory, recording.n_devices))
+    training = StoppedTraining(recording.seed, devices_in(directory, recording.n_devices))
     training.check(recording.expected, durable)
     event = training.event
     if event == 0 or choose.random() < 0.15:

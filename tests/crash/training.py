@@ -71,7 +71,7 @@ class Model(torch.nn.Module):
         return hidden @ self.joined.float() if number >= JOINED else hidden[:, :33]
 
 
-class Training:
+class StoppedTraining:
     """A small model, its optimizer, and their progress.
 
     `event` counts what is committed: 2 * s is step s, 2 * LOAD + 1 the state dict after that step, 0 nothing yet.
@@ -274,7 +274,7 @@ def named(event):
 
 def reference(seed):
     """Return the images of a run that is never stopped, event by event."""
-    training, images = Training(seed, WITHOUT_A_STORE), {}
+    training, images = StoppedTraining(seed, WITHOUT_A_STORE), {}
     while training.event < LAST:
         image = training.next_image()
         images[training.event] = image

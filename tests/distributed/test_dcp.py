@@ -26,7 +26,7 @@ from test_distributed import (
     odd_parameters,
     states,
     take,
-    train,
+    train_model,
     whole,
 )
 from test_distributed import MODELS as MODELS_OF_RANKS
@@ -97,7 +97,7 @@ def goes_on(model, optimizer):
 
 def saves(rank, size, model, kind, how, name):
     model, optimizer = made(model, kind, rank, size, name)
-    train(model, optimizer, rank, size)
+    train_model(model, optimizer, rank, size)
     if how == "fsspec":
         dcp.save(state_of(model, optimizer), storage_writer=FsspecWriter(f"file://{os.getcwd()}/checkpoint"))
     elif how == "async_save":
@@ -194,7 +194,7 @@ def local_round_trip(rank, size, path, kind):
     model, optimizer = made("FSDP1", kind, rank, size)
     options = {"flatten_optimizer_state_dict": True}
     if path == "save":
-        train(model, optimizer, rank, size)
+        train_model(model, optimizer, rank, size)
         dcp.save(state_of(model, optimizer, **options), checkpoint_id="checkpoint")
     else:
         with torch.no_grad():
@@ -252,7 +252,7 @@ def test_saving_and_loading_take_little_memory(tmp_path):
 # ---- csd-optim export: the way out without torch.distributed -----------------------------------------------
 
 
-def trained(rank, size, kind):
+def states_after_training(rank, size, kind):
     if kind == "odd":
         params = odd_parameters()
     else:
@@ -262,7 +262,7 @@ def trained(rank, size, kind):
         if kind == "odd":
             take(optimizer, params, range(STEPS), lambda step: (3, 6))
         else:
-            train(model, optimizer, *((0, 1) if kind == "tensor parallel" else (rank, size)))
+            train_model(model, optimizer, *((0, 1) if kind == "tensor parallel" else (rank, size)))
         optimizer.synchronize()
         return states(optimizer, params)
 
@@ -272,7 +272,7 @@ DIVIDED = {"tensor parallel": MODELS_OF_RANKS["tensor parallel"], **MODELS}
 
 @pytest.mark.parametrize("kind", ["odd", "FSDP2", "tensor parallel"])
 def test_export_puts_ranks_together(kind, tmp_path, run):
-    wanted = on_living_ranks(3, trained, 3, kind, directory=tmp_path)[0]
+    wanted = on_living_ranks(3, states_after_training, 3, kind, directory=tmp_path)[0]
     stores = sorted(tmp_path.glob("?-?"))
     assert len(stores) == 6
     assert run("export", *stores, tmp_path / "state.pt")[0] == 0
@@ -315,7 +315,7 @@ def loads_export(rank, wanted):
 
 
 def test_flat_shards_are_not_put_together(tmp_path, run):
-    on_living_ranks(2, trained, 2, "FSDP1", directory=tmp_path)
+    on_living_ranks(2, states_after_training, 2, "FSDP1", directory=tmp_path)
     code, _, err = run("export", *sorted(tmp_path.glob("?-?")), tmp_path / "state.pt")
     assert code == 1
     assert "shard of FSDP1" in " ".join(err.split())

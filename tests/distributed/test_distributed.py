@@ -84,7 +84,7 @@ def loss_of(model, rank, size, step):
     return nn.functional.cross_entropy(model(x), y)
 
 
-def train(model, optimizer, rank=0, size=1, steps=range(STEPS)):
+def train_model(model, optimizer, rank=0, size=1, steps=range(STEPS)):
     for step in steps:
         optimizer.zero_grad()
         loss_of(model, rank, size, step).backward()
@@ -469,7 +469,7 @@ def hybrid_divides(rank, size):
 
     one, all_of_it = optimizer_of(models[0], "csd{rank}"), optimizer_of(models[1], "file:", sharded=False)
     for model, optimizer in ((models[0], one), (models[1], all_of_it)):
-        train(model, optimizer, rank, size)
+        train_model(model, optimizer, rank, size)
     same(params[0], params[1], one, all_of_it)
     assert one.stats()["params"] < 0.6 * all_of_it.stats()["params"]
     assert one.stats()["gathered_bytes"] > 0 == all_of_it.stats()["gathered_bytes"]
@@ -537,7 +537,7 @@ def set_half_way(rank, devices, dtype, options):
         torch.manual_seed(seed)
         return distribute_tensor(torch.randn(shape).to(dtype), mesh, [Shard(0)])
 
-    def train(set_to):
+    def set_and_train(set_to):
         params = [nn.Parameter(random(i, 70, 31)) for i in range(3)]
         with CSDAdam(params, **ARGS, tile_size=TILE, devices=devices, **options) as optimizer:
             for step in range(4):
@@ -551,9 +551,9 @@ def set_half_way(rank, devices, dtype, options):
             held = [optimizer.state[p][key].to_local().clone() for p in params for key in ("master", "exp_avg")]
             return [p.to_local().clone() for p in params] + held
 
-    wanted = train(SET["copy_"])
+    wanted = set_and_train(SET["copy_"])
     for name, set_to in SET.items():
-        for found, value in zip(train(set_to), wanted, strict=True):
+        for found, value in zip(set_and_train(set_to), wanted, strict=True):
             assert torch.equal(found, value), name
 
 

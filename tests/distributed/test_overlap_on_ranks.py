@@ -12,10 +12,9 @@ import torch
 from support.inside import flight_of, mode_of
 from support.ranks import KILLED, on_living_ranks, on_ranks
 from support.replacing import failing, replaced
-from support.twins import Training, assert_twins
-from test_distributed import MODELS, hybrid, net, raised_by, train
-from test_rank_commits import POINTS, die, dies_at, goes_on, train_until_death, uninterrupted
-from test_rank_commits import Training as OfParameters
+from support.twins import Twin, assert_twins
+from test_distributed import MODELS, hybrid, net, raised_by, train_model
+from test_rank_commits import POINTS, ShardTraining, die, dies_at, goes_on, train_until_death, uninterrupted
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import fully_shard
@@ -43,7 +42,7 @@ def unplugged(rank, method):
 
 def training_on(rank, name, overlap=None, **options):
     Path(f"{name}-{rank}").mkdir(exist_ok=True)
-    return Training(Path(f"{name}-{rank}"), overlap, wrap=sharded, rank=rank, latency="50us", **options)
+    return Twin(Path(f"{name}-{rank}"), overlap, wrap=sharded, rank=rank, latency="50us", **options)
 
 
 def now(training):
@@ -76,13 +75,13 @@ WRAPS = {
 
 
 def trains_branches(rank, kind):
-    def train(training):
+    def script(training):
         for _ in range(STEPS):
             training.step()
 
     Path(f"{rank}").mkdir()
     options = {"wrap": WRAPS[kind], "rank": rank, "sharded": kind == "FSDP2", "depth": 5}
-    assert_twins(Path(f"{rank}"), {}, train, **options).opt.close()
+    assert_twins(Path(f"{rank}"), {}, script, **options).opt.close()
 
 
 @pytest.mark.parametrize("kind", WRAPS)
@@ -102,7 +101,7 @@ def trains_net(rank, size, kind):
         with CSDAdam(model.parameters(), lr=0.02, tile_size=1024, devices="file:?latency=1ms", sharded=False) as opt:
             if overlaps:
                 opt.overlap(model)
-            train(model, opt, rank, size, range(STEPS))
+            train_model(model, opt, rank, size, range(STEPS))
             entries = opt.state_dict()["state"].values()
             held = [*model.parameters(), *(t for entry in entries for t in entry.values())]
             nets.append([t.detach().clone() for t in map(local, held)])
@@ -258,7 +257,7 @@ def test_a_rank_is_killed(point, tmp_path):
 
 
 def train_past_a_failure(rank, point, step):
-    training = OfParameters(rank, **OVERLAPPING).until(2)
+    training = ShardTraining(rank, **OVERLAPPING).until(2)
     training.opt.wait()
     with unplugged(rank, "finish"):
         training.step()  # complete on rank 0, and being committed
@@ -317,7 +316,7 @@ def lands_within(rank, options):
     """The steps land within step(), with the same bits."""
     written = options.pop("written", False)
 
-    def train(training):
+    def script(training):
         for k in range(3):
             with torch.no_grad():
                 if written and k:
@@ -328,7 +327,7 @@ def lands_within(rank, options):
 
     Path(f"{rank}").mkdir()
     options = {"wrap": sharded, "rank": rank, **options}
-    assert_twins(Path(f"{rank}"), {}, train, **options).opt.close()
+    assert_twins(Path(f"{rank}"), {}, script, **options).opt.close()
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def devices_of(rank, run="run"):
     return [f"{run}/rank-{rank}/device-{d}" for d in range(2)]
 
 
-class Training:
+class ShardTraining:
     """Parameters that differ from rank to rank, as shards do. Gradients depend only on the rank and the step number."""
 
     def __init__(self, rank, devices=None, own=None, overlap=False, **options):
@@ -82,18 +82,18 @@ class Training:
 @functools.cache
 def uninterrupted(rank, step, topk=0.1):
     """The image of an undisturbed training in memory."""
-    return Training(rank, ["ram:"], topk=topk).until(step).image()
+    return ShardTraining(rank, ["ram:"], topk=topk).until(step).image()
 
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(rank, step, options=None):
+def train_to(rank, step, options=None):
     """Trains up to `step`. Returns committed step, step count and image at the beginning, and the image at the end."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "there is no store")
-        training = Training(rank, resume=True, **(options or {}))
+        training = ShardTraining(rank, resume=True, **(options or {}))
     with training.opt:
         first = training.opt.committed_step, training.done, training.image() if training.opt.state else None
         return (*first, training.until(step).image())
@@ -102,7 +102,7 @@ def train(rank, step, options=None):
 def goes_on(directory, size=2, step=6, options=None):
     """Asserts that all ranks resume at the same step and reach the right end. Returns the step."""
     topk = (options or {}).get("topk", 0.1)
-    said = on_living_ranks(size, train, step, options, directory=directory)
+    said = on_living_ranks(size, train_to, step, options, directory=directory)
     for rank, (committed, done, image, last) in enumerate(said):
         assert committed == done == said[0][0]
         assert image is None if done == 0 else image == uninterrupted(rank, done, topk)
@@ -158,7 +158,7 @@ def dies_at(point, step):
 def train_until_death(rank, point, step, victims, ends, options=None):
     """Trains until the victims die. The surviving ranks are then killed, too, or close their optimizers (`ends`)."""
     with dies_at(point, step) if rank in victims else contextlib.nullcontext():
-        training = Training(rank, **(options or {}))
+        training = ShardTraining(rank, **(options or {}))
         try:
             training.until(step + 3)
         except RuntimeError as e:  # from torch: other ranks are gone
@@ -198,7 +198,7 @@ def test_killed_in_the_first_step(point, tmp_path):
 def train_under_fire(rank, seed, victims):
     """Trains until killed: after a random time, or at a random write or flush of a commit."""
     rng = random.Random(100 * seed + rank)
-    training = Training(rank, resume=True)
+    training = ShardTraining(rank, resume=True)
     begun = training.opt.committed_step, training.done, training.image()
     torch.save(begun, f"begun-{seed}-{rank}")
     dist.barrier()
@@ -226,7 +226,7 @@ def train_under_fire(rank, seed, victims):
 
 def test_ranks_are_killed_again_and_again(tmp_path):
     size, everybody, rng = 3, (0, 1, 2), random.Random(1)
-    on_living_ranks(size, train, 1, directory=tmp_path)
+    on_living_ranks(size, train_to, 1, directory=tmp_path)
     last = 1
     for seed in range(12):
         victims = everybody if rng.random() < 0.3 else (rng.randrange(size),)
@@ -243,7 +243,7 @@ def train_replicas(rank, step, point=None):
     """Trains with sharded updates. Returns committed step and parameters at the beginning, and those at the end."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "there is no store")
-        training = Training(rank, own=0, topk=None, sharded=True, resume=True)
+        training = ShardTraining(rank, own=0, topk=None, sharded=True, resume=True)
     with dies_at(point, 3) if point and rank == 1 else contextlib.nullcontext():
         first = training.opt.committed_step, [p.detach().clone() for p in training.params]
         try:
@@ -258,7 +258,7 @@ def train_replicas(rank, step, point=None):
 def test_ranks_that_share_the_updates_are_killed(point, tmp_path):
     on_ranks(2, train_replicas, 6, point, directory=tmp_path, may_die=(0, 1))
     said = on_living_ranks(2, train_replicas, 5, directory=tmp_path)
-    alone = Training(0, ["ram:"], topk=None).until(POINTS[point])
+    alone = ShardTraining(0, ["ram:"], topk=None).until(POINTS[point])
     begun = [p.detach().clone() for p in alone.params]
     end = alone.until(5).params
     for committed, first, last in said:
@@ -271,7 +271,7 @@ def test_ranks_that_share_the_updates_are_killed(point, tmp_path):
 
 
 def train_on_a_full_disk(rank, copy):
-    training = Training(rank).until(2)
+    training = ShardTraining(rank).until(2)
     training.opt.synchronize()
     said = []
     full = rank == 1
@@ -312,7 +312,7 @@ def test_no_rank_goes_on_when_one_cannot_commit(tmp_path):
 
 def train_until_a_step_is_lost(rank):
     with LosingDisk(f"run/rank-{rank}") as disk:
-        training = Training(rank).until(2)
+        training = ShardTraining(rank).until(2)
         training.opt.synchronize()
         if rank == 1:
             disk.nth = disk.flushes
@@ -341,7 +341,7 @@ def test_a_step_that_one_rank_has_lost(tmp_path):
 
 
 def train_on_while_copy_1_fails(rank):
-    training = Training(rank).until(2)
+    training = ShardTraining(rank).until(2)
     training.opt.synchronize()
     failing = rank == 1
 
@@ -375,7 +375,7 @@ def test_copy_1_fails_on_a_rank(tmp_path):
 
 
 def end(rank, how):
-    training = Training(rank).until(3)
+    training = ShardTraining(rank).until(3)
     opt = training.opt
     if how == "destroyed":
         dist.destroy_process_group()
@@ -406,7 +406,7 @@ def test_training_ends(how, tmp_path):
 
 
 def edit_and_end(rank, synchronized):
-    training = Training(rank).until(3)
+    training = ShardTraining(rank).until(3)
     if synchronized:
         training.opt.synchronize()
     if rank == 0:
@@ -418,7 +418,7 @@ def edit_and_end(rank, synchronized):
 
 
 def look(rank):
-    with Training(rank, resume=True).opt as opt:
+    with ShardTraining(rank, resume=True).opt as opt:
         return opt.committed_step, bool((opt.state[opt.param_groups[0]["params"][0]]["exp_avg"] == 0.5).all())
 
 
@@ -441,7 +441,7 @@ def test_state_is_edited_after_the_last_step(synchronized, tmp_path):
 
 def edit_and_die(rank, at_once):
     """Rank 0 edits states before step 4, with a separate commit if `at_once`; then all ranks die within step 5."""
-    training = Training(rank).until(3)
+    training = ShardTraining(rank).until(3)
     if rank == 0:
         training.opt.state[training.params[0]]["exp_avg_sq"].fill_(0.25)
         with torch.no_grad():
@@ -457,7 +457,7 @@ def edit_and_die(rank, at_once):
 @pytest.mark.parametrize("at_once", [False, True])
 def test_one_rank_edits(at_once, tmp_path):
     on_ranks(2, edit_and_die, at_once, directory=tmp_path, may_die=(0, 1))
-    said = on_living_ranks(2, train, 4, directory=tmp_path)
+    said = on_living_ranks(2, train_to, 4, directory=tmp_path)
     for rank, (committed, _, image, _) in enumerate(said):
         assert committed == 4
         assert image == torch.load(tmp_path / f"image-{rank}")
@@ -470,7 +470,7 @@ def test_one_rank_edits(at_once, tmp_path):
 
 def idle(rank):
     """Rank 1 has no gradient in any step."""
-    training = Training(rank)
+    training = ShardTraining(rank)
     if rank == 0:
         training.until(3)
     for _ in range(3 * rank):
@@ -482,7 +482,7 @@ def idle(rank):
 
 
 def look_at_idle(rank):
-    training = Training(rank, resume=True)
+    training = ShardTraining(rank, resume=True)
     with training.opt as opt:
         first = opt.committed_step, training.image()
         training.step()
@@ -546,7 +546,7 @@ def test_a_rank_resumes_without_data(tmp_path):
 
 def load_and_die(rank, step, victim, point):
     """Loads another state than that of `step`, and dies during the load."""
-    training = Training(rank).until(step)
+    training = ShardTraining(rank).until(step)
     state = training.opt.state_dict()
     for entry in state["state"].values():
         entry["exp_avg"] = torch.ones_like(entry["exp_avg"])
@@ -567,7 +567,7 @@ def load_and_die(rank, step, victim, point):
 
 
 def look_at_loaded(rank, step):
-    training = Training(rank, resume=True)
+    training = ShardTraining(rank, resume=True)
     with training.opt as opt:
         ones = [bool((entry["exp_avg"] == 1).all()) for entry in opt.state.values()]
         assert opt.committed_step == step
@@ -584,7 +584,7 @@ def test_killed_while_loading(victim, point, tmp_path):
 
 
 def load_older(rank):
-    training = Training(rank).until(2)
+    training = ShardTraining(rank).until(2)
     torch.save((training.opt.state_dict(), [p.detach() for p in training.params]), f"step-2-{rank}")
     training.until(4)
     state, params = torch.load(f"step-2-{rank}")
@@ -608,7 +608,7 @@ def refused(rank, options=None, own=None, rebuild=None):
     """The error of resume, or None. `own`: by rank, the rank whose stores it takes."""
     devices = devices_of(rank if own is None else own[rank])
     try:
-        with Training(rank, devices, resume=True, **(options or {})).opt:
+        with ShardTraining(rank, devices, resume=True, **(options or {})).opt:
             return None
     except CSDError as e:
         return type(e), str(e)
@@ -619,45 +619,45 @@ def bytes_of(directory):
 
 
 @pytest.fixture
-def trained(tmp_path):
+def made(tmp_path):
     """A directory with the stores of two ranks after three steps."""
-    on_living_ranks(2, train, 3, directory=tmp_path)
+    on_living_ranks(2, train_to, 3, directory=tmp_path)
     return tmp_path
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_another_number_of_ranks(size, trained):
-    before = bytes_of(trained)
-    for kind, text in on_living_ranks(size, refused, directory=trained):
+def test_another_number_of_ranks(size, made):
+    before = bytes_of(made)
+    for kind, text in on_living_ranks(size, refused, directory=made):
         assert kind is CSDStoreError
         assert "rank 0 of 2" in text
         assert "these are 3 ranks" in text if size == 3 else "this is a process on its own" in text
         assert "torch.distributed.checkpoint" in text
         assert "export" in text
-    assert bytes_of(trained) == before
-    assert goes_on(trained) == 3
+    assert bytes_of(made) == before
+    assert goes_on(made) == 3
 
 
 def test_a_store_of_one_process_is_resumed_on_two(tmp_path):
-    on_living_ranks(1, train, 3, directory=tmp_path)
+    on_living_ranks(1, train_to, 3, directory=tmp_path)
     for kind, text in on_living_ranks(2, refused, directory=tmp_path):
         assert kind is CSDStoreError
         assert "a process on its own, and these are 2 ranks" in text
 
 
-def test_ranks_exchange_their_directories(trained):
-    before = bytes_of(trained)
-    for kind, text in on_living_ranks(2, refused, None, (1, 0), directory=trained):
+def test_ranks_exchange_their_directories(made):
+    before = bytes_of(made)
+    for kind, text in on_living_ranks(2, refused, None, (1, 0), directory=made):
         assert kind is CSDStoreError
         assert "rank 0: " in text
         assert "is the store of rank 1" in text
-    assert bytes_of(trained) == before
+    assert bytes_of(made) == before
 
 
-def test_a_device_of_another_rank(trained):
-    shutil.rmtree(trained / devices_of(0)[1])
-    shutil.copytree(trained / devices_of(1)[1], trained / devices_of(0)[1])
-    said = on_living_ranks(2, refused, directory=trained)
+def test_a_device_of_another_rank(made):
+    shutil.rmtree(made / devices_of(0)[1])
+    shutil.copytree(made / devices_of(1)[1], made / devices_of(0)[1])
+    said = on_living_ranks(2, refused, directory=made)
     assert said[0][0] is CSDStoreError
     assert "is rank 1's" in said[0][1]
     assert said[1][0] is CSDRankError
@@ -665,62 +665,62 @@ def test_a_device_of_another_rank(trained):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_store_of_a_rank_is_missing(rank, trained):
-    shutil.rmtree(trained / f"run/rank-{rank}")
-    before = bytes_of(trained)
-    for kind, text in on_living_ranks(2, refused, directory=trained):
+def test_the_store_of_a_rank_is_missing(rank, made):
+    shutil.rmtree(made / f"run/rank-{rank}")
+    before = bytes_of(made)
+    for kind, text in on_living_ranks(2, refused, directory=made):
         assert kind is CSDStoreError
         assert f"no store on rank {rank}" in text
-    assert bytes_of(trained) == before
+    assert bytes_of(made) == before
 
 
-def test_the_store_of_another_run(trained):
-    (trained / "run").rename(trained / "first")
-    on_living_ranks(2, train, 3, directory=trained)
-    shutil.rmtree(trained / "run/rank-1")
-    (trained / "first/rank-1").rename(trained / "run/rank-1")
-    for kind, text in on_living_ranks(2, refused, directory=trained):
+def test_the_store_of_another_run(made):
+    (made / "run").rename(made / "first")
+    on_living_ranks(2, train_to, 3, directory=made)
+    shutil.rmtree(made / "run/rank-1")
+    (made / "first/rank-1").rename(made / "run/rank-1")
+    for kind, text in on_living_ranks(2, refused, directory=made):
         assert kind is CSDStoreError
         assert "of another run" in text
         assert "rank 1: " in text
 
 
-def test_no_step_in_common(trained):
-    shutil.copytree(trained / "run/rank-1", trained / "older")
-    assert goes_on(trained, step=6) == 3
-    shutil.rmtree(trained / "run/rank-1")
-    (trained / "older").rename(trained / "run/rank-1")
-    for kind, text in on_living_ranks(2, refused, directory=trained):
+def test_no_step_in_common(made):
+    shutil.copytree(made / "run/rank-1", made / "older")
+    assert goes_on(made, step=6) == 3
+    shutil.rmtree(made / "run/rank-1")
+    (made / "older").rename(made / "run/rank-1")
+    for kind, text in on_living_ranks(2, refused, directory=made):
         assert kind is CSDStoreError
         assert "no step in common (rank 0: [6, 5], rank 1: [3, 2])" in text
 
 
-def test_a_damaged_tile_stops_all_ranks(trained):
-    contents = read_contents(trained / devices_of(1)[0])
+def test_a_damaged_tile_stops_all_ranks(made):
+    contents = read_contents(made / devices_of(1)[0])
     _, _, at = next(contents.slots())
     with Path(contents.path).open("r+b") as f:
         f.seek(at)
         f.write(b"\xff")
-    before = bytes_of(trained)
-    said = on_living_ranks(2, refused, directory=trained)
+    before = bytes_of(made)
+    said = on_living_ranks(2, refused, directory=made)
     assert said[0][0] is CSDRankError
     assert "rank 1: CSDStoreError" in said[0][1]
     assert said[1][0] is CSDStoreError
     assert "tile 0" in said[1][1]
-    assert bytes_of(trained) == before
+    assert bytes_of(made) == before
 
 
 def unlike(rank):
     with pytest.raises(CSDValueError, match="all ranks resume or none"):
-        Training(rank, resume=rank == 0)
+        ShardTraining(rank, resume=rank == 0)
     with pytest.raises(CSDValueError, match="on all ranks or on none"):
-        Training(rank, ["ram:"] if rank else None)
+        ShardTraining(rank, ["ram:"] if rank else None)
     if rank == 0:
         Path("exists").write_text("")
     dist.barrier()
     with pytest.raises(CSDOSError if rank == 0 else CSDRankError, match="is a file"):
-        Training(rank, ["exists" if rank == 0 else "other"])
-    with Training(rank).opt:  # the failed attempts have left nothing open
+        ShardTraining(rank, ["exists" if rank == 0 else "other"])
+    with ShardTraining(rank).opt:  # the failed attempts have left nothing open
         return True
 
 
@@ -753,7 +753,7 @@ def test_ranks_die_between_steps_in_place(point, tmp_path):
 
 
 def save(rank):
-    training = Training(rank).until(3)
+    training = ShardTraining(rank).until(3)
     path = training.opt.save("snapshot").result()
     later = training.opt.save("later", wait=False)
     training.until(5)
@@ -795,20 +795,20 @@ def test_a_snapshot_of_all_ranks(run, tmp_path):
     assert code == 0, err
 
 
-def test_a_store_that_waits_for_confirmation_is_whole(run, trained):
-    code, out, _ = run("verify", *(trained / device for device in devices_of(1)))
+def test_a_store_that_waits_for_confirmation_is_whole(run, made):
+    code, out, _ = run("verify", *(made / device for device in devices_of(1)))
     assert code == 0
     assert out.count("ok, step 3") == 2
-    loaded = CSDAdam.load([trained / device for device in devices_of(1)])
+    loaded = CSDAdam.load([made / device for device in devices_of(1)])
     assert loaded["csd_optim"]["step"] == 3
 
 
-def test_what_ranks_stores_say_of_ranks(trained):
+def test_what_ranks_stores_say_of_ranks(made):
     """Stores of ranks have what docs/store-format.md says about ranks."""
     ids = set()
     for rank in range(2):
         for d, device in enumerate(devices_of(rank)):
-            data = (trained / device / FILE_NAME).read_bytes()
+            data = (made / device / FILE_NAME).read_bytes()
             blocks = [superblock(data, copy) for copy in range(2)]
             assert [(b["round"], b["step"], b["device"], b["devices"]) for b in blocks] == [(3, 3, d, 2), (2, 2, d, 2)]
             for copy, block in enumerate(blocks):
@@ -819,7 +819,7 @@ def test_what_ranks_stores_say_of_ranks(trained):
 
 
 def one_step(rank):
-    Training(rank).step().opt.close()
+    ShardTraining(rank).step().opt.close()
 
 
 def test_after_a_single_step(run, tmp_path):

@@ -148,7 +148,7 @@ def loss(model, x):
     return model(x).square().mean()
 
 
-def train(model, opt, steps):
+def train_model(model, opt, steps):
     for i in range(steps):
         loss(model, batch(i)).backward()
         opt.step()
@@ -191,7 +191,7 @@ def trains(reading):
     yield
     opt, model = reading.names.get("opt") or reading.names["optimizer"], reading.names["model"]
     before = [p.detach().clone() for p in model.parameters()]
-    train(model, opt, 2)
+    train_model(model, opt, 2)
     assert all((p != b).any() and p.isfinite().all() for p, b in zip(model.parameters(), before, strict=True))
     opt.close()
     for name in re.findall(r"/mnt/(\w+)", reading.snippet.text):
@@ -202,7 +202,7 @@ def trains(reading):
 def an_optimizer(reading):
     model, f = reading.names["model"], io.BytesIO()
     opt, p = CSDAdam(model.parameters()), model.embedding.weight
-    train(model, opt, 1)
+    train_model(model, opt, 1)
     master = opt.state[p]["master"].clone()
     reading.names.update(opt=opt, p=p, f=f)
     yield
@@ -211,7 +211,7 @@ def an_optimizer(reading):
     adamw.load_state_dict(torch.load(f))
     assert torch.equal(adamw.state[p]["master"], master)
     with pytest.raises(CSDError, match="closed"):
-        train(model, opt, 1)
+        train_model(model, opt, 1)
 
 
 @starts("docs/settings.md", "p.clamp_(-1, 1)")
@@ -279,7 +279,7 @@ def crashes_and_goes_on(snippet, directory):
 def a_store(reading):
     model, devices = reading.names["model"], [reading.directory / f"nvme{i}" for i in range(2)]
     opt = reading.names["opt"] = CSDAdam(model.parameters(), devices=devices)
-    train(model, opt, 2)
+    train_model(model, opt, 2)
     (reading.directory / "backup").mkdir()
     yield
     opt.synchronize()
@@ -322,7 +322,7 @@ def an_optimizer_whose_gradients_stay(reading):
     opt = reading.names["opt"]
     with trains(reading):
         yield
-        train(reading.names["model"], opt, 1)
+        train_model(reading.names["model"], opt, 1)
         assert opt.stats()["overlap"]["early_params"] > 0
 
 
@@ -362,7 +362,7 @@ def the_hook(reading):
             opt = names["opt"] = CSDAdam(names["model"].parameters(), devices=there.address)
             reading.names.update(names)
             yield
-            train(reading.names["ddp"], opt, 2)
+            train_model(reading.names["ddp"], opt, 2)
             assert opt.stats()["route"] == "slices"
             opt.close()
     finally:
@@ -441,7 +441,7 @@ def tensorboard(reading):
     written = []
     writer = SimpleNamespace(add_scalar=lambda *scalar: written.append(scalar))
     opt = CSDAdam(reading.names["model"].parameters())
-    train(reading.names["model"], opt, 1)
+    train_model(reading.names["model"], opt, 1)
     reading.names.update(writer=writer, scalars=scalars, opt=opt, step=7)
     yield
     assert {(name, step) for name, _, step in written} >= {("csd_optim/step_seconds", 7)}
@@ -494,7 +494,7 @@ def accelerate_with_states_of_all_ranks(reading):
 
     accelerator, model = Accelerator(cpu=True), reading.names["model"]
     model, optimizer = accelerator.prepare(model, CSDAdam(model.parameters()))
-    train(model, optimizer, 1)
+    train_model(model, optimizer, 1)
     reading.names.update(accelerator=accelerator, optimizer=optimizer)
     yield
     assert all("master" in entry for entry in torch.load("checkpoint/optimizer.bin")["state"].values())
@@ -662,7 +662,7 @@ def saves_and_loads(rank, save, load):
         names = given()
         names |= {"rank": rank, "optimizer": CSDAdam(names["model"].parameters())}
         if snippet is save:
-            train(names["model"], names["optimizer"], 2)
+            train_model(names["model"], names["optimizer"], 2)
         snippet.execute(names, ".")
         dist.barrier()
         states.append(
@@ -686,7 +686,7 @@ def run_commands(snippet, directory, run, model):
     """Run a snippet's commands in order, with the stores of a short training on the drives that they name."""
     if drives := sorted(set(re.findall("/mnt/nvme[0-9]", snippet.text))):
         with CSDAdam(model.parameters(), devices=[d.replace("/mnt", str(directory)) for d in drives]) as opt:
-            train(model, opt, 2)
+            train_model(model, opt, 2)
     for command in to_run(snippet):
         words = shlex.split(command.replace("/mnt/", f"{directory}/"))
         assert words[0] == "csd-optim", "neither ours nor in NOT_RUN"

@@ -304,7 +304,7 @@ SCRIPTS = [
 each_script = pytest.mark.parametrize(("script", "tolerance"), SCRIPTS, ids=[f.__name__ for f, _ in SCRIPTS])
 
 
-def trained(script, Optimizer):
+def seeded(script, Optimizer):
     torch.manual_seed(0)
     return script(Optimizer)
 
@@ -320,9 +320,9 @@ def differences(ours, reference):
 
 @each_script
 def test_one_line_changed(script, tolerance):
-    reference = trained(script, AdamW)
+    reference = seeded(script, AdamW)
     assert reference[0][-1] < 0.9 * reference[0][0] or script is gan  # the script really learns
-    of_losses, of_tensors = differences(trained(script, CSDAdam), reference)
+    of_losses, of_tensors = differences(seeded(script, CSDAdam), reference)
     assert of_losses <= tolerance[0]
     assert of_tensors <= tolerance[1]
 
@@ -341,6 +341,6 @@ def test_the_comparison_sees_a_slightly_different_learning_rate(script, toleranc
             for group, lr in zip(self.param_groups, right, strict=True):
                 group["lr"] = lr
 
-    of_losses, of_tensors = differences(trained(script, Wrong), trained(script, AdamW))
+    of_losses, of_tensors = differences(seeded(script, Wrong), seeded(script, AdamW))
     assert of_losses > tolerance[0]
     assert of_tensors > tolerance[1]

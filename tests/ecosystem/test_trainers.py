@@ -211,7 +211,7 @@ def test_guesses_with_hugging_face(clip, kept, tmp_path):
 def test_step_inside_a_compiled_function():
     """The graph breaks at step(), which runs correctly."""
 
-    def train(Optimizer, compile):
+    def compiled(Optimizer, compile):
         torch.manual_seed(0)
         model = LanguageModel()
         optimizer = Optimizer(model.parameters(), lr=LR)
@@ -227,8 +227,8 @@ def test_step_inside_a_compiled_function():
         losses = [step(batch).item() for batch in texts(8).split(4)]
         return finished(losses, model, optimizer)
 
-    reference = train(AdamW, lambda f: f)
-    run = train(CSDAdam, torch.compile(backend="aot_eager"))
+    reference = compiled(AdamW, lambda f: f)
+    run = compiled(CSDAdam, torch.compile(backend="aot_eager"))
     assert_close(run, reference)
 
 

@@ -353,14 +353,14 @@ def test_null_device_leaves_parameters_alone():
 
 
 def test_engines_in_several_threads(tmp_path):
-    def train(i):
+    def train_one(i):
         with Driven([str(tmp_path / f"csd{i}")]) as it:
             for _ in range(20):
                 it.step()
             images[i] = it.image()
 
     images = {}
-    threads = [threading.Thread(target=train, args=(i,)) for i in range(4)]
+    threads = [threading.Thread(target=train_one, args=(i,)) for i in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -38,7 +38,7 @@ from csd_optim.store.format import CLEAN, read_contents
 
 OF = {of.name: of for of in (ADAMW, *FULL)}  # by name, as bodies run in another process
 DEVICES = ["file", "files", "mixed", "scratch", "paced"]  # if there are several devices, csd1 fails
-PACE = "read=20MB/s&write=10MB/s&latency=1ms&update=2M/s&link=10MB/s"  # a step of Training takes some 20 ms
+PACE = "read=20MB/s&write=10MB/s&latency=1ms&update=2M/s&link=10MB/s"  # a step of TiledTraining takes some 20 ms
 
 
 def device_strings(kind, directory, options=""):
@@ -57,7 +57,7 @@ def failing(kind, directory):
     return directory if kind == "scratch" else Path(directory) / "csd1"
 
 
-class Training:
+class TiledTraining:
     """A few parameters of every precision, in many tiles; gradients depend only on the number of the step."""
 
     SHAPES = (((20000,), torch.float32), ((60, 70), torch.bfloat16), ((3001,), torch.float16), ((7,), torch.float32))
@@ -106,7 +106,7 @@ class Training:
 
 @functools.cache
 def never_failed(steps, name="CSDAdam"):
-    with Training(["ram:"], OF[name]) as training:
+    with TiledTraining(["ram:"], OF[name]) as training:
         return training.steps(steps).image()
 
 
@@ -130,7 +130,7 @@ def fails_and_recovers(training, *fault_arguments, steps_before, **fault_options
 def test_short_transfers_are_finished(kind, tmp_path):
     everything = TILE_READ | TILE_WRITE | META_READ | META_WRITE
     with fault(everything, tmp_path, effect=SHORT):
-        with Training(device_strings(kind, tmp_path)) as training:
+        with TiledTraining(device_strings(kind, tmp_path)) as training:
             assert_same(training.steps(3).image(), never_failed(3), "short transfers")
         for store in tmp_path.glob("csd*"):
             assert read_contents(store).superblock.step == 3
@@ -138,7 +138,7 @@ def test_short_transfers_are_finished(kind, tmp_path):
 
 @in_child
 def test_interrupted_transfers_are_repeated(tmp_path):
-    with Training(device_strings("files", tmp_path)) as training:
+    with TiledTraining(device_strings("files", tmp_path)) as training:
         with fault(TILE_READ | TILE_WRITE, tmp_path, errno.EINTR, times=20):
             training.steps(2)
         assert_same(training.image(), never_failed(2), "EINTR")
@@ -157,7 +157,7 @@ def test_interrupted_transfers_are_repeated(tmp_path):
 def test_io_error_undoes_the_step(kind, calls, nth, steps_before, tmp_path):
     # With three buffers for nine tiles or more, writes must end before the last tiles can be read, so that their errors
     # occur within the step.
-    with Training(device_strings(kind, tmp_path, "?buffers=3")) as training:
+    with TiledTraining(device_strings(kind, tmp_path, "?buffers=3")) as training:
         path = failing(kind, tmp_path)
         error = fails_and_recovers(training, calls, path, errno.EIO, skip=nth, steps_before=steps_before)
     assert error.errno == errno.EIO
@@ -169,21 +169,21 @@ def test_io_error_undoes_the_step(kind, calls, nth, steps_before, tmp_path):
 @pytest.mark.parametrize("name", [*OF])
 @in_child
 def test_io_error_undoes_the_step_of_any_rule(name, calls, tmp_path):
-    with Training(device_strings("files", tmp_path, "?buffers=3"), OF[name]) as training:
+    with TiledTraining(device_strings("files", tmp_path, "?buffers=3"), OF[name]) as training:
         fails_and_recovers(training, calls, failing("files", tmp_path), errno.EIO, skip=1, steps_before=2)
 
 
 @pytest.mark.parametrize("steps_before", [1, 2])
 @in_child
 def test_file_that_ends_early(steps_before, tmp_path):
-    with Training(device_strings("files", tmp_path)) as training:
+    with TiledTraining(device_strings("files", tmp_path)) as training:
         error = fails_and_recovers(training, TILE_READ, tmp_path / "csd1", effect=EOF, steps_before=steps_before)
     assert error.errno == errno.EIO
 
 
 @in_child
 def test_full_disk_while_writing_says_what_to_do(tmp_path):
-    with Training(device_strings("file", tmp_path, "?buffers=3")) as training:
+    with TiledTraining(device_strings("file", tmp_path, "?buffers=3")) as training:
         error = fails_and_recovers(training, TILE_WRITE, tmp_path, errno.ENOSPC, steps_before=1)
     assert error.errno == errno.ENOSPC
     assert "Free some space" in str(error)
@@ -195,7 +195,7 @@ def test_full_disk_while_writing_says_what_to_do(tmp_path):
 @in_child
 def test_full_disk_in_the_first_step(kind, nth, times, tmp_path):
     path = failing(kind, tmp_path)
-    with Training(device_strings(kind, tmp_path)) as training:
+    with TiledTraining(device_strings(kind, tmp_path)) as training:
         error = fails_and_recovers(training, ALLOCATE, path, errno.ENOSPC, skip=nth, times=times, steps_before=0)
         assert error.errno == errno.ENOSPC
         assert str(path) in str(error)
@@ -209,7 +209,7 @@ def test_full_disk_in_the_first_step(kind, nth, times, tmp_path):
 @in_child
 def test_io_error_in_the_preparation_of_the_first_step(calls, tmp_path):
     path = tmp_path / "csd1"
-    with Training(device_strings("files", tmp_path)) as training:
+    with TiledTraining(device_strings("files", tmp_path)) as training:
         error = fails_and_recovers(training, calls, path, errno.EIO, times=1, steps_before=0)
     assert error.errno == errno.EIO
     assert str(path) in str(error)
@@ -223,7 +223,7 @@ def test_io_error_in_the_preparation_of_the_first_step(calls, tmp_path):
 @in_child
 def test_commit_that_fails_is_tried_again(kind, calls, nth, times, tmp_path):
     path = failing(kind, tmp_path)
-    with Training(device_strings(kind, tmp_path)) as training:
+    with TiledTraining(device_strings(kind, tmp_path)) as training:
         training.steps(2).opt.synchronize()
         with fault(calls, path, errno.EIO, skip=nth, times=times):
             training.step()  # succeeds; its commit fails
@@ -249,9 +249,9 @@ def test_commit_that_fails_is_tried_again(kind, calls, nth, times, tmp_path):
 @in_child
 def test_close_after_a_first_step_that_failed(calls, nth, tmp_path):
     code = errno.ENOSPC if calls == ALLOCATE else errno.EIO
-    with Training([str(tmp_path)]) as training, fault(calls, tmp_path, code, skip=nth), pytest.raises(CSDOSError):
+    with TiledTraining([str(tmp_path)]) as training, fault(calls, tmp_path, code, skip=nth), pytest.raises(CSDOSError):
         training.step()
-    with Training([str(tmp_path)], overwrite=True) as training:  # the directory is still usable
+    with TiledTraining([str(tmp_path)], overwrite=True) as training:  # the directory is still usable
         assert_same(training.steps(1).image(), never_failed(1), "in the same directory")
 
 
@@ -259,9 +259,9 @@ def test_close_after_a_first_step_that_failed(calls, nth, tmp_path):
 def test_a_store_whose_first_step_failed_is_none_yet(tmp_path):
     """A resume from such a store might lack states, so a restarted script begins anew."""
     failing = fault(TILE_WRITE, tmp_path, errno.EIO, skip=3)
-    with Training([str(tmp_path)]) as training, failing, pytest.raises(CSDOSError):
+    with TiledTraining([str(tmp_path)]) as training, failing, pytest.raises(CSDOSError):
         training.step()
-    with pytest.warns(CSDWarning, match="no store"), Training([str(tmp_path)], resume=True) as training:
+    with pytest.warns(CSDWarning, match="no store"), TiledTraining([str(tmp_path)], resume=True) as training:
         assert_same(training.steps(2).image(), never_failed(2), "begun anew")
 
 
@@ -362,7 +362,7 @@ def test_restart_after_the_step_failed_before_which_a_parameter_was_set(calls, n
 
 @in_child
 def test_one_failure_does_not_disturb_another_optimizer(tmp_path):
-    with Training([str(tmp_path / "csd1")]) as one, Training([str(tmp_path / "csd2")]) as other:
+    with TiledTraining([str(tmp_path / "csd1")]) as one, TiledTraining([str(tmp_path / "csd2")]) as other:
         with fault(TILE_WRITE, tmp_path / "csd1", errno.EIO):
             with pytest.raises(CSDOSError, match="csd1"):
                 one.step()
@@ -372,7 +372,7 @@ def test_one_failure_does_not_disturb_another_optimizer(tmp_path):
 
 @in_child
 def test_many_failures_in_a_row(tmp_path):
-    with Training(device_strings("files", tmp_path)) as training:
+    with TiledTraining(device_strings("files", tmp_path)) as training:
         for skip in range(0, 60, 10):
             # The faults strike at different times: before the step, in it, or after it.
             with fault(TILE_READ | TILE_WRITE, tmp_path, errno.EIO, skip=skip, times=1, must_strike=False):
@@ -393,7 +393,7 @@ LARGE = 8192
 @pytest.mark.parametrize("call", ["step", "state", "state_dict", "stats"])
 @in_child
 def test_late_write_error_is_raised_and_nothing_is_lost(kind, call, tmp_path):
-    with Training(device_strings(kind, tmp_path), tile_size=LARGE) as training:
+    with TiledTraining(device_strings(kind, tmp_path), tile_size=LARGE) as training:
         training.steps(2).image()  # completes all writes
         call = {
             "step": training.step,
@@ -417,7 +417,7 @@ def test_late_write_error_is_raised_and_nothing_is_lost(kind, call, tmp_path):
 
 @in_child
 def test_late_write_error_for_a_moment_is_not_even_noticed(tmp_path):
-    with Training([str(tmp_path)], tile_size=LARGE) as training:
+    with TiledTraining([str(tmp_path)], tile_size=LARGE) as training:
         training.steps(1).image()  # as the first step waits for some of its writes
         with fault(TILE_WRITE, tmp_path, errno.ENOSPC, times=1, hold=True) as release:
             training.step()
@@ -429,7 +429,7 @@ def test_late_write_error_for_a_moment_is_not_even_noticed(tmp_path):
 @pytest.mark.parametrize("kind", ["file", "files", "paced"])
 @in_child
 def test_close_raises_what_was_not_written(kind, tmp_path):
-    training = Training(device_strings(kind, tmp_path), tile_size=LARGE).steps(1)
+    training = TiledTraining(device_strings(kind, tmp_path), tile_size=LARGE).steps(1)
     training.image()
     with fault(TILE_WRITE, tmp_path / "csd1", errno.EIO, hold=True) as release:
         training.step()
@@ -440,21 +440,21 @@ def test_close_raises_what_was_not_written(kind, tmp_path):
     for store in tmp_path.glob("csd*"):
         assert not read_contents(store).superblock.flags & CLEAN
     training.opt.close()  # a no-op
-    Training(device_strings(kind, tmp_path), overwrite=True).opt.close()  # the locks are released
+    TiledTraining(device_strings(kind, tmp_path), overwrite=True).opt.close()  # the locks are released
 
 
 @pytest.mark.parametrize("calls", [META_WRITE, SYNC])
 @in_child
 def test_close_raises_when_the_superblock_cannot_be_written(calls, tmp_path):
-    training = Training([str(tmp_path)]).steps(1)
+    training = TiledTraining([str(tmp_path)]).steps(1)
     with fault(calls, tmp_path, errno.EIO), pytest.raises(CSDOSError, match=str(tmp_path)):
         training.opt.close()
-    Training([str(tmp_path)], overwrite=True).opt.close()
+    TiledTraining([str(tmp_path)], overwrite=True).opt.close()
 
 
 @in_child
 def test_dropped_optimizer_says_nothing(tmp_path):
-    training = Training([str(tmp_path)], tile_size=LARGE).steps(1)
+    training = TiledTraining([str(tmp_path)], tile_size=LARGE).steps(1)
     training.image()
     with fault(TILE_WRITE, tmp_path, errno.EIO, hold=True) as release, warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -462,7 +462,7 @@ def test_dropped_optimizer_says_nothing(tmp_path):
         release()
         del training
         gc.collect()
-    Training([str(tmp_path)], overwrite=True).opt.close()
+    TiledTraining([str(tmp_path)], overwrite=True).opt.close()
 
 
 # ---- file systems without direct I/O ---------------------------------------------------
@@ -476,7 +476,7 @@ def test_dropped_optimizer_says_nothing(tmp_path):
 @in_child
 def test_no_direct_io(calls, code, tmp_path):
     with fault(calls, tmp_path, code):
-        training = Training([str(tmp_path / "csd1")])
+        training = TiledTraining([str(tmp_path / "csd1")])
         with pytest.warns(CSDWarning, match="no direct I/O") as seen:
             training.steps(3)
         assert len([w for w in seen if w.category is CSDWarning]) == 1
@@ -490,7 +490,7 @@ def test_no_direct_io(calls, code, tmp_path):
 def test_no_direct_io_and_an_error(tmp_path):
     with (
         fault(DIRECT_OPEN, tmp_path, errno.EINVAL),
-        Training(device_strings("file", tmp_path, "?buffers=3")) as training,
+        TiledTraining(device_strings("file", tmp_path, "?buffers=3")) as training,
     ):
         with pytest.warns(CSDWarning):
             training.step()
@@ -499,7 +499,7 @@ def test_no_direct_io_and_an_error(tmp_path):
 
 @in_child
 def test_error_while_trying_direct_io_out(tmp_path):
-    with Training([str(tmp_path / "csd1")]) as training:
+    with TiledTraining([str(tmp_path / "csd1")]) as training:
         error = fails_and_recovers(training, DIRECT_IO, tmp_path, errno.EIO, times=1, steps_before=0)
         assert error.errno == errno.EIO
         assert str(tmp_path) in str(error)
@@ -510,7 +510,7 @@ def test_error_while_trying_direct_io_out(tmp_path):
 @in_child
 def test_tmpfs(tmp_path):
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        with Training(device_strings("file", directory, "?buffers=3")) as training:
+        with TiledTraining(device_strings("file", directory, "?buffers=3")) as training:
             training.step()
             fails_and_recovers(training, TILE_WRITE, directory, errno.EIO, skip=1, steps_before=1)
         assert read_contents(Path(directory) / "csd1").superblock.flags & CLEAN
@@ -521,7 +521,7 @@ def test_tmpfs(tmp_path):
 def test_full_disk_is_no_matter_of_who_writes_to_windows(shadow, tmp_path):
     """A snapshot may share the blocks, so new ones are allocated before anybody can write through a mapping."""
     reached = False
-    with Training(device_strings("file", tmp_path), shadow=shadow) as training:
+    with TiledTraining(device_strings("file", tmp_path), shadow=shadow) as training:
         training.steps(2).opt.synchronize()
         with fault(TILE_WRITE, tmp_path, errno.ENOSPC):
             with pytest.raises(CSDOSError), training.opt.loading():
@@ -534,7 +534,7 @@ def test_full_disk_is_no_matter_of_who_writes_to_windows(shadow, tmp_path):
 
 @in_child
 def test_a_full_disk_that_cannot_even_be_truncated(tmp_path):
-    with Training(device_strings("files", tmp_path)) as training:
+    with TiledTraining(device_strings("files", tmp_path)) as training:
         with fault(ALLOCATE, tmp_path / "csd1", errno.ENOSPC), fault(TRUNCATE, tmp_path / "csd", errno.EIO):
             for _ in range(2):
                 with pytest.raises(CSDOSError, match="no room for"):
@@ -546,19 +546,19 @@ def test_a_full_disk_that_cannot_even_be_truncated(tmp_path):
 @in_child
 def test_direct_io_that_fails_is_no_missing_feature(calls, tmp_path):
     devices = device_strings("files", tmp_path)
-    with Training(devices) as training:
+    with TiledTraining(devices) as training:
         with fault(calls, tmp_path / "csd1", errno.EIO), pytest.raises(CSDOSError, match="Input/output error"):
             training.step()
         training.steps(2)
     with fault(calls, tmp_path / "csd1", errno.ESTALE), pytest.raises(CSDOSError, match="Stale file handle"):
-        Training(devices, resume=True)
-    with Training(devices, resume=True) as training:
+        TiledTraining(devices, resume=True)
+    with TiledTraining(devices, resume=True) as training:
         assert_same(training.image(), never_failed(2), "resumed")
 
 
 @in_child
 def test_a_snapshot_of_a_store_that_cannot_be_read(tmp_path):
-    with Training(device_strings("files", tmp_path)) as training:
+    with TiledTraining(device_strings("files", tmp_path)) as training:
         training.steps(1)
         training.opt.synchronize()
         with fault(META_READ, tmp_path / "csd1", errno.EIO), pytest.raises(CSDOSError, match="cannot read"):

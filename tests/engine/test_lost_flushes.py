@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from crash.training import Training, Violation, reference
+from crash.training import StoppedTraining, Violation, reference
 from faults.losing import LosingDisk
 from support.states import assumed
 
@@ -44,7 +44,7 @@ def again(call):
     return tried
 
 
-class Patient(Training):
+class Patient(StoppedTraining):
     """A training that repeats what failed, as a user would."""
 
     def _step(self, number):
@@ -56,13 +56,13 @@ class Patient(Training):
             super()._load()
 
 
-def train(devices, seed, *, patient):
+def train_and_resume(devices, seed, *, patient):
     """Trains, closes, resumes. Returns the event that must survive, and whether there was no error."""
     durable, training = 0, None
     try:
         for until in (CLOSED, END):
             training = None
-            training = (Patient if patient else Training)(seed, devices)
+            training = (Patient if patient else StoppedTraining)(seed, devices)
             training.check(expected(seed), durable)
             while training.event < until:
                 training.next_event()  # it may read `state` that is lost, before any error
@@ -100,7 +100,7 @@ def test_every_flush_fails_once(devices, at_once, patient, every, seed, tmp_path
         names = [str(place / f"csd{d}") for d in range(devices)]
         with LosingDisk(place, nth, at_once=at_once) as disk:
             try:
-                durable, well = train(names, seed, patient=patient)
+                durable, well = train_and_resume(names, seed, patient=patient)
             except (CSDError, Violation) as e:
                 wrong.append(f"{disk.failed}: while training: {e}")
                 durable, well = 0, False
@@ -108,7 +108,7 @@ def test_every_flush_fails_once(devices, at_once, patient, every, seed, tmp_path
             break
         told += not well
         try:
-            found = Training(seed, names)
+            found = StoppedTraining(seed, names)
             found.check(expected(seed), durable)
             found.check_next(expected(seed))
             found.opt.close()

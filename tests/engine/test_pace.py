@@ -230,7 +230,7 @@ def test_reads_go_beside_what_need_not_be_read():
 # ---- nothing else changes --------------------------------------------------------------
 
 
-def trained(devices, directory):
+def three_steps(devices, directory):
     """Return parameters and states after three steps, the second over fewer parameters."""
     directory.mkdir()
     generator = torch.Generator().manual_seed(1)
@@ -249,11 +249,11 @@ def trained(devices, directory):
 @pytest.mark.parametrize("devices", [["file:{}"], ["file:{}/a", "ram:", "file:{}/b"], ["ram:", "ram:"]])
 def test_bits_are_those_of_unpaced_devices(devices, tmp_path):
     rates = "link=20MB/s&update=5M/s"
-    expected = trained(devices, tmp_path / "unpaced")
+    expected = three_steps(devices, tmp_path / "unpaced")
     for i, serial in enumerate(("&mixed=30MB/s", "&buffers=1&host=1&flash_grads=1")):
         drive = f"{rates}&read=20MB/s&write=20MB/s&latency=1ms{serial}"
         paced = [f"{d}?{rates}" if d == "ram:" else f"{d}?{drive}" for d in devices]
-        got = trained(paced, tmp_path / f"paced{i}")
+        got = three_steps(paced, tmp_path / f"paced{i}")
         assert len(expected) == len(got) == 3 * 5
         for a, b in zip(expected, got, strict=True):
             assert torch.equal(a, b)

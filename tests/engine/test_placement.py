@@ -9,6 +9,7 @@ import random
 import pytest
 import torch
 from support.inside import engine_of
+from support.training import trained
 
 from csd_optim import CSDAdam, CSDMemoryError, CSDOSError, CSDValueError
 from csd_optim.bindings import Pace
@@ -61,14 +62,10 @@ def test_as_good_as_an_exhaustive_search(seed):
 # ---- what follows from it ----------------------------------------------------------------
 
 
-def train(devices, n=48 * TILE, steps=1, **options):
+def placed(devices, n=48 * TILE, steps=1, **options):
     torch.manual_seed(1)
     p = torch.nn.Parameter(torch.randn(n))
-    opt = CSDAdam([p], devices=devices, tile_size=TILE, **options)
-    for _ in range(steps):
-        p.grad = torch.ones(n)
-        opt.step()
-    return p, opt
+    return p, trained([p], steps, devices=devices, tile_size=TILE, **options)
 
 
 def tiles_of(opt):
@@ -96,7 +93,7 @@ def test_paced_devices_within_5_percent_of_the_best(case):
         return max(n * seconds for n, seconds in zip(tiles, each, strict=True))
 
     best = min(map(takes, divisions(48, rooms)))
-    p, opt = train(["auto", *devices])
+    p, opt = placed(["auto", *devices])
     with opt:
         chosen, said = tiles_of(opt), opt.stats()["placement"]
         assert takes(chosen) <= 1.05 * best
@@ -107,7 +104,7 @@ def test_paced_devices_within_5_percent_of_the_best(case):
         assert [d["params"] for d in opt.stats()["devices"]] == [n * TILE for n in chosen]
         full = [n == room for n, room in zip(chosen, rooms, strict=True)]
         assert [d["limited_by"] == "room" for d in said["devices"]] == full
-    assert torch.equal(p, train("ram:")[0])  # the same bits wherever the states are
+    assert torch.equal(p, placed("ram:")[0])  # the same bits wherever the states are
 
 
 @pytest.fixture
@@ -125,7 +122,7 @@ def test_measured_drives_and_memory(tmp_path, rates, caplog):
     drives = [f"file:{tmp_path / name}?scratch=1" for name in ("csd0", "csd1")]
     for name in ("csd0", "csd1"):
         (tmp_path / name).mkdir()
-    with caplog.at_level(logging.INFO, "csd_optim"), train(["auto", "ram:", *drives], 1000 * TILE)[1] as opt:
+    with caplog.at_level(logging.INFO, "csd_optim"), placed(["auto", "ram:", *drives], 1000 * TILE)[1] as opt:
         said, tiles = opt.stats()["placement"], tiles_of(opt)
     # In units of 1e9: per second the drives take 1/24 + 2/24 parameters, and the host updates 1 of the drives'
     # parameters. So it has 1 - (1/24 + 2/24) of its time left for those in memory.
@@ -165,7 +162,7 @@ def test_where_directories_keep_it_memory_is_cache_and_resume_keeps_the_layout(t
     drives = [str(tmp_path / "csd0"), str(tmp_path / "csd1")]
     devices = ["auto", "ram:?room=3MB", *drives]
     with caplog.at_level(logging.INFO, "csd_optim"):
-        p, opt = train(devices, steps=3)
+        p, opt = placed(devices, steps=3)
     with opt:
         said = opt.stats()["placement"]
         assert [d["device"] for d in said["devices"]] == drives
@@ -176,13 +173,13 @@ def test_where_directories_keep_it_memory_is_cache_and_resume_keeps_the_layout(t
         assert opt.stats()["flash_read_bytes"] == 0  # all states fit into caches and buffers
         assert said["seconds"] == pytest.approx(48 * 12 * TILE / 3e9, rel=0.01)  # only writes remain
         assert "auto: 0.002 GB of memory cache states, which drives then need not read" in caplog.text
-        trained = p.detach().clone()
+        value = p.detach().clone()
     kept = [read_contents(tmp_path / f"csd{d}" / FILE_NAME).manifest["extents"][0]["tile_numbers"] for d in range(2)]
     # Resumed on drives that are equally fast now, the layout stays.
     q = torch.nn.Parameter(torch.zeros(48 * TILE))
     again = [f"file:{d}?mixed=1GB/s" for d in drives]
     with CSDAdam([q], devices=["auto", "ram:?room=3MB", *again], tile_size=TILE, resume=True) as opt:
-        assert torch.equal(q, trained)
+        assert torch.equal(q, value)
         assert tiles_of(opt) == [16, 32]
         assert [s.cache_bytes for s in engine_of(opt).devices.specs] == pytest.approx([1e6, 2e6], abs=3)
         q.grad = torch.ones_like(q)
@@ -214,7 +211,7 @@ def test_a_small_extent_that_is_first_does_not_take_the_cache(tmp_path, rates):
 @pytest.mark.parametrize("devices", [["ram:?room=1MB", "file:"], ["ram:?room=1MB", "durable"]])
 def test_empty_parameters_are_nowhere(tmp_path, monkeypatch, rates, devices):
     monkeypatch.chdir(tmp_path)
-    with train(["auto", *devices], n=0)[1] as opt:
+    with placed(["auto", *devices], n=0)[1] as opt:
         assert "placement" not in opt.stats()
         opt.add_param_group({"params": [q := torch.nn.Parameter(torch.ones(48 * TILE))]})
         q.grad = torch.ones_like(q)
@@ -226,7 +223,7 @@ def test_empty_parameters_are_nowhere(tmp_path, monkeypatch, rates, devices):
 
 def test_a_drive_without_room_has_nothing_and_is_resumed(tmp_path, rates):
     drives = [f"file:{tmp_path / 'csd0'}?room=4kB", str(tmp_path / "csd1")]
-    p, opt = train(["auto", *drives], steps=2)
+    p, opt = placed(["auto", *drives], steps=2)
     with opt:
         assert tiles_of(opt) == [0, 48]
         assert opt.stats()["placement"]["devices"][0]["limited_by"] == "room"
@@ -242,7 +239,7 @@ def test_auto_alone(rates, monkeypatch, ranks):
     monkeypatch.setattr(spec, "available_memory", lambda: 2 * 10 * TILE_BYTES * (ranks or 1))
     if ranks:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    with train("auto", steps=2)[1] as opt:
+    with placed("auto", steps=2)[1] as opt:
         assert [d["device"] for d in opt.stats()["placement"]["devices"]] == ["ram:", "file:"]
         assert tiles_of(opt) == [10, 38]
 
@@ -267,7 +264,7 @@ def test_no_room(tmp_path, rates):
 
 def test_more_memory_than_there_is(rates, monkeypatch):
     monkeypatch.setattr(placing, "available_memory", lambda: 1_000_000)
-    p, opt = train(["auto", "ram:?room=100GB", "file:"], steps=0)
+    p, opt = placed(["auto", "ram:?room=100GB", "file:"], steps=0)
     p.grad = torch.ones_like(p)
     with (
         opt,
@@ -281,13 +278,13 @@ def test_a_cache_that_is_more_memory_than_there_is(tmp_path, rates, monkeypatch)
     monkeypatch.setattr(placing, "available_memory", lambda: 1_000_000)
     devices = ["auto", "ram:?room=100GB", str(tmp_path / "csd1")]
     refused = pytest.raises(CSDMemoryError, match=r"0.002 GB of states would be in memory, .* a smaller room")
-    p, opt = train(devices, steps=0)
+    p, opt = placed(devices, steps=0)
     p.grad = torch.ones_like(p)
     before = p.detach().clone()
     with opt, refused:
         opt.step()
     assert torch.equal(p, before)
-    p, opt = train(devices, n=TILE, steps=1)
+    p, opt = placed(devices, n=TILE, steps=1)
     with opt:
         opt.add_param_group({"params": [q := torch.nn.Parameter(torch.ones(48 * TILE))]})
         q.grad = torch.ones_like(q)
@@ -332,9 +329,9 @@ def test_memory_of_a_container(monkeypatch, container):
 
 def test_probes_are_forbidden(monkeypatch):
     monkeypatch.setenv("CSD_OPTIM_PROBE", "0")
-    with train(["auto", "ram:?update=100M/s", "file:?mixed=1GB/s"])[1]:
+    with placed(["auto", "ram:?update=100M/s", "file:?mixed=1GB/s"])[1]:
         pass  # the rates of these devices are known
-    p, opt = train(["auto", "ram:?update=100M/s", "file:"], steps=0)
+    p, opt = placed(["auto", "ram:?update=100M/s", "file:"], steps=0)
     p.grad = torch.ones_like(p)
     with (
         opt,

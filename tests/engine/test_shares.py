@@ -119,7 +119,7 @@ def contents(tmp_path):
     return [read_contents(tmp_path / f"csd{d}" / FILE_NAME) for d in range(3)]
 
 
-def train(devices, steps, **options):
+def started(devices, steps, **options):
     """Returns the open optimizer, its parameters, and all parameters and states after `steps` steps."""
     torch.manual_seed(1)
     params = [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape, dtype in SHAPES]
@@ -154,14 +154,14 @@ def same(images, others):
 def shared(tmp_path):
     """Creates three stores with unequal shares and trains two steps; the parameters and states after these."""
     devices = [f"file:{name}?share={share}" for name, share in zip(names(tmp_path), SHARES, strict=True)]
-    opt, _, image = train(devices, 2)
+    opt, _, image = started(devices, 2)
     with opt:
         pass
     return image
 
 
 def test_bits_are_those_of_memory(shared):
-    assert same(shared, train("ram:", 2)[2])
+    assert same(shared, started("ram:", 2)[2])
 
 
 def test_store_says_it(tmp_path, shared, run):
@@ -186,7 +186,7 @@ def test_resume_by_the_store_alone(tmp_path, shared, options):
     opt = CSDAdam(params, devices=order, tile_size=4096, resume=True)
     with opt:
         assert same([t.detach() for p in params for t in (p, *opt.state[p].values())], shared)
-        assert same(further(opt, params, 1), train("ram:", 3)[2])
+        assert same(further(opt, params, 1), started("ram:", 3)[2])
         joined = torch.nn.Parameter(torch.randn(50_000))
         joined.grad = torch.randn(50_000)
         opt.add_param_group({"params": [joined]})
@@ -214,7 +214,7 @@ def test_snapshot_export_import(tmp_path, shared, run):
 
 
 def test_equal_shares_are_the_format_that_was(tmp_path):
-    opt, _, _ = train([f"file:{name}?share=0.5" for name in names(tmp_path)], 1)
+    opt, _, _ = started([f"file:{name}?share=0.5" for name in names(tmp_path)], 1)
     opt.close()
     for held in contents(tmp_path):
         assert {*held.manifest["features"]} - {"codec"} == {"chunk_sums", "tile_numbers"}

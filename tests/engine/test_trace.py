@@ -6,19 +6,16 @@ import json
 
 import pytest
 import torch
-from support.twins import Training
+from support.training import trained
+from support.twins import Twin
 
 from csd_optim import CSDAdam, CSDOSError
 
 STEPS = 3
 
 
-def train(devices, steps=STEPS):
-    p = torch.nn.Parameter(torch.randn(8 * 4096))
-    with CSDAdam([p], devices=devices, tile_size=4096) as opt:
-        for _ in range(steps):
-            p.grad = torch.randn_like(p)
-            opt.step()
+def train_once(devices):
+    trained([torch.nn.Parameter(torch.randn(8 * 4096))], STEPS, devices=devices, tile_size=4096).close()
 
 
 @pytest.fixture
@@ -28,7 +25,7 @@ def traced(tmp_path, monkeypatch):
 
 
 def test_a_timeline(traced, backend, devices):
-    train(devices)
+    train_once(devices)
     events = json.loads(traced.read_text())
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     spans = [e for e in events if e["ph"] == "X"]
@@ -55,8 +52,8 @@ def test_a_timeline(traced, backend, devices):
 
 def test_nothing_is_overwritten(traced):
     traced.write_text("mine")
-    train("ram:")
-    train("ram:")
+    train_once("ram:")
+    train_once("ram:")
     assert traced.read_text() == "mine"
     others = [p for p in traced.parent.iterdir() if p.name.startswith("step.json.")]
     assert len(others) == 2
@@ -77,12 +74,12 @@ def test_what_a_killed_process_leaves(traced):
 def test_a_file_that_cannot_be_made(tmp_path, monkeypatch):
     monkeypatch.setenv("CSD_OPTIM_TRACE", str(tmp_path / "nowhere" / "step.json"))
     with pytest.raises(CSDOSError, match="CSD_OPTIM_TRACE: cannot make"):
-        train("ram:")
+        train_once("ram:")
 
 
 def test_forward_and_backward_beside_the_devices(traced, tmp_path):
     """With overlap(): two backward passes per step; in one step, the guess about the gradients fails."""
-    training = Training(tmp_path, {"backward": True}, latency="500us", patient=True)
+    training = Twin(tmp_path, {"backward": True}, latency="500us", patient=True)
     for step in range(STEPS + 3):
         training.backward()
         copy.deepcopy(training.model)

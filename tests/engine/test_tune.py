@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from support.forked import printed
+from support.training import trained
 
 from csd_optim import CSDAdam, CSDOSError, CSDValueError
 from csd_optim.devices.spec import parse_device
@@ -99,12 +100,9 @@ def tried(monkeypatch):
     return calls
 
 
-def train(devices, **options):
+def tuned(devices, **options):
     p = torch.nn.Parameter(torch.arange(120_000.0))
-    opt = CSDAdam([p], devices=devices, tile_size=4096, **options)
-    p.grad = torch.ones(120_000)
-    opt.step()
-    return p, opt
+    return p, trained([p], devices=devices, tile_size=4096, **options)
 
 
 def settings(opt):
@@ -114,7 +112,7 @@ def settings(opt):
 def test_drives_of_unequal_speed(tmp_path, tried, caplog):
     devices = [str(tmp_path / f"csd{d}") for d in range(3)]
     with caplog.at_level(logging.INFO, "csd_optim"):
-        p, opt = train(devices)
+        p, opt = tuned(devices)
         with opt:
             assert settings(opt) == [(512 << 10, 8, 0.5), (4 << 20, 16, 1.0), (512 << 10, 8, 0.5)]
             opt.step()
@@ -122,7 +120,7 @@ def test_drives_of_unequal_speed(tmp_path, tried, caplog):
             late.grad = torch.ones(5000)
             opt.add_param_group({"params": [late]})
             opt.step()
-            trained = p.detach().clone()
+            value = p.detach().clone()
     assert tried == [["csd0", "csd1", "csd2"]]  # once
     said = [r.getMessage() for r in caplog.records if "tried out" in r.getMessage()]
     assert len(said) == 3
@@ -134,7 +132,7 @@ def test_drives_of_unequal_speed(tmp_path, tried, caplog):
     # A resume measures again, for request size and depth; the store determines the shares.
     q = torch.nn.Parameter(torch.zeros(120_000))
     with CSDAdam([{"params": [q]}, {"params": [torch.nn.Parameter(torch.zeros(5000))]}], devices=devices, resume=True):
-        assert torch.equal(q, trained)
+        assert torch.equal(q, value)
     assert tried == [["csd0", "csd1", "csd2"]] * 2
     CSDAdam.load(devices)  # reading alone does not measure
     assert len(tried) == 2
@@ -152,7 +150,7 @@ def test_drives_of_unequal_speed(tmp_path, tried, caplog):
     ],
 )
 def test_what_was_said_counts(tried, devices, expected):
-    with train(devices)[1] as opt:
+    with tuned(devices)[1] as opt:
         assert settings(opt) == expected
     assert len(tried) == 1
 
@@ -162,19 +160,19 @@ def test_what_was_said_counts(tried, devices, expected):
     [["file:csd1?block=1MiB&depth=8"], ["file:csd1?read=5GB/s"], ["ram:"], ["ram:", "null:"]],
 )
 def test_nothing_to_try_out(tried, devices):
-    train(devices)[1].close()
+    tuned(devices)[1].close()
     assert tried == []
 
 
 def test_not_for_small_models(monkeypatch):
     monkeypatch.setattr(probe, "tune", None)
-    with train("file:csd1")[1] as opt:
+    with tuned("file:csd1")[1] as opt:
         assert settings(opt) == [(1 << 20, 8, 1.0)]
 
 
 def test_it_can_be_turned_off(tried, monkeypatch):
     monkeypatch.setenv("CSD_OPTIM_PROBE", "0")
-    train("file:csd1")[1].close()
+    tuned("file:csd1")[1].close()
     assert tried == []
 
 
@@ -182,7 +180,7 @@ def test_it_can_be_turned_off(tried, monkeypatch):
 def test_turned_off_in_another_way(tried, monkeypatch, text):
     monkeypatch.setenv("CSD_OPTIM_PROBE", text)
     with pytest.raises(CSDValueError, match=f"Invalid CSD_OPTIM_PROBE: '{text}'; 1 tries drives out"):
-        train("file:csd1")
+        tuned("file:csd1")
     assert tried == []
 
 
@@ -193,7 +191,7 @@ def test_a_drive_that_cannot_be_tried_out(tried, monkeypatch, caplog):
         raise CSDOSError(28, "no room")
 
     monkeypatch.setattr(probe, "tune", full)
-    with caplog.at_level(logging.INFO, "csd_optim"), train("file:csd1")[1] as opt:
+    with caplog.at_level(logging.INFO, "csd_optim"), tuned("file:csd1")[1] as opt:
         assert settings(opt) == [(1 << 20, 8, 1.0)]
     assert "no room" in caplog.text
     assert {*os.listdir("csd1")} == {FILE_NAME, REPORT_NAME}  # no scratch file

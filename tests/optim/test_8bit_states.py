@@ -21,6 +21,7 @@ from support.beside import everything
 from support.comparing import assert_same
 from support.forked import printed
 from support.inside import idle_engine_of, state_map_of
+from support.training import give_gradients, train
 from torch.optim import Adam, AdamW
 
 from csd_optim import CSDAdam, CSDOSError, CSDStoreError, CSDTypeError, CSDValueError, CSDWarning
@@ -41,20 +42,6 @@ def parameters(*dtypes, seed=0):
     return [
         torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for dtype in dtypes for shape in shapes
     ]
-
-
-def give_gradients(params, step):
-    generator = torch.Generator().manual_seed(1000 + step)
-    for p in params:
-        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-
-
-def train(opt, steps, first=0):
-    params = [p for group in opt.param_groups for p in group["params"]]
-    for step in range(first, first + steps):
-        give_gradients(params, step)
-        opt.step()
-    return opt
 
 
 def adam(params, devices="ram:", **options):

@@ -25,7 +25,7 @@ from support.comparing import (
     params_of,
     randn_like,
     set_grads,
-    train,
+    train_pair,
 )
 from support.forked import printed
 from support.optimizers import ADAM, PAIRS, RMSPROP, SGD, other_rules, rules
@@ -48,14 +48,14 @@ pytestmark = pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_ten_steps_of_awkward_sizes(devices, dtype):
     params = [torch.randn(n, dtype=dtype, requires_grad=True) for n in SIZES]
     ours, reference = make_pair(params, devices)
-    train(ours, reference)
+    train_pair(ours, reference)
     assert_matches(ours, reference)
 
 
 @pytest.mark.parametrize("numel", SIZES)
 def test_a_size_alone(devices, numel):
     ours, reference = make_pair([torch.randn(numel, dtype=torch.bfloat16, requires_grad=True)], devices)
-    train(ours, reference, steps=3)
+    train_pair(ours, reference, steps=3)
     assert_matches(ours, reference)
 
 
@@ -85,7 +85,7 @@ def test_a_size_alone(devices, numel):
 def test_hyperparameters(devices, dtype, kwargs):
     params = [torch.randn(n, dtype=dtype, requires_grad=True) for n in (17, TILE + 1)]
     ours, reference = make_pair(params, devices, **kwargs)
-    train(ours, reference)
+    train_pair(ours, reference)
     assert_matches(ours, reference)
 
 
@@ -93,7 +93,7 @@ def test_betas_may_be_tensors(devices):
     params = [torch.randn(TILE + 1, requires_grad=True)]
     ours, reference = make_pair(params, devices, betas=(0.75, 0.875))  # exact in fp32
     ours.param_groups[0]["betas"] = (torch.tensor(0.75), torch.tensor([0.875]))  # AdamW itself took them late
-    train(ours, reference)
+    train_pair(ours, reference)
     assert_matches(ours, reference)
 
 
@@ -127,11 +127,11 @@ def test_rmsprop_whose_averages_are_no_longer_asked_for(devices, of):
     before = [both, both, centered, momentum]
     groups = [{"params": [p], **switches} for p, switches in zip(params, before, strict=True)]
     ours, reference = make_pair(groups, devices, of=of)
-    train(ours, reference, steps=2)
+    train_pair(ours, reference, steps=2)
     for optimizer in (ours, reference):
         for k, after in enumerate((momentum, centered, {"centered": False}, {"momentum": 0.0})):
             optimizer.param_groups[k].update(after)
-    train(ours, reference, steps=2)
+    train_pair(ours, reference, steps=2)
     assert_matches(ours, reference)
     kept = ours.state[params[0]]["grad_avg"].clone()
     ours.param_groups[2]["momentum"] = 0.5
@@ -149,7 +149,7 @@ def test_sgd_whose_momentum_is_switched_off_and_on(devices, of):
         for optimizer in (ours, reference):
             optimizer.param_groups[0]["momentum"] = momentum
             optimizer.param_groups[1].update(momentum=momentum, nesterov=nesterov)
-        train(ours, reference, steps=2)
+        train_pair(ours, reference, steps=2)
     assert_matches(ours, reference)
 
 
@@ -160,7 +160,7 @@ def test_adam_whose_groups_decay_as_adamw_does(devices, of):
         {"params": [torch.randn(31, requires_grad=True)], "decoupled_weight_decay": True},
     ]
     ours, reference = make_pair(groups, devices, of=of, weight_decay=0.3)
-    train(ours, reference)
+    train_pair(ours, reference)
     assert_matches(ours, reference)
 
 
@@ -168,7 +168,7 @@ def test_amsgrad_keeps_the_largest(devices):
     """With shrinking gradients the divisor is the running maximum, not exp_avg_sq."""
     ours, reference = make_pair([torch.randn(100, requires_grad=True)], devices, amsgrad=True, betas=(0.9, 0.5))
     for scale in (10.0, 1.0, 0.1, 0.1):
-        train(ours, reference, steps=1, make=lambda p, scale=scale: scale * torch.randn_like(p))
+        train_pair(ours, reference, steps=1, make=lambda p, scale=scale: scale * torch.randn_like(p))
     assert_matches(ours, reference)
     state = ours.state[params_of(ours)[0]]
     assert (state["max_exp_avg_sq"] > state["exp_avg_sq"]).all()
@@ -186,7 +186,7 @@ def test_groups_with_hyperparameters_of_their_own(devices):
         {"params": params(3 * TILE), "maximize": True},
     ]
     ours, reference = make_pair(groups, devices, lr=1e-3)
-    train(ours, reference)
+    train_pair(ours, reference)
     assert_matches(ours, reference)
 
 
@@ -200,7 +200,7 @@ def test_hyperparameters_are_read_every_step(devices):
         for optimizer in (ours, reference):
             optimizer.param_groups[0]["betas"] = (0.5 + 0.1 * k, 0.9)
             optimizer.param_groups[0]["weight_decay"] = 0.1 * k
-        train(ours, reference, steps=1)
+        train_pair(ours, reference, steps=1)
     assert_matches(ours, reference)
 
 
@@ -208,7 +208,7 @@ def test_dtypes_together(devices):
     dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.complex64]
     params = [torch.randn(300 + i, dtype=dtypes[i % 4], requires_grad=True) for i in range(12)]
     ours, reference = make_pair(params, devices)
-    train(ours, reference)
+    train_pair(ours, reference)
     assert_matches(ours, reference)
 
 
@@ -219,13 +219,13 @@ def test_complex(devices, shape, amsgrad):
     ours, reference = make_pair(
         [torch.randn(shape, dtype=torch.complex64, requires_grad=True)], devices, amsgrad=amsgrad
     )
-    train(ours, reference)
+    train_pair(ours, reference)
     assert_matches(ours, reference)
 
 
 def test_complex_with_a_conjugate_gradient(devices):
     ours, reference = make_pair([torch.randn(40, dtype=torch.complex64, requires_grad=True)], devices)
-    train(ours, reference, make=lambda p: torch.randn_like(p).conj())
+    train_pair(ours, reference, make=lambda p: torch.randn_like(p).conj())
     assert_matches(ours, reference)
 
 
@@ -233,13 +233,13 @@ def test_complex_with_a_conjugate_gradient(devices):
 def test_no_and_one_element(devices, dtype):
     params = [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in [(), (0,), (1, 1), (3, 0, 2), (7,)]]
     ours, reference = make_pair(params, devices)
-    train(ours, reference)
+    train_pair(ours, reference)
     assert_matches(ours, reference)
 
 
 def test_only_empty_parameters(devices):
     ours, reference = make_pair([torch.randn(0, 3, requires_grad=True)], devices)
-    train(ours, reference, steps=2)
+    train_pair(ours, reference, steps=2)
     assert_matches(ours, reference)
 
 
@@ -268,7 +268,7 @@ LAYOUTS = [strided, transposed, channels_last, permuted_3d]
 def test_layouts(devices, layout, dtype):
     params = [layout(dtype).requires_grad_(), torch.randn(9, dtype=dtype, requires_grad=True)]
     ours, reference = make_pair(params, devices)
-    train(ours, reference)
+    train_pair(ours, reference)
     assert_matches(ours, reference)
     for name in STATES:  # in the same memory order as AdamW's
         assert ours.state[params[0]][name].stride() == torch.zeros_like(params[0]).stride()
@@ -281,7 +281,7 @@ def test_contiguous_gradients_of_other_layouts(devices, layout, dtype):
     """Parameter and gradient need not agree in memory order."""
     params = [layout(dtype).requires_grad_()]
     ours, reference = make_pair(params, devices)
-    train(ours, reference, make=lambda p: torch.randn(p.shape, dtype=p.dtype))
+    train_pair(ours, reference, make=lambda p: torch.randn(p.shape, dtype=p.dtype))
     assert_matches(ours, reference)
 
 
@@ -289,7 +289,7 @@ def test_contiguous_gradients_of_other_layouts(devices, layout, dtype):
 def test_expanded_gradient(devices, dtype):
     """The gradient that `p.sum().backward()` leaves: one number with stride 0."""
     ours, reference = make_pair([torch.randn(6, TILE, dtype=dtype, requires_grad=True)], devices)
-    train(ours, reference, steps=3, make=lambda p: torch.randn((), dtype=p.dtype).expand(p.shape))
+    train_pair(ours, reference, steps=3, make=lambda p: torch.randn((), dtype=p.dtype).expand(p.shape))
     assert_matches(ours, reference)
 
 
@@ -297,7 +297,7 @@ def test_untouched_elements_between_a_strided_view(devices):
     base = torch.randn(12, 10)
     before = base.clone()
     ours, reference = make_pair([base[::2, ::3].requires_grad_()], devices)
-    train(ours, reference, steps=2)
+    train_pair(ours, reference, steps=2)
     inside = torch.zeros_like(base, dtype=torch.bool)
     inside[::2, ::3] = True
     assert torch.equal(base[~inside], before[~inside])
@@ -314,7 +314,7 @@ def test_gradients_of_another_dtype(devices, dtype, grad_dtype):
     for p in params:
         p.grad_dtype = grad_dtype
     ours, reference = make_pair(params, devices)
-    train(ours, reference, make=lambda p: torch.randn(p.shape, dtype=grad_dtype))
+    train_pair(ours, reference, make=lambda p: torch.randn(p.shape, dtype=grad_dtype))
     assert_matches(ours, reference)
 
 
@@ -353,7 +353,7 @@ def test_a_first_gradient_comes_late(devices):
 def test_a_zero_gradient_still_decays(devices, dtype):
     p = torch.ones(33, dtype=dtype, requires_grad=True)
     ours, reference = make_pair([p], devices, lr=0.5, weight_decay=0.25)
-    train(ours, reference, steps=2, make=torch.zeros_like)
+    train_pair(ours, reference, steps=2, make=torch.zeros_like)
     assert_matches(ours, reference)
     assert torch.equal(p.detach(), torch.full_like(p, 0.875**2))
     assert ours.state[p]["step"] == 2
@@ -363,7 +363,7 @@ def test_a_zero_gradient_still_decays(devices, dtype):
 def test_huge_gradients(devices, dtype):
     """1e20 squared overflows fp32; (1 - beta2) * g * g, multiplied in this order as torch does, does not."""
     ours, reference = make_pair([torch.randn(TILE + 1, dtype=dtype, requires_grad=True)], devices)
-    train(ours, reference, make=lambda p: 1e20 * torch.sign(torch.randn_like(p)))
+    train_pair(ours, reference, make=lambda p: 1e20 * torch.sign(torch.randn_like(p)))
     assert_matches(ours, reference)
     assert torch.isfinite(ours.state[params_of(ours)[0]]["exp_avg_sq"]).all()
 
@@ -389,9 +389,9 @@ def test_masters_keep_what_16_bits_cannot(devices):
     """Steps smaller than half a unit in the parameter's last place add up."""
     p = torch.ones(64, dtype=torch.bfloat16, requires_grad=True)
     ours, reference = make_pair([p], devices, lr=1e-4, weight_decay=0.0)
-    train(ours, reference, steps=1, make=torch.ones_like)
+    train_pair(ours, reference, steps=1, make=torch.ones_like)
     assert torch.equal(p.detach(), torch.ones_like(p))
-    train(ours, reference, steps=39, make=torch.ones_like)
+    train_pair(ours, reference, steps=39, make=torch.ones_like)
     assert torch.equal(p.detach(), params_of(reference)[0].detach().to(p.dtype))
     assert (p < 1).all()
 
@@ -430,7 +430,7 @@ def test_grad_dtype_with_layouts_and_neighbours(devices):
     """In one tile, the gradients of some parameters are rounded, and those of their neighbours need no rounding."""
     params = [layout(dtype).requires_grad_() for layout in LAYOUTS for dtype in (torch.float32, torch.bfloat16)]
     ours, reference = make_pair(params, devices, grad_dtype=torch.bfloat16)
-    train(ours, reference, make=lambda p: torch.randn_like(p).bfloat16().to(p.dtype))
+    train_pair(ours, reference, make=lambda p: torch.randn_like(p).bfloat16().to(p.dtype))
     assert_matches(ours, reference)
 
 

@@ -219,7 +219,7 @@ def test_several_optimizers_in_one_process(tmp_path):
 def test_optimizers_may_step_at_the_same_time():
     """Each in its own thread: they share only the update threads."""
 
-    def train(seed):
+    def run(seed):
         generator = torch.Generator().manual_seed(seed)
         p = torch.randn(20 * TILE, generator=generator).bfloat16().requires_grad_()
         with CSDAdam([p], devices=["file:", "ram:"], tile_size=TILE) as optimizer:
@@ -229,9 +229,9 @@ def test_optimizers_may_step_at_the_same_time():
             return everything(optimizer)
 
     with ThreadPoolExecutor(4) as threads:
-        together = list(threads.map(train, range(8)))
+        together = list(threads.map(run, range(8)))
     for seed, found in enumerate(together):
-        assert_same(found, train(seed))
+        assert_same(found, run(seed))
 
 
 def test_profiler_sees_the_step():

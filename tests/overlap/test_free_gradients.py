@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.between_steps import freezes, steps_in_closures
 from support.inside import engine_of, mode_of
-from support.twins import Training, assert_twins, checksum
+from support.twins import Twin, assert_twins, checksum
 from torch import nn
 
 from csd_optim import CSDAdam, CSDError, CSDRuntimeError, CSDTypeError, CSDValueError
@@ -183,7 +183,7 @@ def test_a_parameter_without_a_gradient(tmp_path):
     models = []
     for name in ("free", "plain"):
         (tmp_path / name).mkdir()
-        training = Training(tmp_path / name, FREE if name == "free" else None, groups=True)
+        training = Twin(tmp_path / name, FREE if name == "free" else None, groups=True)
         first, last = training.model[0], training.model[3]
         for k in range(6):
             model = training.model if k in (2, 3) else training.model[:3] if k % 2 else training.model[1:]
@@ -489,7 +489,7 @@ def test_a_late_hook_of_a_backward_that_failed(tmp_path, monkeypatch):
 @pytest.mark.parametrize("reads", [lambda t: [*t.model.parameters()], lambda t: t.opt.step()], ids=["reads", "steps"])
 def test_who_comes_while_another_thread_undoes_a_step_waits(tmp_path, monkeypatch, reads):
     """A thread of autograd undoes the step of a backward that has failed on an accelerator."""
-    training = Training(tmp_path, FREE)
+    training = Twin(tmp_path, FREE)
     training.step()
     undo, began, goes_on, order = StepRunner.undo, threading.Event(), threading.Event(), []
 
@@ -545,7 +545,7 @@ def test_a_parameter_that_is_written_between_backward_and_step(tmp_path):
 
 @pytest.mark.parametrize("again", ["backward", "step"])
 def test_gradients_that_are_never_cleared(tmp_path, again):
-    training = Training(tmp_path, FREE)
+    training = Twin(tmp_path, FREE)
     training.backward()
     training.opt.step()
     before = [checksum(p) for p in training.model.parameters()]
@@ -616,8 +616,8 @@ def test_exceptions_leave_everything_as_it_was(tmp_path, state_dtype):
     """In the first step and later, at any parameter: parameters are restored in place before backward raises."""
     dtype = torch.bfloat16 if state_dtype == "8bit" else torch.float32
     (tmp_path / "twin").mkdir()
-    twin = Training(tmp_path / "twin", None, dtype=dtype, state_dtype=state_dtype)
-    training = Training(tmp_path, FREE, dtype=dtype, state_dtype=state_dtype, latency="20us")
+    twin = Twin(tmp_path / "twin", None, dtype=dtype, state_dtype=state_dtype)
+    training = Twin(tmp_path, FREE, dtype=dtype, state_dtype=state_dtype, latency="20us")
     kept, changed = list(training.model.parameters()), 0
 
     def fails(_):
@@ -650,7 +650,7 @@ def test_exceptions_leave_everything_as_it_was(tmp_path, state_dtype):
 
 def test_two_threads_go_backward(tmp_path):
     """One of them, or both, get an error; and one that goes on updates nothing."""
-    training = Training(tmp_path, FREE, latency="50us", depth=8)
+    training = Twin(tmp_path, FREE, latency="50us", depth=8)
     training.step()
     before, failures = [checksum(p) for p in training.model.parameters()], []
 
@@ -678,7 +678,7 @@ def test_two_threads_go_backward(tmp_path):
 
 
 def test_a_backward_goes_on_after_its_step_was_undone(tmp_path):
-    training = Training(tmp_path, FREE)
+    training = Twin(tmp_path, FREE)
     training.step()
     before = [checksum(p) for p in training.model.parameters()]
     handle = training.model[2].inner.weight.register_hook(lambda _: training.opt.zero_grad())
@@ -693,7 +693,7 @@ def test_a_backward_goes_on_after_its_step_was_undone(tmp_path):
 
 @pytest.mark.parametrize("name", ["begin", "push_grads", "params_ready"])
 def test_ctrl_c(tmp_path, monkeypatch, name):
-    training = Training(tmp_path, FREE, latency="100us")
+    training = Twin(tmp_path, FREE, latency="100us")
     training.step()
     before = [checksum(p) for p in training.model.parameters()]
     method = getattr(Engine, name)
@@ -716,7 +716,7 @@ def test_ctrl_c(tmp_path, monkeypatch, name):
 
 @pytest.mark.parametrize("how", ["close", "drop", "end"])
 def test_given_up_between_backward_and_step(tmp_path, how):
-    training = Training(tmp_path, FREE, latency="20us")
+    training = Twin(tmp_path, FREE, latency="20us")
     training.step()
     before = [checksum(p) for p in training.model.parameters()]
     training.backward()
@@ -740,7 +740,7 @@ def test_given_up_between_backward_and_step(tmp_path, how):
 
 
 def test_another_optimizer_after_one_that_was_dropped_in_backward(tmp_path):
-    training = Training(tmp_path, FREE, latency="1ms")
+    training = Twin(tmp_path, FREE, latency="1ms")
     training.step()
     before = [checksum(p) for p in training.model.parameters()]
     dropped = weakref.ref(training.opt)
@@ -766,7 +766,7 @@ def test_another_optimizer_after_one_that_was_dropped_in_backward(tmp_path):
 
 def test_few_gradients_at_a_time(tmp_path, monkeypatch):
     """Backward waits. Of gradients whose tiles lack others, only parts are kept: here biases follow all weights."""
-    training = Training(tmp_path, {"free_gradients": True, "hold": 30_000}, groups=True, depth=12, state_dtype="fp32")
+    training = Twin(tmp_path, {"free_gradients": True, "hold": 30_000}, groups=True, depth=12, state_dtype="fp32")
     most, take = [], StepsInBackward._take
 
     def measured(steps, p, grad):
@@ -785,7 +785,7 @@ def test_few_gradients_at_a_time(tmp_path, monkeypatch):
 
 
 def test_it_leaves_no_trace(tmp_path):
-    training = Training(tmp_path, FREE)
+    training = Twin(tmp_path, FREE)
     training.step()
     training.opt.overlap(None)
     assert type(training.opt.param_groups[0]["params"]) is list

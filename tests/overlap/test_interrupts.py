@@ -10,40 +10,20 @@ from functools import partial
 
 import pytest
 import torch
-from support.repeating import MODES
-from support.twins import checksum
-from torch import nn
+from support.repeating import MODES, Repeating
 
-from csd_optim import CSDAdam
 from csd_optim.overlap.in_backward import _BackwardEnd
 
 pytestmark = pytest.mark.serial("sends signals to its process, which may be talking to pytest-xdist")
 
-WIDTH, DEPTH = 256, 6
 
-
-class Training:
+class LongUndo(Repeating):
     """A model whose undo takes some milliseconds."""
 
     def __init__(self, directory, mode, state_dtype):
-        torch.manual_seed(0)
-        self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16) for _ in range(DEPTH)))
-        self.params = list(self.model.parameters())
         device = f"file:{directory}?cache=off"
-        self.opt = CSDAdam(self.params, lr=1e-2, devices=device, tile_size=8192, state_dtype=state_dtype)
-        if MODES[mode] is not None:
-            self.opt.overlap(self.model, **MODES[mode])
+        super().__init__(device, MODES[mode], width=256, depth=6, tile_size=8192, state_dtype=state_dtype)
         self.is_free = mode == "free"
-
-    def values(self):
-        return [checksum(p) for p in self.params]
-
-    def steps_done(self):
-        return max((int(entry["step"]) for entry in self.opt.state.values()), default=0)
-
-    def backward(self, number):
-        x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(number)).to(torch.bfloat16)
-        self.model(x).square().sum().backward()
 
     def mark(self):
         """Return what the last layer's weights begin with; backward changes these first."""
@@ -98,7 +78,7 @@ def interrupted(call, after, between, begin=None):
 
 
 def undisturbed(directory, state_dtype, steps):
-    training = Training(directory, "in step", state_dtype)
+    training = LongUndo(directory, "in step", state_dtype)
     for number in range(steps):
         training.backward(number)
         training.opt.step()
@@ -118,7 +98,7 @@ def runs(request):
 def test_while_a_skipped_step_is_undone(state_dtype, signals, tmp_path, runs):
     """The step has run in backward, and zero_grad() undoes it: see overlap(free_gradients=True)."""
     draw = random.Random(signals)
-    training = Training(tmp_path / "a", "free", state_dtype)
+    training = LongUndo(tmp_path / "a", "free", state_dtype)
     training.backward(0)
     training.opt.step()
     training.opt.zero_grad()
@@ -140,7 +120,7 @@ def test_while_a_skipped_step_is_undone(state_dtype, signals, tmp_path, runs):
 @pytest.mark.parametrize("signals", [1, 2])
 def test_in_backward(state_dtype, signals, tmp_path, runs):
     draw = random.Random(signals)
-    training = Training(tmp_path / "a", "free", state_dtype)
+    training = LongUndo(tmp_path / "a", "free", state_dtype)
     training.backward(0)
     training.opt.step()
     training.opt.zero_grad()
@@ -170,20 +150,20 @@ def test_in_backward(state_dtype, signals, tmp_path, runs):
 def test_anywhere(mode, state_dtype, tmp_path, runs):
     """A loop that catches Ctrl-C and goes on from the step that `state` tells."""
     draw, steps = random.Random(7), 0
-    training = Training(tmp_path / "a", mode, state_dtype)
+    training = LongUndo(tmp_path / "a", mode, state_dtype)
 
-    def train():
+    def go_on():
         torch.set_grad_enabled(True)  # an interrupt within torch.no_grad() itself leaves it off
         training.opt.zero_grad()
-        while (number := training.steps_done()) < steps:
+        while (number := training.done()) < steps:
             training.backward(number)
             training.opt.step()
             training.opt.zero_grad()
 
     for _ in range(runs):
         steps += 2
-        interrupted(train, draw.uniform(0, 0.03), draw.choice([None, draw.uniform(0, 5e-3)]))
-    train()
+        interrupted(go_on, draw.uniform(0, 0.03), draw.choice([None, draw.uniform(0, 5e-3)]))
+    go_on()
     training.opt.wait()
     assert training.values() == undisturbed(tmp_path / "b", state_dtype, steps)
     training.opt.close()
@@ -192,7 +172,7 @@ def test_anywhere(mode, state_dtype, tmp_path, runs):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_signal_at_the_end_of_a_failed_backward(tmp_path, monkeypatch):
     """What tells that a backward has failed is interrupted before it can tell: nobody waits for it for ever."""
-    training = Training(tmp_path, "free", "fp32")
+    training = LongUndo(tmp_path, "free", "fp32")
     training.backward(0)
     training.opt.step()
     training.opt.zero_grad()

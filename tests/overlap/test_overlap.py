@@ -32,7 +32,7 @@ from support.between_steps import (
 )
 from support.comparing import bits
 from support.inside import engine_of, flight_of, mode_of
-from support.twins import Training, assert_twins, checksum
+from support.twins import Twin, assert_twins, checksum
 from torch import nn
 
 from csd_optim import CSDAdam, CSDError, CSDRuntimeError, CSDValueError
@@ -149,7 +149,7 @@ def test_groups_added_to_a_list(tmp_path):
 
 @pytest.mark.fp32_states("counts tiles, bytes or elements of fp32 states")
 def test_a_parameter_that_takes_no_part_is_there_at_once(tmp_path):
-    training = Training(tmp_path, FORWARD, latency="50ms", depth=8)
+    training = Twin(tmp_path, FORWARD, latency="50ms", depth=8)
     for _ in range(2):
         training.step()
     training.opt.wait()
@@ -163,7 +163,7 @@ def test_a_parameter_that_takes_no_part_is_there_at_once(tmp_path):
 
 
 def test_a_forked_child_has_what_had_landed(tmp_path):
-    training = Training(tmp_path, FORWARD)
+    training = Twin(tmp_path, FORWARD)
     training.step()
     flight_of(training.opt)._landed.wait()
     child = os.fork()
@@ -180,7 +180,7 @@ def test_a_forked_child_has_what_had_landed(tmp_path):
 
 @pytest.mark.parametrize("name", ["begin", "push_early"])
 def test_ctrl_c_in_a_hook_of_backward(tmp_path, monkeypatch, name):
-    training = Training(tmp_path, BACKWARD, latency="100us", patient=True)
+    training = Twin(tmp_path, BACKWARD, latency="100us", patient=True)
     for _ in range(3):
         training.step()
     training.opt.wait()
@@ -241,7 +241,7 @@ def test_grad_dtype_changed_after_backward(tmp_path):
 
 @pytest.mark.parametrize("ask", [lambda opt: opt.state, lambda opt: opt.stats(), lambda opt: opt.synchronize()])
 def test_a_step_that_another_thread_launches_meanwhile(tmp_path, monkeypatch, ask):
-    training = Training(tmp_path, FORWARD, named=True)
+    training = Twin(tmp_path, FORWARD, named=True)
     training.step()
     settle = CSDAdam._settle
 
@@ -257,7 +257,7 @@ def test_a_step_that_another_thread_launches_meanwhile(tmp_path, monkeypatch, as
 
 
 def test_what_cannot_begin_is_tried_once_a_step(tmp_path, monkeypatch):
-    training = Training(tmp_path, BACKWARD, latency="50us", patient=True)
+    training = Twin(tmp_path, BACKWARD, latency="50us", patient=True)
     training.step()
     training.step()
     training.opt.wait()
@@ -277,7 +277,7 @@ def test_what_cannot_begin_is_tried_once_a_step(tmp_path, monkeypatch):
     ("hold", "error", "says"), [("500TB", RuntimeError, "allocate memory"), ("a lot", CSDValueError, "Invalid size")]
 )
 def test_a_hold_that_cannot_be_changes_nothing(tmp_path, hold, error, says):
-    training = Training(tmp_path, FORWARD)
+    training = Twin(tmp_path, FORWARD)
     with pytest.raises(error, match=says):
         training.opt.overlap(training.model, backward=True, hold=hold)
     training.step()
@@ -287,7 +287,7 @@ def test_a_hold_that_cannot_be_changes_nothing(tmp_path, hold, error, says):
 
 
 def test_what_is_held_is_let_go_of(tmp_path):
-    training = Training(tmp_path, {"backward": True, "hold": "1MB"}, latency="100us", patient=True)
+    training = Twin(tmp_path, {"backward": True, "hold": "1MB"}, latency="100us", patient=True)
     for _ in range(4):
         training.step()
     hold = weakref.ref(engine_of(training.opt).kept_alive)
@@ -299,7 +299,7 @@ def test_what_is_held_is_let_go_of(tmp_path):
 
 @both
 def test_another_optimizer_after_one_that_was_dropped(tmp_path, overlap):
-    training = Training(tmp_path, overlap, latency="1ms", patient=True)
+    training = Twin(tmp_path, overlap, latency="1ms", patient=True)
     for _ in range(3):
         training.step()
     dropped = weakref.ref(training.opt)
@@ -323,7 +323,7 @@ def test_another_optimizer_after_one_that_was_dropped(tmp_path, overlap):
 
 
 def test_a_gradient_changed_after_step_is_an_error(tmp_path):
-    training = Training(tmp_path, FORWARD, latency="100ms")
+    training = Twin(tmp_path, FORWARD, latency="100ms")
     training.step()
     before = [checksum(p) for p in training.model.parameters()]
     training.backward()
@@ -339,7 +339,7 @@ def test_a_gradient_changed_after_step_is_an_error(tmp_path):
 
 
 def test_no_overlap_leaves_no_trace(tmp_path):
-    training = Training(tmp_path, None)
+    training = Twin(tmp_path, None)
     training.step()
     assert type(training.opt.param_groups[0]["params"]) is list
     training.opt.overlap(training.model, backward=True)
@@ -366,7 +366,7 @@ def test_backward_needs_two_copies(devices, options):
 
 @both
 def test_dropped_while_a_step_is_under_way(tmp_path, overlap):
-    training = Training(tmp_path, overlap)
+    training = Twin(tmp_path, overlap)
     training.step()
     training.step()
     training.backward()
@@ -397,7 +397,7 @@ def test_closed_while_a_step_is_under_way(tmp_path):
 
 
 def test_a_forked_child_that_waits_gets_an_error(tmp_path):
-    training = Training(tmp_path, FORWARD)
+    training = Twin(tmp_path, FORWARD)
     training.step()
     child = os.fork()
     if child == 0:
@@ -418,7 +418,7 @@ def test_a_forked_child_that_waits_gets_an_error(tmp_path):
 
 def guessed(directory, script):
     """The outcome of the guesses of a run: whether each step kept one, and counts of why the others were wrong."""
-    training = Training(directory, BACKWARD, latency="100us", patient=True)
+    training = Twin(directory, BACKWARD, latency="100us", patient=True)
     early = []
     training.opt.register_step_post_hook(lambda *_: early.append(mode_of(training.opt).stats()["early_params"] > 0))
     script(training)
@@ -465,7 +465,7 @@ def test_everything_that_waits_passes_the_check(tmp_path, overlap, script, monke
 
 def test_the_check_finds_who_does_not_wait(tmp_path, monkeypatch):
     monkeypatch.setenv("CSD_OPTIM_OVERLAP", "check")
-    training = Training(tmp_path, FORWARD, latency="20ms")
+    training = Twin(tmp_path, FORWARD, latency="20ms")
     kept = list(training.model.parameters())
     training.step()
     with pytest.raises(CSDRuntimeError, match=r"uses 0\.0, which the last step"):

@@ -143,7 +143,7 @@ def old_normed():
         return nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4)))
 
 
-def trained(model):
+def outputs_and_grads(model):
     """Outputs and gradients."""
     model.zero_grad()
     out = model(X.clone())
@@ -180,19 +180,19 @@ def loaded(model):
 
 
 WAYS = {
-    "forward": (blocks, trained),
-    "tied": (Tied, trained),
-    "indexed": (Indexed, trained),
+    "forward": (blocks, outputs_and_grads),
+    "tied": (Tied, outputs_and_grads),
+    "indexed": (Indexed, outputs_and_grads),
     "lstm": (lstm, lambda m: m(X)[0]),
     "forward by its name": (blocks, lambda m: m[2].forward(X)),
     "kept": (Kept, lambda m: m(X)),
     "attention": (attention, lambda m: m(X, X, X)[0]),
     "attention's fast path": (lambda: attention().eval(), lambda m: m(X, X, X)[0].detach()),
     "encoder's fast path": (encoder, fast_path),
-    "checkpoint": (lambda: Checkpointed(False), trained),
-    "reentrant checkpoint": (lambda: Checkpointed(True), trained),
-    "weight_norm": (normed, trained),
-    "weight_norm as a hook": (old_normed, trained),
+    "checkpoint": (lambda: Checkpointed(False), outputs_and_grads),
+    "reentrant checkpoint": (lambda: Checkpointed(True), outputs_and_grads),
+    "weight_norm": (normed, outputs_and_grads),
+    "weight_norm as a hook": (old_normed, outputs_and_grads),
     "a function of the weight": (blocks, lambda m: F.linear(X, m[2].weight)),
     "a chunked loss": (blocks, chunked),
     "functional_call": (blocks, lambda m: torch.func.functional_call(m, {"2.bias": torch.ones(4)}, (X,))),

@@ -24,7 +24,7 @@ def any_size(monkeypatch):
     monkeypatch.setattr(materialized, "WORTH_A_WARNING", 1000)
 
 
-def trained(numel=1000, **options):
+def after_a_step(numel=1000, **options):
     # 16 bits, so that the state is much larger than the parameter.
     p = torch.ones(numel, dtype=torch.bfloat16, requires_grad=True)
     opt = CSDAdam([p], **options)
@@ -57,7 +57,7 @@ def replaced(opt):
 
 @pytest.mark.parametrize("device", ["file:", "named"])
 def test_saving_takes_no_memory(tmp_path, device):
-    opt = trained(N, devices=named_devices(tmp_path, 1) if device == "named" else device)
+    opt = after_a_step(N, devices=named_devices(tmp_path, 1) if device == "named" else device)
     state = opt.state_dict()  # its mappings count towards the limit, too, although they take no memory
     with memory_limit(LIMIT):
         torch.save(state, "state.pt")
@@ -70,7 +70,7 @@ def test_saving_takes_no_memory(tmp_path, device):
 
 @pytest.mark.parametrize("state_dtype", ["fp32", "8bit"])
 def test_state_from_memory(any_size, state_dtype):
-    opt = trained(state_dtype=state_dtype)
+    opt = after_a_step(state_dtype=state_dtype)
     torch.save(opt.state_dict(), "state.pt")
     state = torch.load("state.pt")
     with warned("came from memory"):
@@ -81,7 +81,7 @@ def test_state_from_memory(any_size, state_dtype):
 
 @pytest.mark.fp32_states("only fp32 states are mapped")
 def test_state_that_stays_in_files_or_is_small(any_size, tmp_path, monkeypatch):
-    opt = trained(devices=named_devices(tmp_path, 1))
+    opt = after_a_step(devices=named_devices(tmp_path, 1))
     torch.save(opt.state_dict(), "state.pt")
     opt.save(tmp_path / "saved")
     with warnings.catch_warnings():
@@ -98,7 +98,7 @@ def test_state_that_stays_in_files_or_is_small(any_size, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("use", [step, lambda opt: opt.save("saved")], ids=["step", "save"])
 def test_state_that_was_replaced(any_size, tmp_path, use):
-    opt = trained(devices=named_devices(tmp_path, 1))
+    opt = after_a_step(devices=named_devices(tmp_path, 1))
     replaced(opt)
     with pytest.warns(CSDWarning, match="had been replaced") as caught:
         use(opt)
@@ -109,7 +109,7 @@ def test_state_that_was_replaced(any_size, tmp_path, use):
 
 
 def test_each_line_is_named_once(any_size):
-    opt = trained()
+    opt = after_a_step()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         for _ in range(3):
@@ -119,7 +119,7 @@ def test_each_line_is_named_once(any_size):
 
 
 def test_copies_and_pickles(any_size):
-    opt = trained()
+    opt = after_a_step()
     with warned("a copy of the optimizer"):
         copy.deepcopy(opt)
     with warned("a copy of the optimizer"):
@@ -131,7 +131,7 @@ def test_copies_and_pickles(any_size):
 @pytest.mark.fp32_states("only fp32 states are mapped")
 def test_what_is_in_memory(any_size):
     """Memory of other devices counts, too (meta stands for CUDA); so does shared memory, though mapped from a file."""
-    opt = trained()
+    opt = after_a_step()
     windows = [w for w in opt.state[opt.param_groups[0]["params"][0]].values() if w.dim()]
     copies = [w.clone() for w in windows]
     assert materialized.bytes_in_memory(windows) == 0
@@ -141,7 +141,7 @@ def test_what_is_in_memory(any_size):
 
 
 def test_a_gigabyte_is_worth_it():
-    opt = trained()
+    opt = after_a_step()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         copy.deepcopy(opt).load_state_dict(copy.deepcopy(opt.state_dict()))

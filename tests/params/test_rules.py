@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.optimizers import ADAMW, FULL, PAIRS
+from support.training import train
 
 from csd_optim import CSDAdam, CSDStoreError, CSDValueError, bindings
 from csd_optim.bindings import HYPER, PARAM, RULES
@@ -43,13 +44,6 @@ def params():
 
 def groups(ps):
     return [{"params": ps[:1]}, {"params": ps[1:], "amsgrad": True}]
-
-
-def train(opt, ps, steps):
-    for step in range(steps):
-        for i, p in enumerate(ps):
-            p.grad = torch.sin(torch.arange(p.numel()) + 10.0 * step + i)
-        opt.step()
 
 
 def states(opt, ps):
@@ -191,7 +185,7 @@ def twins(tmp_path):
     """A store of TWIN after three steps, its parameters and states."""
     ps = params()
     with CSDTwin(groups(ps), devices=f"{tmp_path}/csd", tile_size=1024) as opt:
-        train(opt, ps, 3)
+        train(opt, 3)
         return tmp_path / "csd", [p.detach().clone() for p in ps], states(opt, ps)
 
 
@@ -201,7 +195,7 @@ def test_states_are_called_as_the_rule_calls_them(twins):
     assert [[*entry] for entry in found] == [["step", "first", "second", *more, "master"] for more in ([], ["largest"])]
     ps = params()
     with CSDAdam(groups(ps), devices="file:", tile_size=1024) as opt:
-        train(opt, ps, 3)
+        train(opt, 3)
         same(found, states(opt, ps), dict(zip(TWIN.sections, adamw.ADAMW.sections, strict=True)))
     assert all(torch.equal(p, value) for p, value in zip(ps, values, strict=True))
 
@@ -214,7 +208,7 @@ def test_a_store_is_resumed_by_its_own_rule_only(twins, tmp_path):
     ours = tmp_path / "adamw"
     ps = params()
     with CSDAdam(groups(ps), devices=ours) as opt:
-        train(opt, ps, 1)
+        train(opt, 1)
     with pytest.raises(CSDStoreError, match="the rule adamw, and this optimizer's is twin"):
         CSDTwin(groups(params()), devices=ours, resume=True)
     assert "rule" not in read_contents(ours).manifest
@@ -223,7 +217,7 @@ def test_a_store_is_resumed_by_its_own_rule_only(twins, tmp_path):
     with CSDTwin(groups(ps), devices=store, resume=True) as opt:
         assert all(torch.equal(p, value) for p, value in zip(ps, values, strict=True))
         same(states(opt, ps), found)
-        train(opt, ps, 1)
+        train(opt, 1)
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +227,7 @@ def stores(tmp_path_factory):
     for of in (ADAMW, *FULL):
         store, ps = tmp_path_factory.mktemp(of.name), params()
         with of.ours(ps, devices=store, tile_size=1024, **of.kwargs) as opt:
-            train(opt, ps, 2)
+            train(opt, 2)
             made[of.name] = of, store, [p.detach().clone() for p in ps], states(opt, ps)
     return made
 
@@ -259,7 +253,7 @@ def test_stores_of_each_optimizer(name, stores, tmp_path):
         assert all(torch.equal(p, value) for p, value in zip(ps, values, strict=True))
         same(states(opt, ps), found)
         assert repr(opt.param_groups[0]["lr"]) == repr(opt.defaults["lr"])
-        train(opt, ps, 1)
+        train(opt, 1)
     if not of.rule.has_codes:
         with pytest.raises(CSDValueError, match=r"stay fp32: they are .*, and 8bit keeps exp_avg and"):
             convert_store([store], [tmp_path / "8bit"], "8bit")

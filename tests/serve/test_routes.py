@@ -58,7 +58,7 @@ class Reduced(UnderDDP):
 
 
 @small_buckets()
-def trained(rank, devices, dtype, route="slices"):
+def five_steps(rank, devices, dtype, route="slices"):
     """Train five steps, with an abandoned and an accumulated backward among them."""
     training = Reduced(devices.format(rank=rank), dtype)
     for i in range(5):
@@ -84,7 +84,7 @@ def trained(rank, devices, dtype, route="slices"):
 )
 def test_two_trainers_have_the_bits_of_ddp(owners, tmp_path, dtype, route):
     places = f"{tmp_path}/{{rank}}", f"{owners.address}&route={route}"
-    ours, served = (on_living_ranks(2, trained, devices, dtype, route, directory=tmp_path) for devices in places)
+    ours, served = (on_living_ranks(2, five_steps, devices, dtype, route, directory=tmp_path) for devices in places)
     for image in served:
         assert all(torch.equal(a, b) for a, b in zip(ours[0], image, strict=True))
 
@@ -106,12 +106,12 @@ def by_hand(rank, address, size):
             total += value
         square = sum(left[i] for _, left in everybody)
         assert square == pytest.approx(float(total.bfloat16().float().square().sum()), rel=1e-5)
-    return trained(rank, address, torch.bfloat16)
+    return five_steps(rank, address, torch.bfloat16)
 
 
 def test_three_trainers_have_the_same_bits_every_time(owners, tmp_path):
     once = on_living_ranks(3, by_hand, owners.address, 3, directory=tmp_path)
-    again = on_living_ranks(3, trained, owners.address, torch.bfloat16, directory=tmp_path)
+    again = on_living_ranks(3, five_steps, owners.address, torch.bfloat16, directory=tmp_path)
     for image in [*once, *again]:
         assert all(torch.equal(a, b) for a, b in zip(once[0], image, strict=True))
 

@@ -77,7 +77,7 @@ def ended_at(call, how, meet=None):
 
 
 @small_buckets()
-def train(rank, size, route, address, meet, call, how, images):
+def train_rank(rank, size, route, address, meet, call, how, images):
     """Train STEPS steps from where the owners are, unless killed; write an error to a file."""
     torch.set_num_threads(1)
     try:
@@ -119,7 +119,7 @@ class Trainers:
         self.meet = f"{self.directory}/trainers-{self.sessions}"
         return [
             process(
-                train,
+                train_rank,
                 *(rank, size, self.route, self.owners.address, self.meet),
                 *(call if rank == victim else -1, how, str(self.images)),
                 daemon=True,

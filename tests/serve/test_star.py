@@ -96,7 +96,7 @@ def largest(grad, residual, share, scale, first, step):
 
 
 @small_buckets()
-def train(rank, address, steps, options, resume=False):
+def train_rank(rank, address, steps, options, resume=False):
     training = Trained(address, resume=resume, **options)
     norms = []
     for i in range(steps):
@@ -126,7 +126,9 @@ def test_owners_make_the_step_of_the_sum(tmp_path, case):
         for n in numbers:
             fed = Fed(str(tmp_path / f"fed-{n}"), n, options.get("topk"), **others)
             norms = [fed.step() for _ in range(4)]
-            served = on_living_ranks(n, train, star_of(owners), 4, {**options, "overwrite": True}, directory=tmp_path)
+            served = on_living_ranks(
+                n, train_rank, star_of(owners), 4, {**options, "overwrite": True}, directory=tmp_path
+            )
             for image, theirs, _ in served:
                 assert all(torch.equal(a, b) for a, b in zip(image, fed.image(), strict=True)), n
                 assert theirs == norms
@@ -142,7 +144,9 @@ def test_two_owners_and_another_number_of_trainers(tmp_path):
     with Owners(tmp_path, 2, small=True) as owners:
         images, norms = [], []
         for n, resume in ((2, False), (1, True)):
-            of_ranks = on_living_ranks(n, train, star_of(owners), 2, {"max_grad_norm": 0.5}, resume, directory=tmp_path)
+            of_ranks = on_living_ranks(
+                n, train_rank, star_of(owners), 2, {"max_grad_norm": 0.5}, resume, directory=tmp_path
+            )
             assert all(done == 2 + 2 * resume for _, _, done in of_ranks)
             assert all(of_rank[1] == of_ranks[0][1] for of_rank in of_ranks)
             norms += of_ranks[0][1]

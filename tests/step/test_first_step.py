@@ -46,7 +46,7 @@ def image(opt, params):
     return values
 
 
-def train(devices, steps, **options):
+def images_of(devices, steps, **options):
     params = model()
     with CSDAdam(params, lr=0.1, devices=devices, tile_size=1024, **options) as opt:
         images = []
@@ -100,7 +100,7 @@ def test_it_reads_nothing_and_changes_no_bit(kind, options, tmp_path, monkeypatc
             opt.step()
             found.append(image(opt, params))
     monkeypatch.setattr(Engine, "next_step_fills", lambda *_: False)
-    for one, other in zip(found, train(devices("filled"), 3, **options), strict=True):
+    for one, other in zip(found, images_of(devices("filled"), 3, **options), strict=True):
         assert_same(one, other)
     if kind == "one":
         assert not find_damage([read_contents(tmp_path / "new")])
@@ -111,7 +111,7 @@ def test_it_reads_nothing_and_changes_no_bit(kind, options, tmp_path, monkeypatc
 @pytest.mark.parametrize("after", [0, 5, 20])
 @pytest.mark.fp32_states("counts tiles, bytes or elements of fp32 states")
 def test_undone_it_leaves_nothing_and_comes_again(kind, options, after, tmp_path, monkeypatch):
-    wanted = train("ram:", 3, **options)
+    wanted = images_of("ram:", 3, **options)
     params = model()
     with CSDAdam(params, lr=0.1, devices=tmp_path if kind == "store" else "file:", tile_size=1024, **options) as opt:
         before = [p.detach().clone() for p in params]

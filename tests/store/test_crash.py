@@ -84,7 +84,7 @@ def test_a_superblock_without_its_table_promises_nothing():
 # ---- lost superblocks --------------------------------------------------------------
 
 
-def trained(directory, steps):
+def killed_after(directory, steps):
     """The devices as a process that is killed after that many steps leaves them, and their states."""
     params = [torch.nn.Parameter(torch.linspace(-1, 1, 5000)), torch.nn.Parameter(torch.ones(70, dtype=torch.bfloat16))]
     directory.mkdir()
@@ -127,7 +127,7 @@ def spoil(directory, device, copy, how):
 @pytest.mark.parametrize("device", [0, 1])
 @pytest.mark.parametrize("steps", [1, 3])
 def test_a_superblock_is_lost(steps, device, copy, how, tmp_path):
-    crashed, expected = trained(tmp_path / "stores", steps)
+    crashed, expected = killed_after(tmp_path / "stores", steps)
     spoil(crashed, device, copy, how)
     for _ in range(2):  # the second time from the repaired store
         step, user_state, found = resumed(crashed)
@@ -137,7 +137,7 @@ def test_a_superblock_is_lost(steps, device, copy, how, tmp_path):
 
 @pytest.mark.parametrize("device", [0, 1])
 def test_both_superblocks_are_lost(device, tmp_path):
-    crashed, _ = trained(tmp_path / "stores", 3)
+    crashed, _ = killed_after(tmp_path / "stores", 3)
     spoil(crashed, device, 0, "a bit")
     spoil(crashed, device, 1, "noise")
     before = {file: file.read_bytes() for file in crashed.rglob(FILE_NAME)}

@@ -46,7 +46,7 @@ def natively(opt):
     return [child], None
 
 
-def train(pipe, children, directory, options):
+def train_and_wait(pipe, children, directory, options):
     os.chdir(directory)
     p = torch.nn.Parameter(torch.ones(5000))
     opt = CSDAdam([p], devices=["csd0"], tile_size=1024, **options)
@@ -63,7 +63,7 @@ def train(pipe, children, directory, options):
 def killed_trainer(children, directory, **options):
     """Kills a trainer; yields the pids of the processes that it had forked, which still run."""
     ours, theirs = processes.Pipe()
-    trainer = process(train, theirs, children, directory, options)
+    trainer = process(train_and_wait, theirs, children, directory, options)
     theirs.close()
     left = []
     try:

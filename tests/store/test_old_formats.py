@@ -29,14 +29,14 @@ def test_sample_opens_and_is_trained_on(name, tmp_path):
     with make.optimizer(params, tmp_path, name, resume=True) as opt:
         assert opt.user_state == {"made": make.STEPS}
         assert make.image(params, opt) == expected
-        make.train(params, opt, 2)
+        make.make_steps(params, opt, 2)
         found = make.image(params, opt)
     assert [read_contents(place).superblock.version for place in places] == [VERSIONS[name]] * 2
 
     (tmp_path / "again").mkdir()
     others = make.model()
     with make.optimizer(others, tmp_path / "again", name) as opt:
-        make.train(others, opt, make.STEPS + 2)
+        make.make_steps(others, opt, make.STEPS + 2)
         assert make.image(others, opt) == found
 
 

@@ -54,7 +54,7 @@ GROUP = {"lr": 0.1, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0, "am
 RECORD = Record(groups=[GROUP], given=[GROUP], seconds=1.0)
 
 
-class Training:
+class EngineTraining:
     """An engine with these parameters, and a simple step."""
 
     def __init__(self, devices, *, mode="new", **options):
@@ -131,12 +131,12 @@ class Training:
 
 @functools.cache
 def never_stopped(steps):
-    with Training(["ram:"]) as training:
+    with EngineTraining(["ram:"]) as training:
         return training.steps(steps).image()
 
 
 def resumed(devices):
-    return Training(devices, mode="resume")
+    return EngineTraining(devices, mode="resume")
 
 
 def crashed(devices, to):
@@ -171,7 +171,7 @@ def found_at(devices, name):
 def test_goes_on_bit_for_bit(tmp_path, n, shadow, at, end):
     devices = named_devices(tmp_path / "a", n)
     (tmp_path / "a").mkdir()
-    with Training(devices, shadow=shadow) as training:
+    with EngineTraining(devices, shadow=shadow) as training:
         training.steps(at).engine.wait()
         killed = crashed(devices, tmp_path / "b")
     devices = killed if end == "kill" else devices
@@ -191,7 +191,7 @@ def test_every_instant_of_a_commit_leaves_one_step(tmp_path, monkeypatch, n, ste
     """The devices are copied before and after every write and every flush of a commit."""
     (tmp_path / "a").mkdir()
     devices, lock, copies = named_devices(tmp_path / "a", n), threading.RLock(), []
-    with Training(devices) as training:
+    with EngineTraining(devices) as training:
         training.steps(steps).engine.wait()
         training.step(commit=False)
         training.engine.remap()
@@ -234,7 +234,7 @@ def test_a_commit_that_fails_is_tried_again(tmp_path, monkeypatch, nth):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return pwrite(*arguments)
 
-    with Training(devices) as training:
+    with EngineTraining(devices) as training:
         training.steps(4).engine.wait()
         with monkeypatch.context() as patched:
             patched.setattr(os, "pwrite", fails)
@@ -256,7 +256,7 @@ def test_a_commit_that_fails_is_tried_again(tmp_path, monkeypatch, nth):
 
 def test_undone_step_leaves_them(tmp_path):
     devices = named_devices(tmp_path, 2)
-    with Training(devices) as training:
+    with EngineTraining(devices) as training:
         training.steps(3)
         every = np.arange(training.engine.n_tiles, dtype=np.uint32)
         training.engine.begin(np.zeros(len(PARAMS), PARAM), ADAM, every, RECORD)
@@ -283,7 +283,7 @@ def test_store_without_residuals_does_not_ask_for_them(tmp_path, monkeypatch, su
         if sum_elems
         else ((1,), (2,))
     )
-    with Training(devices) as training:
+    with EngineTraining(devices) as training:
         training.keep = lambda number: None
         training.steps(3)
     for held in contents(devices):
@@ -337,7 +337,7 @@ def test_they_are_spread_over_the_durable_devices(tmp_path):
 
 def test_what_has_not_changed_stays_where_it_is(tmp_path):
     [device] = devices = named_devices(tmp_path, 1)
-    with Training(devices) as training:
+    with EngineTraining(devices) as training:
         engine = training.steps(3).engine
         engine.wait()
         before = read_contents(place(device))
@@ -377,7 +377,7 @@ def test_what_has_not_changed_stays_where_it_is(tmp_path):
 def test_one_that_is_dropped_is_gone_and_its_room_is_used_again(tmp_path):
     [device] = devices = named_devices(tmp_path, 1)
     file = place(device) / FILE_NAME
-    with Training(devices) as training:
+    with EngineTraining(devices) as training:
         engine = training.steps(3).engine
         engine.wait()
         size = file.stat().st_size
@@ -406,7 +406,7 @@ def test_full_disk(tmp_path, monkeypatch, how):
     def full(fd, offset, size):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with Training(devices) as training:
+    with EngineTraining(devices) as training:
         training.keep = lambda number: None
         if how == "after the tiles":
             training.steps(2).engine.wait()
@@ -458,7 +458,7 @@ def test_a_commit_needs_no_more_room_than_the_step_has_found(tmp_path, monkeypat
 
 
 def test_what_is_no_residual_is_refused(tmp_path):
-    with Training(named_devices(tmp_path, 1)) as training:
+    with EngineTraining(named_devices(tmp_path, 1)) as training:
         for bad in (torch.zeros(2100), torch.zeros(30, 70).bfloat16(), torch.zeros(4200).bfloat16()[::2]):
             with pytest.raises(CSDValueError, match=r"not dense \(2100,\) bfloat16"):
                 training.engine.keep_residual(0, bad)
@@ -467,7 +467,7 @@ def test_what_is_no_residual_is_refused(tmp_path):
 
 def test_they_are_counted_where_they_are_written(tmp_path):
     devices = named_devices(tmp_path, 2)
-    with Training(devices) as training:
+    with EngineTraining(devices) as training:
         training.step().engine.wait()
         rooms = [0, 0]
         for p in contents(devices)[0].manifest["params"]:
@@ -527,7 +527,7 @@ def test_large_ones_go_in_parts(tmp_path, monkeypatch):
 def devices(tmp_path):
     """The devices of a training that was closed after four steps."""
     found = named_devices(tmp_path, 2)
-    with Training(found) as training:
+    with EngineTraining(found) as training:
         training.steps(4)
     return found
 
@@ -602,7 +602,7 @@ def reflink(fd, request, source):
 @pytest.mark.parametrize("how", ["copy", "reflink"])
 def test_snapshot(tmp_path, monkeypatch, how):
     devices = named_devices(tmp_path, 2)
-    with Training(devices) as training:
+    with EngineTraining(devices) as training:
         training.steps(4)
         if how == "reflink":
             monkeypatch.setattr(fcntl, "ioctl", reflink)
@@ -633,7 +633,7 @@ def test_what_is_copied_is_not_written_over(tmp_path, monkeypatch, what, shadow)
         write(output, data, offset)
 
     monkeypatch.setattr(files.Output, "write", slow)
-    with Training(named_devices(tmp_path, 1), shadow=shadow) as training:
+    with EngineTraining(named_devices(tmp_path, 1), shadow=shadow) as training:
         engine, done = training.steps(4).engine, []
         saving = checkpoint.save(engine, tmp_path / "snap", files.no_progress, wait=False)
         assert copying.wait(60)

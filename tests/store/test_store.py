@@ -18,6 +18,7 @@ from support.forked import processes
 from support.states import assumed, tile_bytes
 from support.store_page import crc32c, decoded
 from support.store_page import sections as sections_of
+from support.training import train
 
 from csd_optim import CSDAdam, CSDBusyError, CSDOSError, CSDStoreError, CSDStoreExistsError, CSDTypeError, CSDValueError
 from csd_optim.checkpoint.verify import verify
@@ -31,14 +32,6 @@ from csd_optim.store.transfer import write
 
 def parameters(*shapes, dtype=torch.float32):
     return [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
-
-
-def train(opt, steps):
-    for _ in range(steps):
-        for group in opt.param_groups:
-            for p in group["params"]:
-                p.grad = torch.randn(p.shape).to(p.dtype)
-        opt.step()
 
 
 def store_of(directory, steps=1, **options):
@@ -470,7 +463,7 @@ def check_against(states, stores, manifest):
 
 
 @pytest.fixture(params=[1, 3])
-def trained(request, tmp_path):
+def closed(request, tmp_path):
     """An optimizer, closed, that uses everything a manifest can express; its states, still readable; its stores."""
     named = [
         ("weight", parameters((40, 50))[0]),
@@ -494,8 +487,8 @@ def trained(request, tmp_path):
     return opt, states, [Path(d) / FILE_NAME for d in devices]
 
 
-def test_store_says_what_the_optimizer_is(trained):
-    opt, _, stores = trained
+def test_store_says_what_the_optimizer_is(closed):
+    opt, _, stores = closed
     for d, store in enumerate(stores):
         contents = read_contents(store)
         superblock, manifest = contents.superblock, contents.manifest
@@ -525,13 +518,13 @@ def names_of(opt):
     return [pair for g in opt.param_groups for pair in zip(g["param_names"], g["params"], strict=True)]
 
 
-def test_bytes_of_the_current_slots_are_the_state(trained):
-    _, states, stores = trained
+def test_bytes_of_the_current_slots_are_the_state(closed):
+    _, states, stores = closed
     check_against(states, stores, read_contents(stores[0]).manifest)
 
 
-def test_checksums_are_those_of_the_current_slots(trained):
-    _, _, stores = trained
+def test_checksums_are_those_of_the_current_slots(closed):
+    _, _, stores = closed
     summed = 0
     for store in stores:
         extents = read_contents(store).manifest["extents"]
@@ -749,7 +742,7 @@ def test_store_of_an_older_format_is_kept_until_parameters_join(tmp_path, monkey
         named = [("first", params[0]), ("late", params[1])]
         return params, CSDAdam(named, devices=[str(tmp_path)], tile_size=2048, **options)
 
-    def trained(params, opt, members, steps):
+    def train_members(params, opt, members, steps):
         for step in range(steps):
             for p in params:
                 p.grad = None
@@ -761,7 +754,7 @@ def test_store_of_an_older_format_is_kept_until_parameters_join(tmp_path, monkey
 
     with monkeypatch.context() as before:
         before.setattr("csd_optim.engine.engine.SUM_ELEMS", None)
-        trained(*begun(), [0], 2)
+        train_members(*begun(), [0], 2)
     old = read_contents(tmp_path)
     assert (old.superblock.version, "features" in old.manifest, old.sums[0].shape) == (1, False, (2, 1, 3))
 
@@ -771,11 +764,11 @@ def test_store_of_an_older_format_is_kept_until_parameters_join(tmp_path, monkey
             params[0].copy_(opt.state[params[0]]["master"])
         return params, opt
 
-    trained(*resumed(), [0], 3)
+    train_members(*resumed(), [0], 3)
     same = read_contents(tmp_path)
     assert (same.superblock.version, same.superblock.step, same.sums[0].shape) == (1, 5, (2, 1, 3))
 
-    trained(*resumed(), [0, 1], 2)
+    train_members(*resumed(), [0, 1], 2)
     new = read_contents(tmp_path)
     assert (new.superblock.version, new.manifest["features"]) == (4, ["chunk_sums", "tile_numbers"])
     assert [sums.shape for sums in new.sums] == [(2, 1, 3), (2, 2, 3)]

@@ -85,7 +85,7 @@ def set_grads(ours, reference, make=randn_like):
         copy.grad = p.grad.detach().resolve_conj().to(copy, copy=True)
 
 
-def train(ours, reference, steps=10, make=randn_like):
+def train_pair(ours, reference, steps=10, make=randn_like):
     for _ in range(steps):
         set_grads(ours, reference, make)
         ours.step()

@@ -10,7 +10,6 @@ from csd_optim import CSDAdam, CSDOSError
 from csd_optim.errors import CSDRankError
 
 STEPS = 6
-WIDTH = 48
 MODES = {
     "in step": None,
     "forward": {},
@@ -22,11 +21,12 @@ MODES = {
 class Repeating:
     """A training that repeats failed steps. The states tell which step is next."""
 
-    def __init__(self, devices, overlap, *, wrap=lambda model: model, rank=0, **options):
+    def __init__(self, devices, overlap, *, width=48, depth=4, wrap=lambda model: model, rank=0, **options):
         torch.manual_seed(0)
-        self.model = wrap(nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16) for _ in range(4))))
-        self.rank, self.params = rank, list(self.model.parameters())
-        self.opt = CSDAdam(self.model.parameters(), lr=1e-2, devices=devices, tile_size=1024, **options)
+        self.model = wrap(nn.Sequential(*(nn.Linear(width, width, dtype=torch.bfloat16) for _ in range(depth))))
+        self.width, self.rank, self.params = width, rank, list(self.model.parameters())
+        options = {"tile_size": 1024, **options}
+        self.opt = CSDAdam(self.model.parameters(), lr=1e-2, devices=devices, **options)
         if overlap is not None:
             self.opt.overlap(self.model, **overlap)
         self.failures = 0
@@ -35,11 +35,14 @@ class Repeating:
         state = self.opt.state
         return max((int(entry["step"]) for entry in state.values()), default=0)
 
-    def gradients(self, number):
+    def backward(self, number):
         generator = torch.Generator().manual_seed(number + 1000 * self.rank)
-        x = torch.randn(2, WIDTH, generator=generator).to(torch.bfloat16)
-        self.opt.zero_grad()
+        x = torch.randn(2, self.width, generator=generator).to(torch.bfloat16)
         self.model(x).square().sum().backward()
+
+    def gradients(self, number):
+        self.opt.zero_grad()
+        self.backward(number)
 
     def step(self, number):
         self.gradients(number)

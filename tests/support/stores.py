@@ -52,7 +52,7 @@ def grads(params, seed):
         p.grad = None if name == "waiting" else torch.randn_like(p)
 
 
-def train(opt, params, first, last):
+def train_params(opt, params, first, last):
     for step in range(first, last):
         grads(params, step)
         opt.step()
@@ -68,7 +68,7 @@ def make(directory, n=2, named=True, steps=3, **options):
     params = model()
     options = {"tile_size": TILE, "lr": 1e-2} | options
     opt = CSDAdam(groups_of(params, named), devices=places(directory, n), **options)
-    train(opt, params, 0, steps)
+    train_params(opt, params, 0, steps)
     return params, opt
 
 
@@ -95,8 +95,8 @@ def continues_like(params, opt, devices, named=True):
     """Assert that a model that resumes `devices` has the same bits as this one, now and after more steps."""
     others, again = resumed(devices, named)
     assert_same(state_of(again, others), state_of(opt, params))
-    train(opt, params, 100, 102)
-    train(again, others, 100, 102)
+    train_params(opt, params, 100, 102)
+    train_params(again, others, 100, 102)
     assert_same(state_of(again, others), state_of(opt, params))
     again.close()
 

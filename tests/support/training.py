@@ -7,8 +7,10 @@ from pathlib import Path
 
 import torch
 from support.backends import place
+from support.comparing import params_of
 from support.optimizers import ADAMW
 
+from csd_optim import CSDAdam
 from csd_optim.store.format import FILE_NAME, read_contents
 
 LATE = 3  # the step in which a parameter has its first gradient
@@ -134,12 +136,25 @@ def parameters(*shapes, dtype=torch.float32):
     return [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
 
 
-def train(opt, steps=1, only=None):
-    for _ in range(steps):
-        for group in opt.param_groups:
-            for p in group["params"]:
-                p.grad = torch.full_like(p, 0.1) if only is None or any(p is q for q in only) else None
+def give_gradients(params, step, only=None):
+    """Give the parameters, or `only` these of them, random gradients that depend only on the step."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    for p in params:
+        grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        p.grad = grad if only is None or any(p is q for q in only) else None
+
+
+def train(opt, steps=1, first=0, only=None):
+    """Make `steps` steps, numbered from `first`, with the gradients of give_gradients(). Returns the optimizer."""
+    for step in range(first, first + steps):
+        give_gradients(params_of(opt), step, only)
         opt.step()
+    return opt
+
+
+def trained(params, steps=1, **options):
+    """Return a CSDAdam over `params` after `steps` steps."""
+    return train(CSDAdam(params, **options), steps)
 
 
 def stored(*devices):

@@ -32,7 +32,7 @@ def checksum(t):
     return zlib.crc32(bits(t.detach().cpu()).numpy().tobytes())
 
 
-class Training:
+class Twin:
     """A small network on slow devices. `overlap`: arguments of CSDAdam.overlap(), or None.
 
     `named`: devices are named directories, durable. `patient`: wait until each step is complete before the next
@@ -121,7 +121,7 @@ def assert_twins(directory, overlap, script, **options):
     trainings = []
     for name, how in ("with", overlap), ("without", None):
         (directory / name).mkdir()
-        training = Training(directory / name, how, **options)
+        training = Twin(directory / name, how, **options)
         script(training)
         trainings.append(training)
     one, other = (t.seen() for t in trainings)

@@ -34,7 +34,7 @@ def model():
     return {"weight": weight, "bias": torch.nn.Parameter(torch.arange(300) % 5 / 4.0)}
 
 
-def train(params, opt, steps):
+def make_steps(params, opt, steps):
     for _ in range(steps):
         step = 1 + int(next((entry["step"] for entry in opt.state.values()), 0))
         for p in params.values():
@@ -67,7 +67,7 @@ def main():
         with tempfile.TemporaryDirectory() as directory:
             params = model()
             with optimizer(params, directory, name) as opt:
-                train(params, opt, STEPS)
+                make_steps(params, opt, STEPS)
                 found = image(params, opt)
             (HERE / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
             with tarfile.open(HERE / f"{name}.tar.xz", "w:xz") as archive:
