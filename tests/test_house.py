@@ -1,9 +1,11 @@
 """The package is layered like a house: a file imports only from lower floors or its own folder, and never in circles.
 
-Imports within functions count, too; imports for type checkers only do not.
+Imports within functions count, too; imports for type checkers only do not. Tests have each helper once, and know little
+of the package's inside.
 """
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -147,3 +149,51 @@ def test_what_is_noticed(tmp_path, file, text, wrong):
         path.write_text(content)
     floors = {"top": 3, "__init__": 3, "high": 2, "low": 1, "other": 1, "_native": 0}
     assert violations(tmp_path / "house", floors) == ([wrong] if wrong else [])
+
+
+# ---- the tests themselves ----------------------------------------------------------------
+
+TESTS = Path(__file__).parent
+HELPERS = ["Training", "assert_same", "train", "trained"]
+REACHES = 60
+NOT_OURS = {"_replace", "_step_supports_amp_scaling", "_version"}  # names that Python's and torch's objects have, too
+
+
+def places(nodes):
+    return "".join(f"\n{file.relative_to(TESTS)}:{node.lineno}" for file, node in nodes)
+
+
+@functools.cache
+def trees(folder):
+    return {file: ast.parse(file.read_text()) for file in sorted(folder.rglob("*.py"))}
+
+
+def nodes_of(folder, *kinds):
+    """Return all nodes of these kinds below a folder, each with its file."""
+    return [(file, node) for file, tree in trees(folder).items() for node in ast.walk(tree) if isinstance(node, kinds)]
+
+
+def private_names():
+    """Return the private names of what the package defines or sets."""
+    names = {node.name for _, node in nodes_of(PACKAGE, ast.FunctionDef, ast.ClassDef)}
+    names |= {node.attr for _, node in nodes_of(PACKAGE, ast.Attribute) if isinstance(node.ctx, ast.Store)}
+    return {name for name in names if name.startswith("_") and not name.startswith("__")} - NOT_OURS
+
+
+def test_each_helper_is_there_once():
+    methods = {node for _, outer in nodes_of(TESTS, ast.ClassDef) for node in outer.body}
+    found = [(file, node) for file, node in nodes_of(TESTS, ast.FunctionDef, ast.ClassDef) if node.name in HELPERS]
+    found = [(file, node) for file, node in found if node not in methods]
+    assert sorted(node.name for _, node in found) == HELPERS, (
+        f"use those of tests/support/, and call what does something else by a name that says what: {places(found)}"
+    )
+
+
+def test_tests_reach_into_few_private_members():
+    private = private_names()
+    found = [(file, node) for file, node in nodes_of(TESTS, ast.Attribute) if node.attr in private]
+    found = [(file, node) for file, node in found if ast.unparse(node.value) not in ("self", "cls", "super()")]
+    assert len(found) <= REACHES, (
+        f"{len(found)} reaches into private members of the package: use what a user sees, such as stats(), state and "
+        f"committed_step, or a function of tests/support/inside.py, which counts once: {places(found)}"
+    )
