@@ -1,7 +1,8 @@
 """The package is layered like a house: a file imports only from lower floors or its own folder, and never in circles.
 
-Imports within functions count, too; imports for type checkers only do not. Tests have each helper once, and know little
-of the package's inside.
+Imports within functions count, too. Imports for type checkers only, weak proxies and objects that change their class
+hide that two files need each other: these are listed here, and the lists may only become shorter. Tests have each
+helper once, and know little of the package's inside.
 """
 
 import ast
@@ -38,6 +39,35 @@ FLOORS = {  # the floor of each folder, and of each file beside them
     "_native": 0,  # compiled
 }
 
+HIDDEN = {  # files that hide whom they need
+    "imports for type checkers only": [
+        "__init__",  # loads what it names when it is first used
+        "engine.commit",
+        "engine.committer",
+        "engine.decoded",
+        "engine.near_copies",
+        "engine.reports",
+        "engine.windows",
+        "overlap.fsdp",
+        "serve.arrivals",
+        "serve.flow",
+        "serve.model",
+        "step.given_states",
+    ],
+    "weakref.proxy": ["engine.committer", "engine.decoded", "engine.near_copies", "engine.windows"],
+    "self.__class__ =": ["optim.optimizer"],
+}
+TANGLED = [  # modules that need one another, imports for type checkers included
+    {
+        *("engine.committer", "engine.decoded", "engine.engine", "engine.near_copies", "engine.on_accelerator"),
+        *("engine.open_devices", "engine.placing", "engine.windows"),
+    },
+    {"optim.optimizer", "serve.model", "serve.states", "serve.trainer"},
+    {"overlap.fsdp", "overlap.waits"},
+    {"serve.arrivals", "serve.flow", "serve.owner"},
+    {"step.given_states", "step.prepare", "step.staging"},
+]
+
 
 def modules(package):
     """Return the file of every module of a package, by the module's name within the package."""
@@ -49,23 +79,23 @@ def is_for_type_checkers(node):
     return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
 
 
-def statements(node):
-    """Yield all import statements below a node, except those that never run."""
+def statements(node, hints=False):
+    """Yield all import statements below a node; those that never run only with `hints`."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import | ast.ImportFrom):
             yield child
-        elif is_for_type_checkers(child):
+        elif is_for_type_checkers(child) and not hints:
             yield from statements(ast.Module(child.orelse, []))
         else:
-            yield from statements(child)
+            yield from statements(child, hints)
 
 
-def imports(package, name, known):
+def imports(package, name, known, hints=False):
     """Return the modules of the package that a module imports, with the line: {name: line}."""
     path = known[name]
     folder = [package.name, *path.relative_to(package).parent.parts]
     found = {}
-    for statement in statements(ast.parse(path.read_text())):
+    for statement in statements(ast.parse(path.read_text()), hints):
         if isinstance(statement, ast.Import):
             wanted = [alias.name.split(".") for alias in statement.names]
         else:
@@ -113,8 +143,41 @@ def circles(graph):
     return found
 
 
+def tangles(graph):
+    """Return the groups of modules that need one another, each as a set of names."""
+    reached = {}
+    for name in graph:
+        reached[name], left = set(), [name]
+        while left:
+            new = {*graph.get(left.pop(), ())} - reached[name]
+            reached[name] |= new
+            left += new
+    groups = {frozenset(other for other in reached[name] if name in reached.get(other, ())) for name in graph}
+    return sorted(map(set, groups - {frozenset()}), key=min)
+
+
+def hidden(package):
+    """Return the names of the modules that hide whom they need, by how."""
+    known = modules(package)
+    sources = {name: path.read_text() for name, path in known.items()}
+    only_hints = [name for name in known if imports(package, name, known, hints=True) != imports(package, name, known)]
+    texts = {text: [name for name in known if text in sources[name]] for text in ("weakref.proxy", "self.__class__ =")}
+    return {"imports for type checkers only": only_hints, **texts}
+
+
 def test_a_file_imports_from_lower_floors_only():
     assert not violations(PACKAGE, FLOORS)
+
+
+def test_what_files_hide():
+    assert hidden(PACKAGE) == HIDDEN
+
+
+def test_who_needs_one_another():
+    known = modules(PACKAGE)
+    graph = {name: imports(PACKAGE, name, known, hints=True) for name in known}
+    found = tangles(graph)
+    assert found == TANGLED, [" -> ".join(circle) for circle in circles(graph)]
 
 
 def test_every_floor_is_lived_on():
@@ -149,6 +212,25 @@ def test_what_is_noticed(tmp_path, file, text, wrong):
         path.write_text(content)
     floors = {"top": 3, "__init__": 3, "high": 2, "low": 1, "other": 1, "_native": 0}
     assert violations(tmp_path / "house", floors) == ([wrong] if wrong else [])
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("imports for type checkers only", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .b import B"),
+        ("weakref.proxy", "import weakref\ndef hides(b):\n    return weakref.proxy(b)"),
+        ("self.__class__ =", "class A:\n    def hides(self, b):\n        self.__class__ = b"),
+    ],
+)
+def test_what_is_hidden_is_found(tmp_path, how, text):
+    package = tmp_path / "house"
+    package.mkdir()
+    (package / "a.py").write_text(text)
+    (package / "b.py").write_text("from . import a\n")
+    known = modules(package)
+    assert hidden(package) == {other: ["a"] if other == how else [] for other in HIDDEN}
+    graph = {name: imports(package, name, known, hints=True) for name in known}
+    assert tangles(graph) == ([{"a", "b"}] if "import" in how else [])
 
 
 # ---- the tests themselves ----------------------------------------------------------------

@@ -1,5 +1,6 @@
 """CSD_OPTIM_TRACE writes a timeline that viewers of the Trace Event Format accept."""
 
+import contextlib
 import copy
 import itertools
 import json
@@ -9,7 +10,8 @@ import torch
 from support.training import trained
 from support.twins import Twin
 
-from csd_optim import CSDAdam, CSDOSError
+from csd_optim import CSDAdam, CSDError, CSDOSError
+from csd_optim.engine.engine import Engine
 
 STEPS = 3
 
@@ -75,6 +77,22 @@ def test_a_file_that_cannot_be_made(tmp_path, monkeypatch):
     monkeypatch.setenv("CSD_OPTIM_TRACE", str(tmp_path / "nowhere" / "step.json"))
     with pytest.raises(CSDOSError, match="CSD_OPTIM_TRACE: cannot make"):
         train_once("ram:")
+
+
+def test_a_step_that_failed_at_its_end(traced, tmp_path, monkeypatch):
+    """finish() has undone it, and the timeline says so."""
+    p = torch.nn.Parameter(torch.randn(8192))
+    with CSDAdam([p], devices=f"file:{tmp_path}/csd0", tile_size=4096) as opt:
+        for fails in False, True, False:
+            p.grad = torch.randn_like(p)
+            with monkeypatch.context() as patch:
+                if fails:
+                    patch.setattr(Engine, "push", lambda *_: None)
+                with pytest.raises(CSDError, match="never pushed") if fails else contextlib.nullcontext():
+                    opt.step()
+    events = json.loads(traced.read_text())
+    [track] = [e["tid"] for e in events if e["name"] == "thread_name" and e["args"]["name"] == "step"]
+    assert [e["name"] for e in events if e["ph"] == "X" and e["tid"] == track] == ["step 1", "undone", "step 2"]
 
 
 def test_forward_and_backward_beside_the_devices(traced, tmp_path):

@@ -204,6 +204,21 @@ def test_a_parameter_without_a_gradient(tmp_path):
         training.opt.close()
 
 
+def test_a_master_that_was_written_and_gets_no_gradient(tmp_path):
+    """The parameter keeps its value, from which the master differs now; the next step starts from the master."""
+
+    def script(training):
+        training.step()
+        training.opt.state[training.model[3].inner.weight]["master"].mul_(1.5)
+        training.model[:3](ones(training)).square().sum().backward()
+        training.opt.step()
+        training.opt.zero_grad()
+        training.step()
+        training.step()
+
+    assert_twins(tmp_path, FREE, script, dtype=torch.bfloat16, state_dtype="8bit").opt.close()
+
+
 # ---- what a program may not do: an error, and everything is as before --------------------------
 
 
@@ -708,6 +723,28 @@ def test_ctrl_c(tmp_path, monkeypatch, name):
     with pytest.raises(KeyboardInterrupt):
         training.backward()
     assert not engine_of(training.opt).stepping
+    assert [checksum(p) for p in training.model.parameters()] == before
+    training.opt.zero_grad()
+    training.step()
+    training.opt.close()
+
+
+def test_a_step_that_fails_as_it_begins(tmp_path, monkeypatch):
+    """The devices have begun: whatever fails next, their step is undone."""
+    training = Training(tmp_path, FREE, latency="100us")
+    training.step()
+    before = [checksum(p) for p in training.model.parameters()]
+    begin = Engine.begin
+
+    def fails(*arguments, **named):
+        begin(*arguments, **named)
+        raise MemoryError("stands for any failure")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "begin", fails)
+        with pytest.raises(MemoryError):
+            training.backward()
+    assert not training.opt._engine.stepping
     assert [checksum(p) for p in training.model.parameters()] == before
     training.opt.zero_grad()
     training.step()
