@@ -427,24 +427,29 @@ class Engine:
         self._trace_step()
         self._began, self._ended, self._undone = time.perf_counter(), 0.0, False
 
-    def end_without_tiles(self) -> None:
-        self._ended = time.perf_counter()
-        self.step += 1
+    def end_without_tiles(self, keep: bool = True) -> None:
+        """End it. `keep`: it is complete; else it was undone."""
+        self._note_end(is_undone=not keep)
+        self.step += keep
+
+    def _note_end(self, *, is_undone: bool) -> None:
+        self._ended, self._undone = time.perf_counter(), is_undone
 
     def mark_torn(self) -> None:
         """Mark the states as torn: a step that cannot be undone changed states in place, and did not complete."""
         self.torn = True
 
     def finish(self, keep: bool = True) -> None:
-        """Complete the step. With `keep` False, or if this raises, the step is undone. Call `commit()` next."""
+        """Complete the step. With `keep` False, or if this raises CSDError, it is undone. Call `commit()` next."""
         try:
             bindings.engine_finish(self.handle, keep, self.name_device)
-        except CSDTornError:
-            self.torn = True
+        except CSDError as e:
+            self.torn |= isinstance(e, CSDTornError)
+            self.stepping = self.is_speculative = False
+            self._note_end(is_undone=True)
             raise
-        finally:
-            self.stepping, self.is_speculative, self._ended = False, False, time.perf_counter()
-            self._undone = not keep
+        self.stepping = self.is_speculative = False
+        self._note_end(is_undone=not keep)
         if keep:
             self.step += 1
             self.windows.after_step()

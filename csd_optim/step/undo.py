@@ -233,11 +233,13 @@ class Undo:
 def undo_states(engine: Engine, step: PreparedStep) -> None:
     """Undo a step's states on the devices and on the accelerator, but not its parameters. May be called again.
 
-    If finish() has failed, the devices' states are undone already. Raises CSDTornError if the devices have updated
-    states in place. What an accelerator raises leaves the states torn.
+    Raises CSDTornError if the devices have updated states in place. What an accelerator raises leaves the states torn.
     """
-    with contextlib.suppress(CSDError):
-        engine.finish(keep=False)
+    if engine.stepping:  # else finish() has failed, and has undone the devices' states
+        with contextlib.suppress(CSDError):  # why the step has failed
+            engine.finish(keep=False)
+    elif not len(step.tiles):
+        engine.end_without_tiles(keep=False)
     if step.ring is not None:
         step.ring.forget()
     if engine.devices.resident and len(step.tiles) and engine.undone():
