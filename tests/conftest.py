@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from support import cards, emulated
+from support import cards, emulated, phases
 from support.backends import BACKENDS, NEAR, XRT_BACKENDS, device_strings, on_cards
 from support.states import assume, assumed
 from support.tiers import TIERS, of_tier
@@ -97,6 +97,11 @@ def pytest_collection_finish():
 
 
 # ---- fixtures -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session", autouse=True)
+def phases_of_steps():
+    phases.watch()
 
 
 @pytest.fixture

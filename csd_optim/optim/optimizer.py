@@ -50,6 +50,7 @@ from ..serve.trainer import address_of, served
 from ..signals import defer_signals
 from ..step.agreement import agree_on_step
 from ..step.joining import StepHook
+from ..step.live import LiveStep
 from ..step.mode import InStep
 from ..step.prepare import (
     NO_SUMS,
@@ -684,7 +685,7 @@ class CSDOptimizer(Optimizer, Joinable):
         if self._mode.launch(step, record):
             return
         if step is not None:
-            self._runner.run(engine, step, record, descending=self._descending)
+            LiveStep(self._runner, engine, step, record).run(descending=self._descending)
         elif self._ranks is not None:
             self._runner.run_without_gradients(engine, self.param_groups, record)
 

@@ -43,6 +43,7 @@ from ..distributed.ranks import all_ranks_or_none
 from ..engine.pieces import Pieces
 from ..errors import CSDError, CSDRankError
 from ..params.strides import numel
+from ..step.live import LiveStep, Phase
 from ..step.mode import InStep
 from ..step.prepare import PreparedStep, StepPlan, participants
 from ..store.format import Record
@@ -134,7 +135,7 @@ class Flow(InStep):
         self._gradients = dict(zip(self._indices, zip(message["pushed"], dtypes, strict=True), strict=True))
         self._summed_by_owners = "shares" in message
         # owner.changed guards the fields below except the lock _engine_use, and is notified when they change.
-        self._step: PreparedStep | None = None  # the step under way
+        self._live: LiveStep | None = None  # the step under way
         self._layout: Layout | None = None  # of that step
         self._missing_units = np.zeros(0, np.int64)  # by tile: units of gradients that have yet to arrive
         self._pushed = np.zeros(0, bool)  # by tile: it was pushed to the engine
@@ -145,7 +146,7 @@ class Flow(InStep):
 
     @property
     def under_way(self) -> bool:
-        return self._step is not None
+        return self._live is not None
 
     def is_for(self, message: dict[str, Any]) -> bool:
         """Return whether this step was begun as `message` now requests it."""
@@ -183,11 +184,9 @@ class Flow(InStep):
         opt, owner = self._optimizer, self._owner
         engine = opt._engine
         layout = owner.layout_of(step.plan, self._indices, summed_by_owners=self._summed_by_owners)
-        opt._mode, self._step = self, step
-        opt._runner.has_updated = opt._runner.in_flight = True
+        opt._mode, self._live = self, LiveStep(opt._runner, engine, step, record)
         if len(step.tiles):
-            engine.begin(step.table, step.hypers, step.tiles, record, order=AS_PUSHED)
-            engine.is_speculative, engine.kept_alive = True, step
+            self._live.begin(Phase.OPEN, order=AS_PUSHED, kept_alive=step)
         with owner.changed:
             self._layout, self._missing_units = layout, layout.needed_units.copy()
             self._pushed = np.zeros(engine.n_tiles, bool)
@@ -198,22 +197,22 @@ class Flow(InStep):
             owner.changed.notify_all()
 
     def end_step(self, record: Record | None) -> None:
-        opt, step = self._optimizer, self._step
-        assert step is not None
-        engine = opt._engine
+        live, engine = self._live, self._optimizer._engine
+        assert live is not None
+        step = live.step
 
         def pushed() -> None:
             if self._failure:
                 raise self._failure
             if not self._pushed[step.tiles].all():
                 raise CSDRankError("not all gradients of the step have arrived")
-            engine.committer.reserve(record)
+            live.request(record)
 
         try:
-            opt._runner.run(engine, step, record, descending=opt._descending, pushed=pushed)
+            live.run(descending=self._optimizer._descending, pushed=pushed)
         finally:
             with self._owner.changed:
-                self._step = None
+                self._live = None
         engine.kept_alive = None
         engine.tile_rank = np.full(engine.n_tiles, NEVER)  # expect the next step's gradients in the same order
         engine.tile_rank[self._push_order] = np.arange(len(self._push_order))
@@ -238,19 +237,16 @@ class Flow(InStep):
 
     def _undo(self) -> None:
         with self._owner.changed:
-            step, self._step = self._step, None
-        if step is not None:
-            engine = self._optimizer._engine
-            with engine.lock, torch.no_grad():
-                if engine.stepping:
-                    self._optimizer._runner.undo(engine, step)
-                engine.kept_alive = None
+            live, self._live = self._live, None
+        if live is not None:
+            live.undo()
+            self._optimizer._engine.kept_alive = None
 
     # ---- on threads that receive ------------------------------------------------------
 
     def record_arrival(self, arrival: Arrival) -> None:
         """Count a gradient that has arrived, and push the tiles that it completes. The caller holds owner.changed."""
-        if self._step is not None and self._layout is not None:
+        if self._live is not None and self._layout is not None:
             self._push(np.unique(self._count(arrival)))
 
     def _count(self, arrival: Arrival) -> np.ndarray[Any, Any]:

@@ -4,7 +4,8 @@
     step = prepare(...)         checks everything and changes nothing, neither on the devices nor in `state`
     add_residuals(...)          the first change
     apply_outside_writes(...)
-    StepRunner.make_ready(...), .run(...)    in run.py
+    StepRunner.make_ready(...)    in run.py
+    LiveStep(...).run(...)        in live.py
 
 The update rule is an argument: this module does not know what it computes.
 """

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,7 @@ class StepRunner:
     """Takes the steps of one optimizer."""
 
     def __init__(self, state_map: StateMap, ranks: Ranks | None) -> None:
-        self._state_map, self._ranks = state_map, ranks
+        self.state_map, self.ranks = state_map, ranks
         self.ring: StagingRing | None = None  # made when first needed
         self.steps_taken: int = 0  # number of steps taken, which must be the same on all ranks
         self.has_updated: bool = False  # whether the last step has updated anything
@@ -82,30 +82,6 @@ class StepRunner:
             if not one_by_one:
                 step.near.allocate()
 
-    def run(
-        self,
-        engine: Engine,
-        step: PreparedStep,
-        record: Record | None,
-        *,
-        descending: bool,
-        pushed: Callable[[], None] | None = None,
-    ) -> None:
-        """Take the step, and commit it with `record`. On a failure of any rank, everything is restored.
-
-        `descending`: ranks exchange the last bucket first. `pushed`: given if the step was launched before, without
-        images; it returns when all tiles are pushed, and raises what a step raises.
-        """
-        self._flow(engine, step, record, descending=descending, pushed=pushed)
-        if step.near:
-            step.near.end()
-        try:
-            self._complete(engine, step, record)
-        finally:  # the step is complete, and parameters have new values
-            for source in step.prepared.values():
-                source.copy_back()
-            self.mark_synced(step)
-
     def _complete(self, engine: Engine, step: PreparedStep, record: Record | None) -> None:
         """Update residuals after a complete step, and commit it."""
         step.is_complete = True
@@ -114,7 +90,7 @@ class StepRunner:
         if step.given and step.near:
             step.given.keep()
             step.near.commit_bytes = step.given.nbytes
-        self._state_map.mark_filled()
+        self.state_map.mark_filled()
         self.steps_taken += 1
         try:
             if step.ring is not None:
@@ -122,10 +98,10 @@ class StepRunner:
         finally:  # the step is complete even if the update of its residuals fails
             torch.autograd.graph.increment_version([b.windows["residual"] for b in step.with_residual])
             if not step.error_feedback:
-                self._state_map.drop_residual(engine, step.plan.param_states)
+                self.state_map.drop_residual(engine, step.plan.param_states)
             elif step.unscaled:
                 all_sent = [b for b in step.with_residual if step.table["topk"][b.index] == 1]
-                self._state_map.drop_residual(engine, all_sent)
+                self.state_map.drop_residual(engine, all_sent)
             for extent, own in zip(engine.extents, engine.steps, strict=True):
                 own[:] = step.steps[extent.first_param : extent.first_param + len(own)]
             engine.commit(record)
@@ -145,11 +121,11 @@ class StepRunner:
         With several ranks it also has to be a step that take_back() can undo.
         """
         can = bool(len(step.tiles)) and step.gather is None
-        return can and (self._ranks is None or self.can_undo(engine, step))
+        return can and (self.ranks is None or self.can_undo(engine, step))
 
     def can_undo(self, engine: Engine, step: PreparedStep) -> bool:
         """Return whether the step can be undone at any time, even after it is complete."""
-        if engine.slots == 1 or engine.devices.resident or self._state_map.unfilled:
+        if engine.slots == 1 or engine.devices.resident or self.state_map.unfilled:
             return False
         has_residuals = step.with_residual or engine.residuals  # residuals have a single copy
         written = step.written or engine.windows.written or engine.decoded.masters_written
@@ -192,14 +168,14 @@ class StepRunner:
         except BaseException:
             self.give_up(engine, step)
             raise
-        if step.near and not self._ranks:
+        if step.near and not self.ranks:
             step.near.end()
-        with contextlib.suppress(CSDError) if self._ranks else contextlib.nullcontext():
+        with contextlib.suppress(CSDError) if self.ranks else contextlib.nullcontext():
             self._complete(engine, step, record)
 
     def give_up(self, engine: Engine, step: PreparedStep) -> None:
         """Undo a step that was launched; with several ranks only its states, because the others run their forward."""
-        if self._ranks:
+        if self.ranks:
             undo_states(engine, step)
         else:
             self.undo(engine, step)
@@ -215,67 +191,12 @@ class StepRunner:
 
     def run_without_gradients(self, engine: Engine, groups: Groups, record: Record | None) -> None:
         """Count and commit a step of the other ranks, for which this rank has no gradients."""
-        with all_ranks_or_none(self._ranks):
-            self._state_map.fill(engine)
+        with all_ranks_or_none(self.ranks):
+            self.state_map.fill(engine)
         self.steps_taken += 1
         engine.step += 1
-        self._state_map.describe(engine, groups)
+        self.state_map.describe(engine, groups)
         engine.commit(record)
-
-    def _flow(
-        self,
-        engine: Engine,
-        step: PreparedStep,
-        record: Record | None,
-        *,
-        descending: bool,
-        pushed: Callable[[], None] | None,
-    ) -> None:
-        """Run the step without its commit. On a failure of any rank, parameters and states are restored."""
-        prepared, images, ring, gather = step.prepared, step.images, step.ring, step.gather
-        if gather:
-            gather.begin(images, prepared, descending=descending)
-        done = False  # by all ranks
-        try:
-            with all_ranks_or_none(self._ranks):
-                try:
-                    tiles = step.tiles
-                    if pushed:
-                        pushed()
-                    elif len(step.tiles):
-                        tiles = self._begin(engine, step, record)
-                    elif step.near:
-                        engine.begin_without_tiles()
-                    launching = step.near.launch(timed=engine.near_spans is not None) if step.near else NOTHING
-                    if step.near and step.given:
-                        step.given.set_updates(step.near, launching)
-                    if ring is None or gather:  # gather sends parameters without tiles at its first advance()
-                        _exhaust(launching)
-                    if ring is not None:
-                        on_pulled = gather.note_pulled if gather else None
-                        ring.run(engine, images, prepared, on_pulled, meanwhile=launching)
-                        _exhaust(launching)
-                    if gather and (len(step.tiles) or step.near):
-                        gather.advance(wait=True)
-                    if len(step.tiles) and self._ranks:
-                        engine.params_ready(tiles[~np.isin(tiles, images)], wait=True)
-                finally:
-                    if gather:
-                        gather.finish()
-            done = True
-            self._note_near(engine, step)
-            if engine.stepping:
-                engine.finish()
-            elif step.near:
-                engine.end_without_tiles()
-            elif self._ranks:
-                engine.step += 1  # that of the others
-        except BaseException:
-            has_begun = bool(engine.stepping or done or (step.near and step.near.launched))
-            exchanged = None if done else gather
-            if has_begun or exchanged:
-                self.undo(engine, step, has_begun=has_begun, gather=exchanged)
-            raise
 
     def _begin(self, engine: Engine, step: PreparedStep, record: Record | None) -> np.ndarray[Any, Any]:
         """Begin the step, and push all tiles that need no image. Returns all tiles, in flow order."""
@@ -310,7 +231,7 @@ class StepRunner:
         Raises what finish_undo() raises.
         """
         # Set before anything is undone: whatever interrupts it, everybody finishes it before parameters are read.
-        self.undoing = Undo(engine, self._state_map, step, has_begun=has_begun, gather=gather, ended=ended)
+        self.undoing = Undo(engine, self.state_map, step, has_begun=has_begun, gather=gather, ended=ended)
         self.in_flight = True  # the windows may show states of the undone step
         self.finish_undo(collective=True)
 
@@ -374,11 +295,11 @@ class StepRunner:
         for tile in tiles:
             for row in engine.pieces_of(tile)["param"].tolist():
                 if table["grad"][row] and row not in prepared:
-                    prepared[row] = self._state_map.by_index[row].source(step.grads[row], step.plan.grad_dtype)
+                    prepared[row] = self.state_map.by_index[row].source(step.grads[row], step.plan.grad_dtype)
         # Top-K settings from the table: for images the ring selects the entries, not the engine.
         for row, source in prepared.items():
             if share := float(table["topk"][row]):
-                residual = self._state_map.by_index[row].residual if table["residual"][row] else None
+                residual = self.state_map.by_index[row].residual if table["residual"][row] else None
                 source.topk = TopK(
                     share,
                     entry_dtype(source.grad.dtype, step.plan.grad_dtype),
@@ -399,6 +320,6 @@ class StepRunner:
 
     def _gather(self, engine: Engine, plan: StepPlan) -> ParamAllGather | None:
         """Return the all-gather of the plan's parameters whose updates the ranks share; None if there are none."""
-        if plan.gather is None and self._ranks and (shares := [b for b in plan.param_states if b.part.replicas]):
-            plan.gather = ParamAllGather(self._ranks, engine, shares)
+        if plan.gather is None and self.ranks and (shares := [b for b in plan.param_states if b.part.replicas]):
+            plan.gather = ParamAllGather(self.ranks, engine, shares)
         return plan.gather

@@ -54,7 +54,7 @@ def in_undo(old, new, tests):
 
 
 def in_steps(old, new, tests):
-    return Mutant("step/run.py", old, new, tests)
+    return Mutant("step/live.py", old, new, tests)
 
 
 def in_near(old, new, tests="near"):
@@ -195,7 +195,7 @@ MUTANTS = {
     "gpu: states are not put back": in_near("state.copy_(kept)", "pass", "near and fails"),
     "gpu: states of before are those of after": in_near("state.clone() for", "state for", "near and fails"),
     "gpu: what is left is not queued": in_steps(
-        "meanwhile=launching)\n                        _exhaust(launching)", "meanwhile=launching)", "near and bits"
+        "meanwhile=launching)\n            _exhaust(launching)", "meanwhile=launching)", "near and bits"
     ),
     "gpu: shares leave before they are updated": in_steps("ring is None or gather:", "ring is None:", "shares"),
     "gpu: somebody waits": in_near("if timed:\n                wait_for(first)", "wait_for(first)", "near and nothing"),
@@ -209,8 +209,8 @@ MUTANTS = {
     "gpu: overlap: what all ranks undo stays": in_undo(
         "if self._step.near:\n            self._step.near.undo()", "pass", "fsdp2"
     ),
-    "gpu: overlap: what ranks may undo is given up": in_steps(
-        "if step.near and not self._ranks:", "if step.near:", "fsdp2"
+    "gpu: overlap: what ranks may undo is given up": Mutant(
+        "step/run.py", "if step.near and not self.ranks:", "if step.near:", "fsdp2"
     ),
     "gpu: free: on a stream of its own": in_near(
         "for _ in self._update(u):\n                pass",

@@ -11,7 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 import faults
 import pytest
 from faults import ERROR, FOREVER
-from support import emulated
+from support import emulated, phases
 
 _child: ProcessPoolExecutor | None = None
 
@@ -54,6 +54,7 @@ def _call(module, name, directory, arguments):
     Both are texts: pytest's own exceptions cannot be pickled, and others need not be.
     """
     os.chdir(directory)
+    phases.watch()
     try:
         getattr(importlib.import_module(module), name).__wrapped__(**arguments)
     except pytest.skip.Exception as e:

@@ -11,6 +11,7 @@ from multiprocessing.connection import wait
 
 import torch
 import torch.distributed as dist
+from support import phases
 from support.forked import process, processes
 
 KILLED = "killed"
@@ -108,6 +109,7 @@ def _run(pipe, rank, size, place, living):
     """Run one call or, if `living`, one after another until one fails. Without this rank the others then fail, too."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     torch.set_num_threads(1)
+    phases.watch()
     environment = dict(os.environ)
     while True:
         try:

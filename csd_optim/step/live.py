@@ -1,0 +1,228 @@
+"""One step under way: its phases, and how it is kept or undone. Whoever drives a step decides only when it does what.
+
+    READY ── begin ──> GUESS ── confirm ──> STEP ── land ──> KEPT            one process, or ranks that voted in run()
+      │                OPEN  ── request ──>  │  └── land ──> LANDED ── keep ──> KEPT           ranks that meet later
+      └──────────────── begin ───────────────┘
+    undo():       READY, GUESS, OPEN, STEP ──> UNDONE; with ranks that meet later ──> FAILED
+    take_back():  LANDED, FAILED ──> UNDONE
+
+Only this module and undo.py call begin(), release(), finish() and undo_last() of the engine for a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from enum import Enum, auto
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..bindings import SAME_ORDER, TO_AND_FRO
+from ..distributed.ranks import all_ranks_or_none
+from ..engine.engine import Engine
+from ..store.format import Record
+from .all_gather import ParamAllGather
+from .prepare import PreparedStep
+from .run import StepRunner
+from .staging import NOTHING
+
+
+class Phase(Enum):
+    """The phase of a step, and which states the devices have, and which values its parameters."""
+
+    READY = auto()  # it has not begun: both old
+    GUESS = auto()  # under way, not requested: new states in the other slots, parameters held back; both old for all
+    OPEN = auto()  # under way, not requested: the same, but parameters become new one after another
+    STEP = auto()  # under way, requested by step()
+    LANDED = auto()  # complete here; the ranks have not met since, and may take it back
+    FAILED = auto()  # states old, parameters mixed until the ranks meet
+    KEPT = auto()  # both new
+    UNDONE = auto()  # both old, except for what StepRunner.undoing has still to restore
+
+
+class LiveStep:
+    """One step. Call its methods with the engine's lock, except undo() and take_back(), which take it themselves."""
+
+    def __init__(
+        self, runner: StepRunner, engine: Engine, step: PreparedStep, record: Record | None, *, meets: bool = False
+    ) -> None:
+        """`record`: for its commit. `meets`: ranks agree on it only after it has ended here: see together.py."""
+        self._runner, self._engine, self._record, self._meets = runner, engine, record, meets
+        self.step: PreparedStep = step
+        self.phase: Phase = Phase.READY
+        self.tiles: np.ndarray[Any, Any] = step.tiles  # uint32, in flow order; once begun, with the committer's
+
+    # ---- begin -----------------------------------------------------------------------
+
+    def begin(
+        self,
+        phase: Phase = Phase.STEP,
+        *,
+        tiles: np.ndarray[Any, Any] | None = None,
+        order: int | None = None,
+        kept_alive: object = None,
+    ) -> None:
+        """READY to `phase`. Raises what Engine.begin() raises; then it is READY still, unless the devices have begun.
+
+        `tiles`: those of the step, in another order. `order`: as in Engine.begin(); None: the usual one.
+        `kept_alive`: memory that the engine uses while the step is not requested.
+        """
+        engine, step = self._engine, self.step
+        if order is None:
+            order = TO_AND_FRO if engine.tile_rank is None else SAME_ORDER
+        tiles = step.tiles if tiles is None else tiles
+        try:
+            self.tiles = engine.begin(step.table, step.hypers, tiles, self._record, order=order)
+        finally:
+            if engine.stepping:
+                self.phase = phase
+                if phase is not Phase.STEP:
+                    engine.is_speculative, engine.kept_alive = True, kept_alive
+        self._runner.in_flight = True  # reading states waits: codes are not decoded during a step
+        if phase is not Phase.GUESS:
+            self._runner.has_updated = True
+
+    def launch(self) -> None:
+        """Begin it as STEP, and push all tiles that need no image. The caller runs the images, and calls land()."""
+        self.begin()
+        self._push(self.tiles)
+        if self.step.ring is not None:
+            self.step.ring.begin(self.step.prepared, self.step.given)
+
+    def _push(self, tiles: np.ndarray[Any, Any]) -> None:
+        for tile in tiles[~np.isin(tiles, self.step.images)].tolist():
+            self._engine.push(tile)
+
+    def request(self, record: Record | None) -> None:
+        """OPEN to STEP; without tiles it stays READY. Raises CSDOSError if the store has no room for the commit."""
+        assert self.phase is Phase.OPEN or not len(self.step.tiles)
+        self._engine.committer.reserve(record)
+        self._record = record
+        if self.phase is Phase.OPEN:
+            self.phase = Phase.STEP
+
+    # ---- within step() ---------------------------------------------------------------
+
+    def run(self, *, descending: bool, pushed: Callable[[], None] | None = None) -> None:
+        """READY to KEPT, or UNDONE if it fails on any rank: a collective.
+
+        `descending`: ranks exchange the last bucket first. `pushed`: given if it is OPEN, without images: requests it,
+        returns when all tiles are pushed, and raises what a step raises.
+        """
+        step, gather = self.step, self.step.gather
+        if gather:
+            gather.begin(step.images, step.prepared, descending=descending)
+        exchanged = gather  # until all ranks have all parameters
+        try:
+            with all_ranks_or_none(self._runner.ranks):
+                try:
+                    self._flow(pushed)
+                finally:
+                    if gather:
+                        gather.finish()
+            exchanged = None
+            self._end()
+        except BaseException:
+            self.undo(exchanged)
+            raise
+        try:
+            self._complete()
+        finally:  # the step is complete, and parameters have new values
+            for source in step.prepared.values():
+                source.copy_back()
+            self.mark_synced()
+
+    def _flow(self, pushed: Callable[[], None] | None) -> None:
+        """Return when all parameters that other ranks wait for have left, and those of images have arrived."""
+        engine, step, ring, gather = self._engine, self.step, self.step.ring, self.step.gather
+        if pushed:
+            pushed()
+        elif len(step.tiles):
+            self.launch()
+        elif step.near:
+            engine.begin_without_tiles()
+            self.phase = Phase.STEP
+        launching = step.near.launch(timed=engine.near_spans is not None) if step.near else NOTHING
+        if step.near and step.given:
+            step.given.set_updates(step.near, launching)
+        if ring is None or gather:  # gather sends parameters without tiles at its first advance()
+            _exhaust(launching)
+        if ring is not None:
+            on_pulled = gather.note_pulled if gather else None
+            ring.run(engine, step.images, step.prepared, on_pulled, meanwhile=launching)
+            _exhaust(launching)
+        if gather and (len(step.tiles) or step.near):
+            gather.advance(wait=True)
+        if len(step.tiles) and self._runner.ranks:
+            engine.params_ready(self.tiles[~np.isin(self.tiles, step.images)], wait=True)
+
+    # ---- the end ---------------------------------------------------------------------
+
+    def _end(self) -> None:
+        """STEP to LANDED or KEPT: wait until it is complete."""
+        engine, step = self._engine, self.step
+        if step.near and engine.near_spans is not None:
+            engine.near_spans += step.near.spans
+        if engine.stepping:
+            engine.finish()
+        elif step.near:
+            engine.end_without_tiles()
+        elif self._runner.ranks:
+            engine.step += 1  # that of the others
+        self.phase = Phase.LANDED if self._meets else Phase.KEPT
+        if step.near and not self._meets:  # until the ranks have met, it keeps what undoes its updates
+            step.near.end()
+
+    def _complete(self) -> None:
+        """Update residuals after a complete step, and commit it."""
+        engine, step, state_map = self._engine, self.step, self._runner.state_map
+        self._runner.near = step.near
+        self._runner.has_updated |= step.near is not None
+        if step.given and step.near:
+            step.given.keep()
+            step.near.commit_bytes = step.given.nbytes
+        state_map.mark_filled()
+        self._runner.steps_taken += 1
+        try:
+            if step.ring is not None:
+                step.ring.feed_back()
+        finally:  # the step is complete even if the update of its residuals fails
+            torch.autograd.graph.increment_version([b.windows["residual"] for b in step.with_residual])
+            if not step.error_feedback:
+                state_map.drop_residual(engine, step.plan.param_states)
+            elif step.unscaled:
+                all_sent = [b for b in step.with_residual if step.table["topk"][b.index] == 1]
+                state_map.drop_residual(engine, all_sent)
+            for extent, own in zip(engine.extents, engine.steps, strict=True):
+                own[:] = step.steps[extent.first_param : extent.first_param + len(own)]
+            engine.commit(self._record)
+
+    def mark_synced(self) -> None:
+        """Count its writes to its parameters. Any later write is one from outside."""
+        torch.autograd.graph.increment_version(self.step.plan.params)
+        for param_state in (*self.step.written, *self.step.plan.param_states):
+            param_state.mark_synced()
+
+    # ---- undo ------------------------------------------------------------------------
+
+    def undo(self, exchanged: ParamAllGather | None = None) -> None:
+        """Undo a step that has not ended; with ranks that meet later only its states, because these run their forward.
+
+        A no-op in later phases. `exchanged`: the ranks have exchanged new parameters with it, and exchange the restored
+        ones: a collective. Raises what StepRunner.finish_undo() raises.
+        """
+        with self._engine.lock, torch.no_grad():
+            was = self.phase
+            if was not in (Phase.READY, Phase.GUESS, Phase.OPEN, Phase.STEP):
+                return
+            self.phase = Phase.UNDONE
+            has_begun = was is not Phase.READY
+            if has_begun or exchanged:
+                self._runner.undo(self._engine, self.step, has_begun=has_begun, gather=exchanged)
+
+
+def _exhaust(work: Iterator[None]) -> None:
+    """Run an iterator to its end."""
+    for _ in work:
+        pass
