@@ -19,7 +19,9 @@ from ..errors import CSDError
 from ..finalize import call_at_end
 from ..params.state_map import StateMap
 from ..signals import defer_signals
+from ..step.live import LiveStep, Phase
 from ..step.prepare import Participants, PreparedStep
+from ..step.run import StepRunner
 from ..store.format import Record
 from ..threads import running_pool
 from .guess import Guess
@@ -41,6 +43,7 @@ class EarlySteps:
     def __init__(
         self,
         engine: Engine,
+        runner: StepRunner,
         state_map: StateMap,
         params: Iterable[torch.Tensor],
         foresee: Foresee,
@@ -52,7 +55,7 @@ class EarlySteps:
         `may_begin` returns None if no step may begin now. `hold`: host memory (uint8, 1-D) for results that are ready
         before step(); pinned if parameters are on an accelerator.
         """
-        self._engine = engine
+        self._engine, self._runner = engine, runner
         self.redone: Counter[str] = Counter()  # wrong guesses, by what was wrong
         self._state_map, self._may_begin, self._hold = state_map, may_begin, hold
         self._foresee = weakref.WeakMethod(foresee)  # type: ignore[arg-type]
@@ -136,7 +139,9 @@ class EarlySteps:
             if step.given:
                 late = np.concatenate([late, step.given.tiles])
             self._began = time.perf_counter()
-            self._guess = Guess(engine, self._state_map, step, record, early, late, pieces, self._hold, self._pusher)
+            live = LiveStep(self._runner, engine, step, record)
+            self._guess = Guess(engine, self._state_map, live, early, late, pieces, self._hold, self._pusher)
+            self._guess.begin()
         for param_state in step.plan.param_states:  # some gradients were final before the guess could begin
             self._offer_gradient(param_state.param)
         return True
@@ -188,8 +193,11 @@ class EarlySteps:
         with defer_signals(), self._engine.lock:
             if (guess := self._guess) is None:
                 return
+            has_begun = guess.live.phase is not Phase.READY
             self._hold_futures = guess.undo()
             self._guess = None
+            if not has_begun:
+                return
             self.redone[why] += 1
             self._wrong_in_a_row += 1
             self._pause = min(2 ** (self._wrong_in_a_row - 1) - 1, MAX_PAUSE)

@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,8 @@ from ..accelerator import is_captured, wait_for
 from ..engine.engine import Engine
 from ..engine.pieces import Pieces
 from ..errors import CSDError, CSDRuntimeError
-from ..step.prepare import PreparedStep
-from ..step.run import StepRunner
-from ..store.format import Record
+from ..step.live import LiveStep
+from ..step.staging import StagingBuffer
 from .order import last_places
 
 BATCHES = 16  # of tiles: after each batch the gradients that have been used are freed
@@ -38,26 +37,16 @@ class Flight:
     states, the thread copies each one as soon as it is updated.
     """
 
-    def __init__(
-        self,
-        runner: StepRunner,
-        engine: Engine,
-        step: PreparedStep,
-        record: Record | None,
-        launch: Callable[[], np.ndarray[Any, Any]],
-        pieces: Pieces,
-    ) -> None:
-        """Launch the step by calling `launch`, which returns the step's tiles in flow order.
+    def __init__(self, engine: Engine, live: LiveStep, pieces: Pieces, early_buffers: dict[int, StagingBuffer]) -> None:
+        """`live`: begun, and all pushed but images. `early_buffers`: those of images that were pushed in backward.
 
-        Raises what `launch` raises; then nothing is under way.
+        Raises what a step raises; then undo it.
         """
-        self._runner, self._engine, self._record = runner, engine, record
-        self.step: PreparedStep = step
-        self._pieces = pieces
-        self.failure: BaseException | None = None  # if set, the step is undone: see StepRunner.give_up()
+        self._engine, self.live, self._pieces, self._early_buffers = engine, live, pieces, early_buffers
+        self.failure: BaseException | None = None  # if set, the step is undone, or will be when ranks meet
         self.landed_at: float = 0.0
-        self._tiles = launch()
-        self._near = frozenset(runner.launch_near(engine, step))
+        self._near = frozenset(live.launch_near())
+        step, self._tiles = live.step, live.tiles
         self._grads = {row: (grad, grad._version) for row, grad in step.grads.items() if row not in self._near}
         step.grads = {}
         self._in_step, self._is_image, self._pulled = (np.zeros(engine.n_tiles, bool) for _ in range(3))  # each tile
@@ -66,7 +55,7 @@ class Flight:
         self._copy_events: dict[int, Any] = {}  # events, by row: the last copy to a parameter on an accelerator
         self._progress = threading.Condition()  # notified when tiles are pulled, and when the step has landed
         engine.completed_event = self._landed = threading.Event()
-        runner.mark_synced(step)  # before it can fail: then values that the program had set count as written again
+        live.mark_synced()  # before it can fail: then values that the program had set count as written again
         try:
             threading.Thread(target=self._land, name="csd_optim lands a step").start()
         except RuntimeError:  # the interpreter shuts down and has no more threads to give
@@ -108,7 +97,7 @@ class Flight:
 
     def updates_residual(self, row: int) -> bool:
         """Return whether the gradient is needed until the step is complete: Top-K adds what it left to a residual."""
-        return bool(self.step.table["residual"][row])
+        return bool(self.live.step.table["residual"][row])
 
     def join(self) -> None:
         """Return when the step is complete and its commit has begun, or when the step is undone."""
@@ -122,20 +111,22 @@ class Flight:
             self._engine.check_open()
 
     def _land(self) -> None:
-        ring = self.step.ring
+        ring = self.live.step.ring
         try:
             with torch.no_grad(), ring.on_separate_streams() if ring else contextlib.nullcontext():
-                self._free_used_gradients()
-                with self._engine.lock:
-                    self._runner.land(self._engine, self.step, self._record)
+                try:
+                    self._free_used_gradients()
+                    with self._engine.lock:
+                        self.live.land()
+                except BaseException:
+                    self.live.undo()  # on these streams: they wait for what it restores
+                    raise
         except BaseException as failure:
             self.failure = failure
-            with torch.no_grad(), self._engine.lock:
-                if self._engine.stepping:  # the ring could not make its streams
-                    self._runner.give_up(self._engine, self.step)
+            self.live.undo()  # if the ring could not make its streams
         finally:
             self._grads.clear()
-            self.step.early_buffers.clear()
+            self._early_buffers.clear()
             self.landed_at = time.perf_counter()
             with self._progress:
                 self._landed.set()
@@ -144,37 +135,31 @@ class Flight:
     def _free_used_gradients(self) -> None:
         """Free gradients as soon as they have been used. Raises CSDRuntimeError if one was changed before its use.
 
-        On that and any other failure the step is undone.
+        Then the step has to be undone.
         """
-        last = last_places(self._pieces, self._engine.n_params, self._tiles)
-        try:
-            step = self.step
-            if step.ring is not None:
-                step.ring.run(self._engine, step.images, step.prepared, self._note_pulled, step.early_buffers)
-                step.ring.wait_for_copies()
-            for batch in np.array_split(np.arange(len(self._tiles)), BATCHES):
-                if not len(batch):
-                    continue
-                self._engine.params_ready(self._tiles[batch], wait=True)
-                for row in [row for row in list(self._grads) if last[row] <= batch[-1]]:
-                    self._free_gradient(row)
-            if changed := [row for row, (grad, version) in list(self._grads.items()) if grad._version != version]:
-                names = ", ".join(b.name for b in self.step.plan.param_states if b.index in changed)
-                raise CSDRuntimeError(
-                    f"the gradient of {names} was changed after step(), which was still using it: the step is undone. "
-                    "With overlap(), clear gradients by zero_grad(), with set_to_none=True, before the next backward, "
-                    "or call wait() before you change them"
-                )
-        except BaseException:
-            with self._engine.lock:
-                self._runner.give_up(self._engine, self.step)
-            raise
+        step, last = self.live.step, last_places(self._pieces, self._engine.n_params, self._tiles)
+        if step.ring is not None:
+            step.ring.run(self._engine, step.images, step.prepared, self._note_pulled, self._early_buffers)
+            step.ring.wait_for_copies()
+        for batch in np.array_split(np.arange(len(self._tiles)), BATCHES):
+            if not len(batch):
+                continue
+            self._engine.params_ready(self._tiles[batch], wait=True)
+            for row in [row for row in list(self._grads) if last[row] <= batch[-1]]:
+                self._free_gradient(row)
+        if changed := [row for row, (grad, version) in list(self._grads.items()) if grad._version != version]:
+            names = ", ".join(b.name for b in step.plan.param_states if b.index in changed)
+            raise CSDRuntimeError(
+                f"the gradient of {names} was changed after step(), which was still using it: the step is undone. "
+                "With overlap(), clear gradients by zero_grad(), with set_to_none=True, before the next backward, "
+                "or call wait() before you change them"
+            )
 
     def _note_pulled(self, tile: int) -> None:
         """Note that the last copies from the image of a tile to its parameters were queued."""
         rows = [row for row in self._engine.pieces_of(tile)["param"].tolist() if row in self._grads]
         for row in rows:
-            if (source := self.step.prepared.get(row)) and source.copy_event:
+            if (source := self.live.step.prepared.get(row)) and source.copy_event:
                 self._copy_events[row] = source.copy_event
         with self._progress:
             self._pulled[tile] = True
@@ -188,4 +173,4 @@ class Flight:
         entry = self._grads.get(row)
         if entry and entry[0]._version == entry[1] and not self.updates_residual(row):
             self._grads.pop(row, None)
-            self.step.prepared.pop(row, None)
+            self.live.step.prepared.pop(row, None)

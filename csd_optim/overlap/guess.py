@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from concurrent.futures import Executor, Future
 from typing import Any
 
@@ -12,11 +11,12 @@ import torch
 from ..bindings import SAME_ORDER
 from ..engine.engine import Engine
 from ..engine.pieces import Pieces
-from ..errors import CSDError
 from ..params.param_state import ParamState
 from ..params.state_map import StateMap
 from ..params.strides import same_order
+from ..step.live import LiveStep, Phase
 from ..step.prepare import PreparedStep
+from ..step.staging import StagingBuffer
 from ..store.format import Record
 from .early_images import EarlyImages
 
@@ -32,21 +32,21 @@ class Guess:
         self,
         engine: Engine,
         state_map: StateMap,
-        step: PreparedStep,
-        record: Record | None,
+        live: LiveStep,
         early: np.ndarray[Any, Any],
         late: np.ndarray[Any, Any],
         pieces: Pieces,
         hold: torch.Tensor,
         pusher: Executor,
     ) -> None:
-        """Begin `step`, which was prepared with the parameters in place of their gradients.
+        """`live`: not begun, and prepared with the parameters in place of their gradients.
 
         `early`: tiles that are pushed as soon as their gradients are final, while `hold` (uint8, 1-D) has room; `late`:
         tiles that step() pushes. Both uint32, in flow order. `pusher`: an executor with one thread.
-        Raises what Engine.begin() raises.
         """
-        self.step: PreparedStep = step
+        self.live: LiveStep = live
+        self.step: PreparedStep = live.step
+        step = live.step
         self.pushed: list[int] = []
         self._engine, self._state_map = engine, state_map
         self._hold, self._hold_used = hold, 0  # bytes
@@ -63,9 +63,11 @@ class Guess:
             self._missing[tile] += 1
         self._far = {row for row, source in step.prepared.items() if source.is_on_accelerator}
         self._versions_before = self._state_versions()
-        tiles = np.concatenate([early, late])
-        self.tiles: np.ndarray[Any, Any] = engine.begin(step.table, step.hypers, tiles, record, order=SAME_ORDER)
-        engine.is_speculative, engine.kept_alive = True, hold
+        self._order = np.concatenate([early, late])
+
+    def begin(self) -> None:
+        """Begin the step. Raises what Engine.begin() raises."""
+        self.live.begin(Phase.GUESS, tiles=self._order, order=SAME_ORDER, kept_alive=self._hold)
 
     # ---- in backward -----------------------------------------------------------
 
@@ -134,19 +136,14 @@ class Guess:
         unchanged = self._images.unchanged(step) and self._engine.unchanged(table)
         return "" if unchanged else "gradients"
 
-    def keep(self, step: PreparedStep, record: Record | None, order: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Keep a right guess: write the held parameters, and push the other tiles in `order`. Returns all tiles.
+    def keep(self, step: PreparedStep, record: Record | None) -> dict[int, StagingBuffer]:
+        """Keep a right guess: it goes on as `step`, whose commit has `record`. Returns the buffers of pushed images.
 
-        `record`: for the commit. Raises CSDOSError if the store has no room for it; then call undo().
+        Raises CSDOSError if the store has no room for the commit, and what a step raises; then undo the step.
         """
-        self._engine.committer.reserve(record)
-        self._engine.release(step.table, order)
-        for tile in order[~np.isin(order, [*self.pushed, *self._images.tiles])].tolist():
-            self._engine.push(tile)
-        if step.given and step.ring:
-            step.ring.begin(step.prepared, step.given)
-        step.early_buffers = self._images.buffers(order.tolist())
-        return self.tiles
+        order = self._engine.in_step_order(np.sort(self.live.tiles))
+        self.live.confirm(step, record, order, self.pushed)
+        return self._images.buffers(order.tolist())
 
     def give_up(self) -> None:
         """Stop using the engine, which is about to be closed."""
@@ -155,9 +152,7 @@ class Guess:
     def undo(self) -> list[Future[None]]:
         """Undo a guess that was wrong or failed. Returns futures: when all are done, `hold` may be used again."""
         self._images.give_up()
-        if self._engine.stepping:
-            with contextlib.suppress(CSDError):  # the reason why the guess failed, if it did
-                self._engine.finish(keep=False)
+        self.live.undo()
         return self._images.push_futures
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Set
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from .. import settings
@@ -22,8 +21,10 @@ from ..params.grad_source import GradSource
 from ..params.groups import Groups
 from ..params.state_map import StateMap
 from ..signals import defer_signals
+from ..step.live import LiveStep
 from ..step.prepare import Participants, PreparedStep
 from ..step.run import StepRunner
+from ..step.staging import StagingBuffer
 from ..store.format import Record
 from .check import UseCheck
 from .early import EarlySteps, Foresee
@@ -62,7 +63,7 @@ class Overlap(ConcurrentMode):
         super().__init__(model, groups, spans)
         self._engine, self._runner, self._state_map = engine, runner, state_map
         self._flight: Flight | None = None
-        self._together = Together(ranks, engine, runner) if ranks else None
+        self._together = Together(ranks, engine) if ranks else None
         # By row of a parameter: how many others the current forward used before it. None: not noted any more.
         self._use_order: dict[int, int] | None = {}
         self._forwards_to_note = NOTED_FORWARDS
@@ -78,7 +79,9 @@ class Overlap(ConcurrentMode):
             p.register_hook(partial(self._before_grad, weakref.ref(p)))  # type: ignore[no-untyped-call]
             for p in trainable
         ]
-        self._early = EarlySteps(engine, state_map, trainable, foresee, self._may_begin, hold) if foresee else None
+        self._early: EarlySteps | None = None
+        if foresee:
+            self._early = EarlySteps(engine, runner, state_map, trainable, foresee, self._may_begin, hold)
 
     def end(self) -> None:
         if self._together:
@@ -134,20 +137,22 @@ class Overlap(ConcurrentMode):
         self._wrap_groups()
         self._note_order()
         self._waited, self._early_elems = 0.0, 0
-        launch = partial(self._runner.launch, engine, step, record)
-        if self._early and (guess := self._early.take_guess()):
-            self._early_elems = sum(map(engine.elems_of, guess.pushed))
-            launch = partial(guess.keep, step, record, engine.in_step_order(np.sort(guess.tiles)))
-        self._runner.in_flight = self._runner.has_updated = True
+        guess = self._early.take_guess() if self._early else None
+        live = guess.live if guess else LiveStep(self._runner, engine, step, record, meets=bool(self._together))
+        early_buffers: dict[int, StagingBuffer] = {}
         near = step.near.rows if step.near else ()
         awaited = [b for b in step.plan.param_states if b.index not in near]
         copy_back = {b.index: s for b in awaited if (s := step.prepared.get(b.index)) and s.param_and_copy}
         try:
-            self._flight = Flight(self._runner, engine, step, record, launch, self._pieces_now())
+            if guess:
+                self._early_elems = sum(map(engine.elems_of, guess.pushed))
+                early_buffers = guess.keep(step, record)
+            else:
+                live.launch()
+            self._flight = Flight(engine, live, self._pieces_now(), early_buffers)
         except BaseException as failure:
-            if engine.stepping:
-                self._runner.give_up(engine, step)
-            return self._note_outcome(step, failure)
+            live.undo()
+            return self._note_outcome(live, failure)
         self._unguarded = [b.index for b in awaited if id(b.param) not in reached]
         self._to_copy_back = copy_back
         self.active: bool = True
@@ -165,8 +170,7 @@ class Overlap(ConcurrentMode):
             self.land()
             return
         with self._engine.lock:  # an undo has it: what it has restored must not be overwritten
-            alive = flight is None or self._engine.stepping or flight.step.is_complete
-            for row, source in sources.items() if alive else ():
+            for row, source in sources.items() if not (flight and flight.live.is_undone) else ():
                 source.copy_back()
                 self._state_map.by_index[row].mark_synced()
 
@@ -229,7 +233,6 @@ class Overlap(ConcurrentMode):
         if self._engine.tile_rank is None or (self._flight and (not self._flight.landed or self._flight.failure)):
             return None
         self.land()
-        self._runner.in_flight = True  # reading states undoes the guess: codes are not decoded during a step
         return self._pieces_now()
 
     def _pieces_now(self) -> Pieces:
@@ -289,12 +292,12 @@ class Overlap(ConcurrentMode):
                 self._flight, self.active = None, self._has_to_wait
                 if self._early and not flight.failure:
                     self._early.note_landed(flight.landed_at)
-                self._note_outcome(flight.step, flight.failure)
+                self._note_outcome(flight.live, flight.failure)
 
-    def _note_outcome(self, step: PreparedStep, failure: BaseException | None) -> None:
+    def _note_outcome(self, live: LiveStep, failure: BaseException | None) -> None:
         """Note that a step is complete here or has failed; raise why, unless other ranks have to be told first."""
         if self._together:
-            self._together.note_outcome(step, failure)
+            self._together.note_outcome(live, failure)
             self.active |= failure is not None  # so that saving the parameters raises it: see settle()
         elif failure:
             raise failure

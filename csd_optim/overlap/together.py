@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import contextlib
 
-import torch
-
 from ..distributed.ranks import Ranks
 from ..engine.engine import Engine
 from ..errors import CSDError, CSDRuntimeError
 from ..params.groups import Groups, members, name_of
 from ..params.state_map import StateMap
 from ..signals import defer_signals
-from ..step.prepare import PreparedStep
-from ..step.run import StepRunner
+from ..step.live import LiveStep
 
 
 def check_ranks(groups: Groups, state_map: StateMap, *, backward: bool) -> None:
@@ -42,19 +39,19 @@ def check_ranks(groups: Groups, state_map: StateMap, *, backward: bool) -> None:
 class Together:
     """The outcome of the last step on this rank, until the ranks have told each other theirs."""
 
-    def __init__(self, ranks: Ranks, engine: Engine, runner: StepRunner) -> None:
-        self._ranks, self._engine, self._runner = ranks, engine, runner
+    def __init__(self, ranks: Ranks, engine: Engine) -> None:
+        self._ranks, self._engine = ranks, engine
         # A step that has ended here but was not agreed on yet, and the exception that made it fail here, if any.
-        self._unagreed: tuple[PreparedStep, BaseException | None] | None = None
+        self._unagreed: tuple[LiveStep, BaseException | None] | None = None
 
     def all_can(self, can: bool) -> bool:
         """Return whether all ranks can launch their step. A collective."""
         return all(there for (there,) in self._ranks.gather(can))
 
-    def note_outcome(self, step: PreparedStep, failure: BaseException | None) -> None:
+    def note_outcome(self, live: LiveStep, failure: BaseException | None) -> None:
         """Note that a launched step has ended here: it is complete, or `failure` made it undo its states."""
-        step.prepared = {}  # frees gradients, which are no longer needed
-        self._unagreed = step, failure
+        live.step.prepared = {}  # frees gradients, which are no longer needed
+        self._unagreed = live, failure
 
     def raise_failure(self) -> None:
         """Raise the failure of the last step here, as long as the ranks have not met.
@@ -71,13 +68,13 @@ class Together:
         """
         if self._unagreed is None:
             return
-        step, failure = self._unagreed
+        live, failure = self._unagreed
         with defer_signals():
             try:
                 self._ranks.agree(failure)
             except BaseException:
                 if not self._ranks.lost:  # with a rank lost, it is unknown whether the others have the step
-                    self._take_back(step)
+                    self._take_back(live)
                 raise
             self._finalize()
 
@@ -90,11 +87,10 @@ class Together:
 
     def _finalize(self) -> None:
         """Free what was kept to undo the last step, which is final now."""
-        if self._unagreed and (near := self._unagreed[0].near):
-            near.end()
+        if self._unagreed:
+            self._unagreed[0].keep()
         self._unagreed = None
 
-    def _take_back(self, step: PreparedStep) -> None:
+    def _take_back(self, live: LiveStep) -> None:
         self._unagreed = None
-        with torch.no_grad(), self._engine.lock:
-            self._runner.take_back(self._engine, step)
+        live.take_back()

@@ -11,6 +11,7 @@ Only this module and undo.py call begin(), release(), finish() and undo_last() o
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from enum import Enum, auto
 from typing import Any
@@ -21,11 +22,14 @@ import torch
 from ..bindings import SAME_ORDER, TO_AND_FRO
 from ..distributed.ranks import all_ranks_or_none
 from ..engine.engine import Engine
+from ..errors import CSDError
+from ..signals import defer_signals
 from ..store.format import Record
 from .all_gather import ParamAllGather
 from .prepare import PreparedStep
 from .run import StepRunner
 from .staging import NOTHING
+from .undo import undo_states
 
 
 class Phase(Enum):
@@ -42,7 +46,7 @@ class Phase(Enum):
 
 
 class LiveStep:
-    """One step. Call its methods with the engine's lock, except undo() and take_back(), which take it themselves."""
+    """One step. Its methods are called with the engine's lock, except those after its end: see keep() and undo()."""
 
     def __init__(
         self, runner: StepRunner, engine: Engine, step: PreparedStep, record: Record | None, *, meets: bool = False
@@ -94,6 +98,24 @@ class LiveStep:
         for tile in tiles[~np.isin(tiles, self.step.images)].tolist():
             self._engine.push(tile)
 
+    def confirm(
+        self, step: PreparedStep, record: Record | None, order: np.ndarray[Any, Any], pushed: list[int]
+    ) -> None:
+        """GUESS to STEP: write the parameters that were held back, and push all tiles but `pushed` and images.
+
+        `step`: the same step, as prepared in step(). `order`: its tiles, in the order in which parameters are needed.
+        Raises CSDOSError if the store has no room for the commit, and what a step raises; then undo it.
+        """
+        assert self.phase is Phase.GUESS
+        self._engine.committer.reserve(record)
+        # Before release(): that may fail when some parameters are written, and undo() has to restore them then.
+        self.phase, self.step, self._record = Phase.STEP, step, record
+        self._runner.has_updated = True
+        self._engine.release(step.table, order)
+        self._push(order[~np.isin(order, pushed)])
+        if step.given and step.ring:
+            step.ring.begin(step.prepared, step.given)
+
     def request(self, record: Record | None) -> None:
         """OPEN to STEP; without tiles it stays READY. Raises CSDOSError if the store has no room for the commit."""
         assert self.phase is Phase.OPEN or not len(self.step.tiles)
@@ -101,6 +123,22 @@ class LiveStep:
         self._record = record
         if self.phase is Phase.OPEN:
             self.phase = Phase.STEP
+
+    def launch_near(self) -> list[int]:
+        """Queue all updates on the accelerator, on the current streams.
+
+        Returns the rows that are updated there. Nothing has to wait for these, and the step drops their gradients.
+        """
+        near = self.step.near
+        if not near:
+            return []
+        if self.step.given:
+            self.step.given.set_updates(near, NOTHING)
+        _exhaust(near.launch(timed=self._engine.near_spans is not None))
+        rows = near.release_scratch()
+        for row in rows:
+            self.step.prepared.pop(row).copy_back()
+        return rows
 
     # ---- within step() ---------------------------------------------------------------
 
@@ -159,6 +197,19 @@ class LiveStep:
 
     # ---- the end ---------------------------------------------------------------------
 
+    def land(self) -> None:
+        """STEP to KEPT or LANDED: wait until it is complete, and commit it. It is undone if that fails.
+
+        If ranks meet later, a commit that fails is left to Engine.confirm().
+        """
+        try:
+            self._end()
+        except BaseException:
+            self.undo()
+            raise
+        with contextlib.suppress(CSDError) if self._meets else contextlib.nullcontext():
+            self._complete()
+
     def _end(self) -> None:
         """STEP to LANDED or KEPT: wait until it is complete."""
         engine, step = self._engine, self.step
@@ -204,6 +255,13 @@ class LiveStep:
         for param_state in (*self.step.written, *self.step.plan.param_states):
             param_state.mark_synced()
 
+    def keep(self) -> None:
+        """LANDED to KEPT, and free what would undo it. Needs no lock."""
+        if self.phase is Phase.LANDED:
+            self.phase = Phase.KEPT
+        if self.step.near:
+            self.step.near.end()
+
     # ---- undo ------------------------------------------------------------------------
 
     def undo(self, exchanged: ParamAllGather | None = None) -> None:
@@ -212,14 +270,39 @@ class LiveStep:
         A no-op in later phases. `exchanged`: the ranks have exchanged new parameters with it, and exchange the restored
         ones: a collective. Raises what StepRunner.finish_undo() raises.
         """
-        with self._engine.lock, torch.no_grad():
+        engine, runner = self._engine, self._runner
+        with defer_signals(), engine.lock, torch.no_grad():
             was = self.phase
             if was not in (Phase.READY, Phase.GUESS, Phase.OPEN, Phase.STEP):
                 return
-            self.phase = Phase.UNDONE
             has_begun = was is not Phase.READY
-            if has_begun or exchanged:
-                self._runner.undo(self._engine, self.step, has_begun=has_begun, gather=exchanged)
+            self.phase = Phase.FAILED if self._meets else Phase.UNDONE
+            if self._meets:
+                runner.in_flight = True  # reading states raises why it has failed, even if it has not begun
+                if has_begun:
+                    undo_states(engine, self.step)
+            elif was is Phase.GUESS:
+                if engine.stepping:  # else close() has undone it
+                    with contextlib.suppress(CSDError):  # why the guess has failed, if it has
+                        engine.finish(keep=False)
+            elif (has_begun and not engine.closed) or exchanged:
+                runner.undo(engine, self.step, has_begun=has_begun, gather=exchanged)
+
+    def take_back(self) -> None:
+        """LANDED or FAILED to UNDONE, because it has failed on some rank. Raises what undo() raises.
+
+        Also undoes writes to its parameters from outside since then, because these may differ from rank to rank.
+        """
+        with defer_signals(), self._engine.lock, torch.no_grad():
+            assert self.phase in (Phase.LANDED, Phase.FAILED)
+            landed = self.phase is Phase.LANDED
+            self.phase = Phase.UNDONE
+            self._runner.steps_taken -= landed
+            self._runner.undo(self._engine, self.step, landed=landed)
+
+    @property
+    def is_undone(self) -> bool:
+        return self.phase in (Phase.FAILED, Phase.UNDONE)
 
 
 def _exhaust(work: Iterator[None]) -> None:

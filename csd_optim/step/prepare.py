@@ -38,7 +38,7 @@ from ..params.update_rule import UpdateRule
 from .all_gather import ParamAllGather
 from .given_states import GivenStates
 from .near_updates import NearUpdates
-from .staging import StagingBuffer, StagingRing
+from .staging import StagingRing
 
 # fp32 bytes of masters that were written from outside since the last step. Up to this limit they stay in memory until
 # the step writes them; beyond it they are written to the devices at once, and committed separately.
@@ -111,12 +111,9 @@ class PreparedStep:
     # By row: values set from outside where the step itself detects the write (codes); an undone step restores them.
     outside_values: dict[int, torch.Tensor] = field(default_factory=dict)
     summands: list[np.ndarray[Any, Any]] = field(default_factory=list)  # keeps alive what the table points to
-    is_complete: bool = False
     # How it flows: set by StepRunner.make_ready()
     tiles: np.ndarray[Any, Any] = field(init=False)
     images: list[int] = field(init=False)  # tiles that travel through staging buffers
-    # Of these tiles, the buffers of those pushed in backward: see Guess.
-    early_buffers: dict[int, StagingBuffer] = field(default_factory=dict)
     ring: StagingRing | None = field(init=False)
     gather: ParamAllGather | None = field(init=False)
     near: NearUpdates | None = None  # updates on the accelerator

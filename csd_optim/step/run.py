@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import weakref
@@ -15,12 +14,12 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ..accelerator import is_on_accelerator
-from ..bindings import GRAD_SCALE, SAME_ORDER, TO_AND_FRO
+from ..bindings import GRAD_SCALE
 from ..compression.policy import entry_dtype
 from ..compression.selection import TopK
 from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..engine.engine import Engine
-from ..errors import CSDError, CSDTornError
+from ..errors import CSDTornError
 from ..params.groups import Groups
 from ..params.state_map import StateMap
 from ..params.strides import flat
@@ -30,8 +29,8 @@ from .all_gather import ParamAllGather
 from .given_states import given_states
 from .near_updates import NearUpdate, NearUpdates, parameters_of_new
 from .prepare import PreparedStep, StepPlan
-from .staging import BUFFERS_PER_DEVICE, NOTHING, StagingRing
-from .undo import Undo, undo_states
+from .staging import BUFFERS_PER_DEVICE, StagingRing
+from .undo import Undo
 
 
 def _exhaust(work: Iterator[None]) -> None:
@@ -84,7 +83,6 @@ class StepRunner:
 
     def _complete(self, engine: Engine, step: PreparedStep, record: Record | None) -> None:
         """Update residuals after a complete step, and commit it."""
-        step.is_complete = True
         self.near = step.near
         self.has_updated |= step.near is not None
         if step.given and step.near:
@@ -118,7 +116,7 @@ class StepRunner:
     def can_land_later(self, engine: Engine, step: PreparedStep) -> bool:
         """Return whether the step can go on without this thread. It cannot if other ranks wait for its updates.
 
-        With several ranks it also has to be a step that take_back() can undo.
+        With several ranks it also has to be a step that LiveStep.take_back() can undo.
         """
         can = bool(len(step.tiles)) and step.gather is None
         return can and (self.ranks is None or self.can_undo(engine, step))
@@ -131,63 +129,17 @@ class StepRunner:
         written = step.written or engine.windows.written or engine.decoded.masters_written
         return not (has_residuals or written)
 
-    def launch(self, engine: Engine, step: PreparedStep, record: Record | None) -> np.ndarray[Any, Any]:
-        """Begin the step, and return its tiles in flow order. The caller then runs the images, and calls land()."""
-        try:
-            return self._begin(engine, step, record)
-        except BaseException:
-            if engine.stepping:
-                self.undo(engine, step)
-            raise
-
-    @staticmethod
-    def launch_near(engine: Engine, step: PreparedStep) -> list[int]:
-        """Queue the updates on the accelerator, on the current streams.
-
-        Returns the rows that are updated there. Nothing has to wait for these, and the step drops their gradients.
-        """
-        if not step.near:
-            return []
-        if step.given:
-            step.given.set_updates(step.near, NOTHING)
-        _exhaust(step.near.launch(timed=engine.near_spans is not None))
-        rows = step.near.release_scratch()
-        for row in rows:
-            step.prepared.pop(row).copy_back()
-        return rows
-
     def land(self, engine: Engine, step: PreparedStep, record: Record | None) -> None:
-        """Wait until the step is complete, and commit it. On any failure everything is restored.
-
-        With several ranks only the states are restored, and take_back() has to follow; a commit that fails is left to
-        Engine.confirm(). Until the ranks have met, `step` keeps what undoes the updates on the accelerator.
-        """
+        """Wait until the step is complete, and commit it. On any failure everything is restored."""
         try:
             self._note_near(engine, step)
             engine.finish()
         except BaseException:
-            self.give_up(engine, step)
-            raise
-        if step.near and not self.ranks:
-            step.near.end()
-        with contextlib.suppress(CSDError) if self.ranks else contextlib.nullcontext():
-            self._complete(engine, step, record)
-
-    def give_up(self, engine: Engine, step: PreparedStep) -> None:
-        """Undo a step that was launched; with several ranks only its states, because the others run their forward."""
-        if self.ranks:
-            undo_states(engine, step)
-        else:
             self.undo(engine, step)
-
-    def take_back(self, engine: Engine, step: PreparedStep) -> None:
-        """Undo a step that failed on some rank, whether it has landed here or was given up.
-
-        Also undoes writes to its parameters from outside since then, because these may differ from rank to rank.
-        """
-        if step.is_complete:
-            self.steps_taken -= 1
-        self.undo(engine, step, ended=True)
+            raise
+        if step.near:
+            step.near.end()
+        self._complete(engine, step, record)
 
     def run_without_gradients(self, engine: Engine, groups: Groups, record: Record | None) -> None:
         """Count and commit a step of the other ranks, for which this rank has no gradients."""
@@ -197,17 +149,6 @@ class StepRunner:
         engine.step += 1
         self.state_map.describe(engine, groups)
         engine.commit(record)
-
-    def _begin(self, engine: Engine, step: PreparedStep, record: Record | None) -> np.ndarray[Any, Any]:
-        """Begin the step, and push all tiles that need no image. Returns all tiles, in flow order."""
-        order = TO_AND_FRO if engine.tile_rank is None else SAME_ORDER
-        tiles = engine.begin(step.table, step.hypers, step.tiles, record, order=order)
-        self.in_flight = self.has_updated = True
-        for tile in tiles[~np.isin(tiles, step.images)].tolist():
-            engine.push(tile)
-        if step.ring is not None:
-            step.ring.begin(step.prepared, step.given)
-        return tiles
 
     @staticmethod
     def _note_near(engine: Engine, step: PreparedStep) -> None:
@@ -224,14 +165,14 @@ class StepRunner:
         *,
         has_begun: bool = True,
         gather: ParamAllGather | None = None,
-        ended: bool = False,
+        landed: bool | None = None,
     ) -> None:
         """Restore everything; see Undo for the arguments. If finish() has failed, the states are undone already.
 
         Raises what finish_undo() raises.
         """
         # Set before anything is undone: whatever interrupts it, everybody finishes it before parameters are read.
-        self.undoing = Undo(engine, self.state_map, step, has_begun=has_begun, gather=gather, ended=ended)
+        self.undoing = Undo(engine, self.state_map, step, has_begun=has_begun, gather=gather, landed=landed)
         self.in_flight = True  # the windows may show states of the undone step
         self.finish_undo(collective=True)
 

@@ -55,16 +55,17 @@ class Undo:
         *,
         has_begun: bool = True,
         gather: ParamAllGather | None = None,
-        ended: bool = False,
+        landed: bool | None = None,
     ) -> None:
-        """`has_begun`: there is something to undo on this rank. `ended`: the step has ended here, complete or not.
+        """`has_begun`: there is something to undo on this rank. `landed`: given if the step has ended here: whether it
+        was complete then.
 
         `gather`: the ranks have exchanged new parameters with it, and exchange the restored ones in a collective
         finish().
         """
         self.engine = engine
         self.is_done: bool = False
-        self._state_map, self._step, self._gather, self._ended = state_map, step, gather, ended
+        self._state_map, self._step, self._gather, self._landed = state_map, step, gather, landed
         self._found = not has_begun  # whether the next two are complete
         self._in_tiles: dict[int, list[Span]] = {}  # what is still to be restored, by tile
         self._on_accelerator: list[ParamState] = []  # likewise: those whose masters are there alone
@@ -72,7 +73,7 @@ class Undo:
         self._seen: dict[ParamState, tuple[int, int]] = {}
         self._written: set[ParamState] = set()  # those that the program has written to, or moved, since then
         self._overwritten: set[str] = set()  # names of those among them that were restored
-        undo_states = self._take_back if ended else self._undo_states
+        undo_states = self._undo_states if landed is None else self._take_back
         self._stages: list[Callable[[], None]] = [undo_states, self._find, self._restore, self._end]  # repeatable
         if not has_begun:
             self._stages.clear()
@@ -145,9 +146,9 @@ class Undo:
         undo_states(self.engine, self._step)
 
     def _take_back(self) -> None:
-        if self._step.is_complete:
+        if self._landed:
             self.engine.undo_last(self._step.plan.rows)
-            self._step.is_complete = False
+            self._landed = False
         if self._step.near:
             self._step.near.undo()
 
@@ -157,10 +158,11 @@ class Undo:
         near = step.near.changed if step.near else []
         self._in_tiles, self._on_accelerator = {}, []
         # Of a step that had ended, all: what the program has written to them since may differ from rank to rank.
-        whole = {*(step.plan.param_states if self._ended else near), *self._written}
+        ended = self._landed is not None
+        whole = {*(step.plan.param_states if ended else near), *self._written}
         self._add_whole(whole)
         took_part, others = step.table["grad"] != 0, {b.index for b in whole}
-        for tile, elems in engine.undone() if len(step.tiles) and not self._ended else []:
+        for tile, elems in engine.undone() if len(step.tiles) and not ended else []:
             for row, _, first, in_tile, n in engine.pieces_of(tile).tolist():
                 if took_part[row] and row not in others and in_tile < elems:
                     self._add(tile, Span(self._state_map.by_index[row], first, in_tile, min(n, elems - in_tile)))
@@ -224,7 +226,7 @@ class Undo:
     def _end(self) -> None:
         for b in self._step.written:  # the step did not take over what the program had written: it is still due
             b.version = -1
-        if (near := self._step.near) and self._ended:
+        if (near := self._step.near) and self._landed is not None:
             near.end()
         elif near and near.launched:
             near.wait()  # whoever learns of the failure finds the old values, on any stream

@@ -36,7 +36,7 @@ from csd_optim import CSDOSError, CSDRuntimeError
 from csd_optim.engine.engine import Engine
 from csd_optim.overlap.early_images import EarlyImages
 from csd_optim.step import sparse
-from csd_optim.step.run import StepRunner
+from csd_optim.step.live import LiveStep
 from csd_optim.step.staging import StagingBuffer, StagingRing
 
 pytestmark = pytest.mark.accelerator
@@ -478,7 +478,7 @@ def test_a_captured_forward_gets_its_parameters_within_step(tmp_path, emulated_o
 
 @pytest.mark.one_schedule
 def test_a_capture_does_not_wait_for_what_is_under_way(tmp_path, emulated_only, monkeypatch):
-    training, goes_on, land = Twin(tmp_path, {}, place=[DEVICE]), threading.Event(), StepRunner.land
+    training, goes_on, land = Twin(tmp_path, {}, place=[DEVICE]), threading.Event(), LiveStep.land
 
     def waits(*arguments):
         copied.set()
@@ -486,7 +486,7 @@ def test_a_capture_does_not_wait_for_what_is_under_way(tmp_path, emulated_only, 
         land(*arguments)
 
     copied = threading.Event()
-    monkeypatch.setattr(StepRunner, "land", waits)
+    monkeypatch.setattr(LiveStep, "land", waits)
     try:
         training.step()
         copied.wait()

@@ -1,5 +1,6 @@
 """With overlap a program reads the same values as without."""
 
+import errno
 import gc
 import os
 import signal
@@ -8,6 +9,7 @@ import threading
 import warnings
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from support.between_steps import (
@@ -35,7 +37,7 @@ from support.inside import engine_of, flight_of, mode_of
 from support.twins import Twin, assert_twins, checksum
 from torch import nn
 
-from csd_optim import CSDAdam, CSDError, CSDRuntimeError, CSDValueError
+from csd_optim import CSDAdam, CSDError, CSDOSError, CSDRuntimeError, CSDValueError
 from csd_optim.engine.engine import Engine
 from csd_optim.overlap import flight as flight_module
 from csd_optim.overlap import overlap as overlap_module
@@ -253,6 +255,54 @@ def test_a_step_that_another_thread_launches_meanwhile(tmp_path, monkeypatch, as
     monkeypatch.setattr(CSDAdam, "_settle", settled)
     ask(training.opt)
     assert flight_of(training.opt) is None or flight_of(training.opt).landed
+    training.opt.close()
+
+
+def test_a_guess_that_fails_as_it_begins(tmp_path, monkeypatch):
+    """The devices have begun: whatever fails next, the guess is undone."""
+    training = Training(tmp_path, BACKWARD, latency="50us", patient=True)
+    training.step()
+    training.step()
+    begin, begun = Engine.begin, []
+
+    def fails(*arguments, **named):
+        begun.append(begin(*arguments, **named))
+        raise MemoryError("stands for any failure")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "begin", fails)
+        with pytest.raises(MemoryError):
+            training.backward()
+    assert len(begun) == 1
+    assert not training.opt._engine.stepping
+    training.opt.zero_grad()
+    training.step()
+    assert training.opt.stats()["overlap"]["redone"] == {"failure": 1}
+    training.opt.close()
+
+
+def test_a_guess_that_fails_as_it_is_confirmed(tmp_path, monkeypatch):
+    """Parameters that were held back may be written by then. They get their old values again."""
+    training = Training(tmp_path, BACKWARD, latency="50us", patient=True)
+    training.step()
+    training.step()
+    training.backward()
+    kept, pushed = [*training.model.parameters()], np.array(training.opt._mode._early._guess.pushed, np.uint32)
+    before, release = [checksum(p) for p in kept], Engine.release
+
+    def fails(engine, *arguments):
+        release(engine, *arguments)
+        engine.params_ready(pushed, wait=True)
+        assert [checksum(p) for p in kept] != before
+        raise CSDOSError(errno.EIO, "stands for any failure")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "release", fails)
+        with pytest.raises(CSDOSError, match="stands for"):
+            training.opt.step()
+    assert [checksum(p) for p in kept] == before
+    training.opt.zero_grad()
+    training.step()
     training.opt.close()
 
 

@@ -12,7 +12,7 @@ from support.twins import assert_twins
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from csd_optim.step.run import StepRunner
+from csd_optim.step.live import LiveStep
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -47,7 +47,7 @@ WRAPS = {
 
 def histories_on_ranks(rank, kind, seeds):
     """Returns the number of steps that landed after step() had returned."""
-    with mock.patch.object(StepRunner, "launch", autospec=True, side_effect=StepRunner.launch) as launched:
+    with mock.patch.object(LiveStep, "land", autospec=True, side_effect=LiveStep.land) as landed:
         for seed in seeds:
             choose = random.Random(-1 - seed)
             options = {"dtype": choose.choice([torch.float32, torch.bfloat16]), "devices": choose.choice([1, 2])}
@@ -57,7 +57,7 @@ def histories_on_ranks(rank, kind, seeds):
             directory.mkdir()
             options |= {"wrap": WRAPS[kind], "rank": rank, "sharded": "FSDP2" in kind}
             assert_twins(directory, {}, History(seed), **options).opt.close()
-    return launched.call_count
+    return landed.call_count
 
 
 @pytest.mark.ci
