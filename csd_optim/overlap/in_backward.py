@@ -26,6 +26,7 @@ from ..params.groups import Groups, hyperparameters_of, members, name_of
 from ..params.param_state import ParamState
 from ..params.strides import flat
 from ..signals import defer_signals
+from ..step.live import LiveStep, Phase
 from ..step.prepare import GradOptions, PreparedStep
 from ..step.run import StepRunner
 from ..step.staging import NOTHING, Flow
@@ -117,7 +118,7 @@ class StepsInBackward(ConcurrentMode):
     def _reset(self) -> None:
         """Reset all state: no step is under way."""
         self.active: bool = False
-        self._step: PreparedStep | None = None
+        self._live: LiveStep | None = None
         self._task, self._is_backward_done = -1, False  # torch's number of the backward; whether it has ended
         self._no_backward = threading.Event()  # set if no backward is under way: it has ended or failed
         self._no_backward.set()
@@ -163,9 +164,9 @@ class StepsInBackward(ConcurrentMode):
             if task == self._aborted_task:  # the step of this backward was undone already
                 raise CSDRuntimeError(_AGAIN)
             try:
-                if self._step and task != self._task:
+                if self._live and task != self._task:
                     raise CSDRuntimeError(_AGAIN)
-                if self._step is None:
+                if self._live is None:
                     self._begin(prepare, task)
                 self._take(p, p.grad)
                 self._free_gradients()
@@ -175,7 +176,7 @@ class StepsInBackward(ConcurrentMode):
 
     def _begin(self, prepare: Prepare, task: int) -> None:
         engine = self._engine
-        with defer_signals():  # no Ctrl-C between the start of the step and self._step
+        with defer_signals():
             step, record = prepare()
             moved = any(s.param_and_copy or s.grad_dtype is not s.param.dtype for s in step.prepared.values())
             if moved or step.table["topk"].any():
@@ -188,20 +189,18 @@ class StepsInBackward(ConcurrentMode):
             has_grad = step.table["grad"][self._pieces.all["param"]] != 0
             np.add.at(self._missing, self._pieces.all["tile"][has_grad], 1)
             self._waited, self._early_elems = 0.0, 0
-            self._step, self._task, self.active = step, task, True
+            self._live, self._task, self.active = LiveStep(self._runner, engine, step, record), task, True
             no_backward = threading.Event()
             end = _BackwardEnd(self, task, no_backward)
             # In this order: a reader on another thread that finds the event takes `end` for gone without the other one.
             self._backward_end, self._no_backward = weakref.ref(end), no_backward
-            self._runner.has_updated = self._runner.in_flight = True
-            tiles = engine.begin(step.table, step.hypers, step.tiles, record, order=AS_PUSHED)
-            engine.is_speculative, engine.kept_alive = True, self._lent
+            self._live.begin(Phase.OPEN, order=AS_PUSHED, kept_alive=self._lent)
             if step.ring:
                 step.ring.begin(step.prepared, step.given)
                 self._images, self._flow = frozenset(step.images), Flow(step.ring, engine, on_copied=self._note_copied)
             if step.given and step.near:
                 step.given.set_updates(step.near, NOTHING)
-            self._to_push = dict.fromkeys(tiles.tolist())
+            self._to_push = dict.fromkeys(self._live.tiles.tolist())
             torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
 
     def _take(self, p: torch.Tensor, grad: torch.Tensor) -> None:
@@ -222,7 +221,7 @@ class StepsInBackward(ConcurrentMode):
         self._taken[id(p)] = Taken(param_state, param_state.version_now)
         p.grad = TakenGradient(p)
         grad = grad.detach().resolve_neg().contiguous()
-        near = self._step.near if self._step else None
+        near = self._live.step.near if self._live else None
         if near and param_state.index in near.rows:
             near.launch_one(param_state.index, grad, timed=self._engine.near_spans is not None)
             self._hand_over(param_state.index, None)
@@ -244,8 +243,8 @@ class StepsInBackward(ConcurrentMode):
                 copies = lacks and n < grad.numel()
                 parts[row] = Part(flat(grad)[first : first + n].clone(), first) if copies else Part(grad, 0)
             (self._parts if lacks else complete)[tile] = parts
-        if self._step and self._step.ring and grad is not None and is_on_accelerator(grad):
-            self._step.ring.wait_for_current(grad.device)
+        if self._live and (ring := self._live.step.ring) and grad is not None and is_on_accelerator(grad):
+            ring.wait_for_current(grad.device)
         for tile, parts in complete.items():
             self._push(tile, parts)
         read = [tile for tile in complete if tile not in self._images]
@@ -273,14 +272,14 @@ class StepsInBackward(ConcurrentMode):
 
     def _sources_of(self, rows: list[int], parts: dict[int, Part]) -> dict[int, GradSource]:
         """Return the gradient sources, by row, of a tile that travels through a staging buffer."""
-        assert self._step
-        sources = {}
+        assert self._live
+        prepared, sources = self._live.step.prepared, {}
         for row in rows:
             if row in parts:
                 part = parts[row]
-                sources[row] = dataclasses.replace(self._step.prepared[row], grad=flat(part.grad), first=part.first)
-            elif row in self._step.prepared:
-                sources[row] = dataclasses.replace(self._step.prepared[row], is_dropped=True)
+                sources[row] = dataclasses.replace(prepared[row], grad=flat(part.grad), first=part.first)
+            elif row in prepared:
+                sources[row] = dataclasses.replace(prepared[row], is_dropped=True)
         return sources
 
     def _note_copied(self, tile: int, sources: Mapping[int, GradSource]) -> None:
@@ -329,7 +328,7 @@ class StepsInBackward(ConcurrentMode):
             return
         with self._engine.lock:
             self._runner.finish_undo()
-            if self._step is None:
+            if self._live is None:
                 return
             if not self._is_backward_done or not self._gradients_cleared():
                 raise CSDRuntimeError(_CHANGED)
@@ -362,11 +361,11 @@ class StepsInBackward(ConcurrentMode):
     def abandon(self) -> None:
         """Undo the step: parameters and states are those before backward; gradients that were taken are lost.
 
-        Raises what StepRunner.undo() raises.
+        Raises what LiveStep.undo() raises.
         """
         with defer_signals(), self._engine.lock, torch.no_grad():
-            step, taken, flow = self._step, self._taken, self._flow
-            if step is None:
+            live, taken, flow = self._live, self._taken, self._flow
+            if live is None:
                 return
             lent, parts = self._lent, self._parts  # the engine reads these gradients until the step is undone
             if not self._is_backward_done:
@@ -375,10 +374,9 @@ class StepsInBackward(ConcurrentMode):
             self.active, self._taken = True, taken  # so that a read on another thread waits in settle()
             try:
                 with contextlib.ExitStack() as last:
-                    if self._engine.stepping:
-                        last.callback(self._runner.undo, self._engine, step)  # also if the accelerator fails
-                    if flow and step.ring:
-                        step.ring.join()  # what is being copied to parameters arrives before they are restored
+                    last.callback(live.undo)  # also if the accelerator fails
+                    if flow and live.step.ring:
+                        live.step.ring.join()  # what is being copied to parameters arrives before they are restored
             finally:
                 self._clear_placeholders(taken)
                 self._engine.kept_alive = None
@@ -396,14 +394,14 @@ class StepsInBackward(ConcurrentMode):
 
     @property
     def under_way(self) -> bool:
-        return self._step is not None
+        return self._live is not None
 
     def before_step(self, *, skips: bool, scaled: bool) -> None:
         """Undo the step, and raise CSDRuntimeError, if step() cannot take it: see _mismatch()."""
         if self._spans:
             self._spans.append_spans()
         self._wait_for_failure()
-        if self._step and self._is_backward_done and self._gradients_cleared():
+        if self._live and self._is_backward_done and self._gradients_cleared():
             self.abandon()
         if why := self._mismatch(scaled=scaled):
             self.abandon()
@@ -418,7 +416,7 @@ class StepsInBackward(ConcurrentMode):
             for i, p in enumerate(list.__iter__(group["params"]))
             if p.grad is not None
         ]
-        if self._step is None:
+        if self._live is None:
             old = [name for name, p in has_grad if isinstance(p.grad, TakenGradient)]
             return f"an earlier step has used the gradient of {old[0]}: call zero_grad() between steps" if old else ""
         if not self._is_backward_done:
@@ -441,19 +439,14 @@ class StepsInBackward(ConcurrentMode):
 
     def end_step(self, record: Record | None) -> None:
         """Complete the step with the tiles that were not pushed in backward; undo it if that fails."""
-        step, engine = self._step, self._engine
-        assert step is not None
+        live, engine = self._live, self._engine
+        assert live is not None
+        step = live.step
         self._early_elems = sum(map(engine.elems_of, self._tiles))
         fired = {taken.param_state.index for taken in self._taken.values()}
         without = [b.index for b in step.plan.param_states if b.index not in fired]
         try:
-            step.steps[without] -= 1
-            step.table["grad"][without] = 0
-            if step.given:
-                step.given.updated = step.given.updated.difference(without)
-            engine.decoded.enter_in_table(step.table)
-            engine.committer.reserve(record)
-            engine.drop_grads(without)
+            live.request(record, without)
             for tile in list(self._to_push):
                 self._push(tile, self._parts.get(tile, {}))
             if self._flow and step.ring:
@@ -462,11 +455,11 @@ class StepsInBackward(ConcurrentMode):
                 step.ring.join()
             took_part = [b for b in step.plan.param_states if b.index in fired]
             step.plan = dataclasses.replace(step.plan, params=[b.param for b in took_part], param_states=took_part)
-            self._runner.land(engine, step, record)
+            live.land()
         except BaseException:
             self.abandon()
             raise
-        self._runner.mark_synced(step)
+        live.mark_synced()
         engine.tile_rank = np.full(engine.n_tiles, NEVER)  # the next backward makes gradients in the same order
         engine.tile_rank[self._tiles] = np.arange(len(self._tiles))
         engine.kept_alive = None

@@ -12,7 +12,7 @@ Only this module and undo.py call begin(), release(), finish() and undo_last() o
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
 from typing import Any
 
@@ -29,7 +29,7 @@ from .all_gather import ParamAllGather
 from .prepare import PreparedStep
 from .run import StepRunner
 from .staging import NOTHING
-from .undo import undo_states
+from .undo import Undo, undo_states
 
 
 class Phase(Enum):
@@ -116,10 +116,22 @@ class LiveStep:
         if step.given and step.ring:
             step.ring.begin(step.prepared, step.given)
 
-    def request(self, record: Record | None) -> None:
-        """OPEN to STEP; without tiles it stays READY. Raises CSDOSError if the store has no room for the commit."""
+    def request(self, record: Record | None, without: Sequence[int] = ()) -> None:
+        """OPEN to STEP; without tiles it stays READY. Call it before any tile of the rows `without` is pushed.
+
+        `without`: rows that get no gradient after all. Raises CSDOSError if the store has no room for the commit.
+        """
         assert self.phase is Phase.OPEN or not len(self.step.tiles)
-        self._engine.committer.reserve(record)
+        engine, step = self._engine, self.step
+        if without:
+            step.steps[without] -= 1
+            step.table["grad"][without] = 0
+            if step.given:
+                step.given.updated = step.given.updated.difference(without)
+            engine.decoded.enter_in_table(step.table)  # masters that were written there outlive this step
+        engine.committer.reserve(record)
+        if without:
+            engine.drop_grads(without)
         self._record = record
         if self.phase is Phase.OPEN:
             self.phase = Phase.STEP
@@ -286,7 +298,7 @@ class LiveStep:
                     with contextlib.suppress(CSDError):  # why the guess has failed, if it has
                         engine.finish(keep=False)
             elif (has_begun and not engine.closed) or exchanged:
-                runner.undo(engine, self.step, has_begun=has_begun, gather=exchanged)
+                runner.undo(Undo(engine, runner.state_map, self.step, has_begun=has_begun, gather=exchanged))
 
     def take_back(self) -> None:
         """LANDED or FAILED to UNDONE, because it has failed on some rank. Raises what undo() raises.
@@ -298,7 +310,7 @@ class LiveStep:
             landed = self.phase is Phase.LANDED
             self.phase = Phase.UNDONE
             self._runner.steps_taken -= landed
-            self._runner.undo(self._engine, self.step, landed=landed)
+            self._runner.undo(Undo(self._engine, self._runner.state_map, self.step, landed=landed))
 
     @property
     def is_undone(self) -> bool:

@@ -1,11 +1,10 @@
-"""The execution of a prepared step: tiles flow through the devices and the step is committed, or all is restored."""
+"""What a step needs before it begins, and what outlives it: staging buffers, counts, and an undo that is not over."""
 
 from __future__ import annotations
 
 import errno
 import os
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -33,14 +32,8 @@ from .staging import BUFFERS_PER_DEVICE, StagingRing
 from .undo import Undo
 
 
-def _exhaust(work: Iterator[None]) -> None:
-    """Run an iterator to its end."""
-    for _ in work:
-        pass
-
-
 class StepRunner:
-    """Takes the steps of one optimizer."""
+    """What the steps of one optimizer share: see LiveStep."""
 
     def __init__(self, state_map: StateMap, ranks: Ranks | None) -> None:
         self.state_map, self.ranks = state_map, ranks
@@ -81,36 +74,6 @@ class StepRunner:
             if not one_by_one:
                 step.near.allocate()
 
-    def _complete(self, engine: Engine, step: PreparedStep, record: Record | None) -> None:
-        """Update residuals after a complete step, and commit it."""
-        self.near = step.near
-        self.has_updated |= step.near is not None
-        if step.given and step.near:
-            step.given.keep()
-            step.near.commit_bytes = step.given.nbytes
-        self.state_map.mark_filled()
-        self.steps_taken += 1
-        try:
-            if step.ring is not None:
-                step.ring.feed_back()
-        finally:  # the step is complete even if the update of its residuals fails
-            torch.autograd.graph.increment_version([b.windows["residual"] for b in step.with_residual])
-            if not step.error_feedback:
-                self.state_map.drop_residual(engine, step.plan.param_states)
-            elif step.unscaled:
-                all_sent = [b for b in step.with_residual if step.table["topk"][b.index] == 1]
-                self.state_map.drop_residual(engine, all_sent)
-            for extent, own in zip(engine.extents, engine.steps, strict=True):
-                own[:] = step.steps[extent.first_param : extent.first_param + len(own)]
-            engine.commit(record)
-
-    @staticmethod
-    def mark_synced(step: PreparedStep) -> None:
-        """Count the step's writes to its parameters. Any later write is one from outside."""
-        torch.autograd.graph.increment_version(step.plan.params)
-        for param_state in (*step.written, *step.plan.param_states):
-            param_state.mark_synced()
-
     # ---- a step that lands later: see overlap/ -----------------------------------------
 
     def can_land_later(self, engine: Engine, step: PreparedStep) -> bool:
@@ -129,18 +92,6 @@ class StepRunner:
         written = step.written or engine.windows.written or engine.decoded.masters_written
         return not (has_residuals or written)
 
-    def land(self, engine: Engine, step: PreparedStep, record: Record | None) -> None:
-        """Wait until the step is complete, and commit it. On any failure everything is restored."""
-        try:
-            self._note_near(engine, step)
-            engine.finish()
-        except BaseException:
-            self.undo(engine, step)
-            raise
-        if step.near:
-            step.near.end()
-        self._complete(engine, step, record)
-
     def run_without_gradients(self, engine: Engine, groups: Groups, record: Record | None) -> None:
         """Count and commit a step of the other ranks, for which this rank has no gradients."""
         with all_ranks_or_none(self.ranks):
@@ -150,29 +101,11 @@ class StepRunner:
         self.state_map.describe(engine, groups)
         engine.commit(record)
 
-    @staticmethod
-    def _note_near(engine: Engine, step: PreparedStep) -> None:
-        """Add the updates on the accelerator to the timeline."""
-        if step.near and engine.near_spans is not None:
-            engine.near_spans += step.near.spans
-
     # ---- undo ------------------------------------------------------------------------
 
-    def undo(
-        self,
-        engine: Engine,
-        step: PreparedStep,
-        *,
-        has_begun: bool = True,
-        gather: ParamAllGather | None = None,
-        landed: bool | None = None,
-    ) -> None:
-        """Restore everything; see Undo for the arguments. If finish() has failed, the states are undone already.
-
-        Raises what finish_undo() raises.
-        """
-        # Set before anything is undone: whatever interrupts it, everybody finishes it before parameters are read.
-        self.undoing = Undo(engine, self.state_map, step, has_begun=has_begun, gather=gather, landed=landed)
+    def undo(self, undo: Undo) -> None:
+        """Undo a step. Raises what finish_undo() raises."""
+        self.undoing = undo  # whatever interrupts it, everybody finishes it before parameters are read
         self.in_flight = True  # the windows may show states of the undone step
         self.finish_undo(collective=True)
 

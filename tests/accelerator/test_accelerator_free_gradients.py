@@ -11,7 +11,7 @@ from support.twins import Twin, assert_twins
 
 from csd_optim import CSDOSError, CSDRuntimeError
 from csd_optim.engine.engine import Engine
-from csd_optim.step.run import StepRunner
+from csd_optim.step.live import LiveStep
 from csd_optim.step.staging import StagingRing
 
 pytestmark = pytest.mark.accelerator
@@ -144,7 +144,7 @@ def test_nobody_waits_for_ever_for_a_step_that_cannot_be_undone(tmp_path, monkey
 
     training.model[1].inner.weight.register_hook(breaks)
     with monkeypatch.context() as patch:
-        patch.setattr(StepRunner, "undo", fails)
+        patch.setattr(LiveStep, "undo", fails)
         with pytest.raises(ZeroDivisionError):
             training.backward()
         assert gone[0].wait(60)

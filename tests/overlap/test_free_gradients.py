@@ -17,7 +17,7 @@ from torch import nn
 from csd_optim import CSDAdam, CSDError, CSDRuntimeError, CSDTypeError, CSDValueError
 from csd_optim.engine.engine import Engine
 from csd_optim.overlap.in_backward import StepsInBackward
-from csd_optim.step.run import StepRunner
+from csd_optim.step.live import LiveStep
 
 FREE = {"free_gradients": True}
 INPLACE = "modified by an inplace operation"  # torch raises it before we do
@@ -506,7 +506,7 @@ def test_who_comes_while_another_thread_undoes_a_step_waits(tmp_path, monkeypatc
     """A thread of autograd undoes the step of a backward that has failed on an accelerator."""
     training = Twin(tmp_path, FREE)
     training.step()
-    undo, began, goes_on, order = StepRunner.undo, threading.Event(), threading.Event(), []
+    undo, began, goes_on, order = LiveStep.undo, threading.Event(), threading.Event(), []
 
     def undoes(*arguments):
         began.set()
@@ -523,7 +523,7 @@ def test_who_comes_while_another_thread_undoes_a_step_waits(tmp_path, monkeypatc
             fails_in_backward(training)
 
     with monkeypatch.context() as patch:
-        patch.setattr(StepRunner, "undo", undoes)
+        patch.setattr(LiveStep, "undo", undoes)
         failed = threading.Thread(target=fails)
         failed.start()
         assert began.wait(60)
