@@ -14,7 +14,7 @@ from ..engine.pieces import Pieces
 from ..params.param_state import ParamState
 from ..params.state_map import StateMap
 from ..params.strides import same_order
-from ..step.live import LiveStep, Phase
+from ..step.live import Countdown, LiveStep, Phase
 from ..step.prepare import PreparedStep
 from ..step.staging import StagingBuffer
 from ..store.format import Record
@@ -47,20 +47,20 @@ class Guess:
         self.live: LiveStep = live
         self.step: PreparedStep = live.step
         step = live.step
-        self.pushed: list[int] = []
         self._engine, self._state_map = engine, state_map
         self._hold, self._hold_used = hold, 0  # bytes
         self._grads: dict[int, torch.Tensor] = {}  # final ones, by row
         self._ready_events: dict[int, Any] = {}  # by row: event after which the gradient, on an accelerator, is ready
         self._images = EarlyImages(engine, state_map, step, pusher)
         self._tiles_of: dict[int, list[int]] = {}  # by row: tiles that may be pushed in backward
-        self._missing = dict.fromkeys(early.tolist(), 0)  # by tile: number of gradients that are not final yet
+        missing = np.zeros(pieces.n_tiles, np.int64)  # by tile: number of gradients that are not final yet
         rows, tiles = pieces.all["param"], pieces.all["tile"]
         pushable = [tile for tile in early.tolist() if tile not in self._images.tiles or self._images.can_push(tile)]
         awaited = (step.table["grad"][rows] != 0) & np.isin(tiles, pushable)
         for row, tile in {*zip(rows[awaited].tolist(), tiles[awaited].tolist(), strict=True)}:
             self._tiles_of.setdefault(row, []).append(tile)
-            self._missing[tile] += 1
+            missing[tile] += 1
+        self._countdown = Countdown(missing, early.tolist())
         self._far = {row for row, source in step.prepared.items() if source.is_on_accelerator}
         self._versions_before = self._state_versions()
         self._order = np.concatenate([early, late])
@@ -68,6 +68,11 @@ class Guess:
     def begin(self) -> None:
         """Begin the step. Raises what Engine.begin() raises."""
         self.live.begin(Phase.GUESS, tiles=self._order, order=SAME_ORDER, kept_alive=self._hold)
+
+    @property
+    def pushed(self) -> list[int]:
+        """The tiles that were pushed in backward, in this order."""
+        return self._countdown.pushed
 
     # ---- in backward -----------------------------------------------------------
 
@@ -83,10 +88,8 @@ class Guess:
         self._grads[row] = grad
         if ready_event is not None:
             self._ready_events[row] = ready_event
-        for tile in self._tiles_of[row]:
-            self._missing[tile] -= 1
-            if not self._missing[tile]:
-                self._push(tile)
+        for tile in self._countdown.arrive(self._tiles_of[row]):
+            self._push(tile)
 
     def _push(self, tile: int) -> None:
         is_image = tile in self._images.tiles
@@ -102,7 +105,7 @@ class Guess:
             addresses = [self._grads[row].data_ptr() if row in self._grads else 0 for row in rows]
             self._engine.push_early(tile, addresses, self._hold.data_ptr() + self._hold_used)
         self._hold_used += size
-        self.pushed.append(tile)
+        self._countdown.note_pushed(tile)
 
     # ---- in step() -------------------------------------------------------------
 

@@ -26,13 +26,12 @@ from ..params.groups import Groups, hyperparameters_of, members, name_of
 from ..params.param_state import ParamState
 from ..params.strides import flat
 from ..signals import defer_signals
-from ..step.live import LiveStep, Phase
+from ..step.live import Countdown, LiveStep, Phase
 from ..step.prepare import GradOptions, PreparedStep
 from ..step.run import StepRunner
 from ..step.staging import NOTHING, Flow
 from ..store.format import Record
 from .mode import ConcurrentMode
-from .order import NEVER
 from .taken import TakenGradient
 
 _CHANGED = (
@@ -127,9 +126,7 @@ class StepsInBackward(ConcurrentMode):
         self._awaited: dict[int, ParamState] = {}  # by id of the parameter: all that may take part
         self._taken: dict[int, Taken] = {}  # likewise: those whose gradients the step has taken
         self._pieces: Pieces | None = None
-        self._to_push: dict[int, None] = {}  # tiles not pushed yet
-        self._tiles: list[int] = []  # tiles pushed, in this order
-        self._missing = np.zeros(0, np.int64)  # by tile: number of gradients it still lacks
+        self._countdown = Countdown(np.zeros(0, np.int64), ())  # of gradients
         self._parts: dict[int, dict[int, Part]] = {}  # by tile that lacks gradients, then by row: those it has
         self._lent: deque[Lent] = deque()
         self._lent_bytes = 0  # of the gradients in _lent, and of those to be copied to images
@@ -185,9 +182,9 @@ class StepsInBackward(ConcurrentMode):
                 )
             self._awaited = {id(b.param): b for b in step.plan.param_states}
             self._constants = [hyperparameters_of(group) for group in self._groups()]
-            self._pieces, self._missing = Pieces(engine), np.zeros(engine.n_tiles, np.int64)
+            self._pieces, missing = Pieces(engine), np.zeros(engine.n_tiles, np.int64)
             has_grad = step.table["grad"][self._pieces.all["param"]] != 0
-            np.add.at(self._missing, self._pieces.all["tile"][has_grad], 1)
+            np.add.at(missing, self._pieces.all["tile"][has_grad], 1)
             self._waited, self._early_elems = 0.0, 0
             self._live, self._task, self.active = LiveStep(self._runner, engine, step, record), task, True
             no_backward = threading.Event()
@@ -200,7 +197,7 @@ class StepsInBackward(ConcurrentMode):
                 self._images, self._flow = frozenset(step.images), Flow(step.ring, engine, on_copied=self._note_copied)
             if step.given and step.near:
                 step.given.set_updates(step.near, NOTHING)
-            self._to_push = dict.fromkeys(self._live.tiles.tolist())
+            self._countdown = Countdown(missing, self._live.tiles.tolist())
             torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
 
     def _take(self, p: torch.Tensor, grad: torch.Tensor) -> None:
@@ -234,10 +231,11 @@ class StepsInBackward(ConcurrentMode):
         `grad` None: the accelerator has used it already.
         """
         assert self._pieces is not None
+        pieces = self._pieces.of(row)
+        self._countdown.arrive(pieces["tile"].tolist())
         complete: dict[int, dict[int, Part]] = {}
-        for _, tile, first, _, n in self._pieces.of(row).tolist():
-            self._missing[tile] -= 1
-            lacks = bool(self._missing[tile])
+        for _, tile, first, _, n in pieces.tolist():
+            lacks = self._countdown.lacks(tile)
             parts = self._parts.pop(tile, {})
             if grad is not None:
                 copies = lacks and n < grad.numel()
@@ -267,8 +265,7 @@ class StepsInBackward(ConcurrentMode):
             self._engine.push_grads(
                 tile, [parts[row].address if row in parts else 0 for row in pieces["param"].tolist()]
             )
-        self._tiles.append(tile)
-        del self._to_push[tile]
+        self._countdown.note_pushed(tile)
 
     def _sources_of(self, rows: list[int], parts: dict[int, Part]) -> dict[int, GradSource]:
         """Return the gradient sources, by row, of a tile that travels through a staging buffer."""
@@ -442,12 +439,12 @@ class StepsInBackward(ConcurrentMode):
         live, engine = self._live, self._engine
         assert live is not None
         step = live.step
-        self._early_elems = sum(map(engine.elems_of, self._tiles))
+        self._early_elems = sum(map(engine.elems_of, self._countdown.pushed))
         fired = {taken.param_state.index for taken in self._taken.values()}
         without = [b.index for b in step.plan.param_states if b.index not in fired]
         try:
             live.request(record, without)
-            for tile in list(self._to_push):
+            for tile in self._countdown.left:
                 self._push(tile, self._parts.get(tile, {}))
             if self._flow and step.ring:
                 while self._flow.advance(wait=True):
@@ -460,8 +457,7 @@ class StepsInBackward(ConcurrentMode):
             self.abandon()
             raise
         live.mark_synced()
-        engine.tile_rank = np.full(engine.n_tiles, NEVER)  # the next backward makes gradients in the same order
-        engine.tile_rank[self._tiles] = np.arange(len(self._tiles))
+        engine.tile_rank = self._countdown.rank()  # the next backward makes gradients in the same order
         engine.kept_alive = None
         self._reset()
 

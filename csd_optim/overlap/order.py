@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..engine.pieces import Pieces
-
-NEVER = np.iinfo(np.int64).max  # rank of a parameter that no noted forward has used
+from ..step.live import NEVER
 
 
 def last_places(pieces: Pieces, n_params: int, flow: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,7 +43,7 @@ from ..distributed.ranks import all_ranks_or_none
 from ..engine.pieces import Pieces
 from ..errors import CSDError, CSDRankError
 from ..params.strides import numel
-from ..step.live import LiveStep, Phase
+from ..step.live import Countdown, LiveStep, Phase
 from ..step.mode import InStep
 from ..step.prepare import PreparedStep, StepPlan, participants
 from ..store.format import Record
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from .arrivals import Arrival
     from .owner import Owner
 
-NEVER = np.iinfo(np.int64).max
 # Fields that a guess and the message of its step have in common; the guess is right if all of them are equal.
 GUESS_FIELDS = ("params", "dtypes", "pushed", "scale", "hyper", "shares", "max_grad_norm")
 
@@ -137,9 +136,7 @@ class Flow(InStep):
         # owner.changed guards the fields below except the lock _engine_use, and is notified when they change.
         self._live: LiveStep | None = None  # the step under way
         self._layout: Layout | None = None  # of that step
-        self._missing_units = np.zeros(0, np.int64)  # by tile: units of gradients that have yet to arrive
-        self._pushed = np.zeros(0, bool)  # by tile: it was pushed to the engine
-        self._push_order: list[int] = []  # tiles in the order in which they were pushed
+        self._countdown = Countdown(np.zeros(0, np.int64), ())  # of units of gradients
         self._failure: CSDError | None = None
         self._is_over = False  # the step is complete, or undone
         self._engine_use = threading.Lock()  # held by the sending thread while it uses the engine
@@ -188,23 +185,22 @@ class Flow(InStep):
         if len(step.tiles):
             self._live.begin(Phase.OPEN, order=AS_PUSHED, kept_alive=step)
         with owner.changed:
-            self._layout, self._missing_units = layout, layout.needed_units.copy()
-            self._pushed = np.zeros(engine.n_tiles, bool)
+            self._layout = layout
+            self._countdown = Countdown(layout.needed_units, self._live.tiles.tolist())
             assert owner.arrivals
             for arrival in owner.arrivals.all_arrivals():
                 self._count(arrival)
-            self._push(layout.order)
+            self._push(self._countdown.complete(layout.order.tolist()))
             owner.changed.notify_all()
 
     def end_step(self, record: Record | None) -> None:
         live, engine = self._live, self._optimizer._engine
         assert live is not None
-        step = live.step
 
         def pushed() -> None:
             if self._failure:
                 raise self._failure
-            if not self._pushed[step.tiles].all():
+            if self._countdown.left:
                 raise CSDRankError("not all gradients of the step have arrived")
             live.request(record)
 
@@ -214,8 +210,7 @@ class Flow(InStep):
             with self._owner.changed:
                 self._live = None
         engine.kept_alive = None
-        engine.tile_rank = np.full(engine.n_tiles, NEVER)  # expect the next step's gradients in the same order
-        engine.tile_rank[self._push_order] = np.arange(len(self._push_order))
+        engine.tile_rank = self._countdown.rank()  # expect the next step's gradients in the same order
 
     def drain(self, *, collective: bool) -> None:
         self._undo()
@@ -247,25 +242,22 @@ class Flow(InStep):
     def record_arrival(self, arrival: Arrival) -> None:
         """Count a gradient that has arrived, and push the tiles that it completes. The caller holds owner.changed."""
         if self._live is not None and self._layout is not None:
-            self._push(np.unique(self._count(arrival)))
+            self._push(self._count(arrival))
 
-    def _count(self, arrival: Arrival) -> np.ndarray[Any, Any]:
-        """Count an arrival. Returns the tiles that contain part of it; none if it does not belong to this step."""
+    def _count(self, arrival: Arrival) -> list[int]:
+        """Count an arrival. Returns the tiles that it completes; none if it does not belong to this step."""
         assert self._layout
         if self._gradients.get(arrival.param) != (arrival.backward, arrival.dtype):
-            return np.zeros(0, np.int64)
+            return []
         tiles, units = self._layout.rows[arrival.param].tiles(arrival.block)
-        np.subtract.at(self._missing_units, tiles, units)
-        return tiles
+        return sorted(self._countdown.arrive(tiles.tolist(), units.tolist()))
 
-    def _push(self, tiles: np.ndarray[Any, Any]) -> None:
-        """Push those of these tiles whose gradients are complete to the engine."""
-        engine = self._optimizer._engine
+    def _push(self, tiles: Iterable[int]) -> None:
+        """Push tiles whose gradients are complete to the engine."""
         try:
-            for tile in tiles[(self._missing_units[tiles] == 0) & ~self._pushed[tiles]].tolist():
-                engine.push(tile)
-                self._pushed[tile] = True
-                self._push_order.append(tile)
+            for tile in tiles:
+                self._optimizer._engine.push(tile)
+                self._countdown.note_pushed(tile)
         except CSDError as e:
             self._failure = self._failure or e
 
@@ -279,7 +271,7 @@ class Flow(InStep):
             if self._layout is None or self._is_over:
                 return
             tiles = self._layout.tiles_of(bucket)
-            changed.wait_for(lambda: self._is_over or bool(self._pushed[tiles].all()))
+            changed.wait_for(lambda: self._is_over or self._countdown.were_pushed(tiles.tolist()))
             if self._is_over:
                 return
         with self._engine_use:

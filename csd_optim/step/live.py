@@ -1,4 +1,6 @@
-"""One step under way: its phases, and how it is kept or undone. Whoever drives a step decides only when it does what.
+"""One step under way: its phases, how it is kept or undone, and which of its tiles still lack gradients.
+
+Whoever drives a step decides only when it does what, and carries the gradients to the engine.
 
     READY ── begin ──> GUESS ── confirm ──> STEP ── land ──> KEPT            one process, or ranks that voted in run()
       │                OPEN  ── request ──>  │  └── land ──> LANDED ── keep ──> KEPT           ranks that meet later
@@ -12,8 +14,9 @@ Only this module and undo.py call begin(), release(), finish() and undo_last() o
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum, auto
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -30,6 +33,53 @@ from .prepare import PreparedStep
 from .run import StepRunner
 from .staging import NOTHING
 from .undo import Undo, undo_states
+
+NEVER = np.iinfo(np.int64).max  # rank of a tile of which nobody knows when it is needed
+
+
+class Countdown:
+    """Which tiles of a step still lack gradients, and in which order they were pushed.
+
+    Counts units of which each tile needs a number, such as pieces or elements. Python integers: most gradients have few
+    tiles, for which NumPy takes longer.
+    """
+
+    def __init__(self, needed: np.ndarray[Any, Any], tiles: Iterable[int]) -> None:
+        """`needed`: units by tile of the engine, int64. `tiles`: those of the step, in flow order."""
+        self._missing: list[int] = needed.tolist()
+        self._left = dict.fromkeys(tiles)
+        self.pushed: list[int] = []
+
+    def arrive(self, tiles: Sequence[int], units: Iterable[int] = repeat(1)) -> list[int]:
+        """Count what has arrived: `units` of each of these tiles. Returns complete(tiles)."""
+        for tile, n in zip(tiles, units, strict=False):
+            self._missing[tile] -= n
+        return self.complete(tiles)
+
+    def complete(self, tiles: Iterable[int]) -> list[int]:
+        """Return those of these tiles, each once, that lack nothing and were not pushed yet."""
+        return [tile for tile in dict.fromkeys(tiles) if not self._missing[tile] and tile in self._left]
+
+    def lacks(self, tile: int) -> bool:
+        return bool(self._missing[tile])
+
+    def note_pushed(self, tile: int) -> None:
+        del self._left[tile]
+        self.pushed.append(tile)
+
+    @property
+    def left(self) -> list[int]:
+        """The tiles of the step that were not pushed yet, in flow order."""
+        return [*self._left]
+
+    def were_pushed(self, tiles: Iterable[int]) -> bool:
+        return self._left.keys().isdisjoint(tiles)
+
+    def rank(self) -> np.ndarray[Any, Any]:
+        """Return a tile_rank for the next step, whose gradients are expected in the same order: int64, by tile."""
+        rank = np.full(len(self._missing), NEVER)
+        rank[self.pushed] = np.arange(len(self.pushed))
+        return rank
 
 
 class Phase(Enum):
