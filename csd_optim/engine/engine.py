@@ -59,8 +59,8 @@ class Engine:
         self.step: int = 0  # number of completed steps
         self.record: Record = Record()  # of the last step
         self.stepping: bool = False
-        self.kept_alive: object = None  # keeps alive the host memory or gradients that a step begun in backward uses
-        self.is_speculative: bool = False  # the step in flight began in backward, before step(): see overlap/
+        self.is_speculative: bool = False  # the step in flight has begun before step(): see overlap/
+        self._kept_alive: object = None  # memory that it uses
         self.completed_event: threading.Event | None = None  # set when a thread has completed the step
         self.tile_rank: np.ndarray[Any, Any] | None = None  # int64 per tile: steps go by rising rank; None: to and fro
         self.torn: bool = False  # a step that writes in place was cut short
@@ -313,17 +313,20 @@ class Engine:
         record: Record | None = None,
         *,
         order: int = TO_AND_FRO,
+        is_speculative: bool = False,
+        kept_alive: object = None,
     ) -> np.ndarray[Any, Any]:
         """Begin a step over `tiles`; return all tiles to be pushed, with those that the committer adds.
 
         `record`: for the step's commit. `order`: TO_AND_FRO, SAME_ORDER or AS_PUSHED of bindings.py, see csd_order.
+        `is_speculative`: it begins before step(), and close() undoes it. `kept_alive`: memory that it uses.
         """
         self.check_open()
         self.check_whole()
         tiles = self.committer.before_step(tiles, record)
         self.windows.before_step(tiles)
         self._begin(params, hypers, tiles, order)
-        self.stepping = True
+        self.stepping, self.is_speculative, self._kept_alive = True, is_speculative, kept_alive
         return tiles
 
     def _begin(
@@ -433,6 +436,7 @@ class Engine:
         self.step += keep
 
     def _note_end(self, *, is_undone: bool) -> None:
+        self.stepping, self.is_speculative, self._kept_alive = False, False, None
         self._ended, self._undone = time.perf_counter(), is_undone
 
     def mark_torn(self) -> None:
@@ -445,10 +449,8 @@ class Engine:
             bindings.engine_finish(self.handle, keep, self.name_device)
         except CSDError as e:
             self.torn |= isinstance(e, CSDTornError)
-            self.stepping = self.is_speculative = False
             self._note_end(is_undone=True)
             raise
-        self.stepping = self.is_speculative = False
         self._note_end(is_undone=not keep)
         if keep:
             self.step += 1

@@ -86,8 +86,7 @@ class EarlySteps:
         self._pusher.shutdown(wait=False)
         for hook in self._hooks:
             hook.remove()
-        # Frees both now, not at the next garbage collection.
-        self._engine.kept_alive, self._hold = None, self._hold.new_empty(0)
+        self._hold = self._hold.new_empty(0)  # frees it now, not at the next garbage collection
 
     def _give_up(self) -> None:
         """Give up the guess: the optimizer was dropped; its engine will close now, perhaps on the background thread."""

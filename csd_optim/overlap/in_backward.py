@@ -376,7 +376,6 @@ class StepsInBackward(ConcurrentMode):
                         live.step.ring.join()  # what is being copied to parameters arrives before they are restored
             finally:
                 self._clear_placeholders(taken)
-                self._engine.kept_alive = None
                 lent.clear()
                 parts.clear()
                 self.active, self._taken = self._runner.undoing is not None, {}
@@ -458,7 +457,6 @@ class StepsInBackward(ConcurrentMode):
             raise
         live.mark_synced()
         engine.tile_rank = self._countdown.rank()  # the next backward makes gradients in the same order
-        engine.kept_alive = None
         self._reset()
 
     def note_undo(self) -> None:

@@ -209,7 +209,6 @@ class Flow(InStep):
         finally:
             with self._owner.changed:
                 self._live = None
-        engine.kept_alive = None
         engine.tile_rank = self._countdown.rank()  # expect the next step's gradients in the same order
 
     def drain(self, *, collective: bool) -> None:
@@ -235,7 +234,6 @@ class Flow(InStep):
             live, self._live = self._live, None
         if live is not None:
             live.undo()
-            self._optimizer._engine.kept_alive = None
 
     # ---- on threads that receive ------------------------------------------------------
 

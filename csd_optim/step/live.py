@@ -120,19 +120,24 @@ class LiveStep:
         """READY to `phase`. Raises what Engine.begin() raises; then it is READY still, unless the devices have begun.
 
         `tiles`: those of the step, in another order. `order`: as in Engine.begin(); None: the usual one.
-        `kept_alive`: memory that the engine uses while the step is not requested.
+        `kept_alive`: memory that the engine uses until the end.
         """
         engine, step = self._engine, self.step
         if order is None:
             order = TO_AND_FRO if engine.tile_rank is None else SAME_ORDER
-        tiles = step.tiles if tiles is None else tiles
         try:
-            self.tiles = engine.begin(step.table, step.hypers, tiles, self._record, order=order)
+            self.tiles = engine.begin(
+                step.table,
+                step.hypers,
+                step.tiles if tiles is None else tiles,
+                self._record,
+                order=order,
+                is_speculative=phase is not Phase.STEP,
+                kept_alive=kept_alive,
+            )
         finally:
             if engine.stepping:
                 self.phase = phase
-                if phase is not Phase.STEP:
-                    engine.is_speculative, engine.kept_alive = True, kept_alive
         self._runner.in_flight = True  # reading states waits: codes are not decoded during a step
         if phase is not Phase.GUESS:
             self._runner.has_updated = True

@@ -830,7 +830,7 @@ def test_it_leaves_no_trace(tmp_path):
         assert type(module._parameters) is dict
         assert not module._forward_pre_hooks
     assert not any(p._post_accumulate_grad_hooks for p in training.model.parameters())
-    assert engine_of(training.opt).kept_alive is None
+    assert engine_of(training.opt)._kept_alive is None
     training.step()
     assert training.model[0].inner.weight.grad is None
     training.opt.close()

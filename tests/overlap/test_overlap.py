@@ -340,7 +340,7 @@ def test_what_is_held_is_let_go_of(tmp_path):
     training = Twin(tmp_path, {"backward": True, "hold": "1MB"}, latency="100us", patient=True)
     for _ in range(4):
         training.step()
-    hold = weakref.ref(engine_of(training.opt).kept_alive)
+    hold = weakref.ref(mode_of(training.opt)._early._hold)
     assert hold() is not None
     training.opt.overlap(None)
     assert hold() is None
