@@ -224,7 +224,7 @@ class CSDOptimizer(Optimizer, Joinable):
         self.user_state: dict[str, Any] = {}
 
     def _adopt_store(self) -> None:
-        engine = self._live_engine
+        engine = self._settled_engine()
         found = self._resume.adopt_store(engine, self.param_groups, self._initial_groups, self.grad_dtype)
         if found:
             record, self.user_state = found
@@ -242,9 +242,8 @@ class CSDOptimizer(Optimizer, Joinable):
         # Closes the engine silently if the optimizer is garbage-collected or still open at exit.
         self._finalizer = call_at_end(self, close_quietly, engine)
 
-    @property
-    def _live_engine(self) -> Engine:
-        """The engine, once no step is in flight. For operations that change states, or save those of all ranks.
+    def _settled_engine(self) -> Engine:
+        """Return the engine once no step is in flight: to change states, or to save those of all ranks.
 
         A collective if overlap() is on. Raises CSDRuntimeError if the engine is closed or belongs to another process,
         or the error with which the step in flight failed. Call StepRunner.finish_undo() next.
@@ -388,7 +387,7 @@ class CSDOptimizer(Optimizer, Joinable):
 
         With named directories or overlap(), all ranks call it, and it is durable on all of them or on none.
         """
-        engine = self._live_engine
+        engine = self._settled_engine()
         with engine.all_ranks_or_none():
             self._runner.finish_undo(collective=engine.durable)
             self._check_and_load(engine, state_dict)
@@ -446,7 +445,7 @@ class CSDOptimizer(Optimizer, Joinable):
         At the end all of it is durable, or none of it. With named directories or overlap(), all ranks call it, and an
         error is raised on all of them.
         """
-        engine = self._live_engine
+        engine = self._settled_engine()
         with engine.all_ranks_or_none():
             self._runner.finish_undo(collective=engine.durable)
         with engine.lock, engine.loading():
@@ -569,7 +568,7 @@ class CSDOptimizer(Optimizer, Joinable):
         if backward and free_gradients:
             raise CSDValueError("free_gradients=True runs the step in backward by itself: leave out backward=True")
         nbytes = parse_bytes(("512MB" if free_gradients else "1GB") if hold is None else str(hold))
-        engine = self._live_engine
+        engine = self._settled_engine()
         self._runner.finish_undo()
         if engine.accelerator and engine.accelerator.alone:
             backward = False  # no gain: on the accelerator the step is queued behind backward in any case
@@ -791,7 +790,7 @@ class CSDOptimizer(Optimizer, Joinable):
         the optimizer is constructed. A no-op if no store was resumed. Raises CSDRuntimeError after a step(),
         CSDStoreError if the parameters no longer fit the store.
         """
-        engine = self._live_engine
+        engine = self._settled_engine()
         self._runner.finish_undo()
         with engine.lock:
             self._resume.restore(engine, self.param_groups, self.grad_dtype)

@@ -65,7 +65,7 @@ class StatesElsewhere(TrainerModel):
         to = None if self._flat else to  # only FSDP1 itself can assemble its shards
         self._forget_consolidated()
         self._fetched_by_all |= to is None
-        engine = self._live_engine
+        engine = self._settled_engine()
         with all_ranks_or_none(self._ranks):
             self._register_params()
         with engine.lock:
@@ -105,7 +105,7 @@ class StatesElsewhere(TrainerModel):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states, as with devices. If they are the tensors without data in `state`, the owners keep theirs."""
-        engine = self._live_engine
+        engine = self._settled_engine()
         shown = self._state_map.state
         is_unchanged = _tensor_ids(state_dict["state"]) == _tensor_ids(shown)
         if self._ranks and len({*self._ranks.gather(is_unchanged)}) > 1:

@@ -145,7 +145,7 @@ class _Trainer(StatesElsewhere):
         self._pull()
 
     def restore(self) -> None:
-        engine = self._live_engine
+        engine = self._settled_engine()
         if self._resumed:
             with engine.lock:
                 self._register_params()

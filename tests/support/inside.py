@@ -12,7 +12,7 @@ def engine_of(opt):
 
 def idle_engine_of(opt):
     """Return the engine when no step is in flight any more; with overlap on ranks, a collective."""
-    return opt._live_engine
+    return opt._settled_engine()
 
 
 def state_map_of(opt):
