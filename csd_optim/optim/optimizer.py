@@ -57,17 +57,11 @@ from ..step.prepare import (
     GradOptions,
     Participants,
     PreparedStep,
-    StepPlan,
     Sums,
-    add_residuals,
-    apply_outside_writes,
-    bind,
     clip_scale,
-    foresee,
     participants,
-    prepare,
 )
-from ..step.run import StepRunner
+from ..step.steps import Steps
 from ..store.file import Mode
 from ..store.format import Record
 from ..store.user_state import checked_user_state
@@ -202,7 +196,7 @@ class CSDOptimizer(Optimizer, Joinable):
         self.sharded = sharded
         self.state_dtype = state_dtype
         self._state_map = StateMap(self._rule, ranks, sharded=sharded, state_dtype=state_dtype)
-        self._runner = StepRunner(self._state_map, ranks)
+        self._steps = Steps(self._state_map, self._rule, ranks)
         self._resume = Resume(self._state_map, ranks)
         # Set if this is an owner's optimizer: the trainers' factor on gradients beside the loss scale; their gradients.
         self._grad_factor = 1.0
@@ -211,7 +205,6 @@ class CSDOptimizer(Optimizer, Joinable):
         self._joined = False  # this rank has no more data and takes part in a step of the other ranks
         self._consolidated_hook: RemovableHandle | None = None  # puts all ranks' states into state_dict()
         Joinable.__init__(self)
-        self._plan: StepPlan | None = None
         self._mode = InStep()
         # The next five describe the last step.
         self._grad_scale = 1.0
@@ -246,7 +239,7 @@ class CSDOptimizer(Optimizer, Joinable):
         """Return the engine once no step is in flight: to change states, or to save those of all ranks.
 
         A collective if overlap() is on. Raises CSDRuntimeError if the engine is closed or belongs to another process,
-        or the error with which the step in flight failed. Call StepRunner.finish_undo() next.
+        or the error with which the step in flight failed. Call Steps.finish_undo() next.
         """
         assert self._engine is not None
         self._engine.check_open()
@@ -263,7 +256,7 @@ class CSDOptimizer(Optimizer, Joinable):
             self._settle(meets=meets)
             with engine.lock:
                 landed = engine.completed_event is None or engine.completed_event.is_set()
-                if landed and not engine.is_speculative and not self._runner.undoing:  # it may fail as we wait here
+                if landed and not engine.is_speculative and not self._steps.undoing:  # it may fail as we wait here
                     yield engine
                     return
 
@@ -276,7 +269,7 @@ class CSDOptimizer(Optimizer, Joinable):
         engine = self._engine
         together = bool(meets and engine and (engine.durable or self._mode.overlaps))
         with engine.all_ranks_or_none() if engine and together else contextlib.nullcontext():
-            self._runner.finish_undo(collective=together)
+            self._steps.finish_undo(collective=together)
 
     # ---- torch's contract ------------------------------------------------------
 
@@ -284,11 +277,11 @@ class CSDOptimizer(Optimizer, Joinable):
     def state(self) -> defaultdict[torch.Tensor, Any]:
         """A plain dict of plain tensors. Reading it first waits for states that are still being written to a device."""
         engine = self._engine
-        self._runner.finish_undo()
-        if self._runner.in_flight and engine is not None and not engine.closed:
+        self._steps.finish_undo()
+        if self._steps.in_flight and engine is not None and not engine.closed:
             with self._settled():
                 engine.remap()
-                self._runner.in_flight = False
+                self._steps.in_flight = False
         return self._state_map.state
 
     @state.setter
@@ -345,7 +338,7 @@ class CSDOptimizer(Optimizer, Joinable):
         self._mode.before_step(skips=self._skipped, scaled=found_inf is not None or grad_scale is not None)
         with defer_signals(), self._noting_undo(), self._awaiting_params(), engine.lock:
             engine.confirm()
-            self._runner.has_updated, self._grad_norm = self._mode.under_way, None
+            self._steps.has_updated, self._grad_norm = self._mode.under_way, None
             scale = None if grad_scale is None else float(grad_scale)
             failure = self._why_undo_fails()
             if failure and not self._ranks:
@@ -358,7 +351,7 @@ class CSDOptimizer(Optimizer, Joinable):
                     sharded=self.sharded,
                     descending=engine.descending,
                     skips=self._skipped,
-                    taken=self._runner.steps_taken,
+                    taken=self._steps.steps_taken,
                     joined=self._joined,
                     overlaps=self._mode.overlaps,
                     scale=scale,
@@ -389,7 +382,7 @@ class CSDOptimizer(Optimizer, Joinable):
         """
         engine = self._settled_engine()
         with engine.all_ranks_or_none():
-            self._runner.finish_undo(collective=engine.durable)
+            self._steps.finish_undo(collective=engine.durable)
             self._check_and_load(engine, state_dict)
         # Some trainers load the model before they construct the optimizer. Then resume has overwritten the loaded
         # parameters with the store's; those not written to since get the values of the loaded masters below.
@@ -447,7 +440,7 @@ class CSDOptimizer(Optimizer, Joinable):
         """
         engine = self._settled_engine()
         with engine.all_ranks_or_none():
-            self._runner.finish_undo(collective=engine.durable)
+            self._steps.finish_undo(collective=engine.durable)
         with engine.lock, engine.loading():
             self._state_map.fill(engine)
             with engine.writing([b.index for b in self._state_map.param_states.values()]):
@@ -569,7 +562,7 @@ class CSDOptimizer(Optimizer, Joinable):
             raise CSDValueError("free_gradients=True runs the step in backward by itself: leave out backward=True")
         nbytes = parse_bytes(("512MB" if free_gradients else "1GB") if hold is None else str(hold))
         engine = self._settled_engine()
-        self._runner.finish_undo()
+        self._steps.finish_undo()
         if engine.accelerator and engine.accelerator.alone:
             backward = False  # no gain: on the accelerator the step is queued behind backward in any case
         if model is not None and self._ranks:
@@ -600,11 +593,11 @@ class CSDOptimizer(Optimizer, Joinable):
 
             if free_gradients:
                 prepare, spans = self._prepare_in_backward, engine.model_spans
-                self._mode = StepsInBackward(engine, self._runner, model, groups, prepare, nbytes, spans)
+                self._mode = StepsInBackward(engine, self._steps, model, groups, prepare, nbytes, spans)
                 return
             self._mode = Overlap(
                 engine,
-                self._runner,
+                self._steps,
                 self._state_map,
                 model,
                 groups,
@@ -629,7 +622,7 @@ class CSDOptimizer(Optimizer, Joinable):
         With overlap(free_gradients=True), raises CSDRuntimeError between backward and step().
         """
         self._mode.settle()
-        self._runner.finish_undo()
+        self._steps.finish_undo()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, as in torch. A step in flight goes on; with `set_to_none=False` this first waits for it."""
@@ -654,7 +647,7 @@ class CSDOptimizer(Optimizer, Joinable):
     def _why_undo_fails(self) -> CSDError | None:
         """Finish the undo of an earlier step. Returns why that is not possible, None if it is. A collective."""
         try:
-            self._runner.finish_undo(collective=True)
+            self._steps.finish_undo(collective=True)
         except CSDError as e:
             return e
         return None
@@ -684,24 +677,18 @@ class CSDOptimizer(Optimizer, Joinable):
         if self._mode.launch(step, record):
             return
         if step is not None:
-            LiveStep(self._runner, engine, step, record).run(descending=self._descending)
+            LiveStep(self._steps, engine, step, record).run(descending=self._descending)
         elif self._ranks is not None:
-            self._runner.run_without_gradients(engine, self.param_groups, record)
+            self._steps.without_gradients(engine, self.param_groups, record)
 
     def _foresee(self) -> tuple[PreparedStep, Record | None] | None:
         """Prepare the next step, assuming that only gradients will change: see foresee(). None: not possible now."""
-        engine, plan = self._engine, self._plan
-        if engine is None or engine.closed or not engine.idle or plan is None or self._resume.pending:
-            return None
-        if self._runner.undoing:
+        engine = self._engine
+        if engine is None or engine.closed or not engine.idle or self._resume.pending:
             return None
         with engine.lock:
-            options = self._grad_options
-            step = foresee(engine, self._rule, self._state_map, plan, self.param_groups, self._grad_scale, options)
+            step = self._steps.foresee(engine, self.param_groups, self._grad_scale, self._grad_options)
             if step is None:
-                return None
-            self._runner.make_ready(engine, step)
-            if not len(step.not_given):  # the accelerator updates everything
                 return None
             return step, self._record(engine) if engine.durable else None
 
@@ -714,7 +701,7 @@ class CSDOptimizer(Optimizer, Joinable):
         assert engine is not None
         engine.check_open()
         self._check_free_gradients()
-        self._runner.finish_undo()
+        self._steps.finish_undo()
         engine.confirm()
         record = self._record(engine) if engine.durable else None
         self._resume.begin_step(engine, self.param_groups)
@@ -742,21 +729,11 @@ class CSDOptimizer(Optimizer, Joinable):
     def _prepare(
         self, engine: Engine, taking_part: Participants, grad_scale: float, *, one_by_one: bool = False
     ) -> PreparedStep | None:
-        """Return a step that is ready to run; None if there is no gradient.
-
-        `one_by_one`: the gradients in `taking_part` are stand-ins; the real ones arrive one after another.
-        """
-        bound = bind(engine, self._state_map, self.param_groups, taking_part, self.grad_dtype, self._plan)
-        if bound is None:
-            return None
-        self._plan = bound.plan
-        step = prepare(engine, self._rule, bound, self.param_groups, grad_scale, self._grad_options)
-        self._mode.compare(step)
-        add_residuals(engine, self._state_map, step)
-        apply_outside_writes(engine, step)
-        self._runner.make_ready(engine, step)
-        self._runner.make_near_ready(engine, step, one_by_one=one_by_one)
-        return step
+        """Return a step that is ready to run; None if there is no gradient: see Steps.prepare()."""
+        compare = self._mode.compare
+        return self._steps.prepare(
+            engine, self.param_groups, taking_part, grad_scale, self._grad_options, compare, one_by_one=one_by_one
+        )
 
     # ---- commit and resume -------------------------------------------------------------
 
@@ -791,7 +768,7 @@ class CSDOptimizer(Optimizer, Joinable):
         CSDStoreError if the parameters no longer fit the store.
         """
         engine = self._settled_engine()
-        self._runner.finish_undo()
+        self._steps.finish_undo()
         with engine.lock:
             self._resume.restore(engine, self.param_groups, self.grad_dtype)
 
@@ -850,19 +827,19 @@ class CSDOptimizer(Optimizer, Joinable):
         with self._settled() as engine:
             engine.wait_writes()
             counters = engine.stats()
-        gather = self._plan.gather if self._plan else None
+        gather = self._steps.plan.gather if self._steps.plan else None
         return describe(
             engine,
             counters,
-            reached_engine=self._runner.has_updated,
+            reached_engine=self._steps.has_updated,
             trained=self._trained_seconds,
             seconds=self._step_seconds,
-            ring_bytes=self._runner.ring.bytes if self._runner.ring else 0,
+            ring_bytes=self._steps.ring.bytes if self._steps.ring else 0,
             gathered_bytes=gather.received_bytes if gather else 0,
             skipped=self._skipped,
             grad_norm=self._grad_norm,
             overlap=self._mode.stats(),
-            near=self._runner.near,
+            near=self._steps.near,
         )
 
     def save(self, path: str | os.PathLike[str], *, wait: bool = True, progress: bool = False) -> Future[Path]:
@@ -913,7 +890,7 @@ class CSDOptimizer(Optimizer, Joinable):
             try:
                 self._mode.close()
                 if not self._engine.closed and self._engine.pid == os.getpid():
-                    self._runner.finish_undo()
+                    self._steps.finish_undo()
             finally:
                 self._engine.close()
 

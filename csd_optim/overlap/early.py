@@ -21,7 +21,7 @@ from ..params.state_map import StateMap
 from ..signals import defer_signals
 from ..step.live import LiveStep, Phase
 from ..step.prepare import Participants, PreparedStep
-from ..step.run import StepRunner
+from ..step.steps import Steps
 from ..store.format import Record
 from ..threads import running_pool
 from .guess import Guess
@@ -43,7 +43,7 @@ class EarlySteps:
     def __init__(
         self,
         engine: Engine,
-        runner: StepRunner,
+        steps: Steps,
         state_map: StateMap,
         params: Iterable[torch.Tensor],
         foresee: Foresee,
@@ -55,7 +55,7 @@ class EarlySteps:
         `may_begin` returns None if no step may begin now. `hold`: host memory (uint8, 1-D) for results that are ready
         before step(); pinned if parameters are on an accelerator.
         """
-        self._engine, self._runner = engine, runner
+        self._engine, self._steps = engine, steps
         self.redone: Counter[str] = Counter()  # wrong guesses, by what was wrong
         self._state_map, self._may_begin, self._hold = state_map, may_begin, hold
         self._foresee = weakref.WeakMethod(foresee)  # type: ignore[arg-type]
@@ -138,7 +138,7 @@ class EarlySteps:
             if step.given:
                 late = np.concatenate([late, step.given.tiles])
             self._began = time.perf_counter()
-            live = LiveStep(self._runner, engine, step, record)
+            live = LiveStep(self._steps, engine, step, record)
             self._guess = Guess(engine, self._state_map, live, early, late, pieces, self._hold, self._pusher)
             self._guess.begin()
         for param_state in step.plan.param_states:  # some gradients were final before the guess could begin

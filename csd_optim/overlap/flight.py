@@ -42,7 +42,8 @@ class Flight:
 
         Raises what a step raises; then undo it.
         """
-        self._engine, self.live, self._pieces, self._early_buffers = engine, live, pieces, early_buffers
+        self.live: LiveStep = live
+        self._engine, self._pieces, self._early_buffers = engine, pieces, early_buffers
         self.failure: BaseException | None = None  # if set, the step is undone, or will be when ranks meet
         self.landed_at: float = 0.0
         self._near = frozenset(live.launch_near())

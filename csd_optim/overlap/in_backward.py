@@ -28,8 +28,8 @@ from ..params.strides import flat
 from ..signals import defer_signals
 from ..step.live import Countdown, LiveStep, Phase
 from ..step.prepare import GradOptions, PreparedStep
-from ..step.run import StepRunner
 from ..step.staging import NOTHING, Flow
+from ..step.steps import Steps
 from ..store.format import Record
 from .mode import ConcurrentMode
 from .taken import TakenGradient
@@ -88,7 +88,7 @@ class StepsInBackward(ConcurrentMode):
     def __init__(
         self,
         engine: Engine,
-        runner: StepRunner,
+        steps: Steps,
         model: torch.nn.Module,
         groups: Callable[[], Groups],
         prepare: Prepare,
@@ -101,7 +101,7 @@ class StepsInBackward(ConcurrentMode):
         `max_lent_bytes`: bytes of gradients that may be in flight; backward waits while there are more.
         """
         super().__init__(model, groups, spans)
-        self._engine, self._runner = engine, runner
+        self._engine, self._steps = engine, steps
         self._prepare = weakref.WeakMethod(prepare)  # type: ignore[arg-type]
         # Finalizers run last made, first called: this one runs before the one that closes the engine.
         self._finalizer = call_at_end(prepare.__self__, self._give_up)  # type: ignore[attr-defined]
@@ -186,7 +186,7 @@ class StepsInBackward(ConcurrentMode):
             has_grad = step.table["grad"][self._pieces.all["param"]] != 0
             np.add.at(missing, self._pieces.all["tile"][has_grad], 1)
             self._waited, self._early_elems = 0.0, 0
-            self._live, self._task, self.active = LiveStep(self._runner, engine, step, record), task, True
+            self._live, self._task, self.active = LiveStep(self._steps, engine, step, record), task, True
             no_backward = threading.Event()
             end = _BackwardEnd(self, task, no_backward)
             # In this order: a reader on another thread that finds the event takes `end` for gone without the other one.
@@ -311,7 +311,7 @@ class StepsInBackward(ConcurrentMode):
         """Prepare to read these parameters: see Arrivals. Raises CSDRuntimeError if one may have changed."""
         if self._engine.closed:  # a new optimizer may have the parameters
             return
-        self._runner.finish_undo()
+        self._steps.finish_undo()
         if any(id(p) in self._taken for p in params):
             self.settle()
 
@@ -324,7 +324,7 @@ class StepsInBackward(ConcurrentMode):
         if self._engine.closed:
             return
         with self._engine.lock:
-            self._runner.finish_undo()
+            self._steps.finish_undo()
             if self._live is None:
                 return
             if not self._is_backward_done or not self._gradients_cleared():
@@ -378,7 +378,7 @@ class StepsInBackward(ConcurrentMode):
                 self._clear_placeholders(taken)
                 lent.clear()
                 parts.clear()
-                self.active, self._taken = self._runner.undoing is not None, {}
+                self.active, self._taken = self._steps.undoing is not None, {}
 
     @staticmethod
     def _clear_placeholders(taken: dict[int, Taken]) -> None:
@@ -460,7 +460,7 @@ class StepsInBackward(ConcurrentMode):
         self._reset()
 
     def note_undo(self) -> None:
-        self.active |= self._runner.undoing is not None
+        self.active |= self._steps.undoing is not None
 
     def stats(self) -> dict[str, Any]:
         return {"waited": self._waited, "early_params": self._early_elems, "redone": {}}

@@ -23,8 +23,8 @@ from ..params.state_map import StateMap
 from ..signals import defer_signals
 from ..step.live import LiveStep
 from ..step.prepare import Participants, PreparedStep
-from ..step.run import StepRunner
 from ..step.staging import StagingBuffer
+from ..step.steps import Steps
 from ..store.format import Record
 from .check import UseCheck
 from .early import EarlySteps, Foresee
@@ -46,7 +46,7 @@ class Overlap(ConcurrentMode):
     def __init__(
         self,
         engine: Engine,
-        runner: StepRunner,
+        steps: Steps,
         state_map: StateMap,
         model: torch.nn.Module,
         groups: Callable[[], Groups],
@@ -61,7 +61,7 @@ class Overlap(ConcurrentMode):
         `foresee`: if given, steps begin in backward. `foresee` and `hold` are those of EarlySteps.
         """
         super().__init__(model, groups, spans)
-        self._engine, self._runner, self._state_map = engine, runner, state_map
+        self._engine, self._steps, self._state_map = engine, steps, state_map
         self._flight: Flight | None = None
         self._together = Together(ranks, engine) if ranks else None
         # By row of a parameter: how many others the current forward used before it. None: not noted any more.
@@ -81,7 +81,7 @@ class Overlap(ConcurrentMode):
         ]
         self._early: EarlySteps | None = None
         if foresee:
-            self._early = EarlySteps(engine, runner, state_map, trainable, foresee, self._may_begin, hold)
+            self._early = EarlySteps(engine, steps, state_map, trainable, foresee, self._may_begin, hold)
 
     def end(self) -> None:
         if self._together:
@@ -122,7 +122,7 @@ class Overlap(ConcurrentMode):
             self._early.compare(step)
 
     def launch(self, step: PreparedStep | None, record: Record | None) -> bool:
-        can = step is not None and self._runner.can_land_later(self._engine, step)
+        can = step is not None and self._steps.can_land_later(self._engine, step)
         if self._together:
             can = self._together.all_can(can and bool(self._nets.reached))
         if can and step is not None:
@@ -138,7 +138,7 @@ class Overlap(ConcurrentMode):
         self._note_order()
         self._waited, self._early_elems = 0.0, 0
         guess = self._early.take_guess() if self._early else None
-        live = guess.live if guess else LiveStep(self._runner, engine, step, record, meets=bool(self._together))
+        live = guess.live if guess else LiveStep(self._steps, engine, step, record, meets=bool(self._together))
         early_buffers: dict[int, StagingBuffer] = {}
         near = step.near.rows if step.near else ()
         awaited = [b for b in step.plan.param_states if b.index not in near]
@@ -177,15 +177,15 @@ class Overlap(ConcurrentMode):
     @property
     def _has_to_wait(self) -> bool:
         """Whether readers have to call wait() while no step is under way."""
-        return self._use_order is not None or self._runner.undoing is not None
+        return self._use_order is not None or self._steps.undoing is not None
 
     def note_undo(self) -> None:
-        self.active |= self._runner.undoing is not None
+        self.active |= self._steps.undoing is not None
 
     def _finish_undo(self) -> None:
         """Finish the undo of a step; not once the devices are closed, as a new optimizer may have the parameters."""
         if not self._engine.closed:
-            self._runner.finish_undo()
+            self._steps.finish_undo()
 
     def _undo_early(self, why: str) -> None:
         """Undo a step that began in backward. `why`: for stats()."""

@@ -162,7 +162,7 @@ class Flow(InStep):
         with engine.lock, torch.no_grad():
             engine.confirm()
             with all_ranks_or_none(opt._ranks):
-                opt._runner.finish_undo(collective=True)
+                opt._steps.finish_undo(collective=True)
                 record = opt._record(engine)
                 taking_part = participants(opt.param_groups, type(opt).__name__, opt._sparse_alternatives)
                 step = opt._prepare_early(taking_part)
@@ -175,13 +175,13 @@ class Flow(InStep):
     def _can_overlap(self, step: PreparedStep) -> bool:
         opt = self._optimizer
         has_new_states = bool((step.table["master"][step.plan.rows] == NEW).any())
-        return opt._runner.can_undo(opt._engine, step) and not (has_new_states or step.images or step.near)
+        return opt._steps.can_undo(opt._engine, step) and not (has_new_states or step.images or step.near)
 
     def _launch(self, step: PreparedStep, record: Record) -> None:
         opt, owner = self._optimizer, self._owner
         engine = opt._engine
         layout = owner.layout_of(step.plan, self._indices, summed_by_owners=self._summed_by_owners)
-        opt._mode, self._live = self, LiveStep(opt._runner, engine, step, record)
+        opt._mode, self._live = self, LiveStep(opt._steps, engine, step, record)
         if len(step.tiles):
             self._live.begin(Phase.OPEN, order=AS_PUSHED, kept_alive=step)
         with owner.changed:
@@ -252,9 +252,10 @@ class Flow(InStep):
 
     def _push(self, tiles: Iterable[int]) -> None:
         """Push tiles whose gradients are complete to the engine."""
+        assert self._live
         try:
             for tile in tiles:
-                self._optimizer._engine.push(tile)
+                self._live.push(tile)
                 self._countdown.note_pushed(tile)
         except CSDError as e:
             self._failure = self._failure or e

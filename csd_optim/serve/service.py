@@ -303,7 +303,7 @@ class Service:
             raise e
         self._print_line(f"{op} failed: {e}")
         optimizer = self._owner.optimizer
-        is_mixed = optimizer is not None and optimizer._runner.undoing is not None  # trainers may have the mix, too
+        is_mixed = optimizer is not None and optimizer._steps.undoing is not None  # trainers may have the mix, too
         if not isinstance(e, CSDError) or is_mixed:  # only the store can be trusted
             self._owner.in_doubt = True
         continues = isinstance(e, CSDError) and not isinstance(e, NotUndone) and op != "open" and not is_mixed

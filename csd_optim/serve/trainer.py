@@ -249,7 +249,7 @@ class _Trainer(StatesElsewhere):
             self._selection.end(feeds_back=self.error_feedback)
         for known in params:
             known.steps += 1
-        self._runner.steps_taken += 1
+        self._steps.steps_taken += 1
         for known in from_outside:
             known.mark_synced()
         self._show(params)

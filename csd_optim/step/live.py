@@ -8,7 +8,8 @@ Whoever drives a step decides only when it does what, and carries the gradients 
     undo():       READY, GUESS, OPEN, STEP ──> UNDONE; with ranks that meet later ──> FAILED
     take_back():  LANDED, FAILED ──> UNDONE
 
-Only this module and undo.py call begin(), release(), finish() and undo_last() of the engine for a step.
+For these steps, only this module and undo.py call begin(), push() by the table, release(), finish() and undo_last() of
+the engine.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from ..signals import defer_signals
 from ..store.format import Record
 from .all_gather import ParamAllGather
 from .prepare import PreparedStep
-from .run import StepRunner
 from .staging import NOTHING
+from .steps import Steps
 from .undo import Undo, undo_states
 
 NEVER = np.iinfo(np.int64).max  # rank of a tile of which nobody knows when it is needed
@@ -83,26 +84,29 @@ class Countdown:
 
 
 class Phase(Enum):
-    """The phase of a step, and which states the devices have, and which values its parameters."""
+    """The phase of a step, and whether states and parameters are those before it (old) or after it (new)."""
 
     READY = auto()  # it has not begun: both old
-    GUESS = auto()  # under way, not requested: new states in the other slots, parameters held back; both old for all
-    OPEN = auto()  # under way, not requested: the same, but parameters become new one after another
-    STEP = auto()  # under way, requested by step()
+    GUESS = auto()  # under way, not requested: both old, as new parameters are held back
+    OPEN = auto()  # under way, not requested: parameters become new one after another
+    STEP = auto()  # under way, requested by step(): likewise
     LANDED = auto()  # complete here; the ranks have not met since, and may take it back
     FAILED = auto()  # states old, parameters mixed until the ranks meet
     KEPT = auto()  # both new
-    UNDONE = auto()  # both old, except for what StepRunner.undoing has still to restore
+    UNDONE = auto()  # both old, except for what Steps.undoing has still to restore
 
 
 class LiveStep:
-    """One step. Its methods are called with the engine's lock, except those after its end: see keep() and undo()."""
+    """One step. Call its methods with the engine's lock, except push(), keep(), undo() and take_back()."""
 
     def __init__(
-        self, runner: StepRunner, engine: Engine, step: PreparedStep, record: Record | None, *, meets: bool = False
+        self, steps: Steps, engine: Engine, step: PreparedStep, record: Record | None, *, meets: bool = False
     ) -> None:
         """`record`: for its commit. `meets`: ranks agree on it only after it has ended here: see together.py."""
-        self._runner, self._engine, self._record, self._meets = runner, engine, record, meets
+        self.steps: Steps = steps
+        self.engine: Engine = engine
+        self.meets: bool = meets
+        self._record = record
         self.step: PreparedStep = step
         self.phase: Phase = Phase.READY
         self.tiles: np.ndarray[Any, Any] = step.tiles  # uint32, in flow order; once begun, with the committer's
@@ -122,7 +126,7 @@ class LiveStep:
         `tiles`: those of the step, in another order. `order`: as in Engine.begin(); None: the usual one.
         `kept_alive`: memory that the engine uses until the end.
         """
-        engine, step = self._engine, self.step
+        engine, step = self.engine, self.step
         if order is None:
             order = TO_AND_FRO if engine.tile_rank is None else SAME_ORDER
         try:
@@ -138,20 +142,24 @@ class LiveStep:
         finally:
             if engine.stepping:
                 self.phase = phase
-        self._runner.in_flight = True  # reading states waits: codes are not decoded during a step
+        self.steps.in_flight = True  # reading states waits: codes are not decoded during a step
         if phase is not Phase.GUESS:
-            self._runner.has_updated = True
+            self.steps.has_updated = True
 
     def launch(self) -> None:
         """Begin it as STEP, and push all tiles that need no image. The caller runs the images, and calls land()."""
         self.begin()
-        self._push(self.tiles)
+        self._push_all(self.tiles)
         if self.step.ring is not None:
             self.step.ring.begin(self.step.prepared, self.step.given)
 
-    def _push(self, tiles: np.ndarray[Any, Any]) -> None:
+    def push(self, tile: int) -> None:
+        """Push a tile whose gradients are where the step's table says. Needs no lock."""
+        self.engine.push(tile)
+
+    def _push_all(self, tiles: np.ndarray[Any, Any]) -> None:
         for tile in tiles[~np.isin(tiles, self.step.images)].tolist():
-            self._engine.push(tile)
+            self.push(tile)
 
     def confirm(
         self, step: PreparedStep, record: Record | None, order: np.ndarray[Any, Any], pushed: list[int]
@@ -162,12 +170,12 @@ class LiveStep:
         Raises CSDOSError if the store has no room for the commit, and what a step raises; then undo it.
         """
         assert self.phase is Phase.GUESS
-        self._engine.committer.reserve(record)
+        self.engine.committer.reserve(record)
         # Before release(): that may fail when some parameters are written, and undo() has to restore them then.
         self.phase, self.step, self._record = Phase.STEP, step, record
-        self._runner.has_updated = True
-        self._engine.release(step.table, order)
-        self._push(order[~np.isin(order, pushed)])
+        self.steps.has_updated = True
+        self.engine.release(step.table, order)
+        self._push_all(order[~np.isin(order, pushed)])
         if step.given and step.ring:
             step.ring.begin(step.prepared, step.given)
 
@@ -177,7 +185,7 @@ class LiveStep:
         `without`: rows that get no gradient after all. Raises CSDOSError if the store has no room for the commit.
         """
         assert self.phase is Phase.OPEN or not len(self.step.tiles)
-        engine, step = self._engine, self.step
+        engine, step = self.engine, self.step
         if without:
             step.steps[without] -= 1
             step.table["grad"][without] = 0
@@ -201,7 +209,7 @@ class LiveStep:
             return []
         if self.step.given:
             self.step.given.set_updates(near, NOTHING)
-        _exhaust(near.launch(timed=self._engine.near_spans is not None))
+        _exhaust(near.launch(timed=self.engine.near_spans is not None))
         rows = near.release_scratch()
         for row in rows:
             self.step.prepared.pop(row).copy_back()
@@ -220,7 +228,7 @@ class LiveStep:
             gather.begin(step.images, step.prepared, descending=descending)
         exchanged = gather  # until all ranks have all parameters
         try:
-            with all_ranks_or_none(self._runner.ranks):
+            with all_ranks_or_none(self.steps.ranks):
                 try:
                     self._flow(pushed)
                 finally:
@@ -240,7 +248,7 @@ class LiveStep:
 
     def _flow(self, pushed: Callable[[], None] | None) -> None:
         """Return when all parameters that other ranks wait for have left, and those of images have arrived."""
-        engine, step, ring, gather = self._engine, self.step, self.step.ring, self.step.gather
+        engine, step, ring, gather = self.engine, self.step, self.step.ring, self.step.gather
         if pushed:
             pushed()
         elif len(step.tiles):
@@ -259,7 +267,7 @@ class LiveStep:
             _exhaust(launching)
         if gather and (len(step.tiles) or step.near):
             gather.advance(wait=True)
-        if len(step.tiles) and self._runner.ranks:
+        if len(step.tiles) and self.steps.ranks:
             engine.params_ready(self.tiles[~np.isin(self.tiles, step.images)], wait=True)
 
     # ---- the end ---------------------------------------------------------------------
@@ -274,34 +282,34 @@ class LiveStep:
         except BaseException:
             self.undo()
             raise
-        with contextlib.suppress(CSDError) if self._meets else contextlib.nullcontext():
+        with contextlib.suppress(CSDError) if self.meets else contextlib.nullcontext():
             self._complete()
 
     def _end(self) -> None:
         """STEP to LANDED or KEPT: wait until it is complete."""
-        engine, step = self._engine, self.step
+        engine, step = self.engine, self.step
         if step.near and engine.near_spans is not None:
             engine.near_spans += step.near.spans
         if engine.stepping:
             engine.finish()
         elif step.near:
             engine.end_without_tiles()
-        elif self._runner.ranks:
+        elif self.steps.ranks:
             engine.step += 1  # that of the others
-        self.phase = Phase.LANDED if self._meets else Phase.KEPT
-        if step.near and not self._meets:  # until the ranks have met, it keeps what undoes its updates
+        self.phase = Phase.LANDED if self.meets else Phase.KEPT
+        if step.near and not self.meets:  # until the ranks have met, it keeps what undoes its updates
             step.near.end()
 
     def _complete(self) -> None:
         """Update residuals after a complete step, and commit it."""
-        engine, step, state_map = self._engine, self.step, self._runner.state_map
-        self._runner.near = step.near
-        self._runner.has_updated |= step.near is not None
+        engine, step, state_map = self.engine, self.step, self.steps.state_map
+        self.steps.near = step.near
+        self.steps.has_updated |= step.near is not None
         if step.given and step.near:
             step.given.keep()
             step.near.commit_bytes = step.given.nbytes
         state_map.mark_filled()
-        self._runner.steps_taken += 1
+        self.steps.steps_taken += 1
         try:
             if step.ring is not None:
                 step.ring.feed_back()
@@ -335,17 +343,17 @@ class LiveStep:
         """Undo a step that has not ended; with ranks that meet later only its states, because these run their forward.
 
         A no-op in later phases. `exchanged`: the ranks have exchanged new parameters with it, and exchange the restored
-        ones: a collective. Raises what StepRunner.finish_undo() raises.
+        ones: a collective. Raises what Steps.finish_undo() raises.
         """
-        engine, runner = self._engine, self._runner
+        engine, steps = self.engine, self.steps
         with defer_signals(), engine.lock, torch.no_grad():
             was = self.phase
             if was not in (Phase.READY, Phase.GUESS, Phase.OPEN, Phase.STEP):
                 return
             has_begun = was is not Phase.READY
-            self.phase = Phase.FAILED if self._meets else Phase.UNDONE
-            if self._meets:
-                runner.in_flight = True  # reading states raises why it has failed, even if it has not begun
+            self.phase = Phase.FAILED if self.meets else Phase.UNDONE
+            if self.meets:
+                steps.in_flight = True  # reading states raises why it has failed, even if it has not begun
                 if has_begun:
                     undo_states(engine, self.step)
             elif was is Phase.GUESS:
@@ -353,19 +361,19 @@ class LiveStep:
                     with contextlib.suppress(CSDError):  # why the guess has failed, if it has
                         engine.finish(keep=False)
             elif (has_begun and not engine.closed) or exchanged:
-                runner.undo(Undo(engine, runner.state_map, self.step, has_begun=has_begun, gather=exchanged))
+                steps.undo(Undo(engine, steps.state_map, self.step, has_begun=has_begun, gather=exchanged))
 
     def take_back(self) -> None:
         """LANDED or FAILED to UNDONE, because it has failed on some rank. Raises what undo() raises.
 
         Also undoes writes to its parameters from outside since then, because these may differ from rank to rank.
         """
-        with defer_signals(), self._engine.lock, torch.no_grad():
+        with defer_signals(), self.engine.lock, torch.no_grad():
             assert self.phase in (Phase.LANDED, Phase.FAILED)
             landed = self.phase is Phase.LANDED
             self.phase = Phase.UNDONE
-            self._runner.steps_taken -= landed
-            self._runner.undo(Undo(self._engine, self._runner.state_map, self.step, landed=landed))
+            self.steps.steps_taken -= landed
+            self.steps.undo(Undo(self.engine, self.steps.state_map, self.step, landed=landed))
 
     @property
     def is_undone(self) -> bool:

@@ -4,8 +4,8 @@
     step = prepare(...)         checks everything and changes nothing, neither on the devices nor in `state`
     add_residuals(...)          the first change
     apply_outside_writes(...)
-    StepRunner.make_ready(...)    in run.py
-    LiveStep(...).run(...)        in live.py
+
+Steps.prepare() in steps.py calls these, and then prepares memory and streams.
 
 The update rule is an argument: this module does not know what it computes.
 """
@@ -111,7 +111,7 @@ class PreparedStep:
     # By row: values set from outside where the step itself detects the write (codes); an undone step restores them.
     outside_values: dict[int, torch.Tensor] = field(default_factory=dict)
     summands: list[np.ndarray[Any, Any]] = field(default_factory=list)  # keeps alive what the table points to
-    # How it flows: set by StepRunner.make_ready()
+    # How it flows: set by Steps.prepare()
     tiles: np.ndarray[Any, Any] = field(init=False)
     images: list[int] = field(init=False)  # tiles that travel through staging buffers
     ring: StagingRing | None = field(init=False)

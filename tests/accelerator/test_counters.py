@@ -6,7 +6,7 @@ import pytest
 import torch
 from support import emulated
 from support.backends import TILE
-from support.inside import runner_of
+from support.inside import steps_of
 from support.on_accelerator import DEVICE
 from torch import nn
 
@@ -68,7 +68,7 @@ def test_gradients_do_not_queue_behind_parameters():
     with CSDAdam([p], devices="ram:", tile_size=TILE) as optimizer:
         p.grad = torch.randn_like(p)
         optimizer.step()
-        [(to_host, back)] = runner_of(optimizer).ring._streams.values()
+        [(to_host, back)] = steps_of(optimizer).ring._streams.values()
         assert to_host != back
         assert torch.accelerator.current_stream() not in (to_host, back)
 

@@ -108,10 +108,10 @@ MUTANTS = {
     "entries outlive their step": in_sparse("self._selected.clear()", "pass", "fails"),
     "tile by tile": in_sparse("ROWS, BATCH_BYTES = 8,", "ROWS, BATCH_BYTES = 1,", "counters"),
     "addresses of the device go to the engine": Mutant(
-        "step/run.py", "s.is_on_accelerator or", "False or", "match_adamw"
+        "step/steps.py", "s.is_on_accelerator or", "False or", "match_adamw"
     ),
     "buffers are not pinned": Mutant(
-        "step/run.py", "pinned = any(is_on_accelerator", "pinned = 0 and any(is_on_accelerator", "counters"
+        "step/steps.py", "pinned = any(is_on_accelerator", "pinned = 0 and any(is_on_accelerator", "counters"
     ),
     "a commit does not wait for what is owed": Mutant("engine/durable.py", READY, "ready_events={}", "store_has"),
     "a commit waits for all streams": in_commits(

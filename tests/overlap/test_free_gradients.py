@@ -731,7 +731,7 @@ def test_ctrl_c(tmp_path, monkeypatch, name):
 
 def test_a_step_that_fails_as_it_begins(tmp_path, monkeypatch):
     """The devices have begun: whatever fails next, their step is undone."""
-    training = Training(tmp_path, FREE, latency="100us")
+    training = Twin(tmp_path, FREE, latency="100us")
     training.step()
     before = [checksum(p) for p in training.model.parameters()]
     begin = Engine.begin
@@ -744,7 +744,7 @@ def test_a_step_that_fails_as_it_begins(tmp_path, monkeypatch):
         patch.setattr(Engine, "begin", fails)
         with pytest.raises(MemoryError):
             training.backward()
-    assert not training.opt._engine.stepping
+    assert not engine_of(training.opt).stepping
     assert [checksum(p) for p in training.model.parameters()] == before
     training.opt.zero_grad()
     training.step()

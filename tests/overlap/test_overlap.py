@@ -33,7 +33,7 @@ from support.between_steps import (
     writes_past_torch,
 )
 from support.comparing import bits
-from support.inside import engine_of, flight_of, mode_of
+from support.inside import engine_of, flight_of, guess_of, mode_of
 from support.twins import Twin, assert_twins, checksum
 from torch import nn
 
@@ -260,7 +260,7 @@ def test_a_step_that_another_thread_launches_meanwhile(tmp_path, monkeypatch, as
 
 def test_a_guess_that_fails_as_it_begins(tmp_path, monkeypatch):
     """The devices have begun: whatever fails next, the guess is undone."""
-    training = Training(tmp_path, BACKWARD, latency="50us", patient=True)
+    training = Twin(tmp_path, BACKWARD, latency="50us", patient=True)
     training.step()
     training.step()
     begin, begun = Engine.begin, []
@@ -274,7 +274,7 @@ def test_a_guess_that_fails_as_it_begins(tmp_path, monkeypatch):
         with pytest.raises(MemoryError):
             training.backward()
     assert len(begun) == 1
-    assert not training.opt._engine.stepping
+    assert not engine_of(training.opt).stepping
     training.opt.zero_grad()
     training.step()
     assert training.opt.stats()["overlap"]["redone"] == {"failure": 1}
@@ -283,11 +283,11 @@ def test_a_guess_that_fails_as_it_begins(tmp_path, monkeypatch):
 
 def test_a_guess_that_fails_as_it_is_confirmed(tmp_path, monkeypatch):
     """Parameters that were held back may be written by then. They get their old values again."""
-    training = Training(tmp_path, BACKWARD, latency="50us", patient=True)
+    training = Twin(tmp_path, BACKWARD, latency="50us", patient=True)
     training.step()
     training.step()
     training.backward()
-    kept, pushed = [*training.model.parameters()], np.array(training.opt._mode._early._guess.pushed, np.uint32)
+    kept, pushed = [*training.model.parameters()], np.array(guess_of(training.opt).pushed, np.uint32)
     before, release = [checksum(p) for p in kept], Engine.release
 
     def fails(engine, *arguments):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from faults import META_READ, TILE_READ
 from support.faulty import child, fault, in_child  # noqa: F401
-from support.inside import mode_of, runner_of
+from support.inside import mode_of, steps_of
 from support.ranks import on_ranks
 from support.repeating import MODES, STEPS, Repeating, never_failed
 from support.replacing import replaced
@@ -27,7 +27,7 @@ from csd_optim import CSDOSError, CSDTornError
 from csd_optim.engine.engine import Engine
 from csd_optim.errors import CSDRankError
 from csd_optim.finalize import wait_for_dropped
-from csd_optim.step.run import StepRunner
+from csd_optim.step.steps import Steps
 from csd_optim.step.undo import Undo
 from csd_optim.store.format import FILE_NAME
 
@@ -165,7 +165,7 @@ def test_reads_fail_from_any_moment_on(mode, state_dtype, tmp_path):
         with fault(READ, tmp_path / str(skip) / "a", errno.EIO, skip=skip):
             with pytest.raises(CSDOSError):
                 attempt(training)
-            if runner_of(training.opt).undoing is None:
+            if steps_of(training.opt).undoing is None:
                 assert training.values() == before
         assert training.done() == BEFORE
         assert training.values() == before
@@ -184,8 +184,8 @@ def test_each_read_of_an_undo_fails_once(mode, state_dtype, tmp_path):
             fails = failing_at_the_end(lambda strikes=strikes: stack.enter_context(strikes))
             with fails, pytest.raises(CSDOSError) as caught:
                 attempt(training)
-        assert (runner_of(training.opt).undoing is not None) == isinstance(caught.value, CSDTornError)
-        if runner_of(training.opt).undoing is None:
+        assert (steps_of(training.opt).undoing is not None) == isinstance(caught.value, CSDTornError)
+        if steps_of(training.opt).undoing is None:
             break
         torn += 1
         training.opt.wait()
@@ -279,7 +279,7 @@ def test_what_changes_while_a_parameter_is_unknown_in_part(state_dtype, skip, mo
         monkeypatch.setattr(Undo, "_restore_tile", dies)
         with pytest.raises(CSDTornError):
             attempt(training)
-    unknown = [b.param for b in runner_of(training.opt).undoing.unknown]
+    unknown = [b.param for b in steps_of(training.opt).undoing.unknown]
     with torch.no_grad():
         for p in unknown:
             if moves:
@@ -323,16 +323,16 @@ def test_a_thread_that_waits_for_the_failing_step(tmp_path):
     def dies(undo, tile, spans):
         raise CSDOSError(errno.EIO, "injected")
 
-    undo = StepRunner.undo
+    undo = Steps.undo
 
-    def undoes(runner, *arguments, **options):
+    def undoes(*arguments):
         reader.start()
         assert waits.wait(10)
-        undo(runner, *arguments, **options)
+        undo(*arguments)
 
     with failing_at_the_end(), pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(Undo, "_restore_tile", dies)
-        monkeypatch.setattr(StepRunner, "undo", undoes)
+        monkeypatch.setattr(Steps, "undo", undoes)
         monkeypatch.setattr(training.opt, "_settle", settles)
         with pytest.raises(CSDTornError):
             attempt(training)
@@ -553,14 +553,14 @@ def test_every_call_of_an_undo(mode, state_dtype, devices, tmp_path, request):
     for k, error in zip(range(0, calls, every), itertools.cycle(ERRORS)):
         strike = strikes(training, k, error)
         places.add(strike.struck)
-        if runner_of(training.opt).undoing:
+        if steps_of(training.opt).undoing:
             torn += 1
             if k % 2:  # the next reader fails as well
                 with Strike(0, CSDOSError(errno.EIO, "still")), pytest.raises(CSDOSError):
                     training.opt.wait()
         training.opt.wait()
         assert training.values() == before, strike.struck
-        assert runner_of(training.opt).undoing is None
+        assert steps_of(training.opt).undoing is None
         assert training.image() == image, strike.struck
     assert torn > len(places) // 2
     goes_on(training, state_dtype)

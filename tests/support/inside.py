@@ -20,9 +20,9 @@ def state_map_of(opt):
     return opt._state_map
 
 
-def runner_of(opt):
-    """Return what runs steps, and undoes them."""
-    return opt._runner
+def steps_of(opt):
+    """Return what the optimizer's steps share: it prepares and undoes them."""
+    return opt._steps
 
 
 def mode_of(opt):

@@ -1,10 +1,11 @@
-"""What a step needs before it begins, and what outlives it: staging buffers, counts, and an undo that is not over."""
+"""The steps of one optimizer: how each is prepared, and what outlives it, such as an undo that is not over."""
 
 from __future__ import annotations
 
 import errno
 import os
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,21 +23,35 @@ from ..errors import CSDTornError
 from ..params.groups import Groups
 from ..params.state_map import StateMap
 from ..params.strides import flat
+from ..params.update_rule import UpdateRule
 from ..signals import defer_signals
 from ..store.format import Record
 from .all_gather import ParamAllGather
 from .given_states import given_states
 from .near_updates import NearUpdate, NearUpdates, parameters_of_new
-from .prepare import PreparedStep, StepPlan
+from .prepare import (
+    GradOptions,
+    Participants,
+    PreparedStep,
+    StepPlan,
+    add_residuals,
+    apply_outside_writes,
+    bind,
+    foresee,
+    prepare,
+)
 from .staging import BUFFERS_PER_DEVICE, StagingRing
 from .undo import Undo
 
 
-class StepRunner:
-    """What the steps of one optimizer share: see LiveStep."""
+class Steps:
+    """The steps of one optimizer. Knows neither torch's Optimizer nor who drives a step: see LiveStep."""
 
-    def __init__(self, state_map: StateMap, ranks: Ranks | None) -> None:
-        self.state_map, self.ranks = state_map, ranks
+    def __init__(self, state_map: StateMap, rule: UpdateRule, ranks: Ranks | None) -> None:
+        self.state_map: StateMap = state_map
+        self.ranks: Ranks | None = ranks
+        self._rule = rule
+        self.plan: StepPlan | None = None  # of the last step that was prepared
         self.ring: StagingRing | None = None  # made when first needed
         self.steps_taken: int = 0  # number of steps taken, which must be the same on all ranks
         self.has_updated: bool = False  # whether the last step has updated anything
@@ -45,7 +60,47 @@ class StepRunner:
         self.undoing: Undo | None = None  # of a step whose parameters are not all restored yet
         self._forward_guard: RemovableHandle | None = None  # while it is set
 
-    def make_ready(self, engine: Engine, step: PreparedStep) -> None:
+    # ---- a step is prepared ------------------------------------------------------------
+
+    def prepare(
+        self,
+        engine: Engine,
+        groups: Groups,
+        taking_part: Participants,
+        grad_scale: float,
+        options: GradOptions,
+        compare: Callable[[PreparedStep], None],
+        *,
+        one_by_one: bool = False,
+    ) -> PreparedStep | None:
+        """Return a step that is ready to run; None if there is no gradient. Raises what a step raises.
+
+        `grad_scale`: factor by which gradients are multiplied. `compare` examines it before it changes anything.
+        `one_by_one`: the gradients in `taking_part` are stand-ins; the real ones arrive one after another.
+        """
+        bound = bind(engine, self.state_map, groups, taking_part, options.grad_dtype, self.plan)
+        if bound is None:
+            return None
+        self.plan = bound.plan
+        step = prepare(engine, self._rule, bound, groups, grad_scale, options)
+        compare(step)
+        add_residuals(engine, self.state_map, step)
+        apply_outside_writes(engine, step)
+        self._make_ready(engine, step)
+        self._make_near_ready(engine, step, one_by_one=one_by_one)
+        return step
+
+    def foresee(self, engine: Engine, groups: Groups, grad_scale: float, options: GradOptions) -> PreparedStep | None:
+        """Prepare the next step, assuming that only gradients will change: see foresee(). None: not possible now."""
+        if self.plan is None or self.undoing:
+            return None
+        step = foresee(engine, self._rule, self.state_map, self.plan, groups, grad_scale, options)
+        if step is None:
+            return None
+        self._make_ready(engine, step)
+        return step if len(step.not_given) else None  # None: the accelerator updates everything
+
+    def _make_ready(self, engine: Engine, step: PreparedStep) -> None:
         """Do everything that may fail, as for lack of memory, before ranks begin to exchange parameters."""
         step.tiles = engine.tiles_with(step.table["grad"] != 0)
         step.given = given_states(engine, step)
@@ -53,8 +108,8 @@ class StepRunner:
         step.ring = self._ring(engine, step) if step.images else None
         step.gather = self._gather(engine, step.plan)
 
-    def make_near_ready(self, engine: Engine, step: PreparedStep, *, one_by_one: bool) -> None:
-        """Do as make_ready(), for the updates on the accelerator. `one_by_one`: gradients come later, one by one.
+    def _make_near_ready(self, engine: Engine, step: PreparedStep, *, one_by_one: bool) -> None:
+        """Do as _make_ready(), for the updates on the accelerator. `one_by_one`: gradients come later, one by one.
 
         Raises CSDMemoryError.
         """
@@ -74,6 +129,53 @@ class StepRunner:
             if not one_by_one:
                 step.near.allocate()
 
+    def _images(self, engine: Engine, step: PreparedStep) -> list[int]:
+        """Return the tiles that travel through staging buffers: those with gradients on a GPU, or to be rounded.
+
+        Prepares the sources of all gradients in these tiles.
+        """
+        table, prepared = step.table, step.prepared
+        travels = np.zeros(len(table), bool)
+        for row, s in prepared.items():
+            travels[row] = s.is_on_accelerator or (s.grad.dtype is not s.grad_dtype and not table["topk"][row])
+        if not travels.any():
+            return []
+        if step.given:
+            travels[[*step.given.copies]] = True
+        tiles: list[int] = step.tiles[np.isin(step.tiles, engine.tiles_with(travels))].tolist()
+        # A tile travels as a whole, so every parameter that shares a tile with a travelling one travels, too.
+        for tile in tiles:
+            for row in engine.pieces_of(tile)["param"].tolist():
+                if table["grad"][row] and row not in prepared:
+                    prepared[row] = self.state_map.by_index[row].source(step.grads[row], step.plan.grad_dtype)
+        # Top-K settings from the table: for images the ring selects the entries, not the engine.
+        for row, source in prepared.items():
+            if share := float(table["topk"][row]):
+                residual = self.state_map.by_index[row].residual if table["residual"][row] else None
+                source.topk = TopK(
+                    share,
+                    entry_dtype(source.grad.dtype, step.plan.grad_dtype),
+                    None if residual is None else flat(residual),
+                    float(step.hypers["c"][table["hyper"][row], GRAD_SCALE]),
+                    int(table["seed"][row]),
+                )
+        return tiles
+
+    def _ring(self, engine: Engine, step: PreparedStep) -> StagingRing:
+        tile_elems = max(e.tile_elems for e in engine.extents)
+        pinned = any(is_on_accelerator(s.grad) for s in step.prepared.values())
+        if self.ring is None or self.ring.tile_elems < tile_elems or pinned > self.ring.pinned:
+            self.ring = StagingRing(tile_elems, BUFFERS_PER_DEVICE * len(engine.devices.specs), pinned=pinned)
+        if step.given:
+            self.ring.make_room_for_states(step.given.tile_sections)
+        return self.ring
+
+    def _gather(self, engine: Engine, plan: StepPlan) -> ParamAllGather | None:
+        """Return the all-gather of the plan's parameters whose updates the ranks share; None if there are none."""
+        if plan.gather is None and self.ranks and (shares := [b for b in plan.param_states if b.part.replicas]):
+            plan.gather = ParamAllGather(self.ranks, engine, shares)
+        return plan.gather
+
     # ---- a step that lands later: see overlap/ -----------------------------------------
 
     def can_land_later(self, engine: Engine, step: PreparedStep) -> bool:
@@ -92,7 +194,7 @@ class StepRunner:
         written = step.written or engine.windows.written or engine.decoded.masters_written
         return not (has_residuals or written)
 
-    def run_without_gradients(self, engine: Engine, groups: Groups, record: Record | None) -> None:
+    def without_gradients(self, engine: Engine, groups: Groups, record: Record | None) -> None:
         """Count and commit a step of the other ranks, for which this rank has no gradients."""
         with all_ranks_or_none(self.ranks):
             self.state_map.fill(engine)
@@ -143,57 +245,10 @@ class StepRunner:
         weak_self, unknown = weakref.ref(self), {id(b.param) for b in undoing.unknown}
 
         def before_forward(module: torch.nn.Module, _: Any) -> None:
-            runner = weak_self()
-            if runner is None or undoing.engine.closed:  # close() has said so; another optimizer may have them now
+            steps = weak_self()
+            if steps is None or undoing.engine.closed:  # close() has said so; another optimizer may have them now
                 hook.remove()
             elif any(id(p) in unknown for p in module.parameters()):
-                runner.finish_undo()
+                steps.finish_undo()
 
         self._forward_guard = hook = register_module_forward_pre_hook(before_forward)
-
-    def _images(self, engine: Engine, step: PreparedStep) -> list[int]:
-        """Return the tiles that travel through staging buffers: those with gradients on a GPU, or to be rounded.
-
-        Prepares the sources of all gradients in these tiles.
-        """
-        table, prepared = step.table, step.prepared
-        travels = np.zeros(len(table), bool)
-        for row, s in prepared.items():
-            travels[row] = s.is_on_accelerator or (s.grad.dtype is not s.grad_dtype and not table["topk"][row])
-        if not travels.any():
-            return []
-        if step.given:
-            travels[[*step.given.copies]] = True
-        tiles: list[int] = step.tiles[np.isin(step.tiles, engine.tiles_with(travels))].tolist()
-        # A tile travels as a whole, so every parameter that shares a tile with a travelling one travels, too.
-        for tile in tiles:
-            for row in engine.pieces_of(tile)["param"].tolist():
-                if table["grad"][row] and row not in prepared:
-                    prepared[row] = self.state_map.by_index[row].source(step.grads[row], step.plan.grad_dtype)
-        # Top-K settings from the table: for images the ring selects the entries, not the engine.
-        for row, source in prepared.items():
-            if share := float(table["topk"][row]):
-                residual = self.state_map.by_index[row].residual if table["residual"][row] else None
-                source.topk = TopK(
-                    share,
-                    entry_dtype(source.grad.dtype, step.plan.grad_dtype),
-                    None if residual is None else flat(residual),
-                    float(step.hypers["c"][table["hyper"][row], GRAD_SCALE]),
-                    int(table["seed"][row]),
-                )
-        return tiles
-
-    def _ring(self, engine: Engine, step: PreparedStep) -> StagingRing:
-        tile_elems = max(e.tile_elems for e in engine.extents)
-        pinned = any(is_on_accelerator(s.grad) for s in step.prepared.values())
-        if self.ring is None or self.ring.tile_elems < tile_elems or pinned > self.ring.pinned:
-            self.ring = StagingRing(tile_elems, BUFFERS_PER_DEVICE * len(engine.devices.specs), pinned=pinned)
-        if step.given:
-            self.ring.make_room_for_states(step.given.tile_sections)
-        return self.ring
-
-    def _gather(self, engine: Engine, plan: StepPlan) -> ParamAllGather | None:
-        """Return the all-gather of the plan's parameters whose updates the ranks share; None if there are none."""
-        if plan.gather is None and self.ranks and (shares := [b for b in plan.param_states if b.part.replicas]):
-            plan.gather = ParamAllGather(self.ranks, engine, shares)
-        return plan.gather
