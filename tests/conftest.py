@@ -2,6 +2,7 @@
 
 import gc
 import os
+import random
 import signal
 import sys
 
@@ -54,6 +55,7 @@ def pytest_addoption(parser):
     )
     parser.addoption("--state-dtype", default="fp32", help="CSDAdam's default in tests that do not set it")
     parser.addoption("--tier", default="ci", choices=TIERS, help="which tests: see tests/support/tiers.py")
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run the files in this random order")
     parser.addoption("--beyond", choices=TIERS, help="leave out what this tier runs")
 
 
@@ -86,6 +88,10 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption("--accelerator") and not torch.accelerator.is_available():
         for item in items:
             item.add_marker(pytest.mark.skip(reason=emulated.missing()))
+    if (seed := config.getoption("--shuffle")) is not None:
+        files = sorted({item.path for item in items})
+        random.Random(seed).shuffle(files)
+        items.sort(key=lambda item: files.index(item.path))
     for item in items:
         if assumed() != "fp32" and (marker := item.get_closest_marker("fp32_states")):
             item.add_marker(pytest.mark.skip(reason=marker.args[0]))

@@ -59,7 +59,7 @@ class Countdown:
 
     def complete(self, tiles: Iterable[int]) -> list[int]:
         """Return those of these tiles, each once, that lack nothing and were not pushed yet."""
-        return [tile for tile in dict.fromkeys(tiles) if not self._missing[tile] and tile in self._left]
+        return [*dict.fromkeys(tile for tile in tiles if not self._missing[tile] and tile in self._left)]
 
     def lacks(self, tile: int) -> bool:
         return bool(self._missing[tile])
