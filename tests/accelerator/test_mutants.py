@@ -210,7 +210,7 @@ MUTANTS = {
         "if self._step.near:\n            self._step.near.undo()", "pass", "fsdp2"
     ),
     "gpu: overlap: what ranks may undo is given up": in_steps(
-        "if step.near and not self._meets:", "if step.near:", "fsdp2"
+        "if step.near and not self.meets:", "if step.near:", "fsdp2"
     ),
     "gpu: free: on a stream of its own": in_near(
         "for _ in self._update(u):\n                pass",
