@@ -157,13 +157,13 @@ def test_directory_that_cannot_be_had(tmp_path):
         CSDAdam(parameters((5,)), devices=[str(tmp_path / "file")])
 
 
-@pytest.mark.parametrize("what", ["mkdir", "open"])
-def test_directory_of_somebody_else(what, tmp_path, monkeypatch):
-    def denied(*_):
+@pytest.mark.parametrize(("module", "what"), [(Path, "mkdir"), (os, "open")], ids=["mkdir", "open"])
+def test_directory_of_somebody_else(module, what, tmp_path, monkeypatch):
+    def denied(*_, **__):
         raise PermissionError(errno.EACCES, "Permission denied")
 
     place = tmp_path / "nvme0"
-    monkeypatch.setattr(os, what, denied)
+    monkeypatch.setattr(module, what, denied)
     with pytest.raises(CSDOSError, match=f"{place}: Permission denied; name .* sudo install -d -o .USER {place}$") as e:
         CSDAdam([torch.nn.Parameter(torch.ones(3))], devices=place)
     assert e.value.errno == errno.EACCES
