@@ -72,8 +72,9 @@ test-%: TIER = --tier test
 rest-%: TIER = --tier ci --beyond test
 
 # File by file in alphabetical order: some of the files with few tests take longest, and xdist would start them last.
+# Three workers for two cores: tests of several processes spend much time waiting for one another.
 %-together: $(VENV)/.installed
-	$(PYTEST) $(TIER) --durations 20 -n 2 --dist loadfile --no-loadscope-reorder -m "not serial"
+	$(PYTEST) $(TIER) --durations 20 -n 3 --dist loadfile --no-loadscope-reorder -m "not serial"
 
 # Only the files that have serial tests: collecting all the others takes longer than many of these tests.
 %-alone: $(VENV)/.installed

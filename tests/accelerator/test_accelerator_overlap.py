@@ -138,6 +138,7 @@ def test_several_devices_and_the_host(tmp_path, dtype, devices, overlap):
     twins(tmp_path, ten_steps, overlap, place=EVERYWHERE, dtype=dtype, devices=devices).opt.close()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("script", [never_clears, looks_at_states])
 def test_what_topk_owes(tmp_path, script, monkeypatch):
     """Residuals are stored before gradients are freed, also when several tiles are selected at once."""

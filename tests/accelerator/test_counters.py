@@ -48,6 +48,7 @@ def test_a_tile_with_topk(devices, topk):
     assert waits <= 1
 
 
+@pytest.mark.ci
 def test_tiles_that_are_no_rows(schedule):
     """In a tile of several parameters, each is selected by itself. The host does not wait for that either."""
     params = [torch.randn(100, TILE // 100 + 20).to(DEVICE).requires_grad_() for _ in range(40)]

@@ -190,6 +190,7 @@ convert.convert_store(sys.argv[1], [sys.argv[2]], sys.argv[5], 4096)
 """
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("made", "wanted"), [("8bit", "fp32"), ("fp32", "8bit")])
 @pytest.mark.parametrize(("method", "skipped"), [("extend", 0), ("extend", 1), ("describe", 0), ("close", 0)])
 def test_killed_in_the_middle_it_leaves_nothing_that_resumes(made, wanted, method, skipped, tmp_path):

@@ -205,6 +205,7 @@ def test_bench_for_people(run, tmp_path, quick):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("device", "dtype"), [("ram:", "fp32"), ("null:", "bf16"), ("file:.?block=8192", "fp32")])
 def test_bench_on_every_back_end(run, device, dtype, quick):
     result = json_of(run("bench", device, "--params", "1e5", "--dtype", dtype, "--json"), "bench")

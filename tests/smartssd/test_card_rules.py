@@ -83,6 +83,7 @@ refused(CSDValueError, says, lambda: trained(CSDAdam, xclbin("adam_8bit"), some,
     )
 
 
+@pytest.mark.ci
 @needs_xrt
 def test_a_kernel_of_any_rule_is_measured(tmp_path):
     script(

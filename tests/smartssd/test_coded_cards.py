@@ -209,6 +209,7 @@ def test_damaged_codes():
     )
 
 
+@pytest.mark.ci
 @needs_xrt
 @pytest.mark.parametrize(
     ("fault", "error", "says", "seconds"),

@@ -29,6 +29,7 @@ def preprocessed(top):
 # ---- The sources as Vitis reads them -----------------------------------------------
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("compiler", ["g++", "clang++"])
 def test_compiles_as_vitis_would(compiler, tmp_path):
     """As C++14 with GNU extensions, with the declarations of Vitis; each stage is called after those it reads from."""

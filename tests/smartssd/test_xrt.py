@@ -667,6 +667,7 @@ def test_probe(device, fault, status, said):
     assert all(speed[name] > 0 for name in ("to_card", "from_card", "kernel"))
 
 
+@pytest.mark.ci
 @needs_xrt
 def test_bench():
     status, result = command_line("bench", "xrt:0", "file:", "--params", "200000")

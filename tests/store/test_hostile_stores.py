@@ -182,6 +182,7 @@ def test_what_cannot_be_is_refused(stores):
     assert 6000 < refused < 12_000
 
 
+@pytest.mark.ci
 def test_no_reader_fails_otherwise(stores, tmp_path):
     """The same, with files, through everything that opens a store."""
     warnings.simplefilter("ignore")
