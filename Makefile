@@ -1,9 +1,9 @@
 # make demo       trains a small GPT with CSDAdam on four emulated CSDs, with fp32 and 8-bit states, beside AdamW
 # make emu-demo   the same on two SmartSSDs: real Xilinx runtime, emulated cards (apt-get install libxrt1)
 # make demo-big   trains 1.5 B parameters of a Hugging Face model in 12 GB, where AdamW is refused: 5 to 10 minutes
-# make quick      the tests of one back end, in one process: 90 s
-# make test       every back end and every kind of test, sampled; lint and types: 6 minutes
-# make ci         what CI runs: make test, the other cases, sanitizers, docs: 18 minutes
+# make quick      the tests of one back end, in one process: 70 s
+# make test       every back end and every kind of test, sampled; lint and types: 7 minutes
+# make ci         what CI runs: make test, the other cases, sanitizers, docs: 20 minutes
 # make tables     the table of bytes per parameter in docs/performance.md, counted anew
 # make docs       the pages as a site, build/site/index.html
 # make types      checks that every public name has a type, as users' type checkers see it
@@ -72,9 +72,8 @@ test-%: TIER = --tier test
 rest-%: TIER = --tier ci --beyond test
 
 # File by file in alphabetical order: some of the files with few tests take longest, and xdist would start them last.
-# Three workers for two cores: tests of several processes spend much time waiting for one another.
 %-together: $(VENV)/.installed
-	$(PYTEST) $(TIER) --durations 20 -n 3 --dist loadfile --no-loadscope-reorder -m "not serial"
+	$(PYTEST) $(TIER) --durations 20 -n 2 --dist loadfile --no-loadscope-reorder -m "not serial"
 
 # Only the files that have serial tests: collecting all the others takes longer than many of these tests.
 %-alone: $(VENV)/.installed

@@ -1,5 +1,6 @@
 """A SmartSSD supports the optimizers whose kernels are in its xclbin. On the real XRT, in software emulation."""
 
+import pytest
 from support.cards import needs_xrt
 from test_xrt import script
 
