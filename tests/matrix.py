@@ -13,20 +13,21 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from csd_optim import bindings
+
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "matrix"
 TESTED = ("optim", "step", "params", "store", "checkpoint", "overlap", "distributed")
 PACKAGES = ("pytest", "pytest-xdist", "expecttest", "safetensors", "psutil")  # beside what the package requires
-ISAS = ("avx512", "avx2", "scalar")
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A version of Python and one of torch, and the instruction sets of the CPU updater to run with ("": the best)."""
+    """A version of Python and one of torch. `each_isa`: run with each instruction set that the CPU has."""
 
     python: str
     torch: str
-    isas: tuple[str, ...] = ("",)
+    each_isa: bool = False
 
     def __str__(self) -> str:
         return f"{self.python}:{self.torch}"
@@ -36,7 +37,7 @@ class Pair:
 PAIRS = [
     Pair("3.11", "2.9.1"),
     Pair("3.11", "2.11.0"),
-    Pair("3.11", "2.13.0", ISAS),
+    Pair("3.11", "2.13.0", each_isa=True),
     Pair("3.11", "2.14.1"),
     Pair("3.11", "2.15.0"),
     Pair("3.10", "2.9.1"),
@@ -47,7 +48,7 @@ PAIRS = [
 
 
 def interpreter(version: str) -> str | None:
-    """Return the path of this version of Python if it is on PATH, or among pyenv's, and has headers and venv."""
+    """Return the path of this version of Python if it is on PATH, or among pyenv's, and can make environments."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
     for found in [shutil.which(f"python{version}"), *sorted(pyenv.glob(f"{version}.*/bin/python{version}"))]:
         check = [found, "-c", "import ensurepip, venv"]  # a shim of pyenv may be there without its Python
@@ -86,7 +87,7 @@ def tree() -> Path:
 
 
 def run(pair: Pair, isa: str, inside: Path) -> tuple[bool, str]:
-    """Run the tests with one instruction set. Returns whether they passed, and pytest's summary."""
+    """Run the tests with one instruction set ("": the best). Returns whether they passed, and pytest's summary."""
     report = BUILD / f"{pair.python}-{pair.torch}{isa and '-' + isa}.txt"
     variables = {**os.environ, "CSD_OPTIM_ISA": isa} if isa else dict(os.environ)
     command = [inside, "-m", "pytest", "-q", "--tier", "test", "-n", str(len(os.sched_getaffinity(0)))]
@@ -115,7 +116,7 @@ def main() -> None:
         else:
             try:
                 inside = environment(pair, python, package)
-                for isa in pair.isas:
+                for isa in bindings.isas() if pair.each_isa else [""]:
                     passed, summary = run(pair, isa, inside)
                     results.append((passed, f"{pair}{isa and ' ' + isa}: {summary}"))
             except subprocess.CalledProcessError:
