@@ -52,7 +52,6 @@ HIDDEN = {  # files that hide whom they need
         "serve.arrivals",
         "serve.flow",
         "serve.model",
-        "step.given_states",
     ],
     "weakref.proxy": ["engine.committer", "engine.decoded", "engine.near_copies", "engine.windows"],
     "self.__class__ =": ["optim.optimizer"],
@@ -65,7 +64,6 @@ TANGLED = [  # modules that need one another, imports for type checkers included
     {"optim.optimizer", "serve.model", "serve.states", "serve.trainer"},
     {"overlap.fsdp", "overlap.waits"},
     {"serve.arrivals", "serve.flow", "serve.owner"},
-    {"step.given_states", "step.prepare", "step.staging"},
 ]
 
 

@@ -52,15 +52,9 @@ from ..step.agreement import agree_on_step
 from ..step.joining import StepHook
 from ..step.live import LiveStep
 from ..step.mode import InStep
-from ..step.prepare import (
-    NO_SUMS,
-    GradOptions,
-    Participants,
-    PreparedStep,
-    Sums,
-    clip_scale,
-    participants,
-)
+from ..step.prepare import clip_scale, participants
+from ..step.prepared import PreparedStep
+from ..step.spec import NO_SUMS, GradOptions, Participants, Sums
 from ..step.steps import Steps
 from ..store.file import Mode
 from ..store.format import Record
@@ -827,7 +821,7 @@ class CSDOptimizer(Optimizer, Joinable):
         with self._settled() as engine:
             engine.wait_writes()
             counters = engine.stats()
-        gather = self._steps.plan.gather if self._steps.plan else None
+        gather = self._steps.gather
         return describe(
             engine,
             counters,

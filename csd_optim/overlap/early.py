@@ -20,7 +20,8 @@ from ..finalize import call_at_end
 from ..params.state_map import StateMap
 from ..signals import defer_signals
 from ..step.live import LiveStep, Phase
-from ..step.prepare import Participants, PreparedStep
+from ..step.prepared import PreparedStep
+from ..step.spec import Participants, StepSpec
 from ..step.steps import Steps
 from ..store.format import Record
 from ..threads import running_pool
@@ -141,7 +142,7 @@ class EarlySteps:
             live = LiveStep(self._steps, engine, step, record)
             self._guess = Guess(engine, self._state_map, live, early, late, pieces, self._hold, self._pusher)
             self._guess.begin()
-        for param_state in step.plan.param_states:  # some gradients were final before the guess could begin
+        for param_state in step.spec.plan.param_states:  # some gradients were final before the guess could begin
             self._offer_gradient(param_state.param)
         return True
 
@@ -162,11 +163,11 @@ class EarlySteps:
         if self._guess and (why := self._guess.wrong_before(taking_part.params)):
             self.undo(why)
 
-    def compare(self, step: PreparedStep) -> None:
-        """Undo a guess that differs from `step`, which was prepared but has not changed anything yet."""
+    def compare(self, spec: StepSpec) -> None:
+        """Undo a guess that differs from the actual step, which has not changed anything yet."""
         if self._guess:
             try:
-                why = self._guess.wrong(step)
+                why = self._guess.wrong(spec)
             except (CSDError, RuntimeError):  # for example out of memory; if the cause persists, the step raises it
                 why = "failure"
             if why:

@@ -12,7 +12,8 @@ import torch
 from ..engine.engine import Engine
 from ..params.grad_source import GradSource
 from ..params.state_map import StateMap
-from ..step.prepare import PreparedStep
+from ..step.prepared import PreparedStep
+from ..step.spec import StepSpec
 from ..step.staging import StagingBuffer
 
 IMAGE_BYTES = 4  # per element of a tile
@@ -37,7 +38,7 @@ class EarlyImages:
         self._active = True
         self._push_lock = threading.RLock()  # reentrant: the garbage collector may drop an optimizer on this thread
         if step.ring:
-            step.ring.begin(step.prepared)
+            step.ring.begin(step.spec.sources)
 
     def can_push(self, tile: int) -> bool:
         """Return whether the image of this tile has all that a device reads.
@@ -45,7 +46,7 @@ class EarlyImages:
         False where states are kept as codes and some parameters of the tile are in host memory.
         """
         rows = self._engine.pieces_of(tile)["param"]
-        return not (self._engine.is_coded[tile] and self._step.table["param"][rows].any())
+        return not (self._engine.is_coded[tile] and self._step.spec.table["param"][rows].any())
 
     def hold_bytes(self, tile: int) -> int:
         """Return a tile's bytes in `hold`: gradients and new parameters, and the old ones where a device reads them."""
@@ -53,7 +54,7 @@ class EarlyImages:
         return images * IMAGE_BYTES * self._engine.elems_of(tile)
 
     def _is_read(self, tile: int) -> bool:
-        sources = (self._step.prepared.get(row) for row in self._engine.pieces_of(tile)["param"].tolist())
+        sources = (self._step.spec.sources.get(row) for row in self._engine.pieces_of(tile)["param"].tolist())
         return any(source is not None and source.param_is_read for source in sources)
 
     def push(self, tile: int, grads: Mapping[int, torch.Tensor], after: Iterable[Any], hold: torch.Tensor) -> None:
@@ -90,7 +91,7 @@ class EarlyImages:
         for future in self.push_futures:
             future.result()
 
-    def unchanged(self, step: PreparedStep) -> bool:
+    def unchanged(self, spec: StepSpec) -> bool:
         """Return whether all gradients still equal those pushed, and all parameters those read, byte by byte.
 
         Raises CSDError.
@@ -98,17 +99,17 @@ class EarlyImages:
         if not self._step.ring:
             return True
         self.wait()
-        self._step.ring.begin(step.prepared)  # its streams wait for the current gradients
-        return self._step.ring.equal(self._pairs(step))
+        self._step.ring.begin(spec.sources)  # its streams wait for the current gradients
+        return self._step.ring.equal(self._pairs(spec))
 
-    def _pairs(self, step: PreparedStep) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _pairs(self, spec: StepSpec) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for tile, slot in self._buffers.items():
             for row, _, first, tile_first, n in self._engine.pieces_of(tile).tolist():
-                if row not in self._step.prepared:
+                if row not in self._step.spec.sources:
                     continue
                 here, image = slice(first, first + n), IMAGE_BYTES * tile_first
-                # `step` already has a contiguous copy of a strided gradient. A copy made here would not be waited for.
-                source = step.prepared.get(row) or self._source(row, step.grads[row])
+                # `spec` already has a contiguous copy of a strided gradient. A copy made here would not be waited for.
+                source = spec.sources.get(row) or self._source(row, spec.grads[row])
                 yield slot.grad[image:].view(source.grad.dtype)[:n], source.grad[here]
                 if source.param_is_read:
                     yield self._old_params[tile][image:].view(source.param.dtype)[:n], source.param[here]

@@ -47,12 +47,12 @@ class Flight:
         self.failure: BaseException | None = None  # if set, the step is undone, or will be when ranks meet
         self.landed_at: float = 0.0
         self._near = frozenset(live.launch_near())
-        step, self._tiles = live.step, live.tiles
-        self._grads = {row: (grad, grad._version) for row, grad in step.grads.items() if row not in self._near}
-        step.grads = {}
+        spec, self._tiles = live.spec, live.tiles
+        self._grads = {row: (grad, grad._version) for row, grad in spec.grads.items() if row not in self._near}
+        spec.grads = {}
         self._in_step, self._is_image, self._pulled = (np.zeros(engine.n_tiles, bool) for _ in range(3))  # each tile
         self._in_step[self._tiles] = True
-        self._is_image[step.images] = True
+        self._is_image[live.step.images] = True
         self._copy_events: dict[int, Any] = {}  # events, by row: the last copy to a parameter on an accelerator
         self._progress = threading.Condition()  # notified when tiles are pulled, and when the step has landed
         engine.completed_event = self._landed = threading.Event()
@@ -98,7 +98,7 @@ class Flight:
 
     def updates_residual(self, row: int) -> bool:
         """Return whether the gradient is needed until the step is complete: Top-K adds what it left to a residual."""
-        return bool(self.live.step.table["residual"][row])
+        return bool(self.live.spec.table["residual"][row])
 
     def join(self) -> None:
         """Return when the step is complete and its commit has begun, or when the step is undone."""
@@ -140,7 +140,7 @@ class Flight:
         """
         step, last = self.live.step, last_places(self._pieces, self._engine.n_params, self._tiles)
         if step.ring is not None:
-            step.ring.run(self._engine, step.images, step.prepared, self._note_pulled, self._early_buffers)
+            step.ring.run(self._engine, step.images, step.spec.sources, self._note_pulled, self._early_buffers)
             step.ring.wait_for_copies()
         for batch in np.array_split(np.arange(len(self._tiles)), BATCHES):
             if not len(batch):
@@ -149,7 +149,7 @@ class Flight:
             for row in [row for row in list(self._grads) if last[row] <= batch[-1]]:
                 self._free_gradient(row)
         if changed := [row for row, (grad, version) in list(self._grads.items()) if grad._version != version]:
-            names = ", ".join(b.name for b in step.plan.param_states if b.index in changed)
+            names = ", ".join(b.name for b in step.spec.plan.param_states if b.index in changed)
             raise CSDRuntimeError(
                 f"the gradient of {names} was changed after step(), which was still using it: the step is undone. "
                 "With overlap(), clear gradients by zero_grad(), with set_to_none=True, before the next backward, "
@@ -160,7 +160,7 @@ class Flight:
         """Note that the last copies from the image of a tile to its parameters were queued."""
         rows = [row for row in self._engine.pieces_of(tile)["param"].tolist() if row in self._grads]
         for row in rows:
-            if (source := self.live.step.prepared.get(row)) and source.copy_event:
+            if (source := self.live.spec.sources.get(row)) and source.copy_event:
                 self._copy_events[row] = source.copy_event
         with self._progress:
             self._pulled[tile] = True
@@ -174,4 +174,4 @@ class Flight:
         entry = self._grads.get(row)
         if entry and entry[0]._version == entry[1] and not self.updates_residual(row):
             self._grads.pop(row, None)
-            self.live.step.prepared.pop(row, None)
+            self.live.spec.sources.pop(row, None)

@@ -15,7 +15,8 @@ from ..params.param_state import ParamState
 from ..params.state_map import StateMap
 from ..params.strides import same_order
 from ..step.live import Countdown, LiveStep, Phase
-from ..step.prepare import PreparedStep
+from ..step.prepared import PreparedStep
+from ..step.spec import StepSpec
 from ..step.staging import StagingBuffer
 from ..store.format import Record
 from .early_images import EarlyImages
@@ -46,7 +47,7 @@ class Guess:
         """
         self.live: LiveStep = live
         self.step: PreparedStep = live.step
-        step = live.step
+        step, spec = live.step, live.spec
         self._engine, self._state_map = engine, state_map
         self._hold, self._hold_used = hold, 0  # bytes
         self._grads: dict[int, torch.Tensor] = {}  # final ones, by row
@@ -56,12 +57,12 @@ class Guess:
         missing = np.zeros(pieces.n_tiles, np.int64)  # by tile: number of gradients that are not final yet
         rows, tiles = pieces.all["param"], pieces.all["tile"]
         pushable = [tile for tile in early.tolist() if tile not in self._images.tiles or self._images.can_push(tile)]
-        awaited = (step.table["grad"][rows] != 0) & np.isin(tiles, pushable)
+        awaited = (spec.table["grad"][rows] != 0) & np.isin(tiles, pushable)
         for row, tile in {*zip(rows[awaited].tolist(), tiles[awaited].tolist(), strict=True)}:
             self._tiles_of.setdefault(row, []).append(tile)
             missing[tile] += 1
         self._countdown = Countdown(missing, early.tolist())
-        self._far = {row for row, source in step.prepared.items() if source.is_on_accelerator}
+        self._far = {row for row, source in spec.sources.items() if source.is_on_accelerator}
         self._versions_before = self._state_versions()
         self._order = np.concatenate([early, late])
 
@@ -116,27 +117,27 @@ class Guess:
 
     def wrong_before(self, params: list[torch.Tensor]) -> str:
         """Return why the guess is wrong whatever the gradients are; "" if it is not. `params`: those that take part."""
-        plan, places = self.step.plan, self._state_map
+        plan, places = self.live.spec.plan, self._state_map
         if len(params) != len(plan.params) or any(p is not q for p, q in zip(params, plan.params, strict=True)):
             return "parameters that take part"
         if plan.changes != places.changes or any(b.is_dirty for b in places.param_states.values()):
             return "parameters"
         return "" if places.intact() and self._state_versions() == self._versions_before else "states"
 
-    def wrong(self, step: PreparedStep) -> str:
-        """Return why the guess differs from the actual `step`; "" if it does not. Raises CSDError if it has failed."""
-        if step.plan is not self.step.plan or step.prepared.keys() != self._far:
+    def wrong(self, spec: StepSpec) -> str:
+        """Return why the guess differs from the actual step; "" if it does not. Raises CSDError if it has failed."""
+        if spec.plan is not self.live.spec.plan or spec.sources.keys() != self._far:
             return "parameters that take part"
-        if not np.array_equal(step.hypers, self.step.hypers):
+        if not np.array_equal(spec.hypers, self.live.spec.hypers):
             return "constants"
-        table = step.table.copy()
-        if self.step.given:  # these are the same in `step`: no state was written, no parameter was moved
+        table = spec.table.copy()
+        if self.step.given:  # these are the same in `spec`: no state was written, no parameter was moved
             self.step.given.mark(table)
         but_grad = [name for name in table.dtype.names or () if name != "grad"]
-        if not all(np.array_equal(table[name], self.step.table[name]) for name in but_grad):
+        if not all(np.array_equal(table[name], self.live.spec.table[name]) for name in but_grad):
             return "constants"
         # All bytes are compared, as writes through `grad.data` or NumPy do not change torch's version counters.
-        unchanged = self._images.unchanged(step) and self._engine.unchanged(table)
+        unchanged = self._images.unchanged(spec) and self._engine.unchanged(table)
         return "" if unchanged else "gradients"
 
     def keep(self, step: PreparedStep, record: Record | None) -> dict[int, StagingBuffer]:

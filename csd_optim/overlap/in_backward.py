@@ -27,7 +27,8 @@ from ..params.param_state import ParamState
 from ..params.strides import flat
 from ..signals import defer_signals
 from ..step.live import Countdown, LiveStep, Phase
-from ..step.prepare import GradOptions, PreparedStep
+from ..step.prepared import PreparedStep
+from ..step.spec import GradOptions
 from ..step.staging import NOTHING, Flow
 from ..step.steps import Steps
 from ..store.format import Record
@@ -175,15 +176,16 @@ class StepsInBackward(ConcurrentMode):
         engine = self._engine
         with defer_signals():
             step, record = prepare()
-            moved = any(s.param_and_copy or s.grad_dtype is not s.param.dtype for s in step.prepared.values())
-            if moved or step.table["topk"].any():
+            spec = step.spec
+            moved = any(s.param_and_copy or s.grad_dtype is not s.param.dtype for s in spec.sources.values())
+            if moved or spec.table["topk"].any():
                 raise CSDRuntimeError(
                     "overlap(free_gradients=True): a parameter has moved in memory, or has a residual of Top-K"
                 )
-            self._awaited = {id(b.param): b for b in step.plan.param_states}
+            self._awaited = {id(b.param): b for b in spec.plan.param_states}
             self._constants = [hyperparameters_of(group) for group in self._groups()]
             self._pieces, missing = Pieces(engine), np.zeros(engine.n_tiles, np.int64)
-            has_grad = step.table["grad"][self._pieces.all["param"]] != 0
+            has_grad = spec.table["grad"][self._pieces.all["param"]] != 0
             np.add.at(missing, self._pieces.all["tile"][has_grad], 1)
             self._waited, self._early_elems = 0.0, 0
             self._live, self._task, self.active = LiveStep(self._steps, engine, step, record), task, True
@@ -193,7 +195,7 @@ class StepsInBackward(ConcurrentMode):
             self._backward_end, self._no_backward = weakref.ref(end), no_backward
             self._live.begin(Phase.OPEN, order=AS_PUSHED, kept_alive=self._lent)
             if step.ring:
-                step.ring.begin(step.prepared, step.given)
+                step.ring.begin(spec.sources, step.given)
                 self._images, self._flow = frozenset(step.images), Flow(step.ring, engine, on_copied=self._note_copied)
             if step.given and step.near:
                 step.given.set_updates(step.near, NOTHING)
@@ -270,7 +272,7 @@ class StepsInBackward(ConcurrentMode):
     def _sources_of(self, rows: list[int], parts: dict[int, Part]) -> dict[int, GradSource]:
         """Return the gradient sources, by row, of a tile that travels through a staging buffer."""
         assert self._live
-        prepared, sources = self._live.step.prepared, {}
+        prepared, sources = self._live.spec.sources, {}
         for row in rows:
             if row in parts:
                 part = parts[row]
@@ -437,10 +439,10 @@ class StepsInBackward(ConcurrentMode):
         """Complete the step with the tiles that were not pushed in backward; undo it if that fails."""
         live, engine = self._live, self._engine
         assert live is not None
-        step = live.step
+        step, spec = live.step, live.spec
         self._early_elems = sum(map(engine.elems_of, self._countdown.pushed))
         fired = {taken.param_state.index for taken in self._taken.values()}
-        without = [b.index for b in step.plan.param_states if b.index not in fired]
+        without = [b.index for b in spec.plan.param_states if b.index not in fired]
         try:
             live.request(record, without)
             for tile in self._countdown.left:
@@ -449,8 +451,8 @@ class StepsInBackward(ConcurrentMode):
                 while self._flow.advance(wait=True):
                     pass
                 step.ring.join()
-            took_part = [b for b in step.plan.param_states if b.index in fired]
-            step.plan = dataclasses.replace(step.plan, params=[b.param for b in took_part], param_states=took_part)
+            took_part = [b for b in spec.plan.param_states if b.index in fired]
+            spec.plan = dataclasses.replace(spec.plan, params=[b.param for b in took_part], param_states=took_part)
             live.land()
         except BaseException:
             self.abandon()

@@ -22,7 +22,8 @@ from ..params.groups import Groups
 from ..params.state_map import StateMap
 from ..signals import defer_signals
 from ..step.live import LiveStep
-from ..step.prepare import Participants, PreparedStep
+from ..step.prepared import PreparedStep
+from ..step.spec import Participants, StepSpec
 from ..step.staging import StagingBuffer
 from ..step.steps import Steps
 from ..store.format import Record
@@ -117,9 +118,9 @@ class Overlap(ConcurrentMode):
         if self._early:
             self._early.check(taking_part)
 
-    def compare(self, step: PreparedStep) -> None:
+    def compare(self, spec: StepSpec) -> None:
         if self._early:
-            self._early.compare(step)
+            self._early.compare(spec)
 
     def launch(self, step: PreparedStep | None, record: Record | None) -> bool:
         can = step is not None and self._steps.can_land_later(self._engine, step)
@@ -141,8 +142,9 @@ class Overlap(ConcurrentMode):
         live = guess.live if guess else LiveStep(self._steps, engine, step, record, meets=bool(self._together))
         early_buffers: dict[int, StagingBuffer] = {}
         near = step.near.rows if step.near else ()
-        awaited = [b for b in step.plan.param_states if b.index not in near]
-        copy_back = {b.index: s for b in awaited if (s := step.prepared.get(b.index)) and s.param_and_copy}
+        awaited = [b for b in step.spec.plan.param_states if b.index not in near]
+        sources = step.spec.sources
+        copy_back = {b.index: s for b in awaited if (s := sources.get(b.index)) and s.param_and_copy}
         try:
             if guess:
                 self._early_elems = sum(map(engine.elems_of, guess.pushed))

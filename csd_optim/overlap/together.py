@@ -50,7 +50,7 @@ class Together:
 
     def note_outcome(self, live: LiveStep, failure: BaseException | None) -> None:
         """Note that a launched step has ended here: it is complete, or `failure` made it undo its states."""
-        live.step.prepared = {}  # frees gradients, which are no longer needed
+        live.spec.sources = {}  # frees gradients, which are no longer needed
         self._unagreed = live, failure
 
     def raise_failure(self) -> None:

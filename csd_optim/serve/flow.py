@@ -45,7 +45,9 @@ from ..errors import CSDError, CSDRankError
 from ..params.strides import numel
 from ..step.live import Countdown, LiveStep, Phase
 from ..step.mode import InStep
-from ..step.prepare import PreparedStep, StepPlan, participants
+from ..step.prepare import participants
+from ..step.prepared import PreparedStep
+from ..step.spec import StepPlan
 from ..store.format import Record
 from .blocks import Block, Bucket
 from .values import dtype_named
@@ -174,13 +176,13 @@ class Flow(InStep):
 
     def _can_overlap(self, step: PreparedStep) -> bool:
         opt = self._optimizer
-        has_new_states = bool((step.table["master"][step.plan.rows] == NEW).any())
+        has_new_states = bool((step.spec.table["master"][step.spec.plan.rows] == NEW).any())
         return opt._steps.can_undo(opt._engine, step) and not (has_new_states or step.images or step.near)
 
     def _launch(self, step: PreparedStep, record: Record) -> None:
         opt, owner = self._optimizer, self._owner
         engine = opt._engine
-        layout = owner.layout_of(step.plan, self._indices, summed_by_owners=self._summed_by_owners)
+        layout = owner.layout_of(step.spec.plan, self._indices, summed_by_owners=self._summed_by_owners)
         opt._mode, self._live = self, LiveStep(opt._steps, engine, step, record)
         if len(step.tiles):
             self._live.begin(Phase.OPEN, order=AS_PUSHED, kept_alive=step)

@@ -24,7 +24,7 @@ from ..params.groups import hyperparameters_of, members, restore_hyperparameters
 from ..params.manifest import ignored_by_resume
 from ..params.param_state import DTYPES
 from ..params.summed import Summand
-from ..step.prepare import NO_SUMS, StepPlan, Sums
+from ..step.spec import NO_SUMS, StepPlan, Sums
 from ..store.format import Record
 from .arrivals import SENT_IN_STEP, Arrival, Arrivals
 from .blocks import (

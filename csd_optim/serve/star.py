@@ -21,8 +21,8 @@ from ..errors import CSDRankError
 from ..params.groups import Groups
 from ..params.strides import flat, ordered
 from ..params.summed import Summand
-from ..step.prepare import GradOptions
 from ..step.sparse import SparsePiece
+from ..step.spec import GradOptions
 from .blocks import Part, owned, whole
 
 RUN = 1 << 20  # elements

@@ -25,7 +25,8 @@ from ..engine.engine import Engine
 from ..errors import CSDError, CSDRankError, CSDRuntimeError, CSDStoreError, CSDTypeError, CSDValueError
 from ..params.groups import hyperparameters_of, restore_hyperparameters
 from ..params.param_state import DTYPES, check_param
-from ..step.prepare import Participants, clip_to, participants
+from ..step.prepare import clip_to, participants
+from ..step.spec import Participants
 from ..store.file import Mode
 from .blocks import Part, ViewOf, send_buckets
 from .early import EarlyPushes, all_finite, mark_overflow, mean_of

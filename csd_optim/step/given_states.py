@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,10 +13,8 @@ from ..bindings import GIVEN
 from ..engine.engine import Engine
 from ..engine.near_copies import NearCopies, NearCopy
 from ..params.param_state import ParamState
-
-if TYPE_CHECKING:
-    from .near_updates import NearUpdate, NearUpdates
-    from .prepare import PreparedStep
+from .near_updates import NearUpdate, NearUpdates
+from .spec import StepSpec
 
 
 class GivenStates:
@@ -94,17 +92,17 @@ class GivenStates:
             self.copies[row].is_known = True
 
 
-def given_states(engine: Engine, step: PreparedStep) -> GivenStates | None:
-    """Return the states that the accelerator will give in this step, marked in its table; None if it gives none.
+def given_states(engine: Engine, spec: StepSpec, tiles: np.ndarray[Any, Any]) -> GivenStates | None:
+    """Return the states that the accelerator will give in a step with these tiles; None if it gives none.
 
-    Loads those of their copies on the accelerator that are not valid. Raises CSDOSError or CSDStoreError if that fails;
-    nothing has changed then.
+    Marks them in the step's table, and loads those of their copies on the accelerator that are not valid. Raises
+    CSDOSError or CSDStoreError if that fails; nothing has changed then.
     """
     copies = engine.accelerator.copies if engine.accelerator else None
     if copies is None:
         return None
     edited = engine.windows.note_written()  # tiles; copies of their states are invalid now
-    with_grad = [b for b in step.plan.param_states if b.near_copy and b.numel]
+    with_grad = [b for b in spec.plan.param_states if b.near_copy and b.numel]
     # The devices update a parameter that was moved off the accelerator, like any other.
     updated = {b.index: b for b in with_grad if _is_on_copy_device(b)}
     copies.forget([b.index for b in with_grad if b.index not in updated])
@@ -113,10 +111,10 @@ def given_states(engine: Engine, step: PreparedStep) -> GivenStates | None:
     copies.load([row for row, b in updated.items() if not b.is_new])
     # Rows of the same tiles without a gradient are given, too. But devices read the tiles that the program wrote to.
     rows_edited: set[int] = set()
-    for tile in np.setdiff1d(edited, step.tiles).tolist():
+    for tile in np.setdiff1d(edited, tiles).tolist():
         rows_edited.update(engine.pieces_of(tile)["param"].tolist())
     rows: dict[int, None] = {}
-    for tile in step.tiles.tolist():
+    for tile in tiles.tolist():
         here = engine.pieces_of(tile)["param"].tolist()
         if any(row in updated for row in here):
             of_tile = [row for row in here if row in copies.by_param]
@@ -125,13 +123,13 @@ def given_states(engine: Engine, step: PreparedStep) -> GivenStates | None:
                     row
                     for row in of_tile
                     if row in updated
-                    or (copies.by_param[row].is_known and not step.table["grad"][row] and row not in rows_edited)
+                    or (copies.by_param[row].is_known and not spec.table["grad"][row] and row not in rows_edited)
                 )
             )
     given = GivenStates(copies, rows)
     given.updated = frozenset(updated)
-    given.tiles = np.intersect1d(step.tiles, engine.tiles_of_params([*rows]))
-    given.mark(step.table)
+    given.tiles = np.intersect1d(tiles, engine.tiles_of_params([*rows]))
+    given.mark(spec.table)
     return given
 
 

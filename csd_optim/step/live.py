@@ -30,7 +30,8 @@ from ..errors import CSDError
 from ..signals import defer_signals
 from ..store.format import Record
 from .all_gather import ParamAllGather
-from .prepare import PreparedStep
+from .prepared import PreparedStep
+from .spec import StepSpec
 from .staging import NOTHING
 from .steps import Steps
 from .undo import Undo, undo_states
@@ -111,6 +112,10 @@ class LiveStep:
         self.phase: Phase = Phase.READY
         self.tiles: np.ndarray[Any, Any] = step.tiles  # uint32, in flow order; once begun, with the committer's
 
+    @property
+    def spec(self) -> StepSpec:
+        return self.step.spec
+
     # ---- begin -----------------------------------------------------------------------
 
     def begin(
@@ -126,13 +131,13 @@ class LiveStep:
         `tiles`: those of the step, in another order. `order`: as in Engine.begin(); None: the usual one.
         `kept_alive`: memory that the engine uses until the end.
         """
-        engine, step = self.engine, self.step
+        engine, step, spec = self.engine, self.step, self.spec
         if order is None:
             order = TO_AND_FRO if engine.tile_rank is None else SAME_ORDER
         try:
             self.tiles = engine.begin(
-                step.table,
-                step.hypers,
+                spec.table,
+                spec.hypers,
                 step.tiles if tiles is None else tiles,
                 self._record,
                 order=order,
@@ -151,7 +156,7 @@ class LiveStep:
         self.begin()
         self._push_all(self.tiles)
         if self.step.ring is not None:
-            self.step.ring.begin(self.step.prepared, self.step.given)
+            self.step.ring.begin(self.spec.sources, self.step.given)
 
     def push(self, tile: int) -> None:
         """Push a tile whose gradients are where the step's table says. Needs no lock."""
@@ -174,10 +179,10 @@ class LiveStep:
         # Before release(): that may fail when some parameters are written, and undo() has to restore them then.
         self.phase, self.step, self._record = Phase.STEP, step, record
         self.steps.has_updated = True
-        self.engine.release(step.table, order)
+        self.engine.release(step.spec.table, order)
         self._push_all(order[~np.isin(order, pushed)])
         if step.given and step.ring:
-            step.ring.begin(step.prepared, step.given)
+            step.ring.begin(step.spec.sources, step.given)
 
     def request(self, record: Record | None, without: Sequence[int] = ()) -> None:
         """OPEN to STEP; without tiles it stays READY. Call it before any tile of the rows `without` is pushed.
@@ -185,13 +190,13 @@ class LiveStep:
         `without`: rows that get no gradient after all. Raises CSDOSError if the store has no room for the commit.
         """
         assert self.phase is Phase.OPEN or not len(self.step.tiles)
-        engine, step = self.engine, self.step
+        engine, step, spec = self.engine, self.step, self.spec
         if without:
-            step.steps[without] -= 1
-            step.table["grad"][without] = 0
+            spec.steps[without] -= 1
+            spec.table["grad"][without] = 0
             if step.given:
                 step.given.updated = step.given.updated.difference(without)
-            engine.decoded.enter_in_table(step.table)  # masters that were written there outlive this step
+            engine.decoded.enter_in_table(spec.table)  # masters that were written there outlive this step
         engine.committer.reserve(record)
         if without:
             engine.drop_grads(without)
@@ -212,7 +217,7 @@ class LiveStep:
         _exhaust(near.launch(timed=self.engine.near_spans is not None))
         rows = near.release_scratch()
         for row in rows:
-            self.step.prepared.pop(row).copy_back()
+            self.spec.sources.pop(row).copy_back()
         return rows
 
     # ---- within step() ---------------------------------------------------------------
@@ -225,7 +230,7 @@ class LiveStep:
         """
         step, gather = self.step, self.step.gather
         if gather:
-            gather.begin(step.images, step.prepared, descending=descending)
+            gather.begin(step.images, step.spec.sources, descending=descending)
         exchanged = gather  # until all ranks have all parameters
         try:
             with all_ranks_or_none(self.steps.ranks):
@@ -242,7 +247,7 @@ class LiveStep:
         try:
             self._complete()
         finally:  # the step is complete, and parameters have new values
-            for source in step.prepared.values():
+            for source in step.spec.sources.values():
                 source.copy_back()
             self.mark_synced()
 
@@ -263,7 +268,7 @@ class LiveStep:
             _exhaust(launching)
         if ring is not None:
             on_pulled = gather.note_pulled if gather else None
-            ring.run(engine, step.images, step.prepared, on_pulled, meanwhile=launching)
+            ring.run(engine, step.images, step.spec.sources, on_pulled, meanwhile=launching)
             _exhaust(launching)
         if gather and (len(step.tiles) or step.near):
             gather.advance(wait=True)
@@ -302,7 +307,7 @@ class LiveStep:
 
     def _complete(self) -> None:
         """Update residuals after a complete step, and commit it."""
-        engine, step, state_map = self.engine, self.step, self.steps.state_map
+        engine, step, spec, state_map = self.engine, self.step, self.spec, self.steps.state_map
         self.steps.near = step.near
         self.steps.has_updated |= step.near is not None
         if step.given and step.near:
@@ -314,20 +319,20 @@ class LiveStep:
             if step.ring is not None:
                 step.ring.feed_back()
         finally:  # the step is complete even if the update of its residuals fails
-            torch.autograd.graph.increment_version([b.windows["residual"] for b in step.with_residual])
-            if not step.error_feedback:
-                state_map.drop_residual(engine, step.plan.param_states)
-            elif step.unscaled:
-                all_sent = [b for b in step.with_residual if step.table["topk"][b.index] == 1]
+            torch.autograd.graph.increment_version([b.windows["residual"] for b in spec.with_residual])
+            if not spec.error_feedback:
+                state_map.drop_residual(engine, spec.plan.param_states)
+            elif spec.unscaled:
+                all_sent = [b for b in spec.with_residual if spec.table["topk"][b.index] == 1]
                 state_map.drop_residual(engine, all_sent)
             for extent, own in zip(engine.extents, engine.steps, strict=True):
-                own[:] = step.steps[extent.first_param : extent.first_param + len(own)]
+                own[:] = spec.steps[extent.first_param : extent.first_param + len(own)]
             engine.commit(self._record)
 
     def mark_synced(self) -> None:
         """Count its writes to its parameters. Any later write is one from outside."""
-        torch.autograd.graph.increment_version(self.step.plan.params)
-        for param_state in (*self.step.written, *self.step.plan.param_states):
+        torch.autograd.graph.increment_version(self.spec.plan.params)
+        for param_state in (*self.spec.written, *self.spec.plan.param_states):
             param_state.mark_synced()
 
     def keep(self) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..store.format import Record
-from .prepare import Participants, PreparedStep
+from .prepared import PreparedStep
+from .spec import Participants, StepSpec
 
 
 class InStep:
@@ -31,8 +32,8 @@ class InStep:
     def check(self, taking_part: Participants) -> None:
         """Examine what takes part in a step, before any part of the step uses the engine."""
 
-    def compare(self, step: PreparedStep) -> None:
-        """Examine a prepared step, before it changes anything."""
+    def compare(self, spec: StepSpec) -> None:
+        """Examine what a step will do, before it changes anything."""
 
     def launch(self, step: PreparedStep | None, record: Record | None) -> bool:
         """Start the step, which then runs concurrently with the program. Call wait_for_unguarded() after it.

@@ -1,22 +1,19 @@
 """The preparation of a step: everything that happens before it changes anything.
 
     bound = bind(...)           gives parameters their places on the devices, and detects writes from outside
-    step = prepare(...)         checks everything and changes nothing, neither on the devices nor in `state`
+    spec = specify(...)         checks everything and changes nothing, neither on the devices nor in `state`
     add_residuals(...)          the first change
     apply_outside_writes(...)
 
-Steps.prepare() in steps.py calls these, and then prepares memory and streams.
-
-The update rule is an argument: this module does not know what it computes.
+Steps.prepare() in steps.py calls these, and then prepares memory and streams. The update rule is an argument: this
+module does not know what it computes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
 from operator import is_
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,96 +30,13 @@ from ..params.grad_source import GradSource
 from ..params.groups import Groups, members
 from ..params.param_state import ParamState
 from ..params.state_map import StateMap
-from ..params.summed import Summand, table_of, total
+from ..params.summed import table_of, total
 from ..params.update_rule import UpdateRule
-from .all_gather import ParamAllGather
-from .given_states import GivenStates
-from .near_updates import NearUpdates
-from .staging import StagingRing
+from .spec import NO_SUMS, BoundStep, GradOptions, Participants, StepPlan, StepSpec, Sums
 
 # fp32 bytes of masters that were written from outside since the last step. Up to this limit they stay in memory until
 # the step writes them; beyond it they are written to the devices at once, and committed separately.
 EDIT_BYTES = 256 << 20
-
-
-# By id of a parameter: the summands of its gradient. Its `grad` is a placeholder then.
-Sums = Mapping[int, Sequence[Summand]]
-NO_SUMS: Sums = MappingProxyType({})
-
-
-class GradOptions(NamedTuple):
-    """How gradients travel in this step: the optimizer's arguments of these names."""
-
-    grad_dtype: torch.dtype | None
-    topk: float | None
-    topk_warmup: int
-    error_feedback: bool
-    sums: Sums = NO_SUMS
-
-
-class Participants(NamedTuple):
-    """Parameters that take part in a step."""
-
-    params: list[torch.Tensor]
-    grads: list[torch.Tensor]
-    groups_of: list[int]  # the indices of their groups
-
-
-@dataclass
-class StepPlan:
-    """The part of a step that is reused while the same parameters take part."""
-
-    params: list[torch.Tensor]
-    param_states: list[ParamState]
-    rows: np.ndarray[Any, Any]  # their rows in the table
-    layouts: list[tuple[str, ...]]  # the distinct sets of sections among them
-    layout_of: np.ndarray[Any, Any]  # index into `layouts`, for each parameter
-    table: np.ndarray[Any, Any]  # dtype PARAM, without gradients and hyperparameters
-    grad_dtype: torch.dtype | None  # the optimizer's option when the plan was made
-    changes: int  # StateMap.changes when the plan was made
-    gather: ParamAllGather | None = None  # of the parameters whose updates the ranks share; created lazily
-
-
-@dataclass
-class BoundStep:
-    """A step whose parameters have their places on the devices."""
-
-    plan: StepPlan
-    participants: Participants
-    new: list[ParamState]  # those whose places are empty: the step fills them
-    written: list[ParamState]  # those written from outside since the last step
-    coded: list[ParamState]  # all whose states are kept as codes
-
-
-@dataclass
-class PreparedStep:
-    """A step that was checked and is ready to run."""
-
-    plan: StepPlan
-    grads: dict[int, torch.Tensor]  # by row of the table: gradients of the parts that this rank updates
-    steps: np.ndarray[Any, Any]  # step counts of all parameters after this step
-    table: np.ndarray[Any, Any]
-    hypers: np.ndarray[Any, Any]
-    prepared: dict[int, GradSource]  # by row: gradients that the engine cannot read as they are
-    written: list[ParamState]  # those written from outside since the last step
-    with_residual: list[ParamState]  # those whose residuals the step changes
-    error_feedback: bool
-    unscaled: bool  # grad_scale is invertible: a gradient that is sent whole leaves no residual
-    # By row: values set from outside where the step itself detects the write (codes); an undone step restores them.
-    outside_values: dict[int, torch.Tensor] = field(default_factory=dict)
-    summands: list[np.ndarray[Any, Any]] = field(default_factory=list)  # keeps alive what the table points to
-    # How it flows: set by Steps.prepare()
-    tiles: np.ndarray[Any, Any] = field(init=False)
-    images: list[int] = field(init=False)  # tiles that travel through staging buffers
-    ring: StagingRing | None = field(init=False)
-    gather: ParamAllGather | None = field(init=False)
-    near: NearUpdates | None = None  # updates on the accelerator
-    given: GivenStates | None = None  # states that it gives to tiles
-
-    @property
-    def not_given(self) -> np.ndarray[Any, Any]:
-        """The tiles, ascending, that get no states from the accelerator: these may begin in backward."""
-        return np.sort(self.tiles) if self.given is None else np.setdiff1d(self.tiles, self.given.tiles)
 
 
 def participants(groups: Groups, optimizer: str, for_sparse: str) -> Participants:
@@ -265,9 +179,9 @@ def _plan_for(
 # ---- what will be done -----------------------------------------------------------------
 
 
-def prepare(
+def specify(
     engine: Engine, rule: UpdateRule, bound: BoundStep, groups: Groups, grad_scale: float, options: GradOptions
-) -> PreparedStep:
+) -> StepSpec:
     """Check everything, change nothing. `grad_scale`: factor by which gradients are multiplied.
 
     Raises CSDValueError, CSDTypeError for a gradient that does not fit its parameter or an invalid `topk`,
@@ -292,7 +206,7 @@ def prepare(
     with_residual = _compress(plan, grads, steps, topk, table, sources, options)
     by_row = {b.index: g for b, g in zip(plan.param_states, grads, strict=True)}
     unscaled = bool(inverse_of(grad_scale))
-    return PreparedStep(
+    return StepSpec(
         plan,
         by_row,
         steps,
@@ -315,11 +229,11 @@ def foresee(
     groups: Groups,
     grad_scale: float,
     options: GradOptions,
-) -> PreparedStep | None:
+) -> StepSpec | None:
     """Return the step that follows that of `plan` if the same parameters take part; they stand in for their gradients.
 
     Returns None if something has changed since, or if gradients have to be converted before they are pushed. Raises
-    what prepare() raises.
+    what specify() raises.
     """
     if plan.changes != state_map.changes or not state_map.intact() or state_map.unfilled:
         return None
@@ -332,11 +246,9 @@ def foresee(
     group_of = {id(p): k for k, _, p in members(groups)}
     stand_ins = [b.local for b in plan.param_states]
     taking_part = Participants(plan.params, stand_ins, [group_of.get(id(p), 0) for p in plan.params])
-    step = prepare(engine, rule, BoundStep(plan, taking_part, [], [], state_map.coded), groups, grad_scale, options)
-    rounded = any(
-        source.param_and_copy or source.grad_dtype is not source.grad.dtype for source in step.prepared.values()
-    )
-    return None if rounded or step.table["topk"].any() else step
+    spec = specify(engine, rule, BoundStep(plan, taking_part, [], [], state_map.coded), groups, grad_scale, options)
+    rounded = any(s.param_and_copy or s.grad_dtype is not s.grad.dtype for s in spec.sources.values())
+    return None if rounded or spec.table["topk"].any() else spec
 
 
 def _hypers(
@@ -457,24 +369,24 @@ def _compress(
 # ---- from here on something changes ----------------------------------------------------
 
 
-def add_residuals(engine: Engine, state_map: StateMap, step: PreparedStep) -> None:
+def add_residuals(engine: Engine, state_map: StateMap, spec: StepSpec) -> None:
     """Add residuals to the parameters that need one, and their addresses to the table. Raises CSDOSError."""
     new = False
-    for param_state in step.with_residual:
+    for param_state in spec.with_residual:
         if state_map.add_residual(engine, param_state) and param_state not in state_map.unfilled:
             state_map.show(param_state)
             new = True
-        step.table["residual"][param_state.index] = param_state.windows["residual"].data_ptr()
+        spec.table["residual"][param_state.index] = param_state.windows["residual"].data_ptr()
     if new:
         state_map.remember()
 
 
-def apply_outside_writes(engine: Engine, step: PreparedStep) -> None:
+def apply_outside_writes(engine: Engine, spec: StepSpec) -> None:
     """Copy parameters that were written from outside since the last step to their masters. Raises CSDOSError."""
-    taking_part = {b.index for b in step.plan.param_states}
-    written = [b for b in step.written if engine.devices.keeps_state or b.on_accelerator]
+    taking_part = {b.index for b in spec.plan.param_states}
+    written = [b for b in spec.written if engine.devices.keeps_state or b.on_accelerator]
     if not engine.devices.resident:  # resident states need no copy: no step is undone there
-        step.outside_values = {
+        spec.outside_values = {
             b.index: b.local.detach().clone() for b in written if b.is_compared and b.index in taking_part
         }
     if not written:

@@ -27,19 +27,11 @@ from ..params.update_rule import UpdateRule
 from ..signals import defer_signals
 from ..store.format import Record
 from .all_gather import ParamAllGather
-from .given_states import given_states
+from .given_states import GivenStates, given_states
 from .near_updates import NearUpdate, NearUpdates, parameters_of_new
-from .prepare import (
-    GradOptions,
-    Participants,
-    PreparedStep,
-    StepPlan,
-    add_residuals,
-    apply_outside_writes,
-    bind,
-    foresee,
-    prepare,
-)
+from .prepare import add_residuals, apply_outside_writes, bind, foresee, specify
+from .prepared import PreparedStep
+from .spec import GradOptions, Participants, StepPlan, StepSpec
 from .staging import BUFFERS_PER_DEVICE, StagingRing
 from .undo import Undo
 
@@ -53,6 +45,7 @@ class Steps:
         self._rule = rule
         self.plan: StepPlan | None = None  # of the last step that was prepared
         self.ring: StagingRing | None = None  # made when first needed
+        self.gather: ParamAllGather | None = None  # of the parameters of `plan` whose updates the ranks share; likewise
         self.steps_taken: int = 0  # number of steps taken, which must be the same on all ranks
         self.has_updated: bool = False  # whether the last step has updated anything
         self.near: NearUpdates | None = None  # the updates of the last step on the accelerator
@@ -69,7 +62,7 @@ class Steps:
         taking_part: Participants,
         grad_scale: float,
         options: GradOptions,
-        compare: Callable[[PreparedStep], None],
+        compare: Callable[[StepSpec], None],
         *,
         one_by_one: bool = False,
     ) -> PreparedStep | None:
@@ -81,100 +74,101 @@ class Steps:
         bound = bind(engine, self.state_map, groups, taking_part, options.grad_dtype, self.plan)
         if bound is None:
             return None
-        self.plan = bound.plan
-        step = prepare(engine, self._rule, bound, groups, grad_scale, options)
-        compare(step)
-        add_residuals(engine, self.state_map, step)
-        apply_outside_writes(engine, step)
-        self._make_ready(engine, step)
-        self._make_near_ready(engine, step, one_by_one=one_by_one)
+        if bound.plan is not self.plan:
+            self.plan, self.gather = bound.plan, None
+        spec = specify(engine, self._rule, bound, groups, grad_scale, options)
+        compare(spec)
+        add_residuals(engine, self.state_map, spec)
+        apply_outside_writes(engine, spec)
+        step = self._prepared(engine, spec)
+        step.near = self._near_updates(engine, step, one_by_one=one_by_one)
         return step
 
     def foresee(self, engine: Engine, groups: Groups, grad_scale: float, options: GradOptions) -> PreparedStep | None:
         """Prepare the next step, assuming that only gradients will change: see foresee(). None: not possible now."""
         if self.plan is None or self.undoing:
             return None
-        step = foresee(engine, self._rule, self.state_map, self.plan, groups, grad_scale, options)
-        if step is None:
+        spec = foresee(engine, self._rule, self.state_map, self.plan, groups, grad_scale, options)
+        if spec is None:
             return None
-        self._make_ready(engine, step)
+        step = self._prepared(engine, spec)
         return step if len(step.not_given) else None  # None: the accelerator updates everything
 
-    def _make_ready(self, engine: Engine, step: PreparedStep) -> None:
+    def _prepared(self, engine: Engine, spec: StepSpec) -> PreparedStep:
         """Do everything that may fail, as for lack of memory, before ranks begin to exchange parameters."""
-        step.tiles = engine.tiles_with(step.table["grad"] != 0)
-        step.given = given_states(engine, step)
-        step.images = self._images(engine, step)
-        step.ring = self._ring(engine, step) if step.images else None
-        step.gather = self._gather(engine, step.plan)
+        tiles = engine.tiles_with(spec.table["grad"] != 0)
+        given = given_states(engine, spec, tiles)
+        images = self._images(engine, spec, tiles, given)
+        ring = self._ring(engine, spec, given) if images else None
+        return PreparedStep(spec, tiles, given, images, ring, self._gather(engine, spec.plan))
 
-    def _make_near_ready(self, engine: Engine, step: PreparedStep, *, one_by_one: bool) -> None:
-        """Do as _make_ready(), for the updates on the accelerator. `one_by_one`: gradients come later, one by one.
+    def _near_updates(self, engine: Engine, step: PreparedStep, *, one_by_one: bool) -> NearUpdates | None:
+        """Prepare the updates on the accelerator. `one_by_one`: as in prepare(). Raises CSDMemoryError."""
+        updates, spec, given = [], step.spec, step.given
+        for b in spec.plan.param_states:
+            if b.numel and (b.on_accelerator or (given and b.index in given.updated)):
+                rule, constants = spec.hypers[spec.table["hyper"][b.index]].tolist()
+                updates.append(NearUpdate(b, spec.sources[b.index], rule, constants))
+        if not updates:
+            return None
+        assert engine.accelerator
+        if given:
+            updates = given.in_order(updates)
+            spec.outside_values |= parameters_of_new(updates)
+        undoes = engine.copies > 1 or given is not None
+        near = NearUpdates(updates, exact=engine.accelerator.spec.exact, undoes=undoes)
+        if not one_by_one:
+            near.allocate()
+        return near
 
-        Raises CSDMemoryError.
-        """
-        updates = []
-        for b in step.plan.param_states:
-            is_given = step.given is not None and b.index in step.given.updated
-            if b.numel and (b.on_accelerator or is_given):
-                rule, constants = step.hypers[step.table["hyper"][b.index]].tolist()
-                updates.append(NearUpdate(b, step.prepared[b.index], rule, constants))
-        if updates:
-            assert engine.accelerator
-            undoes = engine.copies > 1 or step.given is not None
-            if step.given:
-                updates = step.given.in_order(updates)
-                step.outside_values |= parameters_of_new(updates)
-            step.near = NearUpdates(updates, exact=engine.accelerator.spec.exact, undoes=undoes)
-            if not one_by_one:
-                step.near.allocate()
-
-    def _images(self, engine: Engine, step: PreparedStep) -> list[int]:
+    def _images(
+        self, engine: Engine, spec: StepSpec, tiles: np.ndarray[Any, Any], given: GivenStates | None
+    ) -> list[int]:
         """Return the tiles that travel through staging buffers: those with gradients on a GPU, or to be rounded.
 
         Prepares the sources of all gradients in these tiles.
         """
-        table, prepared = step.table, step.prepared
+        table, sources = spec.table, spec.sources
         travels = np.zeros(len(table), bool)
-        for row, s in prepared.items():
+        for row, s in sources.items():
             travels[row] = s.is_on_accelerator or (s.grad.dtype is not s.grad_dtype and not table["topk"][row])
         if not travels.any():
             return []
-        if step.given:
-            travels[[*step.given.copies]] = True
-        tiles: list[int] = step.tiles[np.isin(step.tiles, engine.tiles_with(travels))].tolist()
+        if given:
+            travels[[*given.copies]] = True
+        images: list[int] = tiles[np.isin(tiles, engine.tiles_with(travels))].tolist()
         # A tile travels as a whole, so every parameter that shares a tile with a travelling one travels, too.
-        for tile in tiles:
+        for tile in images:
             for row in engine.pieces_of(tile)["param"].tolist():
-                if table["grad"][row] and row not in prepared:
-                    prepared[row] = self.state_map.by_index[row].source(step.grads[row], step.plan.grad_dtype)
+                if table["grad"][row] and row not in sources:
+                    sources[row] = self.state_map.by_index[row].source(spec.grads[row], spec.plan.grad_dtype)
         # Top-K settings from the table: for images the ring selects the entries, not the engine.
-        for row, source in prepared.items():
+        for row, source in sources.items():
             if share := float(table["topk"][row]):
                 residual = self.state_map.by_index[row].residual if table["residual"][row] else None
                 source.topk = TopK(
                     share,
-                    entry_dtype(source.grad.dtype, step.plan.grad_dtype),
+                    entry_dtype(source.grad.dtype, spec.plan.grad_dtype),
                     None if residual is None else flat(residual),
-                    float(step.hypers["c"][table["hyper"][row], GRAD_SCALE]),
+                    float(spec.hypers["c"][table["hyper"][row], GRAD_SCALE]),
                     int(table["seed"][row]),
                 )
-        return tiles
+        return images
 
-    def _ring(self, engine: Engine, step: PreparedStep) -> StagingRing:
+    def _ring(self, engine: Engine, spec: StepSpec, given: GivenStates | None) -> StagingRing:
         tile_elems = max(e.tile_elems for e in engine.extents)
-        pinned = any(is_on_accelerator(s.grad) for s in step.prepared.values())
+        pinned = any(is_on_accelerator(s.grad) for s in spec.sources.values())
         if self.ring is None or self.ring.tile_elems < tile_elems or pinned > self.ring.pinned:
             self.ring = StagingRing(tile_elems, BUFFERS_PER_DEVICE * len(engine.devices.specs), pinned=pinned)
-        if step.given:
-            self.ring.make_room_for_states(step.given.tile_sections)
+        if given:
+            self.ring.make_room_for_states(given.tile_sections)
         return self.ring
 
     def _gather(self, engine: Engine, plan: StepPlan) -> ParamAllGather | None:
         """Return the all-gather of the plan's parameters whose updates the ranks share; None if there are none."""
-        if plan.gather is None and self.ranks and (shares := [b for b in plan.param_states if b.part.replicas]):
-            plan.gather = ParamAllGather(self.ranks, engine, shares)
-        return plan.gather
+        if self.gather is None and self.ranks and (shares := [b for b in plan.param_states if b.part.replicas]):
+            self.gather = ParamAllGather(self.ranks, engine, shares)
+        return self.gather
 
     # ---- a step that lands later: see overlap/ -----------------------------------------
 
@@ -190,8 +184,8 @@ class Steps:
         """Return whether the step can be undone at any time, even after it is complete."""
         if engine.slots == 1 or engine.devices.resident or self.state_map.unfilled:
             return False
-        has_residuals = step.with_residual or engine.residuals  # residuals have a single copy
-        written = step.written or engine.windows.written or engine.decoded.masters_written
+        has_residuals = step.spec.with_residual or engine.residuals  # residuals have a single copy
+        written = step.spec.written or engine.windows.written or engine.decoded.masters_written
         return not (has_residuals or written)
 
     def without_gradients(self, engine: Engine, groups: Groups, record: Record | None) -> None:

@@ -25,7 +25,7 @@ from ..params.param_state import ParamState
 from ..params.state_map import StateMap
 from ..params.strides import flat, ordered
 from .all_gather import ParamAllGather
-from .prepare import PreparedStep
+from .prepared import PreparedStep
 
 NAMED = 3  # parameters that a message names
 
@@ -89,7 +89,7 @@ class Undo:
         if self.is_done:
             return set()
         if self.is_collective or not self._found:
-            return {*self._step.plan.param_states}
+            return {*self._step.spec.plan.param_states}
         return {*self._on_accelerator, *(span.param_state for spans in self._in_tiles.values() for span in spans)}
 
     def finish(self) -> None:
@@ -147,7 +147,7 @@ class Undo:
 
     def _take_back(self) -> None:
         if self._landed:
-            self.engine.undo_last(self._step.plan.rows)
+            self.engine.undo_last(self._step.spec.plan.rows)
             self._landed = False
         if self._step.near:
             self._step.near.undo()
@@ -159,9 +159,9 @@ class Undo:
         self._in_tiles, self._on_accelerator = {}, []
         # Of a step that had ended, all: what the program has written to them since may differ from rank to rank.
         ended = self._landed is not None
-        whole = {*(step.plan.param_states if ended else near), *self._written}
+        whole = {*(step.spec.plan.param_states if ended else near), *self._written}
         self._add_whole(whole)
-        took_part, others = step.table["grad"] != 0, {b.index for b in whole}
+        took_part, others = step.spec.table["grad"] != 0, {b.index for b in whole}
         for tile, elems in engine.undone() if len(step.tiles) and not ended else []:
             for row, _, first, in_tile, n in engine.pieces_of(tile).tolist():
                 if took_part[row] and row not in others and in_tile < elems:
@@ -220,11 +220,11 @@ class Undo:
 
     def _outside_value(self, b: ParamState) -> torch.Tensor | None:
         """Return the value, 1-D, to which the program had set a parameter before the step; None: that is its master."""
-        value = self._step.outside_values.get(b.index)
+        value = self._step.spec.outside_values.get(b.index)
         return None if value is None else flat(ordered(value, b.stride))
 
     def _end(self) -> None:
-        for b in self._step.written:  # the step did not take over what the program had written: it is still due
+        for b in self._step.spec.written:  # the step did not take over what the program had written: it is still due
             b.version = -1
         if (near := self._step.near) and self._landed is not None:
             near.end()

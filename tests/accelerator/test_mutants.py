@@ -152,11 +152,11 @@ MUTANTS = {
     "a guess: it is not known what was given up": in_guesses("self._active = False"),
     "a guess: dropped ones go on": Mutant("overlap/early.py", "guess.give_up()", "pass", "overlap and guess"),
     "a guess: compared before gradients are what they are": in_guesses(
-        "self._step.ring.begin(step.prepared)  # its", "pass  # its"
+        "self._step.ring.begin(spec.sources)  # its", "pass  # its"
     ),
     "a guess: compared before all is copied": in_guesses("self.wait()\n        self._step", "self._step"),
     "a guess: compared before gradients are in order": Mutant(
-        "overlap/early_images.py", "step.prepared.get(row) or", "", "overlap and strided"
+        "overlap/early_images.py", "spec.sources.get(row) or", "", "overlap and strided"
     ),
     "a guess: begins while another one's gradients arrive": Mutant(
         "overlap/early.py",

@@ -15,7 +15,7 @@ from csd_optim.params.summed import Summand, total
 from csd_optim.serve import star
 from csd_optim.serve.blocks import owned, whole
 from csd_optim.serve.owner import Owner
-from csd_optim.step.prepare import GradOptions
+from csd_optim.step.spec import GradOptions
 
 TOPK = 0.1
 

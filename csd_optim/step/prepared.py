@@ -1,0 +1,32 @@
+"""A step that is ready to run: what it does, and how its gradients and parameters travel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .all_gather import ParamAllGather
+from .given_states import GivenStates
+from .near_updates import NearUpdates
+from .spec import StepSpec
+from .staging import StagingRing
+
+
+@dataclass
+class PreparedStep:
+    """A step with all that it needs, so that nothing is left to fail before ranks begin to exchange parameters."""
+
+    spec: StepSpec
+    tiles: np.ndarray[Any, Any]  # uint32, in flow order
+    given: GivenStates | None  # states that the accelerator gives to tiles
+    images: list[int]  # tiles that travel through staging buffers
+    ring: StagingRing | None  # these buffers
+    gather: ParamAllGather | None  # of the parameters whose updates the ranks share
+    near: NearUpdates | None = None  # updates on the accelerator
+
+    @property
+    def not_given(self) -> np.ndarray[Any, Any]:
+        """The tiles, ascending, that get no states from the accelerator: these may begin in backward."""
+        return np.sort(self.tiles) if self.given is None else np.setdiff1d(self.tiles, self.given.tiles)

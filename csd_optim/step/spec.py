@@ -1,0 +1,84 @@
+"""What a step does: which parameters take part, with which gradients and constants.
+
+How its gradients and parameters travel is in prepared.py, and what happens to it in live.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..params.grad_source import GradSource
+from ..params.param_state import ParamState
+from ..params.summed import Summand
+
+# By id of a parameter: the summands of its gradient. Its `grad` is a placeholder then.
+Sums = Mapping[int, Sequence[Summand]]
+NO_SUMS: Sums = MappingProxyType({})
+
+
+class GradOptions(NamedTuple):
+    """How gradients travel in this step: the optimizer's arguments of these names."""
+
+    grad_dtype: torch.dtype | None
+    topk: float | None
+    topk_warmup: int
+    error_feedback: bool
+    sums: Sums = NO_SUMS
+
+
+class Participants(NamedTuple):
+    """Parameters that take part in a step."""
+
+    params: list[torch.Tensor]
+    grads: list[torch.Tensor]
+    groups_of: list[int]  # the indices of their groups
+
+
+@dataclass
+class StepPlan:
+    """The part of a step that is reused while the same parameters take part."""
+
+    params: list[torch.Tensor]
+    param_states: list[ParamState]
+    rows: np.ndarray[Any, Any]  # their rows in the table
+    layouts: list[tuple[str, ...]]  # the distinct sets of sections among them
+    layout_of: np.ndarray[Any, Any]  # index into `layouts`, for each parameter
+    table: np.ndarray[Any, Any]  # dtype PARAM, without gradients and hyperparameters
+    grad_dtype: torch.dtype | None  # the optimizer's option when the plan was made
+    changes: int  # StateMap.changes when the plan was made
+
+
+@dataclass
+class BoundStep:
+    """A step whose parameters have their places on the devices."""
+
+    plan: StepPlan
+    participants: Participants
+    new: list[ParamState]  # those whose places are empty: the step fills them
+    written: list[ParamState]  # those written from outside since the last step
+    coded: list[ParamState]  # all whose states are kept as codes
+
+
+@dataclass
+class StepSpec:
+    """What a step does, checked: for each parameter a row of `table`, with its gradient and constants."""
+
+    plan: StepPlan
+    grads: dict[int, torch.Tensor]  # by row of the table: gradients of the parts that this rank updates
+    steps: np.ndarray[Any, Any]  # step counts of all parameters after this step
+    table: np.ndarray[Any, Any]  # dtype PARAM
+    hypers: np.ndarray[Any, Any]  # dtype HYPER
+    sources: dict[int, GradSource]  # by row: gradients that the engine cannot read as they are
+    written: list[ParamState]  # those written from outside since the last step
+    with_residual: list[ParamState]  # those whose residuals the step changes
+    error_feedback: bool
+    unscaled: bool  # grad_scale is invertible: a gradient that is sent whole leaves no residual
+    # By row: values set from outside where the step itself detects the write (codes); an undone step restores them.
+    outside_values: dict[int, torch.Tensor] = field(default_factory=dict)
+    summands: list[np.ndarray[Any, Any]] = field(default_factory=list)  # keeps alive what the table points to
