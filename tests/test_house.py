@@ -48,7 +48,6 @@ HIDDEN = {  # files that hide whom they need
         "engine.near_copies",
         "engine.reports",
         "engine.windows",
-        "overlap.fsdp",
         "serve.arrivals",
         "serve.flow",
         "serve.model",
@@ -62,7 +61,6 @@ TANGLED = [  # modules that need one another, imports for type checkers included
         *("engine.open_devices", "engine.placing", "engine.windows"),
     },
     {"optim.optimizer", "serve.model", "serve.states", "serve.trainer"},
-    {"overlap.fsdp", "overlap.waits"},
     {"serve.arrivals", "serve.flow", "serve.owner"},
 ]
 

@@ -35,7 +35,7 @@ from ..engine.engine import Engine
 from ..engine.open_engine import open_engine
 from ..errors import CSDError, CSDRuntimeError, CSDValueError, CSDWarning, users_stacklevel
 from ..finalize import call_at_end, close_quietly
-from ..overlap.fsdp import is_fsdp1
+from ..overlap.guards.fsdp import is_fsdp1
 from ..overlap.in_backward import StepsInBackward, cannot_free
 from ..overlap.overlap import Overlap
 from ..overlap.together import check_ranks

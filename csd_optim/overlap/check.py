@@ -1,6 +1,6 @@
 """`CSD_OPTIM_OVERLAP=check`: any operation that uses a parameter before it has arrived raises an error.
 
-It is meant for tests, and for users who doubt that the nets of waits.py catch every read of their model. It costs 5 to
+It is meant for tests, and for users who doubt that the guards of guards/ catch every read of their model. It costs 5 to
 20 µs per operation, and torch.compile runs eagerly under it. It sees uses through views, `detach()`, `.data`, NumPy
 arrays and `torch._foreach_*`; it does not see `tolist()`, `repr()`, `data_ptr()` or other threads.
 """

@@ -12,8 +12,9 @@ from ..engine.trace import Span
 from ..errors import CSDError
 from ..params.groups import Groups, members
 from ..step.mode import InStep
+from .guards.groups import WaitingList
+from .guards.model import ModelGuards
 from .spans import ModelSpans
-from .waits import Nets, WaitingList
 
 
 class ConcurrentMode(InStep):
@@ -31,7 +32,7 @@ class ConcurrentMode(InStep):
         self._groups = groups
         self._hooks: list[RemovableHandle] = []
         params = [p for _, _, p in members(groups())]
-        self._nets = Nets(model, params, self)
+        self._guards = ModelGuards(model, params, self)
         self._spans = None if spans is None else ModelSpans(spans, model, params)
         self._wrap_groups()
 
@@ -51,7 +52,7 @@ class ConcurrentMode(InStep):
     def end(self) -> None:
         if self._spans:
             self._spans.end()
-        self._nets.remove()
+        self._guards.remove()
         for hook in self._hooks:
             hook.remove()
         for group in self._groups():

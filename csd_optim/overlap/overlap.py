@@ -125,7 +125,7 @@ class Overlap(ConcurrentMode):
     def launch(self, step: PreparedStep | None, record: Record | None) -> bool:
         can = step is not None and self._steps.can_land_later(self._engine, step)
         if self._together:
-            can = self._together.all_can(can and bool(self._nets.reached))
+            can = self._together.all_can(can and bool(self._guards.guarded))
         if can and step is not None:
             self._fly(step, record)
         else:
@@ -134,7 +134,7 @@ class Overlap(ConcurrentMode):
 
     def _fly(self, step: PreparedStep, record: Record | None) -> None:
         """Launch the step. Raises what a step raises; with several ranks, the next meeting raises it."""
-        engine, reached = self._engine, self._reached()
+        engine, guarded = self._engine, self._guarded()
         self._wrap_groups()
         self._note_order()
         self._waited, self._early_elems = 0.0, 0
@@ -155,7 +155,7 @@ class Overlap(ConcurrentMode):
         except BaseException as failure:
             live.undo()
             return self._note_outcome(live, failure)
-        self._unguarded = [b.index for b in awaited if id(b.param) not in reached]
+        self._unguarded = [b.index for b in awaited if id(b.param) not in guarded]
         self._to_copy_back = copy_back
         self.active: bool = True
         if self._check:
@@ -207,10 +207,10 @@ class Overlap(ConcurrentMode):
                 p.grad = None
         return True
 
-    def _reached(self) -> Set[int]:
+    def _guarded(self) -> Set[int]:
         """Return the ids of the parameters whose readers wait; none, with a warning, if the model has changed."""
-        if self._nets.intact():
-            return self._nets.reached
+        if self._guards.intact():
+            return self._guards.guarded
         if not self._warned:
             self._warned = True
             warnings.warn(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..engine.trace import Span
-from .waits import NO_OP
+from .arrivals import NO_OP
 
 
 class ModelSpans:

@@ -469,9 +469,9 @@ def test_a_captured_forward_gets_its_parameters_within_step(tmp_path, emulated_o
     with emulated.capturing():
         captured(x)
     training.step()
-    reached, flight = mode_of(training.opt)._nets.reached, flight_of(training.opt)
-    assert reached == {id(p) for layer in others for p in layer.parameters()}
-    rows = [b.index for b in state_map_of(training.opt).by_index if id(b.param) not in reached]
+    guarded, flight = mode_of(training.opt)._guards.guarded, flight_of(training.opt)
+    assert guarded == {id(p) for layer in others for p in layer.parameters()}
+    rows = [b.index for b in state_map_of(training.opt).by_index if id(b.param) not in guarded]
     assert len(rows) == 2
     assert flight is None or flight._pulled[flight._pieces.tiles_of(rows)].all()
     training.opt.close()

@@ -132,7 +132,7 @@ MUTANTS = {
     "overlap: changed gradients are not noticed": in_flight("if grad._version != version]", "if False]", "changed"),
     "overlap: a capture waits": in_flight("if is_captured(event.device)", "if False", "capture"),
     "overlap: a captured forward is waited for": Mutant(
-        "overlap/waits.py", "and is_captured(self.params[0].device)", "and False", "captured"
+        "overlap/guards/module.py", "and is_captured(self.params[0].device)", "and False", "captured"
     ),
     "overlap: it has landed before its copies": in_staging(
         "wait_for(record_event(torch.accelerator.current_stream(device)))", tests="accelerator_overlap"

@@ -93,9 +93,9 @@ def test_new_parameters(tmp_path, overlap):
 
 @both
 def test_a_model_that_was_changed(tmp_path, overlap):
-    """Its nets are gone: everything arrives within step(), and one warning says so."""
+    """Its guards are gone: everything arrives within step(), and one warning says so."""
 
-    def loses_its_nets(training):
+    def loses_its_guards(training):
         training.step()
         first = training.model[0].inner
         first._parameters = dict(first._parameters)
@@ -104,7 +104,7 @@ def test_a_model_that_was_changed(tmp_path, overlap):
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert_twins(tmp_path, overlap, loses_its_nets).opt.close()
+        assert_twins(tmp_path, overlap, loses_its_guards).opt.close()
     assert len([w for w in caught if "overlap(model) again" in str(w.message)]) == 1
 
 

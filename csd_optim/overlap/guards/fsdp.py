@@ -1,16 +1,15 @@
-"""Waiting where FSDP2 reads parameters: it reads their shards when it all-gathers them."""
+"""The guard of FSDP2's parameters: FSDP2 reads their shards when it all-gathers them."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Container, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-if TYPE_CHECKING:
-    from .waits import Arrivals
+from ..arrivals import Arrivals, NoArrivals
 
 
 def is_fsdp1(module: nn.Module) -> bool:
@@ -51,7 +50,7 @@ def shards_in(group: Any, param_ids: Container[int]) -> list[torch.Tensor]:
     return [fsdp_param.sharded_param for fsdp_param in group.fsdp_params if id(fsdp_param.sharded_param) in param_ids]
 
 
-class GatherNet:
+class GatherGuard:
     """Replaces a group's `unshard`, which reads its shards, and waits for these shards first.
 
     This covers every cause of an all-gather: a forward, also of several modules that form a group; a prefetch; an
@@ -72,15 +71,16 @@ class GatherNet:
         return self.unshard(*args, **kwargs)
 
     def is_intact(self) -> bool:
-        """Return whether `unshard` still calls this net, perhaps through the net of another optimizer."""
-        net = self.group.__dict__.get("unshard")
-        while isinstance(net, GatherNet) and net is not self:
-            net = net.unshard
-        return net is self
+        """Return whether `unshard` still calls this guard, perhaps through the guard of another optimizer."""
+        guard = self.group.__dict__.get("unshard")
+        while isinstance(guard, GatherGuard) and guard is not self:
+            guard = guard.unshard
+        return guard is self
 
     def remove(self) -> None:
-        """Restore `unshard`. If another optimizer's net wraps this one, this one stays, and no longer waits."""
+        """Restore `unshard`. If another optimizer's guard wraps this one, this one stays, and no longer waits."""
+        self.arrivals = NoArrivals()
         if self.group.__dict__.get("unshard") is self:
             del self.group.unshard
-            if isinstance(self.unshard, GatherNet):
+            if isinstance(self.unshard, GatherGuard):
                 self.group.unshard = self.unshard

@@ -1,4 +1,4 @@
-"""Reading a parameter under way waits for it, in all ways to read one; and without any one of the nets a test fails.
+"""Reading a parameter under way waits for it, in all ways to read one; and without any one of the guards a test fails.
 
 A parameter under way holds nan until something waits for it, so a missing wait yields nan.
 """
@@ -20,8 +20,11 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from csd_optim import CSDRuntimeError
-from csd_optim.overlap import waits
-from csd_optim.overlap.waits import CompiledCall, Net, Nets, WaitingDict, WaitingList
+from csd_optim.overlap.guards import module as module_guards
+from csd_optim.overlap.guards.compiled import CompiledCall
+from csd_optim.overlap.guards.groups import WaitingList
+from csd_optim.overlap.guards.model import ModelGuards
+from csd_optim.overlap.guards.module import ModuleHook, WaitingDict
 
 X = torch.linspace(-1, 1, 24).reshape(2, 3, 4)
 
@@ -56,7 +59,7 @@ class Late:
         self.active = bool(self.coming)
 
     def land(self):
-        """Waits for all, as step() does for those that no net reaches, and the landing thread at the end."""
+        """Waits for all, as step() does for those that no guard reaches, and the landing thread at the end."""
         self.wait([p for p, _ in self.coming.values()])
 
 
@@ -241,9 +244,9 @@ def read_late(make, use):
     """What `use` reads from a model whose parameters are all under way, and what it should read."""
     model, expected = twins(make)
     late = Late()
-    nets = Nets(model, model.parameters(), late)
-    assert nets.reached == {id(p) for p in model.parameters()}
-    assert nets.intact()
+    guards = ModelGuards(model, model.parameters(), late)
+    assert guards.guarded == {id(p) for p in model.parameters()}
+    assert guards.intact()
     late.depart(list(model.parameters()))
     return leaves(use(model)), leaves(use(expected))
 
@@ -262,8 +265,8 @@ def test_who_reads_a_parameter_waits_for_it(way):
 @pytest.mark.parametrize(
     ("kind", "method", "way"),
     [
-        (Net, "__call__", "kept"),
-        (Net, "wait_for", "a function of the weight"),
+        (ModuleHook, "__call__", "kept"),
+        (ModuleHook, "wait_for", "a function of the weight"),
         (WaitingDict, "__getitem__", "attention"),
         (WaitingDict, "get", "get"),
         (WaitingDict, "items", "items"),
@@ -275,8 +278,8 @@ def test_who_reads_a_parameter_waits_for_it(way):
         (WaitingDict, "__repr__", "repr"),
     ],
 )
-def test_without_a_net_something_is_read_too_early(monkeypatch, kind, method, way):
-    """The test above detects each missing net: none of them is redundant."""
+def test_without_a_guard_something_is_read_too_early(monkeypatch, kind, method, way):
+    """The test above detects each missing guard: none of them is redundant."""
     if kind is WaitingDict:
         monkeypatch.delattr(kind, method)
     else:
@@ -287,7 +290,7 @@ def test_without_a_net_something_is_read_too_early(monkeypatch, kind, method, wa
 def test_modules_wait_in_the_order_of_use_and_each_for_its_own():
     model = blocks()
     late = Late()
-    Nets(model, model.parameters(), late)
+    ModelGuards(model, model.parameters(), late)
     late.depart(list(model.parameters()))
     model[0](X)
     coming, waits = set(late.coming), list(late.waits)
@@ -303,11 +306,11 @@ def test_modules_wait_in_the_order_of_use_and_each_for_its_own():
 def test_nothing_waits_while_nothing_is_under_way():
     model = blocks()
     late = Late()
-    Nets(model, model.parameters(), late)
+    ModelGuards(model, model.parameters(), late)
     for make, use in WAYS.values():
         if make is blocks:
             model = blocks()
-            Nets(model, model.parameters(), late)
+            ModelGuards(model, model.parameters(), late)
             use(model)
     assert late.waits == []  # and wait() asserts that it is active
 
@@ -315,26 +318,26 @@ def test_nothing_waits_while_nothing_is_under_way():
 def test_others_parameters_are_not_waited_for():
     model = blocks()
     late = Late()
-    nets = Nets(model, model[0].parameters(), late)
-    assert nets.reached == {id(p) for p in model[0].parameters()}
+    guards = ModelGuards(model, model[0].parameters(), late)
+    assert guards.guarded == {id(p) for p in model[0].parameters()}
     assert type(model[1]._parameters) is dict
     assert type(model[2]._parameters) is dict
     outside = nn.Parameter(torch.ones(1))
-    assert Nets(model[2], [outside], late).reached == set()
+    assert ModelGuards(model[2], [outside], late).guarded == set()
 
 
 def test_two_optimizers_share_a_model_but_no_module():
     model = blocks()
     one, other = Late(), Late()
-    first = Nets(model, model[0].parameters(), one)
-    Nets(model, model[1].parameters(), other)
-    for nets, part in ((one, model[0]), (other, model[1])):
-        nets.depart(list(part.parameters()))
+    first = ModelGuards(model, model[0].parameters(), one)
+    ModelGuards(model, model[1].parameters(), other)
+    for guards, part in ((one, model[0]), (other, model[1])):
+        guards.depart(list(part.parameters()))
     assert not model(X).isnan().any()
     with pytest.raises(CSDRuntimeError, match="Linear already waits for another optimizer's parameters"):
-        Nets(model, [model[0].up.bias], other)
+        ModelGuards(model, [model[0].up.bias], other)
     first.remove()
-    assert Nets(model, [model[0].up.bias], other).reached == {id(model[0].up.bias)}
+    assert ModelGuards(model, [model[0].up.bias], other).guarded == {id(model[0].up.bias)}
 
 
 # ---- zero_grad ----------------------------------------------------------------------------
@@ -344,7 +347,7 @@ def with_gradients():
     model = blocks()
     model(X).sum().backward()
     late = Late()
-    Nets(model, model.parameters(), late)
+    ModelGuards(model, model.parameters(), late)
     late.depart(list(model.parameters()))
     return model, late
 
@@ -382,7 +385,7 @@ def test_a_zero_grad_of_ones_own_waits():
 
     model = Own()
     late = Late()
-    Nets(model, model.parameters(), late)
+    ModelGuards(model, model.parameters(), late)
     late.depart(list(model.parameters()))
     model.zero_grad()
     assert late.coming == {}
@@ -415,13 +418,13 @@ def compiled_around(model, counter):
 
 
 def steps_of(how):
-    """Runs twenty steps. Returns outputs, those of a twin, frames compiled by the end of each step, and the nets."""
+    """Runs twenty steps. Returns outputs, those of a twin, frames compiled by the end of each step, and the guards."""
     torch.compiler.reset()
     model, expected = twins(blocks)
     counter, late = CompileCounterWithBackend("eager"), Late()
     call, outer = how(model, counter)
-    call(X)  # compiles before the nets are in place
-    nets = Nets(outer, model.parameters(), late)
+    call(X)  # compiles before the guards are in place
+    guards = ModelGuards(outer, model.parameters(), late)
     got, wanted, frames = [], [], []
     for step in range(20):
         for one, other in zip(model.parameters(), expected.parameters(), strict=True):
@@ -430,35 +433,35 @@ def steps_of(how):
                 other.add_(0.01)
         if step % 3:
             late.depart(list(model.parameters()))
-            late.wait([p for p, _ in list(late.coming.values()) if id(p) not in nets.reached])
+            late.wait([p for p, _ in list(late.coming.values()) if id(p) not in guards.guarded])
         out = call(X)
         if late.active:
             late.land()
         got.append(out)
         wanted.append(expected(X) + (expected[2].weight.sum() if how is compiled_around else 0))
         frames.append(counter.frame_count)
-    assert nets.intact()
-    return leaves(got), leaves(wanted), frames, nets
+    assert guards.intact()
+    return leaves(got), leaves(wanted), frames, guards
 
 
 @pytest.mark.parametrize("how", [compiled_whole, compiled_blocks, compiled_class])
 def test_compiled_modules_wait_outside_of_their_graphs(how):
-    got, wanted, frames, nets = steps_of(how)
+    got, wanted, frames, guards = steps_of(how)
     assert are_equal(got, wanted)
-    assert frames[0] == frames[-1] <= 4  # compiled once more than without nets
-    assert len(nets.reached) == 12
+    assert frames[0] == frames[-1] <= 4  # compiled once more than without guards
+    assert len(guards.guarded) == 12
 
 
-def test_what_a_compiled_function_reads_is_no_longer_reached():
-    got, wanted, frames, nets = steps_of(compiled_around)
+def test_what_a_compiled_function_reads_is_no_longer_guarded():
+    got, wanted, frames, guards = steps_of(compiled_around)
     assert are_equal(got, wanted)
-    assert frames[0] == frames[-1] == 2  # compiled once more than without nets
-    assert nets.reached == set()
+    assert frames[0] == frames[-1] == 2  # compiled once more than without guards
+    assert guards.guarded == set()
 
 
-def test_without_its_net_a_compiled_module_computes_with_old_weights(monkeypatch):
+def test_without_its_guard_a_compiled_module_computes_with_old_weights(monkeypatch):
     def through(self, *args):
-        self.cover.is_running = True
+        self.state.is_running = True
         return self.compiled(*args)
 
     monkeypatch.setattr(CompiledCall, "__call__", through)
@@ -467,22 +470,22 @@ def test_without_its_net_a_compiled_module_computes_with_old_weights(monkeypatch
 
 
 def test_a_compiled_function_that_gave_nothing_up_would_compute_with_old_weights(monkeypatch):
-    monkeypatch.setattr(waits, "give_up", lambda number: True)
+    monkeypatch.setattr(module_guards, "give_up", lambda number: True)
     got, wanted, _, _ = steps_of(compiled_around)
     assert not are_equal(got, wanted)
 
 
 def test_what_is_compiled_after_the_nets_is_noticed():
     model = blocks()
-    nets = Nets(model, model.parameters(), Late())
+    guards = ModelGuards(model, model.parameters(), Late())
     model[1].compile(backend="eager")
-    assert not nets.intact()
-    nets.remove()
-    nets = Nets(model, model.parameters(), Late())
-    assert nets.intact()
+    assert not guards.intact()
+    guards.remove()
+    guards = ModelGuards(model, model.parameters(), Late())
+    assert guards.intact()
     model.forward = torch.compile(model.forward, backend="eager")
-    assert not nets.intact()
-    nets.remove()
+    assert not guards.intact()
+    guards.remove()
     assert not isinstance(model[1]._compiled_call_impl, CompiledCall)
 
 
@@ -497,12 +500,12 @@ def test_between_two_graphs_modules_wait_for_themselves():
     torch.compiler.reset()
     model, expected = twins(Eager)
     late = Late()
-    nets = Nets(model, model.parameters(), late)
+    guards = ModelGuards(model, model.parameters(), late)
     model.register_forward_pre_hook(lambda module, args: torch._dynamo.graph_break(), prepend=True)
     late.depart(list(model.parameters()))
     assert torch.equal(torch.compile(lambda x: model(x), backend="eager")(X), expected(X))
     assert late.waits
-    assert nets.reached == {id(p) for p in model.parameters()}
+    assert guards.guarded == {id(p) for p in model.parameters()}
 
 
 # ---- models that are copied, saved, changed, restored ----------------------------------------
@@ -511,10 +514,10 @@ def test_between_two_graphs_modules_wait_for_themselves():
 def test_copies_have_plain_dicts_and_hooks_that_do_nothing():
     model = blocks()
     late = Late()
-    Nets(model, model.parameters(), late)
+    ModelGuards(model, model.parameters(), late)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert {type(m._parameters) for m in other.modules()} == {dict}
-        assert [type(h) for m in other.modules() for h in m._forward_pre_hooks.values()].count(Net) == 0
+        assert [type(h) for m in other.modules() for h in m._forward_pre_hooks.values()].count(ModuleHook) == 0
         late.active = True
         assert torch.equal(other(X), model(X))
         assert late.waits
@@ -527,7 +530,7 @@ def test_copies_have_plain_dicts_and_hooks_that_do_nothing():
 
 def test_a_pickled_model_can_be_read_without_csd_optim():
     model = blocks()
-    Nets(model, model.parameters(), Late())
+    ModelGuards(model, model.parameters(), Late())
     assert b"csd_optim" not in pickle.dumps(nn.Sequential(model[2]))
 
 
@@ -535,10 +538,10 @@ def test_a_compiled_forward_is_copied_as_it_was():
     model = Block()
     model.forward = torch.compile(model.forward, backend="eager")
     forward = model.forward
-    nets = Nets(model, model.parameters(), Late())
+    guards = ModelGuards(model, model.parameters(), Late())
     assert isinstance(model.forward, CompiledCall)
     assert copy.copy(model.forward) is forward
-    nets.remove()
+    guards.remove()
     assert model.forward is forward
 
 
@@ -570,21 +573,21 @@ def deleted(model):
 @pytest.mark.parametrize("change", [moved, assigned, unhooked, new_dict, new_class, deleted])
 def test_a_model_that_was_changed_is_noticed(change):
     model = Tied()
-    nets = Nets(model, model.parameters(), Late())
-    assert nets.intact()
+    guards = ModelGuards(model, model.parameters(), Late())
+    assert guards.intact()
     change(model)
-    assert not nets.intact()
-    nets.remove()
-    nets = Nets(model, model.parameters(), Late())
-    assert nets.intact()
+    assert not guards.intact()
+    guards.remove()
+    guards = ModelGuards(model, model.parameters(), Late())
+    assert guards.intact()
 
 
 def test_a_module_without_parameters_of_ours_may_come_and_go():
     model = Tied()
-    nets = Nets(model, list(model.parameters()), Late())
+    guards = ModelGuards(model, list(model.parameters()), Late())
     model.dropout = nn.Dropout()
     model.other = nn.Linear(4, 4)
-    assert nets.intact()
+    assert guards.intact()
 
 
 def test_all_is_as_before_once_the_nets_are_removed():
@@ -592,62 +595,62 @@ def test_all_is_as_before_once_the_nets_are_removed():
     model.first.register_forward_pre_hook(lambda module, args: None)
     before = {name: (m._parameters, list(m._parameters.items()), set(m.__dict__)) for name, m in model.named_modules()}
     late = Late()
-    nets = Nets(model, model.parameters(), late)
+    guards = ModelGuards(model, model.parameters(), late)
     shallow = copy.copy(model.first)
     assert {type(m._parameters) for m in model.modules() if m._parameters} == {WaitingDict}
-    nets.remove()
+    guards.remove()
     for name, module in model.named_modules():
         plain, items, attributes = before[name]
         assert module._parameters is plain
         assert type(plain) is dict
         assert [(n, id(p)) for n, p in plain.items()] == [(n, id(p)) for n, p in items]
         assert set(module.__dict__) == attributes
-        assert not any(isinstance(hook, Net) for hook in module._forward_pre_hooks.values())
-    assert nets.reached == set()
+        assert not any(isinstance(hook, ModuleHook) for hook in module._forward_pre_hooks.values())
+    assert guards.guarded == set()
     late.active = True
     model(X)
-    shallow(X)  # this copy still has the nets
+    shallow(X)  # this copy still has the guards
     assert late.waits == []
 
 
 def test_removed_nets_leave_what_was_assigned_meanwhile():
     model = nn.Linear(4, 4)
-    nets = Nets(model, model.parameters(), Late())
+    guards = ModelGuards(model, model.parameters(), Late())
     model.extra = nn.Parameter(torch.ones(1))
     del model.bias
-    nets.remove()
+    guards.remove()
     assert list(model._parameters) == ["weight", "extra"]
 
 
 def test_a_model_is_freed_at_once():
     model = blocks()
-    nets = Nets(model, model.parameters(), Late())
+    guards = ModelGuards(model, model.parameters(), Late())
     gone = weakref.ref(model[0])
     gc.disable()
     try:
-        del model, nets
+        del model, guards
         assert gone() is None
     finally:
         gc.enable()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_a_script_module_is_not_reached():
+def test_a_script_module_is_not_guarded():
     script = torch.jit.script(nn.Linear(4, 4))
     model = nn.Sequential(nn.Linear(4, 4), script)
     late = Late()
-    nets = Nets(model, model.parameters(), late)
-    assert nets.reached == {id(p) for p in model[0].parameters()}
-    assert nets.intact()
+    guards = ModelGuards(model, model.parameters(), late)
+    assert guards.guarded == {id(p) for p in model[0].parameters()}
+    assert guards.intact()
     late.depart(list(model[0].parameters()))
     assert not model(X).isnan().any()
-    nets.remove()
+    guards.remove()
 
 
 def test_what_makes_a_step_fail_reaches_who_waits():
     model = blocks()
     late = Late()
-    Nets(model, model.parameters(), late)
+    ModelGuards(model, model.parameters(), late)
     late.depart(list(model.parameters()))
 
     def wait(params):
@@ -675,8 +678,8 @@ def test_fsdp_gathers_what_has_arrived(grouped, tmp_path):
         fully_shard(model, mesh=mesh)
         model[0].set_modules_to_forward_prefetch([model[1]])
         late = Late()
-        nets = Nets(model, model.parameters(), late)
-        assert len(nets.reached) == 12
+        guards = ModelGuards(model, model.parameters(), late)
+        assert len(guards.guarded) == 12
         model(X).sum().backward()  # FSDP inspects all parameters once
         params = list(model.parameters())
         for _ in range(3):
@@ -685,7 +688,7 @@ def test_fsdp_gathers_what_has_arrived(grouped, tmp_path):
             out = model(X)
             assert torch.equal(out, expected(X))
             out.sum().backward()
-            assert nets.intact()
+            assert guards.intact()
             assert not late.coming
             # If grouped, the first block gathers both blocks at once.
             assert [len(wait) for wait in late.waits if len(wait) > 2] == ([10] if grouped else [5, 5])
@@ -694,7 +697,7 @@ def test_fsdp_gathers_what_has_arrived(grouped, tmp_path):
             assert len(late.coming) == (2 if grouped else 7)
             model[1].reshard()
             late.land()
-        nets.remove()
+        guards.remove()
         assert {type(m._parameters) for m in model.modules()} == {dict}
         assert not any("unshard" in vars(m._get_fsdp_state()._fsdp_param_group) for m in model[:2])
         assert torch.equal(model(X), expected(X))
