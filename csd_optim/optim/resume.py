@@ -114,7 +114,7 @@ class Resume:
             there = [self._state_map.param_states.get(id(p)) for _, _, p in members(groups)]
             divided = [b for b in there if b and b.part.replicas]
             if self._ranks and divided and not without_data:
-                gather = ParamAllGather(self._ranks, engine, divided)
+                gather = ParamAllGather(self._ranks, divided)
         if self._ranks:
             said = self._ranks.gather_objects((bool(param_states), without_data))
             without_data = next((name for _, name in said if name), None)

@@ -50,12 +50,10 @@ class Flight:
         spec, self._tiles = live.spec, live.tiles
         self._grads = {row: (grad, grad._version) for row, grad in spec.grads.items() if row not in self._near}
         spec.grads = {}
-        self._in_step, self._is_image, self._pulled = (np.zeros(engine.n_tiles, bool) for _ in range(3))  # each tile
+        self._in_step = np.zeros(engine.n_tiles, bool)
         self._in_step[self._tiles] = True
-        self._is_image[live.step.images] = True
         self._copy_events: dict[int, Any] = {}  # events, by row: the last copy to a parameter on an accelerator
-        self._progress = threading.Condition()  # notified when tiles are pulled, and when the step has landed
-        engine.completed_event = self._landed = threading.Event()
+        engine.completed_event = live.ended
         live.mark_synced()  # before it can fail: then values that the program had set count as written again
         try:
             threading.Thread(target=self._land, name="csd_optim lands a step").start()
@@ -64,19 +62,15 @@ class Flight:
 
     @property
     def landed(self) -> bool:
-        return self._landed.is_set()
+        return self.live.ended.is_set()
 
     def wait(self, rows: Sequence[int]) -> bool:
         """Wait for parameters, rows of the step's table. Returns True when they are there, False if the step failed."""
         self._check_process()
         rows = [row for row in rows if row not in self._near]  # those are up to date
         tiles = self._pieces.tiles_of(rows)
-        tiles = tiles[self._in_step[tiles]]  # the step does not change the others
-        images = tiles[self._is_image[tiles]]
-        with self._progress:
-            self._progress.wait_for(lambda: self._pulled[images].all() or self.landed)
         try:
-            self._engine.params_ready(tiles[~self._is_image[tiles]], wait=True)
+            self.live.arrived(tiles[self._in_step[tiles]], wait=True)  # the step does not change the others
         except CSDError:  # the step has failed; or it has just landed, and all parameters have arrived
             self.join()
         if self.landed and self.failure:
@@ -104,7 +98,7 @@ class Flight:
         """Return when the step is complete and its commit has begun, or when the step is undone."""
         if not self.landed:  # a flight that landed before a fork is fine in the child
             self._check_process()
-            self._landed.wait()
+            self.live.ended.wait()
 
     def _check_process(self) -> None:
         """Raise CSDRuntimeError in a forked child, which lacks the thread that lands the step."""
@@ -129,9 +123,7 @@ class Flight:
             self._grads.clear()
             self._early_buffers.clear()
             self.landed_at = time.perf_counter()
-            with self._progress:
-                self._landed.set()
-                self._progress.notify_all()
+            self.live.note_ended()
 
     def _free_used_gradients(self) -> None:
         """Free gradients as soon as they have been used. Raises CSDRuntimeError if one was changed before its use.
@@ -157,16 +149,14 @@ class Flight:
             )
 
     def _note_pulled(self, tile: int) -> None:
-        """Note that the last copies from the image of a tile to its parameters were queued."""
+        """See LiveStep.note_pulled(): readers wait for these copies, and gradients of complete parameters are freed."""
         rows = [row for row in self._engine.pieces_of(tile)["param"].tolist() if row in self._grads]
         for row in rows:
             if (source := self.live.spec.sources.get(row)) and source.copy_event:
                 self._copy_events[row] = source.copy_event
-        with self._progress:
-            self._pulled[tile] = True
-            self._progress.notify_all()
+        self.live.note_pulled(tile)
         for row in rows:
-            if self._pulled[self._pieces.tiles_of([row])].all():
+            if self.live.arrived(self._pieces.tiles_of([row]), wait=False):
                 self._free_gradient(row)
 
     def _free_gradient(self, row: int) -> None:

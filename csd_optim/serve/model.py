@@ -186,12 +186,18 @@ class TrainerModel(_Optimizer):
         parts, view_of = self._value_parts(params)
         sources = self._remote.buckets_with_owners(parts)
         numbers = {id(bucket): n for n, (_, bucket) in enumerate(round_robin(sources))}
+        missing = {*numbers.values()}
+
+        def arrived(_: int, bucket: Bucket) -> None:
+            missing.remove(numbers[id(bucket)])
+            if gather:
+                gather.advance(wait=False)
+
         with torch.no_grad():
             gather = self._gather(params, sources, numbers)
             if gather:
-                gather.begin(numbers.values())
+                gather.begin(lambda tiles, *, wait: missing.isdisjoint(tiles.tolist()))
             try:
-                arrived = lambda _, bucket: gather.note_pulled(numbers[id(bucket)]) if gather else None  # noqa: E731
                 reply = receive(sources, view_of, arrived)
             finally:  # also if the session is over, so that no other trainer waits in vain
                 if gather and not gather.ranks.lost:
@@ -218,7 +224,7 @@ class TrainerModel(_Optimizer):
             locations = _BucketLocations(
                 {known.index: (known.local, known.block) for known in divided}, sources, numbers
             )
-            self._gathers[key] = ParamAllGather(self._ranks, None, shares, locations)
+            self._gathers[key] = ParamAllGather(self._ranks, shares, locations)
         return self._gathers[key]
 
 

@@ -9,7 +9,7 @@ waits for a bucket that never comes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -21,8 +21,6 @@ from ..accelerator import is_on_accelerator
 from ..distributed.buckets import bucket_bytes
 from ..distributed.ranks import Ranks
 from ..distributed.sharding import Partition
-from ..engine.engine import Engine
-from ..engine.pieces import Pieces
 from ..params.grad_source import GradSource
 from ..params.strides import flat, numel, same_order
 from ..store.layout import round_up
@@ -43,6 +41,11 @@ class Shared(Protocol):
     @property
     def local(self) -> torch.Tensor:
         """The part of the parameter that this rank updates."""
+
+
+class Arrived(Protocol):
+    def __call__(self, tiles: np.ndarray[Any, Any], *, wait: bool) -> bool:
+        """Return whether these tiles have their new parameters, where they belong. `wait`: block until they have."""
 
 
 class Located(Protocol):
@@ -80,25 +83,17 @@ class ParamAllGather:
     `param_states` has the same order on all ranks. The object refers to the current memory of the parameters.
     """
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        engine: Engine | None,
-        param_states: Sequence[Shared],
-        pieces: Located | None = None,
-    ) -> None:
-        """`engine`: its tiles hold the parameters. None: they arrive in units of `pieces`, see note_pulled()."""
+    def __init__(self, ranks: Ranks, param_states: Sequence[Shared], pieces: Located | None = None) -> None:
+        """`pieces`: the tiles in which parameters arrive; None: they do not arrive, and only resend() is called."""
         self.ranks: Ranks = ranks
-        self._engine = engine
         self.buckets: list[_Bucket] = []
         for device, replicas in {(b.local.device, b.part.replicas): None for b in param_states}:
             assert replicas
             alike = [b for b in param_states if b.local.device == device and b.part.replicas is replicas]
             self.buckets += _fill_buckets(alike, replicas)
-        located = Pieces(engine) if engine else pieces
         for k, bucket in enumerate(self.buckets):
-            if located:
-                bucket.tiles = np.unique(np.concatenate([_tiles_of(p, located) for p in bucket.pieces]))
+            if pieces:
+                bucket.tiles = np.unique(np.concatenate([_tiles_of(p, pieces) for p in bucket.pieces]))
             self._bind(bucket, self.buckets[k - IN_FLIGHT] if k >= IN_FLIGHT else None)
         self.received_bytes: int = sum(b.bytes * (b.ranks.size - 1) for b in self.buckets)
 
@@ -128,31 +123,26 @@ class ParamAllGather:
 
     def begin(
         self,
-        images: Iterable[int] = (),
+        arrived: Arrived | None = None,
         sources: Mapping[int, GradSource] = MappingProxyType({}),
         *,
         descending: bool = False,
     ) -> None:
-        """Begin a step. `images`: tiles that note_pulled() will report; the engine reports the others.
+        """Begin a step. `arrived`: given unless advance() will not be called.
 
         `sources`: by index, parameters whose new values have to be copied back into them before they leave.
         `descending`: the last bucket leaves first, since the last tile flows first; the same on all ranks.
         """
         self._to_send = deque(reversed(self.buckets) if descending else self.buckets)
-        self._missing, self._sources = set(images), sources
+        self._arrived, self._sources = arrived, sources
         self._in_flight: deque[tuple[_Bucket, list[Any]]] = deque()
-
-    def note_pulled(self, tile: int) -> None:
-        """Note that the new parameters of one of the `images` have been copied to their place."""
-        self._missing.remove(tile)
-        self.advance(wait=False)
 
     def advance(self, *, wait: bool) -> None:
         """Send the buckets that are ready; with `wait` all of them, each as soon as it is ready."""
+        assert self._arrived
         while self._to_send:
             tiles = self._to_send[0].tiles
-            missing = not self._missing.isdisjoint(tiles.tolist())
-            if missing or (self._engine and len(tiles) and not self._engine.params_ready(tiles, wait=wait)):
+            if len(tiles) and not self._arrived(tiles, wait=wait):
                 return
             for piece in self._to_send[0].pieces:
                 if source := self._sources.get(piece.param_state.index):

@@ -15,8 +15,10 @@ the engine.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum, auto
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -98,7 +100,7 @@ class Phase(Enum):
 
 
 class LiveStep:
-    """One step. Call its methods with the engine's lock, except push(), keep(), undo() and take_back()."""
+    """One step. Call its methods with the engine's lock, except push(), arrived(), keep(), undo() and take_back()."""
 
     def __init__(
         self, steps: Steps, engine: Engine, step: PreparedStep, record: Record | None, *, meets: bool = False
@@ -111,6 +113,9 @@ class LiveStep:
         self.step: PreparedStep = step
         self.phase: Phase = Phase.READY
         self.tiles: np.ndarray[Any, Any] = step.tiles  # uint32, in flow order; once begun, with the committer's
+        self.ended: threading.Event = threading.Event()  # set if a thread has landed it, and undone it if that failed
+        self._not_pulled: set[int] = {*step.images}  # tiles whose parameters were not copied back from their images yet
+        self._progress = threading.Condition()  # notified when one of the last two changes
 
     @property
     def spec(self) -> StepSpec:
@@ -177,7 +182,7 @@ class LiveStep:
         assert self.phase is Phase.GUESS
         self.engine.committer.reserve(record)
         # Before release(): that may fail when some parameters are written, and undo() has to restore them then.
-        self.phase, self.step, self._record = Phase.STEP, step, record
+        self.phase, self.step, self._record, self._not_pulled = Phase.STEP, step, record, {*step.images}
         self.steps.has_updated = True
         self.engine.release(step.spec.table, order)
         self._push_all(order[~np.isin(order, pushed)])
@@ -220,6 +225,31 @@ class LiveStep:
             self.spec.sources.pop(row).copy_back()
         return rows
 
+    # ---- parameters arrive -----------------------------------------------------------
+
+    def arrived(self, tiles: np.ndarray[Any, Any], *, wait: bool) -> bool:
+        """Return whether these tiles (uint32), which were pushed, have their new parameters. Needs no lock.
+
+        `wait`: block until they have, or it has `ended`. Raises CSDError once it has failed, or is over.
+        """
+        if missing := self._not_pulled.intersection(tiles.tolist() if self._not_pulled else ()):
+            if not wait:
+                return False
+            with self._progress:
+                self._progress.wait_for(lambda: self.ended.is_set() or missing.isdisjoint(self._not_pulled))
+        return self.engine.params_ready(tiles, wait=wait)
+
+    def note_pulled(self, tile: int) -> None:
+        """Note that the last copies from the image of a tile to its parameters were queued."""
+        with self._progress:
+            self._not_pulled.discard(tile)
+            self._progress.notify_all()
+
+    def note_ended(self) -> None:
+        with self._progress:
+            self.ended.set()
+            self._progress.notify_all()
+
     # ---- within step() ---------------------------------------------------------------
 
     def run(self, *, descending: bool, pushed: Callable[[], None] | None = None) -> None:
@@ -230,7 +260,7 @@ class LiveStep:
         """
         step, gather = self.step, self.step.gather
         if gather:
-            gather.begin(step.images, step.spec.sources, descending=descending)
+            gather.begin(self.arrived, step.spec.sources, descending=descending)
         exchanged = gather  # until all ranks have all parameters
         try:
             with all_ranks_or_none(self.steps.ranks):
@@ -267,13 +297,17 @@ class LiveStep:
         if ring is None or gather:  # gather sends parameters without tiles at its first advance()
             _exhaust(launching)
         if ring is not None:
-            on_pulled = gather.note_pulled if gather else None
+            on_pulled = partial(self._pulled, gather) if gather else None
             ring.run(engine, step.images, step.spec.sources, on_pulled, meanwhile=launching)
             _exhaust(launching)
         if gather and (len(step.tiles) or step.near):
             gather.advance(wait=True)
         if len(step.tiles) and self.steps.ranks:
             engine.params_ready(self.tiles[~np.isin(self.tiles, step.images)], wait=True)
+
+    def _pulled(self, gather: ParamAllGather, tile: int) -> None:
+        self.note_pulled(tile)
+        gather.advance(wait=False)
 
     # ---- the end ---------------------------------------------------------------------
 

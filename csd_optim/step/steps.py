@@ -19,6 +19,7 @@ from ..compression.policy import entry_dtype
 from ..compression.selection import TopK
 from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..engine.engine import Engine
+from ..engine.pieces import Pieces
 from ..errors import CSDTornError
 from ..params.groups import Groups
 from ..params.state_map import StateMap
@@ -167,7 +168,7 @@ class Steps:
     def _gather(self, engine: Engine, plan: StepPlan) -> ParamAllGather | None:
         """Return the all-gather of the plan's parameters whose updates the ranks share; None if there are none."""
         if self.gather is None and self.ranks and (shares := [b for b in plan.param_states if b.part.replicas]):
-            self.gather = ParamAllGather(self.ranks, engine, shares)
+            self.gather = ParamAllGather(self.ranks, shares, Pieces(engine))
         return self.gather
 
     # ---- a step that lands later: see overlap/ -----------------------------------------

@@ -123,11 +123,13 @@ MUTANTS = {
     "overlap: the current stream waits for copies, and no other": in_flight(
         "wait_for(event)", "torch.accelerator.current_stream(event.device).wait_event(event)", "other_streams"
     ),
-    "overlap: copies that have not begun are not waited for": in_flight(
-        "self._progress.wait_for(lambda: self._pulled[images].all() or self.landed)"
+    "overlap: copies that have not begun are not waited for": in_steps(
+        "self._progress.wait_for(lambda: self.ended.is_set() or missing.isdisjoint(self._not_pulled))",
+        "pass",
+        "accelerator_overlap",
     ),
     "overlap: gradients go with the first of their tiles": in_flight(
-        "[self._pieces.tiles_of([row])].all()", "[self._pieces.tiles_of([row])].any()"
+        "if self.live.arrived(self._pieces.tiles_of([row]), wait=False)", "if True"
     ),
     "overlap: changed gradients are not noticed": in_flight("if grad._version != version]", "if False]", "changed"),
     "overlap: a capture waits": in_flight("if is_captured(event.device)", "if False", "capture"),

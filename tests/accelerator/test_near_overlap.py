@@ -25,7 +25,7 @@ from support.between_steps import (
     writes_parameters,
 )
 from support.exact import Linear
-from support.inside import engine_of, flight_of, state_map_of
+from support.inside import engine_of, flight_of, images_back, state_map_of
 from support.on_accelerator import DEVICE, DTYPES
 from support.replacing import failing
 from support.twins import Twin, assert_twins, checksum
@@ -226,7 +226,7 @@ def test_nobody_waits_for_it(tmp_path, monkeypatch, options):
             there = next(layer.inner.weight for layer in one.model if any(layer.inner.weight is p for p in near))
             assert [checksum(p) for p in near] == [checksum(p) for p in expected]
             assert checksum(there) == checksum(near[[p is there for p in near].index(True)])
-            assert not flight_of(one.opt)._pulled.any()
+            assert not images_back(flight_of(one.opt))
         finally:
             goes_on.set()
     one.opt.wait()

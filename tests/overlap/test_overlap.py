@@ -167,7 +167,7 @@ def test_a_parameter_that_takes_no_part_is_there_at_once(tmp_path):
 def test_a_forked_child_has_what_had_landed(tmp_path):
     training = Twin(tmp_path, FORWARD)
     training.step()
-    flight_of(training.opt)._landed.wait()
+    flight_of(training.opt).live.ended.wait()
     child = os.fork()
     if child == 0:
         code = 1

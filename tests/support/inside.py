@@ -35,6 +35,11 @@ def flight_of(opt):
     return mode_of(opt)._flight
 
 
+def images_back(flight):
+    """Return the tiles of a step whose parameters have come back from their images."""
+    return {*flight.live.step.images} - flight.live._not_pulled
+
+
 def guess_of(opt):
     """Return the step that has begun in backward, or None."""
     early = getattr(mode_of(opt), "_early", None)
