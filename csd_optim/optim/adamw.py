@@ -13,7 +13,8 @@ from typing_extensions import Unpack
 from ..bindings import RULES
 from ..errors import CSDValueError
 from ..params.update_rule import Group, UpdateRule
-from .optimizer import CSDOptimizer, Options, takes_options
+from .optimizer import CSDOptimizer, takes_options
+from .options import Options
 
 
 def _constants(group: Group, decoupled: bool, t: float, grad_scale: float) -> tuple[int, tuple[float, ...]]:

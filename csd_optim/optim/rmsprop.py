@@ -11,7 +11,8 @@ from typing_extensions import Unpack
 
 from ..bindings import RULES
 from ..params.update_rule import Group, UpdateRule
-from .optimizer import CSDOptimizer, Options, takes_options
+from .optimizer import CSDOptimizer, takes_options
+from .options import Options
 
 
 def constants(group: Group, sections: Sequence[str], t: float, grad_scale: float) -> tuple[int, tuple[float, ...]]:

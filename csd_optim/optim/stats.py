@@ -5,33 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from ..devices.spec import days_left
-from ..engine.engine import Engine
-from ..step.near_updates import NearUpdates
+from ..step.steps import Steps
 
 KINDS = ("read", "update", "write")
 NOTHING_DONE = ("params", "nonfinite_grads", "seconds", "commit_bytes")
 
 
 def describe(
-    engine: Engine,
-    counters: list[dict[str, Any]],
-    *,
-    reached_engine: bool,
-    trained: float,
-    seconds: float,
-    ring_bytes: int,
-    gathered_bytes: int,
-    skipped: bool,
-    grad_norm: float | None,
-    overlap: dict[str, Any] | None,
-    near: NearUpdates | None,
+    steps: Steps, counters: list[dict[str, Any]], *, seconds: float, skipped: bool, overlap: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Build the result of stats(). `counters`: the engine's counters, one dict per device.
 
-    `reached_engine`: False if the step was skipped or had no gradients. `trained`: seconds of training since the
-    stores were made. `seconds`: duration of the step.
+    `seconds`: duration of the step. `overlap`: counters of the mode.
     """
-    n = int(reached_engine)
+    engine, near, trained = steps.engine, steps.near, steps.trained_seconds
+    n = int(steps.has_updated)  # 0 if the step was skipped or had no gradients
     devices = [
         {
             "device": d["device"],
@@ -59,7 +47,7 @@ def describe(
     link, flash = ("push_bytes", "pull_bytes"), ("flash_read_bytes", "flash_write_bytes", "written_bytes")
     if engine.accelerator:
         spec, nothing = engine.accelerator.spec, dict.fromkeys(("push_bytes", "pull_bytes", "flash_read_bytes"), 0)
-        done = near.counters() if reached_engine and near else dict.fromkeys(NOTHING_DONE, 0)
+        done = near.counters() if n and near else dict.fromkeys(NOTHING_DONE, 0)
         seconds_by_kind = {"read": 0.0, "update": done.pop("seconds"), "write": 0.0}
         about = {"device": str(spec), "backend": spec.backend, "share": spec.share or 1.0, **done, **nothing}
         about |= {
@@ -75,12 +63,12 @@ def describe(
     totals: dict[str, Any] = {
         name: sum(d[name] for d in devices) for name in (*link, *flash, "params", "nonfinite_grads", "buffer_bytes")
     }
-    totals["buffer_bytes"] += ring_bytes
+    totals["buffer_bytes"] += steps.ring.bytes if steps.ring else 0
     totals["residual_bytes"] = sum(residual.nbytes for residual in engine.residuals.values())
-    totals["gathered_bytes"] = n * gathered_bytes
+    totals["gathered_bytes"] = n * (steps.gather.received_bytes if steps.gather else 0)
     totals["skipped"] = skipped
-    if grad_norm is not None:
-        totals["grad_norm"] = grad_norm
+    if steps.grad_norm is not None:
+        totals["grad_norm"] = steps.grad_norm
     if overlap is not None:
         totals["overlap"] = overlap
     placement = engine.devices.placement

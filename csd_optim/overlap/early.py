@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -13,26 +12,18 @@ import numpy as np
 import torch
 
 from ..accelerator import is_on_accelerator, record_event
-from ..engine.engine import Engine
 from ..engine.pieces import Pieces
 from ..errors import CSDError
-from ..finalize import call_at_end
-from ..params.state_map import StateMap
 from ..signals import defer_signals
-from ..step.live import LiveStep, Phase
-from ..step.prepared import PreparedStep
+from ..step.live import Phase
 from ..step.spec import Participants, StepSpec
 from ..step.steps import Steps
-from ..store.format import Record
 from ..threads import running_pool
 from .guess import Guess
 from .order import split_for_backward
 
 MAX_PAUSE = 15  # steps: the longest pause after several wrong guesses in a row, each of which wrote for nothing
 FIRST_SHARE = 0.5  # fraction of the tiles that flow in backward until the durations of backward and step are known
-
-# Prepares the next step with the parameters in place of their gradients. Returns None if that is impossible.
-Foresee = Callable[[], tuple[PreparedStep, "Record | None"] | None]
 
 
 class EarlySteps:
@@ -43,25 +34,20 @@ class EarlySteps:
 
     def __init__(
         self,
-        engine: Engine,
         steps: Steps,
-        state_map: StateMap,
         params: Iterable[torch.Tensor],
-        foresee: Foresee,
         may_begin: Callable[[], Pieces | None],
         hold: torch.Tensor,
     ) -> None:
-        """`foresee`: a bound method, held weakly because its object (the optimizer) may be dropped.
+        """`may_begin` returns None if no step may begin now.
 
-        `may_begin` returns None if no step may begin now. `hold`: host memory (uint8, 1-D) for results that are ready
-        before step(); pinned if parameters are on an accelerator.
+        `hold`: host memory (uint8, 1-D) for results that are ready before step(); pinned if parameters are on an
+        accelerator.
         """
-        self._engine, self._steps = engine, steps
+        self._steps, self._engine, self._state_map = steps, steps.engine, steps.state_map
         self.redone: Counter[str] = Counter()  # wrong guesses, by what was wrong
-        self._state_map, self._may_begin, self._hold = state_map, may_begin, hold
-        self._foresee = weakref.WeakMethod(foresee)  # type: ignore[arg-type]
-        # Finalizers run last made, first called: this one runs before the one that closes the engine.
-        self._finalizer = call_at_end(foresee.__self__, self._give_up)  # type: ignore[attr-defined]
+        self._may_begin, self._hold = may_begin, hold
+        self._finalizer = steps.call_at_end(self._give_up)
         self._pusher = running_pool(1, "csd_optim brings gradients")
         self._guess: Guess | None = None
         self._hold_futures: list[Future[None]] = []  # copies of an undone guess, which use `hold` until they are done
@@ -121,25 +107,23 @@ class EarlySteps:
 
     def _begin(self) -> bool:
         """Begin a guess if that is possible now; return whether it has begun."""
-        foresee = self._foresee()
-        if foresee is None or self._pause or self._impossible:
+        if self._pause or self._impossible:
             return False
         if not all(future.done() for future in self._hold_futures):  # a late copy would overwrite parameters in `hold`
             return False
-        foreseen = foresee()
-        if foreseen is None:
+        live = self._steps.foresee()
+        if live is None:
             self._impossible = True  # do not retry at each gradient: foresee() looks at all parameters
             return False
         pieces = self._may_begin()
         if pieces is None:
             return False
-        (step, record), engine = foreseen, self._engine
+        step, engine = live.step, self._engine
         with defer_signals():  # no Ctrl-C between the start of the guess and self._guess
             early, late = split_for_backward(engine.in_step_order(step.not_given), self._share)
             if step.given:
                 late = np.concatenate([late, step.given.tiles])
             self._began = time.perf_counter()
-            live = LiveStep(self._steps, engine, step, record)
             self._guess = Guess(engine, self._state_map, live, early, late, pieces, self._hold, self._pusher)
             self._guess.begin()
         for param_state in step.spec.plan.param_states:  # some gradients were final before the guess could begin

@@ -16,18 +16,14 @@ import torch
 
 from ..accelerator import is_accelerator, is_on_accelerator
 from ..bindings import AS_PUSHED
-from ..engine.engine import Engine
 from ..engine.pieces import Pieces
-from ..engine.trace import Span
-from ..errors import CSDError, CSDRuntimeError, CSDTypeError
-from ..finalize import call_at_end
+from ..errors import CSDError, CSDRuntimeError, CSDTypeError, CSDValueError
 from ..params.grad_source import GradSource
 from ..params.groups import Groups, hyperparameters_of, members, name_of
 from ..params.param_state import ParamState
 from ..params.strides import flat
 from ..signals import defer_signals
 from ..step.live import Countdown, LiveStep, Phase
-from ..step.prepared import PreparedStep
 from ..step.spec import GradOptions
 from ..step.staging import NOTHING, Flow
 from ..step.steps import Steps
@@ -46,9 +42,6 @@ _AGAIN = (
 )
 
 POLL_SECONDS = 0.1  # between two looks whether a backward is gone that has not told
-
-# Prepares a step of all parameters that require gradients, with the parameters in place of their gradients.
-Prepare = Callable[[], tuple[PreparedStep, "Record | None"]]
 
 
 class Lent(NamedTuple):
@@ -86,26 +79,10 @@ class StepsInBackward(ConcurrentMode):
     backward.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        steps: Steps,
-        model: torch.nn.Module,
-        groups: Callable[[], Groups],
-        prepare: Prepare,
-        max_lent_bytes: int,
-        spans: list[Span] | None,
-    ) -> None:
-        """`groups`, `spans`: as in ConcurrentMode.
-
-        `prepare`: a bound method, held weakly because its object (the optimizer) may be dropped.
-        `max_lent_bytes`: bytes of gradients that may be in flight; backward waits while there are more.
-        """
-        super().__init__(model, groups, spans)
-        self._engine, self._steps = engine, steps
-        self._prepare = weakref.WeakMethod(prepare)  # type: ignore[arg-type]
-        # Finalizers run last made, first called: this one runs before the one that closes the engine.
-        self._finalizer = call_at_end(prepare.__self__, self._give_up)  # type: ignore[attr-defined]
+    def __init__(self, steps: Steps, model: torch.nn.Module, max_lent_bytes: int) -> None:
+        """`max_lent_bytes`: bytes of gradients that may be in flight; backward waits while there are more."""
+        super().__init__(steps, model)
+        self._finalizer = steps.call_at_end(self._give_up)
         self._max_lent_bytes = max_lent_bytes
         self._waited, self._early_elems = 0.0, 0  # of the last step: seconds waited, elements pushed in backward
         self._aborted_task = -1  # number of a backward whose step was undone before the backward ended
@@ -154,8 +131,8 @@ class StepsInBackward(ConcurrentMode):
 
     def _on_grad(self, p: torch.Tensor) -> None:
         """Take a final gradient, as a hook. Raises what a step raises, and CSDRuntimeError; then the step is undone."""
-        prepare = self._prepare()
-        if prepare is None or p.grad is None:
+        optimizer = self._steps.arguments  # which is not dropped meanwhile
+        if optimizer is None or p.grad is None:
             return
         with self._engine.lock, torch.no_grad():  # several threads may run backward
             task = torch._C._current_graph_task_id()
@@ -165,41 +142,43 @@ class StepsInBackward(ConcurrentMode):
                 if self._live and task != self._task:
                     raise CSDRuntimeError(_AGAIN)
                 if self._live is None:
-                    self._begin(prepare, task)
+                    self._begin(task)
                 self._take(p, p.grad)
                 self._free_gradients()
             except BaseException:  # Ctrl-C, too
                 self.abandon()
                 raise
 
-    def _begin(self, prepare: Prepare, task: int) -> None:
+    def _begin(self, task: int) -> None:
         engine = self._engine
         with defer_signals():
-            step, record = prepare()
-            spec = step.spec
+            engine.check_open()
+            check_can_free(self._steps)
+            live = self._steps.prepare_without_gradients()
+            step, spec = live.step, live.spec
             moved = any(s.param_and_copy or s.grad_dtype is not s.param.dtype for s in spec.sources.values())
             if moved or spec.table["topk"].any():
                 raise CSDRuntimeError(
                     "overlap(free_gradients=True): a parameter has moved in memory, or has a residual of Top-K"
                 )
             self._awaited = {id(b.param): b for b in spec.plan.param_states}
-            self._constants = [hyperparameters_of(group) for group in self._groups()]
+            self._constants = [hyperparameters_of(group) for group in self._steps.groups]
             self._pieces, missing = Pieces(engine), np.zeros(engine.n_tiles, np.int64)
             has_grad = spec.table["grad"][self._pieces.all["param"]] != 0
             np.add.at(missing, self._pieces.all["tile"][has_grad], 1)
             self._waited, self._early_elems = 0.0, 0
-            self._live, self._task, self.active = LiveStep(self._steps, engine, step, record), task, True
+            self._live, self._task, self.active = live, task, True
             no_backward = threading.Event()
             end = _BackwardEnd(self, task, no_backward)
             # In this order: a reader on another thread that finds the event takes `end` for gone without the other one.
             self._backward_end, self._no_backward = weakref.ref(end), no_backward
-            self._live.begin(Phase.OPEN, order=AS_PUSHED, kept_alive=self._lent)
+            live.begin(Phase.OPEN, order=AS_PUSHED, kept_alive=self._lent)
             if step.ring:
                 step.ring.begin(spec.sources, step.given)
                 self._images, self._flow = frozenset(step.images), Flow(step.ring, engine, on_copied=self._note_copied)
             if step.given and step.near:
                 step.given.set_updates(step.near, NOTHING)
-            self._countdown = Countdown(missing, self._live.tiles.tolist())
+            self._countdown = Countdown(missing, live.tiles.tolist())
             torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
 
     def _take(self, p: torch.Tensor, grad: torch.Tensor) -> None:
@@ -407,7 +386,7 @@ class StepsInBackward(ConcurrentMode):
 
     def _mismatch(self, *, scaled: bool) -> str:
         """Return why step() cannot take the step under way; "" if it can."""
-        groups = self._groups()
+        groups = self._steps.groups
         has_grad = [
             (name_of(groups, k, i), p)
             for k, group in enumerate(groups)
@@ -486,9 +465,14 @@ class _BackwardEnd:
             self._no_backward.set()
 
 
-def cannot_free(groups: Groups, options: GradOptions, max_grad_norm: float | None) -> str:
-    """Return why gradients cannot be freed in backward; "" if they can."""
-    if max_grad_norm is not None:
+def check_can_free(steps: Steps) -> None:
+    """Raise CSDValueError if gradients cannot be freed in backward."""
+    if why := _cannot_free(steps.groups, steps.options):
+        raise CSDValueError(f"overlap(free_gradients=True) is not possible: {why}")
+
+
+def _cannot_free(groups: Groups, options: GradOptions) -> str:
+    if options.max_grad_norm is not None:
         return "max_grad_norm is set, and the norm of all gradients is known only when backward is over"
     if options.topk is not None or any(group.get("topk") is not None for group in groups):
         return "gradients are compressed (topk)"

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ..engine.trace import Span
 from ..errors import CSDError
-from ..params.groups import Groups, members
+from ..params.groups import members
 from ..step.mode import InStep
+from ..step.steps import Steps
 from .guards.groups import WaitingList
 from .guards.model import ModelGuards
 from .spans import ModelSpans
@@ -22,30 +22,26 @@ class ConcurrentMode(InStep):
 
     overlaps = True
 
-    def __init__(self, model: torch.nn.Module, groups: Callable[[], Groups], spans: list[Span] | None) -> None:
-        """`groups` returns the optimizer's groups, which load_state_dict() replaces; empty if the optimizer is gone.
-
-        `spans`: see ModelSpans. Subclasses register their gradient hooks after this constructor, so that the spans see
-        each gradient first.
-        """
+    def __init__(self, steps: Steps, model: torch.nn.Module) -> None:
+        """Subclasses register their gradient hooks after this constructor: the spans are to see each gradient first."""
         self.active = False
-        self._groups = groups
+        self._steps, self._engine, self._state_map = steps, steps.engine, steps.state_map
         self._hooks: list[RemovableHandle] = []
-        params = [p for _, _, p in members(groups())]
+        params, spans = [p for _, _, p in members(steps.groups)], steps.engine.model_spans
         self._guards = ModelGuards(model, params, self)
         self._spans = None if spans is None else ModelSpans(spans, model, params)
         self._wrap_groups()
 
     def _trainable_params(self) -> list[torch.Tensor]:
         """Return each parameter that requires a gradient, once: a group may list it twice."""
-        return list({id(p): p for _, _, p in members(self._groups()) if p.requires_grad}.values())
+        return list({id(p): p for _, _, p in members(self._steps.groups) if p.requires_grad}.values())
 
     def wait(self, params: Iterable[torch.Tensor]) -> None:
         raise NotImplementedError
 
     def _wrap_groups(self) -> None:
         """Make iterating over a group's parameters wait for them, too."""
-        for group in self._groups():
+        for group in self._steps.groups:
             if not isinstance(group["params"], WaitingList):
                 group["params"] = WaitingList(group["params"], self)
 
@@ -55,7 +51,7 @@ class ConcurrentMode(InStep):
         self._guards.remove()
         for hook in self._hooks:
             hook.remove()
-        for group in self._groups():
+        for group in self._steps.groups:
             group["params"] = list.copy(group["params"])  # does not wait
 
     def abandon(self) -> None:
@@ -64,7 +60,7 @@ class ConcurrentMode(InStep):
 
     def remove_if_dropped(self) -> bool:
         """End this mode if its optimizer was dropped, so that no other call can end it. Returns whether it was."""
-        if self._groups():
+        if self._steps.arguments is not None:
             return False
         with contextlib.suppress(CSDError):  # no caller is left to hear of it
             self.abandon()

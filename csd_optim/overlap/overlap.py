@@ -5,21 +5,16 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Iterable, Set
 from functools import partial
 from typing import Any
 
 import torch
 
 from .. import settings
-from ..distributed.ranks import Ranks
-from ..engine.engine import Engine
 from ..engine.pieces import Pieces
-from ..engine.trace import Span
 from ..errors import CSDWarning, users_stacklevel
 from ..params.grad_source import GradSource
-from ..params.groups import Groups
-from ..params.state_map import StateMap
 from ..signals import defer_signals
 from ..step.live import LiveStep
 from ..step.prepared import PreparedStep
@@ -28,7 +23,7 @@ from ..step.staging import StagingBuffer
 from ..step.steps import Steps
 from ..store.format import Record
 from .check import UseCheck
-from .early import EarlySteps, Foresee
+from .early import EarlySteps
 from .flight import Flight
 from .mode import ConcurrentMode
 from .order import by_next_use
@@ -44,27 +39,11 @@ class Overlap(ConcurrentMode):
     backward and that step() has not confirmed yet (early.py); never both.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        steps: Steps,
-        state_map: StateMap,
-        model: torch.nn.Module,
-        groups: Callable[[], Groups],
-        *,
-        ranks: Ranks | None,
-        foresee: Foresee | None,
-        hold: torch.Tensor,
-        spans: list[Span] | None,
-    ) -> None:
-        """`groups`, `spans`: as in ConcurrentMode. `ranks`: either all of them overlap, or none does.
-
-        `foresee`: if given, steps begin in backward. `foresee` and `hold` are those of EarlySteps.
-        """
-        super().__init__(model, groups, spans)
-        self._engine, self._steps, self._state_map = engine, steps, state_map
+    def __init__(self, steps: Steps, model: torch.nn.Module, hold: torch.Tensor | None) -> None:
+        """With several ranks, either all of them overlap, or none does. `hold`: given if steps begin in backward."""
+        super().__init__(steps, model)
         self._flight: Flight | None = None
-        self._together = Together(ranks, engine) if ranks else None
+        self._together = Together(steps.ranks, steps.engine) if steps.ranks else None
         # By row of a parameter: how many others the current forward used before it. None: not noted any more.
         self._use_order: dict[int, int] | None = {}
         self._forwards_to_note = NOTED_FORWARDS
@@ -80,9 +59,7 @@ class Overlap(ConcurrentMode):
             p.register_hook(partial(self._before_grad, weakref.ref(p)))  # type: ignore[no-untyped-call]
             for p in trainable
         ]
-        self._early: EarlySteps | None = None
-        if foresee:
-            self._early = EarlySteps(engine, steps, state_map, trainable, foresee, self._may_begin, hold)
+        self._early = None if hold is None else EarlySteps(steps, trainable, self._may_begin, hold)
 
     def end(self) -> None:
         if self._together:
@@ -123,7 +100,7 @@ class Overlap(ConcurrentMode):
             self._early.compare(spec)
 
     def launch(self, step: PreparedStep | None, record: Record | None) -> bool:
-        can = step is not None and self._steps.can_land_later(self._engine, step)
+        can = step is not None and self._steps.can_land_later(step)
         if self._together:
             can = self._together.all_can(can and bool(self._guards.guarded))
         if can and step is not None:
@@ -139,7 +116,7 @@ class Overlap(ConcurrentMode):
         self._note_order()
         self._waited, self._early_elems = 0.0, 0
         guess = self._early.take_guess() if self._early else None
-        live = guess.live if guess else LiveStep(self._steps, engine, step, record, meets=bool(self._together))
+        live = guess.live if guess else self._steps.live(step, record, meets=bool(self._together))
         early_buffers: dict[int, StagingBuffer] = {}
         near = step.near.rows if step.near else ()
         awaited = [b for b in step.spec.plan.param_states if b.index not in near]
@@ -202,7 +179,7 @@ class Overlap(ConcurrentMode):
             return False
         if self._early:
             self._early.forget_gradients()
-        for group in self._groups():
+        for group in self._steps.groups:
             for p in list.__iter__(group["params"]):  # iterating over a WaitingList itself would wait
                 p.grad = None
         return True

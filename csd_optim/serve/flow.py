@@ -45,7 +45,6 @@ from ..errors import CSDError, CSDRankError
 from ..params.strides import numel
 from ..step.live import Countdown, LiveStep, Phase
 from ..step.mode import InStep
-from ..step.prepare import participants
 from ..step.prepared import PreparedStep
 from ..step.spec import StepPlan
 from ..store.format import Record
@@ -165,30 +164,27 @@ class Flow(InStep):
             engine.confirm()
             with all_ranks_or_none(opt._ranks):
                 opt._steps.finish_undo(collective=True)
-                record = opt._record(engine)
-                taking_part = participants(opt.param_groups, type(opt).__name__, opt._sparse_alternatives)
-                step = opt._prepare_early(taking_part)
-                can_begin = step is not None and self._can_overlap(step)
+                live = opt._steps.prepare()
+                can_begin = live is not None and self._can_overlap(live.step)
             if not (all(vote for (vote,) in opt._ranks.gather(can_begin)) if opt._ranks else can_begin):
                 return
             with all_ranks_or_none(opt._ranks):
-                self._launch(step, record)
+                self._launch(live)
 
     def _can_overlap(self, step: PreparedStep) -> bool:
         opt = self._optimizer
         has_new_states = bool((step.spec.table["master"][step.spec.plan.rows] == NEW).any())
-        return opt._steps.can_undo(opt._engine, step) and not (has_new_states or step.images or step.near)
+        return opt._steps.can_undo(step) and not (has_new_states or step.images or step.near)
 
-    def _launch(self, step: PreparedStep, record: Record) -> None:
-        opt, owner = self._optimizer, self._owner
-        engine = opt._engine
-        layout = owner.layout_of(step.spec.plan, self._indices, summed_by_owners=self._summed_by_owners)
-        opt._mode, self._live = self, LiveStep(opt._steps, engine, step, record)
-        if len(step.tiles):
-            self._live.begin(Phase.OPEN, order=AS_PUSHED, kept_alive=step)
+    def _launch(self, live: LiveStep) -> None:
+        owner = self._owner
+        layout = owner.layout_of(live.spec.plan, self._indices, summed_by_owners=self._summed_by_owners)
+        self._optimizer._mode, self._live = self, live
+        if len(live.step.tiles):
+            live.begin(Phase.OPEN, order=AS_PUSHED, kept_alive=live.step)
         with owner.changed:
             self._layout = layout
-            self._countdown = Countdown(layout.needed_units, self._live.tiles.tolist())
+            self._countdown = Countdown(layout.needed_units, live.tiles.tolist())
             assert owner.arrivals
             for arrival in owner.arrivals.all_arrivals():
                 self._count(arrival)
@@ -207,7 +203,7 @@ class Flow(InStep):
             live.request(record)
 
         try:
-            live.run(descending=self._optimizer._descending, pushed=pushed)
+            live.run(descending=self._optimizer._steps.descending, pushed=pushed)
         finally:
             with self._owner.changed:
                 self._live = None

@@ -155,7 +155,7 @@ class Owner:
         opt.synchronize()
         groups = [hyperparameters_of(group) for group in opt.param_groups]
         if continues:
-            kept = Record(groups=groups, given=opt._initial_groups)
+            kept = Record(groups=groups, given=opt._steps.initial_groups)
             notes = [*ignored_by_resume(opt._rule, [hyperparameters_of(group.hyper) for group in request.groups], kept)]
         user_state = opt.user_state
         states = user_state.get(TRAINERS_KEY, [user_state]) if user_state else []
@@ -256,7 +256,7 @@ class Owner:
             self._set_up(message)
             waits = waits or any(message.get("shares", ())) or message.get("max_grad_norm") is not None
             if not waits and "shares" in message:
-                self.optimizer._sums = self._sums(message)
+                self.optimizer._steps.sums = self._sums(message)
             flow = Flow(self, message)
             with self.changed:
                 self.flow = flow
@@ -273,19 +273,20 @@ class Owner:
             p.requires_grad_(True)
             local = _local(p) if "shares" in message else self._grads[index]
             p.grad = self._as_dtensor(local, p.shape, p.stride()) if hasattr(p, "to_local") else local
-        opt._grad_factor, opt._sums, opt.max_grad_norm = float(message["scale"]), NO_SUMS, message.get("max_grad_norm")
+        opt._steps.grad_factor, opt._steps.sums = float(message["scale"]), NO_SUMS
+        opt.max_grad_norm = message.get("max_grad_norm")
 
     def end_step(self, message: dict[str, Any]) -> dict[str, Any]:
         """Complete the step once all gradients have arrived. Returns the reply; raises what a step raises."""
         opt = self.optimizer
         assert self.flow
         if "shares" in message and not self.flow.under_way:
-            opt._sums = self._sums(message)
+            opt._steps.sums = self._sums(message)
         opt._engine.served = {"trainers": len(self._blocks), "transfer_seconds": self._transfer_seconds}
         opt.step()
         self._transfer_seconds = 0.0
         self.in_doubt = False
-        return {"committed_step": opt.committed_step, "grad_norm": opt._grad_norm}
+        return {"committed_step": opt.committed_step, "grad_norm": opt._steps.grad_norm}
 
     def undo_incomplete_step(self) -> None:
         """Undo the step under way, if any; a complete step stays. Not a collective. Raises NotUndone."""
@@ -300,7 +301,7 @@ class Owner:
         finally:
             with self.changed:
                 self.flow = None
-            self.optimizer._sums = NO_SUMS
+            self.optimizer._steps.sums = NO_SUMS
             before, self._groups_before = self._groups_before, None
             for group, kept in zip(self.optimizer.param_groups, before or (), strict=bool(before)):
                 restore_hyperparameters(group, kept)

@@ -175,7 +175,6 @@ class _Trainer(StatesElsewhere):
 
     def _update(self, engine: Engine, grad_scale: float) -> None:
         remote = self._remote
-        self._grad_scale = grad_scale
         with all_ranks_or_none(self._ranks) as exchanged:
             self._check_topk()
             self._register_params()
@@ -195,7 +194,7 @@ class _Trainer(StatesElsewhere):
         params = [known for known in self._known.values() if known.index in pushed]
         if self.max_grad_norm is not None and not self._is_star:
             norm = self._norm(params, pushed) * abs(grad_scale)
-            grad_scale, self._grad_norm = grad_scale * clip_to(norm, self.max_grad_norm), norm
+            grad_scale, self._steps.grad_norm = grad_scale * clip_to(norm, self.max_grad_norm), norm
         if not params:
             return
         if len(self.param_groups) > self._groups_sent:
@@ -246,7 +245,7 @@ class _Trainer(StatesElsewhere):
         self._hyper_sent, self._user_states_sent, self._resumed = hyper_now, states_now, False
         self._guess_next_step(message)
         if self._selection:
-            self._grad_norm = reply["grad_norm"]
+            self._steps.grad_norm = reply["grad_norm"]
             self._selection.end(feeds_back=self.error_feedback)
         for known in params:
             known.steps += 1
@@ -403,7 +402,7 @@ class _Trainer(StatesElsewhere):
             if not pushed[known.index]:
                 step = int(known.steps) + 1
                 sources.append(Source(known.index, known.param, known.stride, grads[known.index], group, step))
-        return self._selection.select(sources, self.param_groups, self._grad_options, grad_scale)
+        return self._selection.select(sources, self.param_groups, self._steps.options, grad_scale)
 
     def _grad_formats(
         self, grads: dict[int, torch.Tensor], selected: dict[int, Entries], grad_scale: float
@@ -474,7 +473,7 @@ class _Trainer(StatesElsewhere):
             "gathered_bytes": gathered,
             "seconds": {"step": self._step_seconds},
             "skipped": self._skipped,
-            "grad_norm": self._grad_norm,
+            "grad_norm": self._steps.grad_norm,
             "devices": [],
         }
 

@@ -33,9 +33,9 @@ from ..signals import defer_signals
 from ..store.format import Record
 from .all_gather import ParamAllGather
 from .prepared import PreparedStep
+from .progress import Progress
 from .spec import StepSpec
 from .staging import NOTHING
-from .steps import Steps
 from .undo import Undo, undo_states
 
 NEVER = np.iinfo(np.int64).max  # rank of a tile of which nobody knows when it is needed
@@ -96,17 +96,17 @@ class Phase(Enum):
     LANDED = auto()  # complete here; the ranks have not met since, and may take it back
     FAILED = auto()  # states old, parameters mixed until the ranks meet
     KEPT = auto()  # both new
-    UNDONE = auto()  # both old, except for what Steps.undoing has still to restore
+    UNDONE = auto()  # both old, except for what Progress.undoing has still to restore
 
 
 class LiveStep:
     """One step. Call its methods with the engine's lock, except push(), arrived(), keep(), undo() and take_back()."""
 
     def __init__(
-        self, steps: Steps, engine: Engine, step: PreparedStep, record: Record | None, *, meets: bool = False
+        self, progress: Progress, engine: Engine, step: PreparedStep, record: Record | None, *, meets: bool = False
     ) -> None:
         """`record`: for its commit. `meets`: ranks agree on it only after it has ended here: see together.py."""
-        self.steps: Steps = steps
+        self.progress: Progress = progress
         self.engine: Engine = engine
         self.meets: bool = meets
         self._record = record
@@ -152,9 +152,9 @@ class LiveStep:
         finally:
             if engine.stepping:
                 self.phase = phase
-        self.steps.in_flight = True  # reading states waits: codes are not decoded during a step
+        self.progress.in_flight = True  # reading states waits: codes are not decoded during a step
         if phase is not Phase.GUESS:
-            self.steps.has_updated = True
+            self.progress.has_updated = True
 
     def launch(self) -> None:
         """Begin it as STEP, and push all tiles that need no image. The caller runs the images, and calls land()."""
@@ -183,7 +183,7 @@ class LiveStep:
         self.engine.committer.reserve(record)
         # Before release(): that may fail when some parameters are written, and undo() has to restore them then.
         self.phase, self.step, self._record, self._not_pulled = Phase.STEP, step, record, {*step.images}
-        self.steps.has_updated = True
+        self.progress.has_updated = True
         self.engine.release(step.spec.table, order)
         self._push_all(order[~np.isin(order, pushed)])
         if step.given and step.ring:
@@ -263,7 +263,7 @@ class LiveStep:
             gather.begin(self.arrived, step.spec.sources, descending=descending)
         exchanged = gather  # until all ranks have all parameters
         try:
-            with all_ranks_or_none(self.steps.ranks):
+            with all_ranks_or_none(self.progress.ranks):
                 try:
                     self._flow(pushed)
                 finally:
@@ -302,7 +302,7 @@ class LiveStep:
             _exhaust(launching)
         if gather and (len(step.tiles) or step.near):
             gather.advance(wait=True)
-        if len(step.tiles) and self.steps.ranks:
+        if len(step.tiles) and self.progress.ranks:
             engine.params_ready(self.tiles[~np.isin(self.tiles, step.images)], wait=True)
 
     def _pulled(self, gather: ParamAllGather, tile: int) -> None:
@@ -333,7 +333,7 @@ class LiveStep:
             engine.finish()
         elif step.near:
             engine.end_without_tiles()
-        elif self.steps.ranks:
+        elif self.progress.ranks:
             engine.step += 1  # that of the others
         self.phase = Phase.LANDED if self.meets else Phase.KEPT
         if step.near and not self.meets:  # until the ranks have met, it keeps what undoes its updates
@@ -341,14 +341,14 @@ class LiveStep:
 
     def _complete(self) -> None:
         """Update residuals after a complete step, and commit it."""
-        engine, step, spec, state_map = self.engine, self.step, self.spec, self.steps.state_map
-        self.steps.near = step.near
-        self.steps.has_updated |= step.near is not None
+        engine, step, spec, state_map = self.engine, self.step, self.spec, self.progress.state_map
+        self.progress.near = step.near
+        self.progress.has_updated |= step.near is not None
         if step.given and step.near:
             step.given.keep()
             step.near.commit_bytes = step.given.nbytes
         state_map.mark_filled()
-        self.steps.steps_taken += 1
+        self.progress.steps_taken += 1
         try:
             if step.ring is not None:
                 step.ring.feed_back()
@@ -382,9 +382,9 @@ class LiveStep:
         """Undo a step that has not ended; with ranks that meet later only its states, because these run their forward.
 
         A no-op in later phases. `exchanged`: the ranks have exchanged new parameters with it, and exchange the restored
-        ones: a collective. Raises what Steps.finish_undo() raises.
+        ones: a collective. Raises what Progress.finish_undo() raises.
         """
-        engine, steps = self.engine, self.steps
+        engine, progress = self.engine, self.progress
         with defer_signals(), engine.lock, torch.no_grad():
             was = self.phase
             if was not in (Phase.READY, Phase.GUESS, Phase.OPEN, Phase.STEP):
@@ -392,7 +392,7 @@ class LiveStep:
             has_begun = was is not Phase.READY
             self.phase = Phase.FAILED if self.meets else Phase.UNDONE
             if self.meets:
-                steps.in_flight = True  # reading states raises why it has failed, even if it has not begun
+                progress.in_flight = True  # reading states raises why it has failed, even if it has not begun
                 if has_begun:
                     undo_states(engine, self.step)
             elif was is Phase.GUESS:
@@ -400,7 +400,7 @@ class LiveStep:
                     with contextlib.suppress(CSDError):  # why the guess has failed, if it has
                         engine.finish(keep=False)
             elif (has_begun and not engine.closed) or exchanged:
-                steps.undo(Undo(engine, steps.state_map, self.step, has_begun=has_begun, gather=exchanged))
+                progress.undo(Undo(engine, progress.state_map, self.step, has_begun=has_begun, gather=exchanged))
 
     def take_back(self) -> None:
         """LANDED or FAILED to UNDONE, because it has failed on some rank. Raises what undo() raises.
@@ -411,8 +411,8 @@ class LiveStep:
             assert self.phase in (Phase.LANDED, Phase.FAILED)
             landed = self.phase is Phase.LANDED
             self.phase = Phase.UNDONE
-            self.steps.steps_taken -= landed
-            self.steps.undo(Undo(self.engine, self.steps.state_map, self.step, landed=landed))
+            self.progress.steps_taken -= landed
+            self.progress.undo(Undo(self.engine, self.progress.state_map, self.step, landed=landed))
 
     @property
     def is_undone(self) -> bool:

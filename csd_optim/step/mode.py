@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from ..store.format import Record
@@ -36,17 +38,26 @@ class InStep:
         """Examine what a step will do, before it changes anything."""
 
     def launch(self, step: PreparedStep | None, record: Record | None) -> bool:
-        """Start the step, which then runs concurrently with the program. Call wait_for_unguarded() after it.
+        """Start the step, which then runs concurrently with the program. Within around_step().
 
         Returns False if the step has to run within step(). `step` None: this rank has nothing to do. Raises what a step
         raises. A collective.
         """
         return False
 
+    @contextlib.contextmanager
+    def around_step(self) -> Iterator[None]:
+        """Return, after the step that is taken inside, as the next two say. Enter it before the engine's lock."""
+        try:
+            yield
+            self.wait_for_unguarded()
+        finally:
+            self.note_undo()
+
     def wait_for_unguarded(self) -> None:
         """Return when the parameters whose readers do not wait have arrived. Raises what a step raises.
 
-        Call it without the engine's lock, which a failing step takes in order to be undone.
+        Called without the engine's lock, which a failing step takes in order to be undone.
         """
 
     def note_undo(self) -> None:

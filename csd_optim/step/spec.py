@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -22,6 +22,18 @@ Sums = Mapping[int, Sequence[Summand]]
 NO_SUMS: Sums = MappingProxyType({})
 
 
+class Arguments(Protocol):
+    """What steps read of their optimizer whenever they need it: a program may change it from step to step."""
+
+    param_groups: list[dict[str, Any]]
+    grad_dtype: torch.dtype | None
+    topk: float | None
+    topk_warmup: int
+    error_feedback: bool
+    max_grad_norm: float | None
+    user_state: dict[str, Any]
+
+
 class GradOptions(NamedTuple):
     """How gradients travel in this step: the optimizer's arguments of these names."""
 
@@ -30,6 +42,7 @@ class GradOptions(NamedTuple):
     topk_warmup: int
     error_feedback: bool
     sums: Sums = NO_SUMS
+    max_grad_norm: float | None = None
 
 
 class Participants(NamedTuple):

@@ -1,17 +1,12 @@
-"""The steps of one optimizer: how each is prepared, and what outlives it, such as an undo that is not over."""
+"""The steps of one optimizer: each is prepared, and taken or handed to whoever begins it in backward."""
 
 from __future__ import annotations
 
-import errno
-import os
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from ..accelerator import is_on_accelerator
 from ..bindings import GRAD_SCALE
@@ -20,92 +15,225 @@ from ..compression.selection import TopK
 from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..engine.engine import Engine
 from ..engine.pieces import Pieces
-from ..errors import CSDTornError
-from ..params.groups import Groups
+from ..finalize import call_at_end
+from ..params.groups import Groups, hyperparameters_of, members
 from ..params.state_map import StateMap
 from ..params.strides import flat
 from ..params.update_rule import UpdateRule
-from ..signals import defer_signals
 from ..store.format import Record
+from ..store.user_state import checked_user_state
 from .all_gather import ParamAllGather
 from .given_states import GivenStates, given_states
+from .live import LiveStep
+from .mode import InStep
 from .near_updates import NearUpdate, NearUpdates, parameters_of_new
-from .prepare import add_residuals, apply_outside_writes, bind, foresee, specify
+from .prepare import add_residuals, apply_outside_writes, bind, clip_scale, foresee, participants, specify
 from .prepared import PreparedStep
-from .spec import GradOptions, Participants, StepPlan, StepSpec
+from .progress import Progress
+from .resume import Resume
+from .spec import NO_SUMS, Arguments, GradOptions, Participants, StepPlan, StepSpec, Sums
 from .staging import BUFFERS_PER_DEVICE, StagingRing
-from .undo import Undo
 
 
-class Steps:
-    """The steps of one optimizer. Knows neither torch's Optimizer nor who drives a step: see LiveStep."""
+class Steps(Progress):
+    """The steps of one optimizer. Knows its arguments, and neither torch's Optimizer nor who drives a step.
 
-    def __init__(self, state_map: StateMap, rule: UpdateRule, ranks: Ranks | None) -> None:
-        self.state_map: StateMap = state_map
-        self.ranks: Ranks | None = ranks
-        self._rule = rule
+    Refers to the optimizer weakly: hooks in a model hold this object, and the optimizer may be dropped before them.
+    """
+
+    engine: Engine  # set when it is open
+
+    def __init__(
+        self, optimizer: Arguments, state_map: StateMap, rule: UpdateRule, ranks: Ranks | None, for_sparse: str
+    ) -> None:
+        """`for_sparse`: the optimizer to recommend for sparse gradients."""
+        super().__init__(state_map, ranks)
+        self._optimizer = weakref.ref(optimizer)
+        self._rule, self._for_sparse = rule, for_sparse
+        self.resume: Resume = Resume(state_map, ranks)
+        self.initial_groups: list[dict[str, Any]] = []  # each group's hyperparameters when it was added
+        self.trained_seconds: float = 0.0  # seconds of training, from step to step, since the store was made
         self.plan: StepPlan | None = None  # of the last step that was prepared
         self.ring: StagingRing | None = None  # made when first needed
         self.gather: ParamAllGather | None = None  # of the parameters of `plan` whose updates the ranks share; likewise
-        self.steps_taken: int = 0  # number of steps taken, which must be the same on all ranks
-        self.has_updated: bool = False  # whether the last step has updated anything
-        self.near: NearUpdates | None = None  # the updates of the last step on the accelerator
-        self.in_flight: bool = False  # whether states of the last step may still be on their way
-        self.undoing: Undo | None = None  # of a step whose parameters are not all restored yet
-        self._forward_guard: RemovableHandle | None = None  # while it is set
+        # Of the last step: the factor on its gradients; their norm, if they were clipped.
+        self.grad_scale: float = 1.0
+        self.grad_norm: float | None = None
+        self.descending: bool = False  # the ranks exchange updated parameters of this step from the last to the first
+        # On an owner: the trainers' factor on gradients beside the loss scale; their gradients.
+        self.grad_factor: float = 1.0
+        self.sums: Sums = NO_SUMS
+
+    # ---- the optimizer -----------------------------------------------------------------
+
+    @property
+    def groups(self) -> Groups:
+        """The optimizer's groups, which load_state_dict() replaces; empty if the optimizer is gone."""
+        return a.param_groups if (a := self.arguments) else []
+
+    @property
+    def arguments(self) -> Arguments | None:
+        """The optimizer; None if it is gone."""
+        return self._optimizer()
+
+    @property
+    def options(self) -> GradOptions:
+        a = self.arguments
+        assert a
+        return GradOptions(a.grad_dtype, a.topk, a.topk_warmup, a.error_feedback, self.sums, a.max_grad_norm)
+
+    def call_at_end(self, function: Callable[[], None]) -> weakref.finalize[Any, Any]:
+        """Return a finalizer that calls `function` once the optimizer is gone, before its engine closes."""
+        return call_at_end(self.arguments, function)  # finalizers run last made, first called
+
+    def record(self) -> Record | None:
+        """Return the next commit's record; None where nothing is durable.
+
+        Raises CSDTypeError or CSDValueError if `user_state` cannot be stored.
+        """
+        if not self.engine.durable:
+            return None
+        assert self.arguments
+        return Record(
+            groups=[hyperparameters_of(group, self._rule.hyperparameters) for group in self.groups],
+            given=[*self.initial_groups],
+            user_state=checked_user_state(self.arguments.user_state, self.engine.record.user_state),
+            seconds=self.trained_seconds,
+        )
+
+    # ---- a step is taken ---------------------------------------------------------------
+
+    def live(self, step: PreparedStep, record: Record | None, *, meets: bool = False) -> LiveStep:
+        """Return a step to begin. `record`, `meets`: see LiveStep."""
+        return LiveStep(self, self.engine, step, record, meets=meets)
+
+    def take(self, mode: InStep, grad_scale: float) -> None:
+        """Take a step in step(), as `mode` does it. `grad_scale`: factor by which gradients are multiplied.
+
+        Raises what a step raises. A collective.
+        """
+        self.grad_scale = grad_scale
+        if mode.under_way:
+            return mode.end_step(self.record())
+        with all_ranks_or_none(self.ranks):
+            record = self.record()
+            self.resume.begin_step(self.engine, self.groups)
+            taking_part, options = self._taking_part(), self.options
+            mode.check(taking_part)
+            if options.max_grad_norm is None:
+                step = self._prepare(taking_part, grad_scale, options, mode.compare)
+        if options.max_grad_norm is not None:  # clip_scale() is a collective: call it only when no rank has raised
+            scale, self.grad_norm = clip_scale(
+                self.groups, self.state_map, grad_scale, options.max_grad_norm, options.sums
+            )
+            with all_ranks_or_none(self.ranks):
+                step = self._prepare(taking_part, grad_scale * scale, options, mode.compare)
+        if mode.launch(step, record):
+            return
+        if step is not None:
+            self.live(step, record).run(descending=self.descending)
+        elif self.ranks is not None:
+            self._take_without_gradients(record)
+
+    def _take_without_gradients(self, record: Record | None) -> None:
+        """Count and commit a step of the other ranks, for which this rank has no gradients."""
+        with all_ranks_or_none(self.ranks):
+            self.state_map.fill(self.engine)
+        self.steps_taken += 1
+        self.engine.step += 1
+        self.state_map.describe(self.engine, self.groups)
+        self.engine.commit(record)
+
+    def prepare(self) -> LiveStep | None:
+        """Return a step of the gradients that are known now, to begin before step(); None if there are none."""
+        self.grad_scale, record = self.grad_factor, self.record()
+        self.resume.begin_step(self.engine, self.groups)
+        step = self._prepare(self._taking_part(), self.grad_factor, self.options)
+        return self.live(step, record) if step else None
+
+    def prepare_without_gradients(self) -> LiveStep:
+        """Return a step of all parameters that require gradients, to begin before there are gradients.
+
+        The parameters themselves stand in for their gradients. Raises as step().
+        """
+        self.finish_undo()
+        self.engine.confirm()
+        record = self.record()
+        self.resume.begin_step(self.engine, self.groups)
+        taking_part = Participants([], [], [])
+        for k, _, p in members(self.groups):
+            if p.requires_grad:
+                taking_part.params.append(p)
+                taking_part.grads.append(p.detach())
+                taking_part.groups_of.append(k)
+        step = self._prepare(taking_part, 1.0, self.options, one_by_one=True)
+        assert step is not None
+        return self.live(step, record)
+
+    def foresee(self) -> LiveStep | None:
+        """Return the next step, assuming that only gradients will change: see prepare.foresee().
+
+        None: that is not possible now, or the accelerator updates everything.
+        """
+        engine, optimizer = self.engine, self.arguments  # which is not dropped meanwhile
+        if optimizer is None or engine.closed or not engine.idle or self.resume.pending:
+            return None
+        with engine.lock:
+            if self.plan is None or self.undoing:
+                return None
+            options = self.options
+            spec = foresee(engine, self._rule, self.state_map, self.plan, self.groups, self.grad_scale, options)
+            if spec is None:
+                return None
+            step = self._prepared(spec)
+            return self.live(step, self.record()) if len(step.not_given) else None
 
     # ---- a step is prepared ------------------------------------------------------------
 
-    def prepare(
+    def _taking_part(self) -> Participants:
+        return participants(self.groups, type(self.arguments).__name__, self._for_sparse)
+
+    def _prepare(
         self,
-        engine: Engine,
-        groups: Groups,
         taking_part: Participants,
         grad_scale: float,
         options: GradOptions,
-        compare: Callable[[StepSpec], None],
+        compare: Callable[[StepSpec], None] | None = None,
         *,
         one_by_one: bool = False,
     ) -> PreparedStep | None:
         """Return a step that is ready to run; None if there is no gradient. Raises what a step raises.
 
-        `grad_scale`: factor by which gradients are multiplied. `compare` examines it before it changes anything.
-        `one_by_one`: the gradients in `taking_part` are stand-ins; the real ones arrive one after another.
+        `compare` examines it before it changes anything. `one_by_one`: the gradients in `taking_part` are stand-ins;
+        the real ones arrive one after another.
         """
+        engine, groups = self.engine, self.groups
         bound = bind(engine, self.state_map, groups, taking_part, options.grad_dtype, self.plan)
         if bound is None:
             return None
         if bound.plan is not self.plan:
             self.plan, self.gather = bound.plan, None
         spec = specify(engine, self._rule, bound, groups, grad_scale, options)
-        compare(spec)
+        if compare:
+            compare(spec)
         add_residuals(engine, self.state_map, spec)
         apply_outside_writes(engine, spec)
-        step = self._prepared(engine, spec)
-        step.near = self._near_updates(engine, step, one_by_one=one_by_one)
+        step = self._prepared(spec)
+        step.near = self._near_updates(step, one_by_one=one_by_one)
         return step
 
-    def foresee(self, engine: Engine, groups: Groups, grad_scale: float, options: GradOptions) -> PreparedStep | None:
-        """Prepare the next step, assuming that only gradients will change: see foresee(). None: not possible now."""
-        if self.plan is None or self.undoing:
-            return None
-        spec = foresee(engine, self._rule, self.state_map, self.plan, groups, grad_scale, options)
-        if spec is None:
-            return None
-        step = self._prepared(engine, spec)
-        return step if len(step.not_given) else None  # None: the accelerator updates everything
-
-    def _prepared(self, engine: Engine, spec: StepSpec) -> PreparedStep:
+    def _prepared(self, spec: StepSpec) -> PreparedStep:
         """Do everything that may fail, as for lack of memory, before ranks begin to exchange parameters."""
+        engine = self.engine
         tiles = engine.tiles_with(spec.table["grad"] != 0)
         given = given_states(engine, spec, tiles)
-        images = self._images(engine, spec, tiles, given)
-        ring = self._ring(engine, spec, given) if images else None
-        return PreparedStep(spec, tiles, given, images, ring, self._gather(engine, spec.plan))
+        images = self._images(spec, tiles, given)
+        ring = self._ring(spec, given) if images else None
+        return PreparedStep(spec, tiles, given, images, ring, self._gather(spec.plan))
 
-    def _near_updates(self, engine: Engine, step: PreparedStep, *, one_by_one: bool) -> NearUpdates | None:
+    def _near_updates(self, step: PreparedStep, *, one_by_one: bool) -> NearUpdates | None:
         """Prepare the updates on the accelerator. `one_by_one`: as in prepare(). Raises CSDMemoryError."""
-        updates, spec, given = [], step.spec, step.given
+        engine, spec, given, updates = self.engine, step.spec, step.given, []
         for b in spec.plan.param_states:
             if b.numel and (b.on_accelerator or (given and b.index in given.updated)):
                 rule, constants = spec.hypers[spec.table["hyper"][b.index]].tolist()
@@ -122,14 +250,12 @@ class Steps:
             near.allocate()
         return near
 
-    def _images(
-        self, engine: Engine, spec: StepSpec, tiles: np.ndarray[Any, Any], given: GivenStates | None
-    ) -> list[int]:
+    def _images(self, spec: StepSpec, tiles: np.ndarray[Any, Any], given: GivenStates | None) -> list[int]:
         """Return the tiles that travel through staging buffers: those with gradients on a GPU, or to be rounded.
 
         Prepares the sources of all gradients in these tiles.
         """
-        table, sources = spec.table, spec.sources
+        engine, table, sources = self.engine, spec.table, spec.sources
         travels = np.zeros(len(table), bool)
         for row, s in sources.items():
             travels[row] = s.is_on_accelerator or (s.grad.dtype is not s.grad_dtype and not table["topk"][row])
@@ -156,7 +282,8 @@ class Steps:
                 )
         return images
 
-    def _ring(self, engine: Engine, spec: StepSpec, given: GivenStates | None) -> StagingRing:
+    def _ring(self, spec: StepSpec, given: GivenStates | None) -> StagingRing:
+        engine = self.engine
         tile_elems = max(e.tile_elems for e in engine.extents)
         pinned = any(is_on_accelerator(s.grad) for s in spec.sources.values())
         if self.ring is None or self.ring.tile_elems < tile_elems or pinned > self.ring.pinned:
@@ -165,85 +292,27 @@ class Steps:
             self.ring.make_room_for_states(given.tile_sections)
         return self.ring
 
-    def _gather(self, engine: Engine, plan: StepPlan) -> ParamAllGather | None:
+    def _gather(self, plan: StepPlan) -> ParamAllGather | None:
         """Return the all-gather of the plan's parameters whose updates the ranks share; None if there are none."""
         if self.gather is None and self.ranks and (shares := [b for b in plan.param_states if b.part.replicas]):
-            self.gather = ParamAllGather(self.ranks, shares, Pieces(engine))
+            self.gather = ParamAllGather(self.ranks, shares, Pieces(self.engine))
         return self.gather
 
     # ---- a step that lands later: see overlap/ -----------------------------------------
 
-    def can_land_later(self, engine: Engine, step: PreparedStep) -> bool:
+    def can_land_later(self, step: PreparedStep) -> bool:
         """Return whether the step can go on without this thread. It cannot if other ranks wait for its updates.
 
         With several ranks it also has to be a step that LiveStep.take_back() can undo.
         """
         can = bool(len(step.tiles)) and step.gather is None
-        return can and (self.ranks is None or self.can_undo(engine, step))
+        return can and (self.ranks is None or self.can_undo(step))
 
-    def can_undo(self, engine: Engine, step: PreparedStep) -> bool:
+    def can_undo(self, step: PreparedStep) -> bool:
         """Return whether the step can be undone at any time, even after it is complete."""
+        engine = self.engine
         if engine.slots == 1 or engine.devices.resident or self.state_map.unfilled:
             return False
         has_residuals = step.spec.with_residual or engine.residuals  # residuals have a single copy
         written = step.spec.written or engine.windows.written or engine.decoded.masters_written
         return not (has_residuals or written)
-
-    def without_gradients(self, engine: Engine, groups: Groups, record: Record | None) -> None:
-        """Count and commit a step of the other ranks, for which this rank has no gradients."""
-        with all_ranks_or_none(self.ranks):
-            self.state_map.fill(engine)
-        self.steps_taken += 1
-        engine.step += 1
-        self.state_map.describe(engine, groups)
-        engine.commit(record)
-
-    # ---- undo ------------------------------------------------------------------------
-
-    def undo(self, undo: Undo) -> None:
-        """Undo a step. Raises what finish_undo() raises."""
-        self.undoing = undo  # whatever interrupts it, everybody finishes it before parameters are read
-        self.in_flight = True  # the windows may show states of the undone step
-        self.finish_undo(collective=True)
-
-    def finish_undo(self, *, collective: bool = False) -> None:
-        """Return when no parameter is unknown because a step was undone. `collective`: all ranks call it.
-
-        Raises what Undo.finish() raises.
-        """
-        if (undoing := self.undoing) is None:
-            return
-        if undoing.engine.pid != os.getpid():
-            undoing.engine.check_open()  # raises, before it waits for a lock that a thread of the parent may hold
-        with defer_signals(), undoing.engine.lock, torch.no_grad():
-            if self.undoing is not undoing:  # another thread was faster
-                return
-            if undoing.is_collective and not collective:
-                raise CSDTornError(
-                    errno.EIO,
-                    "a step failed, and parameters are a mix of two steps until all ranks call step()",
-                )
-            try:
-                undoing.finish()
-            finally:
-                # Torn states have no old values: each step says so. A collective undo ends on all ranks, or on none.
-                if undoing.is_done or (undoing.engine.torn and not undoing.is_collective):
-                    self.undoing = None
-                    if self._forward_guard:
-                        self._forward_guard.remove()
-                        self._forward_guard = None
-                elif not self._forward_guard:
-                    self._guard_forwards(undoing)
-
-    def _guard_forwards(self, undoing: Undo) -> None:
-        """Finish the undo before the forward of any module with unknown parameters: gradients would be of a mix."""
-        weak_self, unknown = weakref.ref(self), {id(b.param) for b in undoing.unknown}
-
-        def before_forward(module: torch.nn.Module, _: Any) -> None:
-            steps = weak_self()
-            if steps is None or undoing.engine.closed:  # close() has said so; another optimizer may have them now
-                hook.remove()
-            elif any(id(p) in unknown for p in module.parameters()):
-                steps.finish_undo()
-
-        self._forward_guard = hook = register_module_forward_pre_hook(before_forward)

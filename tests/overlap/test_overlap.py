@@ -42,6 +42,7 @@ from csd_optim.engine.engine import Engine
 from csd_optim.overlap import flight as flight_module
 from csd_optim.overlap import overlap as overlap_module
 from csd_optim.overlap.guess import Guess
+from csd_optim.step.steps import Steps
 
 FORWARD, BACKWARD = {}, {"backward": True}
 both = pytest.mark.parametrize("overlap", [FORWARD, BACKWARD], ids=["forward", "backward"])
@@ -312,8 +313,8 @@ def test_what_cannot_begin_is_tried_once_a_step(tmp_path, monkeypatch):
     training.step()
     training.opt.wait()
     tried = []
-    foresee = CSDAdam._foresee
-    monkeypatch.setattr(CSDAdam, "_foresee", lambda opt: (tried.append(1), foresee(opt))[1])
+    foresee = Steps.foresee
+    monkeypatch.setattr(Steps, "foresee", lambda steps: (tried.append(1), foresee(steps))[1])
     training.opt.overlap(training.model, backward=True)
     for _ in range(4):
         with torch.no_grad():

@@ -8,6 +8,7 @@ import torch
 from support.backends import on_cards
 from support.comparing import assert_same
 from support.gradients import any_bits
+from support.inside import steps_of
 from support.optimizers import PAIRS
 from support.training import Training
 
@@ -118,7 +119,7 @@ class Summing(Training):
             else:
                 p.grad = p.detach()
                 sums[id(p)] = summands
-        self.opt._sums = sums
+        steps_of(self.opt).sums = sums
         self.opt.grad_scale, self.opt.found_inf = torch.tensor(float(self.n)), torch.tensor(0.0)
         self.opt.step()
         self.done = number

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from support.exact import Linear
-from support.inside import engine_of
+from support.inside import engine_of, steps_of
 from support.owners import Owners, UnderDDP, small_buckets
 from support.ranks import on_living_ranks
 from test_serve import Replicas
@@ -188,7 +188,7 @@ def scaled(rank, devices, clipped):
         scaler.step(training.opt)
         scaler.update()
         training.opt.zero_grad()
-        said.append((training.opt.stats()["skipped"], scaler.get_scale(), training.opt._grad_norm))
+        said.append((training.opt.stats()["skipped"], scaler.get_scale(), steps_of(training.opt).grad_norm))
     training.opt.close()
     return training.image(), said
 

@@ -16,9 +16,9 @@ from ..params.groups import Groups, members, restore_hyperparameters
 from ..params.manifest import codec_difference, first_difference, ignored_by_resume, rule_difference
 from ..params.param_state import ParamState
 from ..params.state_map import StateMap
-from ..step.all_gather import ParamAllGather
 from ..store.format import Record
 from ..store.user_state import stored_user_state
+from .all_gather import ParamAllGather
 
 
 class Resume:

@@ -1,0 +1,82 @@
+"""The keyword arguments that every optimizer here takes in addition to torch's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, TypedDict
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from ..bindings import DTYPE_CODES
+from ..compression.policy import check_topk
+from ..errors import CSDRuntimeError, CSDValueError
+from ..params.groups import Groups, check_state_dtype, name_of
+from ..params.param_state import check_param
+from ..params.update_rule import UpdateRule
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments that every optimizer here takes in addition to torch's: see CSDAdam."""
+
+    devices: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
+    grad_dtype: torch.dtype | None
+    topk: float | None
+    error_feedback: bool
+    topk_warmup: int
+    max_grad_norm: float | None
+    resume: bool
+    overwrite: bool
+    shadow: bool
+    tile_size: int | None
+    process_group: Any
+    sharded: bool
+    state_dtype: str
+
+
+def check_options(
+    *,
+    grad_dtype: Any,
+    topk: Any,
+    error_feedback: Any,
+    topk_warmup: Any,
+    max_grad_norm: Any,
+    tile_size: Any,
+    sharded: Any,
+    resume: bool,
+    overwrite: bool,
+) -> None:
+    """Raise CSDValueError for an invalid one."""
+    if grad_dtype is not None and grad_dtype not in DTYPE_CODES:
+        raise CSDValueError(f"Invalid grad_dtype: {grad_dtype}; it is one of {', '.join(map(str, DTYPE_CODES))}")
+    check_topk(topk)
+    if not isinstance(error_feedback, bool):
+        raise CSDValueError(f"Invalid error_feedback: {error_feedback!r}; it is True or False")
+    if not (type(topk_warmup) is int and topk_warmup >= 0):
+        raise CSDValueError(f"Invalid topk_warmup: {topk_warmup!r}; it is a number of steps")
+    if max_grad_norm is not None and not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
+        raise CSDValueError(f"Invalid max_grad_norm: {max_grad_norm!r}")
+    if tile_size is not None and not (type(tile_size) is int and tile_size > 0):
+        raise CSDValueError(f"Invalid tile_size: {tile_size!r}")
+    if not isinstance(sharded, bool):
+        raise CSDValueError(f"Invalid sharded: {sharded!r}; it is True or False")
+    if resume and overwrite:
+        raise CSDValueError("resume=True and overwrite=True exclude each other")
+
+
+def check_group(groups: Groups, k: int, optimizer: str, rule: UpdateRule, state_dtype: str) -> None:
+    """Raise CSDRuntimeError, CSDValueError or CSDTypeError for group `k` if it asks for what no back end can do.
+
+    `optimizer`: its name, for messages. `state_dtype`: the optimizer's argument.
+    """
+    group = groups[k]
+    for name in ("capturable", "differentiable"):
+        if group.get(name):
+            raise CSDRuntimeError(f"{optimizer} does not support `{name}`: its state is not on the parameter's device")
+    check_topk(group.get("topk"), f" of group {k}")
+    check_state_dtype(group.get("state_dtype", state_dtype), f" of group {k}", rule)
+    for i, p in enumerate(group["params"]):
+        # A frozen parameter is not checked: it may be quantized, or not even allocated yet.
+        if p.requires_grad and not is_lazy(p):
+            check_param(p, name_of(groups, k, i))

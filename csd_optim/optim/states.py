@@ -1,0 +1,268 @@
+"""The states of an optimizer, which are on devices: `state`, state dicts and snapshots."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from ..checkpoint import files
+from ..checkpoint import snapshot as checkpoint
+from ..checkpoint import state_dict as stored
+from ..distributed.ranks import Ranks, all_ranks_or_none
+from ..distributed.sharding import whole_of
+from ..engine.engine import Engine
+from ..errors import CSDValueError
+from ..params.decoded_entry import DecodedEntry
+from ..params.memory_warnings import DECODED, warn_if_large
+from ..params.state_map import StateMap
+from ..params.update_rule import UpdateRule
+from ..signals import defer_signals
+from ..step.mode import InStep
+from ..step.steps import Steps
+
+
+class StatesOnDevices(Optimizer):
+    """The methods of an optimizer that deal with states."""
+
+    param_groups: list[dict[str, Any]]
+    grad_dtype: torch.dtype | None
+    _rule: UpdateRule
+    _ranks: Ranks | None
+    _engine: Engine | None
+    _state_map: StateMap
+    _steps: Steps
+    _mode: InStep
+    _consolidated_hook: RemovableHandle | None  # puts all ranks' states into state_dict()
+
+    # ---- with no step in flight --------------------------------------------------------
+
+    def _settled_engine(self) -> Engine:
+        """Return the engine once no step is in flight: to change states, or to save those of all ranks.
+
+        A collective if overlap() is on. Raises CSDRuntimeError if the engine is closed or belongs to another process,
+        or the error with which the step in flight failed. Call Steps.finish_undo() next.
+        """
+        assert self._engine is not None
+        self._engine.check_open()
+        self._mode.drain(collective=True)
+        return self._engine
+
+    @contextlib.contextmanager
+    def _settled(self, *, meets: bool = False) -> Iterator[Engine]:
+        """Yield the engine, locked, with no step in flight: no other thread can launch one. `meets`: a collective."""
+        assert self._engine is not None
+        engine = self._engine
+        while True:
+            engine.check_open()
+            self._settle(meets=meets)
+            with engine.lock:
+                landed = engine.completed_event is None or engine.completed_event.is_set()
+                if landed and not engine.is_speculative and not self._steps.undoing:  # it may fail as we wait here
+                    yield engine
+                    return
+
+    def _settle(self, *, meets: bool = False) -> None:
+        """Return once no step is in flight or half undone on this rank, or with `meets` on any.
+
+        Raises CSDOSError if a step failed, CSDTornError if it cannot be undone yet.
+        """
+        self._mode.drain(collective=meets)
+        engine = self._engine
+        together = bool(meets and engine and (engine.durable or self._mode.overlaps))
+        with engine.all_ranks_or_none() if engine and together else contextlib.nullcontext():
+            self._steps.finish_undo(collective=together)
+
+    # ---- torch's contract --------------------------------------------------------------
+
+    @property  # type: ignore[override]
+    def state(self) -> defaultdict[torch.Tensor, Any]:
+        """A plain dict of plain tensors. Reading it first waits for states that are still being written to a device."""
+        engine = self._engine
+        self._steps.finish_undo()
+        if self._steps.in_flight and engine is not None and not engine.closed:
+            with self._settled():
+                engine.remap()
+                self._steps.in_flight = False
+        return self._state_map.state
+
+    @state.setter
+    def state(self, value: defaultdict[torch.Tensor, Any]) -> None:
+        self._state_map.state = value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state dict, as in torch. 8-bit states are decoded, which takes as much memory as fp32 states."""
+        state_dict = super().state_dict()
+        decoded = {k: {**entry} for k, entry in state_dict["state"].items() if isinstance(entry, DecodedEntry)}
+        if not decoded:
+            return state_dict
+        tensors = (t for entry in decoded.values() for t in entry.values() if isinstance(t, torch.Tensor))
+        warn_if_large(sum(t.nbytes for t in tensors), DECODED)
+        return {**state_dict, "state": {**state_dict["state"], **decoded}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load torch's checkpoints and ours into the devices, without casts. A missing ``master`` is the parameter.
+
+        Raises CSDValueError, before anything is touched, if the shapes do not fit or it is of another optimizer.
+
+        With named directories or overlap(), all ranks call it, and it is durable on all of them or on none.
+        """
+        engine = self._settled_engine()
+        with engine.all_ranks_or_none():
+            self._steps.finish_undo(collective=engine.durable)
+            self._check_and_load(engine, state_dict)
+        # Some trainers load the model before they construct the optimizer. Then resume has overwritten the loaded
+        # parameters with the store's; those not written to since get the values of the loaded masters below.
+        resume = self._steps.resume
+        resumed = resume.unwritten() if resume.pending else []
+        with defer_signals(), engine.lock, engine.loading(self._steps.record()):
+            if engine.durable:
+                self._state_map.describe(engine, self.param_groups)
+            self._state_map.adopt(engine, self.param_groups, self.grad_dtype, loaded=True)
+        if resume.pending:
+            resumed = [self._state_map.param_states[id(b.param)] for b in resumed]
+            resume.set_from_masters(engine, self.param_groups, resumed, self.grad_dtype)
+
+    def _check_and_load(self, engine: Engine, state_dict: dict[str, Any]) -> None:
+        """Put a state dict into `state` and `param_groups`; if it does not fit, nothing is changed."""
+        self._steps.record()  # raises if it holds something that cannot be committed
+        self._forget_consolidated()
+        # The base class would cast every entry to the parameter's dtype and copy it; a Box prevents both.
+        handle = self.register_load_state_dict_pre_hook(
+            lambda _, d: {**d, "state": {k: Box(v) for k, v in d["state"].items()}}
+        )
+        kept = self._state_map.state, self.param_groups
+        try:
+            super().load_state_dict(state_dict)
+            for k, (before, group) in enumerate(zip(kept[1], self.param_groups, strict=True)):
+                if missing := [name for name in self._rule.hyperparameters if name not in group]:
+                    raise CSDValueError(
+                        f"the state dict is of another optimizer: its group {k} has no {missing[0]}, which "
+                        f"{type(self).__name__} needs"
+                    )
+                if "topk" in before:  # torch's checkpoints do not have it
+                    group.setdefault("topk", before["topk"])
+                group.pop("state_dtype", None)  # how states are stored is the optimizer's choice, not the checkpoint's
+                if "state_dtype" in before:
+                    group["state_dtype"] = before["state_dtype"]
+            self._state_map.check(self.param_groups)
+        except BaseException:
+            self._state_map.state, self.param_groups = kept  # refused: nothing was touched
+            raise
+        finally:
+            handle.remove()
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Make writes to the tensors of ``state`` inside this context go to the devices directly.
+
+        Outside, writes stay in memory on named devices until the next step. That suits an edit, but not a whole
+        checkpoint that is read into these tensors, as torch.distributed.checkpoint does::
+
+            with optimizer.loading():
+                dcp.load(state, checkpoint_id=...)
+
+        At the end all of it is durable, or none of it. With named directories or overlap(), all ranks call it, and an
+        error is raised on all of them.
+        """
+        engine = self._settled_engine()
+        with engine.all_ranks_or_none():
+            self._steps.finish_undo(collective=engine.durable)
+        with engine.lock, engine.loading():
+            self._state_map.fill(engine)
+            with engine.writing([b.index for b in self._state_map.param_states.values()]):
+                yield
+
+    def consolidate_state_dict(self, to: int | None = 0) -> None:
+        """Make state_dict() of rank `to` hold the whole states of all ranks, as torch's does, until the next step().
+
+        A collective, for torch.save() on one rank and for trainers that know it from ZeroRedundancyOptimizer. Rank `to`
+        needs memory for all states, the others for the largest one. States of FSDP1 stay as they are.
+
+        `to=None`: state_dict() of each rank has that rank's part. That is the default except with optimizer ranks under
+        DDP: there, call this once, and all ranks call state_dict() together from then on.
+        """
+        self._forget_consolidated()
+        if to is None:
+            return
+        whole: dict[int, dict[str, Any]] = {}
+        self._settle(meets=True)
+        with all_ranks_or_none(self._ranks):
+            own = self.state_dict()["state"]
+        for k, entry in own.items():
+            for name, value in entry.items():
+                value = whole_of(value) if hasattr(value, "full_tensor") else value
+                if self._ranks and self._ranks.rank == to:
+                    whole.setdefault(k, {})[name] = value
+        if whole:
+            self._show_consolidated(whole)
+
+    def _show_consolidated(self, states: dict[int, dict[str, Any]]) -> None:
+        def put(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+            # Return copies: a caller may replace the keys, as torch.distributed.checkpoint does.
+            return {**state_dict, "state": {k: {**entry} for k, entry in states.items()}}
+
+        self._consolidated_hook = self.register_state_dict_post_hook(put, prepend=True)
+
+    def _forget_consolidated(self) -> None:
+        if self._consolidated_hook:
+            self._consolidated_hook.remove()
+            self._consolidated_hook = None
+
+    # ---- snapshots ---------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str], *, wait: bool = True, progress: bool = False) -> Future[Path]:
+        """Make a snapshot of the named directories: `path/device-0`, `path/device-1` ..., each a store.
+
+        All ranks call it, and each makes `path/rank-0/device-0` and so on, all of the same step.
+
+        The snapshot holds the last step, with its hyperparameters and `user_state`, and works like the original:
+        resume it or load() it. `path` must not exist; it appears as a whole, or not at all. On a file system with
+        reflinks this takes no time and no space. Elsewhere the states are copied, 12 bytes per parameter; with
+        wait=False training goes on meanwhile, and the step after the next waits for the copy (with shadow=False, the
+        next). `progress` shows a bar on stderr.
+
+        Returns a future of the path; with wait=True it is done. Raises CSDStoreExistsError, CSDStoreError if a state
+        is damaged, CSDOSError, CSDRuntimeError if there is nothing to save; with wait=False some of these through the
+        future.
+        """
+        with defer_signals(), self._settled(meets=True) as engine:
+            engine.confirm()
+            with engine.all_ranks_or_none():
+                if self._state_map.unfilled or not self._state_map.intact():
+                    self._state_map.adopt(engine, self.param_groups, self.grad_dtype)
+                bar = files.progress_bar if progress else files.no_progress
+                saving = checkpoint.save(engine, Path(path), bar, wait=wait)
+        if wait:
+            with engine.all_ranks_or_none():
+                saving.wait()
+        return saving.future
+
+    @staticmethod
+    def load(path: checkpoint.Paths) -> dict[str, Any]:
+        """Return a store or snapshot as a state dict for load_state_dict(), torch's or ours, and for torch.save().
+
+        `path`: a snapshot, the directory of a store of one device, or the list of the directories of several. Beside
+        the states there is ``master``, the parameter in fp32, and an entry ``csd_optim`` with names, dtypes, step and
+        ``user_state``. The tensors are memory-mapped from the files: they take memory only when written to, and as long
+        as one of them is alive, no optimizer can train on that store. All data is read and checked once.
+
+        Raises CSDStoreError if there is no store, or it is damaged or incomplete, CSDBusyError if it is in use,
+        CSDOSError.
+        """
+        return stored.load(path)
+
+
+class Box:
+    """Hides a state entry from torch's load_state_dict, which would cast it."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value

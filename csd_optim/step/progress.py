@@ -1,0 +1,89 @@
+"""How far the steps of one optimizer have come: what outlives a step, such as an undo that is not over."""
+
+from __future__ import annotations
+
+import errno
+import os
+import weakref
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from ..distributed.ranks import Ranks
+from ..errors import CSDError, CSDTornError
+from ..params.state_map import StateMap
+from ..signals import defer_signals
+from .near_updates import NearUpdates
+from .undo import Undo
+
+
+class Progress:
+    """What a step needs of those before it, and leaves to those after it."""
+
+    def __init__(self, state_map: StateMap, ranks: Ranks | None) -> None:
+        self.state_map: StateMap = state_map
+        self.ranks: Ranks | None = ranks
+        self.steps_taken: int = 0  # number of steps taken, which must be the same on all ranks
+        self.has_updated: bool = False  # whether the last step has updated anything
+        self.near: NearUpdates | None = None  # the updates of the last step on the accelerator
+        self.in_flight: bool = False  # whether states of the last step may still be on their way
+        self.undoing: Undo | None = None  # of a step whose parameters are not all restored yet
+        self._forward_guard: RemovableHandle | None = None  # while it is set
+
+    def undo(self, undo: Undo) -> None:
+        """Undo a step. Raises what finish_undo() raises."""
+        self.undoing = undo  # whatever interrupts it, everybody finishes it before parameters are read
+        self.in_flight = True  # the windows may show states of the undone step
+        self.finish_undo(collective=True)
+
+    def finish_undo(self, *, collective: bool = False) -> None:
+        """Return when no parameter is unknown because a step was undone. `collective`: all ranks call it.
+
+        Raises what Undo.finish() raises.
+        """
+        if (undoing := self.undoing) is None:
+            return
+        if undoing.engine.pid != os.getpid():
+            undoing.engine.check_open()  # raises, before it waits for a lock that a thread of the parent may hold
+        with defer_signals(), undoing.engine.lock, torch.no_grad():
+            if self.undoing is not undoing:  # another thread was faster
+                return
+            if undoing.is_collective and not collective:
+                raise CSDTornError(
+                    errno.EIO,
+                    "a step failed, and parameters are a mix of two steps until all ranks call step()",
+                )
+            try:
+                undoing.finish()
+            finally:
+                # Torn states have no old values: each step says so. A collective undo ends on all ranks, or on none.
+                if undoing.is_done or (undoing.engine.torn and not undoing.is_collective):
+                    self.undoing = None
+                    if self._forward_guard:
+                        self._forward_guard.remove()
+                        self._forward_guard = None
+                elif not self._forward_guard:
+                    self._guard_forwards(undoing)
+
+    def why_undo_fails(self) -> CSDError | None:
+        """Finish the undo of an earlier step. Returns why that is not possible, None if it is. A collective."""
+        try:
+            self.finish_undo(collective=True)
+        except CSDError as e:
+            return e
+        return None
+
+    def _guard_forwards(self, undoing: Undo) -> None:
+        """Finish the undo before the forward of any module with unknown parameters: gradients would be of a mix."""
+        weak, unknown = weakref.ref(self), {id(b.param) for b in undoing.unknown}
+
+        def before_forward(module: torch.nn.Module, _: Any) -> None:
+            progress = weak()
+            if progress is None or undoing.engine.closed:  # close() has said so; another optimizer may have them now
+                hook.remove()
+            elif any(id(p) in unknown for p in module.parameters()):
+                progress.finish_undo()
+
+        self._forward_guard = hook = register_module_forward_pre_hook(before_forward)
