@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, product
 from operator import is_
 from typing import Any
@@ -15,20 +15,17 @@ import torch
 from ..distributed.ranks import Ranks
 from ..distributed.sharding import UNSHARDED, Partition, part_of
 from ..engine.engine import Engine
-from ..engine.near_copies import NearCopies, NearCopy
-from ..engine.on_accelerator import Joining
-from ..errors import CSDMemoryError, CSDRuntimeError, CSDStoreError, CSDWarning, users_stacklevel
+from ..errors import CSDRuntimeError, CSDStoreError, CSDWarning, users_stacklevel
 from ..store.sections import EIGHT_BIT, FP32
+from . import accelerated
 from .decoded_entry import DecodedEntry
 from .groups import Groups, members, name_of
 from .manifest import manifest
 from .memory_warnings import LOADED, REPLACED, bytes_in_memory, warn_if_large
-from .param_state import CPU, MOST_RATIO, ParamState, check_entry, check_param
+from .param_state import MOST_RATIO, ParamState, check_entry, check_param
+from .place import Place
 from .strides import flat, numel
 from .update_rule import UpdateRule
-
-# Parameters grouped by the kind of their states: (names of the sections, codec, dtype) → (name, parameter, part).
-ByKind = dict[tuple[Any, ...], list[tuple[str, torch.Tensor, Partition]]]
 
 CODES_WAITING = 64 << 20  # bytes of fp32 states that fill() collects before it encodes and writes them
 
@@ -70,7 +67,7 @@ class StateMap:
         Raises CSDRuntimeError for one on the meta device, what check_param() and check_entry() raise, and
         CSDMemoryError.
         """
-        by_kind: ByKind = {}
+        by_kind: accelerated.ByKind = {}
         initial: dict[int, dict[str, float]] = {}
         for k, i, p in members(groups):
             if id(p) not in joining:
@@ -83,25 +80,26 @@ class StateMap:
             kind = self.rule.sections_for(groups[k], entry), *self.codec_of(groups[k], p)
             by_kind.setdefault(kind, []).append((name, p, self.part_of(p)))
             initial[id(p)] = self.rule.initial_for(groups[k])
-        near = self._choose_for_accelerator(engine, by_kind)
+        chosen = accelerated.choose(engine, by_kind)
         copies = engine.accelerator.copies if engine.accelerator else None
         try:
-            for ((sections, codec, dtype), of_kind), is_near in product(by_kind.items(), (True, False)):
-                new = [(name, p, part) for name, p, part in of_kind if (id(p) in near) == is_near]
+            for ((sections, codec, dtype), of_kind), is_chosen in product(by_kind.items(), (True, False)):
+                new = [(name, p, part) for name, p, part in of_kind if (id(p) in chosen) == is_chosen]
                 if not new:
                     continue
                 # For parameters on the accelerator alone, the engine has no elements: only their step counts. Those of
                 # which the accelerator has a copy get separate tiles, which a step need not read.
-                alone = is_near and copies is None
+                alone = is_chosen and copies is None
                 numels = [0 if alone else numel(part.of(p)) for _, p, part in new]
-                engine.extend(numels, sections, codec=codec, param_dtype=dtype, is_copied=is_near and not alone)
+                engine.extend(numels, sections, codec=codec, param_dtype=dtype, is_copied=is_chosen and not alone)
+                extent = len(engine.extents) - 1
                 for name, p, part in new:
                     local = torch.empty_like(part.of(p), device="meta")
-                    where = (len(engine.extents) - 1, local.shape, local.stride(), initial[id(p)])
-                    states = near[id(p)][1] if is_near else None
-                    param_state = self._assign_place(engine, p, part, name, *where, states if alone else None)
+                    states = chosen.get(id(p))
+                    place = Place(extent, local.shape, local.stride(), initial[id(p)], states if alone else None)
+                    param_state = self._add(engine, p, part, name, place)
                     if states and copies:
-                        self._set_near_copy(copies, param_state, states.values())
+                        accelerated.set_copy(engine, param_state, states.values())
                     param_state.refresh(grad_dtype)
                     self.unfilled[param_state] = True
         finally:  # even if only some parameters have got a place: describe those
@@ -111,96 +109,16 @@ class StateMap:
 
     def count_near(self, engine: Engine) -> None:
         """Tell the engine how many parameters and bytes are on the accelerator."""
-        if engine.accelerator:
-            near = [b for b in self.param_states.values() if b.on_accelerator]
-            copied = [b for b in self.param_states.values() if b.near_copy]
-            engine.accelerator.params = sum(b.numel for b in (*near, *copied))
-            engine.accelerator.nbytes = engine.copies * sum(b.nbytes for b in near)
-            if engine.accelerator.copies:
-                engine.accelerator.nbytes += engine.accelerator.copies.nbytes
-
-    @staticmethod
-    def _set_near_copy(copies: NearCopies, param_state: ParamState, states: Iterable[torch.Tensor]) -> None:
-        """Make `states` the accelerator's copy of a parameter's states."""
-        param_state.near_copy = copies.by_param[param_state.index] = NearCopy([flat(state) for state in states])
+        accelerated.count(engine, self.param_states.values())
 
     def copy_resumed(self, engine: Engine) -> None:
-        """Choose which states of a resumed store get copies on the accelerator, and allocate these.
-
-        Raises what OnAccelerator.choose() raises, and CSDMemoryError.
-        """
-        if engine.accelerator is None or (copies := engine.accelerator.copies) is None:
-            return
-        without_copy = [b for b in self.param_states.values() if not b.near_copy]
-        joining = [
-            self._joining(engine, b.name, b.part.of(b.param), b.sections, b.decoded is not None) for b in without_copy
-        ]
-        chosen = engine.accelerator.choose(joining)
-        try:
-            for param_state in (b for b, is_chosen in zip(without_copy, chosen, strict=True) if is_chosen):
-                device = param_state.part.of(param_state.param).device
-                each = [param_state.numel] * len(param_state.sections)
-                states = [torch.empty(n, dtype=torch.float32, device=device) for n in each]
-                self._set_near_copy(copies, param_state, states)
-        except torch.OutOfMemoryError as e:
-            raise self._no_memory(engine, e) from None
-        finally:
-            self.count_near(engine)
-            self.changes += 1
-
-    def _choose_for_accelerator(
-        self, engine: Engine, by_kind: ByKind
-    ) -> dict[int, tuple[Joining, dict[str, torch.Tensor]]]:
-        """Choose parameters whose states go on the accelerator, and allocate those: id → (choice, states by name).
-
-        Raises CSDMemoryError, and what OnAccelerator.choose() raises, before anything is touched.
-        """
-        near: dict[int, tuple[Joining, dict[str, torch.Tensor]]] = {}
-        if engine.accelerator is None:
-            return near
-        try:
-            for (sections, codec, _), new in by_kind.items():
-                coded = codec != FP32
-                joining = [self._joining(engine, name, part.of(p), sections, coded) for name, p, part in new]
-                numels = [j.elems for j in joining]
-                param_bytes = sum(j.elems * j.param_bytes for j in joining) / max(1, sum(numels))
-                part_there = engine.accelerator_fraction(numels, sections, param_bytes) if codec == FP32 else None
-                chosen = engine.accelerator.choose(joining, part_there, [j for j, _ in near.values()])
-                for (_, p, part), j, is_chosen in zip(new, joining, chosen, strict=True):
-                    if not is_chosen:
-                        continue
-                    local = part.of(p)
-                    dtype = torch.complex64 if p.is_complex() else torch.float32
-                    near[id(p)] = (
-                        j,
-                        {
-                            name: torch.zeros_like(
-                                local, dtype=dtype, device="meta" if k == 0 and j.in_place else j.device
-                            )
-                            for k, name in enumerate(sections)
-                        },
-                    )
-        except torch.OutOfMemoryError as e:
-            raise self._no_memory(engine, e) from None
-        return near
-
-    @staticmethod
-    def _no_memory(engine: Engine, e: torch.OutOfMemoryError) -> CSDMemoryError:
-        assert engine.accelerator
-        return CSDMemoryError(f"{engine.accelerator.spec}: no memory for states on the accelerator: {e}")
-
-    @staticmethod
-    def _joining(engine: Engine, name: str, local: torch.Tensor, sections: Sequence[str], is_coded: bool) -> Joining:
-        in_place = engine.devices.resident and local.dtype is torch.float32 and local.is_contiguous()
-        return Joining(
-            name,
-            local.device,
-            numel(local),
-            local.element_size() // (2 if local.is_complex() else 1),
-            4 * numel(local) * (len(sections) - in_place) * engine.copies,
-            in_place=in_place,
-            is_coded=is_coded,
-        )
+        """Choose which states of a resumed store get copies on the accelerator: see choose_copies()."""
+        if engine.accelerator and engine.accelerator.copies is not None:
+            try:
+                accelerated.choose_copies(engine, self.param_states.values())
+            finally:
+                self.count_near(engine)
+                self.changes += 1
 
     def codec_of(self, group: dict[str, Any], p: torch.Tensor) -> tuple[str, torch.dtype | None]:
         """Return the codec for states of a parameter of this group, and with codes its dtype; see Engine.extend()."""
@@ -217,53 +135,8 @@ class StateMap:
             engine.describe(manifest(self.rule, self.by_index, engine.extents, groups, self.part_of))
             self._described = described
 
-    def _assign_place(
-        self,
-        engine: Engine,
-        p: torch.Tensor,
-        part: Partition,
-        name: str,
-        extent: int,
-        shape: Sequence[int],
-        stride: tuple[int, ...],
-        initial: dict[str, float],
-        states: dict[str, torch.Tensor] | None = None,
-    ) -> ParamState:
-        """Give a parameter the next place in an extent. `shape`, `stride`, `initial`: of the states of its part.
-
-        `states`: the states themselves, if they are on its accelerator.
-        """
-        place = engine.extents[extent]
-        i = len(self.by_index) - place.first_param
-        dtype = torch.complex64 if p.is_complex() else torch.float32
-        windows = {"step": torch.from_numpy(engine.steps[extent])[i]}
-        coded = place.codec != FP32
-        for s in (*range(1, len(place.sections)), 0):  # the master last, as `state` shows it
-            if states:
-                windows[place.sections[s]] = states[place.sections[s]]
-            elif not coded:
-                windows[place.sections[s]] = engine.windows.window(place, i, s, dtype).as_strided(shape, stride)
-        own_master = torch.empty_strided(shape, stride, dtype=dtype, device="meta") if coded else windows["master"]
-        resident = engine.devices.resident
-        param_state = ParamState(
-            p,
-            part,
-            name,
-            index=len(self.by_index),
-            sections=place.sections,
-            stride=stride,
-            windows=windows,
-            shown={key: window if key == "step" else part.show(window) for key, window in windows.items()},
-            own_master=own_master,
-            numel=numel(own_master),
-            # Devices in host memory update an fp32 parameter itself, so that the master is not stored twice.
-            in_place=own_master.is_meta if states else resident and not coded and p.dtype is torch.float32,
-            reachable=engine.devices.reaches_params and not states,
-            state_device=part.of(p).device if states else CPU,
-            decoded=engine.decoded if coded else None,
-            kept_dtype=p.dtype if coded else None,
-            initial=initial,
-        )
+    def _add(self, engine: Engine, p: torch.Tensor, part: Partition, name: str, place: Place) -> ParamState:
+        param_state = place.take(engine, p, part, name, len(self.by_index))
         self.param_states[id(p)] = param_state
         self.by_index.append(param_state)
         self.changes += 1
@@ -371,11 +244,7 @@ class StateMap:
                 engine.drop_residual(param_state.index)
                 if param_state.on_accelerator:
                     param_state.release()
-                if param_state.near_copy:
-                    assert engine.accelerator
-                    assert engine.accelerator.copies
-                    del engine.accelerator.copies.by_param[param_state.index]
-                    param_state.near_copy = None
+                accelerated.drop_copy(engine, param_state)
                 param_state = None
             if param_state is None:
                 if entry:
@@ -441,10 +310,8 @@ class StateMap:
                 initial = {}
             else:
                 part, initial = self.part_of(p), self.rule.initial_for(groups[entry["group"]])
-            stride = tuple(entry["stride"])
-            param_state = self._assign_place(
-                engine, p, part, entry["name"], entry["extent"], entry["shape"], stride, initial
-            )
+            place = Place(entry["extent"], entry["shape"], tuple(entry["stride"]), initial)
+            param_state = self._add(engine, p, part, entry["name"], place)
             if gone:
                 self.param_states.pop(id(p)).alive = False
                 continue

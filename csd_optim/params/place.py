@@ -1,0 +1,62 @@
+"""The place of a new parameter's states: the next one in an extent of the devices, or tensors on the accelerator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..distributed.sharding import Partition
+from ..engine.engine import Engine
+from ..store.sections import FP32
+from .param_state import CPU, ParamState
+from .strides import numel
+
+
+@dataclass
+class Place:
+    """`shape` and `stride` are those of the states: of the part of the parameter that this process updates."""
+
+    extent: int  # index in Engine.extents
+    shape: Sequence[int]
+    stride: tuple[int, ...]
+    initial: Mapping[str, float]  # initial values of states, where not zero
+    states: Mapping[str, torch.Tensor] | None = None  # the states themselves, if they are on the accelerator alone
+
+    def take(self, engine: Engine, p: torch.Tensor, part: Partition, name: str, index: int) -> ParamState:
+        """Return the state of a parameter that gets this place. `index`: its number over all extents."""
+        extent, states = engine.extents[self.extent], self.states
+        i, coded = index - extent.first_param, extent.codec != FP32
+        dtype = torch.complex64 if p.is_complex() else torch.float32
+        windows = {"step": torch.from_numpy(engine.steps[self.extent])[i]}
+        for s in (*range(1, len(extent.sections)), 0):  # the master last, as `state` shows it
+            section = extent.sections[s]
+            if states:
+                windows[section] = states[section]
+            elif not coded:
+                windows[section] = engine.windows.window(extent, i, s, dtype).as_strided(self.shape, self.stride)
+        if coded:
+            own_master = torch.empty_strided(self.shape, self.stride, dtype=dtype, device="meta")
+        else:
+            own_master = windows["master"]
+        resident = engine.devices.resident
+        return ParamState(
+            p,
+            part,
+            name,
+            index=index,
+            sections=extent.sections,
+            stride=self.stride,
+            windows=windows,
+            shown={key: window if key == "step" else part.show(window) for key, window in windows.items()},
+            own_master=own_master,
+            numel=numel(own_master),
+            # Devices in host memory update an fp32 parameter itself, so that the master is not stored twice.
+            in_place=own_master.is_meta if states else resident and not coded and p.dtype is torch.float32,
+            reachable=engine.devices.reaches_params and not states,
+            state_device=part.of(p).device if states else CPU,
+            decoded=engine.decoded if coded else None,
+            kept_dtype=p.dtype if coded else None,
+            initial=self.initial,
+        )
