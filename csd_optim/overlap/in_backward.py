@@ -5,31 +5,23 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
-import numpy as np
 import torch
 
 from ..accelerator import is_accelerator, is_on_accelerator
-from ..bindings import AS_PUSHED
-from ..engine.pieces import Pieces
 from ..errors import CSDError, CSDRuntimeError, CSDTypeError, CSDValueError
-from ..params.grad_source import GradSource
 from ..params.groups import Groups, hyperparameters_of, members, name_of
 from ..params.param_state import ParamState
-from ..params.strides import flat
 from ..signals import defer_signals
-from ..step.live import Countdown, LiveStep, Phase
+from ..step.live import LiveStep
 from ..step.spec import GradOptions
-from ..step.staging import NOTHING, Flow
 from ..step.steps import Steps
 from ..store.format import Record
+from .lent import LentGradients
 from .mode import ConcurrentMode
-from .taken import TakenGradient
 
 _CHANGED = (
     "with overlap(free_gradients=True) backward has changed parameters already: they and the states cannot be read "
@@ -42,26 +34,6 @@ _AGAIN = (
 )
 
 POLL_SECONDS = 0.1  # between two looks whether a backward is gone that has not told
-
-
-class Lent(NamedTuple):
-    """Gradients that the engine reads until these tiles have their parameters."""
-
-    tiles: np.ndarray[Any, Any]  # uint32
-    grads: list[torch.Tensor]
-    nbytes: int
-
-
-class Part(NamedTuple):
-    """A contiguous gradient, or a contiguous part of one that begins at element `first` of the parameter."""
-
-    grad: torch.Tensor
-    first: int
-
-    @property
-    def address(self) -> int:
-        """The address at which the whole gradient would begin."""
-        return self.grad.data_ptr() - self.first * self.grad.element_size()
 
 
 class Taken(NamedTuple):
@@ -103,14 +75,7 @@ class StepsInBackward(ConcurrentMode):
         self._constants: list[dict[str, Any]] = []  # the groups' hyperparameters
         self._awaited: dict[int, ParamState] = {}  # by id of the parameter: all that may take part
         self._taken: dict[int, Taken] = {}  # likewise: those whose gradients the step has taken
-        self._pieces: Pieces | None = None
-        self._countdown = Countdown(np.zeros(0, np.int64), ())  # of gradients
-        self._parts: dict[int, dict[int, Part]] = {}  # by tile that lacks gradients, then by row: those it has
-        self._lent: deque[Lent] = deque()
-        self._lent_bytes = 0  # of the gradients in _lent, and of those to be copied to images
-        self._images: frozenset[int] = frozenset()  # tiles that travel through staging buffers, as for an accelerator
-        self._flow: Flow | None = None  # of the tiles in _images
-        self._to_copy: dict[int, int] = {}  # by tile of _images that is in flight: bytes of its gradients
+        self._lent: LentGradients | None = None
 
     def end(self) -> None:
         try:
@@ -144,7 +109,7 @@ class StepsInBackward(ConcurrentMode):
                 if self._live is None:
                     self._begin(task)
                 self._take(p, p.grad)
-                self._free_gradients()
+                self._waited += self._lent.free_used() if self._lent else 0.0
             except BaseException:  # Ctrl-C, too
                 self.abandon()
                 raise
@@ -155,7 +120,7 @@ class StepsInBackward(ConcurrentMode):
             engine.check_open()
             check_can_free(self._steps)
             live = self._steps.prepare_without_gradients()
-            step, spec = live.step, live.spec
+            spec = live.spec
             moved = any(s.param_and_copy or s.grad_dtype is not s.param.dtype for s in spec.sources.values())
             if moved or spec.table["topk"].any():
                 raise CSDRuntimeError(
@@ -163,22 +128,14 @@ class StepsInBackward(ConcurrentMode):
                 )
             self._awaited = {id(b.param): b for b in spec.plan.param_states}
             self._constants = [hyperparameters_of(group) for group in self._steps.groups]
-            self._pieces, missing = Pieces(engine), np.zeros(engine.n_tiles, np.int64)
-            has_grad = spec.table["grad"][self._pieces.all["param"]] != 0
-            np.add.at(missing, self._pieces.all["tile"][has_grad], 1)
+            self._lent = lent = LentGradients(live, self._max_lent_bytes)
             self._waited, self._early_elems = 0.0, 0
             self._live, self._task, self.active = live, task, True
             no_backward = threading.Event()
             end = _BackwardEnd(self, task, no_backward)
             # In this order: a reader on another thread that finds the event takes `end` for gone without the other one.
             self._backward_end, self._no_backward = weakref.ref(end), no_backward
-            live.begin(Phase.OPEN, order=AS_PUSHED, kept_alive=self._lent)
-            if step.ring:
-                step.ring.begin(spec.sources, step.given)
-                self._images, self._flow = frozenset(step.images), Flow(step.ring, engine, on_copied=self._note_copied)
-            if step.given and step.near:
-                step.given.set_updates(step.near, NOTHING)
-            self._countdown = Countdown(missing, live.tiles.tolist())
+            lent.begin()
             torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
 
     def _take(self, p: torch.Tensor, grad: torch.Tensor) -> None:
@@ -198,86 +155,8 @@ class StepsInBackward(ConcurrentMode):
             param_state.mark_synced()
         self._taken[id(p)] = Taken(param_state, param_state.version_now)
         p.grad = TakenGradient(p)
-        grad = grad.detach().resolve_neg().contiguous()
-        near = self._live.step.near if self._live else None
-        if near and param_state.index in near.rows:
-            near.launch_one(param_state.index, grad, timed=self._engine.near_spans is not None)
-            self._hand_over(param_state.index, None)
-        else:
-            self._hand_over(param_state.index, grad)
-
-    def _hand_over(self, row: int, grad: torch.Tensor | None) -> None:
-        """Push the tiles that lack no other gradient. For each other tile a copy of its part is kept, not the whole.
-
-        `grad` None: the accelerator has used it already.
-        """
-        assert self._pieces is not None
-        pieces = self._pieces.of(row)
-        self._countdown.arrive(pieces["tile"].tolist())
-        complete: dict[int, dict[int, Part]] = {}
-        for _, tile, first, _, n in pieces.tolist():
-            lacks = self._countdown.lacks(tile)
-            parts = self._parts.pop(tile, {})
-            if grad is not None:
-                copies = lacks and n < grad.numel()
-                parts[row] = Part(flat(grad)[first : first + n].clone(), first) if copies else Part(grad, 0)
-            (self._parts if lacks else complete)[tile] = parts
-        if self._live and (ring := self._live.step.ring) and grad is not None and is_on_accelerator(grad):
-            ring.wait_for_current(grad.device)
-        for tile, parts in complete.items():
-            self._push(tile, parts)
-        read = [tile for tile in complete if tile not in self._images]
-        if grad is not None and read:
-            others = [part.grad for tile in read for other, part in complete[tile].items() if other != row]
-            lent = [grad, *others]
-            self._lent.append(Lent(np.array(read, np.uint32), lent, sum(part.nbytes for part in lent)))
-            self._lent_bytes += self._lent[-1].nbytes
-
-    def _push(self, tile: int, parts: dict[int, Part]) -> None:
-        """Push a tile with the gradients `parts`, by row; its other parameters have no gradient."""
-        pieces = self._engine.pieces_of(tile)
-        if tile in self._images:
-            assert self._flow
-            self._flow.add(tile, self._sources_of(pieces["param"].tolist(), parts))
-            nbytes = [n * parts[row].grad.element_size() for row, _, _, _, n in pieces.tolist() if row in parts]
-            self._to_copy[tile] = sum(nbytes)
-            self._lent_bytes += self._to_copy[tile]
-        else:
-            self._engine.push_grads(
-                tile, [parts[row].address if row in parts else 0 for row in pieces["param"].tolist()]
-            )
-        self._countdown.note_pushed(tile)
-
-    def _sources_of(self, rows: list[int], parts: dict[int, Part]) -> dict[int, GradSource]:
-        """Return the gradient sources, by row, of a tile that travels through a staging buffer."""
-        assert self._live
-        prepared, sources = self._live.spec.sources, {}
-        for row in rows:
-            if row in parts:
-                part = parts[row]
-                sources[row] = dataclasses.replace(prepared[row], grad=flat(part.grad), first=part.first)
-            elif row in prepared:
-                sources[row] = dataclasses.replace(prepared[row], is_dropped=True)
-        return sources
-
-    def _note_copied(self, tile: int, sources: Mapping[int, GradSource]) -> None:
-        for source in sources.values():
-            source.release()
-        self._lent_bytes -= self._to_copy.pop(tile)
-
-    def _free_gradients(self) -> None:
-        """Free gradients that were used or copied; wait while more than `max_lent_bytes` are in flight.
-
-        Raises CSDOSError.
-        """
-        began, made_progress = time.perf_counter(), True
-        while made_progress:
-            wait = self._lent_bytes > self._max_lent_bytes
-            made_progress = self._flow is not None and self._flow.advance(wait=wait)
-            if not made_progress and self._lent and self._engine.params_ready(self._lent[0].tiles, wait=wait):
-                self._lent_bytes -= self._lent.popleft().nbytes
-                made_progress = True
-        self._waited += time.perf_counter() - began
+        assert self._lent
+        self._lent.take(param_state.index, grad.detach().resolve_neg().contiguous())
 
     def note_backward_ended(self, task: int, *, succeeded: bool) -> None:
         """Note that a backward has ended (`succeeded`) or failed; undo the step of one that failed."""
@@ -342,10 +221,9 @@ class StepsInBackward(ConcurrentMode):
         Raises what LiveStep.undo() raises.
         """
         with defer_signals(), self._engine.lock, torch.no_grad():
-            live, taken, flow = self._live, self._taken, self._flow
-            if live is None:
+            live, taken, lent = self._live, self._taken, self._lent
+            if live is None or lent is None:
                 return
-            lent, parts = self._lent, self._parts  # the engine reads these gradients until the step is undone
             if not self._is_backward_done:
                 self._aborted_task = self._task
             self._reset()
@@ -353,12 +231,10 @@ class StepsInBackward(ConcurrentMode):
             try:
                 with contextlib.ExitStack() as last:
                     last.callback(live.undo)  # also if the accelerator fails
-                    if flow and live.step.ring:
-                        live.step.ring.join()  # what is being copied to parameters arrives before they are restored
+                    lent.join()  # what is being copied to parameters arrives before they are restored
             finally:
                 self._clear_placeholders(taken)
                 lent.clear()
-                parts.clear()
                 self.active, self._taken = self._steps.undoing is not None, {}
 
     @staticmethod
@@ -416,20 +292,15 @@ class StepsInBackward(ConcurrentMode):
 
     def end_step(self, record: Record | None) -> None:
         """Complete the step with the tiles that were not pushed in backward; undo it if that fails."""
-        live, engine = self._live, self._engine
-        assert live is not None
-        step, spec = live.step, live.spec
-        self._early_elems = sum(map(engine.elems_of, self._countdown.pushed))
+        live, lent = self._live, self._lent
+        assert live
+        assert lent
+        spec, self._early_elems = live.spec, lent.pushed_elems
         fired = {taken.param_state.index for taken in self._taken.values()}
         without = [b.index for b in spec.plan.param_states if b.index not in fired]
         try:
             live.request(record, without)
-            for tile in self._countdown.left:
-                self._push(tile, self._parts.get(tile, {}))
-            if self._flow and step.ring:
-                while self._flow.advance(wait=True):
-                    pass
-                step.ring.join()
+            lent.push_rest()
             took_part = [b for b in spec.plan.param_states if b.index in fired]
             spec.plan = dataclasses.replace(spec.plan, params=[b.param for b in took_part], param_states=took_part)
             live.land()
@@ -437,7 +308,8 @@ class StepsInBackward(ConcurrentMode):
             self.abandon()
             raise
         live.mark_synced()
-        engine.tile_rank = self._countdown.rank()  # the next backward makes gradients in the same order
+        self._engine.tile_rank = lent.rank()  # the next backward makes gradients in the same order
+        lent.clear()
         self._reset()
 
     def note_undo(self) -> None:
@@ -445,6 +317,45 @@ class StepsInBackward(ConcurrentMode):
 
     def stats(self) -> dict[str, Any]:
         return {"waited": self._waited, "early_params": self._early_elems, "redone": {}}
+
+
+class TakenGradient(torch.Tensor):
+    """The placeholder in `p.grad` for a gradient that a step has used and freed in backward.
+
+    A tensor with the shape, dtype and device of its parameter, and no values. All operations raise CSDRuntimeError,
+    even autograd's accumulation of another gradient.
+    """
+
+    @staticmethod
+    def __new__(cls, p: torch.Tensor) -> TakenGradient:
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined,no-any-return]
+            cls, p.shape, dtype=p.dtype, device=p.device
+        )
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in ("__get__", "__set__"):  # shape, dtype, layout, grad
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        _refuse(getattr(func, "__name__", func))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        _refuse(func)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"<a gradient of shape {tuple(self.shape)}, {self.dtype}, that a step has taken>"
+
+
+def _refuse(operation: object) -> NoReturn:
+    raise CSDRuntimeError(
+        f"{operation} on a gradient that a step has taken already: with overlap(free_gradients=True) each gradient is "
+        "used and freed as soon as backward has made it. No clipping, no GradScaler, no accumulation, one backward "
+        "between zero_grad() and step(), and zero_grad() must set to None; see docs/overlap.md"
+    )
 
 
 class _BackwardEnd:

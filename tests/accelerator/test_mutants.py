@@ -65,8 +65,8 @@ def in_given(old, new, tests=None):
     return Mutant("step/given_states.py", old, new, tests or DURABLE)
 
 
-def in_backward(old, new="pass"):
-    return Mutant("overlap/in_backward.py", old, new, FREE)
+def in_lent(old, new="pass"):
+    return Mutant("overlap/lent.py", old, new, FREE)
 
 
 def in_commits(old, new, tests="store_has"):
@@ -170,13 +170,15 @@ MUTANTS = {
     "a guess: the answer is read before it is there": in_comparisons("wait_for(record_event(to_host[device]))"),
     "a guess: parameters of codes are not compared": in_guesses("if source.param_is_read:", "if False:"),
     "a guess: all gradients are right": in_guesses("self._step.ring.equal(", "True or self._step.ring.equal("),
-    "free: gradients are copied before they are made": in_backward("ring.wait_for_current(grad.device)"),
+    "free: gradients are copied before they are made": in_lent("ring.wait_for_current(grad.device)"),
     "free: gradients go when their copies begin": in_staging(
         COPYING, f"{COPYING}\n            [s.release() for s in self._sources[tile].values() if self._on_copied]", FREE
     ),
-    "free: nobody joins in step()": in_backward("pass\n                step.ring.join()", "pass"),
-    "free: what is undone comes back later": in_backward("live.step.ring.join()  # what", "pass  # what"),
-    "free: gradients that may be under way are not counted": in_backward("self._lent_bytes += self._to_copy[tile]"),
+    "free: nobody joins in step()": in_lent("pass\n            self.join()", "pass"),
+    "free: what is undone comes back later": Mutant(
+        "overlap/in_backward.py", "lent.join()  # what", "pass  # what", FREE
+    ),
+    "free: gradients that may be under way are not counted": in_lent("self._bytes += self._to_copy[tile]"),
     "overlap: on streams of the program": in_staging(
         "entered.enter_context(on(self._separate_streams[device]))", tests="counters"
     ),

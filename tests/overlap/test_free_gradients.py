@@ -808,8 +808,8 @@ def test_few_gradients_at_a_time(tmp_path, monkeypatch):
 
     def measured(steps, p, grad):
         take(steps, p, grad)
-        parts = sum(part.grad.untyped_storage().nbytes() for parts in steps._parts.values() for part in parts.values())
-        most.append((steps._lent_bytes, parts))
+        parts = [part.grad for parts in steps._lent._parts.values() for part in parts.values()]
+        most.append((steps._lent._bytes, sum(part.untyped_storage().nbytes() for part in parts)))
 
     monkeypatch.setattr(StepsInBackward, "_take", measured)
     for _ in range(3):

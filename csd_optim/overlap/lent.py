@@ -1,0 +1,182 @@
+"""Gradients that are freed in backward: the engine borrows each until the tiles that it completes are updated."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..accelerator import is_on_accelerator
+from ..bindings import AS_PUSHED
+from ..engine.pieces import Pieces
+from ..params.grad_source import GradSource
+from ..params.strides import flat
+from ..step.live import Countdown, LiveStep, Phase
+from ..step.staging import NOTHING, Flow
+
+
+class Lent(NamedTuple):
+    """Gradients that the engine reads until these tiles have their parameters."""
+
+    tiles: np.ndarray[Any, Any]  # uint32
+    grads: list[torch.Tensor]
+    nbytes: int
+
+
+class Part(NamedTuple):
+    """A contiguous gradient, or a contiguous part of one that begins at element `first` of the parameter."""
+
+    grad: torch.Tensor
+    first: int
+
+    @property
+    def address(self) -> int:
+        """The address at which the whole gradient would begin."""
+        return self.grad.data_ptr() - self.first * self.grad.element_size()
+
+
+class LentGradients:
+    """The gradients of one step that runs in backward.
+
+    Of one whose tiles lack others, copies of its parts in these tiles are kept, so that it can be freed as a whole.
+    """
+
+    def __init__(self, live: LiveStep, max_bytes: int) -> None:
+        """`live`: not begun. `max_bytes`: of gradients that may be in flight."""
+        engine, step = live.engine, live.step
+        self._live, self._engine, self._max_bytes = live, engine, max_bytes
+        self._pieces = Pieces(engine)
+        self._parts: dict[int, dict[int, Part]] = {}  # by tile that lacks gradients, then by row: those it has
+        self._lent: deque[Lent] = deque()
+        self._bytes = 0  # of the gradients in _lent, and of those to be copied to images
+        self._images = frozenset(step.images)  # tiles that travel through staging buffers, as for an accelerator
+        self._flow = Flow(step.ring, engine, on_copied=self._note_copied) if step.ring else None  # of these tiles
+        self._to_copy: dict[int, int] = {}  # by tile of _images that is in flight: bytes of its gradients
+        self._missing = np.zeros(engine.n_tiles, np.int64)  # by tile: number of its gradients
+        has_grad = live.spec.table["grad"][self._pieces.all["param"]] != 0
+        np.add.at(self._missing, self._pieces.all["tile"][has_grad], 1)
+        self._countdown = Countdown(self._missing, ())
+
+    def begin(self) -> None:
+        """Begin the step. Raises what LiveStep.begin() raises."""
+        live, step = self._live, self._live.step
+        live.begin(Phase.OPEN, order=AS_PUSHED, kept_alive=self._lent)
+        if step.ring:
+            step.ring.begin(live.spec.sources, step.given)
+        if step.given and step.near:
+            step.given.set_updates(step.near, NOTHING)
+        self._countdown = Countdown(self._missing, live.tiles.tolist())
+
+    @property
+    def pushed_elems(self) -> int:
+        """How many elements the tiles have that were pushed so far."""
+        return sum(map(self._engine.elems_of, self._countdown.pushed))
+
+    def rank(self) -> np.ndarray[Any, Any]:
+        """Return a tile_rank for the next step: see Countdown.rank()."""
+        return self._countdown.rank()
+
+    def take(self, row: int, grad: torch.Tensor) -> None:
+        """Take a contiguous gradient, and push the tiles that lack no other one. Raises what a step raises."""
+        near = self._live.step.near
+        if near and row in near.rows:
+            near.launch_one(row, grad, timed=self._engine.near_spans is not None)
+            self._hand_over(row, None)
+        else:
+            self._hand_over(row, grad)
+
+    def _hand_over(self, row: int, grad: torch.Tensor | None) -> None:
+        """Push the tiles that lack no other gradient. For each other tile a copy of its part is kept, not the whole.
+
+        `grad` None: the accelerator has used it already.
+        """
+        pieces = self._pieces.of(row)
+        self._countdown.arrive(pieces["tile"].tolist())
+        complete: dict[int, dict[int, Part]] = {}
+        for _, tile, first, _, n in pieces.tolist():
+            lacks = self._countdown.lacks(tile)
+            parts = self._parts.pop(tile, {})
+            if grad is not None:
+                copies = lacks and n < grad.numel()
+                parts[row] = Part(flat(grad)[first : first + n].clone(), first) if copies else Part(grad, 0)
+            (self._parts if lacks else complete)[tile] = parts
+        if (ring := self._live.step.ring) and grad is not None and is_on_accelerator(grad):
+            ring.wait_for_current(grad.device)
+        for tile, parts in complete.items():
+            self._push(tile, parts)
+        read = [tile for tile in complete if tile not in self._images]
+        if grad is not None and read:
+            others = [part.grad for tile in read for other, part in complete[tile].items() if other != row]
+            lent = [grad, *others]
+            self._lent.append(Lent(np.array(read, np.uint32), lent, sum(part.nbytes for part in lent)))
+            self._bytes += self._lent[-1].nbytes
+
+    def _push(self, tile: int, parts: dict[int, Part]) -> None:
+        """Push a tile with the gradients `parts`, by row; its other parameters have no gradient."""
+        pieces = self._engine.pieces_of(tile)
+        if tile in self._images:
+            assert self._flow
+            self._flow.add(tile, self._sources_of(pieces["param"].tolist(), parts))
+            nbytes = [n * parts[row].grad.element_size() for row, _, _, _, n in pieces.tolist() if row in parts]
+            self._to_copy[tile] = sum(nbytes)
+            self._bytes += self._to_copy[tile]
+        else:
+            self._engine.push_grads(
+                tile, [parts[row].address if row in parts else 0 for row in pieces["param"].tolist()]
+            )
+        self._countdown.note_pushed(tile)
+
+    def _sources_of(self, rows: list[int], parts: dict[int, Part]) -> dict[int, GradSource]:
+        """Return the gradient sources, by row, of a tile that travels through a staging buffer."""
+        prepared, sources = self._live.spec.sources, {}
+        for row in rows:
+            if row in parts:
+                part = parts[row]
+                sources[row] = dataclasses.replace(prepared[row], grad=flat(part.grad), first=part.first)
+            elif row in prepared:
+                sources[row] = dataclasses.replace(prepared[row], is_dropped=True)
+        return sources
+
+    def _note_copied(self, tile: int, sources: Mapping[int, GradSource]) -> None:
+        for source in sources.values():
+            source.release()
+        self._bytes -= self._to_copy.pop(tile)
+
+    def free_used(self) -> float:
+        """Free gradients that were used or copied; wait while more than `max_bytes` are in flight.
+
+        Returns the seconds that this took. Raises CSDOSError.
+        """
+        began, made_progress = time.perf_counter(), True
+        while made_progress:
+            wait = self._bytes > self._max_bytes
+            made_progress = self._flow is not None and self._flow.advance(wait=wait)
+            if not made_progress and self._lent and self._engine.params_ready(self._lent[0].tiles, wait=wait):
+                self._bytes -= self._lent.popleft().nbytes
+                made_progress = True
+        return time.perf_counter() - began
+
+    def push_rest(self) -> None:
+        """Push the tiles of which some parameters get no gradient. Raises what a step raises."""
+        for tile in self._countdown.left:
+            self._push(tile, self._parts.get(tile, {}))
+        if self._flow:
+            while self._flow.advance(wait=True):
+                pass
+            self.join()
+
+    def join(self) -> None:
+        """Make the current streams wait for what is being copied to parameters."""
+        if ring := self._live.step.ring:
+            ring.join()
+
+    def clear(self) -> None:
+        """Free all gradients. Call it when the step is over: the engine has read them until then."""
+        self._lent.clear()
+        self._parts.clear()
+        self._staged = None  # it refers to this object: no cycle to be collected
