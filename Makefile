@@ -7,6 +7,7 @@
 # make tables     the table of bytes per parameter in docs/performance.md, counted anew
 # make docs       the pages as a site, build/site/index.html
 # make types      checks that every public name has a type, as users' type checkers see it
+# make numbers    how the code is laid out: circles among its files, its longest classes, its lines
 # make wheels     sdist and a wheel for this machine's architecture, checked, in dist/
 # make aarch64    the native tests built for AArch64, run by QEMU (apt-get install g++-aarch64-linux-gnu qemu-user)
 # make gpu-check  on a machine with a GPU: tests, sanitizers and benches on it, in one archive (docs/gpu-check.md)
@@ -32,7 +33,7 @@ CXX_FILES := $(foreach d,native/* hls_kernels hls_kernels/* tests/native tests/n
     $(wildcard $(d)/*.h $(d)/*.cpp $(d)/*.c))
 
 # The pattern targets below cannot be here: make looks for no rule of that kind for phony targets.
-.PHONY: demo demo-big emu-demo quick test ci rest ready soak matrix tables lint check docs types wheels aarch64 \
+.PHONY: demo demo-big emu-demo quick test ci rest ready soak matrix tables lint check docs types numbers wheels aarch64 \
     gpu-check sanitize clean
 
 demo: $(VENV)/.installed
@@ -101,7 +102,11 @@ soak: $(VENV)/.installed
 matrix: $(VENV)/.installed
 	$(BIN)/python tests/matrix.py $(PAIRS)
 
-check: lint types docs
+check: lint types docs numbers
+
+# How the code is laid out: layers, circles, sizes. tests/test_house.py holds what may only become better.
+numbers: $(VENV)/.installed
+	$(BIN)/python tests/test_house.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

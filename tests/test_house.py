@@ -1,8 +1,10 @@
 """The package is layered like a house: a file imports only from lower floors or its own folder, and never in circles.
 
 Imports within functions count, too. Imports for type checkers only, weak proxies and objects that change their class
-hide that two files need each other: these are listed here, and the lists may only become shorter. Tests have each
-helper once, and know little of the package's inside.
+hide that two files need each other: these are listed here, and the lists may only become shorter. So may the list of
+classes that are too long to be read in one go. Tests have each helper once, and know little of the package's inside.
+
+`make numbers` prints all of this.
 """
 
 import ast
@@ -63,6 +65,9 @@ TANGLED = [  # modules that need one another, imports for type checkers included
     {"optim.optimizer", "serve.model", "serve.states", "serve.trainer"},
     {"serve.arrivals", "serve.flow", "serve.owner"},
 ]
+
+LONGEST = 400  # lines of a class
+LONGER = ["engine.durable.DurableCommitter", "engine.engine.Engine", "serve.owner.Owner", "serve.trainer._Trainer"]
 
 
 def modules(package):
@@ -159,6 +164,21 @@ def hidden(package):
     only_hints = [name for name in known if imports(package, name, known, hints=True) != imports(package, name, known)]
     texts = {text: [name for name in known if text in sources[name]] for text in ("weakref.proxy", "self.__class__ =")}
     return {"imports for type checkers only": only_hints, **texts}
+
+
+def lines_of_classes(package):
+    """Return how many lines each class has, by its module and name."""
+    return {
+        f"{name}.{node.name}": node.end_lineno - node.lineno + 1
+        for name, path in modules(package).items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    }
+
+
+def test_no_class_is_too_long():
+    lines = lines_of_classes(PACKAGE)
+    assert sorted(name for name in lines if lines[name] > LONGEST) == LONGER
 
 
 def test_a_file_imports_from_lower_floors_only():
@@ -267,11 +287,38 @@ def test_each_helper_is_there_once():
     )
 
 
-def test_tests_reach_into_few_private_members():
+def reaches():
+    """Return the places where tests use private members of the package: (file, node)."""
     private = private_names()
     found = [(file, node) for file, node in nodes_of(TESTS, ast.Attribute) if node.attr in private]
-    found = [(file, node) for file, node in found if ast.unparse(node.value) not in ("self", "cls", "super()")]
+    return [(file, node) for file, node in found if ast.unparse(node.value) not in ("self", "cls", "super()")]
+
+
+def test_tests_reach_into_few_private_members():
+    found = reaches()
     assert len(found) <= REACHES, (
         f"{len(found)} reaches into private members of the package: use what a user sees, such as stats(), state and "
         f"committed_step, or a function of tests/support/inside.py, which counts once: {places(found)}"
     )
+
+
+# ---- the numbers -------------------------------------------------------------------------
+
+
+def print_numbers():
+    known = modules(PACKAGE)
+    graph = {name: imports(PACKAGE, name, known, hints=True) for name in known}
+    back = [line for line in violations(PACKAGE, FLOORS) if not line.startswith("a circle")]
+    lines = lines_of_classes(PACKAGE)
+    longest = sorted(lines, key=lines.get, reverse=True)[:5]
+    print(f"lines of Python in csd_optim: {sum(len(path.read_text().splitlines()) for path in known.values())}")
+    print(f"longest classes: {', '.join(f'{name} {lines[name]}' for name in longest)}")
+    print(f"imports of higher layers: {len(back)}")
+    print(f"circles: {len(tangles(graph))}")
+    for tangle in tangles(graph):
+        print(f"    {', '.join(sorted(tangle))}")
+    print(f"private members that tests use: {len(reaches())}")
+
+
+if __name__ == "__main__":
+    print_numbers()
