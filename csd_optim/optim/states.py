@@ -128,7 +128,7 @@ class StatesOnDevices(Optimizer):
                 self._state_map.describe(engine, self.param_groups)
             self._state_map.adopt(engine, self.param_groups, self.grad_dtype, loaded=True)
         if resume.pending:
-            resumed = [self._state_map.param_states[id(b.param)] for b in resumed]
+            resumed = [self._state_map.param_states[id(state.param)] for state in resumed]
             resume.set_from_masters(engine, self.param_groups, resumed, self.grad_dtype)
 
     def _check_and_load(self, engine: Engine, state_dict: dict[str, Any]) -> None:
@@ -178,7 +178,7 @@ class StatesOnDevices(Optimizer):
             self._steps.finish_undo(collective=engine.durable)
         with engine.lock, engine.loading():
             self._state_map.fill(engine)
-            with engine.writing([b.index for b in self._state_map.param_states.values()]):
+            with engine.writing([state.index for state in self._state_map.param_states.values()]):
                 yield
 
     def consolidate_state_dict(self, to: int | None = 0) -> None:

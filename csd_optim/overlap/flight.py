@@ -141,7 +141,7 @@ class Flight:
             for row in [row for row in list(self._grads) if last[row] <= batch[-1]]:
                 self._free_gradient(row)
         if changed := [row for row, (grad, version) in list(self._grads.items()) if grad._version != version]:
-            names = ", ".join(b.name for b in step.spec.plan.param_states if b.index in changed)
+            names = ", ".join(state.name for state in step.spec.plan.param_states if state.index in changed)
             raise CSDRuntimeError(
                 f"the gradient of {names} was changed after step(), which was still using it: the step is undone. "
                 "With overlap(), clear gradients by zero_grad(), with set_to_none=True, before the next backward, "

@@ -112,7 +112,7 @@ class Guess:
 
     def _state_versions(self) -> list[Any]:
         """Return the version counters of all states: they change if the program writes to a state."""
-        windows = [w._version for b in self._state_map.by_index for w in b.windows.values()]
+        windows = [w._version for state in self._state_map.by_index for w in state.windows.values()]
         return [windows, self._engine.decoded.versions()]
 
     def wrong_before(self, params: list[torch.Tensor]) -> str:
@@ -120,7 +120,7 @@ class Guess:
         plan, places = self.live.spec.plan, self._state_map
         if len(params) != len(plan.params) or any(p is not q for p, q in zip(params, plan.params, strict=True)):
             return "parameters that take part"
-        if plan.changes != places.changes or any(b.is_dirty for b in places.param_states.values()):
+        if plan.changes != places.changes or any(state.is_dirty for state in places.param_states.values()):
             return "parameters"
         return "" if places.intact() and self._state_versions() == self._versions_before else "states"
 

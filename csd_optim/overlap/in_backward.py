@@ -126,7 +126,7 @@ class StepsInBackward(ConcurrentMode):
                 raise CSDRuntimeError(
                     "overlap(free_gradients=True): a parameter has moved in memory, or has a residual of Top-K"
                 )
-            self._awaited = {id(b.param): b for b in spec.plan.param_states}
+            self._awaited = {id(state.param): state for state in spec.plan.param_states}
             self._constants = [hyperparameters_of(group) for group in self._steps.groups]
             self._lent = lent = LentGradients(live, self._max_lent_bytes)
             self._waited, self._early_elems = 0.0, 0
@@ -284,7 +284,7 @@ class StepsInBackward(ConcurrentMode):
                 )
         if len(has_grad) < len(self._taken):
             return "some gradients were set to None after backward"
-        if any(b.version_now != version for b, version in self._taken.values()):
+        if any(state.version_now != version for state, version in self._taken.values()):
             return "parameters were written between backward and step()"
         if self._constants != [hyperparameters_of(group) for group in groups]:
             return "a learning rate, or another hyperparameter, was changed between backward and step()"
@@ -297,12 +297,13 @@ class StepsInBackward(ConcurrentMode):
         assert lent
         spec, self._early_elems = live.spec, lent.pushed_elems
         fired = {taken.param_state.index for taken in self._taken.values()}
-        without = [b.index for b in spec.plan.param_states if b.index not in fired]
+        without = [state.index for state in spec.plan.param_states if state.index not in fired]
         try:
             live.request(record, without)
             lent.push_rest()
-            took_part = [b for b in spec.plan.param_states if b.index in fired]
-            spec.plan = dataclasses.replace(spec.plan, params=[b.param for b in took_part], param_states=took_part)
+            took_part = [state for state in spec.plan.param_states if state.index in fired]
+            params = [state.param for state in took_part]
+            spec.plan = dataclasses.replace(spec.plan, params=params, param_states=took_part)
             live.land()
         except BaseException:
             self.abandon()

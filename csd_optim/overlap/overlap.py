@@ -119,9 +119,9 @@ class Overlap(ConcurrentMode):
         live = guess.live if guess else self._steps.live(step, record, meets=bool(self._together))
         early_buffers: dict[int, StagingBuffer] = {}
         near = step.near.rows if step.near else ()
-        awaited = [b for b in step.spec.plan.param_states if b.index not in near]
+        awaited = [state for state in step.spec.plan.param_states if state.index not in near]
         sources = step.spec.sources
-        copy_back = {b.index: s for b in awaited if (s := sources.get(b.index)) and s.param_and_copy}
+        copy_back = {state.index: s for state in awaited if (s := sources.get(state.index)) and s.param_and_copy}
         try:
             if guess:
                 self._early_elems = sum(map(engine.elems_of, guess.pushed))
@@ -132,13 +132,13 @@ class Overlap(ConcurrentMode):
         except BaseException as failure:
             live.undo()
             return self._note_outcome(live, failure)
-        self._unguarded = [b.index for b in awaited if id(b.param) not in guarded]
+        self._unguarded = [state.index for state in awaited if id(state.param) not in guarded]
         self._to_copy_back = copy_back
         self.active: bool = True
         if self._check:
             unguarded = {*self._unguarded, *self._to_copy_back}
-            others = [b for b in awaited if b.index not in unguarded]
-            self._under_way = {b.local.untyped_storage().data_ptr(): b.name for b in others}
+            others = [state for state in awaited if state.index not in unguarded]
+            self._under_way = {state.local.untyped_storage().data_ptr(): state.name for state in others}
             self._check.enter()
 
     def wait_for_unguarded(self) -> None:

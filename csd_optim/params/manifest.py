@@ -28,11 +28,11 @@ def manifest(
     state_map = [(e, start) for e, extent in enumerate(extents) for start in extent.starts]
     place_of = {id(p): (k, i) for k, i, p in members(groups)}
     params = []
-    for b, (extent, start) in zip(param_states, state_map, strict=True):
-        k, i = place_of.get(id(b.param), (-1, -1)) if b.alive else (-1, -1)
-        about = {"name": b.name, "group": k, "position": i, **_describe_param(b.param, b.part)}
-        params.append(about | {"stride": list(b.stride), "extent": extent, "start": start, "numel": b.numel})
-    placed = {id(b.param) for b in param_states if b.alive}
+    for state, (extent, start) in zip(param_states, state_map, strict=True):
+        k, i = place_of.get(id(state.param), (-1, -1)) if state.alive else (-1, -1)
+        about = {"name": state.name, "group": k, "position": i, **_describe_param(state.param, state.part)}
+        params.append(about | {"stride": list(state.stride), "extent": extent, "start": start, "numel": state.numel})
+    placed = {id(state.param) for state in param_states if state.alive}
     waiting = [
         {"name": name_of(groups, k, i), "group": k, "position": i, **_describe_param(p, part_of(p))}
         for k, i, p in members(groups)

@@ -54,7 +54,7 @@ class StateMap:
     @property
     def coded(self) -> list[ParamState]:
         """The parameters whose states are kept as codes."""
-        return [b for b in self.by_index if b.decoded and b.alive]
+        return [state for state in self.by_index if state.decoded and state.alive]
 
     def part(self, p: torch.Tensor) -> Partition:
         """Return the part of a parameter that this process updates."""
@@ -174,7 +174,7 @@ class StateMap:
         for param_state in self.unfilled:
             if "residual" in (self.state.get(param_state.param) or {}):
                 self.add_residual(engine, param_state)
-        with engine.writing([b.index for b in self.unfilled]):
+        with engine.writing([state.index for state in self.unfilled]):
             clipped = waiting_bytes = 0
             for param_state, fresh in self.unfilled.items():
                 self.unfilled[param_state] = param_state.is_new = False
@@ -201,11 +201,14 @@ class StateMap:
         if not self.unfilled:
             return []
         new = [
-            b
-            for b in param_states
-            if self.unfilled.get(b) and not self.state.get(b.param) and b.pointer == b.pointer_now and not b.initial
+            state
+            for state in param_states
+            if self.unfilled.get(state)
+            and not self.state.get(state.param)
+            and state.pointer == state.pointer_now
+            and not state.initial
         ]
-        if len(new) < len(self.unfilled) or not engine.next_step_fills([b.index for b in new]):
+        if len(new) < len(self.unfilled) or not engine.next_step_fills([state.index for state in new]):
             return []
         for param_state in new:
             param_state.is_new = True
@@ -256,7 +259,7 @@ class StateMap:
             self.join(engine, groups, joining, grad_dtype)
         warn_if_large(bytes_in_memory(self._replaced_tensors()), LOADED if loaded else REPLACED)
         if loaded and self.unfilled:  # go on from the checkpoint's step
-            engine.step = max(int(self.state[b.param].get("step", 0)) for b in self.unfilled)
+            engine.step = max(int(self.state[state.param].get("step", 0)) for state in self.unfilled)
         self.fill(engine)
 
     def _replaced_tensors(self) -> Iterator[torch.Tensor]:

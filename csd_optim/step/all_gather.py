@@ -87,10 +87,10 @@ class ParamAllGather:
         """`pieces`: the tiles in which parameters arrive; None: they do not arrive, and only resend() is called."""
         self.ranks: Ranks = ranks
         self.buckets: list[_Bucket] = []
-        for device, replicas in {(b.local.device, b.part.replicas): None for b in param_states}:
+        for device, replicas in {(state.local.device, state.part.replicas): None for state in param_states}:
             assert replicas
-            alike = [b for b in param_states if b.local.device == device and b.part.replicas is replicas]
-            self.buckets += _fill_buckets(alike, replicas)
+            of_them = [state for state in param_states if state.part.replicas is replicas]
+            self.buckets += _fill_buckets([state for state in of_them if state.local.device == device], replicas)
         for k, bucket in enumerate(self.buckets):
             if pieces:
                 bucket.tiles = np.unique(np.concatenate([_tiles_of(p, pieces) for p in bucket.pieces]))
@@ -188,7 +188,7 @@ def _fill_buckets(param_states: Sequence[Shared], ranks: Ranks) -> list[_Bucket]
 
     The result is the same on every rank, because it depends only on what all ranks know.
     """
-    of_all_ranks = bucket_bytes(sum(b.part.local(b.param).nbytes for b in param_states))
+    of_all_ranks = bucket_bytes(sum(state.part.local(state.param).nbytes for state in param_states))
     room = max(1 << 12, of_all_ranks // ranks.size)
     buckets = [_Bucket()]
     for param_state in param_states:

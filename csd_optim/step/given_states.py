@@ -102,13 +102,13 @@ def given_states(engine: Engine, spec: StepSpec, tiles: np.ndarray[Any, Any]) ->
     if copies is None:
         return None
     edited = engine.windows.note_written()  # tiles; copies of their states are invalid now
-    with_grad = [b for b in spec.plan.param_states if b.near_copy and b.numel]
+    with_grad = [state for state in spec.plan.param_states if state.near_copy and state.numel]
     # The devices update a parameter that was moved off the accelerator, like any other.
-    updated = {b.index: b for b in with_grad if _is_on_copy_device(b)}
-    copies.forget([b.index for b in with_grad if b.index not in updated])
+    updated = {state.index: state for state in with_grad if _is_on_copy_device(state)}
+    copies.forget([state.index for state in with_grad if state.index not in updated])
     if not updated:
         return None
-    copies.load([row for row, b in updated.items() if not b.is_new])
+    copies.load([row for row, state in updated.items() if not state.is_new])
     # Rows of the same tiles without a gradient are given, too. But devices read the tiles that the program wrote to.
     rows_edited: set[int] = set()
     for tile in np.setdiff1d(edited, tiles).tolist():
@@ -133,6 +133,6 @@ def given_states(engine: Engine, spec: StepSpec, tiles: np.ndarray[Any, Any]) ->
     return given
 
 
-def _is_on_copy_device(b: ParamState) -> bool:
-    assert b.near_copy
-    return b.local.device == b.near_copy.device
+def _is_on_copy_device(state: ParamState) -> bool:
+    assert state.near_copy
+    return state.local.device == state.near_copy.device

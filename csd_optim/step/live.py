@@ -353,11 +353,11 @@ class LiveStep:
             if step.ring is not None:
                 step.ring.feed_back()
         finally:  # the step is complete even if the update of its residuals fails
-            torch.autograd.graph.increment_version([b.windows["residual"] for b in spec.with_residual])
+            torch.autograd.graph.increment_version([state.windows["residual"] for state in spec.with_residual])
             if not spec.error_feedback:
                 state_map.drop_residual(engine, spec.plan.param_states)
             elif spec.unscaled:
-                all_sent = [b for b in spec.with_residual if spec.table["topk"][b.index] == 1]
+                all_sent = [state for state in spec.with_residual if spec.table["topk"][state.index] == 1]
                 state_map.drop_residual(engine, all_sent)
             for extent, own in zip(engine.extents, engine.steps, strict=True):
                 own[:] = spec.steps[extent.first_param : extent.first_param + len(own)]

@@ -63,7 +63,7 @@ def parameters_of_new(updates: Sequence[NearUpdate]) -> dict[int, torch.Tensor]:
     """
     with _raising_memory_error():
         new = [u.param_state for u in updates if u.param_state.is_new]
-        return {b.index: b.local.detach().clone() for b in new}
+        return {state.index: state.local.detach().clone() for state in new}
 
 
 class Queued:

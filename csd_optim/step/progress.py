@@ -77,7 +77,7 @@ class Progress:
 
     def _guard_forwards(self, undoing: Undo) -> None:
         """Finish the undo before the forward of any module with unknown parameters: gradients would be of a mix."""
-        weak, unknown = weakref.ref(self), {id(b.param) for b in undoing.unknown}
+        weak, unknown = weakref.ref(self), {id(state.param) for state in undoing.unknown}
 
         def before_forward(module: torch.nn.Module, _: Any) -> None:
             progress = weak()

@@ -97,9 +97,9 @@ class Resume:
         unwritten = self._state_map.unwritten()
         if self._ranks is None:
             return unwritten
-        said = self._ranks.gather_objects([b.name for b in unwritten])
+        said = self._ranks.gather_objects([state.name for state in unwritten])
         on_all = set.intersection(*map(set, said))
-        return [b for b in unwritten if b.name in on_all or not b.part.replicas]
+        return [state for state in unwritten if state.name in on_all or not state.part.replicas]
 
     def set_from_masters(
         self, engine: Engine, groups: Groups, param_states: Collection[ParamState], grad_dtype: torch.dtype | None
@@ -112,7 +112,7 @@ class Resume:
         with engine.all_ranks_or_none():
             without_data = self._state_map.set_from_masters(param_states, grad_dtype)
             there = [self._state_map.param_states.get(id(p)) for _, _, p in members(groups)]
-            divided = [b for b in there if b and b.part.replicas]
+            divided = [state for state in there if state and state.part.replicas]
             if self._ranks and divided and not without_data:
                 gather = ParamAllGather(self._ranks, divided)
         if self._ranks:

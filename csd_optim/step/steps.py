@@ -234,10 +234,10 @@ class Steps(Progress):
     def _near_updates(self, step: PreparedStep, *, one_by_one: bool) -> NearUpdates | None:
         """Prepare the updates on the accelerator. `one_by_one`: as in prepare(). Raises CSDMemoryError."""
         engine, spec, given, updates = self.engine, step.spec, step.given, []
-        for b in spec.plan.param_states:
-            if b.numel and (b.on_accelerator or (given and b.index in given.updated)):
-                rule, constants = spec.hypers[spec.table["hyper"][b.index]].tolist()
-                updates.append(NearUpdate(b, spec.sources[b.index], rule, constants))
+        for state in spec.plan.param_states:
+            if state.numel and (state.on_accelerator or (given and state.index in given.updated)):
+                rule, constants = spec.hypers[spec.table["hyper"][state.index]].tolist()
+                updates.append(NearUpdate(state, spec.sources[state.index], rule, constants))
         if not updates:
             return None
         assert engine.accelerator
@@ -294,8 +294,9 @@ class Steps(Progress):
 
     def _gather(self, plan: StepPlan) -> ParamAllGather | None:
         """Return the all-gather of the plan's parameters whose updates the ranks share; None if there are none."""
-        if self.gather is None and self.ranks and (shares := [b for b in plan.param_states if b.part.replicas]):
-            self.gather = ParamAllGather(self.ranks, shares, Pieces(self.engine))
+        if self.gather is None and self.ranks:
+            shared = [state for state in plan.param_states if state.part.replicas]
+            self.gather = ParamAllGather(self.ranks, shared, Pieces(self.engine)) if shared else None
         return self.gather
 
     # ---- a step that lands later: see overlap/ -----------------------------------------

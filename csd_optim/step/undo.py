@@ -98,7 +98,8 @@ class Undo:
         Raises CSDTornError if some stay unknown, or if the program has written to unknown ones, which is lost now;
         CSDRankError if some stay unknown on another rank. What an accelerator raises leaves the states torn for good.
         """
-        self._restore_as_a_whole({b for b, seen in self._seen.items() if seen != (b.version_now, b.pointer_now)})
+        now = {state: (state.version_now, state.pointer_now) for state in self._seen}
+        self._restore_as_a_whole({state for state, seen in self._seen.items() if seen != now[state]})
         gather = self._gather if self.is_collective else None
         self._seen.clear()
         try:
@@ -106,15 +107,15 @@ class Undo:
                 self._finish_here()
             if gather:
                 gather.resend()
-                self._overwritten |= {b.name for b in self._written}
+                self._overwritten |= {state.name for state in self._written}
             self.is_done = True
         finally:
-            for b in self.unknown:  # torch refuses a backward through graphs that have saved the old value
-                was_synced = not b.is_dirty
-                torch.autograd.graph.increment_version([b.param])
+            for state in self.unknown:  # torch refuses a backward through graphs that have saved the old value
+                was_synced = not state.is_dirty
+                torch.autograd.graph.increment_version([state.param])
                 if was_synced:
-                    b.mark_synced()
-                self._seen[b] = b.version_now, b.pointer_now
+                    state.mark_synced()
+                self._seen[state] = state.version_now, state.pointer_now
         if self._overwritten:
             raise CSDTornError(
                 errno.EIO,
@@ -133,7 +134,7 @@ class Undo:
             if self.engine.torn:
                 raise
             text = ((isinstance(e, OSError) and e.strerror) or str(e)).rstrip(".")
-            names = _listed(sorted(b.name for b in self.unknown))
+            names = _listed(sorted(state.name for state in self.unknown))
             raise CSDTornError(
                 (isinstance(e, OSError) and e.errno) or errno.EIO,
                 f"a step failed, and parameters {names} are a mix of two steps, because their old values cannot be "
@@ -161,7 +162,7 @@ class Undo:
         ended = self._landed is not None
         whole = {*(step.spec.plan.param_states if ended else near), *self._written}
         self._add_whole(whole)
-        took_part, others = step.spec.table["grad"] != 0, {b.index for b in whole}
+        took_part, others = step.spec.table["grad"] != 0, {state.index for state in whole}
         for tile, elems in engine.undone() if len(step.tiles) and not ended else []:
             for row, _, first, in_tile, n in engine.pieces_of(tile).tolist():
                 if took_part[row] and row not in others and in_tile < elems:
@@ -173,13 +174,13 @@ class Undo:
             self._in_tiles.setdefault(tile, []).append(span)
 
     def _add_whole(self, params: set[ParamState]) -> None:
-        rows = {b.index: b for b in params}
+        rows = {state.index: state for state in params}
         for tile in self.engine.tiles_of_params([*rows]).tolist() if rows else []:
             self._in_tiles[tile] = [s for s in self._in_tiles.get(tile, []) if s.param_state not in params]
             for row, _, first, in_tile, n in self.engine.pieces_of(tile).tolist():
                 if row in rows:
                     self._add(tile, Span(rows[row], first, in_tile, n))
-        self._on_accelerator = [*{*self._on_accelerator, *(b for b in params if b.on_accelerator)}]
+        self._on_accelerator = [*{*self._on_accelerator, *(state for state in params if state.on_accelerator)}]
 
     def _restore_as_a_whole(self, written: set[ParamState]) -> None:
         """Have parameters that the program has written to restored with their known elements: else they are a mix."""
@@ -193,39 +194,39 @@ class Undo:
         for tile in [*self._in_tiles]:
             self._restore_tile(tile, self._in_tiles[tile])
             del self._in_tiles[tile]
-        for b in self._on_accelerator:
-            outside = self._outside_value(b)
-            self._set(b, 0, flat(b.master) if outside is None else outside, is_outside=outside is not None)
+        for state in self._on_accelerator:
+            outside = self._outside_value(state)
+            self._set(state, 0, flat(state.master) if outside is None else outside, is_outside=outside is not None)
         self._on_accelerator.clear()
 
     def _restore_tile(self, tile: int, spans: Sequence[Span]) -> None:
         """Restore the parameters of a tile. Reads only masters, and not through windows: see csd_engine_read."""
         masters = None
-        for b, first, in_tile, n in spans:
-            outside = self._outside_value(b)
+        for state, first, in_tile, n in spans:
+            outside = self._outside_value(state)
             if outside is not None:
                 values = outside[first : first + n]
-            elif b.decoded:
-                values = b.decoded.master(b.index, tile, first, in_tile, n)
+            elif state.decoded:
+                values = state.decoded.master(state.index, tile, first, in_tile, n)
             else:
                 if masters is None:
                     masters = self.engine.read_masters(tile, max(span.in_tile + span.n for span in spans))
                 values = masters[in_tile : in_tile + n]
-            self._set(b, first, values, is_outside=outside is not None)
+            self._set(state, first, values, is_outside=outside is not None)
 
-    def _set(self, b: ParamState, first: int, values: torch.Tensor, *, is_outside: bool) -> None:
-        if b in self._written:
-            self._overwritten.add(b.name)
-        b.restore(first, values, is_outside=is_outside)
+    def _set(self, state: ParamState, first: int, values: torch.Tensor, *, is_outside: bool) -> None:
+        if state in self._written:
+            self._overwritten.add(state.name)
+        state.restore(first, values, is_outside=is_outside)
 
-    def _outside_value(self, b: ParamState) -> torch.Tensor | None:
+    def _outside_value(self, state: ParamState) -> torch.Tensor | None:
         """Return the value, 1-D, to which the program had set a parameter before the step; None: that is its master."""
-        value = self._step.spec.outside_values.get(b.index)
-        return None if value is None else flat(ordered(value, b.stride))
+        value = self._step.spec.outside_values.get(state.index)
+        return None if value is None else flat(ordered(value, state.stride))
 
     def _end(self) -> None:
-        for b in self._step.spec.written:  # the step did not take over what the program had written: it is still due
-            b.version = -1
+        for state in self._step.spec.written:  # the step did not take over what was written to them: it is still due
+            state.version = -1
         if (near := self._step.near) and self._landed is not None:
             near.end()
         elif near and near.launched:
