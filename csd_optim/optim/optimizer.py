@@ -70,6 +70,7 @@ class CSDOptimizer(StatesOnDevices, Joinable):
     _rule: UpdateRule
     _sparse_alternatives = "SGD, Adagrad or SparseAdam of torch.optim"  # what an error message recommends
     _step_supports_amp_scaling: bool
+    sharded: bool
 
     def __init__(
         self,
@@ -90,26 +91,17 @@ class CSDOptimizer(StatesOnDevices, Joinable):
         **kwargs: Any,
     ) -> None:
         """`args`, `kwargs`: the arguments of torch's optimizer."""
-        check_options(
-            grad_dtype=grad_dtype,
-            topk=topk,
-            error_feedback=error_feedback,
-            topk_warmup=topk_warmup,
-            max_grad_norm=max_grad_norm,
-            tile_size=tile_size,
-            sharded=sharded,
-            resume=resume,
-            overwrite=overwrite,
-        )
-        check_state_dtype(state_dtype, rule=self._rule)
-        self._init_attributes(ranks_of(process_group), sharded, state_dtype)
-        self._options = {"tile_size": tile_size, "shadow": shadow}
         self.devices = devices
         self.grad_dtype = grad_dtype
         self.topk = topk
         self.error_feedback = error_feedback
         self.topk_warmup = topk_warmup
         self.max_grad_norm = max_grad_norm
+        self.sharded = sharded
+        self._options = {"tile_size": tile_size, "shadow": shadow}
+        check_options(self, tile_size, resume=resume, overwrite=overwrite)
+        check_state_dtype(state_dtype, rule=self._rule)
+        self._init_attributes(ranks_of(process_group), sharded, state_dtype)
         specs: list[DeviceSpec] = []
         if address := address_of(devices):
             self._address = address

@@ -35,32 +35,21 @@ class Options(TypedDict, total=False):
     state_dtype: str
 
 
-def check_options(
-    *,
-    grad_dtype: Any,
-    topk: Any,
-    error_feedback: Any,
-    topk_warmup: Any,
-    max_grad_norm: Any,
-    tile_size: Any,
-    sharded: Any,
-    resume: bool,
-    overwrite: bool,
-) -> None:
-    """Raise CSDValueError for an invalid one."""
-    if grad_dtype is not None and grad_dtype not in DTYPE_CODES:
-        raise CSDValueError(f"Invalid grad_dtype: {grad_dtype}; it is one of {', '.join(map(str, DTYPE_CODES))}")
-    check_topk(topk)
-    if not isinstance(error_feedback, bool):
-        raise CSDValueError(f"Invalid error_feedback: {error_feedback!r}; it is True or False")
-    if not (type(topk_warmup) is int and topk_warmup >= 0):
-        raise CSDValueError(f"Invalid topk_warmup: {topk_warmup!r}; it is a number of steps")
-    if max_grad_norm is not None and not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
-        raise CSDValueError(f"Invalid max_grad_norm: {max_grad_norm!r}")
+def check_options(a: Any, tile_size: Any, *, resume: bool, overwrite: bool) -> None:
+    """Raise CSDValueError for an invalid one. `a`: the optimizer, which has the others as attributes."""
+    if a.grad_dtype is not None and a.grad_dtype not in DTYPE_CODES:
+        raise CSDValueError(f"Invalid grad_dtype: {a.grad_dtype}; it is one of {', '.join(map(str, DTYPE_CODES))}")
+    check_topk(a.topk)
+    if not isinstance(a.error_feedback, bool):
+        raise CSDValueError(f"Invalid error_feedback: {a.error_feedback!r}; it is True or False")
+    if not (type(a.topk_warmup) is int and a.topk_warmup >= 0):
+        raise CSDValueError(f"Invalid topk_warmup: {a.topk_warmup!r}; it is a number of steps")
+    if a.max_grad_norm is not None and not (isinstance(a.max_grad_norm, (int, float)) and a.max_grad_norm > 0):
+        raise CSDValueError(f"Invalid max_grad_norm: {a.max_grad_norm!r}")
     if tile_size is not None and not (type(tile_size) is int and tile_size > 0):
         raise CSDValueError(f"Invalid tile_size: {tile_size!r}")
-    if not isinstance(sharded, bool):
-        raise CSDValueError(f"Invalid sharded: {sharded!r}; it is True or False")
+    if not isinstance(a.sharded, bool):
+        raise CSDValueError(f"Invalid sharded: {a.sharded!r}; it is True or False")
     if resume and overwrite:
         raise CSDValueError("resume=True and overwrite=True exclude each other")
 

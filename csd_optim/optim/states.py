@@ -150,7 +150,7 @@ class StatesOnDevices(Optimizer):
                     )
                 if "topk" in before:  # torch's checkpoints do not have it
                     group.setdefault("topk", before["topk"])
-                group.pop("state_dtype", None)  # how states are stored is the optimizer's choice, not the checkpoint's
+                group.pop("state_dtype", None)  # the optimizer decides how states are stored, not the checkpoint
                 if "state_dtype" in before:
                     group["state_dtype"] = before["state_dtype"]
             self._state_map.check(self.param_groups)

@@ -109,7 +109,7 @@ def first_difference(stored: dict[str, Any], groups: Groups, part_of: PartOf) ->
 
 
 def ignored_by_resume(rule: UpdateRule, given: Groups, record: Record) -> Iterator[str]:
-    """Yield a message for each hyperparameter whose value in the script is ignored in favour of the store's.
+    """Yield a message for each hyperparameter whose value in the script is ignored in favour of the one in the store.
 
     `given`: the hyperparameters that this process was started with.
     """

@@ -29,7 +29,7 @@ def warn_if_large(size: int, what: str) -> None:
 
 
 def bytes_in_memory(tensors: Iterable[torch.Tensor]) -> int:
-    """Return how many bytes of these tensors are in memory, the host's or a GPU's; 0 if too few for a warning.
+    """Return how many bytes of these tensors are in the memory of the host or of a GPU; 0 if too few for a warning.
 
     Tensors that are mapped from a file, as by torch.load(mmap=True), do not count.
     """

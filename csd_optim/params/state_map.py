@@ -328,7 +328,7 @@ class StateMap:
     def follow_replaced_params(self, engine: Engine, groups: Groups) -> None:
         """Move places to parameters that have replaced others since adopt_commit().
 
-        Raises CSDStoreError if shape or dtype of a new parameter is not the store's.
+        Raises CSDStoreError if shape or dtype of a new parameter is not that in the store.
         """
         here = {(k, i): p for k, i, p in members(groups)}
         entries = engine.recovered[0].manifest["params"]

@@ -112,7 +112,7 @@ class LiveStep:
         self._record = record
         self.step: PreparedStep = step
         self.phase: Phase = Phase.READY
-        self.tiles: np.ndarray[Any, Any] = step.tiles  # uint32, in flow order; once begun, with the committer's
+        self.tiles: np.ndarray[Any, Any] = step.tiles  # uint32, in flow order; begin() adds those of the committer
         self.ended: threading.Event = threading.Event()  # set if a thread has landed it, and undone it if that failed
         self._not_pulled: set[int] = {*step.images}  # tiles whose parameters were not copied back from their images yet
         self._progress = threading.Condition()  # notified when one of the last two changes

@@ -104,7 +104,7 @@ class SparseTiles:
     def feed_back(self, streams: Mapping[torch.device, Any]) -> None:
         """Update the residuals, when the step is complete, with what it did not send."""
         for piece in self._feedback_pieces:
-            # On the stream that selects, so after this step's selection and before the next step's.
+            # On the stream that selects, so after the selection of this step and before that of the next.
             with on(streams.get(piece.grad.device)):
                 piece.feed_back()
 

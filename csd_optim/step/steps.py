@@ -42,6 +42,7 @@ class Steps(Progress):
     """
 
     engine: Engine  # set when it is open
+    steps_taken: int
 
     def __init__(
         self, optimizer: Arguments, state_map: StateMap, rule: UpdateRule, ranks: Ranks | None, for_sparse: str
@@ -69,17 +70,21 @@ class Steps(Progress):
     @property
     def groups(self) -> Groups:
         """The optimizer's groups, which load_state_dict() replaces; empty if the optimizer is gone."""
-        return a.param_groups if (a := self.arguments) else []
+        return arguments.param_groups if (arguments := self.arguments) else []
 
     @property
     def arguments(self) -> Arguments | None:
         """The optimizer; None if it is gone."""
         return self._optimizer()
 
+    def _alive(self) -> Arguments:
+        arguments = self.arguments
+        assert arguments is not None
+        return arguments
+
     @property
     def options(self) -> GradOptions:
-        a = self.arguments
-        assert a
+        a = self._alive()
         return GradOptions(a.grad_dtype, a.topk, a.topk_warmup, a.error_feedback, self.sums, a.max_grad_norm)
 
     def call_at_end(self, function: Callable[[], None]) -> weakref.finalize[Any, Any]:
@@ -93,11 +98,10 @@ class Steps(Progress):
         """
         if not self.engine.durable:
             return None
-        assert self.arguments
         return Record(
             groups=[hyperparameters_of(group, self._rule.hyperparameters) for group in self.groups],
             given=[*self.initial_groups],
-            user_state=checked_user_state(self.arguments.user_state, self.engine.record.user_state),
+            user_state=checked_user_state(self._alive().user_state, self.engine.record.user_state),
             seconds=self.trained_seconds,
         )
 
@@ -232,7 +236,7 @@ class Steps(Progress):
         return PreparedStep(spec, tiles, given, images, ring, self._gather(spec.plan))
 
     def _near_updates(self, step: PreparedStep, *, one_by_one: bool) -> NearUpdates | None:
-        """Prepare the updates on the accelerator. `one_by_one`: as in prepare(). Raises CSDMemoryError."""
+        """Prepare the updates on the accelerator. `one_by_one`: as in _prepare(). Raises CSDMemoryError."""
         engine, spec, given, updates = self.engine, step.spec, step.given, []
         for state in spec.plan.param_states:
             if state.numel and (state.on_accelerator or (given and state.index in given.updated)):

@@ -60,7 +60,9 @@ class CompiledGuard:
         parts, attributes = compiled_parts(module), module.__dict__
         params = [p for m in module.modules() for p in own.get(m, ())] if parts else []
         # By the attribute that they replace, and its original values.
-        self.calls = {name: CompiledCall(compiled, arrivals, params) for name, compiled in parts.items()}
+        self.calls: dict[str, CompiledCall] = {
+            name: CompiledCall(compiled, arrivals, params) for name, compiled in parts.items()
+        }
         self._originals = {name: attributes[name] for name in parts if name in attributes}
         attributes.update(self.calls)
 

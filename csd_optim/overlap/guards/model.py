@@ -30,8 +30,7 @@ from ...errors import CSDRuntimeError
 from ..arrivals import Arrivals
 from .compiled import CompiledCall, CompiledGuard, CompiledState, compiled_parts
 from .fsdp import GatherGuard, groups_of, is_fsdp, is_fsdp1, shards_in, unit_modules
-from .guarded import Guarded
-from .module import ModuleGuard, ModuleHook, WaitingDict, give_up
+from .module import Guarded, ModuleGuard, ModuleHook, WaitingDict, give_up
 
 
 @functools.cache
@@ -51,7 +50,7 @@ def configure_compiler() -> None:
 class ModelGuards:
     """The guards of one optimizer around one model, from the constructor to `remove`.
 
-    `params` are the optimizer's. Those whose ids are not in `guarded` can be read unnoticed, so they have to arrive
+    `params`: all of the optimizer. Those whose ids are not in `guarded` can be read unnoticed, so they have to arrive
     before `step()` returns: parameters outside the model, those of a ScriptModule or of FSDP1, and those that were
     traced into the graph of a compiled function or captured. `guarded` may shrink during a forward.
     Raises CSDRuntimeError if another optimizer's guards are around one of the modules.
@@ -73,11 +72,12 @@ class ModelGuards:
                 )
         self._guarded.ids.update(id(p) for params in own.values() for p in params)
         ours = self._guarded.params
-        self.gathers = [GatherGuard(g, ours, arrivals) for g in groups_of(modules) if shards_in(g, ours)]
+        groups = [group for group in groups_of(modules) if shards_in(group, ours)]
+        self.gathers: list[GatherGuard] = [GatherGuard(group, ours, arrivals) for group in groups]
         self.compiled: dict[nn.Module, CompiledGuard] = {}
         within = self._guard_compiled(own)
         exchanged = {n for m in modules if is_fsdp(m) for n in unit_modules(m)}
-        self.modules = {
+        self.modules: dict[nn.Module, ModuleGuard] = {
             m: ModuleGuard(m, self._guarded, params, within.get(m, ()), is_exchanged=m in exchanged)
             for m, params in own.items()
         }

@@ -15,7 +15,30 @@ from torch import nn
 from ...accelerator import is_captured, is_on_accelerator
 from ..arrivals import NO_OP, Arrivals, NoArrivals
 from .compiled import CompiledState
-from .guarded import Guarded
+
+
+class Guarded:
+    """The parameters that the guards of one optimizer wait for.
+
+    Refers to no module, so as not to keep a model alive.
+    """
+
+    def __init__(self, params: Iterable[torch.Tensor], arrivals: Arrivals) -> None:
+        """`params`: all of the optimizer's."""
+        self.arrivals = arrivals
+        self.params: dict[int, torch.Tensor] = {id(p): p for p in params}
+        self.ids: set[int] = set()  # of those whose readers wait
+
+    def of_module(self, module: nn.Module) -> list[torch.Tensor]:
+        """Return the optimizer's parameters that the module holds itself."""
+        return [p for p in dict.values(module.__dict__["_parameters"]) if id(p) in self.params]
+
+    def give_up(self, params: Iterable[torch.Tensor]) -> None:
+        """Stop waiting for these parameters at later steps; wait for them now, once."""
+        params = list(params)
+        self.ids.difference_update(map(id, params))
+        if self.arrivals.active:
+            self.arrivals.wait(params)
 
 
 class ModuleHook:
@@ -175,8 +198,9 @@ class ModuleGuard:
         self.hook = hook = ModuleHook(guarded, params, within)
         self.handle: Any = module.register_forward_pre_hook(hook, prepend=True)
         self.plain: dict[str, Any] = module.__dict__["_parameters"]
-        self.params = [] if is_exchanged else [(name, p) for name, p in self.plain.items() if id(p) in guarded.params]
-        self.waiting = WaitingDict(self.plain)
+        named = [] if is_exchanged else self.plain.items()
+        self.params: list[tuple[str, torch.Tensor]] = [(name, p) for name, p in named if id(p) in guarded.params]
+        self.waiting: WaitingDict = WaitingDict(self.plain)
         self.waiting.hook = hook
         module.__dict__["_parameters"] = self.waiting
 
