@@ -17,7 +17,7 @@ from ..engine.pieces import Pieces
 from ..params.grad_source import GradSource
 from ..params.strides import flat
 from ..step.live import Countdown, LiveStep, Phase
-from ..step.staging import NOTHING, Flow
+from ..step.staging import NOTHING, StagedTiles
 
 
 class Lent(NamedTuple):
@@ -28,7 +28,7 @@ class Lent(NamedTuple):
     nbytes: int
 
 
-class Part(NamedTuple):
+class GradPart(NamedTuple):
     """A contiguous gradient, or a contiguous part of one that begins at element `first` of the parameter."""
 
     grad: torch.Tensor
@@ -51,11 +51,11 @@ class LentGradients:
         engine, step = live.engine, live.step
         self._live, self._engine, self._max_bytes = live, engine, max_bytes
         self._pieces = Pieces(engine)
-        self._parts: dict[int, dict[int, Part]] = {}  # by tile that lacks gradients, then by row: those it has
+        self._parts: dict[int, dict[int, GradPart]] = {}  # by tile that lacks gradients, then by row: those it has
         self._lent: deque[Lent] = deque()
         self._bytes = 0  # of the gradients in _lent, and of those to be copied to images
-        self._images = frozenset(step.images)  # tiles that travel through staging buffers, as for an accelerator
-        self._flow = Flow(step.ring, engine, on_copied=self._note_copied) if step.ring else None  # of these tiles
+        self._images = frozenset(step.images)  # tiles that travel through staging buffers, as for an accelerator:
+        self._staged = StagedTiles(step.ring, engine, on_copied=self._note_copied) if step.ring else None
         self._to_copy: dict[int, int] = {}  # by tile of _images that is in flight: bytes of its gradients
         self._missing = np.zeros(engine.n_tiles, np.int64)  # by tile: number of its gradients
         has_grad = live.spec.table["grad"][self._pieces.all["param"]] != 0
@@ -97,13 +97,13 @@ class LentGradients:
         """
         pieces = self._pieces.of(row)
         self._countdown.arrive(pieces["tile"].tolist())
-        complete: dict[int, dict[int, Part]] = {}
+        complete: dict[int, dict[int, GradPart]] = {}
         for _, tile, first, _, n in pieces.tolist():
             lacks = self._countdown.lacks(tile)
             parts = self._parts.pop(tile, {})
             if grad is not None:
                 copies = lacks and n < grad.numel()
-                parts[row] = Part(flat(grad)[first : first + n].clone(), first) if copies else Part(grad, 0)
+                parts[row] = GradPart(flat(grad)[first : first + n].clone(), first) if copies else GradPart(grad, 0)
             (self._parts if lacks else complete)[tile] = parts
         if (ring := self._live.step.ring) and grad is not None and is_on_accelerator(grad):
             ring.wait_for_current(grad.device)
@@ -116,12 +116,12 @@ class LentGradients:
             self._lent.append(Lent(np.array(read, np.uint32), lent, sum(part.nbytes for part in lent)))
             self._bytes += self._lent[-1].nbytes
 
-    def _push(self, tile: int, parts: dict[int, Part]) -> None:
+    def _push(self, tile: int, parts: dict[int, GradPart]) -> None:
         """Push a tile with the gradients `parts`, by row; its other parameters have no gradient."""
         pieces = self._engine.pieces_of(tile)
         if tile in self._images:
-            assert self._flow
-            self._flow.add(tile, self._sources_of(pieces["param"].tolist(), parts))
+            assert self._staged
+            self._staged.add(tile, self._sources_of(pieces["param"].tolist(), parts))
             nbytes = [n * parts[row].grad.element_size() for row, _, _, _, n in pieces.tolist() if row in parts]
             self._to_copy[tile] = sum(nbytes)
             self._bytes += self._to_copy[tile]
@@ -131,7 +131,7 @@ class LentGradients:
             )
         self._countdown.note_pushed(tile)
 
-    def _sources_of(self, rows: list[int], parts: dict[int, Part]) -> dict[int, GradSource]:
+    def _sources_of(self, rows: list[int], parts: dict[int, GradPart]) -> dict[int, GradSource]:
         """Return the gradient sources, by row, of a tile that travels through a staging buffer."""
         prepared, sources = self._live.spec.sources, {}
         for row in rows:
@@ -155,7 +155,7 @@ class LentGradients:
         began, made_progress = time.perf_counter(), True
         while made_progress:
             wait = self._bytes > self._max_bytes
-            made_progress = self._flow is not None and self._flow.advance(wait=wait)
+            made_progress = self._staged is not None and self._staged.advance(wait=wait)
             if not made_progress and self._lent and self._engine.params_ready(self._lent[0].tiles, wait=wait):
                 self._bytes -= self._lent.popleft().nbytes
                 made_progress = True
@@ -165,8 +165,8 @@ class LentGradients:
         """Push the tiles of which some parameters get no gradient. Raises what a step raises."""
         for tile in self._countdown.left:
             self._push(tile, self._parts.get(tile, {}))
-        if self._flow:
-            while self._flow.advance(wait=True):
+        if self._staged:
+            while self._staged.advance(wait=True):
                 pass
             self.join()
 

@@ -119,13 +119,13 @@ class StagingRing:
         work for this thread, advanced by one item whenever tiles travel. Call feed_back() after it when the step is
         complete, else forget().
         """
-        flow = Flow(self, engine, on_pulled=on_pulled, meanwhile=meanwhile)
+        staged = StagedTiles(self, engine, on_pulled=on_pulled, meanwhile=meanwhile)
         try:
-            flow.adopt_pushed(early_buffers or {}, sources)
+            staged.adopt_pushed(early_buffers or {}, sources)
             for tile in tiles:
-                if tile not in flow.early_buffers:
-                    flow.add(tile, sources)
-            while flow.advance(wait=True):
+                if tile not in staged.early_buffers:
+                    staged.add(tile, sources)
+            while staged.advance(wait=True):
                 pass
         finally:
             self.join()
@@ -289,7 +289,7 @@ class StagingRing:
         slot.under_way = [*events.values()]
 
 
-class Flow:
+class StagedTiles:
     """The travel of one step's tiles through the slots of a ring: out with gradients, back with parameters."""
 
     def __init__(
