@@ -1,13 +1,17 @@
-"""The countdown of a step: a tile is complete once, when all that it needs has arrived, in whatever portions.
+"""A tile is complete once, when all gradients have arrived, in whatever portions; its parameters arrive after that.
 
 The phases of steps are checked in all tests: see support/phases.py.
 """
 
 import random
+import threading
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
-from csd_optim.step.live import NEVER, Countdown
+from csd_optim import CSDRuntimeError
+from csd_optim.step.live import NEVER, Countdown, LiveStep, Phase
 
 
 def test_each_tile_is_complete_once():
@@ -45,3 +49,63 @@ def test_portions_in_any_order():
             assert tile not in units
             countdown.note_pushed(tile)
     assert countdown.left == []
+
+
+# ---- whether parameters have arrived -----------------------------------------------------------
+
+
+class Asked:
+    """An engine whose tiles are updated at once, until its step is over."""
+
+    def __init__(self):
+        self.tiles, self.is_over = [], False
+
+    def params_ready(self, tiles, *, wait):
+        if self.is_over:
+            raise CSDRuntimeError("no step is under way")
+        self.tiles.append(tiles.tolist())
+        return True
+
+
+def live_step(images):
+    """Return a step whose tiles `images` travel through staging buffers, and its engine."""
+    engine = Asked()
+    return LiveStep(None, engine, SimpleNamespace(images=images, tiles=np.arange(4, dtype=np.uint32)), None), engine
+
+
+def tiles(*numbers):
+    return np.array(numbers, np.uint32)
+
+
+def test_the_engine_is_asked_once_images_are_back():
+    live, engine = live_step([1, 2])
+    assert live.arrived(tiles(0, 3), wait=False)
+    assert not live.arrived(tiles(0, 1), wait=False)
+    live.note_pulled(1)
+    assert live.arrived(tiles(0, 1), wait=False)
+    assert not live.arrived(tiles(1, 2), wait=False)
+    assert engine.tiles == [[0, 3], [0, 1]]
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_reader_waits_for_images_or_for_the_end(ends):
+    """The end counts only once its thread is done: a step that has failed is undone by then."""
+    live, engine = live_step([1, 2])
+    said = []
+
+    def reads():
+        try:
+            said.append(live.arrived(tiles(1, 2), wait=True))
+        except CSDRuntimeError:
+            said.append("over")
+
+    reader = threading.Thread(target=reads)
+    reader.start()
+    live.note_pulled(1)
+    live.phase = Phase.UNDONE if ends else Phase.STEP  # a phase alone does not end the wait
+    reader.join(0.05)
+    assert said == []
+    engine.is_over = ends
+    live.note_ended() if ends else live.note_pulled(2)
+    reader.join(10)
+    assert said == ["over" if ends else True]
