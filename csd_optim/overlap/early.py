@@ -47,7 +47,7 @@ class EarlySteps:
         self._steps, self._engine, self._state_map = steps, steps.engine, steps.state_map
         self.redone: Counter[str] = Counter()  # wrong guesses, by what was wrong
         self._may_begin, self._hold = may_begin, hold
-        self._finalizer = steps.call_at_end(self._give_up)
+        self._finalizer = steps.call_at_end(self._stop)
         self._pusher = running_pool(1, "csd_optim brings gradients")
         self._guess: Guess | None = None
         self._hold_futures: list[Future[None]] = []  # copies of an undone guess, which use `hold` until they are done
@@ -75,10 +75,10 @@ class EarlySteps:
             hook.remove()
         self._hold = self._hold.new_empty(0)  # frees it now, not at the next garbage collection
 
-    def _give_up(self) -> None:
-        """Give up the guess: the optimizer was dropped; its engine will close now, perhaps on the background thread."""
+    def _stop(self) -> None:
+        """Stop the guess: the optimizer was dropped, and its engine closes now, perhaps on the background thread."""
         if guess := self._guess:
-            guess.give_up()
+            guess.stop()
 
     # ---- in backward -----------------------------------------------------------
 

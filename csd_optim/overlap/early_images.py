@@ -118,7 +118,7 @@ class EarlyImages:
         """Return the buffers of the tiles that were pushed, by tile, in the order of `order`."""
         return {tile: self._buffers[tile] for tile in order if tile in self._buffers}
 
-    def give_up(self) -> None:
+    def stop(self) -> None:
         """Stop pushing tiles. Copies that are queued still run."""
         with self._push_lock:
             self._active = False

@@ -149,13 +149,13 @@ class Guess:
         self.live.confirm(step, record, order, self.pushed)
         return self._images.buffers(order.tolist())
 
-    def give_up(self) -> None:
+    def stop(self) -> None:
         """Stop using the engine, which is about to be closed."""
-        self._images.give_up()
+        self._images.stop()
 
     def undo(self) -> list[Future[None]]:
         """Undo a guess that was wrong or failed. Returns futures: when all are done, `hold` may be used again."""
-        self._images.give_up()
+        self._images.stop()
         self.live.undo()
         return self._images.push_futures
 

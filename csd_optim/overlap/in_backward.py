@@ -54,7 +54,7 @@ class StepsInBackward(ConcurrentMode):
     def __init__(self, steps: Steps, model: torch.nn.Module, max_lent_bytes: int) -> None:
         """`max_lent_bytes`: bytes of gradients that may be in flight; backward waits while there are more."""
         super().__init__(steps, model)
-        self._finalizer = steps.call_at_end(self._give_up)
+        self._finalizer = steps.call_at_end(self._undo_quietly)
         self._max_lent_bytes = max_lent_bytes
         self._waited, self._early_elems = 0.0, 0  # of the last step: seconds waited, elements pushed in backward
         self._aborted_task = -1  # number of a backward whose step was undone before the backward ended
@@ -79,7 +79,7 @@ class StepsInBackward(ConcurrentMode):
 
     def end(self) -> None:
         try:
-            self.abandon()
+            self.undo()
         finally:
             self._finalizer.detach()
             super().end()
@@ -87,10 +87,10 @@ class StepsInBackward(ConcurrentMode):
     def close(self) -> None:
         self.end()
 
-    def _give_up(self) -> None:
-        """Abandon the step of an optimizer that was dropped."""
+    def _undo_quietly(self) -> None:
+        """Undo the step of an optimizer that was dropped."""
         with contextlib.suppress(CSDError):
-            self.abandon()
+            self.undo()
 
     # ---- in backward -----------------------------------------------------------
 
@@ -111,7 +111,7 @@ class StepsInBackward(ConcurrentMode):
                 self._take(p, p.grad)
                 self._waited += self._lent.free_used() if self._lent else 0.0
             except BaseException:  # Ctrl-C, too
-                self.abandon()
+                self.undo()
                 raise
 
     def _begin(self, task: int) -> None:
@@ -163,7 +163,7 @@ class StepsInBackward(ConcurrentMode):
         if task == self._task and not self._is_backward_done:
             self._is_backward_done = succeeded
             if not succeeded:
-                self.abandon()
+                self.undo()
 
     # ---- what is asked of a step under way -----------------------------------------
 
@@ -189,7 +189,7 @@ class StepsInBackward(ConcurrentMode):
                 return
             if not self._is_backward_done or not self._gradients_cleared():
                 raise CSDRuntimeError(_CHANGED)
-            self.abandon()
+            self.undo()
 
     def _wait_for_failure(self) -> None:
         """Wait until backward has ended. If it failed, a thread of autograd undoes the step, perhaps a bit later."""
@@ -200,7 +200,7 @@ class StepsInBackward(ConcurrentMode):
             if end() is None:  # a signal has interrupted its __del__, which could not tell
                 self.note_backward_ended(task, succeeded=False)
                 no_backward.set()
-        # abandon() replaces `_no_backward` by a set one before it undoes the step under this lock.
+        # undo() replaces `_no_backward` by a set one before it undoes the step under this lock.
         with self._engine.lock:
             pass
 
@@ -208,14 +208,14 @@ class StepsInBackward(ConcurrentMode):
         self.settle()
 
     def clear_gradients(self, *, set_to_none: bool) -> bool:
-        self.abandon() if set_to_none else self.settle()
+        self.undo() if set_to_none else self.settle()
         return False
 
     def _gradients_cleared(self) -> bool:
         """Return whether all gradients were set to None, as model.zero_grad() does."""
         return all(taken.param_state.param.grad is None for taken in self._taken.values())
 
-    def abandon(self) -> None:
+    def undo(self) -> None:
         """Undo the step: parameters and states are those before backward; gradients that were taken are lost.
 
         Raises what LiveStep.undo() raises.
@@ -255,9 +255,9 @@ class StepsInBackward(ConcurrentMode):
             self._spans.append_spans()
         self._wait_for_failure()
         if self._live and self._is_backward_done and self._gradients_cleared():
-            self.abandon()
+            self.undo()
         if why := self._mismatch(scaled=scaled):
-            self.abandon()
+            self.undo()
             raise CSDRuntimeError(f"overlap(free_gradients=True) cannot take this step, and it is undone: {why}")
 
     def _mismatch(self, *, scaled: bool) -> str:
@@ -306,7 +306,7 @@ class StepsInBackward(ConcurrentMode):
             spec.plan = dataclasses.replace(spec.plan, params=params, param_states=took_part)
             live.land()
         except BaseException:
-            self.abandon()
+            self.undo()
             raise
         live.mark_synced()
         self._engine.tile_rank = lent.rank()  # the next backward makes gradients in the same order

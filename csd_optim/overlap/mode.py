@@ -54,15 +54,10 @@ class ConcurrentMode(InStep):
         for group in self._steps.groups:
             group["params"] = list.copy(group["params"])  # does not wait
 
-    def abandon(self) -> None:
-        """End the step under way, because nobody is left to complete it. Raises what a step raises."""
-        raise NotImplementedError
-
     def remove_if_dropped(self) -> bool:
         """End this mode if its optimizer was dropped, so that no other call can end it. Returns whether it was."""
         if self._steps.arguments is not None:
             return False
         with contextlib.suppress(CSDError):  # no caller is left to hear of it
-            self.abandon()
-        self.end()
+            self.close()
         return True

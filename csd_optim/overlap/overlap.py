@@ -70,9 +70,6 @@ class Overlap(ConcurrentMode):
             self._early.end()
         super().end()
 
-    def abandon(self) -> None:
-        self.land()
-
     def close(self) -> None:
         try:
             self.drain(collective=False)

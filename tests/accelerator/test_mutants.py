@@ -152,7 +152,7 @@ MUTANTS = {
     "a guess: tiles are pushed before they arrive": in_guesses("slot.wait()"),
     "a guess: what was given up is pushed": in_guesses("if self._active", "if True"),
     "a guess: it is not known what was given up": in_guesses("self._active = False"),
-    "a guess: dropped ones go on": Mutant("overlap/early.py", "guess.give_up()", "pass", "overlap and guess"),
+    "a guess: dropped ones go on": Mutant("overlap/early.py", "guess.stop()", "pass", "overlap and guess"),
     "a guess: compared before gradients are what they are": in_guesses(
         "self._step.ring.begin(spec.sources)  # its", "pass  # its"
     ),
