@@ -331,28 +331,36 @@ def engine_begin(
     check(status, error, name)
 
 
-def engine_push(engine: Any, tile: int, grad: int, param: int, entries: int, n_entries: int, name: Namer) -> None:
-    error = ffi.new("csd_error *")
-    images = ffi.cast("void *", grad), ffi.cast("void *", param), ffi.cast("uint32_t *", entries)
-    status = lib.csd_engine_push(engine, tile, *images, n_entries, error)
-    check(status, error, name, _UNDONE)
+def engine_push(
+    engine: Any,
+    tile: int,
+    name: Namer,
+    *,
+    images: tuple[int, int] = (0, 0),
+    entries: tuple[int, int] = (0, 0),
+    grads: Sequence[int] | None = None,
+    hold: int = 0,
+    states: int = 0,
+) -> None:
+    """Push a tile; see csd_push. All are addresses.
 
-
-def engine_give(engine: Any, tile: int, states: int, name: Namer) -> None:
+    `images`: of gradients and of parameters. `entries`: the address of Top-K entries, and their number of words.
+    `grads`: for each of its pieces, where its parameter's gradient begins; 0: it has none.
+    """
+    how = ffi.NULL
+    if images[0] or grads is not None or states:
+        addresses = ffi.NULL if grads is None else ffi.new("void *[]", [ffi.cast("void *", grad) for grad in grads])
+        grad, param = [ffi.cast("void *", image) for image in images]
+        words = ffi.cast("uint32_t *", entries[0])
+        more = ffi.cast("void *", hold), ffi.cast("void *", states)
+        how = ffi.new("csd_push *", (grad, param, words, entries[1], addresses, *more))
     error = ffi.new("csd_error *")
-    check(lib.csd_engine_give(engine, tile, ffi.cast("void *", states), error), error, name, _UNDONE)
+    check(lib.csd_engine_push(engine, tile, how, error), error, name, _UNDONE)
 
 
 def engine_read(engine: Any, tile: int, sections: int, elems: int, states: int, name: Namer) -> None:
     error = ffi.new("csd_error *")
     check(lib.csd_engine_read(engine, tile, sections, elems, ffi.cast("void *", states), error), error, name, _UNREAD)
-
-
-def engine_push_grads(engine: Any, tile: int, grads: Sequence[int], name: Namer) -> None:
-    """Push a tile. `grads`: for each of its pieces, the address of its parameter's gradient; 0: there is none."""
-    error = ffi.new("csd_error *")
-    addresses = ffi.new("void *[]", [ffi.cast("void *", grad) for grad in grads])
-    check(lib.csd_engine_push_grads(engine, tile, addresses, error), error, name, _UNDONE)
 
 
 def engine_drop_grads(engine: Any, params: np.ndarray[Any, Any], name: Namer) -> None:
@@ -389,14 +397,6 @@ def engine_take_back(engine: Any, name: Namer) -> None:
 
 def engine_hold_bytes(engine: Any, tile: int) -> int:
     return int(lib.csd_engine_hold_bytes(engine, tile))
-
-
-def engine_push_early(engine: Any, tile: int, grads: Sequence[int], hold: int, name: Namer) -> None:
-    """Push a tile early. `grads`: for each of its pieces, the address of its parameter's gradient; 0: there is none."""
-    error = ffi.new("csd_error *")
-    addresses = ffi.new("void *[]", [ffi.cast("void *", grad) for grad in grads])
-    status = lib.csd_engine_push_early(engine, tile, addresses, ffi.cast("void *", hold), error)
-    check(status, error, name, _UNDONE)
 
 
 def engine_unchanged(engine: Any, params: np.ndarray[Any, Any], name: Namer) -> bool:

@@ -351,15 +351,30 @@ class Engine:
             self._trace.step(name, self._began, end, events, self.model_spans or [], self.near_spans or [])
             self._began = 0.0
 
-    def push(self, tile: int, grad: int = 0, param: int = 0, entries: int = 0, n_entries: int = 0) -> None:
-        bindings.engine_push(self.handle, tile, grad, param, entries, n_entries, self.name_device)
+    def push(
+        self,
+        tile: int,
+        *,
+        images: tuple[int, int] = (0, 0),
+        entries: tuple[int, int] = (0, 0),
+        grads: Sequence[int] | None = None,
+        hold: int = 0,
+        states: int = 0,
+    ) -> None:
+        """Push a tile, whose gradients are where the step's table says; see csd_push. Raises what a step raises.
 
-    def give(self, tile: int, states: int) -> None:
-        """Pass the updated states of a tile's parameters whose master is GIVEN. Call it before pushing the tile.
-
-        `states`: address of all sections of the tile, one after another; read until the tile's parameters are ready.
+        `images`: addresses of its gradients and parameters. `entries`: address of the Top-K entries in it, and how many
+        words these have.
+        `grads`: for each of `pieces_of(tile)` the address where its parameter's gradient begins; 0: it has none after
+        all. They are read until the tile's parameters are ready or the step ends. Not for tiles with Top-K.
+        `hold`: address of hold_bytes() bytes, in use until the tile's parameters are ready. It pushes the tile early:
+        nothing changes before release(), finish(keep=False) undoes it, and `grads` are read until unchanged() returns.
+        Not for tiles in memory, with one slot, new, or with Top-K.
+        `states`: address of all sections of the tile, one after another, as they are after the step; for parameters
+        whose master is GIVEN. They are read until the tile's parameters are ready.
         """
-        bindings.engine_give(self.handle, tile, states, self.name_device)
+        how: dict[str, Any] = {"images": images, "entries": entries, "grads": grads, "hold": hold, "states": states}
+        bindings.engine_push(self.handle, tile, self.name_device, **how)
 
     def read(self, tile: int, states: int) -> None:
         """Copy the current states of a tile to the address `states`: all sections, one after another.
@@ -378,14 +393,6 @@ class Engine:
         bindings.engine_read(self.handle, tile, 1, elems, masters.data_ptr(), self.name_device)
         return masters[:elems]
 
-    def push_grads(self, tile: int, grads: Sequence[int]) -> None:
-        """Push a tile whose gradients begin at the addresses `grads`, one for each of `pieces_of(tile)`.
-
-        Address 0: the piece has no gradient after all. The gradients are read until the tile's parameters are ready or
-        the step ends. Raises CSDValueError for tiles with Top-K.
-        """
-        bindings.engine_push_grads(self.handle, tile, grads, self.name_device)
-
     def drop_grads(self, params: Sequence[int]) -> None:
         """Leave these parameters unchanged, as they have no gradient. Call it before any of their tiles is pushed."""
         bindings.engine_drop_grads(self.handle, np.array(params, np.uint32), self.name_device)
@@ -398,17 +405,8 @@ class Engine:
         return bindings.engine_params_ready(self.handle, tiles, wait, self.name_device)
 
     def hold_bytes(self, tile: int) -> int:
-        """Return how many bytes push_early() needs for a tile in the step in flight; 0: the tile is not part of it."""
+        """Return how many bytes a tile of the step in flight needs to be pushed early; 0: it has no such tile."""
         return bindings.engine_hold_bytes(self.handle, tile)
-
-    def push_early(self, tile: int, grads: Sequence[int], hold: int) -> None:
-        """Push a tile of a speculative step: nothing changes before release(); finish(keep=False) undoes it.
-
-        `grads`: for each of `pieces_of(tile)` the address where its parameter's dense gradient begins; 0: none. They
-        are read until unchanged() returns or the step ends. `hold`: address of hold_bytes() bytes, in use until the
-        tile's parameters are ready. Raises CSDValueError for tiles in memory, with one slot, new, or with Top-K.
-        """
-        bindings.engine_push_early(self.handle, tile, grads, hold, self.name_device)
 
     def unchanged(self, params: np.ndarray[Any, Any]) -> bool:
         """Return whether the tiles pushed early read what is in memory now. `params`: all rows, current addresses."""

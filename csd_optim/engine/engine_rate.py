@@ -88,7 +88,7 @@ class EngineWithoutDrive:
         table = self._table if update else np.zeros(1, PARAM)
         bindings.engine_begin(self._engine, table, self.hyper, self.tiles, self._name)
         for tile in self.tiles.tolist():
-            bindings.engine_push(self._engine, tile, 0, 0, 0, 0, self._name)
+            bindings.engine_push(self._engine, tile, self._name)
         bindings.engine_finish(self._engine, True, self._name)
         bindings.engine_wait_writes(self._engine, self._name)
 

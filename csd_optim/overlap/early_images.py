@@ -84,7 +84,7 @@ class EarlyImages:
             self._old_params[tile].copy_(slot.param)
         with self._push_lock:
             if self._active:
-                self._engine.push(tile, slot.grad.data_ptr(), slot.param.data_ptr())
+                self._engine.push(tile, images=(slot.grad.data_ptr(), slot.param.data_ptr()))
 
     def wait(self) -> None:
         """Return when the engine has all tiles that were pushed. Raises CSDError."""

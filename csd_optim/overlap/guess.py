@@ -104,7 +104,7 @@ class Guess:
             self._images.push(tile, grads, ready_events, self._hold[self._hold_used : self._hold_used + size])
         else:
             addresses = [self._grads[row].data_ptr() if row in self._grads else 0 for row in rows]
-            self._engine.push_early(tile, addresses, self._hold.data_ptr() + self._hold_used)
+            self._engine.push(tile, grads=addresses, hold=self._hold.data_ptr() + self._hold_used)
         self._hold_used += size
         self._countdown.note_pushed(tile)
 

@@ -126,9 +126,8 @@ class LentGradients:
             self._to_copy[tile] = sum(nbytes)
             self._bytes += self._to_copy[tile]
         else:
-            self._engine.push_grads(
-                tile, [parts[row].address if row in parts else 0 for row in pieces["param"].tolist()]
-            )
+            rows = pieces["param"].tolist()
+            self._engine.push(tile, grads=[parts[row].address if row in parts else 0 for row in rows])
         self._countdown.note_pushed(tile)
 
     def _sources_of(self, rows: list[int], parts: dict[int, GradPart]) -> dict[int, GradSource]:

@@ -355,10 +355,10 @@ class StagedTiles:
         return self._engine.params_ready(np.array([tile], np.uint32), wait=False)
 
     def _push_slot(self, tile: int, slot: StagingBuffer) -> None:
-        if slot.has_states and slot.states is not None:
-            self._engine.give(tile, slot.states.data_ptr())
+        states = slot.states.data_ptr() if slot.has_states and slot.states is not None else 0
         slot.wait()
-        self._engine.push(tile, slot.grad.data_ptr(), slot.param.data_ptr(), *slot.words())
+        images = slot.grad.data_ptr(), slot.param.data_ptr()
+        self._engine.push(tile, images=images, entries=slot.words(), states=states)
         self._pushed[tile] = slot
         if self._on_copied:
             self._on_copied(tile, self._sources[tile])

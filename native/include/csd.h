@@ -35,7 +35,7 @@
  *       if (csd_engine_create(&device, 1, &engine, &error) ||
  *           csd_engine_extend(engine, &extent, state, &error) ||
  *           csd_engine_begin(engine, &params, 1, &first, 1, &tile, 1, 0, &error) ||
- *           csd_engine_push(engine, tile, NULL, NULL, NULL, 0, &error) ||
+ *           csd_engine_push(engine, tile, NULL, &error) ||
  *           csd_engine_finish(engine, 1, &error) ||
  *           csd_engine_remap(engine, 1, &error)) {
  *         puts(error.text);
@@ -239,9 +239,9 @@ enum csd_master {
   CSD_NEW = 4,
   /* In the tile, as codes, whatever value the parameter has: the user has written to the master and not to `param` */
   CSD_UNCOMPARED = 5,
-  /* Computed by the caller, like all other states: csd_engine_give supplies all states as they are after the step, with
-   * or without a gradient, and the caller updates the parameter. A tile in which all states are given is not read. For
-   * fp32 states only, on files and in memory with two slots */
+  /* Computed by the caller, like all other states: the tile is pushed with all states as they are after the step, with
+   * or without a gradient (csd_push.states), and the caller updates the parameter. A tile in which all states are given
+   * is not read. For fp32 states only, on files and in memory with two slots */
   CSD_GIVEN = 6
 };
 
@@ -284,8 +284,8 @@ typedef struct csd_param {
   const float *edited[4];
   /* If `n_summands` > 0, the gradient is the sum of these summands, computed in fp32 in their order. Then `grad` is any
    * non-NULL address, and `grad_dtype` is CSD_F32, the dtype of the sum. The sum is not stored: each tile's update
-   * computes its part. Not allowed with Top-K, images or csd_engine_push_grads. The array and the values must stay
-   * valid as long as `grad`. */
+   * computes its part. Not allowed with Top-K, images or csd_push.grads. The array and the values must stay valid as
+   * long as `grad`. */
   const csd_summand *summands;
   uint64_t n_summands;
 } csd_param;
@@ -307,32 +307,38 @@ enum csd_order {
 int csd_engine_begin(csd_engine *engine, const csd_param *params, uint64_t n_params, const csd_hyper *hypers,
                      uint32_t n_hypers, const uint32_t *tiles, uint32_t n_tiles, int32_t order, csd_error *error);
 
-/* Gives the device the gradients of one tile. With `grad` and `param` NULL, gradients are read from and parameters
- * written to the addresses in csd_param. Otherwise both are *images* of the tile with 4 bytes per element: the piece
- * at `tile_first` has its gradients at `(char *)grad + 4 * tile_first`, in its own dtype, and its
- * parameters go to `(char *)param + 4 * tile_first`. With images, the gradients of parameters with `topk` are in
- * `entries`, `n_entries` words of 32 bits as csd_kernel.h lays them out, and the caller maintains their residuals. The
- * caller must not touch any of these buffers until the tile is pulled.
- * The tiles of a device should be pushed in the order in which they are processed. */
-int csd_engine_push(csd_engine *engine, uint32_t tile, const void *grad, void *param, const uint32_t *entries,
-                    uint64_t n_entries, csd_error *error);
+/* How a tile is pushed. With all fields zero, gradients are read from and parameters written to the addresses in
+ * csd_param. The caller must not touch what the fields point to until the tile's parameters are ready
+ * (csd_engine_pull for images, csd_engine_params_ready) or the step is over, unless a field says otherwise. */
+typedef struct csd_push {
+  /* *Images* of the tile with 4 bytes per element, both or neither: the piece at `tile_first` has its gradients at
+   * `(char *)grad + 4 * tile_first`, in its own dtype, and its parameters go to `(char *)param + 4 * tile_first`. */
+  const void *grad;
+  void *param;
+  /* With images, the gradients of parameters with `topk`: `n_entries` words of 32 bits as csd_kernel.h lays them out.
+   * The caller maintains the residuals of these parameters. */
+  const uint32_t *entries;
+  uint64_t n_entries;
+  /* Instead of images: for each piece of the tile in order, the address that csd_param.grad would have. It may be
+   * unknown at csd_engine_begin, while backward is still producing it. NULL: the parameter has no gradient after all,
+   * and keeps every bit. Not for parameters with Top-K, `n_summands`, `in_image` or CSD_GIVEN; and a parameter whose
+   * csd_param.grad is NULL has none here. The array itself is copied. */
+  const void *const *grads;
+  /* Pushes the tile *early*, as part of a guess (see below): memory of csd_engine_hold_bytes bytes, aligned for any
+   * type. Then `grads` is needed too, and NULL exactly where csd_param.grad is. */
+  void *hold;
+  /* All states of the tile as they are after the step, its sections one after another, like a slot. Needed if the tile
+   * has CSD_GIVEN parameters; only their pieces are read. */
+  const void *states;
+} csd_push;
 
-/* Like csd_engine_push without images, for gradients whose addresses are not known at csd_engine_begin, because
- * backward is still producing them. `grads` has, for each piece of the tile in order, the address that csd_param.grad
- * would have; NULL: the parameter has no gradient after all, and keeps every bit. The gradients are read until the
- * tile's parameters are ready (csd_engine_params_ready). Returns CSD_EINVAL for a parameter with Top-K, `n_summands`,
- * `in_image` or CSD_GIVEN, and for a gradient of a parameter whose csd_param.grad is NULL. */
-int csd_engine_push_grads(csd_engine *engine, uint32_t tile, const void *const *grads, csd_error *error);
+/* Gives the device the gradients of one tile, and so lets it update the tile. `how` NULL: all fields are zero. The tiles
+ * of a device should be pushed in the order in which they are processed. */
+int csd_engine_push(csd_engine *engine, uint32_t tile, const csd_push *how, csd_error *error);
 
 /* Declares that these parameters have no gradient after all: they keep every bit. Returns CSD_EINVAL, and changes
  * nothing, if one of their tiles has already been pushed. */
 int csd_engine_drop_grads(csd_engine *engine, const uint32_t *params, uint32_t n, csd_error *error);
-
-/* Supplies the states, as they are after the step, of the CSD_GIVEN parameters in a tile; call it before the tile is
- * pushed. `states` has all sections of the tile one after another, like a slot; only the pieces of CSD_GIVEN parameters
- * are read. The caller must not touch it until the tile's parameters are ready (csd_engine_params_ready) or the step is
- * over. */
-int csd_engine_give(csd_engine *engine, uint32_t tile, const void *states, csd_error *error);
 
 /* Waits until another tile that was pushed with an image has its new parameters, and returns its index in `*tile`. */
 int csd_engine_pull(csd_engine *engine, uint32_t *tile, csd_error *error);
@@ -370,27 +376,23 @@ uint32_t csd_engine_undone(csd_engine *engine, uint32_t *tiles, uint64_t *elems,
 /* A step may begin speculatively, as a *guess*: its gradients or constants may still change, or it may never be wanted.
  *
  *     csd_engine_begin(...)             with the rows (csd_param) as expected; an unknown `grad`: any non-NULL address
- *       csd_engine_push_early(tile)     instead of push, for the tiles whose gradients are available
+ *       csd_engine_push(tile, hold)     early, for the tiles whose gradients are available
  *     csd_engine_unchanged(rows)        checks whether the guess was right. If so,
  *     csd_engine_release(rows)          makes it an ordinary step: push the other tiles, finish.
  *     csd_engine_finish(keep = 0)       otherwise: nothing that the caller can see has changed
  *
  * Until the release, the step writes only to the tiles' other slots and to memory that the caller lends. It copies what
  * it reads from host memory, and csd_engine_unchanged compares the copies. The exceptions are writes to states
- * (`edited`, csd_engine_edited): the caller keeps track of those. Tiles with images are pushed with csd_engine_push
- * even before the release: the caller owns their images and does the comparison. */
+ * (`edited`, csd_engine_edited): the caller keeps track of those. A tile with images is pushed as usual even before the
+ * release: the caller owns its images and does the comparison.
+ *
+ * A tile that is pushed early has its gradients read until csd_engine_unchanged returns or the step is over. Until the
+ * release, its new parameters stay in `hold`; neither csd_engine_params_ready nor csd_engine_pull reports them. Not
+ * every tile can be pushed early (CSD_EINVAL): not one that cannot be undone (one slot, "ram" in place, "null"), is new
+ * (CSD_NEW), or has parameters that csd_push.grads refuses, or with a gradient but no `param`. */
 
-/* Returns how many bytes csd_engine_push_early needs for this tile in this step; 0: the tile is not part of it. */
+/* Returns how many bytes csd_push.hold needs for this tile in this step; 0: the tile is not part of it. */
 uint64_t csd_engine_hold_bytes(csd_engine *engine, uint32_t tile);
-
-/* Gives the device a copy of the gradients of one tile. `grads` has, for each piece of the tile in order, the address
- * that csd_param.grad would have, and NULL where that is NULL; the gradients are read until csd_engine_unchanged
- * returns or the step is over. `hold` has csd_engine_hold_bytes bytes, aligned for any type; the caller must not touch
- * it until the tile's parameters are ready (csd_engine_params_ready) or the step is over. Until the release, the new
- * parameters stay in `hold`; neither csd_engine_params_ready nor csd_engine_pull reports them.
- * Returns CSD_EINVAL for a tile that cannot be undone (one slot, "ram" in place, "null"), is new (CSD_NEW), or has
- * parameters with Top-K, `n_summands`, `in_image` or CSD_GIVEN, or a gradient but no `param`. */
-int csd_engine_push_early(csd_engine *engine, uint32_t tile, const void *const *grads, void *hold, csd_error *error);
 
 /* Sets `*unchanged` to whether the guess still holds for the tiles that were pushed early: their rows and gradients are
  * byte for byte those in `params` now, and the parameters that their updates read have the same CRC-32C. `params`: all

@@ -117,17 +117,8 @@ int csd_engine_begin(csd_engine *engine, const csd_param *params, uint64_t n_par
   return guarded(error, [&] { engine->engine.begin(params, n_params, hypers, n_hypers, tiles, n_tiles, order); });
 }
 
-int csd_engine_push(csd_engine *engine, uint32_t tile, const void *grad, void *param, const uint32_t *entries,
-                    uint64_t n_entries, csd_error *error) {
-  return guarded(error, [&] { engine->engine.push(tile, grad, param, entries, n_entries); });
-}
-
-int csd_engine_give(csd_engine *engine, uint32_t tile, const void *states, csd_error *error) {
-  return guarded(error, [&] { engine->engine.supply_states(tile, states); });
-}
-
-int csd_engine_push_grads(csd_engine *engine, uint32_t tile, const void *const *grads, csd_error *error) {
-  return guarded(error, [&] { engine->engine.push_grads(tile, grads); });
+int csd_engine_push(csd_engine *engine, uint32_t tile, const csd_push *how, csd_error *error) {
+  return guarded(error, [&] { engine->engine.push(tile, how ? *how : csd_push{}); });
 }
 
 int csd_engine_drop_grads(csd_engine *engine, const uint32_t *params, uint32_t n, csd_error *error) {
@@ -160,10 +151,6 @@ uint32_t csd_engine_events(csd_engine *engine, csd_event *events, uint32_t n) {
 }
 
 uint64_t csd_engine_hold_bytes(csd_engine *engine, uint32_t tile) { return engine->engine.hold_bytes(tile); }
-
-int csd_engine_push_early(csd_engine *engine, uint32_t tile, const void *const *grads, void *hold, csd_error *error) {
-  return guarded(error, [&] { engine->engine.push_early(tile, grads, hold); });
-}
 
 int csd_engine_unchanged(csd_engine *engine, const csd_param *params, uint64_t n_params, int32_t *unchanged,
                          csd_error *error) {

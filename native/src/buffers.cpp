@@ -72,7 +72,8 @@ bool Engine::take_buffer(Lane &l, Job &job, bool overtakes) {
   job.buffer = l.free.extract(found);
   if (Tile *evicted = std::exchange(job.buffer.value().tile, nullptr)) {
     evicted->cached_buffer = nullptr;
-    if (const Job *other = job_of(*evicted); other && !other->begun) l.to_read[other->place] = other->must_read();
+    if (const Job *other = job_of(*evicted); other && other->stage == Stage::queued)
+      l.to_read[other->place] = other->must_read();
   }
   l.in_flight++;
   l.in_flight_read += job.needs_read;
@@ -93,7 +94,7 @@ uint64_t Engine::needed_in(const Lane &l, const Tile *tile) const {
   if (!tile) return UINT64_MAX;
   const Job *job = job_of(*tile);
   if (!job) return UINT64_MAX - 1;  // not in this step: unknown
-  if (!job->begun) return job->place;
+  if (job->stage == Stage::queued) return job->place;
   return order_ == CSD_TO_AND_FRO ? 2 * l.jobs.size() - job->place : l.jobs.size() + job->place;
 }
 

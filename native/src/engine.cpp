@@ -191,7 +191,7 @@ uint64_t Engine::n_given_pieces(const Tile &t, const csd_param *params) const {
 // Starts the next tile of the device, if there is one and the device has a free buffer. Returns whether it did.
 bool Engine::pump(Lane &l) {
   const bool as_pushed = order_ == CSD_AS_PUSHED;
-  while (!as_pushed && l.next < l.jobs.size() && l.jobs[l.next]->begun) l.next++;
+  while (!as_pushed && l.next < l.jobs.size() && l.jobs[l.next]->stage != Stage::queued) l.next++;
   if (failed_ || (as_pushed ? l.pushed.empty() : l.next == l.jobs.size())) return false;
   Job *next = as_pushed ? l.pushed.front() : l.jobs[l.next];
   if (!l.device->resident()) {
@@ -205,9 +205,9 @@ bool Engine::pump(Lane &l) {
   if (as_pushed) l.pushed.pop_front();
   Job &job = *next;
   l.to_read[job.place] = false;
-  job.begun = true;
+  job.enter(Stage::begun);
   if (!job.needs_read) {
-    job.loaded = !job.work.is_new;
+    if (!job.work.is_new) job.enter(Stage::loaded);
     update_if_ready(job);
   } else {
     start_op(job, CSD_READ, [&] {
@@ -270,7 +270,7 @@ void Engine::on_loaded(Job &job, int os_errno) noexcept {
     fail(job, transfer_failure("reading", *job.tile, os_errno));
   } else {
     lane(job).counts.read_bytes += job.tile->layout.bytes() - job.first_byte();
-    job.loaded = true;
+    job.enter(Stage::loaded);
     update_if_ready(job);
   }
   if (ops_in_flight_ == 0) ops_done_.notify_all();
@@ -284,7 +284,7 @@ void Engine::on_seeded(Job &job, int os_errno) noexcept {
   } else {
     lane(job).counts.write_bytes += job.tile->layout.bytes(0);
     lane(job).counts.total_write_bytes += job.tile->layout.bytes(0);
-    job.loaded = true;
+    job.enter(Stage::loaded);
     update_if_ready(job);
   }
   if (ops_in_flight_ == 0) ops_done_.notify_all();
@@ -293,67 +293,63 @@ void Engine::on_seeded(Job &job, int os_errno) noexcept {
 Engine::Job &Engine::job_to_push(uint32_t tile) {
   if (phase_ != Phase::stepping) throw Failure{CSD_ESTATE, "no step is under way"};
   Job *job = tile < job_of_tile_.size() ? job_of_tile_[tile] : nullptr;
-  if (!job || job->pushed)
+  if (!job || job->is_pushed())
     throw Failure{CSD_EINVAL, "tile " + std::to_string(tile) + " is not part of this step, or was pushed before"};
   return *job;
 }
 
-void Engine::push(uint32_t tile, const void *grad, void *param, const uint32_t *entries, uint64_t n_entries) {
-  Lock lock(mutex_);
-  Job *const job = &job_to_push(tile);
-  if (is_guess_ && !released_ && !grad) throw Failure{CSD_ESTATE, "the step is a guess: release it before you push"};
-  if (!grad != !param)
-    throw Failure{CSD_EINVAL,
-                  "tile " + std::to_string(tile) + " has an image of gradients or of parameters, but not both"};
-  if (!job->work.states && n_given_pieces(*job->tile, params_.data()))
-    throw Failure{CSD_EINVAL, "tile " + std::to_string(tile) +
-                                  " has CSD_GIVEN parameters: supply their states first, with csd_engine_give"};
-  const bool sparse = std::any_of(job->tile->pieces, job->tile->pieces + job->tile->n_pieces,
-                                  [this](const csd_piece &p) { return is_sparse(params_[p.param]); });
-  if (!entries == (grad && sparse))
-    throw Failure{CSD_EINVAL, "tile " + std::to_string(tile) +
-                                  (entries ? " has entries, and no sparse gradients in an image"
-                                           : " has sparse gradients in an image, and no entries")};
-  if (!grad && std::any_of(job->tile->pieces, job->tile->pieces + job->tile->n_pieces,
-                           [this](const csd_piece &p) { return params_[p.param].in_image; }))
-    throw Failure{CSD_EINVAL, "tile " + std::to_string(tile) + " has parameters in an image, and no image"};
-  if (grad && std::any_of(job->tile->pieces, job->tile->pieces + job->tile->n_pieces,
-                          [this](const csd_piece &p) { return params_[p.param].n_summands; }))
-    throw Failure{CSD_EINVAL, "tile " + std::to_string(tile) + " has summed gradients, which cannot lie in an image"};
-  if (order_ == CSD_AS_PUSHED) lane(*job).pushed.push_back(job);
-  job->work.grad_image = grad;
-  job->work.param_image = param;
-  job->work.entries = entries;
-  job->work.n_entries = n_entries;
-  if (grad) n_images_pending_++;
-  mark_pushed(*job);
-}
-
-void Engine::supply_states(uint32_t tile, const void *states) {
+void Engine::push(uint32_t tile, const csd_push &how) {
   Lock lock(mutex_);
   Job &job = job_to_push(tile);
-  if (!states || !n_given_pieces(*job.tile, params_.data()))
-    throw Failure{CSD_EINVAL,
-                  "tile " + std::to_string(tile) + " has no CSD_GIVEN parameters, or no states were supplied"};
-  job.work.states = static_cast<const char *>(states);
-}
-
-void Engine::push_grads(uint32_t tile, const void *const *grads) {
-  Lock lock(mutex_);
-  Job &job = job_to_push(tile);
-  const Tile &t = *job.tile;
-  if (is_guess_ && !released_) throw Failure{CSD_ESTATE, "the step is a guess: release it before you push"};
-  for (uint64_t i = 0; i < t.n_pieces; i++)
-    if (const csd_param &row = params_[t.pieces[i].param];
-        is_sparse(row) || row.n_summands || row.in_image || row.master == CSD_GIVEN || (grads[i] && !row.grad))
-      throw Failure{
-          CSD_EINVAL,
-          "parameter " + std::to_string(t.pieces[i].param) +
-              " has Top-K, is summed, is CSD_GIVEN, lies in an image, or has a gradient here and none in the step"};
-  job.grads.assign(grads, grads + t.n_pieces);
+  check_push(job, how);
+  if (how.grads) job.grads.assign(how.grads, how.grads + job.tile->n_pieces);
+  if (how.hold) return push_early(job, how);
   if (order_ == CSD_AS_PUSHED) lane(job).pushed.push_back(&job);
-  job.work.grads = job.grads.data();
-  mark_pushed(job);
+  if (how.grads) job.work.grads = job.grads.data();
+  job.work.grad_image = how.grad;
+  job.work.param_image = how.param;
+  job.work.entries = how.entries;
+  job.work.n_entries = how.n_entries;
+  job.work.states = static_cast<const char *>(how.states);
+  if (how.grad) n_images_pending_++;
+  job.gradients = Job::Grads::pushed;
+  if (order_ == CSD_AS_PUSHED) pump(lane(job));
+  else update_if_ready(job);
+}
+
+// Throws Failure if this tile cannot be pushed like this.
+void Engine::check_push(const Job &job, const csd_push &how) const {
+  const Tile &t = *job.tile;
+  const auto refuse = [&t](const std::string &why) {
+    throw Failure{CSD_EINVAL, "tile " + std::to_string(t.index) + " " + why};
+  };
+  const auto any = [&](auto is) {
+    return std::any_of(t.pieces, t.pieces + t.n_pieces, [&](const csd_piece &p) { return is(params_[p.param]); });
+  };
+  if (is_guess_ && !released_ && !how.grad && !how.hold)
+    throw Failure{CSD_ESTATE, "the step is a guess: release it before you push"};
+  if (!how.grad != !how.param) refuse("has an image of gradients or of parameters, but not both");
+  if (how.grads && how.grad) refuse("has gradients in an image and elsewhere");
+  if (how.hold && !how.grads && t.n_pieces) refuse("is pushed early without addresses of gradients");
+  if (how.grads) {
+    for (uint64_t i = 0; i < t.n_pieces; i++)
+      if (const csd_param &row = params_[t.pieces[i].param];
+          is_sparse(row) || row.n_summands || row.in_image || row.master == CSD_GIVEN || (how.grads[i] && !row.grad))
+        throw Failure{
+            CSD_EINVAL,
+            "parameter " + std::to_string(t.pieces[i].param) +
+                " has Top-K, is summed, is CSD_GIVEN, lies in an image, or has a gradient here and none in the step"};
+  }
+  if (!how.states != !n_given_pieces(t, params_.data()))
+    refuse(how.states ? "has no CSD_GIVEN parameters, so no states are supplied for it"
+                      : "has CSD_GIVEN parameters: supply their states, as csd_push.states");
+  if (!how.entries == (how.grad && any(is_sparse)))
+    refuse(how.entries ? "has entries, and no sparse gradients in an image"
+                       : "has sparse gradients in an image, and no entries");
+  if (!how.grad && any([](const csd_param &p) { return p.in_image != 0; }))
+    refuse("has parameters in an image, and no image");
+  if (how.grad && any([](const csd_param &p) { return p.n_summands != 0; }))
+    refuse("has summed gradients, which cannot lie in an image");
 }
 
 void Engine::drop_grads(const uint32_t *params, uint32_t n) {
@@ -365,27 +361,22 @@ void Engine::drop_grads(const uint32_t *params, uint32_t n) {
     else dropped[params[i]] = true;
   for (const Job &job : jobs_)
     for (const csd_piece *p = job.tile->pieces; p != job.tile->pieces + job.tile->n_pieces; p++)
-      if (job.pushed && dropped[p->param])
+      if (job.is_pushed() && dropped[p->param])
         throw Failure{CSD_EINVAL, "tile " + std::to_string(job.tile->index) + " was pushed with a gradient"};
   for (uint32_t i = 0; i < n; i++) params_[params[i]].grad = nullptr;
 }
 
-void Engine::mark_pushed(Job &job) {
-  job.pushed = true;
-  if (order_ == CSD_AS_PUSHED) pump(lane(job));
-  else update_if_ready(job);
-}
-
 void Engine::update_if_ready(Job &job) noexcept {
-  if (failed_ || !job.begun || !job.pushed || job.copying) return;
-  if (job.work.is_new && !job.seeding) {  // only now are all parameters available, including those in an image
-    job.seeding = true;
+  if (failed_ || job.gradients != Job::Grads::pushed) return;
+  if (job.stage == Stage::begun && job.work.is_new) {  // only now are all parameters there, also those in an image
+    job.enter(Stage::seeding);
     job.tile->slots[job.tile->slot].summed = false;  // the slot may have checksums from a step that was undone
     start_op(job, CSD_WRITE, [&] {
       lane(job).device->seed(*job.tile, job.at(), job.work, [this, &job](int error) { on_seeded(job, error); });
     });
   }
-  if (!job.loaded) return;
+  if (job.stage != Stage::loaded) return;
+  job.enter(Stage::updating);
   start_op(job, CSD_UPDATE, [&] {
     lane(job).device->update(*job.tile, job.at(), job.work,
                              [this, &job](Failure failure) { on_updated(job, std::move(failure)); });
@@ -404,8 +395,8 @@ void Engine::on_updated(Job &job, Failure failure) noexcept {
     l.counts.updated += job.work.updated;
     l.counts.nonfinite += job.work.nonfinite;
     l.counts.read_bytes += job.work.read_late;
-    job.updated = true;
-    if (!job.early) {
+    job.enter(Stage::updated);
+    if (!job.is_early()) {
       job.params_ready = true;
       n_not_ready_--;
     } else if (released_) {
@@ -414,11 +405,11 @@ void Engine::on_updated(Job &job, Failure failure) noexcept {
     const bool feeds_back_later = std::any_of(job.tile->pieces, job.tile->pieces + job.tile->n_pieces,
                                               [this](const csd_piece &p) { return feeds_back(params_[p.param]); });
     if (!feeds_back_later) job.work.selected = std::vector<uint32_t>();  // {} would keep its memory
-    if (job.work.grad_image && !job.early) {
+    if (job.work.grad_image && !job.is_early()) {
       n_images_pending_--;
       to_pull_.push_back(job.tile->index);
     }
-    if (!job.buffer) job.stored = true;
+    if (!job.buffer) job.enter(Stage::stored);
     else if (!failed_) start_store(job);
     progress_.notify_all();
   }
@@ -426,9 +417,10 @@ void Engine::on_updated(Job &job, Failure failure) noexcept {
 }
 
 void Engine::start_store(Job &job) noexcept {
-  job.storing |= start_op(job, CSD_WRITE, [&] {
-    lane(job).device->store(*job.tile, job.at(), [this, &job](int error) { on_stored(job, error); });
-  });
+  if (start_op(job, CSD_WRITE, [&] {
+        lane(job).device->store(*job.tile, job.at(), [this, &job](int error) { on_stored(job, error); });
+      }))
+    job.enter(Stage::storing);
 }
 
 void Engine::on_stored(Job &job, int os_errno) noexcept {
@@ -443,7 +435,7 @@ void Engine::on_stored(Job &job, int os_errno) noexcept {
     job.tile->slot = job.tile->next_slot();
     job.tile->slots[job.tile->slot] = std::move(job.work.sum);
     job.tile->mapped_slot = kNoSlot;  // even with one slot: the user may have written to the window meanwhile
-    job.stored = true;
+    job.enter(Stage::stored);
     // Do not keep the buffer if an open window shows the slot, as with a single slot. Nor if all parameters of the tile
     // were given: the next step will not read the tile either, so the memory is better used for other tiles.
     release_buffer(job, l.device->keeps_buffers() && l.cache_bytes >= 0 && !job.work.all_given &&
@@ -480,9 +472,9 @@ bool Engine::params_ready(const uint32_t *tiles, uint32_t n, bool wait) {
   const std::shared_ptr<const Outcome> outcome = outcome_;
   for (uint32_t i = 0; i < n; i++) {
     const Job *job = tiles[i] < job_of_tile_.size() ? job_of_tile_[tiles[i]] : nullptr;
-    if (!job || !job->pushed)
+    if (!job || !job->is_pushed())
       throw Failure{CSD_EINVAL, "tile " + std::to_string(tiles[i]) + " is not part of this step, or was not pushed"};
-    if (wait && job->early && !released_)
+    if (wait && job->is_early() && !released_)
       throw Failure{CSD_ESTATE,
                     "tile " + std::to_string(tiles[i]) + " is part of a guess: wait for it only after the release"};
     // A thread that wakes up late may find the next step under way and this job gone, so check the outcome first.
@@ -500,7 +492,7 @@ void Engine::finish(bool keep) {
   if (phase_ != Phase::stepping) throw Failure{CSD_ESTATE, "no step is under way"};
   std::list<Pool::Task> residual_tasks;
   if (keep) {
-    const auto missing = std::find_if(jobs_.begin(), jobs_.end(), [](const Job &job) { return !job.pushed; });
+    const auto missing = std::find_if(jobs_.begin(), jobs_.end(), [](const Job &job) { return !job.is_pushed(); });
     try {
       if (missing != jobs_.end() && !failed_)
         throw Failure{CSD_ESTATE, "tile " + std::to_string(missing->tile->index) + " was never pushed"};
@@ -570,7 +562,7 @@ void Engine::take_back() {
   decoded_ = {};
   for (Job &job : jobs_) {
     job.tile->edited = false;
-    if (job.stored) job.tile->mapped_slot = kNoSlot;
+    if (job.stage == Stage::stored) job.tile->mapped_slot = kNoSlot;
   }
   *outcome_ = Outcome::undone;
 }
@@ -587,8 +579,9 @@ bool Engine::undo() {
       undone_.emplace_back(t.index, job.work.n_params_written);
     if (job.buffer) release_buffer(job, false);
     drop_cached(t);
-    if (job.storing && t.n_slots == 1) all = false;
-    else if (job.stored && !lane(job).device->resident()) {
+    if (job.stage < Stage::storing || lane(job).device->resident()) continue;
+    if (t.n_slots == 1) all = false;
+    else if (job.stage == Stage::stored) {
       t.slot = t.next_slot();
       t.mapped_slot = job.mapped_at_begin;
     }

@@ -1,6 +1,8 @@
 // The engine: one pipeline per device, which loads a tile, waits for its gradients, updates it, returns the parameters
 // and stores the new state.
 #pragma once
+#include <assert.h>
+
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -50,6 +52,31 @@ class BusyTime {
   Clock::duration total_{};
 };
 
+// What happens to the state of a tile in a step. Each stage says what the tile waits for; kNext lists the transitions.
+enum class Stage : uint8_t {
+  queued,    // its turn, and a buffer
+  begun,     // its state, which is being read; or, if that begins with the parameters (CSD_NEW), its push
+  seeding,   // the write of these first masters
+  loaded,    // its gradients
+  updating,  // its device
+  updated,   // the start of its write
+  storing,   // its write
+  stored     // nothing: its device has the new state
+};
+
+constexpr uint32_t bit(Stage stage) { return uint32_t{1} << static_cast<uint32_t>(stage); }
+
+constexpr uint32_t kNext[] = {
+    bit(Stage::begun),                         // after queued
+    bit(Stage::loaded) | bit(Stage::seeding),  // begun
+    bit(Stage::loaded),                        // seeding
+    bit(Stage::updating),                      // loaded
+    bit(Stage::updated),                       // updating
+    bit(Stage::storing) | bit(Stage::stored),  // updated; stored at once where states are updated in place
+    bit(Stage::storing) | bit(Stage::stored),  // storing; a write that failed is retried
+    0,                                         // stored
+};
+
 class Engine {
  public:
   Engine(const csd_device *devices, uint32_t n);
@@ -57,16 +84,13 @@ class Engine {
   void extend(const csd_extent &, float **windows);
   void begin(const csd_param *, uint64_t, const csd_hyper *, uint32_t, const uint32_t *tiles, uint32_t n_tiles,
              int32_t order);
-  void push(uint32_t tile, const void *grad, void *param, const uint32_t *entries, uint64_t n_entries);
-  void supply_states(uint32_t tile, const void *states);
-  void push_grads(uint32_t tile, const void *const *grads);
+  void push(uint32_t tile, const csd_push &);
   void drop_grads(const uint32_t *params, uint32_t n);
   uint32_t pull();
   bool params_ready(const uint32_t *tiles, uint32_t n, bool wait);
   void finish(bool keep);
   void take_back();
   uint64_t hold_bytes(uint32_t tile) noexcept;
-  void push_early(uint32_t tile, const void *const *grads, void *staging);
   bool unchanged(const csd_param *, uint64_t);
   void release(const csd_param *, uint64_t, const uint32_t *order, uint32_t n_order);
   void wait_writes();
@@ -93,13 +117,19 @@ class Engine {
     uint64_t place = 0;            // position among the tiles of its device, in processing order
     uint64_t first_byte() const { return work.param_at_host ? tile->layout.bytes(0) : 0; }  // first byte to read
     bool must_read() const { return !tile->cached_buffer && !work.from_windows && !work.is_new && !work.all_given; }
-    bool begun = false, needs_read = false, pushed = false, seeding = false, loaded = false, params_ready = false;
-    bool storing = false, stored = false;
-    // early: pushed by push_early(); copying: the copy is still being made; updated: the update has finished.
-    bool early = false, copying = false, updated = false;
-    uint32_t params_crc = 0;          // CRC-32C of the copied parameters
-    std::list<Pool::Task> publish;    // the task that writes its parameters to their final addresses
-    std::vector<const void *> grads;  // the gradients it was pushed with (push_grads())
+    Stage stage = Stage::queued;
+    void enter(Stage next) {
+      assert(kNext[static_cast<uint32_t>(stage)] & bit(next));
+      stage = next;
+    }
+    enum class Grads : uint8_t { awaited, copying, pushed } gradients = Grads::awaited;  // copying: early, into `hold`
+    bool is_pushed() const { return gradients != Grads::awaited; }
+    bool is_early() const { return work.holds_params; }  // it was pushed early
+    bool needs_read = false;                             // its buffer did not keep its state
+    bool params_ready = false;                           // its parameters have reached the caller
+    uint32_t params_crc = 0;                             // CRC-32C of the copied parameters
+    std::list<Pool::Task> publish;                       // the task that writes its parameters to their final addresses
+    std::vector<const void *> grads;                     // the gradients it was pushed with: see csd_push.grads
   };
   struct Lane {  // a device and its queue
     std::unique_ptr<Device> device;
@@ -150,9 +180,10 @@ class Engine {
   }
   bool undo();
   Job &job_to_push(uint32_t tile);
-  void mark_pushed(Job &);
+  void check_push(const Job &, const csd_push &) const;
+  void push_early(Job &, const csd_push &);
   bool reads_param(const Tile &, const csd_param &) const;
-  void copy_inputs(Job &, const std::vector<const void *> &grads) noexcept;
+  void copy_inputs(Job &) noexcept;
   bool inputs_unchanged(const Job &, const csd_param *) const noexcept;
   void publish_params(Job &) noexcept;
   std::list<Pool::Task> feed_back_tasks();

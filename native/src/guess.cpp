@@ -26,7 +26,7 @@ bool same_row(const csd_param &a, csd_param b) {
   return memcmp(&a, &b, sizeof b) == 0;
 }
 
-// Layout of the memory that push_early() needs: the image of the gradients, followed by that of the parameters, which
+// Layout of csd_push.hold: the image of the gradients, followed by that of the parameters, which
 // begins on a cache line. In each image, all elements have the width of the widest dtype.
 struct StagingLayout {
   uint64_t grad_bytes = 2, param_bytes = 2, params_at, bytes;
@@ -57,27 +57,20 @@ bool Engine::reads_param(const Tile &t, const csd_param &p) const {
   return t.layout.coded() || (p.grad && (p.master == CSD_FROM_PARAM || p.master == CSD_UNLESS_SET));
 }
 
-void Engine::push_early(uint32_t tile, const void *const *grads, void *staging) {
-  Lock lock(mutex_);
-  Job &job = job_to_push(tile);
+void Engine::push_early(Job &job, const csd_push &how) {
   const Tile &t = *job.tile;
   if (released_)
-    throw Failure{CSD_ESTATE, "the step is released: push tile " + std::to_string(tile) + " with csd_engine_push"};
+    throw Failure{CSD_ESTATE, "the step is released: push tile " + std::to_string(t.index) + " without csd_push.hold"};
   if (t.n_slots == 1 || lane(job).device->resident() || job.work.is_new)
     throw Failure{CSD_EINVAL,
-                  "tile " + std::to_string(tile) + " cannot be pushed early: it is new, or could not be undone"};
-  if (!staging) throw Failure{CSD_EINVAL, "no memory to hold tile " + std::to_string(tile)};
+                  "tile " + std::to_string(t.index) + " cannot be pushed early: it is new, or could not be undone"};
   for (uint64_t i = 0; i < t.n_pieces; i++)
-    if (const csd_param &row = params_[t.pieces[i].param]; is_sparse(row) || row.n_summands || row.in_image ||
-                                                           row.master == CSD_GIVEN || !grads[i] != !row.grad ||
-                                                           (row.grad && !row.param))
+    if (const csd_param &row = params_[t.pieces[i].param]; row.grad && (!how.grads[i] || !row.param))
       throw Failure{CSD_EINVAL, "parameter " + std::to_string(t.pieces[i].param) +
-                                    " has Top-K, is summed, is CSD_GIVEN, lies in an image, has no address, or has a "
-                                    "gradient either here or in the step, but not in both"};
+                                    " has no address, or has a gradient in the step and none here"};
   // Everything that can fail comes first.
   std::list<Pool::Task> copies, publish;
-  copies.push_back(
-      [this, &job, from = std::vector<const void *>(grads, grads + t.n_pieces)] { copy_inputs(job, from); });
+  copies.push_back([this, &job] { copy_inputs(job); });
   publish.push_back([this, &job] {
     for (const csd_piece *p = job.tile->pieces; p != job.tile->pieces + job.tile->n_pieces; p++) {
       const csd_param &to = params_[p->param];
@@ -93,12 +86,13 @@ void Engine::push_early(uint32_t tile, const void *const *grads, void *staging) 
   });
   job.publish = std::move(publish);
   const StagingLayout layout(t, params_.data());
-  job.work.grad_image = staging;
-  job.work.param_image = static_cast<char *>(staging) + layout.params_at;
+  job.work.grad_image = how.hold;
+  job.work.param_image = static_cast<char *>(how.hold) + layout.params_at;
   job.work.grad_bytes = layout.grad_bytes;
   job.work.param_bytes = layout.param_bytes;
   job.work.holds_params = true;
-  job.pushed = job.early = job.copying = is_guess_ = true;
+  job.gradients = Job::Grads::copying;
+  is_guess_ = true;
   n_copying_++;
   ops_in_flight_++;
   Pool::updates().submit(std::move(copies));
@@ -106,7 +100,7 @@ void Engine::push_early(uint32_t tile, const void *const *grads, void *staging) 
 
 // Copies gradients and parameters into the image. The caller may be writing to them at the same time; whatever is
 // copied then, csd_engine_unchanged will find a difference.
-void Engine::copy_inputs(Job &job, const std::vector<const void *> &grads) noexcept {
+void Engine::copy_inputs(Job &job) noexcept {
   const Tile &t = *job.tile;
   auto *const image = static_cast<char *>(const_cast<void *>(job.work.grad_image));
   uint32_t crc = 0;
@@ -114,7 +108,7 @@ void Engine::copy_inputs(Job &job, const std::vector<const void *> &grads) noexc
     const csd_piece &p = t.pieces[i];
     const csd_param &row = job.work.params[p.param];
     if (row.grad)
-      memcpy(image + job.work.grad_bytes * p.tile_first, bytes_at(grads[i], row.grad_dtype, p.param_first),
+      memcpy(image + job.work.grad_bytes * p.tile_first, bytes_at(job.grads[i], row.grad_dtype, p.param_first),
              dtype_bytes(row.grad_dtype) * p.elems);
     if (!reads_param(t, row)) continue;
     const uint64_t bytes = dtype_bytes(row.param_dtype) * p.elems;
@@ -124,7 +118,7 @@ void Engine::copy_inputs(Job &job, const std::vector<const void *> &grads) noexc
   }
   Lock lock(mutex_);
   job.params_crc = crc;
-  job.copying = false;
+  job.gradients = Job::Grads::pushed;
   update_if_ready(job);
   if (--n_copying_ == 0) progress_.notify_all();
   if (--ops_in_flight_ == 0) ops_done_.notify_all();
@@ -140,7 +134,7 @@ bool Engine::unchanged(const csd_param *params, uint64_t n_params) {
   uint64_t comparing = 0;
   std::list<Pool::Task> tasks;
   for (const Job &job : jobs_) {
-    if (!job.early) continue;
+    if (!job.is_early()) continue;
     tasks.push_back([this, &job, &same, &comparing, params] {
       if (same && !inputs_unchanged(job, params)) same = false;
       Lock lock(mutex_);
@@ -196,9 +190,9 @@ void Engine::release(const csd_param *params, uint64_t n_params, const uint32_t 
   std::vector<std::vector<Job *>> new_order(lanes_.size());
   for (Lane &l : lanes_)
     std::copy_if(l.jobs.begin(), l.jobs.end(), std::back_inserter(new_order[static_cast<size_t>(&l - lanes_.data())]),
-                 [](const Job *job) { return job->begun; });
+                 [](const Job *job) { return job->stage != Stage::queued; });
   for (Job *job : jobs)
-    if (!job->begun) new_order[job->tile->device].push_back(job);
+    if (job->stage == Stage::queued) new_order[job->tile->device].push_back(job);
   std::vector<csd_param> rows(params, params + n_params);
 
   // From here on nothing can fail. Tiles that were already pushed keep using the old rows.
@@ -211,13 +205,13 @@ void Engine::release(const csd_param *params, uint64_t n_params, const uint32_t 
     for (size_t place = 0; place < l.jobs.size(); place++) {
       Job &job = *l.jobs[place];
       job.place = place;
-      l.to_read[place] = !job.begun && job.must_read();
+      l.to_read[place] = job.stage == Stage::queued && job.must_read();
     }
   }
   reorder_buffers();
   for (Job *job : jobs) {
-    if (!job->pushed) job->work.params = params_.data();
-    if (job->early && job->updated) publish_params(*job);
+    if (!job->is_pushed()) job->work.params = params_.data();
+    if (job->is_early() && job->stage >= Stage::updated) publish_params(*job);
   }
 }
 

@@ -115,7 +115,7 @@ def beside_a_directory(rank, device):
             before = [p.detach().clone() for p in params]
             if fails:
                 with (
-                    failing(Engine, "give", 1, "broken") if rank == 1 else contextlib.nullcontext(),
+                    failing(Engine, "push", 1, "broken") if rank == 1 else contextlib.nullcontext(),
                     pytest.raises(CSDOSError if rank == 1 else CSDRankError, match="broken"),
                 ):
                     optimizer.step()

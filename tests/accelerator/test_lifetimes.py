@@ -133,11 +133,11 @@ def test_a_step_that_fails_with_copies_under_way(topk, call, left, monkeypatch):
     held = torch.accelerator.memory_allocated()
     real, calls = getattr(Engine, call), []
 
-    def breaks(*arguments):
+    def breaks(*arguments, **named):
         calls.append(arguments)
         if len(calls) > n_tiles - left:
             raise Broken
-        return real(*arguments)
+        return real(*arguments, **named)
 
     with monkeypatch.context() as patch:
         patch.setattr(Engine, call, breaks)

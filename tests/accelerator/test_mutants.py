@@ -87,7 +87,7 @@ READY = "ready_events={d: record_event(torch.accelerator.current_stream(d)) for 
 
 MUTANTS = {
     "gradients are not waited for": in_staging("stream.wait_stream(torch.accelerator.current_stream(device))"),
-    "tiles are pushed before they arrive": in_staging("slot.wait()\n        self._engine.push", "self._engine.push"),
+    "tiles are pushed before they arrive": in_staging("slot.wait()\n        images", "images"),
     "no event after copies to the host": in_staging(f"if used:\n            {EVENTS}"),
     "no event after copies back": in_staging("= [*events.values()]", "= []"),
     "a stream fills what is still emptied": in_staging("stream.wait_event(event)"),

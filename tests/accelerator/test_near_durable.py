@@ -155,7 +155,7 @@ def test_a_slot_of_the_ring_has_what_is_given_between_others(tmp_path):
     assert [d["params"] for d in here.rows()] == [4 * TILE, 8 * TILE]
 
 
-@pytest.mark.parametrize("call", ["begin", "pull", "finish", "give", "launch"])
+@pytest.mark.parametrize("call", ["begin", "pull", "finish", "push", "launch"])
 @pytest.mark.parametrize("k", [0, 1])
 def test_a_step_that_fails(call, k, tmp_path, monkeypatch):
     """Everything is as before the step, also on the accelerator, and the next call tries again."""

@@ -367,11 +367,11 @@ def test_an_undone_step_owes_nothing_new(backend, devices, monkeypatch):
     before, engine = image(opt), idle_engine_of(opt)
     push, calls = engine.push, []
 
-    def fails(tile, *args):
+    def fails(tile, **how):
         calls.append(tile)
         if len(calls) == engine.n_tiles - 1:
             raise InterruptedError
-        push(tile, *args)
+        push(tile, **how)
 
     monkeypatch.setattr(engine, "push", fails)
     set_grads(params_of(opt))
@@ -792,7 +792,7 @@ def push_entries(opt, words):
     grad, param = torch.zeros(image_bytes, dtype=torch.uint8), torch.zeros(image_bytes, dtype=torch.uint8)
     engine.begin(table, hypers, np.arange(engine.n_tiles, dtype=np.uint32))
     try:
-        engine.push(0, grad.data_ptr(), param.data_ptr(), words.ctypes.data, len(words))
+        engine.push(0, images=(grad.data_ptr(), param.data_ptr()), entries=(words.ctypes.data, len(words)))
         engine.pull()
         engine.finish()
     except BaseException:
@@ -852,7 +852,7 @@ def test_entries_and_no_sparse_parameter(pushed):
     engine.begin(table, np.zeros(1, bindings.HYPER), np.arange(1, dtype=np.uint32))
     words, room = entries([], []), torch.zeros(4 * 71680, dtype=torch.uint8)
     with pytest.raises(CSDError, match="no sparse gradients"):
-        engine.push(0, room.data_ptr(), room.data_ptr(), words.ctypes.data, len(words))
+        engine.push(0, images=(room.data_ptr(), room.data_ptr()), entries=(words.ctypes.data, len(words)))
     engine.finish(keep=False)
 
 

@@ -188,13 +188,11 @@ def test_sums_that_cannot_be_are_refused(file):
     image = torch.zeros(4096)
     file.begin(params=table("dense"))
     with pytest.raises(CSDValueError, match="summed gradients, which cannot lie in an image"):
-        file.engine.push(0, image.data_ptr(), image.data_ptr())
-    with pytest.raises(CSDValueError, match="is summed"):
-        file.engine.push_grads(0, [file.grads[0].data_ptr()] * len(file.engine.pieces_of(0)))
-    with pytest.raises(CSDValueError, match="is summed"):
-        file.engine.push_early(
-            0, [file.grads[0].data_ptr()] * len(file.engine.pieces_of(0)), torch.zeros(1 << 16).data_ptr()
-        )
+        file.engine.push(0, images=(image.data_ptr(), image.data_ptr()))
+    grads = [file.grads[0].data_ptr()] * len(file.engine.pieces_of(0))
+    for hold in (0, image.data_ptr()):
+        with pytest.raises(CSDValueError, match="is summed"):
+            file.engine.push(0, grads=grads, hold=hold)
     file.engine.finish(keep=False)
     assert same(file.image(), before)
 
@@ -213,7 +211,7 @@ def test_calls_out_of_order(driven):
     with pytest.raises(CSDValueError, match="tile 0 is not part"):
         driven.engine.push(0)
     with pytest.raises(CSDValueError, match="but not both"):
-        driven.engine.push(1, grad=driven.grads[0].data_ptr())
+        driven.engine.push(1, images=(driven.grads[0].data_ptr(), 0))
     with pytest.raises(CSDValueError, match="tile 999"):
         driven.engine.push(999)
     driven.engine.push(1)
@@ -286,7 +284,7 @@ def test_images_give_the_same_step(devices):
             grads[tile, at : at + elems] = other.grads[p][first : first + elems]
         other.begin()
         for tile in reversed(other.tiles.tolist()):
-            other.engine.push(tile, grads[tile].data_ptr(), params[tile].data_ptr())
+            other.engine.push(tile, images=(grads[tile].data_ptr(), params[tile].data_ptr()))
         assert sorted(other.engine.pull() for _ in other.tiles) == other.tiles.tolist()
         other.engine.finish()
         for p, tile, first, at, elems in other.extent.pieces.tolist():

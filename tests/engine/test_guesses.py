@@ -65,7 +65,7 @@ class Guessing:
     def push_early(self, tile, grads):
         hold = torch.full((self.engine.hold_bytes(tile),), 90, dtype=torch.uint8)
         addresses = [0 if grads[p] is None else grads[p].data_ptr() for p in self.engine.pieces_of(tile)["param"]]
-        self.engine.push_early(tile, addresses, hold.data_ptr())
+        self.engine.push(tile, grads=addresses, hold=hold.data_ptr())
         self.holds[tile] = hold  # only now: if the push is refused, the memory of an earlier push is still in use
 
     def complete(self, grads, order=()):
@@ -203,7 +203,7 @@ def test_tiles_that_cannot_be_pushed_early(tmp_path):
         before = it.image()
         for field, value, message in (
             ("topk", 0.5, "Top-K"),
-            ("grad", 0, "but not in both"),
+            ("grad", 0, "a gradient here and none in the step"),
             ("param", 0, "no address"),
         ):
             rows = it.rows(grads)
@@ -216,7 +216,7 @@ def test_tiles_that_cannot_be_pushed_early(tmp_path):
         with pytest.raises(CSDValueError, match="pushed before"):
             it.push_early(3, grads)
         with pytest.raises(CSDValueError, match="not part"):
-            it.engine.push_early(999, [], 1)
+            it.engine.push(999, grads=[], hold=1)
         with pytest.raises(CSDRuntimeError, match="guess"):
             it.engine.push(1)
         with pytest.raises(CSDRuntimeError, match="wait for it only after the release"):
@@ -280,7 +280,7 @@ def test_codes(tmp_path):
                     params = it.engine.pieces_of(tile)["param"]
                     holds[tile] = torch.empty(it.engine.hold_bytes(tile), dtype=torch.uint8)
                     grads = table["grad"][params].tolist() if right else [wrong.data_ptr()] * len(params)
-                    it.engine.push_early(tile, grads, holds[tile].data_ptr())
+                    push(tile, grads=grads, hold=holds[tile].data_ptr())
                 told.append(it.engine.unchanged(table))
                 if not right:
                     it.engine.finish(keep=False)

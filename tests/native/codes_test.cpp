@@ -13,6 +13,7 @@
 
 #include "check.h"
 #include "csd.h"
+#include "push.h"
 
 namespace {
 
@@ -165,9 +166,8 @@ struct Model {
       memcpy(&images[2 * p.tile][4 * p.tile_first], &grads[p.param][from], n);
       if (far) memcpy(&images[2 * p.tile + 1][4 * p.tile_first], &params[p.param][from], n);
     }
-    if (far) CHECK(csd_engine_push(engine, 0, nullptr, nullptr, nullptr, 0, &error) == CSD_EINVAL);
-    for (const uint32_t t : tiles)
-      OK(csd_engine_push(engine, t, images[2 * t].data(), images[2 * t + 1].data(), nullptr, 0, &error));
+    if (far) CHECK(csd_engine_push(engine, 0, nullptr, &error) == CSD_EINVAL);
+    for (const uint32_t t : tiles) OK(push_images(engine, t, images[2 * t].data(), images[2 * t + 1].data(), &error));
     for (uint32_t n = 0, t = 0; n < kTiles; n++) OK(csd_engine_pull(engine, &t, &error));
     OK(csd_engine_finish(engine, 1, &error));
     for (const csd_piece &p : pieces)
@@ -181,7 +181,7 @@ struct Model {
                                             static_cast<uint32_t>(tiles.size()), 0, &error))
       return status;
     for (const uint32_t tile : tiles)
-      if (const int status = csd_engine_push(engine, tile, nullptr, nullptr, nullptr, 0, &error)) {
+      if (const int status = csd_engine_push(engine, tile, nullptr, &error)) {
         csd_engine_finish(engine, 0, nullptr);
         return status;
       }
@@ -206,7 +206,7 @@ struct Model {
         for (const csd_piece &p : pieces)
           if (p.tile == tile)
             from.push_back(table[p.param].grad && !right ? params[p.param].data() : table[p.param].grad);
-        if (early >> tile & 1) OK(csd_engine_push_early(engine, tile, from.data(), holds.back().data(), &error));
+        if (early >> tile & 1) OK(push_at(engine, tile, from.data(), &error, holds.back().data()));
       }
       int32_t unchanged = 0;
       OK(csd_engine_unchanged(engine, table.data(), kN, &unchanged, &error));
@@ -226,7 +226,7 @@ struct Model {
       const uint32_t last = kTiles - 1;
       OK(csd_engine_release(engine, table.data(), kN, &last, 1, &error));
       for (const uint32_t tile : tiles)
-        if (!(early >> tile & 1)) OK(csd_engine_push(engine, tile, nullptr, nullptr, nullptr, 0, &error));
+        if (!(early >> tile & 1)) OK(csd_engine_push(engine, tile, nullptr, &error));
       OK(csd_engine_finish(engine, 1, &error));
     }
     return CSD_OK;

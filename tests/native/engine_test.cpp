@@ -18,6 +18,7 @@
 
 #include "check.h"
 #include "csd.h"
+#include "push.h"
 #include "rules.h"
 
 // Allocations fail on command, in all threads.
@@ -170,7 +171,7 @@ struct Model {
 
   int push(size_t from, size_t to) {
     for (size_t i = from; i < to; i++)
-      if (const int status = csd_engine_push(engine, tiles[i], nullptr, nullptr, nullptr, 0, &error)) return status;
+      if (const int status = csd_engine_push(engine, tiles[i], nullptr, &error)) return status;
     return CSD_OK;
   }
 
@@ -190,7 +191,7 @@ struct Model {
       holds[tile].assign(csd_engine_hold_bytes(engine, tile), 0x5a);
       CHECK(!holds[tile].empty());
       const void *const grad = table[tile / 2].grad;
-      if (const int status = csd_engine_push_early(engine, tile, &grad, holds[tile].data(), &error)) return status;
+      if (const int status = push_at(engine, tile, &grad, &error, holds[tile].data())) return status;
     }
     return CSD_OK;
   }
@@ -216,7 +217,7 @@ struct Model {
     std::vector<std::vector<char>> images(2 * tiles.size(), std::vector<char>(4 * kTile, 0));
     if (const int status = begin()) return status;
     for (size_t i = tiles.size(); i-- > 0;)
-      OK(csd_engine_push(engine, tiles[i], images[2 * i].data(), images[2 * i + 1].data(), nullptr, 0, &error));
+      OK(push_images(engine, tiles[i], images[2 * i].data(), images[2 * i + 1].data(), &error));
     for (size_t i = 0; i < tiles.size(); i++) {
       uint32_t tile = 0;
       if (csd_engine_pull(engine, &tile, &error)) return csd_engine_finish(engine, 0, &error);
@@ -304,11 +305,10 @@ void given_states() {
     for (const uint32_t tile : some.tiles) {
       const uint64_t n = tile % 2 ? kParam - kTile : kTile;
       for (uint32_t s = 0; s < 3; s++) std::copy_n(all.windows[s] + tile * kTile, n, &images[tile][s * kTile]);
-      if (is_given(tile))
-        CHECK(csd_engine_push(some.engine, tile, nullptr, nullptr, nullptr, 0, &some.error) == CSD_EINVAL);
-      const int status = csd_engine_give(some.engine, tile, images[tile].data(), &some.error);
-      CHECK(status == (is_given(tile) ? CSD_OK : CSD_EINVAL));
-      OK(csd_engine_push(some.engine, tile, nullptr, nullptr, nullptr, 0, &some.error));
+      csd_push wrong{}, right{};
+      (is_given(tile) ? right : wrong).states = images[tile].data();
+      CHECK(csd_engine_push(some.engine, tile, &wrong, &some.error) == CSD_EINVAL);
+      OK(csd_engine_push(some.engine, tile, &right, &some.error));
     }
     OK(csd_engine_finish(some.engine, keep, &some.error));
   };
@@ -568,7 +568,7 @@ void guesses() {
           int32_t given;
           for (const uint32_t tile : m.tiles)
             if (!m.holds[tile].empty()) OK(csd_engine_params_ready(m.engine, &tile, 1, 1, &given, &m.error));
-            else OK(csd_engine_push(m.engine, tile, nullptr, nullptr, nullptr, 0, &m.error));
+            else OK(csd_engine_push(m.engine, tile, nullptr, &m.error));
           OK(csd_engine_finish(m.engine, 1, &m.error));
           for (auto &hold : m.holds) hold.clear();
           if (i % 4 == 3) std::reverse(m.tiles.begin(), m.tiles.end());
@@ -653,9 +653,9 @@ void as_pushed() {
         int32_t given;
         for (const uint32_t tile : flow) {
           const void *const grad = m.table[tile / 2].grad;
-          OK(csd_engine_push_grads(m.engine, tile, &grad, &m.error));
+          OK(push_at(m.engine, tile, &grad, &m.error));
           if (i % 2 == 0) OK(csd_engine_params_ready(m.engine, &tile, 1, 1, &given, &m.error));
-          CHECK(csd_engine_push_grads(m.engine, tile, &grad, &m.error) == CSD_EINVAL);
+          CHECK(push_at(m.engine, tile, &grad, &m.error) == CSD_EINVAL);
         }
         if (i % 4 == 2) {  // given up
           OK(csd_engine_finish(m.engine, 0, &m.error));
@@ -680,7 +680,7 @@ void as_pushed() {
       const void *const grad = m.grads[0].data();
       const uint32_t none = 0, beyond = 99;
       int32_t ready;
-      CHECK(csd_engine_push_grads(m.engine, 0, &grad, &m.error) == CSD_ESTATE);
+      CHECK(push_at(m.engine, 0, &grad, &m.error) == CSD_ESTATE);
       CHECK(csd_engine_drop_grads(m.engine, &none, 1, &m.error) == CSD_ESTATE);
       // A gradient can be dropped before its tiles are pushed, but not afterwards.
       OK(m.begin());
@@ -700,8 +700,8 @@ void as_pushed() {
       m.table[1].topk = 0.5;
       m.table[1].topk_dtype = CSD_BF16;
       OK(m.begin());
-      CHECK(csd_engine_push_grads(m.engine, 0, &grad, &m.error) == CSD_EINVAL);
-      CHECK(csd_engine_push_grads(m.engine, 2, &grad, &m.error) == CSD_EINVAL);
+      CHECK(push_at(m.engine, 0, &grad, &m.error) == CSD_EINVAL);
+      CHECK(push_at(m.engine, 2, &grad, &m.error) == CSD_EINVAL);
       OK(csd_engine_finish(m.engine, 0, &m.error));
       CHECK(m.params == same.params);
     }
@@ -741,7 +741,7 @@ void guesses_gone_wrong() {
   const void *grad = m.table[0].grad;
   std::vector<char> hold(8 * kTile);
   const auto early = [&](uint32_t tile, const void *from, void *at) {
-    return csd_engine_push_early(m.engine, tile, &from, at, &m.error);
+    return push_at(m.engine, tile, &from, &m.error, at);
   };
   CHECK(csd_engine_hold_bytes(m.engine, 0) == 0 && early(0, grad, hold.data()) == CSD_ESTATE);
   CHECK(csd_engine_unchanged(m.engine, m.table.data(), m.table.size(), &answer, &m.error) == CSD_ESTATE);
@@ -749,7 +749,10 @@ void guesses_gone_wrong() {
 
   OK(m.begin_guess());
   CHECK(csd_engine_hold_bytes(m.engine, 0) == hold.size() && csd_engine_hold_bytes(m.engine, 999) == 0);
-  CHECK(early(0, nullptr, hold.data()) == CSD_EINVAL && early(0, grad, nullptr) == CSD_EINVAL);
+  CHECK(early(0, nullptr, hold.data()) == CSD_EINVAL);
+  const csd_push without{nullptr, nullptr, nullptr, 0, nullptr, hold.data(), nullptr},
+      twice{hold.data(), hold.data(), nullptr, 0, &grad, nullptr, nullptr};
+  for (const csd_push *how : {&without, &twice}) CHECK(csd_engine_push(m.engine, 0, how, &m.error) == CSD_EINVAL);
   OK(m.push_early(0, 3));
   CHECK(early(0, grad, hold.data()) == CSD_EINVAL && m.push(0, 1) == CSD_EINVAL && m.push(5, 6) == CSD_ESTATE);
   OK(csd_engine_params_ready(m.engine, m.tiles.data(), 1, 0, &answer, &m.error));
@@ -767,7 +770,7 @@ void guesses_gone_wrong() {
   // The caller owns images, so a tile pushed with one can be pulled even before the release.
   OK(m.begin_guess());
   OK(m.push_early(0, 2));
-  OK(csd_engine_push(m.engine, 3, hold.data(), hold.data() + 4 * kTile, nullptr, 0, &m.error));
+  OK(push_images(m.engine, 3, hold.data(), hold.data() + 4 * kTile, &m.error));
   OK(csd_engine_pull(m.engine, &tile, &m.error));
   CHECK(tile == 3 && m.params == before);
   OK(csd_engine_finish(m.engine, 0, &m.error));
@@ -965,7 +968,7 @@ void sparse_steps() {
         std::vector<uint32_t> entries(words + 1);  // one more, so that there is an address; the memory ends here
         for (size_t i = 0; i < words; i++) entries[1 + i] = static_cast<uint32_t>(i == 0 ? count : 7 * i);
         OK(files.begin());
-        OK(csd_engine_push(files.engine, 2, grad.data(), param.data(), entries.data() + 1, words, &files.error));
+        OK(push_images(files.engine, 2, grad.data(), param.data(), &files.error, entries.data() + 1, words));
         uint32_t tile;
         const bool well = words == (uint64_t{count} + 16) / 16 * 16;
         CHECK(csd_engine_pull(files.engine, &tile, &files.error) == (well ? CSD_OK : CSD_EINVAL));
@@ -1006,13 +1009,13 @@ void wrong_calls() {
 
   Model m({file(a)});
   uint32_t tile;
-  CHECK(csd_engine_push(m.engine, 0, nullptr, nullptr, nullptr, 0, &error) == CSD_ESTATE);
+  CHECK(csd_engine_push(m.engine, 0, nullptr, &error) == CSD_ESTATE);
   CHECK(csd_engine_pull(m.engine, &tile, &error) == CSD_ESTATE);
   CHECK(csd_engine_finish(m.engine, 1, &error) == CSD_ESTATE);
   OK(m.begin());
   CHECK(m.begin() == CSD_ESTATE);
   CHECK(csd_engine_remap(m.engine, 1, &error) == CSD_ESTATE);
-  CHECK(csd_engine_push(m.engine, 9999, nullptr, nullptr, nullptr, 0, &error) == CSD_EINVAL);
+  CHECK(csd_engine_push(m.engine, 9999, nullptr, &error) == CSD_EINVAL);
   OK(m.push(0, 1));
   CHECK(m.push(0, 1) == CSD_EINVAL);
   OK(m.push(1, m.tiles.size()));
@@ -1306,8 +1309,8 @@ void out_of_memory() {
         const int status = armed([&] {
           int result = m.begin();
           for (size_t t = 0; result == CSD_OK && t < m.tiles.size(); t++)
-            result = csd_engine_push(m.engine, m.tiles[t], images ? image[2 * t].data() : nullptr,
-                                     images ? image[2 * t + 1].data() : nullptr, nullptr, 0, &m.error);
+            result = images ? push_images(m.engine, m.tiles[t], image[2 * t].data(), image[2 * t + 1].data(), &m.error)
+                            : csd_engine_push(m.engine, m.tiles[t], nullptr, &m.error);
           uint32_t tile;
           for (size_t t = 0; images && result == CSD_OK && t < m.tiles.size(); t++)
             result = csd_engine_pull(m.engine, &tile, &m.error);
@@ -1371,7 +1374,7 @@ void out_of_memory_in_guesses() {
       fail_at(n, for_good);
       int status = m.begin();
       for (uint32_t tile = 0; status == CSD_OK && tile < all; tile += 2)
-        status = csd_engine_push_early(m.engine, tile, &rows[tile / 2].grad, m.holds[tile].data(), &m.error);
+        status = push_at(m.engine, tile, &rows[tile / 2].grad, &m.error, m.holds[tile].data());
       if (status == CSD_OK) status = csd_engine_unchanged(m.engine, rows.data(), rows.size(), &unchanged, &m.error);
       if (status == CSD_OK) status = m.release(order);
       for (uint32_t tile = 1; status == CSD_OK && tile < all; tile += 2) status = m.push(tile, tile + 1);

@@ -706,7 +706,7 @@ def test_a_backward_goes_on_after_its_step_was_undone(tmp_path):
     training.opt.close()
 
 
-@pytest.mark.parametrize("name", ["begin", "push_grads", "params_ready"])
+@pytest.mark.parametrize("name", ["begin", "push", "params_ready"])
 def test_ctrl_c(tmp_path, monkeypatch, name):
     training = Twin(tmp_path, FREE, latency="100us")
     training.step()

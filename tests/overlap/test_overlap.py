@@ -181,7 +181,7 @@ def test_a_forked_child_has_what_had_landed(tmp_path):
     training.opt.close()
 
 
-@pytest.mark.parametrize("name", ["begin", "push_early"])
+@pytest.mark.parametrize("name", ["begin", "push"])
 def test_ctrl_c_in_a_hook_of_backward(tmp_path, monkeypatch, name):
     training = Twin(tmp_path, BACKWARD, latency="100us", patient=True)
     for _ in range(3):

@@ -93,10 +93,10 @@ def fails_if_told(rank):
     """Owner 1's devices fail at the second tile of a step while a file `fail` exists."""
     push, pushed = Engine.push, itertools.count()
 
-    def pusher(engine, tile, *image):
+    def pusher(engine, tile, **how):
         if rank == 1 and Path("fail").exists() and next(pushed) == 1:
             raise CSDOSError(5, "a drive of owner 1")
-        push(engine, tile, *image)
+        push(engine, tile, **how)
 
     Engine.push = pusher
 

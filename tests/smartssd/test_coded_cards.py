@@ -73,7 +73,7 @@ class Run:
         before = [p.clone() for p in self.params]
         bindings.engine_begin(self.engine, rows, np.array([(rule, constants)], HYPER), tiles, name)
         for tile in tiles:
-            bindings.engine_push(self.engine, int(tile), 0, 0, 0, 0, name)
+            bindings.engine_push(self.engine, int(tile), name)
         if not keep:
             bindings.engine_params_ready(self.engine, tiles, True, name)
         try:

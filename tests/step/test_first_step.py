@@ -62,11 +62,11 @@ def undone_in(opt, params, step, monkeypatch, after):
     give_gradients(params, step)
     push, pushed = bindings.engine_push, []
 
-    def failing(*arguments):
+    def failing(*arguments, **how):
         pushed.append(arguments)
         if len(pushed) > after:
             raise MemoryError
-        push(*arguments)
+        push(*arguments, **how)
 
     with monkeypatch.context() as patch:
         patch.setattr(bindings, "engine_push", failing)

@@ -74,10 +74,10 @@ def travelled(monkeypatch):
     images = []
     push = Engine.push
 
-    def spy(self, tile, grad=0, param=0, entries=0, n_entries=0):
-        if grad:
-            images.append((tile, n_entries))
-        push(self, tile, grad, param, entries, n_entries)
+    def spy(self, tile, **how):
+        if "images" in how:
+            images.append((tile, how["entries"][1]))
+        push(self, tile, **how)
 
     monkeypatch.setattr(Engine, "push", spy)
     return images
