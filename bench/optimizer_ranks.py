@@ -17,7 +17,7 @@ little. All processes share this machine's cores either way.
 An iteration is forward and backward (which take no time, or --backward seconds) with DDP's hooks, and step(). All
 trainers must end with the same parameters, and with ours they must be those of one process that gets the mean gradient,
 to the last bit, or nothing is reported. Bytes are counted by the kernel at the interfaces, and shown beside those of
-the formulas. Times are shown beside the prediction of `csd-optim plan --trainers`, and beside the limit: the time that
+the formulas. Times are shown beside the prediction of `bench.ranks_plan`, and beside the limit: the time that
 the busiest link or drive needs at least. Both take as a link's rate what TCP alone reaches on it, which is measured
 first: all trainers exchange the bytes of a step with all owners, in both directions at once.
 
@@ -37,16 +37,16 @@ from pathlib import Path
 from typing import Any
 
 from bench import paced_network, ranks_kills
+from bench import ranks_model as ranks
 from bench.paced_network import Network
+from bench.ranks_model import Fleet, parse_link
 from bench.ranks_training import Trainers, drive_strings, owners, places_of, reference
 from bench.step import machine_facts, say, span
 from bench.tcp_rate import tcp_rate
 from csd_optim.devices import machine
-from csd_optim.devices.units import parse_link, parse_rate
-from csd_optim.planning import ranks
+from csd_optim.devices.units import parse_rate
 from csd_optim.planning.advice import Request
 from csd_optim.planning.model import Device, Host
-from csd_optim.planning.ranks import Fleet
 from csd_optim.serve import wire
 
 Row = dict[str, Any]

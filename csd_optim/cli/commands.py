@@ -22,7 +22,7 @@ import typer
 
 from .. import settings
 from ..devices import emulation
-from ..devices.units import parse_bytes, parse_link, parse_rate
+from ..devices.units import parse_bytes, parse_rate
 from .io import message, print_json, progress, reported
 
 app: typer.Typer = typer.Typer(
@@ -389,6 +389,15 @@ def bench(
             show_bench(result)
 
 
+RANKS = ("--trainers", "--owners", "--trainer-link", "--owner-link", "--route")  # options that `plan` once had
+
+
+def moved_to_bench(_: str) -> str:
+    raise typer.BadParameter(
+        "plans with optimizer ranks are made by `python -m bench.ranks_plan`, in the source tree (docs/plan.md)"
+    )
+
+
 @app.command()
 def plan(
     names: Annotated[
@@ -456,16 +465,9 @@ def plan(
     tbw: Annotated[
         str | None, typer.Option(help="Endurance rating of each device: 600TB.", show_default="7PB for smartssd")
     ] = None,
-    trainers: Annotated[
-        int | None,
-        typer.Option(min=1, help="Plan with optimizer ranks (owners), for so many trainers.", show_default=False),
+    _: Annotated[
+        str | None, typer.Option(*RANKS, parser=moved_to_bench, is_eager=True, hidden=True, show_default=False)
     ] = None,
-    owners: Annotated[int, typer.Option(min=1, help="Number of optimizer ranks, each with these devices.")] = 1,
-    trainer_link: Annotated[str, typer.Option(help="Rate of a trainer's network link, each way.")] = "100Gb/s",
-    owner_link: Annotated[str, typer.Option(help="Rate of an owner's network link, each way.")] = "100Gb/s",
-    route: Annotated[
-        str, typer.Option(help="How gradients travel to owners: kept, slices, star, or auto, the fastest of them.")
-    ] = "auto",
     place: Annotated[
         bool, typer.Option("--place", help="Show which part of the states 'auto' would place on each device, and why.")
     ] = False,
@@ -489,20 +491,13 @@ def plan(
         raise typer.BadParameter(
             "needs named devices, which it measures; it takes neither --sweep nor --devices", param_hint="--place"
         )
-    if trainers and (sweep or place):
-        raise typer.BadParameter("cannot be combined with --sweep or --place", param_hint="--trainers")
-    if not trainers and (owners, trainer_link, owner_link, route) != (1, "100Gb/s", "100Gb/s", "auto"):
-        raise typer.BadParameter(
-            "is needed with --owners, --trainer-link, --owner-link and --route", param_hint="--trainers"
-        )
     with reported():
         from ..engine.engine_rate import engine_rate
-        from ..planning import advice, model, ranks
+        from ..planning import advice, model
         from . import benchmark
         from .facts import measured_request, planned_placement
         from .optimizers import described
         from .output import show_placement, show_plan
-        from .plan_ranks import show_ranks
 
         planned, sections, hyper = described(optimizer, state_dtype)
         smartssd = model.smartssd(state_dtype, len(sections))
@@ -541,14 +536,6 @@ def plan(
         if not cpu:
             rate = engine_rate(benchmark.DTYPES[dtype], state_dtype, sections, hyper)
             request = replace(request, host=replace(request.host, update=rate), cpu_measured=True)
-        if trainers:
-            fleet = ranks.Fleet(trainers, owners, parse_link(trainer_link), parse_link(owner_link))
-            found = ranks.plan_ranks(request, fleet, route)
-            if as_json:
-                print_json("plan_ranks", **found)
-            else:
-                show_ranks(found)
-            return
         found = advice.plan(request, counts)
         if plot:
             advice.plot(found, plot)

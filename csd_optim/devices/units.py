@@ -41,17 +41,6 @@ def parse_rate(text: str, unit: str = "B") -> float:
         raise CSDValueError(f"Invalid rate: {text!r}; write for example 1.5G{unit}/s") from None
 
 
-def parse_link(text: str) -> float:
-    """Parse `25Gb/s`, `400Mbit/s`, or with a large B `3GB/s`, into bytes per second. Raises CSDValueError."""
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([kKMGT]?)(b|bit|B)/s\s*", text)
-    try:
-        assert match is not None
-        rate = float(match[1]) * _UNITS[f"{match[2].upper()}B"]
-    except (AssertionError, ValueError):
-        raise CSDValueError(f"Invalid rate: {text!r}; write for example 25Gb/s, or 3GB/s for bytes") from None
-    return rate if match[3] == "B" else rate / 8
-
-
 def parse_seconds(text: str) -> float:
     """Parse `100us`, `1.5 ms`, `2s` into seconds. Raises CSDValueError."""
     match = re.fullmatch(r"\s*([0-9.]+)\s*(s|ms|us)\s*", text)

@@ -11,7 +11,7 @@ from support.forked import module, python, running
 
 from bench import paced_network, ranks_table
 from bench.optimizer_ranks import ROUTES
-from csd_optim.planning.ranks import LINKS
+from bench.ranks_model import LINKS
 
 ROOT = Path(__file__).parents[2]
 

@@ -20,12 +20,12 @@ from test_serve import Replicas
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
+from bench import ranks_model as ranks
+from bench.ranks_model import Fleet
 from csd_optim import CSDAdam, CSDRankError, CSDRuntimeError, CSDTypeError, CSDValueError, push
 from csd_optim.distributed import buckets
-from csd_optim.planning import ranks
 from csd_optim.planning.advice import Request
 from csd_optim.planning.model import Device, Host
-from csd_optim.planning.ranks import Fleet
 from csd_optim.serve import early
 from csd_optim.serve.arrivals import Arrival, Arrivals
 from csd_optim.serve.blocks import IN_FLIGHT, Block, owned

@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import heapq
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ..distributed.buckets import TARGET_BUCKETS
-from ..errors import CSDValueError
-from .advice import Request, check
-from .model import ITEM_BYTES, Device, Host, predict
+from csd_optim.devices.units import parse_rate
+from csd_optim.distributed.buckets import TARGET_BUCKETS
+from csd_optim.errors import CSDValueError
+from csd_optim.planning.advice import Request, check
+from csd_optim.planning.model import ITEM_BYTES, Device, Host, predict
 
 BUCKET_BYTES = 25e6  # DDP's
 MOST = 256  # buckets at most: more change nothing but the time of the simulation
@@ -109,6 +111,15 @@ def _update(r: Request, machines: int, after: int | None = None) -> Stage:
     ).stages
     drives = max(seconds for name, seconds in found.items() if name != "update")
     return Stage("update", {}, {DRIVES: drives, CPU: found["update"]}, after)
+
+
+def parse_link(text: str) -> float:
+    """Parse `25Gb/s`, `400Mbit/s`, or with a large B `3GB/s`, into bytes per second. Raises CSDValueError."""
+    match = re.fullmatch(r"\s*([0-9.]+ ?[kKMGT]?)(b|bit|B)/s\s*", text)
+    try:
+        return parse_rate(f"{match[1]}B/s") / (1 if match[2] == "B" else 8) if match else parse_rate("")
+    except CSDValueError:
+        raise CSDValueError(f"Invalid rate: {text!r}; write for example 25Gb/s, or 3GB/s for bytes") from None
 
 
 def size(r: Request) -> float:
@@ -243,7 +254,7 @@ def iteration(way: str, r: Request, fleet: Fleet, flowing: bool = False) -> floa
 
 
 def plan_ranks(r: Request, fleet: Fleet, route: str = "auto") -> dict[str, Any]:
-    """Return all that `csd-optim plan --trainers` shows as plain values; None stands for no bound.
+    """Return all that bench/ranks_plan.py shows as plain values; None stands for no bound.
 
     `r`: the model, the GPUs' times, and each owner's hardware: `r.devices` drives and a CPU that updates
     `r.host.update` parameters per second. `route`: one of ROUTES, or "auto": the one with the shortest iteration, of
