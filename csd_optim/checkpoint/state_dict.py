@@ -21,10 +21,11 @@ from ..engine.resume import check_recovered
 from ..errors import CSDStoreError
 from ..store.file import close_in_children, lock
 from ..store.format import RESIDUAL_BYTES, Contents
-from ..store.reader import Tile, residuals_of
+from ..store.reader import Tile, residuals_of, total_bytes
 from ..store.sections import FP32
 from ..store.transfer import opened
 from ..store.user_state import stored_user_state
+from .files import Progress, no_progress
 from .snapshot import Paths, directories
 
 EXPORT_FORMAT = 1  # format of the entry "csd_optim", which a state dict has beside torch's entries
@@ -120,15 +121,14 @@ class _SharedLocks:
 
 
 class _DecodedStates:
-    """States that are stored as codes, as fp32 in memory; filled tile by tile."""
+    """States that are stored as codes, as fp32; filled tile by tile. `zeros`: returns so many fp32 zeros."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, zeros: Callable[[int], torch.Tensor]) -> None:
         self._extents = engine.extents
-        coded = [extent for extent in engine.extents if extent.codec != FP32]
-        # By parameter, all its states. Zeros take no memory until they are written.
-        self.states = {
-            extent.first_param + i: [torch.zeros(numel, dtype=torch.float32, device="cpu") for _ in extent.sections]
-            for extent in coded
+        self.states = {  # by parameter, all its states
+            extent.first_param + i: [zeros(numel) for _ in extent.sections]
+            for extent in engine.extents
+            if extent.codec != FP32
             for i, numel in enumerate(extent.numels)
         }
 
@@ -145,12 +145,26 @@ def load(paths: Paths) -> dict[str, Any]:
 
     The codes of an 8-bit store are decoded into memory: 12 bytes per parameter, 16 with amsgrad.
     """
+    # Zeros take no memory until they are written.
+    contents, states = mapped_states(paths, lambda n: torch.zeros(n, dtype=torch.float32, device="cpu"))
+    return state_dict(contents, lambda row, name, _: states[row, name])
+
+
+def mapped_states(
+    paths: Paths, zeros: Callable[[int], torch.Tensor], progress: Progress = no_progress
+) -> tuple[Contents, dict[tuple[int, str], torch.Tensor]]:
+    """Check a store, and return what it holds and its states, by row and name, memory-mapped from its files.
+
+    They keep the files locked. Codes are decoded into what `zeros` returns, called with a number of elements. Raises
+    CSDStoreError if the store is damaged, CSDBusyError, CSDOSError.
+    """
     engine = open_engine(parse_devices(directories(paths)), mode="read")
     try:
         if not engine.recovered:
             raise CSDStoreError(f"{engine.devices.specs[0]} holds no step yet")
-        decoded = _DecodedStates(engine)
-        check_recovered(engine, decoded.decode_tile)
+        decoded = _DecodedStates(engine, zeros)
+        with progress("checking", total_bytes(engine.recovered)) as tick:
+            check_recovered(engine, decoded.decode_tile, tick)
         first = engine.recovered[0]
         windows: dict[tuple[int, str], torch.Tensor] = {}
         for row, p in enumerate(first.manifest["params"]):
@@ -172,6 +186,6 @@ def load(paths: Paths) -> dict[str, Any]:
                 weakref.finalize(values, id, locks).atexit = False
             flat = torch.from_numpy(values).view(torch.bfloat16)
             windows[residual.row, "residual"] = flat.as_strided(p["shape"], p["stride"])
-        return state_dict(first, lambda row, section, _: windows[row, section])
+        return first, windows
     finally:
         engine.close()

@@ -283,43 +283,11 @@ def export(
 @app.command("import")
 def import_(
     source: Annotated[
-        Path,
-        typer.Argument(metavar="FILE_OR_DIR", help="The output of `export`, in either format.", show_default=False),
-    ],
-    names: Annotated[
-        list[str],
-        typer.Argument(metavar="DEVICE...", help="Directories of the new store, one per device.", show_default=False),
-    ],
-    tile_size: Annotated[int | None, typer.Option(min=1, help="Elements per tile.", show_default="automatic")] = None,
-    as_json: Json = False,
-) -> None:
-    """Create a store from an export: CSDAdam(..., devices=[...], resume=True) continues from it.
-
-    To change the number of devices, export and then import.
-    """
-    with reported():
-        from ..checkpoint.export import import_store
-        from ..checkpoint.files import progress_bar
-        from .output import number
-
-        described = import_store(source, names, tile_size, progress_bar)
-        if as_json:
-            print_json("import", **described)
-        else:
-            devices = f"{len(names)} device{'s' * (len(names) > 1)}"
-            print(
-                f"step {described['step']}, {number(described['params'])} parameters on {devices}; "
-                "continue with resume=True"
-            )
-
-
-@app.command()
-def convert(
-    source: Annotated[
         str,
         typer.Argument(
-            metavar="STORE",
-            help="A snapshot's directory, or the directories of all devices of a store, separated by commas.",
+            metavar="SOURCE",
+            help="The output of `export`, in either format; a snapshot; or a store, as the directories of all its "
+            "devices, separated by commas.",
             show_default=False,
         ),
     ],
@@ -328,35 +296,42 @@ def convert(
         typer.Argument(metavar="DEVICE...", help="Directories of the new store, one per device.", show_default=False),
     ],
     state_dtype: Annotated[
-        str, typer.Option(help="How the new store keeps the states: fp32 or 8bit.", show_default=False)
-    ],
+        str | None,
+        typer.Option(help="How the new store keeps all states: fp32 or 8bit.", show_default="as they were"),
+    ] = None,
     tile_size: Annotated[int | None, typer.Option(min=1, help="Elements per tile.", show_default="automatic")] = None,
     as_json: Json = False,
 ) -> None:
-    """Create a copy of a store with another state_dtype: CSDAdam(..., state_dtype=..., resume=True) continues from it.
+    """Create a store from an export or another store: CSDAdam(..., devices=[...], resume=True) continues from it.
 
-    The old store is only read. Memory for a few tiles is enough. To decode 8-bit states, the new drives need another 12
-    B per parameter meanwhile.
+    Use it to change the number of devices or the state_dtype. The source is only read. Memory for a few tiles is
+    enough; to decode the 8-bit states of a store, the first new drive needs another 12 B per parameter meanwhile.
     """
     with reported():
-        from ..checkpoint.convert import convert_store
         from ..checkpoint.files import progress_bar
+        from ..checkpoint.importing import import_store
         from .output import number
 
-        described = convert_store(source.split(","), names, state_dtype, tile_size, progress_bar)
+        described = import_store(source, names, tile_size, progress_bar, state_dtype)
         if as_json:
-            print_json("convert", **described)
+            print_json("import", **described)
         else:
             devices = f"{len(names)} device{'s' * (len(names) > 1)}"
             print(
-                f"step {described['step']}, {number(described['params'])} parameters on {devices}, in {state_dtype}; "
-                "continue with resume=True"
+                f"step {described['step']}, {number(described['params'])} parameters on {devices}"
+                f"{f', in {state_dtype}' if state_dtype else ''}; continue with resume=True"
             )
-            if described["clipped"]:
+            if described.get("clipped"):
                 print(
                     f"{described['clipped']} elements of exp_avg were too large for 8 bits: each is now "
                     "15.5 * sqrt(exp_avg_sq), with its sign"
                 )
+
+
+@app.command(hidden=True, context_settings={"ignore_unknown_options": True})
+def convert(_: Annotated[list[str] | None, typer.Argument()] = None) -> None:
+    """Refuse a command that there once was."""
+    raise typer.BadParameter("use `csd-optim import STORE DEVICE... --state-dtype 8bit`, or fp32", param_hint="convert")
 
 
 @app.command()

@@ -77,7 +77,7 @@ def codec_difference(stored: dict[str, Any], groups: Groups, codec_of: CodecOf) 
             return (
                 f"the states of parameter {name} are {stored_codec} there, and state_dtype says {wanted} here. "
                 f"Resume with state_dtype={stored_codec!r}; to change them, make a new store of it with "
-                "`csd-optim convert`"
+                f"`csd-optim import STORE ... --state-dtype {wanted}`"
             )
     return None
 

@@ -31,6 +31,7 @@ from csd_optim import (
 )
 from csd_optim.bindings import crc32c
 from csd_optim.checkpoint import export as convert
+from csd_optim.checkpoint.importing import import_store
 from csd_optim.checkpoint.verify import verify
 from csd_optim.cli import output as show
 from csd_optim.store.format import (
@@ -193,7 +194,7 @@ def test_torch_export_is_what_torch_save_writes(tmp_path, run):
         for key, value in entry.items():
             assert torch.equal(ours["state"][i][key], value)
             assert ours["state"][i][key].stride() == value.stride()
-    convert.import_store(tmp_path / "torchs.pt", [tmp_path / "b"])  # users may write the file with torch.save(), too
+    import_store(tmp_path / "torchs.pt", [tmp_path / "b"])  # users may write the file with torch.save(), too
     assert not verify(tmp_path / "b")[0].damage
 
 
@@ -202,7 +203,7 @@ def test_inspect_tells_what_a_step_writes(tmp_path, run):
     params, opt = make(tmp_path / "a", 2, steps=9)
     opt.close()
     convert.export_torch(places(tmp_path / "a", 2), tmp_path / "out.pt")
-    convert.import_store(tmp_path / "out.pt", [tmp_path / "b"], TILE)
+    import_store(tmp_path / "out.pt", [tmp_path / "b"], TILE)
     for store in (tmp_path / "a" / "csd0", tmp_path / "b"):
         code, out, _ = run("inspect", store, "--json")
         told = json.loads(out)["step_bytes"]
@@ -255,7 +256,7 @@ def test_parameters_that_got_another_place_are_left_behind(tmp_path):
     train_params(opt, params, 3, 4)
     opt.save(tmp_path / "snap")
     convert.export_torch(tmp_path / "snap", tmp_path / "out.pt")
-    convert.import_store(tmp_path / "out.pt", places(tmp_path, 2))
+    import_store(tmp_path / "out.pt", places(tmp_path, 2))
     assert len(read_contents(tmp_path / "csd0").manifest["params"]) == 7
     assert len(read_contents(tmp_path / "a" / "csd0").manifest["params"]) == 11
     others, again = resumed(places(tmp_path, 2))

@@ -13,8 +13,8 @@ from support.training import train
 
 from csd_optim import CSDAdam, CSDStoreError, CSDValueError, bindings
 from csd_optim.bindings import HYPER, PARAM, RULES
-from csd_optim.checkpoint.convert import convert_store
-from csd_optim.checkpoint.export import export_safetensors, export_torch, import_store
+from csd_optim.checkpoint.export import export_safetensors, export_torch
+from csd_optim.checkpoint.importing import import_store
 from csd_optim.checkpoint.state_dict import load
 from csd_optim.checkpoint.verify import verify
 from csd_optim.devices.spec import parse_devices
@@ -256,7 +256,7 @@ def test_stores_of_each_optimizer(name, stores, tmp_path):
         train(opt, 1)
     if not of.rule.has_codes:
         with pytest.raises(CSDValueError, match=r"stay fp32: they are .*, and 8bit keeps exp_avg and"):
-            convert_store([store], [tmp_path / "8bit"], "8bit")
+            import_store(store, [tmp_path / "8bit"], state_dtype="8bit")
         assert not (tmp_path / "8bit" / store_format.FILE_NAME).exists()
 
 

@@ -1,4 +1,4 @@
-"""csd-optim convert: makes a store of fp32 states from one of 8-bit states, and the other way round."""
+"""csd-optim import STORE: makes a store of fp32 states from one of 8-bit states, and the other way round."""
 
 import json
 import os
@@ -15,7 +15,8 @@ from support.stores import flip
 from support.training import train
 
 from csd_optim import CSDAdam, CSDOSError, CSDStoreError, CSDStoreExistsError, CSDValueError
-from csd_optim.checkpoint import convert
+from csd_optim.checkpoint.export import export_torch
+from csd_optim.checkpoint.importing import import_store
 from csd_optim.checkpoint.verify import verify
 from csd_optim.store.format import FILE_NAME
 from csd_optim.store.report import REPORT_NAME
@@ -59,7 +60,7 @@ def test_goes_on_as_if_it_had_been_loaded(made, wanted, options, tmp_path, run):
         other = adam(twins, "ram:", wanted, **options)
         other.load_state_dict(opt.state_dict())
     before = [(tmp_path / name / FILE_NAME).read_bytes() for name in "ab"]
-    code, out, err = run("convert", ",".join(old), *new, "--state-dtype", wanted, "--tile-size", "4096")
+    code, out, err = run("import", ",".join(old), *new, "--state-dtype", wanted, "--tile-size", "4096")
     assert (code, err) == (0, "")
     assert f"on 3 devices, in {wanted}; continue with resume=True" in out
     assert [(tmp_path / name / FILE_NAME).read_bytes() for name in "ab"] == before
@@ -83,8 +84,8 @@ def test_states_that_are_mixed(tmp_path):
     with train(CSDAdam(groups, devices=tmp_path / "a", tile_size=TILE, state_dtype="8bit"), 2) as opt:
         want = [opt.state[p]["exp_avg"].clone() for p in params]
         masters = [opt.state[p]["master"].clone() for p in params]
-    convert.convert_store(tmp_path / "a", [tmp_path / "fp32"], "fp32", TILE)
-    convert.convert_store(tmp_path / "a", [tmp_path / "8bit"], "8bit", TILE)
+    import_store(tmp_path / "a", [tmp_path / "fp32"], TILE, state_dtype="fp32")
+    import_store(tmp_path / "a", [tmp_path / "8bit"], TILE, state_dtype="8bit")
     for state_dtype in ("fp32", "8bit"):
         again = parameters(seed=1)
         opt = CSDAdam(
@@ -100,6 +101,32 @@ def test_states_that_are_mixed(tmp_path):
         opt.close()
 
 
+@pytest.mark.parametrize("state_dtype", ["fp32", "8bit"])
+def test_a_store_is_imported_as_it_is(state_dtype, tmp_path, run):
+    """Onto another number of devices, without a state_dtype."""
+    with train(adam(parameters(), [str(tmp_path / name) for name in "ab"], state_dtype), 3) as opt:
+        want = everything(opt)
+    code, out, err = run("import", f"{tmp_path / 'a'},{tmp_path / 'b'}", tmp_path / "c", "--tile-size", "4096")
+    assert (code, err) == (0, "")
+    assert "on 1 device; continue with resume=True" in out
+    with resumed(tmp_path / "c", state_dtype) as again:
+        assert_same(everything(again), want)
+
+
+@pytest.mark.parametrize(("made", "wanted"), [("8bit", "fp32"), ("fp32", "8bit")])
+def test_an_export_with_another_state_dtype(made, wanted, tmp_path):
+    """The same store as from the store itself."""
+    with train(adam(parameters(), tmp_path / "a", made), 3):
+        pass
+    export_torch(tmp_path / "a", tmp_path / "out.pt")
+    stores = []
+    for name, source in (("b", "a"), ("c", "out.pt")):
+        import_store(tmp_path / source, [tmp_path / name], TILE, state_dtype=wanted)
+        with resumed(tmp_path / name, wanted) as opt:
+            stores.append(everything(opt))
+    assert_same(*stores)
+
+
 def test_what_8_bits_cannot_hold_is_counted(tmp_path, run):
     p = torch.nn.Parameter(torch.ones(100))
     with CSDAdam([p], devices=tmp_path / "a", state_dtype="fp32") as opt:
@@ -108,10 +135,16 @@ def test_what_8_bits_cannot_hold_is_counted(tmp_path, run):
         opt.state[p]["exp_avg"][:50] = 20.0
         opt.state[p]["exp_avg_sq"].fill_(1.0)
         p.grad = None
-    code, out, err = run("convert", tmp_path / "a", tmp_path / "b", "--state-dtype", "8bit", "--json")
+    code, out, err = run("import", tmp_path / "a", tmp_path / "b", "--state-dtype", "8bit", "--json")
     assert (code, err) == (0, "")
     assert json.loads(out)["clipped"] == 50
     assert CSDAdam.load(tmp_path / "b")["state"][0]["exp_avg"].tolist()[:50] == [15.5] * 50
+
+
+def test_convert_is_refused(run):
+    code, out, err = run("convert", "a", "b", "--state-dtype", "8bit")
+    assert (code, out) == (2, "")
+    assert "use `csd-optim import STORE DEVICE..." in err
 
 
 # ---- refused -------------------------------------------------------------------------------
@@ -121,7 +154,7 @@ def test_a_damaged_store_is_refused(tmp_path, run):
     with train(adam(parameters(), [str(tmp_path / "a")], "fp32"), 2):
         pass
     flip(tmp_path / "a", "exp_avg", tile=1)
-    code, _, err = run("convert", tmp_path / "a", tmp_path / "b", "--state-dtype", "8bit")
+    code, _, err = run("import", tmp_path / "a", tmp_path / "b", "--state-dtype", "8bit")
     assert code == 1
     assert "exp_avg of tile 1 is damaged" in err
     assert not (tmp_path / "b" / FILE_NAME).exists()
@@ -134,21 +167,19 @@ def test_nothing_is_overwritten(tmp_path):
     before = (tmp_path / "b" / FILE_NAME).read_bytes()
     for place in ("b", "a"):
         with pytest.raises(CSDStoreExistsError, match="holds a store of step 1"):
-            convert.convert_store(tmp_path / "a", [tmp_path / "c", tmp_path / place], "8bit")
+            import_store(tmp_path / "a", [tmp_path / "c", tmp_path / place], state_dtype="8bit")
     assert (tmp_path / "b" / FILE_NAME).read_bytes() == before
     assert not (tmp_path / "c" / FILE_NAME).exists()
 
 
-def test_what_cannot_be_converted(tmp_path, run):
+def test_what_cannot_be_imported(tmp_path, run):
     with train(adam(parameters(), [str(tmp_path / "a")], "8bit"), 1):
         pass
-    with pytest.raises(CSDValueError, match="are 8bit already"):
-        convert.convert_store(tmp_path / "a", [tmp_path / "b"], "8bit")
     with pytest.raises(CSDValueError, match="ram: keeps nothing"):
-        convert.convert_store(tmp_path / "a", ["ram:"], "fp32")
-    with pytest.raises(CSDOSError, match="there is no store"):
-        convert.convert_store(tmp_path / "none", [tmp_path / "b"], "fp32")
-    code, _, err = run("convert", tmp_path / "a", tmp_path / "b", "--state-dtype", "int8")
+        import_store(tmp_path / "a", ["ram:"], state_dtype="fp32")
+    with pytest.raises(CSDOSError, match=r"cannot read .*none: No such file"):
+        import_store(tmp_path / "none", [tmp_path / "b"], state_dtype="fp32")
+    code, _, err = run("import", tmp_path / "a", tmp_path / "b", "--state-dtype", "int8")
     assert code == 1
     assert "Invalid state_dtype: 'int8'; it is 'fp32' or '8bit'" in err
     assert not (tmp_path / "b" / FILE_NAME).exists()
@@ -161,18 +192,19 @@ def test_stores_of_ranks_are_refused(tmp_path, run, monkeypatch):
     for r, place in enumerate(ranks):
         made([place], [torch.bfloat16], rank=r)
     before = [(place / FILE_NAME).read_bytes() for place in ranks]
-    code, _, err = run("convert", ranks[0], tmp_path / "new", "--state-dtype", "fp32")
+    code, _, err = run("import", ranks[0], tmp_path / "new", "--state-dtype", "fp32")
     assert code == 1
-    assert "is one of 2 ranks: load_state_dict() converts these" in " ".join(err.split())
+    assert "is one of 2 ranks: export the stores of all, and import that" in " ".join(err.split())
     with pytest.raises(CSDStoreError, match="ranks"):
-        convert.convert_store(ranks, [tmp_path / "new"], "fp32")
+        import_store(",".join(map(str, ranks)), [tmp_path / "new"])
     assert not (tmp_path / "new" / FILE_NAME).exists()
     assert [(place / FILE_NAME).read_bytes() for place in ranks] == before
 
 
 KILLED = """
 import os, signal, sys
-from csd_optim.checkpoint import convert
+from csd_optim.checkpoint.export import export_torch
+from csd_optim.checkpoint.importing import import_store
 from csd_optim.engine.engine import Engine
 name, skipped = sys.argv[3], int(sys.argv[4])
 was = getattr(Engine, name)
@@ -186,7 +218,7 @@ def dies(self, *args, **options):
     return was(self, *args, **options)
 
 setattr(Engine, name, dies)
-convert.convert_store(sys.argv[1], [sys.argv[2]], sys.argv[5], 4096)
+import_store(sys.argv[1], [sys.argv[2]], 4096, state_dtype=sys.argv[5])
 """
 
 
@@ -202,15 +234,16 @@ def test_killed_in_the_middle_it_leaves_nothing_that_resumes(made, wanted, metho
         pytest.skip("never came there")
     with pytest.warns(UserWarning, match="there is no store"), adam(parameters(), tmp_path / "b", wanted, resume=True):
         pass
-    (tmp_path / "b" / FILE_NAME).unlink(missing_ok=True)  # convert never overwrites, not even an incomplete store
-    convert.convert_store(tmp_path / "a", [tmp_path / "b"], wanted, TILE)
+    (tmp_path / "b" / FILE_NAME).unlink(missing_ok=True)  # import never overwrites, not even an incomplete store
+    import_store(tmp_path / "a", [tmp_path / "b"], TILE, state_dtype=wanted)
     with resumed(tmp_path / "b", wanted) as opt:
         train(opt, 1, 1)
 
 
 WATCHED = """
 import sys, threading
-from csd_optim.checkpoint import convert
+from csd_optim.checkpoint.export import export_torch
+from csd_optim.checkpoint.importing import import_store
 
 def anonymous():
     with open("/proc/self/status") as status:
@@ -222,7 +255,7 @@ def watch():
         most.append(anonymous())
 watcher = threading.Thread(target=watch)
 watcher.start()
-convert.convert_store(sys.argv[1], [sys.argv[2]], sys.argv[3])
+import_store(sys.argv[1], [sys.argv[2]], state_dtype=sys.argv[3])
 done.set()
 watcher.join()
 print(max(most) - before)
