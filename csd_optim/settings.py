@@ -49,15 +49,13 @@ def trace() -> str | None:
     return os.environ.get("CSD_OPTIM_TRACE") or None
 
 
-def checks_overlap() -> bool:
-    """Return whether CSD_OPTIM_OVERLAP is `check`: using a parameter whose update is in flight is then an error.
-
-    Raises CSDValueError.
-    """
-    text = os.environ.get("CSD_OPTIM_OVERLAP") or ""
-    if text not in ("", "check"):
-        raise CSDValueError(f"Invalid CSD_OPTIM_OVERLAP: {text!r}; `check` looks at every use of a parameter")
-    return text == "check"
+def refuse_use_check() -> None:
+    """Raise CSDValueError if CSD_OPTIM_OVERLAP is set, which once made wrong uses of parameters an error."""
+    if os.environ.get("CSD_OPTIM_OVERLAP"):
+        raise CSDValueError(
+            "CSD_OPTIM_OVERLAP checks nothing any more: unset it. docs/overlap.md says before which uses of parameters "
+            "to call wait() of the optimizer"
+        )
 
 
 def emulated_drives() -> list[str]:

@@ -22,7 +22,6 @@ from ..step.spec import Participants, StepSpec
 from ..step.staging import StagingBuffer
 from ..step.steps import Steps
 from ..store.format import Record
-from .check import UseCheck
 from .early import EarlySteps
 from .flight import Flight
 from .mode import ConcurrentMode
@@ -52,8 +51,7 @@ class Overlap(ConcurrentMode):
         self._to_copy_back: dict[int, GradSource] = {}  # by row: parameters ordered unlike their states in memory
         self._waited, self._early_elems = 0.0, 0  # of the last step: seconds waited, elements pushed in backward
         self._warned = False  # whether the user was warned that the model has changed
-        self._under_way: dict[int, str] = {}  # for UseCheck: names of parameters not waited for yet, by address
-        self._check = UseCheck(lambda: self._under_way) if settings.checks_overlap() else None
+        settings.refuse_use_check()
         trainable = self._trainable_params()
         self._hooks += [
             p.register_hook(partial(self._before_grad, weakref.ref(p)))  # type: ignore[no-untyped-call]
@@ -64,8 +62,6 @@ class Overlap(ConcurrentMode):
     def end(self) -> None:
         if self._together:
             self._together.leave()
-        if self._check:
-            self._check.exit()
         if self._early:
             self._early.end()
         super().end()
@@ -132,11 +128,6 @@ class Overlap(ConcurrentMode):
         self._unguarded = [state.index for state in awaited if id(state.param) not in guarded]
         self._to_copy_back = copy_back
         self.active: bool = True
-        if self._check:
-            unguarded = {*self._unguarded, *self._to_copy_back}
-            others = [state for state in awaited if state.index not in unguarded]
-            self._under_way = {state.local.untyped_storage().data_ptr(): state.name for state in others}
-            self._check.enter()
 
     def wait_for_unguarded(self) -> None:
         rows, sources = [*self._unguarded, *self._to_copy_back], self._to_copy_back
@@ -234,8 +225,6 @@ class Overlap(ConcurrentMode):
         began = time.perf_counter()
         if flight.landed or (rows and not flight.wait(rows)):
             self.land()
-        for row in rows if self._under_way else ():
-            self._under_way.pop(self._state_map.by_index[row].local.untyped_storage().data_ptr(), None)
         self._waited += time.perf_counter() - began
 
     def _before_grad(self, to: weakref.ref[torch.Tensor], _: torch.Tensor) -> None:
@@ -264,7 +253,6 @@ class Overlap(ConcurrentMode):
             with defer_signals():  # a Ctrl-C here would lose the outcome that ranks have to exchange
                 if self._flight is not flight:  # another thread was faster
                     return
-                self._under_way = {}
                 self._flight, self.active = None, self._has_to_wait
                 if self._early and not flight.failure:
                     self._early.note_landed(flight.landed_at)

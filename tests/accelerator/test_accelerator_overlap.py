@@ -31,6 +31,7 @@ from support.inside import flight_of, guess_of, images_back, mode_of, pusher_of,
 from support.on_accelerator import DEVICE, DTYPES, keep_busy
 from support.replacing import failing
 from support.twins import Twin, assert_twins, checksum
+from support.use_check import check_uses
 
 from csd_optim import CSDOSError, CSDRuntimeError
 from csd_optim.engine.engine import Engine
@@ -148,7 +149,7 @@ def test_what_topk_owes(tmp_path, script, monkeypatch):
 
 @pytest.mark.parametrize("script", [ten_steps, evaluates])
 def test_what_waits_passes_the_check(tmp_path, script, monkeypatch):
-    monkeypatch.setenv("CSD_OPTIM_OVERLAP", "check")
+    check_uses(monkeypatch)
     twins(tmp_path, script).opt.close()
 
 

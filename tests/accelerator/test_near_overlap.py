@@ -29,6 +29,7 @@ from support.inside import engine_of, flight_of, images_back, state_map_of
 from support.on_accelerator import DEVICE, DTYPES
 from support.replacing import failing
 from support.twins import Twin, assert_twins, checksum
+from support.use_check import check_uses
 from torch import nn
 
 from csd_optim import CSDAdam, CSDMemoryError, CSDOSError, CSDTornError, CSDValueError
@@ -198,7 +199,7 @@ def test_all_states_are_there(tmp_path, overlap, near, named):
 
 @one_schedule
 def test_what_waits_passes_the_check(tmp_path, monkeypatch):
-    monkeypatch.setenv("CSD_OPTIM_OVERLAP", "check")
+    check_uses(monkeypatch)
     twins(tmp_path, ten_steps, PLAIN).opt.close()
 
 

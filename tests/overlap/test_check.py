@@ -1,16 +1,16 @@
-"""CSD_OPTIM_OVERLAP=check: any operation on a parameter that has not arrived raises an error."""
+"""The check that other tests rely on: any operation on a parameter that has not arrived raises an error."""
 
 import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.use_check import UseCheck, UsedTooEarly
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from csd_optim import CSDRuntimeError, CSDValueError, settings
-from csd_optim.overlap.check import UseCheck
+from csd_optim import CSDAdam, CSDValueError
 
 
 class Logged(TorchDispatchMode):
@@ -29,8 +29,7 @@ class Logged(TorchDispatchMode):
 def late():
     """A parameter under way, one that is not, and the check, which the fixture exits at the end."""
     late, there = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4, 4))
-    check = UseCheck(lambda: check.names)
-    check.names = {late.untyped_storage().data_ptr(): "head.weight"}
+    check = UseCheck({late.untyped_storage().data_ptr(): "head.weight"})
     yield late, there, check
     check.exit()
     assert _get_current_dispatch_mode_stack() == []
@@ -56,7 +55,7 @@ USES = {
 def test_a_use_raises_with_the_name_of_the_parameter(late, use):
     p, there, check = late
     check.enter()
-    with pytest.raises(CSDRuntimeError, match=r"uses head\.weight, which the last step\(\) is still updating"):
+    with pytest.raises(UsedTooEarly, match=r"uses head\.weight, which the last step\(\) is still updating"):
         USES[use](p)
     check.names = {}
     USES[use](there)
@@ -67,7 +66,7 @@ def test_a_view_made_before_is_seen_too(late):
     p, there, check = late
     view = p.detach()[2:]
     check.enter()
-    with pytest.raises(CSDRuntimeError, match=r"head\.weight"):
+    with pytest.raises(UsedTooEarly, match=r"head\.weight"):
         view.sum()
     assert (there @ there).sum() == 64
 
@@ -76,7 +75,7 @@ def test_wrapped_tensors_are_looked_into(late):
     p, there, check = late
     wrapped, other = TwoTensor(there.detach(), p.detach()), TwoTensor(there.detach(), there.detach())
     check.enter()
-    with pytest.raises(CSDRuntimeError, match=r"head\.weight"):
+    with pytest.raises(UsedTooEarly, match=r"head\.weight"):
         wrapped + 1
     other + 1
 
@@ -96,7 +95,7 @@ def test_backward_is_watched(late):
     check.enter()
     out = (there * p).sum()
     check.names = {p.untyped_storage().data_ptr(): "head.weight"}
-    with pytest.raises(CSDRuntimeError, match=r"head\.weight"):
+    with pytest.raises(UsedTooEarly, match=r"head\.weight"):
         out.backward()
 
 
@@ -113,7 +112,7 @@ def test_the_users_modes_are_entered_and_left_in_any_order(late, enter_first, le
     user.ops.clear()
     there + 1
     assert user.ops == [torch.ops.aten.add.Tensor]
-    with pytest.raises(CSDRuntimeError, match=r"head\.weight"):
+    with pytest.raises(UsedTooEarly, match=r"head\.weight"):
         p + 1
     if leave_first == "check":
         check.exit()
@@ -123,7 +122,7 @@ def test_the_users_modes_are_entered_and_left_in_any_order(late, enter_first, le
     else:
         user.__exit__(None, None, None)
         assert _get_current_dispatch_mode_stack() == [check]
-        with pytest.raises(CSDRuntimeError, match=r"head\.weight"):
+        with pytest.raises(UsedTooEarly, match=r"head\.weight"):
             p + 1
         check.exit()
     check.exit()  # nothing to leave
@@ -151,20 +150,13 @@ def test_another_thread_neither_checks_nor_ends_it(late):
     thread.start()
     thread.join()
     assert sums == [16]
-    with pytest.raises(CSDRuntimeError, match=r"head\.weight"):
+    with pytest.raises(UsedTooEarly, match=r"head\.weight"):
         p.sum()
 
 
-@pytest.mark.parametrize(("text", "checks"), [(None, False), ("", False), ("check", True)])
-def test_the_environment_says_whether(monkeypatch, text, checks):
-    if text is None:
-        monkeypatch.delenv("CSD_OPTIM_OVERLAP", raising=False)
-    else:
-        monkeypatch.setenv("CSD_OPTIM_OVERLAP", text)
-    assert settings.checks_overlap() is checks
-
-
-def test_another_value_is_refused(monkeypatch):
-    monkeypatch.setenv("CSD_OPTIM_OVERLAP", "1")
-    with pytest.raises(CSDValueError, match="Invalid CSD_OPTIM_OVERLAP: '1'; `check` looks at every use"):
-        settings.checks_overlap()
+def test_the_setting_is_refused(monkeypatch):
+    """It once entered this check for users."""
+    monkeypatch.setenv("CSD_OPTIM_OVERLAP", "check")
+    model = nn.Linear(2, 2)
+    with CSDAdam(model.parameters(), devices="ram:") as opt, pytest.raises(CSDValueError, match="unset it"):
+        opt.overlap(model)

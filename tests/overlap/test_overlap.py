@@ -35,6 +35,7 @@ from support.between_steps import (
 from support.comparing import bits
 from support.inside import engine_of, flight_of, guess_of, mode_of
 from support.twins import Twin, assert_twins, checksum
+from support.use_check import UsedTooEarly, check_uses
 from torch import nn
 
 from csd_optim import CSDAdam, CSDError, CSDOSError, CSDRuntimeError, CSDValueError
@@ -504,22 +505,22 @@ def test_a_right_guess_is_kept(tmp_path, script):
     assert not redone
 
 
-# ---- CSD_OPTIM_OVERLAP=check -----------------------------------------------------------------
+# ---- nothing uses a parameter that has not arrived --------------------------------------------
 
 
 @both
 @pytest.mark.parametrize("script", [ten_steps, evaluates, writes_parameters, looks_at_states, checkpoints_activations])
 def test_everything_that_waits_passes_the_check(tmp_path, overlap, script, monkeypatch):
-    monkeypatch.setenv("CSD_OPTIM_OVERLAP", "check")
+    check_uses(monkeypatch)
     assert_twins(tmp_path, overlap, script).opt.close()
 
 
 def test_the_check_finds_who_does_not_wait(tmp_path, monkeypatch):
-    monkeypatch.setenv("CSD_OPTIM_OVERLAP", "check")
+    check_uses(monkeypatch)
     training = Twin(tmp_path, FORWARD, latency="20ms")
     kept = list(training.model.parameters())
     training.step()
-    with pytest.raises(CSDRuntimeError, match=r"uses 0\.0, which the last step"):
+    with pytest.raises(UsedTooEarly, match=r"uses 0\.0, which the last step"):
         kept[0].sum()
     training.opt.wait()
     kept[0].sum()

@@ -40,6 +40,11 @@ def images_back(flight):
     return {*flight.live.step.images} - flight.live._not_pulled
 
 
+def unguarded_rows(overlap):
+    """Return the rows of parameters for which step() waits, as no module that uses them does."""
+    return {*overlap._unguarded}
+
+
 def guess_of(opt):
     """Return the step that has begun in backward, or None."""
     early = getattr(mode_of(opt), "_early", None)
