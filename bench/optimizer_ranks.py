@@ -43,10 +43,11 @@ from bench.ranks_model import Fleet, parse_link
 from bench.ranks_training import Trainers, drive_strings, owners, places_of, reference
 from bench.step import machine_facts, say, span
 from bench.tcp_rate import tcp_rate
+from csd_optim.bindings import Rates
 from csd_optim.devices import machine
 from csd_optim.devices.units import parse_rate
 from csd_optim.planning.advice import Request
-from csd_optim.planning.model import Device, Host
+from csd_optim.planning.model import Host
 from csd_optim.serve import wire
 
 Row = dict[str, Any]
@@ -201,7 +202,7 @@ def planned(arguments: argparse.Namespace, drives: int, tcp: float, owner_tcp: f
         params=arguments.params,
         devices=drives,
         host=Host(update=math.inf),  # the drives' pace is far below what a CPU updates
-        drive=Device(arguments.drive, arguments.drive, arguments.drive, on_host=True),
+        drive=Rates(arguments.drive, arguments.drive, arguments.drive, on_host=True),
         backward=arguments.backward,
     )
     links = (tcp * arguments.trainer_link, owner_tcp * arguments.trainer_link)

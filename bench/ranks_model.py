@@ -16,14 +16,15 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from csd_optim.bindings import Rates
 from csd_optim.devices.units import parse_rate
 from csd_optim.distributed.buckets import TARGET_BUCKETS
 from csd_optim.errors import CSDValueError
-from csd_optim.planning.advice import Request, check
-from csd_optim.planning.model import ITEM_BYTES, Device, Host, predict
+from csd_optim.planning.advice import Request, check, rates_of
+from csd_optim.planning.model import ITEM_BYTES, Host, predict
 
 BUCKET_BYTES = 25e6  # DDP's
 MOST = 256  # buckets at most: more change nothing but the time of the simulation
@@ -98,7 +99,7 @@ def _pull(fleet: Fleet, received: float, after: int | None = None) -> Stage:
 
 def _update(r: Request, machines: int, after: int | None = None) -> Stage:
     """Return the stage that updates on the drives of `machines` machines."""
-    device: Device = r.drive if r.on == "drive" else r.csd
+    device: Rates = r.drive if r.on == "drive" else r.csd
     found = predict(
         "csdadam",
         r.params / machines,
@@ -300,7 +301,7 @@ def plan_ranks(r: Request, fleet: Fleet, route: str = "auto") -> dict[str, Any]:
             **{k: v for k, v in r.to_dict().items() if k in ("params", "dtype", "state_dtype", "devices", "on")},
             **{k: getattr(r, k) for k in ("forward", "backward", "accumulate", "measured", "cpu_measured")},
             "optimizer": str(r.optimizer),
-            "device": _finite(asdict(r.drive if r.on == "drive" else r.csd)),
+            "device": _finite(rates_of(r.drive if r.on == "drive" else r.csd)),
             "cpu": r.host.update,
             "trainers": fleet.trainers,
             "owners": fleet.owners,
@@ -318,7 +319,7 @@ def enough_owners(way: str, r: Request, fleet: Fleet, flowing: bool = False) -> 
     """Return the least number of owners that are enough: an iteration takes at most HIDDEN times what it takes with
     infinitely fast owners. None: more than MOST_OWNERS.
     """
-    alone = replace(r, host=Host(update=math.inf), on="csd", csd=Device(math.inf, math.inf, math.inf))
+    alone = replace(r, host=Host(update=math.inf), on="csd", csd=Rates(math.inf, math.inf, math.inf))
     target = HIDDEN * iteration(way, alone, replace(fleet, owner_link=math.inf), flowing)
     return _first(MOST_OWNERS, lambda n: iteration(way, r, replace(fleet, owners=n), flowing) <= target)
 

@@ -119,25 +119,29 @@ def check(status: int, error: Any, name: Namer | None = None, outcome: str = _KE
 
 
 @dataclass(frozen=True)
-class Pace:
-    """Upper limits on the rates of an emulated device; see `csd_pace`. 0: no limit."""
+class Rates:
+    """How fast a device is, or how fast an emulated one may be at most (`csd_pace`). math.inf: no limit."""
 
-    read: float = 0.0  # bytes per second
-    write: float = 0.0
-    mixed: float = 0.0  # read and written together
-    latency: float = 0.0  # seconds
-    update: float = 0.0  # parameters per second
-    link: float = 0.0  # bytes per second each way, shared by all devices that name it
-    host: bool = False  # the host updates: states cross the link, gradients and parameters do not
-    flash_grads: bool = False  # gradients are read from the drive and do not cross the link
+    read: float = math.inf  # bytes per second from flash, without writes
+    write: float = math.inf
+    mixed: float = math.inf  # bytes per second, read plus written, when both happen at once
+    update: float = math.inf  # parameters per second; a host's rate counts instead if it updates
+    on_host: bool = False  # the host updates, as with a plain drive: states cross the link, gradients do not
+    link: float = math.inf  # bytes per second each way, both ways busy; emulated devices that name it share one
+    latency: float = 0.0  # seconds before the first byte of a read or write; only emulated
+    flash_grads: bool = False  # gradients are read from the drive and do not cross the link; only emulated
+
+    @staticmethod
+    def in_turn(read: float, write: float, update: float = math.inf, on_host: bool = False) -> Rates:
+        """Return a device that reads and writes at once no faster than in turn: cautious, and true of most drives."""
+        return Rates(read, write, 2 / (1 / read + 1 / write), update, on_host)
 
     def seconds(self, params: float, read: float, written: float) -> float:
         """Return a lower bound on the time that the device takes to update `params` elements and move so many bytes.
 
         The link is left out, because other devices may share it.
         """
-        amounts = (params, self.update), (read, self.read), (written, self.write), (read + written, self.mixed)
-        return max(amount / rate if rate else 0.0 for amount, rate in amounts)
+        return max(params / self.update, read / self.read, written / self.write, (read + written) / self.mixed)
 
     @property
     def params_per_second(self) -> float:
@@ -146,7 +150,7 @@ class Pace:
         return 1 / slowest if slowest else math.inf
 
 
-UNPACED = Pace()
+UNPACED = Rates()
 
 
 @dataclass(frozen=True)
@@ -159,7 +163,7 @@ class DeviceConfig:
     block_bytes: int = 0
     card: Any = None  # the handle returned by card_open()
     p2p: str = "auto"
-    pace: Pace = UNPACED
+    pace: Rates = UNPACED
     depth: int = IO_DEPTH
     cache_bytes: int = 0  # host memory for tiles kept from step to step; -1: every step reads everything
     numa_node: int | None = None  # the drive's NUMA node; None: any
@@ -215,7 +219,9 @@ def _fill(device: Any, config: DeviceConfig) -> Any:
     device.backend = backend = ffi.new("char[]", config.backend.encode())
     device.fd, device.buffers, device.block_bytes = config.fd, config.buffers, config.block_bytes
     device.card, device.p2p = config.card or ffi.NULL, P2P[config.p2p]
-    device.pace = pace = ffi.new("csd_pace *", asdict(config.pace))
+    limits = {k: 0 if v == math.inf else v for k, v in asdict(config.pace).items()}
+    limits["host"] = limits.pop("on_host")
+    device.pace = pace = ffi.new("csd_pace *", limits)
     device.depth, device.cache_bytes = config.depth, config.cache_bytes
     device.numa = 0 if config.numa_node is None else 1 + config.numa_node
     return backend, pace

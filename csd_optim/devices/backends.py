@@ -26,7 +26,7 @@ class Option:
     name: str
     accepts: str  # the values it accepts, for error messages
     parse: Callable[[str], Any]  # parses a value; raises ValueError
-    field: str = ""  # the field of DeviceSpec, if its name differs
+    field: str = ""  # the field of DeviceSpec or Rates, if its name differs
 
 
 def _within(value: float, low: float, high: float) -> Any:
@@ -90,7 +90,7 @@ _DRIVE_PACE = (
     Option("write", _PACE, _rate("B")),
     Option("mixed", _PACE, _rate("B")),
     Option("latency", "a time such as 100us", lambda v: _within(parse_seconds(v), 0, 60)),
-    Option("host", "0 or 1", _flag),
+    Option("host", "0 or 1", _flag, field="on_host"),
     Option("flash_grads", "0 or 1", _flag),
 )
 _UPDATE_PACE = (

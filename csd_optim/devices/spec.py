@@ -51,7 +51,7 @@ from urllib.parse import parse_qsl
 import torch.distributed as dist
 
 from .. import settings
-from ..bindings import UNPACED, Pace
+from ..bindings import UNPACED, Rates
 from ..errors import CSDTypeError, CSDValueError
 from .backends import BACKENDS, DEFAULT_BLOCK, DEFAULT_DEPTH, Backend
 from .machine import available_memory
@@ -79,7 +79,7 @@ class DeviceSpec:
     share: float | None = None  # of the tiles, relative to the other devices; None: not set
     is_placed: bool = False  # `auto` chooses its share, see placement.py
     room_bytes: int | None = None  # the most bytes of states that it then gets; None: all free space
-    pace: Pace = UNPACED
+    pace: Rates = UNPACED
     # gpu only
     exact: bool = True  # demand the bits of other devices, else raise an error
     known_update: float | None = None  # parameters per second; None: to be measured
@@ -153,7 +153,7 @@ def parse_device(text: str | os.PathLike[str]) -> DeviceSpec:
             values[option.field or name] = option.parse(value)
         except ValueError:
             raise CSDValueError(f"Invalid device: {text!r}; {name} is {option.accepts}, got {value!r}") from None
-    values["pace"] = Pace(**{f.name: values.pop(f.name) for f in fields(Pace) if f.name in values})
+    values["pace"] = Rates(**{f.name: values.pop(f.name) for f in fields(Rates) if f.name in values})
     scratch = values.pop("scratch", False)
     values["user_set"] = frozenset({"block", "depth"} & options.keys())
     if not backend.place:
@@ -201,7 +201,7 @@ def parse_devices(devices: str | os.PathLike[str] | Sequence[str | os.PathLike[s
             raise CSDValueError(
                 f"Invalid devices: {str(place)!r} is named twice; each device needs a directory of its own"
             )
-    with_link = [s for s in specs if s.pace.link]
+    with_link = [s for s in specs if s.pace.link < math.inf]
     for spec in with_link:
         if spec.pace.link != with_link[0].pace.link:
             raise CSDValueError(

@@ -7,12 +7,12 @@ import functools
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from ..accelerator import accelerator_type, on, record_event, wait_for
+from ..bindings import Rates
 from ..devices.spec import DeviceSpec
 from ..errors import CSDMemoryError, CSDRuntimeError, CSDUnavailableError, CSDValueError
 from .engine_rate import ADAMW_STEP
@@ -36,14 +36,6 @@ class Joining(NamedTuple):
     nbytes: int  # bytes of its states on the accelerator, with the second copy that undoing a step needs
     in_place: bool  # the parameter is its own master
     is_coded: bool  # its states are stored as codes
-
-
-@dataclass(frozen=True)
-class Rates:
-    """The speed of an accelerator, as the user states it or as measured."""
-
-    update: float  # parameters per second that AdamW updates
-    link: float  # bytes per second each way between accelerator and host memory, with both ways busy
 
 
 class OnAccelerator:
@@ -132,7 +124,7 @@ def _differing_roundings(device: torch.device) -> list[str]:
 
 
 def rates_of(spec: DeviceSpec) -> Rates:
-    """Return the rates that `spec` states, and measure the others on the current accelerator.
+    """Return the update rate of AdamW and the link's that `spec` states, or measure them on the current accelerator.
 
     Raises CSDUnavailableError if a rate has to be measured and there is no accelerator.
     """
@@ -142,7 +134,7 @@ def rates_of(spec: DeviceSpec) -> Rates:
             errno.ENODEV,
             f"{spec}: there is no accelerator here to be measured; say what is known: gpu:?update=5G/s&link=25GB/s",
         )
-    return Rates(known[0] or _update_rate(spec.exact), known[1] or _link_rate())
+    return Rates(update=known[0] or _update_rate(spec.exact), link=known[1] or _link_rate())
 
 
 @functools.cache

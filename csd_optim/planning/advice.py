@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from ..bindings import Rates
 from ..compression.policy import DENSE_FROM
 from ..devices.backends import BACKENDS
 from ..devices.spec import DEFAULT_BUFFERS
@@ -25,7 +26,6 @@ from .model import (
     STATE_DTYPES,
     VARIANTS,
     ZERO_UPDATE,
-    Device,
     Host,
     Prediction,
     predict,
@@ -63,8 +63,8 @@ class Request:
     devices: int
     host: Host
     on: str = "drive"  # or "csd": the kind of device that is planned for; the other kind is for comparison
-    drive: Device = DRIVES["gen4"]
-    csd: Device = SMARTSSD
+    drive: Rates = DRIVES["gen4"]
+    csd: Rates = SMARTSSD
     dtype: str = "bf16"
     optimizer: Optimizer = Optimizer()
     state_dtype: str = FP32  # or "8bit": how CSDAdam's states are kept
@@ -84,7 +84,8 @@ class Request:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values. `optimizer` is left out if it is plain CSDAdam, as in output of older versions."""
-        return {k: v for k, v in asdict(self).items() if k != "optimizer" or self.optimizer != Optimizer()}
+        found = {k: v for k, v in asdict(self).items() if k != "optimizer" or self.optimizer != Optimizer()}
+        return found | {"drive": rates_of(self.drive), "csd": rates_of(self.csd)}
 
 
 def plan(request: Request, sweep: Sequence[int] = ()) -> dict[str, Any]:
@@ -125,6 +126,11 @@ def plan(request: Request, sweep: Sequence[int] = ()) -> dict[str, Any]:
         "sweep": [row for n in sweep for row in _rows(r, n)],
     }
     return {name: _plain(value) for name, value in found.items()}
+
+
+def rates_of(device: Rates) -> dict[str, Any]:
+    """Return what a plan takes into account of a device's rates."""
+    return {name: getattr(device, name) for name in ("read", "write", "mixed", "update", "on_host")}
 
 
 def check(r: Request) -> None:
@@ -305,7 +311,7 @@ def _plain(value: Any) -> Any:
 # ---- what people write -----------------------------------------------------------
 
 
-def parse_rates(text: str, presets: dict[str, Device], like: Device) -> Device:
+def parse_rates(text: str, presets: dict[str, Rates], like: Rates) -> Rates:
     """Parse `gen4` or `read=7GB/s,write=5GB/s[,mixed=6GB/s][,update=240M/s]`. Raises CSDValueError.
 
     `presets`: devices by name. `like`: the device that supplies what the text leaves out.
@@ -325,7 +331,7 @@ def parse_rates(text: str, presets: dict[str, Device], like: Device) -> Device:
             raise wrong
     if not {"read", "write"} <= given.keys() or (like.on_host and "update" in given):
         raise wrong
-    device = Device.in_turn(given["read"], given["write"], given.get("update", like.update), like.on_host)
+    device = Rates.in_turn(given["read"], given["write"], given.get("update", like.update), like.on_host)
     if (mixed := given.get("mixed", device.mixed)) > device.read + device.write:
         raise CSDValueError(
             f"Invalid rates: {text!r}; mixed, read plus written at once, exceeds the sum of read and write"
@@ -341,7 +347,7 @@ def parse_sweep(text: str) -> range:
     return range(int(match[1]), int(match[2]) + 1)
 
 
-def measured(entries: Sequence[dict[str, Any]]) -> Device:
+def measured(entries: Sequence[dict[str, Any]]) -> Rates:
     """Return the slowest rates among devices. `entries`: as `csd-optim devices --probe` shows them.
 
     All devices have the same amount of work, so the slowest one counts. Devices on one file system share its speed,
@@ -361,13 +367,13 @@ def measured(entries: Sequence[dict[str, Any]]) -> Device:
             # Without P2P, states go through the host, at the rate of the drive or of the DMA.
             read = card["drive_to_card"] or min(drive["read"], card["to_card"])
             write = card["card_to_drive"] or min(drive["write"], card["from_card"])
-            found.append(replace(Device.in_turn(read, write), update=card["kernel"]))
+            found.append(replace(Rates.in_turn(read, write), update=card["kernel"]))
         else:
-            found.append(Device(**drive, on_host=True))
+            found.append(Rates(**drive, on_host=True))
     if len({device.on_host for device in found}) > 1:
         raise CSDValueError("there are both plain drives and cards: plan for one kind at a time")
-    slowest = {f.name: min(getattr(d, f.name) for d in found) for f in fields(Device)}
-    return Device(**slowest)
+    slowest = {f.name: min(getattr(d, f.name) for d in found) for f in fields(Rates)}
+    return Rates(**slowest)
 
 
 def count_params(config: Path) -> int:

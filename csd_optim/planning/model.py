@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..bindings import Rates
 from ..compression.policy import DENSE_FROM
 from ..errors import CSDValueError
 from ..store.layout import MAX_MAPPINGS, TILE_ELEMS, TILES_PER_DEVICE
@@ -41,24 +42,6 @@ LINK_SHARE = 0.8
 # Parameters per second that ZeRO-Infinity updates on the CPU, including all copies around the update, while the drives
 # wait: a step takes 1.8 to 2.6 ns per parameter longer than its transfers, on one and on two drives of 3 GB/s.
 ZERO_UPDATE = 450e6
-
-
-@dataclass(frozen=True)
-class Device:
-    """The rates of a plain drive or a CSD."""
-
-    read: float  # bytes per second from flash, without writes
-    write: float
-    mixed: float  # bytes per second, read plus written, when as much is read as written at once
-    # Parameters per second that the device updates. If `on_host`, Host.update counts instead.
-    update: float = math.inf
-    # True for a plain drive (an emulated CSD): the CPU updates, and states cross the link.
-    on_host: bool = False
-
-    @staticmethod
-    def in_turn(read: float, write: float, update: float = math.inf, on_host: bool = False) -> Device:
-        """Return a device that reads and writes at once no faster than in turn: cautious, and true of most drives."""
-        return Device(read, write, 2 / (1 / read + 1 / write), update, on_host)
 
 
 @dataclass(frozen=True)
@@ -93,9 +76,9 @@ class Prediction:
 PUBLISHED_UPDATE = {"su_o": 550e6, "su_o_c": 259e6}
 # Typical rates of plain drives for long transfers, from data sheets.
 DRIVES = {
-    "gen3": Device.in_turn(3.0e9, 2.0e9, on_host=True),
-    "gen4": Device.in_turn(6.5e9, 4.0e9, on_host=True),
-    "gen5": Device.in_turn(13e9, 6.5e9, on_host=True),
+    "gen3": Rates.in_turn(3.0e9, 2.0e9, on_host=True),
+    "gen4": Rates.in_turn(6.5e9, 4.0e9, on_host=True),
+    "gen5": Rates.in_turn(13e9, 6.5e9, on_host=True),
 }
 SMARTSSD_TBW = 7.008e15  # bytes: all 3.84 TB once a day, for five years
 CARD_MEMORY = 15.4e9  # bytes per second of the memory on a SmartSSD
@@ -111,7 +94,7 @@ def slot_bytes(state_dtype: str, item_bytes: int, sections: int = ADAMS) -> floa
     return elem_bytes(SECTIONS[:sections], state_dtype, torch.float32 if item_bytes == 4 else torch.bfloat16)
 
 
-def smartssd(state_dtype: str = FP32, sections: int = ADAMS) -> Device:
+def smartssd(state_dtype: str = FP32, sections: int = ADAMS) -> Rates:
     """Return a SmartSSD: published peer-to-peer rates, and the update rate that the card's memory allows.
 
     States cross that memory four times: in from the drive, into the kernel, back, out to the drive. A 16-bit gradient
@@ -119,7 +102,7 @@ def smartssd(state_dtype: str = FP32, sections: int = ADAMS) -> Device:
     8-bit states contain the parameter, which saves one of these crossings: 6 B.
     """
     crossing = 4 * slot_bytes(state_dtype, 2, sections) + (8 if state_dtype == FP32 else 6)
-    return Device.in_turn(2.9e9, 1.6e9, CARD_MEMORY / crossing // 5e6 * 5e6)
+    return Rates.in_turn(2.9e9, 1.6e9, CARD_MEMORY / crossing // 5e6 * 5e6)
 
 
 SMARTSSD, SMARTSSD_8BIT = smartssd(), smartssd(EIGHT_BIT)  # 275 and 590 million parameters per second
@@ -176,7 +159,7 @@ def predict(
     variant: str,
     params: float,
     devices: int,
-    device: Device,
+    device: Rates,
     host: Host,
     *,
     item_bytes: int = 2,

@@ -14,8 +14,9 @@ from bench import ranks_model as ranks
 from bench import ranks_plan
 from bench.ranks_model import DRIVES, LINKS, Fleet, Stage, at_least, iteration, parse_link, plan_ranks, simulate
 from csd_optim import CSDValueError
+from csd_optim.bindings import Rates
 from csd_optim.planning.advice import Request
-from csd_optim.planning.model import Device, Host
+from csd_optim.planning.model import Host
 from csd_optim.serve import early
 
 GBIT = 1e9 / 8
@@ -24,7 +25,7 @@ PAGE = Path(__file__).parents[2] / "docs/optimizer-ranks.md"
 
 def request(params=7e9, devices=4, drive=5e9, cpu=1.4e9, **gpu):
     """Return a request with drives that read and write `drive` bytes per second at once."""
-    return Request(int(params), devices, Host(update=cpu), drive=Device(drive, drive, drive, on_host=True), **gpu)
+    return Request(int(params), devices, Host(update=cpu), drive=Rates(drive, drive, drive, on_host=True), **gpu)
 
 
 FREE = {"drive": math.inf, "cpu": math.inf}  # infinitely fast owners

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from csd_optim import CSDAdam, CSDValueError
-from csd_optim.bindings import Pace
+from csd_optim.bindings import Rates
 from csd_optim.cli.benchmark import scratch
 from csd_optim.devices.backends import NO_CACHE
 from csd_optim.devices.spec import parse_device, parse_devices
@@ -63,15 +63,15 @@ def test_pace_is_parsed():
     spec = parse_device(
         "file:/mnt/nvme0?read=2.9GB/s&write=800MiB/s&mixed=3GB/s&latency=100us&update=240M/s&link=8GB/s"
     )
-    assert spec.pace == Pace(read=2.9e9, write=800 << 20, mixed=3e9, latency=1e-4, update=240e6, link=8e9)
+    assert spec.pace == Rates(read=2.9e9, write=800 << 20, mixed=3e9, latency=1e-4, update=240e6, link=8e9)
     assert (spec.backend, str(spec.directory), spec.durable, spec.buffers) == ("file", "/mnt/nvme0", True, 8)
-    assert parse_device("ram:?update=1.5G/s").pace == Pace(update=1.5e9)
-    assert parse_device("null:?link=5000 KB/s&update=2000000/s").pace == Pace(update=2e6, link=5e6)
-    assert parse_device("file:?latency=1.5ms").pace == Pace(latency=1.5e-3)
-    assert parse_device("file:?link=8GB/s&host=1").pace == Pace(link=8e9, host=True)
-    assert parse_device("file:?read=3GB/s&flash_grads=1&host=0").pace == Pace(read=3e9, flash_grads=True)
+    assert parse_device("ram:?update=1.5G/s").pace == Rates(update=1.5e9)
+    assert parse_device("null:?link=5000 KB/s&update=2000000/s").pace == Rates(update=2e6, link=5e6)
+    assert parse_device("file:?latency=1.5ms").pace == Rates(latency=1.5e-3)
+    assert parse_device("file:?link=8GB/s&host=1").pace == Rates(link=8e9, on_host=True)
+    assert parse_device("file:?read=3GB/s&flash_grads=1&host=0").pace == Rates(read=3e9, flash_grads=True)
     for unpaced in ("/mnt/nvme0", "file:", "ram:", "null:", "xrt:0"):
-        assert parse_device(unpaced).pace == Pace()
+        assert parse_device(unpaced).pace == Rates()
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_bad_pace_is_refused_with_its_value(text, named):
 
 def test_one_link_has_one_rate():
     devices = ["file:?link=8GB/s", "ram:", "ram:?link=8000MB/s"]
-    assert [s.pace.link for s in parse_devices(devices)] == [8e9, 0, 8e9]
+    assert [s.pace.link for s in parse_devices(devices)] == [8e9, float("inf"), 8e9]
     with pytest.raises(CSDValueError, match=r"'file:\?link=8GB/s' and 'null:\?link=9GB/s' share one link"):
         optimizer([*devices, "null:?link=9GB/s"])
 

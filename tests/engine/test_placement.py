@@ -12,7 +12,7 @@ from support.inside import engine_of
 from support.training import trained
 
 from csd_optim import CSDAdam, CSDMemoryError, CSDOSError, CSDValueError
-from csd_optim.bindings import Pace
+from csd_optim.bindings import Rates
 from csd_optim.devices import machine, spec
 from csd_optim.devices.placement import Candidate, place, step_seconds
 from csd_optim.devices.spec import parse_devices
@@ -371,7 +371,7 @@ def test_as_it_may_be_written(monkeypatch):
 
 def test_a_directory_of_that_name():
     assert parse_devices("./auto")[0].directory is not None
-    assert Pace().params_per_second == math.inf
+    assert Rates().params_per_second == math.inf
 
 
 # ---- the command ---------------------------------------------------------------------------

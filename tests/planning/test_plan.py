@@ -10,14 +10,14 @@ import torch
 
 import csd_optim
 from csd_optim import CSDAdam, CSDStoreError, CSDValueError
-from csd_optim.bindings import Pace
+from csd_optim.bindings import Rates
 from csd_optim.cli import benchmark, facts
 from csd_optim.cli.optimizers import OPTIMIZERS, described
 from csd_optim.engine import engine_rate
 from csd_optim.planning import advice as plan
 from csd_optim.planning import model
 from csd_optim.planning.advice import Request
-from csd_optim.planning.model import Device, Host, predict, traffic
+from csd_optim.planning.model import Host, predict, traffic
 
 ENGINE_RATE = engine_rate.engine_rate  # the real one
 
@@ -28,9 +28,9 @@ ENGINE_RATE = engine_rate.engine_rate  # the real one
 
 GIB = 2**30 / 1e9
 LINK = 8e9  # bytes per second, measured on the testbed
-PLAIN = Device.in_turn(3.0e9, 3.0e9)  # "per SSD about 3 GB/s"
+PLAIN = Rates.in_turn(3.0e9, 3.0e9)  # "per SSD about 3 GB/s"
 # Peer to peer, as measured with the models of 4.0 and 8.4 B (the code of its authors counts in GiB).
-SMARTSSD = Device.in_turn(2.78e9 * GIB, 1.63e9 * GIB)
+SMARTSSD = Rates.in_turn(2.78e9 * GIB, 1.63e9 * GIB)
 # Forward and backward alone, in seconds per billion parameters, which a user of `plan` knows. Means over the phases
 # below: forward as published, backward less the time that gradients take to flash at 6.4 GB/s.
 GPU = {"A5000": (0.133, 0.81), "A100": (0.125, 0.54)}
@@ -188,9 +188,9 @@ def test_measured_iterations(result):
         variant, rates = row["variant"], facts["rates"][row["variant"]]
         if variant.endswith("_overlap"):  # test_overlap_by_hand covers overlap
             continue
-        device = Device.in_turn(rates["read"], rates["write"], rates["update"])
+        device = Rates.in_turn(rates["read"], rates["write"], rates["update"])
         if variant.startswith("csdadam"):
-            device = Device(rates["read"], rates["write"], facts["mixed"], rates["update"])
+            device = Rates(rates["read"], rates["write"], facts["mixed"], rates["update"])
         topk = 0.01 if variant == "su_o_c" or variant.endswith("_topk") else None
         predicted = predict(
             variant.replace("_8bit", ""),
@@ -234,13 +234,13 @@ PACED = [
 @pytest.mark.parametrize("alone", PACED, ids=["read", "write", "update", "link"])
 def test_prediction_is_what_a_paced_engine_takes(alone, devices):
     each = NUMEL / devices
-    pace = Pace(
+    pace = Rates(
         read=12 * each / alone["read"],
         write=12 * each / alone["write"],
         update=each / alone["update"],
         link=2 * NUMEL / alone["down"],
     )
-    device = Device(pace.read, pace.write, pace.read + pace.write, pace.update)
+    device = Rates(pace.read, pace.write, pace.read + pace.write, pace.update)
     predicted = predict("csdadam", NUMEL, devices, device, server(link=pace.link))
     text = f"file:?read={pace.read}B/s&write={pace.write}B/s&update={pace.update}/s&link={pace.link}B/s&cache=off"
     p = torch.nn.Parameter(torch.randn(NUMEL).half())
@@ -260,7 +260,7 @@ def test_prediction_is_what_a_paced_engine_takes(alone, devices):
 
 
 def test_pipeline_fills_and_drains():
-    device = Device(read=12e6, write=12e6, mixed=24e6, update=1e6)  # a second each for a million parameters
+    device = Rates(read=12e6, write=12e6, mixed=24e6, update=1e6)  # a second each for a million parameters
     p = predict("csdadam", 1e6, 1, device, server(link=2e6))
     tiles = model.tiles_per_device(1e6, 1)
     assert tiles == 8
@@ -358,7 +358,7 @@ def own(found):
 
 def test_plan_by_hand():
     """7 B parameters on two drives that read 6 and write 3 GB/s in turn: 24 B / (4 GB/s) each."""
-    drive = Device.in_turn(6e9, 3e9, on_host=True)
+    drive = Rates.in_turn(6e9, 3e9, on_host=True)
     gpu = {"forward": 1, "backward": 2, "accumulate": 3}
     found = plan.plan(Request(params=7 * 10**9, devices=2, host=server(), drive=drive, tbw=1e15, **gpu))
     assert own(found)["bound"] == "drive"
@@ -404,7 +404,7 @@ def test_overlap_by_hand():
 
 def test_plan_with_8bit_states_by_hand():
     """The same two drives: 3.016 B / (6 GB/s) and 5.016 B / (3 GB/s) each."""
-    drive = Device.in_turn(6e9, 3e9, on_host=True)
+    drive = Rates.in_turn(6e9, 3e9, on_host=True)
     request = Request(params=7 * 10**9, devices=2, host=server(), drive=drive, tbw=1e15, state_dtype="8bit")
     found = plan.plan(request)
     assert own(found)["bound"] == "drive"
@@ -425,7 +425,7 @@ def test_break_even_with_8bit_states():
     """Plain drives stop at the link's 5.016 B / 8 GB/s, as 16 CSDs do at 10.03 B / 1 GB/s each. Reading less, they fill
     the pipeline sooner.
     """
-    slow, fast = Device.in_turn(1.0e9, 1.0e9, 1e12), Device.in_turn(5.0e9, 5.0e9, on_host=True)
+    slow, fast = Rates.in_turn(1.0e9, 1.0e9, 1e12), Rates.in_turn(5.0e9, 5.0e9, on_host=True)
     request = Request(params=10**10, devices=1, csd=slow, drive=fast, host=server(link=8e9, update=1e12))
     even = plan.plan(plan.replace(request, state_dtype="8bit"))["break_even"]
     assert even["csdadam"] == 17
@@ -469,12 +469,12 @@ def test_what_bounds_changes_with_the_machine():
     assert bound(host=server(link=1e8), on="csd") == "link down"
     assert bound(host=server(link=1e8), on="csd", topk=0.01) == "link up"
     assert bound(host=server(gpu_link=1e8)) == "gpu link down"
-    assert bound(on="csd", csd=Device.in_turn(3e9, 3e9, 1e6)) == "update"
+    assert bound(on="csd", csd=Rates.in_turn(3e9, 3e9, 1e6)) == "update"
 
 
 def test_break_even():
-    slow = Device.in_turn(1.0e9, 1.0e9, 1e12)
-    fast = Device.in_turn(5.0e9, 5.0e9, on_host=True)
+    slow = Rates.in_turn(1.0e9, 1.0e9, 1e12)
+    fast = Rates.in_turn(5.0e9, 5.0e9, on_host=True)
 
     def even(**rates):
         return plan.plan(Request(params=10**10, devices=1, csd=slow, drive=fast, host=server(**rates)))["break_even"]
@@ -541,7 +541,7 @@ def test_rates_are_parsed():
     assert drive.mixed == pytest.approx(4e9)  # 12 B + 12 B in 6 ns
     csds = {"smartssd": model.SMARTSSD}
     card = plan.parse_rates("read=3GB/s,write=3GB/s,mixed=5GB/s,update=240M/s", csds, model.SMARTSSD)
-    assert card == Device(3e9, 3e9, 5e9, 240e6)
+    assert card == Rates(3e9, 3e9, 5e9, 240e6)
     assert plan.parse_rates("read=3GB/s,write=3GB/s", csds, model.SMARTSSD).update == model.SMARTSSD.update
 
 
@@ -576,13 +576,13 @@ def entry(device, read, mounted_at, **more):
 
 
 def test_the_slowest_of_measured_devices_counts():
-    assert plan.measured([entry("a", 5.0, "/a"), entry("b", 4.0, "/b")]) == Device(4.0, 2.0, 3.0, on_host=True)
+    assert plan.measured([entry("a", 5.0, "/a"), entry("b", 4.0, "/b")]) == Rates(4.0, 2.0, 3.0, on_host=True)
     shared = plan.measured([entry("a", 4.0, "/a"), entry("b", 4.0, "/a")])
-    assert shared == Device(2.0, 1.0, 1.5, on_host=True)
+    assert shared == Rates(2.0, 1.0, 1.5, on_host=True)
     rates = {"drive_to_card": 3.0, "card_to_drive": 1.5, "to_card": 9.0, "from_card": 9.0, "kernel": 7.0}
-    assert plan.measured([entry("xrt:0", 5.0, "/a", card_speed=rates)]) == Device.in_turn(3.0, 1.5, 7.0)
+    assert plan.measured([entry("xrt:0", 5.0, "/a", card_speed=rates)]) == Rates.in_turn(3.0, 1.5, 7.0)
     no_p2p = rates | {"drive_to_card": 0.0, "card_to_drive": 0.0, "from_card": 1.0}
-    assert plan.measured([entry("xrt:0", 5.0, "/a", card_speed=no_p2p)]) == Device.in_turn(5.0, 1.0, 7.0)
+    assert plan.measured([entry("xrt:0", 5.0, "/a", card_speed=no_p2p)]) == Rates.in_turn(5.0, 1.0, 7.0)
     with pytest.raises(CSDValueError, match="one kind"):
         plan.measured([entry("a", 5.0, "/a"), entry("xrt:0", 5.0, "/b", card_speed=rates)])
     with pytest.raises(CSDValueError, match="'ram:' has no drive"):

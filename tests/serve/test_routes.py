@@ -23,9 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 from bench import ranks_model as ranks
 from bench.ranks_model import Fleet
 from csd_optim import CSDAdam, CSDRankError, CSDRuntimeError, CSDTypeError, CSDValueError, push
+from csd_optim.bindings import Rates
 from csd_optim.distributed import buckets
 from csd_optim.planning.advice import Request
-from csd_optim.planning.model import Device, Host
+from csd_optim.planning.model import Host
 from csd_optim.serve import early
 from csd_optim.serve.arrivals import Arrival, Arrivals
 from csd_optim.serve.blocks import IN_FLIGHT, Block, owned
@@ -536,7 +537,7 @@ def test_the_hook_is_planned_to_take_no_more_time_than_none():
     for trainers, owners, times, backward, drive in itertools.product(
         (1, 2, 4, 64), (1, 8), (0.25, 1, 4, 64), (0.0, 3.0), (2e9, 1e12)
     ):
-        of_drive = Device(drive, drive, drive, on_host=True)
+        of_drive = Rates(drive, drive, drive, on_host=True)
         request = Request(params=10**9, devices=4, host=Host(update=math.inf), drive=of_drive, backward=backward)
         fleet = Fleet(trainers, owners, 1e9, times * 1e9)
         slices, kept = (ranks.iteration(route, request, fleet) for route in ("slices", "kept"))
