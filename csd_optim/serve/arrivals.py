@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ..distributed.buckets import IN_FLIGHT
 from ..errors import CSDRankError
-from .blocks import IN_FLIGHT, Block, Bucket, IncomingBucket, Part, begin_receive, buckets_with_owner
+from .blocks import Block, Bucket, IncomingBucket, Part, begin_receive, buckets_with_owner
 from .values import dtype_named
 from .wire import LONG_TIMEOUT, PUSH, PUSHED, Session
 

@@ -16,15 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..distributed.buckets import TARGET_BUCKETS, bucket_bytes
+from ..distributed.buckets import IN_FLIGHT, TARGET_BUCKETS, bucket_bytes, pack, view_in
 from ..distributed.ranks import Ranks
 from ..distributed.sharding import FSDP1Shard, Partition, rows_of
 from ..errors import CSDRankError, CSDRuntimeError
-from ..store.layout import round_up
 from .wire import BULK, Session
-
-ALIGN = 16  # bytes: sufficient for any dtype
-IN_FLIGHT = 3  # buckets in flight to or from one other process
 
 
 class Block(NamedTuple):
@@ -116,25 +112,18 @@ def buckets_with_owner(
 
     `target_buckets`: number of buckets to aim for at least; a small model has fewer.
     """
-    out: list[Bucket] = []
-    bytes_left = 0
     blocks = [(part, block) for part in parts if (block := part.block.intersection(owned(part.shape, owners, k))).numel]
-    max_bytes = bucket_bytes(sum(block.numel * part.dtype.itemsize for part, block in blocks), target_buckets)
-    for part, block in blocks:
-        rows = block.sizes[0] if block.sizes else 1
-        row_bytes = block.numel // rows * part.dtype.itemsize
-        first = 0
-        while first < rows:
-            rows_left = bytes_left // row_bytes
-            if not rows_left:
-                out.append([])
-                rows_left = max(1, max_bytes // row_bytes)
-            n = min(rows_left, rows - first)
-            cut = Block((block.first[0] + first, *block.first[1:]), (n, *block.sizes[1:])) if block.sizes else block
-            out[-1].append(Piece(part.key, cut, round_up(buffer_bytes(out[-1]), ALIGN), part.dtype))
-            bytes_left = max(0, max_bytes - round_up(buffer_bytes(out[-1]), ALIGN))
-            first += n
-    return out
+    sizes = [
+        (rows := block.sizes[0] if block.sizes else 1, block.numel // rows * p.dtype.itemsize) for p, block in blocks
+    ]
+    max_bytes = bucket_bytes(sum(rows * row_bytes for rows, row_bytes in sizes), target_buckets)
+
+    def piece(i: int, first: int, n: int, offset: int) -> Piece:
+        part, block = blocks[i]
+        cut = Block((block.first[0] + first, *block.first[1:]), (n, *block.sizes[1:])) if block.sizes else block
+        return Piece(part.key, cut, offset, part.dtype)
+
+    return [[piece(*cut) for cut in cuts] for cuts in pack(sizes, max_bytes)]
 
 
 def buffer_bytes(bucket: Bucket) -> int:
@@ -221,8 +210,7 @@ def begin_receive(session: Session, rank: int, bucket: Bucket, tag: int) -> Inco
 
 def piece_view(buffer: torch.Tensor, piece: Piece) -> torch.Tensor:
     """Return the view of a bucket's buffer (uint8, 1-D) that holds this piece, with the piece's dtype and sizes."""
-    n = piece.block.numel * piece.dtype.itemsize
-    return buffer[piece.offset : piece.offset + n].view(piece.dtype).view(piece.block.sizes)
+    return view_in(buffer, piece.offset, piece.dtype, piece.block.sizes)
 
 
 def round_robin(lists: Mapping[int, list[Bucket]]) -> Iterable[tuple[int, Bucket]]:

@@ -27,12 +27,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..accelerator import on, record_event
-from ..distributed.buckets import TARGET_BUCKETS
+from ..distributed.buckets import TARGET_BUCKETS, aligned, pack
 from ..distributed.ranks import Ranks
 from ..distributed.sharding import rows_of
 from ..errors import CSDRankError, CSDRuntimeError
-from ..store.layout import round_up
-from .blocks import ALIGN, Block, Part, Piece, buckets_with_owner, buffer_bytes, owned, piece_view, send_buckets, whole
+from .blocks import Block, Part, Piece, buckets_with_owner, buffer_bytes, owned, piece_view, send_buckets, whole
 from .wire import PUSH, PUSHED, Session
 
 ROUND_BYTES = 16 << 20  # maximum size of a round: all trainers' shares together
@@ -85,21 +84,20 @@ class Push(NamedTuple):
 
 def rounds_of(outgoing: Iterable[OutgoingGrad], trainers: int, round_bytes: int) -> list[list[Strip]]:
     """Split gradients into rounds of strips, identically on all trainers. `round_bytes`: of all trainers' shares."""
-    out: list[list[Strip]] = []
-    bytes_left = 0
-    for part, _, grad in outgoing:
-        rows = rows_of(part.shape[0], trainers, 0)[1] if part.shape else 1
-        row_bytes = trainers * grad.element_size() * math.prod(part.shape[1:])
-        first = 0
-        while first < rows:
-            if bytes_left < row_bytes:
-                out.append([])
-                bytes_left = round_bytes
-            n = min(max(1, bytes_left // row_bytes), rows - first)
-            out[-1].append(Strip(part.key, part.shape, part.dtype, grad, first, n))
-            bytes_left -= n * row_bytes
-            first += n
-    return out
+    parts = [(part, grad) for part, _, grad in outgoing]
+    sizes = [
+        (
+            rows_of(part.shape[0], trainers, 0)[1] if part.shape else 1,
+            trainers * grad.element_size() * math.prod(part.shape[1:]),
+        )
+        for part, grad in parts
+    ]
+
+    def strip(i: int, first: int, n: int, _: int) -> Strip:
+        part, grad = parts[i]
+        return Strip(part.key, part.shape, part.dtype, grad, first, n)
+
+    return [[strip(*cut) for cut in cuts] for cuts in pack(sizes, round_bytes, align=1)]
 
 
 def own_pushes(strips: Sequence[Strip]) -> list[Push]:
@@ -124,7 +122,7 @@ def begin_reduce_scatter(strips: Sequence[Strip], ranks: Ranks | None) -> Callab
     """
     size, rank = (ranks.size, ranks.rank) if ranks else (1, 0)
     layouts = [_layout(strips, size, k) for k in range(size)]
-    bytes_of = [round_up(buffer_bytes(layout), ALIGN) for layout in layouts]
+    bytes_of = [aligned(buffer_bytes(layout)) for layout in layouts]
     device = strips[0].grad.device
     if ranks and device.type not in ranks.device_types:
         device = ranks.device
@@ -158,7 +156,7 @@ def _layout(strips: Sequence[Strip], trainers: int, k: int) -> list[Piece]:
     for i, strip in enumerate(strips):
         block = strip.block(trainers, k)
         if block.numel:
-            pieces.append(Piece(i, block, round_up(buffer_bytes(pieces), ALIGN), strip.grad.dtype))
+            pieces.append(Piece(i, block, aligned(buffer_bytes(pieces)), strip.grad.dtype))
     return pieces
 
 

@@ -18,15 +18,11 @@ import numpy as np
 import torch
 
 from ..accelerator import is_on_accelerator
-from ..distributed.buckets import bucket_bytes
+from ..distributed.buckets import IN_FLIGHT, aligned, bucket_bytes, pack, view_in
 from ..distributed.ranks import Ranks
 from ..distributed.sharding import Partition
 from ..params.grad_source import GradSource
 from ..params.strides import flat, numel, same_order
-from ..store.layout import round_up
-
-ALIGN = 16  # bytes: alignment of pieces in a bucket, enough for any dtype
-IN_FLIGHT = 3  # buckets: one being filled, one travelling, one being emptied
 
 
 class Shared(Protocol):
@@ -58,23 +54,23 @@ class Located(Protocol):
 class _Piece:
     param_state: Shared
     first: int | None  # first element in the share, in the order of flat(); None: all of a share that is not dense
-    n: int  # elements, in the largest share
+    n: int  # elements, in the largest share; not used for a share that is not dense
     offset: int  # bytes, in the bucket
     bytes: int
 
 
 @dataclass
 class _Bucket:
-    pieces: list[_Piece] = field(default_factory=list)
+    ranks: Ranks  # the ranks that exchange it
+    pieces: list[_Piece]
     tiles: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, np.uint32))
     send_copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (buffer, parameter)
     receive_copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (parameter, buffer)
-    ranks: Ranks = field(init=False)  # the ranks that exchange it
     buffer: torch.Tensor = field(init=False)  # begins with one row of `bytes` per rank
 
     @property
     def bytes(self) -> int:
-        return round_up(self.pieces[-1].offset + self.pieces[-1].bytes, ALIGN) if self.pieces else 0
+        return aligned(self.pieces[-1].offset + self.pieces[-1].bytes)
 
 
 class ParamAllGather:
@@ -114,8 +110,7 @@ class ParamAllGather:
                     share = flat(share)[piece.first : piece.first + piece.n]
                 if not share.numel():
                     continue
-                room = bucket.buffer[rank * n + piece.offset :][: share.numel() * share.element_size()]
-                staged = room.view(share.dtype).view(share.shape)
+                staged = view_in(bucket.buffer, rank * n + piece.offset, share.dtype, share.shape)
                 if rank == ranks.rank:
                     bucket.send_copies.append((staged, share))
                 else:
@@ -189,26 +184,19 @@ def _fill_buckets(param_states: Sequence[Shared], ranks: Ranks) -> list[_Bucket]
     The result is the same on every rank, because it depends only on what all ranks know.
     """
     of_all_ranks = bucket_bytes(sum(state.part.local(state.param).nbytes for state in param_states))
-    room = max(1 << 12, of_all_ranks // ranks.size)
-    buckets = [_Bucket()]
-    for param_state in param_states:
-        largest = param_state.part.of_rank(param_state.param, 0)
-        dense = same_order(largest.stride(), torch.empty_like(largest, device="meta").stride(), largest.shape)
-        total = numel(largest) if dense else largest.numel()
-        size = largest.numel() * largest.element_size() // max(1, total)
-        first = 0
-        while first < total:
-            offset = buckets[-1].bytes
-            n = min((room - offset) // size, total - first) if dense else total
-            if offset and (n <= 0 or offset + n * size > room):
-                buckets.append(_Bucket())
-                continue
-            buckets[-1].pieces.append(_Piece(param_state, first if dense else None, n, offset, n * size))
-            first += n
-    buckets = [b for b in buckets if b.pieces]
-    for bucket in buckets:
-        bucket.ranks = ranks
-    return buckets
+    sizes, dense = [], []
+    for state in param_states:
+        largest = state.part.of_rank(state.param, 0)
+        dense.append(same_order(largest.stride(), torch.empty_like(largest, device="meta").stride(), largest.shape))
+        rows = numel(largest) if dense[-1] else min(1, largest.numel())
+        sizes.append((rows, largest.nbytes // max(1, rows)))
+    return [
+        _Bucket(
+            ranks,
+            [_Piece(param_states[i], first if dense[i] else None, n, at, n * sizes[i][1]) for i, first, n, at in cuts],
+        )
+        for cuts in pack(sizes, max(1 << 12, of_all_ranks // ranks.size))
+    ]
 
 
 def _tiles_of(piece: _Piece, pieces: Located) -> np.ndarray[Any, Any]:

@@ -25,11 +25,12 @@ from bench.ranks_model import Fleet
 from csd_optim import CSDAdam, CSDRankError, CSDRuntimeError, CSDTypeError, CSDValueError, push
 from csd_optim.bindings import Rates
 from csd_optim.distributed import buckets
+from csd_optim.distributed.buckets import IN_FLIGHT
 from csd_optim.planning.advice import Request
 from csd_optim.planning.model import Host
 from csd_optim.serve import early
 from csd_optim.serve.arrivals import Arrival, Arrivals
-from csd_optim.serve.blocks import IN_FLIGHT, Block, owned
+from csd_optim.serve.blocks import Block, owned
 from csd_optim.serve.wire import BULK, PUSH, Session
 from csd_optim.serve.wire import PUSHED as PUSHED_TAG
 
