@@ -1,4 +1,4 @@
-"""bench/accuracy.py at its smallest size: it verifies, trains, and reports what it promises."""
+"""bench/studies/accuracy.py at its smallest size: it verifies, trains, and reports what it promises."""
 
 import json
 from dataclasses import replace
@@ -10,7 +10,7 @@ import torch
 from matplotlib import pyplot
 from support.forked import module
 
-from bench import accuracy, accuracy_plot, accuracy_tasks, accuracy_training
+from bench.studies import accuracy, accuracy_plot, accuracy_tasks, accuracy_training
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,7 +18,9 @@ ROOT = Path(__file__).parents[2]
 def test_quick(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     png = tmp_path / "accuracy.png"
-    done = module("bench.accuracy", "--quick", f"--directory={tmp_path}", "--json", f"--plot={png}", seconds=300)
+    done = module(
+        "bench.studies.accuracy", "--quick", f"--directory={tmp_path}", "--json", f"--plot={png}", seconds=300
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["schema"] == "csd_optim.bench.accuracy/1"

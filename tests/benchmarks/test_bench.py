@@ -9,9 +9,9 @@ import pytest
 from support.cards import emulated_python, needs_xrt
 from support.forked import module, python, running
 
-from bench import paced_network, ranks_table
-from bench.optimizer_ranks import ROUTES
 from bench.ranks_model import LINKS
+from bench.studies import paced_network, ranks_table
+from bench.studies.optimizer_ranks import ROUTES
 
 ROOT = Path(__file__).parents[2]
 
@@ -126,7 +126,7 @@ def test_ceiling(tmp_path):
 
 
 def test_zeros():
-    done = run("bench.zeros", "--rows=256", "--at=20", "--runs=5", "--json")
+    done = run("bench.studies.zeros", "--rows=256", "--at=20", "--runs=5", "--json")
     result = json.loads(done.stdout)
     assert result["schema"] == "csd_optim.bench.zeros/1"
     assert [row["what"] for row in result["rows"]] == ["CSDAdam", "torch", "torch, set_flush_denormal"]
@@ -176,7 +176,7 @@ def test_memory(tmp_path):
 
 
 def test_top(tmp_path):
-    done = run("bench.top", "--quick", f"--directory={tmp_path}", "--json")
+    done = run("bench.studies.top", "--quick", f"--directory={tmp_path}", "--json")
     result = json.loads(done.stdout)
     assert result["schema"] == "csd_optim.bench.top/1"
     assert [row["way"] for row in result["rows"]] == ["silent", "told", "watched"]
@@ -186,7 +186,7 @@ def test_top(tmp_path):
 
 
 def test_imports():
-    result = json.loads(run("bench.imports", "--quick", "--json").stdout)
+    result = json.loads(run("bench.studies.imports", "--quick", "--json").stdout)
     assert result["schema"] == "csd_optim.bench.imports/1"
     [(torch, ours, package, command)] = zip(*result["cpu_seconds"].values(), strict=True)
     assert 0 < package < torch  # csd_optim by itself does not import torch
@@ -349,7 +349,7 @@ def test_optimizer_ranks(tmp_path, paced):
     """
     network = "paced" if paced and not paced_network.missing() else "loopback"
     more = ["--unpaced"] if network == "loopback" else []
-    done = run("bench.optimizer_ranks", "--quick", f"--directory={tmp_path}", "--json", *more)
+    done = run("bench.studies.optimizer_ranks", "--quick", f"--directory={tmp_path}", "--json", *more)
     result = json.loads(done.stdout)
     assert result["schema"] == "csd_optim.bench.optimizer_ranks/1"
     assert result["machine"]["network"].startswith("loopback, unpaced" if more else "network namespaces")
@@ -365,7 +365,7 @@ def test_optimizer_ranks(tmp_path, paced):
 
 
 def test_optimizer_ranks_while_trainers_are_killed(tmp_path):
-    done = run("bench.optimizer_ranks", "--kills", "--quick", "--unpaced", f"--directory={tmp_path}", "--json")
+    done = run("bench.studies.optimizer_ranks", "--kills", "--quick", "--unpaced", f"--directory={tmp_path}", "--json")
     result = json.loads(done.stdout)
     assert result["schema"] == "csd_optim.bench.optimizer_ranks_kills/1"
     rows = {row["way"]: row for row in result["rows"]}

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from bench import area, cycles
+from bench import cycles
 from bench.cycles import CODED_COLUMNS, COLUMNS, RULE_COLUMNS, CodedRun, Run
+from bench.studies import area
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ROOT / "hls_kernels"

@@ -1,8 +1,8 @@
 """Parameters whose gradients stay zero: an embedding, of which each step uses only few rows. From the project's root:
 
-    python -m bench.zeros                         4000 steps of 2 M parameters in memory, about two minutes
-    python -m bench.zeros --quick                 to see that it works
-    python -m bench.zeros --at 20000 --json       at another step; everything as JSON
+    python -m bench.studies.zeros                         4000 steps of 2 M parameters in memory, about two minutes
+    python -m bench.studies.zeros --quick                 to see that it works
+    python -m bench.studies.zeros --at 20000 --json       at another step; everything as JSON
 
 Rows are drawn by Zipf's law, like words: most of them rarely. Without a gradient, a moment decays into the subnormal
 numbers and stays there, and processors compute ten times slower with those. CSDAdam flushes them to zero.

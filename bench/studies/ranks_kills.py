@@ -1,4 +1,4 @@
-"""Goodput while trainers are killed: `python -m bench.optimizer_ranks --kills`.
+"""Goodput while trainers are killed: `python -m bench.studies.optimizer_ranks --kills`.
 
 Intervals between kills are exponentially distributed, counted in steps, and the same for all ways. One trainer is
 killed, the others with it, as torchrun does, and all restart at once: AdamW from its last checkpoint, which one trainer
@@ -25,8 +25,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.paced_network import Network
-from bench.ranks_training import (
+from bench.step import say
+from bench.studies.paced_network import Network
+from bench.studies.ranks_training import (
     Trainer,
     checksum,
     drive_strings,
@@ -36,7 +37,6 @@ from bench.ranks_training import (
     reference,
     settle,
 )
-from bench.step import say
 
 Row = dict[str, Any]
 

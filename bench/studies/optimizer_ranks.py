@@ -1,18 +1,18 @@
 """Optimizer ranks (owners) on paced networks and drives, compared with ways without them. From the project's root:
 
-    python -m bench.optimizer_ranks             5 M parameters, 4 trainers: about five minutes
-    python -m bench.optimizer_ranks --kills     goodput while trainers are killed
-    python -m bench.optimizer_ranks --quick     a few seconds, to see that it works
+    python -m bench.studies.optimizer_ranks             5 M parameters, 4 trainers: about five minutes
+    python -m bench.studies.optimizer_ranks --kills     goodput while trainers are killed
+    python -m bench.studies.optimizer_ranks --quick     a few seconds, to see that it works
 
     adamw     DDP and torch's fused AdamW, states in each trainer's memory
     zero      DDP and ZeroRedundancyOptimizer(AdamW), in memory
     local     DDP and CSDAdam, each trainer has its share on as many drives of its own as an owner has
     kept ...  the routes to owners (csd-optim serve) that --routes names
 
-Trainers and owners are machines of a network of namespaces (bench/paced_network.py). Bytes really move, by TCP, at the
-rate of `--trainer-link`, for owners at 1, 2 and 4 times that rate; drives are paced, too (`--drive`). If such a network
-cannot be made, everything runs on loopback and only the drives are paced: the output says so, and the times mean
-little. All processes share this machine's cores either way.
+Trainers and owners are machines of a network of namespaces (bench/studies/paced_network.py). Bytes really move, by TCP,
+at the rate of `--trainer-link`, for owners at 1, 2 and 4 times that rate; drives are paced, too (`--drive`). If such a
+network cannot be made, everything runs on loopback and only the drives are paced: the output says so, and the times
+mean little. All processes share this machine's cores either way.
 
 An iteration is forward and backward (which take no time, or --backward seconds) with DDP's hooks, and step(). All
 trainers must end with the same parameters, and with ours they must be those of one process that gets the mean gradient,
@@ -36,13 +36,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench import paced_network, ranks_kills
 from bench import ranks_model as ranks
-from bench.paced_network import Network
 from bench.ranks_model import Fleet, parse_link
-from bench.ranks_training import Trainers, drive_strings, owners, places_of, reference
 from bench.step import machine_facts, say, span
-from bench.tcp_rate import tcp_rate
+from bench.studies import paced_network, ranks_kills
+from bench.studies.paced_network import Network
+from bench.studies.ranks_training import Trainers, drive_strings, owners, places_of, reference
+from bench.studies.tcp_rate import tcp_rate
 from csd_optim.bindings import Rates
 from csd_optim.devices import machine
 from csd_optim.devices.units import parse_rate
@@ -63,7 +63,7 @@ def main() -> None:
     arguments = parse()
     why_not = "--unpaced" if arguments.unpaced else paced_network.missing()
     if not why_not:
-        paced_network.enter("bench.optimizer_ranks")
+        paced_network.enter("bench.studies.optimizer_ranks")
     arguments.directory.mkdir(parents=True, exist_ok=True)
     facts = {
         **machine_facts(),

@@ -1,6 +1,6 @@
-"""Writes the tables of docs/optimizer-ranks.md from results of bench/optimizer_ranks.py:
+"""Writes the tables of docs/optimizer-ranks.md from results of bench/studies/optimizer_ranks.py:
 
-    python -m bench.ranks_table RESULT.json KILLS.json docs/optimizer-ranks.md    puts them between their marks
+    python -m bench.studies.ranks_table RESULT.json KILLS.json docs/optimizer-ranks.md    puts them between their marks
 
 RESULT.json is the output of --json, KILLS.json that of --json --kills.
 """
@@ -16,8 +16,8 @@ from typing import Any
 from bench.tables import put
 
 Row = dict[str, Any]
-BEGIN, END = "<!-- begin: bench.optimizer_ranks -->\n", "<!-- end: bench.optimizer_ranks -->\n"
-KILLS_BEGIN, KILLS_END = "<!-- begin: bench.ranks_kills -->\n", "<!-- end: bench.ranks_kills -->\n"
+BEGIN, END = "<!-- begin: bench.studies.optimizer_ranks -->\n", "<!-- end: bench.studies.optimizer_ranks -->\n"
+KILLS_BEGIN, KILLS_END = "<!-- begin: bench.studies.ranks_kills -->\n", "<!-- end: bench.studies.ranks_kills -->\n"
 NAMES = {
     "adamw": "DDP + AdamW, in memory",
     "zero": "DDP + ZeRO of AdamW, in memory",

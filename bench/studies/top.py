@@ -1,7 +1,7 @@
 """What `csd-optim top` costs the training that it watches. From the project's root:
 
-    python -m bench.top
-    python -m bench.top --quick         to see that it works
+    python -m bench.studies.top
+    python -m bench.studies.top --quick         to see that it works
 
 It times steps of a model so small that only the fixed costs of a step count. Each step is durable before the next one
 begins. Three ways take turns:

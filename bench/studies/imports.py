@@ -1,7 +1,7 @@
 """How long it takes to import csd_optim. From the project's root:
 
-    python -m bench.imports
-    python -m bench.imports --quick     to see that it works
+    python -m bench.studies.imports
+    python -m bench.studies.imports --quick     to see that it works
 
 Seconds of CPU time, in new interpreters by turns; before the first turn each has run once, so that all bytecode is
 compiled and cached:

@@ -1,10 +1,10 @@
 """The accuracy that Top-K gradients and 8-bit states cost in fine-tunings that converge. From the project's root:
 
-    python -m bench.accuracy --json result.json --plot result.png      the whole table: two hours on two cores
-    python -m bench.accuracy --tasks cloze digits --seeds 1
-    python -m bench.accuracy --tasks long falling --variants 8-bit     a long run, and gradients that fall tenfold
-    python -m bench.accuracy --variants "sgd-momentum, ours" "lion, ours"    other optimizers, each beside torch's
-    python -m bench.accuracy --quick                                   half a minute, to see that it works
+    python -m bench.studies.accuracy --json result.json --plot result.png    the whole table: two hours on two cores
+    python -m bench.studies.accuracy --tasks cloze digits --seeds 1
+    python -m bench.studies.accuracy --tasks long falling --variants 8-bit   a long run; gradients that fall tenfold
+    python -m bench.studies.accuracy --variants "sgd-momentum, ours" "lion, ours"     others, each beside torch's
+    python -m bench.studies.accuracy --quick                                 half a minute, to see that it works
 
 A small byte-level transformer is pre-trained once as a masked language model and kept below build/. From it each task
 is fine-tuned with torch.optim.AdamW on fp32 parameters, and with CSDAdam on bf16 parameters (2 B each way per
@@ -61,9 +61,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.accuracy_plot import plot
-from bench.accuracy_tasks import FULL, QUICK, TASKS, examples_of, pretrained
-from bench.accuracy_training import (
+from bench.demo import table
+from bench.step import machine_facts, say
+from bench.studies.accuracy_plot import plot
+from bench.studies.accuracy_tasks import FULL, QUICK, TASKS, examples_of, pretrained
+from bench.studies.accuracy_training import (
     ADAMW,
     OTHERS,
     QUICK_VARIANTS,
@@ -79,8 +81,6 @@ from bench.accuracy_training import (
     verify_codes,
     verify_dense,
 )
-from bench.demo import table
-from bench.step import machine_facts, say
 
 OVER_TIME = ("marks", "drift_over_time", "mean_root")  # lists with a figure per mark, if there are several
 

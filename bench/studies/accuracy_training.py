@@ -1,4 +1,4 @@
-"""What bench/accuracy.py compares: the variants, the training of each, and what is verified first.
+"""What bench/studies/accuracy.py compares: the variants, the training of each, and what is verified first.
 
 The drift is |w - w_ref| / |w_ref - w_0|: how far the weights (for CSDAdam the masters) are from AdamW's with the same
 seed, in units of how far AdamW moved them. It is taken at the end or, if a task has several marks, at each.
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from bench import rules
-from bench.accuracy_tasks import Size, accuracy, backward, batches, examples_of, schedule, start
+from bench.studies.accuracy_tasks import Size, accuracy, backward, batches, examples_of, schedule, start
 from csd_optim.optim.optimizer import CSDOptimizer
 
 TILE = 1 << 18  # elements: enough for the whole model

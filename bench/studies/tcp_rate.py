@@ -1,4 +1,4 @@
-"""The rate of TCP alone on the network of bench/optimizer_ranks.py: the limit that owners are compared with."""
+"""The rate of TCP alone on the network of bench/studies/optimizer_ranks.py: the limit that owners are compared with."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 
-from bench.ranks_training import processes, settle
+from bench.studies.ranks_training import processes, settle
 
 PIECE = 1 << 20  # bytes
 
