@@ -58,6 +58,7 @@ def test_many_dropped_in_cycles_while_others_step(tmp_path):
 
 COLLECTED = """
 import faulthandler, gc, sys, torch
+import torch._dynamo  # as the first optimizer would, which takes long on a busy machine
 import csd_optim.finalize, csd_optim.engine.commit
 from csd_optim import CSDAdam
 faulthandler.dump_traceback_later(40, exit=True)
