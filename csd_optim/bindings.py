@@ -81,8 +81,7 @@ Namer = Callable[[int, int], str]
 # of its states could not be written afterwards. _UNREAD: it occurred between steps, when states were read.
 _UNDONE = "The step was undone; parameters and state are those before it."
 TORN = (
-    "With shadow=False, and with ram: or gpu: without a drive, a step cannot be undone: parameters and state are a mix "
-    "of two steps. "
+    "With ram: or gpu: without a drive, a step cannot be undone: parameters and state are a mix of two steps. "
     "Go back to a snapshot or a checkpoint."
 )
 _KEPT = "The previous step is complete; states that were not written stay in memory, and the next call tries again."

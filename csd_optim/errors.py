@@ -32,7 +32,7 @@ class CSDUnavailableError(CSDOSError, RuntimeError):
 class CSDTornError(CSDOSError):
     """Parameters are a mix of two steps.
 
-    Either a step was cut short that cannot be undone (shadow=False, ram: alone, or gpu: without a drive): go back to a
+    Either a step was cut short that cannot be undone (ram: alone, or gpu: without a drive): go back to a
     snapshot or a checkpoint. Or a step is being undone, and old values cannot be read back yet: the next call tries
     again.
     """

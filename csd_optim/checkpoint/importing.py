@@ -308,7 +308,7 @@ def import_store(
     export = export.keeping(state_dtype) if state_dtype else export
     about = export.about
     numels = [math.prod(p["shape"]) * (2 if p["dtype"] == "complex64" else 1) for p in about["params"]]
-    engine = open_engine(specs, tile_elems=tile_elems, shadow=about["shadow"])
+    engine = open_engine(specs, tile_elems=tile_elems)
     try:
         params = []
         to_encode: dict[int, list[np.ndarray[Any, Any]]] = {}  # states by parameter

@@ -205,8 +205,8 @@ def save(engine: Engine, path: Path, progress: Progress, *, wait: bool) -> Savin
     made = Snapshot(recovered, path)
     give_up = threading.Event()
     done: Future[Path] = Future()
-    # The step after the next is the first to overwrite the slots being copied; with one slot per tile, the next is.
-    sequence = recovered[0].superblock.sequence - (engine.slots == 1) if made.to_copy else math.inf
+    # The step after the next is the first to overwrite the slots being copied.
+    sequence = recovered[0].superblock.sequence if made.to_copy else math.inf
     pin = Pin(sequence, done)
 
     def gate() -> None:

@@ -55,7 +55,7 @@ def verify(paths: Paths, progress: Progress = no_progress) -> list[Verdict]:
                     problem = ""
                     stores.append(store)
                     verdict.describe(store.recovered[0])
-                    # With one slot per tile, the step before has been overwritten.
+                    # With one slot per tile (see layout.SLOTS), the step before has been overwritten.
                     undoable = all(extent["slots"] == 2 for extent in store.recovered[0].manifest["extents"])
                     recovered = store.recovered if undoable else store.recovered[:1]
                     to_check += [(verdict, contents) for contents in recovered]

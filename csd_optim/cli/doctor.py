@@ -170,7 +170,7 @@ def check_room(free: int, share: int | None) -> Finding:
     if share is None:
         return Finding("room", OK, f"{free / 1e9:.0f} GB free; --params 7B checks whether a model fits")
     text = f"{free / 1e9:.0f} GB free, and the states take {share / 1e9:.0f} GB"
-    remedy = 'state_dtype="8bit", shadow=False, or one more drive'
+    remedy = 'state_dtype="8bit", or one more drive'
     return Finding("room", OK, text) if share <= free else Finding("room", BAD, text, remedy)
 
 
@@ -181,7 +181,7 @@ def check_store(store: dict[str, Any]) -> Finding:
     if store["owner"] is not None:
         return Finding("store", OK, f"step {store['step']}, in use by process {store['owner']}")
     if store["torn"]:
-        text = f"step {store['step']}, torn: stopped within the next step, which shadow=False cannot undo"
+        text = f"step {store['step']}, torn: stopped within the next step, which one slot per tile cannot undo"
         return Finding("store", BAD, text, "continue from a snapshot or a checkpoint")
     return Finding("store", OK, f"step {store['step']}; resume=True continues, overwrite=True starts anew")
 

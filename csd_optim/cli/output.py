@@ -272,7 +272,7 @@ def states_text(states: list[dict[str, Any]]) -> list[str]:
 def describe_end(described: dict[str, Any]) -> str:
     """Return how the last process left a store that is not in use now."""
     if described["torn"]:
-        return "cut short in the middle of a step, which shadow=False cannot undo"
+        return "cut short in the middle of a step, which one slot per tile cannot undo"
     if described["clean"]:
         return "closed cleanly"
     if described.get("world_size", 1) > 1:
@@ -378,7 +378,7 @@ def show_plan(found: dict[str, Any]) -> None:
         ("each", describe_rates(d)),
         ("updated by", "the CPU" if d["on_host"] else f"each CSD itself, {d['update'] / 1e6:.0f} Mparam/s"),
         ("CPU", cpu),
-        ("space", f"{short(capacity)} on each, or half with shadow=False{room}"),
+        ("space", f"{short(capacity)} on each{room}"),
         ("memory", f"{', '.join(described)} where the model lives; buffers {short(memory['buffers'])}"),
     ]
     for name, what in (("flash", "to and from flash"), ("link", "host to devices"), ("gpu", "GPU to host")):

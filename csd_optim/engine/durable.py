@@ -17,7 +17,7 @@ from ..accelerator import is_on_accelerator, record_event
 from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..errors import CSDError, CSDRuntimeError, CSDValueError, CSDWarning, users_stacklevel
 from ..store.file import StoreFile
-from ..store.format import CLEAN, RESIDUAL_ENTRY, UNDER_WAY, Contents, Record, Region, Superblock, read_commits
+from ..store.format import CLEAN, RESIDUAL_ENTRY, Contents, Record, Region, Superblock, read_commits
 from ..store.layout import Extent
 from .commit import Background, Commit, CommitJob, InParallel, Pin
 from .committer import Committer
@@ -57,8 +57,7 @@ class DurableCommitter(Committer):
         self._residuals = Residuals(n_devices)
         self._manifests = Manifests(n_devices, ranks)
         self._reports = Reports()
-        self._sequence = 0  # number of the last commit, or mark of announce_step()
-        self._marking: int | None = None  # sequence of a mark that may not have reached all stores yet
+        self._sequence = 0  # number of the last commit
         self._changed = False  # something has changed since the store was last closed cleanly
         self._committed_steps = np.zeros(0, np.float32)  # `step` of each parameter in the last commit
         self._round = 0  # the last round that this rank has begun to commit
@@ -134,15 +133,12 @@ class DurableCommitter(Committer):
 
         Raises CSDOSError if the previous step cannot be committed; nothing has been touched then.
         """
-        engine = self._engine
         if self.uncommitted:
             self.commit()
         self._background.wait()  # this step overwrites the slots of the commit before the last one
         self.wait_for_pins()
         self.reserve(record)
         tiles = super().before_step(tiles, record)
-        if engine.slots == 1 and not engine.windows.loose[tiles].all():
-            self.announce_step()
         self._changed = True
         self._residuals.before_step = [*self._residuals.written_bytes]
         return tiles
@@ -174,19 +170,6 @@ class DurableCommitter(Committer):
             store.reserve("table", self._manifests.tiles_bytes[d] + size)
             if not self._manifests.written:
                 store.reserve("manifest", len(self._manifests.pack(d, self._rooms)))
-
-    def announce_step(self) -> None:
-        """Mark the stores before a step writes in place: a mark without a later commit tells of a mix of two steps.
-
-        Raises CSDOSError. Some stores may be marked then although all tiles are still whole; so the next call marks
-        the stores with the same sequence number, the one after the last commit's.
-        """
-        if self._marking != self._sequence:
-            self._sequence += 1
-            self._marking = self._sequence
-        for store in self._stores.values():
-            store.mark(self._sequence, UNDER_WAY)
-        self._marking = None
 
     # ---- copies of the last commit, such as snapshots ----------------------------
 
@@ -341,8 +324,6 @@ class DurableCommitter(Committer):
         if len(edited):
             if windows.loose[edited].any():
                 self._commit_pending_step()
-            if self._engine.slots == 1:
-                self.announce_step()
             self.wait_for_pins()
             windows.move_to_next_slots(edited)
             self.uncommitted = True
@@ -402,10 +383,6 @@ class DurableCommitter(Committer):
         self._changed = True
         edited = windows.note_written()
         edited = edited[~coded[edited]]  # codes have no windows: _write_decoded() moves their tiles, and only once
-        if engine.slots == 1:
-            self.announce_step()
-        # Tiles with one slot are rewritten too: a snapshot may share their blocks (a reflink), so that a write
-        # allocates new ones. On a full disk that is an error here, but SIGBUS in a write through a window.
         tiles = np.union1d(tiles, edited)
         windows.move_to_next_slots(tiles[~windows.loose[tiles]])
         self.uncommitted = True
@@ -427,8 +404,6 @@ class DurableCommitter(Committer):
             return
         if not new[edited].all():
             self.wait_for_pins()
-            if engine.slots == 1:
-                self.announce_step()
             self.uncommitted = True
         engine.windows.write_decoded()
 
@@ -473,9 +448,8 @@ class DurableCommitter(Committer):
 
         A script that is restarted adds the parameters in that step again.
         """
-        marked = any(s.current.flags & UNDER_WAY for s in self._stores.values() if s.current)
         joined = not self._manifests.written or self._engine.n_params > len(self._committed_steps)
-        return joined and 0 < self._engine.step == self.committed_step and not marked
+        return joined and 0 < self._engine.step == self.committed_step
 
     @property
     def idle(self) -> bool:

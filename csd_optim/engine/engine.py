@@ -21,7 +21,7 @@ from ..errors import CSDError, CSDRuntimeError, CSDTornError
 from ..signals import defer_signals
 from ..store.file import Mode
 from ..store.format import Contents, Record
-from ..store.layout import SUM_ELEMS, Extent, extents_of, plan_extent
+from ..store.layout import SLOTS, SUM_ELEMS, Extent, extents_of, plan_extent
 from ..store.sections import FP32, elem_bytes
 from .committer import Committer
 from .decoded import Decoded
@@ -43,14 +43,12 @@ class Engine:
         *,
         mode: Mode = "new",
         tile_elems: int | None = None,
-        shadow: bool = True,
         in_place: bool = True,
         kernels: Collection[str] = (),
     ) -> None:
         self.mode = mode
         self.devices: OpenDevices = OpenDevices(specs, mode=mode, in_place=in_place, kernels=kernels)
         self.tile_elems = tile_elems
-        self.slots = 2 if shadow else 1
         self.extents: list[Extent] = []
         self.pid: int = os.getpid()
         self.lock: threading.RLock = threading.RLock()  # held during a step, while the state is read, and in close()
@@ -96,7 +94,7 @@ class Engine:
     def copies(self) -> int:
         """How many copies of the states a step needs at the same time, so that it can be undone."""
         near = self.accelerator
-        return 1 if self.devices.resident or (near and near.copies) else self.slots
+        return 1 if self.devices.resident or (near and near.copies) else SLOTS
 
     @property
     def n_params(self) -> int:
@@ -140,7 +138,6 @@ class Engine:
             sections=sections,
             codec=codec,
             param_dtype=param_dtype,
-            slots=self.slots,
             tile_elems=self.tile_elems,
             sum_elems=SUM_ELEMS,
             mapped=0 if self.devices.resident else bindings.mappings(),
@@ -168,7 +165,7 @@ class Engine:
     ) -> None:
         """Measure the drives before the first states are allocated on them."""
         if not any(e.n_tiles for e in self.extents) and self.devices.placement is None:
-            nbytes = self.slots * elem_bytes(sections, codec, param_dtype) * sum(numels)
+            nbytes = SLOTS * elem_bytes(sections, codec, param_dtype) * sum(numels)
             self.devices.tune(int(nbytes), new=True)
             if self.devices.placement:
                 self.devices.placement.accelerator = self.accelerator
@@ -182,7 +179,7 @@ class Engine:
             return None
         self._tune(numels, sections, FP32, None)
         assert self.devices.placement
-        extent = plan_extent(numels, len(self.devices.specs), sections=sections, slots=self.slots)
+        extent = plan_extent(numels, len(self.devices.specs), sections=sections)
         return self.devices.placement.accelerator_fraction(extent, param_bytes)
 
     def _add(
@@ -231,7 +228,6 @@ class Engine:
         first = recovered[0]
         self.step, self.record = first.superblock.step, first.record
         extents = extents_of(recovered)
-        self.slots = extents[0].slots if extents else self.slots
         if self.mode == "resume":
             self.devices.tune(sum(e.slots * e.slot_bytes * e.n_tiles for e in extents), new=False)
         self.devices.share_memory([sum(e.slot_bytes * e.tiles_of(d) for e in extents) for d in range(len(recovered))])

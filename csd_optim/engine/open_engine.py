@@ -25,7 +25,6 @@ def open_engine(
     *,
     mode: Mode = "new",
     tile_elems: int | None = None,
-    shadow: bool = True,
     ranks: Ranks | None = None,
     kernels: Collection[str] = (),
 ) -> Engine:
@@ -57,7 +56,7 @@ def open_engine(
             in_place = all(in_memory for _, _, in_memory in of_ranks)
             # With `gpu:` alone the engine still needs a device, for example for the `step` counts of parameters.
             engine_specs = others or [parse_device("ram:")]
-            options: dict[str, Any] = {"mode": mode, "tile_elems": tile_elems, "shadow": shadow, "kernels": kernels}
+            options: dict[str, Any] = {"mode": mode, "tile_elems": tile_elems, "kernels": kernels}
             engine = Engine(engine_specs, in_place=in_place, **options)
             if near:
                 engine.accelerator = OnAccelerator(near[0], others)

@@ -70,19 +70,15 @@ def _in_page_cache(fd: int, at: int, size: int) -> bool:
 
 def _loss_message(store: StoreFile, contents: Contents, damage: list[str]) -> str:
     step, before = contents.superblock.step, store.current
-    extents = contents.manifest["extents"]
     more = f" (and {len(damage) - 1} more)" if len(damage) > 1 else ""
     what = f"what was written to the state after step {step}" if before and before.step == step else f"step {step}"
     said = f"{what} is lost: a flush failed, and what it should have put on the disk is not there: {damage[0]}{more}. "
-    return said + loss_remedy(before.step if before else 0, any(e["slots"] == 1 for e in extents))
+    return said + loss_remedy(before.step if before else 0)
 
 
-def loss_remedy(committed_step: int, in_place: bool) -> str:
+def loss_remedy(committed_step: int) -> str:
     """Return the end of an error message about lost data: what is left, and what the user can do."""
-    if in_place:
-        left = "With shadow=False nothing older is left, and the store is damaged"
-        then = "go back to a snapshot or a checkpoint"
-    elif committed_step:
+    if committed_step:
         left = f"The store is as it was at step {committed_step}"
         then = f"go on from step {committed_step} with resume=True"
     else:

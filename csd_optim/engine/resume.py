@@ -11,7 +11,7 @@ from ..distributed.ranks import all_ranks_or_none
 from ..errors import CSDStoreError
 from ..store.format import RESIDUAL_BYTES
 from ..store.reader import Residual, Tick, Tile, find_damage, residuals_of
-from ..store.recovery import RanksStore, common_commits, last_round, other_world_size
+from ..store.recovery import RanksStore, check_slots, common_commits, last_round, other_world_size
 from .durable import DurableCommitter
 from .engine import Engine
 
@@ -26,6 +26,8 @@ def recover(engine: Engine, committer: DurableCommitter) -> None:
         commits = common_commits(stores)
         if commits and engine.mode == "resume" and not ranks and commits[0][0].world_size > 1:
             raise CSDStoreError(other_world_size(commits[0][0], 1))
+        if commits and engine.mode == "resume":
+            check_slots(commits[0])
     if ranks:
         chosen = last_round(ranks.gather_objects(RanksStore.of(commits)))
         commits = [recovered for recovered in commits if recovered[0].superblock.round == chosen]

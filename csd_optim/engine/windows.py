@@ -125,7 +125,7 @@ class Windows:
                 raise
             step = self._engine.committed_step
             what = f"what was written to the state after step {step}" if step else "the state before the first step"
-            message = f"{what} is lost: a flush failed ({e.strerror}). {loss_remedy(step, self._engine.slots == 1)}"
+            message = f"{what} is lost: a flush failed ({e.strerror}). {loss_remedy(step)}"
             self.lost = self.lost or message
             raise CSDLostError(e.errno, self.lost) from e
         self.synced = True

@@ -106,8 +106,6 @@ class CSDAdam(CSDOptimizer, _AdamOrAdamW):
         resume: go on from the last committed step of the store in these directories, with its parameters,
             hyperparameters, states and `user_state`. Where there is no store yet, a new one is created.
         overwrite: erase a store that a named directory already holds.
-        shadow: keep two copies of the state, so that a step can be undone and a crash goes back to the last step.
-            False halves the space and gives up both: an interrupted step is detected, but cannot be repaired.
         tile_size: elements per tile (unit of I/O and update), rounded up to whole pages; None: chosen automatically.
         process_group: the ranks that train together; None: all of torch.distributed's, if that is initialised. They
             all call step() alike, and their steps are committed together.

@@ -83,7 +83,6 @@ class CSDOptimizer(StatesOnDevices, Joinable):
         max_grad_norm: float | None = None,
         resume: bool = False,
         overwrite: bool = False,
-        shadow: bool = True,
         tile_size: int | None = None,
         process_group: Any = None,
         sharded: bool = True,
@@ -98,8 +97,9 @@ class CSDOptimizer(StatesOnDevices, Joinable):
         self.topk_warmup = topk_warmup
         self.max_grad_norm = max_grad_norm
         self.sharded = sharded
-        self._options = {"tile_size": tile_size, "shadow": shadow}
-        check_options(self, tile_size, resume=resume, overwrite=overwrite)
+        self._options = {"tile_size": tile_size}
+        shadow = kwargs.pop("shadow", True)
+        check_options(self, tile_size, resume=resume, overwrite=overwrite, shadow=shadow)
         check_state_dtype(state_dtype, rule=self._rule)
         self._init_attributes(ranks_of(process_group), sharded, state_dtype)
         specs: list[DeviceSpec] = []
@@ -154,10 +154,8 @@ class CSDOptimizer(StatesOnDevices, Joinable):
 
     def _open(self, specs: Sequence[DeviceSpec], ranks: Ranks | None, mode: Mode = "new") -> None:
         kernel = kernel_for(self._rule.name, self.state_dtype)
-        tile_elems, shadow = self._options["tile_size"], bool(self._options["shadow"])
-        self._set_engine(
-            open_engine(specs, mode=mode, tile_elems=tile_elems, shadow=shadow, ranks=ranks, kernels=[kernel])
-        )
+        tile_elems = self._options["tile_size"]
+        self._set_engine(open_engine(specs, mode=mode, tile_elems=tile_elems, ranks=ranks, kernels=[kernel]))
 
     def _set_engine(self, engine: Engine) -> None:
         self._engine = self._steps.engine = engine
@@ -304,7 +302,7 @@ class CSDOptimizer(StatesOnDevices, Joinable):
 
         Parameters whose states `gpu:` keeps are updated on the accelerator's streams, and nothing waits for them.
 
-        Raises CSDValueError if a device has no second copy of the states (`ram:`, `null:`, `shadow=False`), which
+        Raises CSDValueError if a device has no second copy of the states (`ram:`, `null:`), which
         `backward` and `free_gradients` need (the latter also with `gpu:` alone), and if `free_gradients` is not
         possible. Raises CSDRuntimeError for these two where ranks train together, and if ranks share updates.
         """

@@ -28,15 +28,17 @@ class Options(TypedDict, total=False):
     max_grad_norm: float | None
     resume: bool
     overwrite: bool
-    shadow: bool
     tile_size: int | None
     process_group: Any
     sharded: bool
     state_dtype: str
 
 
-def check_options(a: Any, tile_size: Any, *, resume: bool, overwrite: bool) -> None:
-    """Raise CSDValueError for an invalid one. `a`: the optimizer, which has the others as attributes."""
+def check_options(a: Any, tile_size: Any, *, resume: bool, overwrite: bool, shadow: bool) -> None:
+    """Raise CSDValueError for an invalid one. `a`: the optimizer, which has the others as attributes.
+
+    `shadow`: an option that there once was; False kept one copy of the states instead of two.
+    """
     if a.grad_dtype is not None and a.grad_dtype not in DTYPE_CODES:
         raise CSDValueError(f"Invalid grad_dtype: {a.grad_dtype}; it is one of {', '.join(map(str, DTYPE_CODES))}")
     check_topk(a.topk)
@@ -52,6 +54,11 @@ def check_options(a: Any, tile_size: Any, *, resume: bool, overwrite: bool) -> N
         raise CSDValueError(f"Invalid sharded: {a.sharded!r}; it is True or False")
     if resume and overwrite:
         raise CSDValueError("resume=True and overwrite=True exclude each other")
+    if not shadow:
+        raise CSDValueError(
+            "Invalid shadow: False; there are two copies of the states, so that every step can be undone. To save "
+            "space, use CSDAdam(..., state_dtype='8bit')"
+        )
 
 
 def check_group(groups: Groups, k: int, optimizer: str, rule: UpdateRule, state_dtype: str) -> None:

@@ -227,8 +227,8 @@ class StatesOnDevices(Optimizer):
         The snapshot holds the last step, with its hyperparameters and `user_state`, and works like the original:
         resume it or load() it. `path` must not exist; it appears as a whole, or not at all. On a file system with
         reflinks this takes no time and no space. Elsewhere the states are copied, 12 bytes per parameter; with
-        wait=False training goes on meanwhile, and the step after the next waits for the copy (with shadow=False, the
-        next). `progress` shows a bar on stderr.
+        wait=False training goes on meanwhile, and the step after the next waits for the copy. `progress` shows a bar on
+        stderr.
 
         Returns a future of the path; with wait=True it is done. Raises CSDStoreExistsError, CSDStoreError if a state
         is damaged, CSDOSError, CSDRuntimeError if there is nothing to save; with wait=False some of these through the

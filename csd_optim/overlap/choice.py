@@ -40,10 +40,10 @@ def choose(
         return InStep
     if steps.ranks:
         check_ranks(steps.groups, steps.state_map, backward=backward or free_gradients)
-    if (backward or free_gradients) and (engine.slots == 1 or engine.devices.resident):
+    if (backward or free_gradients) and engine.devices.resident:
         raise CSDValueError(
             f"overlap({'backward' if backward else 'free_gradients'}=True) undoes steps, which takes a second copy "
-            "of the states: ram:, null:, gpu: alone and shadow=False have none"
+            "of the states: ram:, null: and gpu: alone have none"
         )
     if free_gradients:
         check_can_free(steps)

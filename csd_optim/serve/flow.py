@@ -24,7 +24,7 @@ changes ("guess"; it has no reply). Owners begin that step and update tiles in t
 they send nothing. The step's message shows whether the guess was right. If it was wrong, if anything else is requested,
 or if the session ends, the guess is undone, and the step is made as without one.
 
-With values from outside, new states, a single slot (shadow=False), Top-K entries, or sums that are clipped, a step
+With values from outside, new states, Top-K entries, or sums that are clipped, a step
 begins only when all gradients have arrived, and sends its parameters when it is complete. The protocol is the same.
 """
 

@@ -46,7 +46,7 @@ class Request:
 
     optimizer: str  # class name in this package
     defaults: dict[str, Any] = field(compare=False)
-    options: dict[str, Any]  # the optimizer's state_dtype, shadow and tile_size
+    options: dict[str, Any]  # the optimizer's state_dtype and tile_size
     mode: str = field(compare=False)
     trainers: int = field(compare=False)
     who: str = field(compare=False)
@@ -116,7 +116,7 @@ def read_request(message: dict[str, Any], optimizers: Sequence[str]) -> Request:
             raise ValueError(f"mode {message['mode']!r}")
         if not (type(message["trainers"]) is int and 1 <= message["trainers"] <= MAX_TRAINERS):
             raise ValueError(f"{message['trainers']!r} trainers")
-        options = {name: message["options"][name] for name in ("state_dtype", "shadow", "tile_size")}
+        options = {name: message["options"][name] for name in ("state_dtype", "tile_size")}
         return Request(
             message["optimizer"],
             _hyperparameters(message["defaults"]),

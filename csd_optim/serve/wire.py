@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: i
 from ..errors import CSDError, CSDRankError, CSDUnavailableError, CSDValueError
 
 SCHEME = "serve://"
-PROTOCOL = 3  # version of the messages in this file, owner.py and flow.py: must be the same on both sides
+PROTOCOL = 4  # version of the messages in this file, owner.py and flow.py: must be the same on both sides
 MAGIC = 0x6373645F73657276  # begins each message
 HEADER = struct.Struct("=3q")  # MAGIC, session number, length of the JSON that follows (bytes)
 # Kinds of traffic. Each has a tag of its own, so that one is never received as another. NOTHING is never sent.

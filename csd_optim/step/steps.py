@@ -316,7 +316,7 @@ class Steps(Progress):
     def can_undo(self, step: PreparedStep) -> bool:
         """Return whether the step can be undone at any time, even after it is complete."""
         engine = self.engine
-        if engine.slots == 1 or engine.devices.resident or self.state_map.unfilled:
+        if engine.devices.resident or self.state_map.unfilled:
             return False
         has_residuals = step.spec.with_residual or engine.residuals  # residuals have a single copy
         written = step.spec.written or engine.windows.written or engine.decoded.masters_written

@@ -32,7 +32,7 @@ from .layout import round_up
 from .transfer import open_direct, opened, read, sync_directory, write
 
 SECTOR = 512  # bytes that a disk writes atomically
-STATE = "optimizer state (AdamW's is 24 bytes per parameter, 32 with amsgrad, half of it with shadow=False)"
+STATE = "optimizer state (AdamW's is 24 bytes per parameter, 32 with amsgrad)"
 # What to do with an existing store: raise an error, erase it at the first write, continue from it, only read it.
 Mode = Literal["new", "overwrite", "resume", "read"]
 
@@ -140,7 +140,6 @@ class StoreFile:
         self.in_doubt: bool = False  # a flush has failed, and what it should have covered was not read back since
         self.lost: str = ""  # why the last step will never be committed here
         self._is_name_durable = True  # false after a failed flush of the directory: the file's name may not be durable
-        self._torn_copy: int | None = None  # the copy of the superblock that may be partly written
         self._is_new = not durable  # this process has created the file, and it has no superblock yet
         self.current: Superblock | None = None  # of the last commit
         self._spaces: dict[str, tuple[int, int]] = {}  # for "manifest" and "table": base, room
@@ -412,18 +411,6 @@ class StoreFile:
             os.fdatasync(self.fd)
         self._is_new = False
         self.current = block
-
-    def mark(self, sequence: int, flags: int) -> None:
-        """Change the flags of the current commit, in both copies, and wait until that is durable."""
-        if self.current:
-            self.current = replace(self.current, sequence=sequence, flags=flags)
-            # After a failure, write the copy that may be damaged first: the other one is the only whole one.
-            for copy in (0, 1) if self._torn_copy != 1 else (1, 0):
-                self._torn_copy = copy
-                with self.wrapping_errors("write the superblock"):
-                    write(self.fd, self.current.pack(), copy * PAGE)
-                self.sync()
-                self._torn_copy = None
 
     def _region(self, what: str, data: bytes) -> Region:
         self.reserve(what, len(data))

@@ -51,7 +51,7 @@ FEATURES = frozenset({CHUNK_SUMS, CODEC, RESIDUALS, RULE, SHARES, TILE_NUMBERS})
 ENDIAN = 0x01020304
 PAGE = sections.PAGE
 CLEAN = 1  # flag: the store was closed properly, and nothing was written since
-UNDER_WAY = 2  # flag: a step in place has begun, and may have written some of its tiles
+UNDER_WAY = 2  # flag of stores with one slot per tile: a step has begun, and may have written some of its tiles
 
 _REGION = struct.Struct("<QQQI")
 # magic, version, endianness, store id, device index, devices, sequence, step, flags; then the regions of manifest and

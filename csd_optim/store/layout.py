@@ -23,6 +23,7 @@ from ..errors import CSDStoreError, CSDValueError
 from .format import Contents, devices_of
 from .sections import FP32, GROUP, PARAM_DTYPES, SECTIONS, Section, codec_supports, size_of, slot_of
 
+SLOTS = 2  # of a tile, so that a step can be undone; stores of earlier versions may have one
 STORE_BYTES = 24  # bytes of a store per parameter element: three fp32 states in two slots
 MEMORY_STATE_BYTES = 12  # bytes of `ram:` per parameter element: one slot
 # One 512-bit vector of fp32, the natural alignment of the updater and of an FPGA's port.
@@ -66,7 +67,7 @@ class Extent:
     sections: tuple[str, ...]  # names of the states, the first is the master
     codec: str  # the encoding of the states in a slot: see sections.py
     param_dtype: torch.dtype | None  # with codes, the dtype of all parameters
-    slots: int  # of each tile: 2, or 1 where steps write in place
+    slots: int  # of each tile: SLOTS; 1 in stores made with `shadow=False`, which are only read
     starts: tuple[int, ...]  # element of the extent at which each parameter starts
     numels: tuple[int, ...]
     pieces: np.ndarray[Any, Any]  # dtype PIECE, sorted by tile
@@ -116,7 +117,7 @@ def plan_extent(
     sections: Sequence[str] = SECTIONS[:3],
     codec: str = FP32,
     param_dtype: torch.dtype | None = None,
-    slots: int = 2,
+    slots: int = SLOTS,
     tile_elems: int | None = None,
     shares: Sequence[float] | None = None,
     sum_elems: int | None = SUM_ELEMS,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ..errors import CSDStoreError
 from .file import StoreFile
 from .format import UNDER_WAY, Contents
+from .layout import SLOTS
 
 
 def common_commit(stores: Sequence[StoreFile]) -> list[Contents]:
@@ -60,10 +62,21 @@ def common_commits(stores: Sequence[StoreFile]) -> list[list[Contents]]:
                 break
             raise CSDStoreError(
                 f"{recovered[0].path}: a step after step {recovered[0].superblock.step} was cut short, and with "
-                "shadow=False that leaves a mix of two steps; go back to a snapshot or a checkpoint"
+                "one slot per tile (shadow=False) that leaves a mix of two steps; go back to a snapshot or a checkpoint"
             )
         found.append(recovered)
     return found
+
+
+def check_slots(recovered: Sequence[Contents]) -> None:
+    """Raise CSDStoreError if a step would overwrite the only copy of the states: the stores can only be read."""
+    if any(extent["slots"] < SLOTS for contents in recovered for extent in contents.manifest["extents"]):
+        places = ",".join(str(Path(contents.path).parent) for contents in recovered)
+        raise CSDStoreError(
+            f"{recovered[0].path} was made with shadow=False and can only be read: a step cannot be undone there. Make "
+            f"a new store of it, csd-optim import {places} DIRECTORY ..., and resume that; with --state-dtype 8bit it "
+            "takes no more space"
+        )
 
 
 @dataclass(frozen=True)

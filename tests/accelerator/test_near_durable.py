@@ -17,7 +17,7 @@ from support.on_accelerator import DEVICE, DTYPES, keep_busy
 from support.optimizers import ADAMW, FULL
 from support.stores import flip
 
-from csd_optim import CSDMemoryError, CSDOSError, CSDStoreError, CSDTornError, CSDValueError
+from csd_optim import CSDMemoryError, CSDOSError, CSDStoreError, CSDValueError
 from csd_optim.engine.engine import Engine
 from csd_optim.step import near_updates
 
@@ -315,22 +315,6 @@ def test_what_rots_in_the_directory_is_found_when_it_is_read(tmp_path, monkeypat
     with pytest.raises(CSDStoreError, match=r"is not what was written there on device 0 .*0\.0"):
         here.step(1)
     assert same([p.detach().cpu() for p in here.params], before)
-
-
-@one_schedule
-def test_one_slot(tmp_path, monkeypatch):
-    """With shadow=False, a store whose step was cut short says so, as on directories alone."""
-    here, alone = Trained(near(tmp_path / "a"), shadow=False), Trained([tmp_path / "b"], "cpu")
-    for k in range(3):
-        assert same(here.step(k).bits(), alone.step(k).bits())
-    with monkeypatch.context() as patch:
-        patch.setattr(Engine, "params_ready", lambda *_, **__: False)
-        real, calls = Engine.pull, []
-        patch.setattr(Engine, "pull", lambda engine: 1 / 0 if len(calls) > 2 else calls.append(0) or real(engine))
-        with pytest.raises((ZeroDivisionError, CSDTornError)):
-            here.step(3)
-    with pytest.raises(CSDTornError):
-        here.step(3)
 
 
 @one_schedule

@@ -5,7 +5,6 @@ import os
 import shutil
 
 import pytest
-from support.inside import engine_of
 from support.stores import (
     flip,
     in_snapshot,
@@ -157,14 +156,3 @@ def test_verify_sees_devices_without_a_common_step(tmp_path, run):
     assert code == 1
     assert "no step in common" in out
     assert run("verify", *devices)[0] == 0
-
-
-def test_verify_sees_a_step_in_place_that_was_cut_short(tmp_path, run):
-    _, opt = make(tmp_path / "a", 1, shadow=False)
-    engine_of(opt).committer._background.wait()
-    engine_of(opt).committer.announce_step()
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    opt.close()
-    code, out, _ = run("verify", tmp_path / "b" / "csd0")
-    assert code == 1
-    assert "cut short" in out

@@ -332,8 +332,8 @@ def lands_within(rank, options):
 
 @pytest.mark.parametrize(
     "options",
-    [{"shadow": False}, {"topk": 0.1, "width": 96}, {"wrap": one_row}, {"written": True, "named": True}],
-    ids=["shadow", "topk", "nothing on a rank", "written"],
+    [{"topk": 0.1, "width": 96}, {"wrap": one_row}, {"written": True, "named": True}],
+    ids=["topk", "nothing on a rank", "written"],
 )
 def test_what_cannot_be_taken_back_lands_within_the_step(options, tmp_path):
     on_living_ranks(2, lands_within, options, directory=tmp_path)

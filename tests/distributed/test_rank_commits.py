@@ -728,27 +728,6 @@ def test_ranks_want_different_things(tmp_path):
     assert on_living_ranks(2, unlike, directory=tmp_path) == [True, True]
 
 
-# ---- one copy of the states ------------------------------------------------------------------
-
-
-def test_a_rank_dies_within_a_step_in_place(tmp_path):
-    options = {"shadow": False}
-    args = ("within the step", 3, (1,), "closed", options)
-    on_ranks(2, train_until_death, *args, directory=tmp_path, may_die=(1,))
-    said = on_living_ranks(2, refused, options, directory=tmp_path)
-    assert said[1][0] is CSDStoreError
-    assert "a step after step 2 was cut short" in said[1][1]
-    assert all("cut short" in text for _, text in said)
-
-
-@pytest.mark.parametrize("point", ["after copy 0", "before confirm", "before copy 1"])
-def test_ranks_die_between_steps_in_place(point, tmp_path):
-    options = {"shadow": False}
-    args = (point, 3, (0, 1), "killed", options)
-    on_ranks(2, train_until_death, *args, directory=tmp_path, may_die=(0, 1))
-    assert goes_on(tmp_path, options=options) == 3
-
-
 # ---- snapshots, and commands on one store ------------------------------------------------------
 
 

@@ -516,12 +516,11 @@ def test_tmpfs(tmp_path):
         assert read_contents(Path(directory) / "csd1").superblock.flags & CLEAN
 
 
-@pytest.mark.parametrize("shadow", [True, False])
 @in_child
-def test_full_disk_is_no_matter_of_who_writes_to_windows(shadow, tmp_path):
+def test_full_disk_is_no_matter_of_who_writes_to_windows(tmp_path):
     """A snapshot may share the blocks, so new ones are allocated before anybody can write through a mapping."""
     reached = False
-    with TiledTraining(device_strings("file", tmp_path), shadow=shadow) as training:
+    with TiledTraining(device_strings("file", tmp_path)) as training:
         training.steps(2).opt.synchronize()
         with fault(TILE_WRITE, tmp_path, errno.ENOSPC):
             with pytest.raises(CSDOSError), training.opt.loading():

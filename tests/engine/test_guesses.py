@@ -196,8 +196,8 @@ def test_gradients_written_while_they_are_copied(tmp_path):
 
 def test_tiles_that_cannot_be_pushed_early(tmp_path):
     grads = random_grads(1, torch.float32)
-    for devices, options in (["ram:"], {}), (["null:"], {}), ([str(tmp_path / "one")], {"shadow": False}):
-        with Guessing(devices, **options) as it, pytest.raises(CSDValueError, match="could not be undone"):
+    for device in ("ram:", "null:"):
+        with Guessing([device]) as it, pytest.raises(CSDValueError, match="could not be undone"):
             it.guess(grads, [0])
     with Guessing([str(tmp_path / "csd")]) as it:
         before = it.image()

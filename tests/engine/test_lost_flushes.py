@@ -18,10 +18,8 @@ from faults.losing import LosingDisk
 from support.states import assumed
 
 from csd_optim import CSDAdam, CSDError, CSDLostError, CSDOSError, CSDStoreError, CSDWarning
-from csd_optim.store import file as store_file
 from csd_optim.store import format as store_format
 from csd_optim.store.file import StoreFile
-from csd_optim.store.format import PAGE, Superblock
 
 FP32, CODES, BOTH = 4, 5, 6  # seeds of trainings with fp32 states, with 8-bit states, and with both
 SOME = 7  # fail every 7th flush: a commit on two devices has six, so that in time each of them fails
@@ -158,18 +156,6 @@ def test_a_lost_step_is_told_again_and_again(at_once, tmp_path):
     small.opt.close()
 
 
-def test_a_lost_step_in_place(tmp_path):
-    with LosingDisk(tmp_path) as disk:
-        small = Small(tmp_path / "csd0", shadow=False)
-        small.steps(2)
-        disk.nth = disk.flushes + 2  # the first flush after the marks
-        small.step()
-        with pytest.raises(CSDLostError, match=r"step 3 is lost.*shadow=False nothing older.*snapshot"):
-            small.opt.close()
-    with pytest.raises(CSDStoreError, match="mix of two steps"):
-        Small(tmp_path / "csd0", resume=True)
-
-
 def test_what_is_loaded_is_lost(tmp_path):
     with LosingDisk(tmp_path) as disk:
         small = Small(tmp_path / "csd0")
@@ -216,34 +202,6 @@ def test_without_direct_io_what_is_in_memory_proves_nothing(looked_at, tmp_path,
         small.opt.close()
     with contextlib.closing(Small(tmp_path / "csd0", resume=True).opt) as opt:
         assert opt.committed_step == (2 if lost else 3)
-
-
-def test_a_mark_that_fails_is_written_where_it_failed_first(tmp_path, monkeypatch):
-    """While one copy of the superblock may be half written, the other copy is not touched."""
-    small = Small(tmp_path / "csd0", shadow=False)
-    small.steps(2)
-    really_write, really_flush, copies, flushed = store_file.write, os.fdatasync, [], []
-
-    def write(fd, data, offset):
-        if offset in (0, PAGE):
-            copies.append((offset // PAGE, Superblock.unpack(data, "").sequence))
-        really_write(fd, data, offset)
-
-    def flush(fd):
-        flushed.append(fd)
-        if len(flushed) == 2:
-            raise OSError(errno.EIO, "Input/output error")
-        really_flush(fd)
-
-    monkeypatch.setattr(store_file, "write", write)
-    monkeypatch.setattr(os, "fdatasync", flush)
-    with pytest.raises(CSDOSError):
-        small.step()
-    small.step()
-    small.opt.close()
-    mark = copies[0][1]
-    assert copies[:4] == [(0, mark), (1, mark), (1, mark), (0, mark)]  # copy 1 failed, so it is written first
-    assert copies[4][1] > mark
 
 
 def test_copy_0_is_left_alone_while_copy_1_fails(tmp_path, monkeypatch):

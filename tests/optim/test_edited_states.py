@@ -166,15 +166,15 @@ EDITS = {
 
 @pytest.mark.sampled(together=2)
 @pytest.mark.parametrize(
-    ("name", "shadow", "edit_bytes"),
-    [("bf16", True, 16), ("bf16", False, 16), ("bf16", False, 1 << 20), ("bf16", True, 1 << 20), ("fp32", True, 16)],
+    ("name", "edit_bytes"),
+    [("bf16", 16), ("bf16", 1 << 20), ("fp32", 16)],
 )
 @pytest.mark.parametrize("edit", EDITS)
-def test_edits_count_from_the_next_step_on(tmp_path, monkeypatch, edit, name, shadow, edit_bytes):
+def test_edits_count_from_the_next_step_on(tmp_path, monkeypatch, edit, name, edit_bytes):
     monkeypatch.setattr(csd_optim.step.prepare, "EDIT_BYTES", edit_bytes)
     device = named_devices(tmp_path, 1)
     # Both of the same kind: on a card an fp32 master can be edited, elsewhere the parameter itself is the master.
-    mine, other = Training(device, shadow=shadow), Training(device_strings("xrt" if on_cards() else "file", tmp_path))
+    mine, other = Training(device), Training(device_strings("xrt" if on_cards() else "file", tmp_path))
     for training in (mine, other):
         training.steps(3)
         training.opt.synchronize()
@@ -191,13 +191,12 @@ def test_edits_count_from_the_next_step_on(tmp_path, monkeypatch, edit, name, sh
     assert_same(mine.steps(1).close(), other.steps(1).close())
 
 
-@pytest.mark.parametrize("shadow", [True, False])
 @pytest.mark.parametrize("edit", ["exp_avg", "step"])
 @pytest.mark.parametrize("then", ["close", "step"])
 @pytest.mark.fp32_states("what is written to states is rounded to codes")
-def test_edits_without_a_gradient_are_kept(tmp_path, edit, shadow, then):
+def test_edits_without_a_gradient_are_kept(tmp_path, edit, then):
     device = named_devices(tmp_path, 1)
-    training = Training(device, shadow=shadow).steps(3)
+    training = Training(device).steps(3)
     EDITS[edit](training.opt, training.params["bf16"])
     if then == "step":
         training.step(without=["bf16"])
@@ -220,12 +219,11 @@ def test_a_parameter_set_from_outside_without_a_gradient_is_kept(tmp_path, dtype
         assert (q == 7).all()
 
 
-@pytest.mark.parametrize("shadow", [True, False])
 @pytest.mark.parametrize("then", ["look", "edit"])
-def test_an_edit_through_a_tensor_from_before_the_last_step(tmp_path, then, shadow):
+def test_an_edit_through_a_tensor_from_before_the_last_step(tmp_path, then):
     """The edit is lost, and does no harm."""
     [device] = named_devices(tmp_path, 1)
-    mine, other = Training(device, shadow=shadow), Training("file:")
+    mine, other = Training(device), Training("file:")
     for training in (mine, other):
         p, opt = training.params["fp32"], training.opt
         kept = training.steps(1).opt.state[p]["exp_avg"]

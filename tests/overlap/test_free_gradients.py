@@ -581,7 +581,6 @@ def test_gradients_that_are_never_cleared(tmp_path, again):
         ({"topk": 0.1}, FREE, "compressed"),
         ({"grad_dtype": torch.bfloat16}, FREE, "grad_dtype is torch.bfloat16"),
         ({"devices": "ram:"}, FREE, "second copy"),
-        ({"shadow": False}, FREE, "second copy"),
         ({}, {**FREE, "backward": True}, "leave out backward"),
         ({}, {**FREE, "hold": "a lot"}, "Invalid size"),
     ],

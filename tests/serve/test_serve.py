@@ -291,7 +291,7 @@ def test_what_is_no_request_is_refused_and_a_session_goes_on(owners):
 
 def a_request(mode="resume", optimizer="CSDAdam", trainers=1, shape=(3, 3), dtype="float32"):
     p = {"name": "p", "named": True, "shape": shape, "stride": [1] * len(shape), "dtype": dtype, "trains": True}
-    options = {"state_dtype": "fp32", "shadow": True, "tile_size": None}
+    options = {"state_dtype": "fp32", "tile_size": None}
     return {
         "protocol": PROTOCOL,
         "optimizer": optimizer,

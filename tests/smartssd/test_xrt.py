@@ -159,7 +159,7 @@ def test_snapshots():
     script(
         """
         net = model()
-        opt = CSDAdam(net.parameters(), lr=1e-2, devices=["xrt:0", "xrt:1"], shadow=False)
+        opt = CSDAdam(net.parameters(), lr=1e-2, devices=["xrt:0", "xrt:1"])
         train(net, opt, range(3))
         opt.save("snapshot", wait=False)
         train(net, opt, range(3, 6))

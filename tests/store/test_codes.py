@@ -134,12 +134,6 @@ def test_beside_states_in_fp32(order, tmp_path, run):
     assert_loads(CSDAdam.load(places(tmp_path, 2)), again, 3)
 
 
-def test_in_place(tmp_path):
-    coded = made([tmp_path / "csd"], shadow=False, steps=3)
-    assert [e["slots"] for e in read_contents(tmp_path / "csd").manifest["extents"]] == [1] * 3
-    assert_loads(CSDAdam.load(tmp_path / "csd"), coded, 3)
-
-
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_training_goes_on(amsgrad, tmp_path):
     stores = places(tmp_path, 2)

@@ -167,11 +167,11 @@ def found_at(devices, name):
 @pytest.mark.cards
 @pytest.mark.parametrize("end", ["close", "kill"])
 @pytest.mark.parametrize("at", [1, 2, 3, 4])
-@pytest.mark.parametrize(("n", "shadow"), [(1, True), (2, True), (3, True), (2, False)])
-def test_goes_on_bit_for_bit(tmp_path, n, shadow, at, end):
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_goes_on_bit_for_bit(tmp_path, n, at, end):
     devices = named_devices(tmp_path / "a", n)
     (tmp_path / "a").mkdir()
-    with EngineTraining(devices, shadow=shadow) as training:
+    with EngineTraining(devices) as training:
         training.steps(at).engine.wait()
         killed = crashed(devices, tmp_path / "b")
     devices = killed if end == "kill" else devices
@@ -620,10 +620,9 @@ def test_snapshot(tmp_path, monkeypatch, how):
         assert_same(training.steps(2).image(), never_stopped(6))
 
 
-@pytest.mark.parametrize("shadow", [True, False])
 @pytest.mark.parametrize("what", ["step", "flush"])
-def test_what_is_copied_is_not_written_over(tmp_path, monkeypatch, what, shadow):
-    """During a snapshot the second commit waits, or already the first one where steps overwrite the states."""
+def test_what_is_copied_is_not_written_over(tmp_path, monkeypatch, what):
+    """During a snapshot the second commit waits."""
     go, copying = threading.Event(), threading.Event()
     write = files.Output.write
 
@@ -633,7 +632,7 @@ def test_what_is_copied_is_not_written_over(tmp_path, monkeypatch, what, shadow)
         write(output, data, offset)
 
     monkeypatch.setattr(files.Output, "write", slow)
-    with EngineTraining(named_devices(tmp_path, 1), shadow=shadow) as training:
+    with EngineTraining(named_devices(tmp_path, 1)) as training:
         engine, done = training.steps(4).engine, []
         saving = checkpoint.save(engine, tmp_path / "snap", files.no_progress, wait=False)
         assert copying.wait(60)
@@ -649,10 +648,10 @@ def test_what_is_copied_is_not_written_over(tmp_path, monkeypatch, what, shadow)
 
         other = threading.Thread(target=go_on)
         other.start()
-        while shadow and not done:
+        while not done:
             time.sleep(0.001)
         time.sleep(0.3)  # for a second one that does not wait
-        assert done == ([0] if shadow else [])
+        assert done == [0]
         go.set()
         other.join(60)
         saving.wait()

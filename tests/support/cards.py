@@ -30,7 +30,7 @@ SECONDS = 300  # for any command; none takes half of it
 # dozen tests do; but one process for "adamw", "torch" and "topk" was seen to die in the middle, without a message.
 TORCH = ["optim/test_state_dict.py", "optim/test_outside_writes.py"]
 FAR = ["optim/test_constructor.py", "optim/test_training_loops.py", "optim/test_closing.py"]
-RESUME = [f"optim/test_{name}.py" for name in ("resume", "user_state", "edited_states", "without_shadow", "dropped")]
+RESUME = [f"optim/test_{name}.py" for name in ("resume", "user_state", "edited_states", "dropped")]
 ENGINE = ["engine/test_engine.py", "optim/test_histories.py", "step/test_signals.py", "overlap/test_devices.py"]
 SUITES = {
     "adamw": (["optim/test_adamw.py"], [], "xrt"),

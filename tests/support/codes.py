@@ -29,9 +29,9 @@ class Coded:
     `rank`: of two ranks, each of which has half of the rows.
     """
 
-    def __init__(self, devices, dtypes=tuple(SHAPES), *, amsgrad=False, resume=False, shadow=True, rank=None):
+    def __init__(self, devices, dtypes=tuple(SHAPES), *, amsgrad=False, resume=False, rank=None):
         mode = "resume" if resume else "new"
-        self.engine = open_engine(parse_devices(devices), mode=mode, tile_elems=TILE, shadow=shadow)
+        self.engine = open_engine(parse_devices(devices), mode=mode, tile_elems=TILE)
         self.seed = 100 * (1 + (rank or 0))
         self.states = SECTIONS if amsgrad else SECTIONS[:3]
         constants = (0.999, 0.9, 0.1, 0.999, 0.001, 0.01, 1, 1e-8, 1)

@@ -2,7 +2,8 @@
 
     python tests/store/samples/make.py NAME ...   of FEATURES below
 
-Those of formats 1 to 3 were made by the last version that wrote them. Values are few, so that they are small.
+Those of formats 1 to 3 were made by the last version that wrote them, as were `one-slot` and `one-slot-torn`: format-4
+with shadow=False, complete and within a fourth step. Values are few, so that they are small.
 """
 
 import hashlib
