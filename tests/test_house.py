@@ -119,11 +119,11 @@ def violations(package, floors):
     graph = {name: imports(package, name, known) for name in known}
     wrong = [f"{folder}: has no floor" for folder in sorted({name.split(".")[0] for name in known} - floors.keys())]
     for name, imported in graph.items():
-        room = name.split(".")[0]
+        layer = name.split(".")[0]
         for other, line in imported.items():
             there = other.split(".")[0]
-            if there != room and not floors.get(there, 99) < floors.get(room, 99):
-                wrong.append(f"{known[name].relative_to(package)}:{line}: {room} imports {other}")
+            if there != layer and not floors.get(there, 99) < floors.get(layer, 99):
+                wrong.append(f"{known[name].relative_to(package)}:{line}: {layer} imports {other}")
     return wrong + [f"a circle: {' -> '.join(circle)}" for circle in circles(graph)]
 
 
@@ -196,7 +196,7 @@ def test_who_needs_one_another():
     assert found == TANGLED, [" -> ".join(circle) for circle in circles(graph)]
 
 
-def test_every_floor_is_lived_on():
+def test_every_layer_has_a_floor():
     assert FLOORS.keys() - {"_native"} == {name.split(".")[0] for name in modules(PACKAGE)}
 
 

@@ -166,12 +166,12 @@ def check_direct_io(direct: bool) -> Finding:
     return Finding("direct I/O", OK, "yes") if direct else Finding("direct I/O", SLOW, "no: via the page cache", remedy)
 
 
-def check_room(free: int, share: int | None) -> Finding:
+def check_room(free_bytes: int, share: int | None) -> Finding:
     if share is None:
-        return Finding("room", OK, f"{free / 1e9:.0f} GB free; --params 7B checks whether a model fits")
-    text = f"{free / 1e9:.0f} GB free, and the states take {share / 1e9:.0f} GB"
+        return Finding("room", OK, f"{free_bytes / 1e9:.0f} GB free; --params 7B checks whether a model fits")
+    text = f"{free_bytes / 1e9:.0f} GB free, and the states take {share / 1e9:.0f} GB"
     remedy = 'state_dtype="8bit", or one more drive'
-    return Finding("room", OK, text) if share <= free else Finding("room", BAD, text, remedy)
+    return Finding("room", OK, text) if share <= free_bytes else Finding("room", BAD, text, remedy)
 
 
 def check_store(store: dict[str, Any]) -> Finding:
@@ -252,7 +252,7 @@ def probe(directory: Path, seconds: float, tick: Callable[[], None]) -> tuple[li
     Returns the bytes per second of each turn, read plus written, and health.temperature_of() the drive that came
     nearest to its temperature limit, or None. `tick` is called after each turn. Raises CSDOSError.
     """
-    free = machine.storage(directory)["free_bytes"]
+    free_bytes = machine.storage(directory)["free_bytes"]
     blocks = health.disks_below(directory.stat().st_dev)
     heat: list[tuple[float, float]] = []
 
@@ -260,7 +260,7 @@ def probe(directory: Path, seconds: float, tick: Callable[[], None]) -> tuple[li
         heat.extend(filter(None, map(health.temperature_of, blocks)))
         tick()
 
-    with ScratchFile(directory, min(PROBE_BYTES, free // 4), PROBE_BLOCK) as scratch:
+    with ScratchFile(directory, min(PROBE_BYTES, free_bytes // 4), PROBE_BLOCK) as scratch:
         scratch.fill(seconds=seconds / 10)
         rates = list(_turns(scratch, seconds, turned))
     return rates, max(heat, key=lambda h: (h[0] - h[1], h[0]), default=None)

@@ -1,7 +1,7 @@
 """Short measurements of how fast cards, memory and the updater are, each on its own.
 
-A figure such as "70 million parameters per second" means little by itself. It does beside the rate that the same disk
-or memory reaches in the same run without computing anything.
+Only the ratio of a figure such as "70 million parameters per second" to another one says something: to the rate that
+the same disk or memory reaches in the same run without computing anything.
 """
 
 from __future__ import annotations

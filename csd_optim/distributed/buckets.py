@@ -28,20 +28,20 @@ class Cut(NamedTuple):
     offset: int  # in the bucket, bytes
 
 
-def pack(items: Iterable[tuple[int, int]], room: int, align: int = ALIGN) -> list[list[Cut]]:
+def pack(items: Iterable[tuple[int, int]], max_bytes: int, align: int = ALIGN) -> list[list[Cut]]:
     """Cut items into buckets, one after another. `items`: number of rows, and bytes of a row, of each.
 
-    A bucket has at most `room` bytes, or a single row. The result depends on the arguments alone.
+    A bucket has at most `max_bytes`, or a single row. The result depends on the arguments alone.
     """
     buckets: list[list[Cut]] = []
-    end = room
+    end = max_bytes
     for item, (rows, row_bytes) in enumerate(items):
         first = 0
         while first < rows:
-            n = min((room - end) // row_bytes, rows - first)
+            n = min((max_bytes - end) // row_bytes, rows - first)
             if n <= 0:
                 buckets.append([])
-                end, n = 0, min(max(1, room // row_bytes), rows - first)
+                end, n = 0, min(max(1, max_bytes // row_bytes), rows - first)
             buckets[-1].append(Cut(item, first, n, end))
             first += n
             end = aligned(end + n * row_bytes, align)

@@ -389,7 +389,7 @@ class DurableCommitter(Committer):
         windows.show(open=True)
 
     def _commit_pending_step(self) -> None:
-        """Commit the last step if its commit failed. Until then the other slots of its tiles are the last commit's."""
+        """Commit the last step if its commit failed. Until then the last commit has the other slots of its tiles."""
         if self.uncommitted and not (self._within_loading or self._makes_round):
             self.commit(background=False)
 

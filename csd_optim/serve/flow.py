@@ -76,9 +76,9 @@ class Rows:
         self._begin, self._end = begin, end
 
     def tiles(self, block: Block) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Return the tiles with rows of a block of the parameter, and how many units of the block each contains; int64.
+        """Return the tiles with rows of a block of the parameter, and how many elements of its rows each counts; int64.
 
-        Units are additive: those of disjoint blocks sum up to those of their union.
+        A row counts in every tile that has some of it, so disjoint blocks add up to their union.
         """
         if not block.numel:
             return self._tiles[:0], self._tiles[:0]
@@ -99,15 +99,15 @@ class Layout:
         self.summed_by_owners: bool = summed_by_owners
         pieces, params = Pieces(opt._engine), owner.params
         self.rows: dict[int, Rows] = {}
-        # Units of gradients that each tile needs from all trainers together.
-        self.needed_units: np.ndarray[Any, Any] = np.zeros(pieces.n_tiles, np.int64)
+        # Elements of gradients, counted as Rows.tiles() does, that each tile needs from all trainers together.
+        self.needed_elements: np.ndarray[Any, Any] = np.zeros(pieces.n_tiles, np.int64)
         for index in indices:
             state, mine = opt._state_map.param_states[id(params[index])], owner.owned_block(index)
             first = mine.first[0] if mine.first else 0
             rows = self.rows[index] = Rows(state.local, first, pieces.of(state.index))
             for block in owner.expected_blocks(index, summed_by_owners=summed_by_owners):
-                tiles, units = rows.tiles(block)
-                np.add.at(self.needed_units, tiles, units)
+                tiles, elements = rows.tiles(block)
+                np.add.at(self.needed_elements, tiles, elements)
         # Tiles in the order in which parameters travel, so that gradients which leave first are used first. int64.
         tiles = np.concatenate([rows.tiles(owner.owned_block(index))[0] for index, rows in self.rows.items()])
         self.order: np.ndarray[Any, Any] = tiles[np.sort(np.unique(tiles, return_index=True)[1])]
@@ -137,7 +137,7 @@ class Flow(InStep):
         # owner.changed guards the fields below except the lock _engine_use, and is notified when they change.
         self._live: LiveStep | None = None  # the step under way
         self._layout: Layout | None = None  # of that step
-        self._countdown = Countdown(np.zeros(0, np.int64), ())  # of units of gradients
+        self._countdown = Countdown(np.zeros(0, np.int64), ())  # of elements of gradients
         self._failure: CSDError | None = None
         self._is_over = False  # the step is complete, or undone
         self._engine_use = threading.Lock()  # held by the sending thread while it uses the engine
@@ -184,7 +184,7 @@ class Flow(InStep):
             live.begin(Phase.OPEN, order=AS_PUSHED, kept_alive=live.step)
         with owner.changed:
             self._layout = layout
-            self._countdown = Countdown(layout.needed_units, live.tiles.tolist())
+            self._countdown = Countdown(layout.needed_elements, live.tiles.tolist())
             assert owner.arrivals
             for arrival in owner.arrivals.all_arrivals():
                 self._count(arrival)
@@ -245,8 +245,8 @@ class Flow(InStep):
         assert self._layout
         if self._gradients.get(arrival.param) != (arrival.backward, arrival.dtype):
             return []
-        tiles, units = self._layout.rows[arrival.param].tiles(arrival.block)
-        return sorted(self._countdown.arrive(tiles.tolist(), units.tolist()))
+        tiles, elements = self._layout.rows[arrival.param].tiles(arrival.block)
+        return sorted(self._countdown.arrive(tiles.tolist(), elements.tolist()))
 
     def _push(self, tiles: Iterable[int]) -> None:
         """Push tiles whose gradients are complete to the engine."""

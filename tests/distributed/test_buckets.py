@@ -1,4 +1,4 @@
-"""Items are cut into buckets by rows: every row once and in order, aligned, and no bucket larger than its room."""
+"""Items are cut into buckets by rows: every row once and in order, aligned, and no bucket larger than allowed."""
 
 import pytest
 import torch
@@ -16,16 +16,16 @@ def test_by_hand():
     assert pack([], 32) == []
 
 
-@pytest.mark.parametrize("room", [64, 100, 4096])
-def test_every_row_is_there_once(room):
-    torch.manual_seed(room)
+@pytest.mark.parametrize("max_bytes", [64, 100, 4096])
+def test_every_row_is_there_once(max_bytes):
+    torch.manual_seed(max_bytes)
     items = torch.stack([torch.randint(0, 50, (40,)), torch.randint(1, 90, (40,))], 1).tolist()
-    buckets = pack(items, room)
+    buckets = pack(items, max_bytes)
     rows = [(cut.item, cut.first + i) for cuts in buckets for cut in cuts for i in range(cut.rows)]
     assert rows == [(item, i) for item, (n, _) in enumerate(items) for i in range(n)]
     for cuts in buckets:
         ends = [cut.offset + cut.rows * items[cut.item][1] for cut in cuts]
-        assert ends[-1] <= room or (len(cuts) == 1 and cuts[0].rows == 1)
+        assert ends[-1] <= max_bytes or (len(cuts) == 1 and cuts[0].rows == 1)
         assert [cut.offset for cut in cuts] == [0, *map(aligned, ends[:-1])]
         assert not any(cut.offset % ALIGN for cut in cuts)
 
