@@ -261,16 +261,16 @@ def replay_step(opt: CSDOptimizer) -> None:
     """Make the requests of a step, in its order and through its buffers, without the update."""
     engine = opt._engine
     assert engine is not None
-    table, hypers = np.zeros(engine.n_params, PARAM), np.zeros(1, HYPER)
+    table, hypers = np.zeros(engine.tiles.n_params, PARAM), np.zeros(1, HYPER)
     for b in opt._state_map.by_index:
         if b.is_compared:  # a step with 8-bit states does not read the parameters, which the host has
             table[b.index]["param"], table[b.index]["param_dtype"] = b.local.data_ptr(), DTYPE_CODES[b.local.dtype]
-    tiles = engine.in_step_order(np.arange(engine.n_tiles, dtype=np.uint32))
+    tiles = engine.in_step_order(np.arange(len(engine.tiles), dtype=np.uint32))
     engine.begin(table, hypers, tiles)
     for tile in tiles.tolist():
-        engine.push(tile)
+        engine.native.push(tile)
     engine.finish()
-    engine.wait_writes()
+    engine.native.wait_writes()
 
 
 def commit_row(arguments: argparse.Namespace) -> Row:

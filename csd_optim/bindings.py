@@ -1,4 +1,4 @@
-"""One thin function per C function of `native/include/csd.h`; the rest of the package speaks Python.
+"""One thin function per C function of `native/include/csd.h`, those of an engine in `Native`; the rest speaks Python.
 
 Every call releases the GIL. Addresses are plain integers (`tensor.data_ptr()`); the caller keeps the memory alive until
 the step is finished.
@@ -168,26 +168,36 @@ class DeviceConfig:
     numa_node: int | None = None  # the drive's NUMA node; None: any
 
 
+def _call(
+    function: Any, *arguments: Any, name: Namer | None = None, outcome: str = _KEPT, device: int | None = None
+) -> None:
+    """Call a C function whose last argument is a csd_error. `device`: the one it works on, if it does not say so."""
+    error = ffi.new("csd_error *")
+    status = function(*arguments, error)
+    if device is not None:
+        error.device = device
+    check(status, error, name, outcome)
+
+
 def _array(values: np.ndarray[Any, Any], ctype: str) -> Any:
     assert values.flags.c_contiguous
     return ffi.cast(ctype, values.ctypes.data)
 
 
+def _address(address: int) -> Any:
+    return ffi.cast("void *", address)
+
+
 def card_open(name: str, xclbin: os.PathLike[str], kernels: Sequence[str], seconds: float) -> Any:
     """Open a card. `kernels`: the names of the kernels in the xclbin. Raises CSDUnavailableError."""
-    out, error = ffi.new("csd_card **"), ffi.new("csd_error *")
-    names = " ".join(kernels).encode()
-    status = lib.csd_card_open(name.encode(), os.fsencode(xclbin), names, int(1000 * seconds), out, error)
-    error.device = 0
-    check(status, error, lambda *_: f"card {name}")
+    out, names = ffi.new("csd_card **"), " ".join(kernels).encode()
+    arguments = name.encode(), os.fsencode(xclbin), names, int(1000 * seconds), out
+    _call(lib.csd_card_open, *arguments, name=lambda *_: f"card {name}", device=0)
     return out[0]
 
 
 def card_close(card: Any, name: str) -> None:
-    error = ffi.new("csd_error *")
-    status = lib.csd_card_close(card, error)
-    error.device = 0
-    check(status, error, lambda *_: f"card {name}")
+    _call(lib.csd_card_close, card, name=lambda *_: f"card {name}", device=0)
 
 
 def card_has_p2p(card: Any) -> bool:
@@ -196,19 +206,14 @@ def card_has_p2p(card: Any) -> bool:
 
 def card_try_p2p(card: Any, fd: int, offset: int, name: str) -> None:
     """Test P2P, and set `card_has_p2p`: read a page of an O_DIRECT file into the card's memory and write it back."""
-    error = ffi.new("csd_error *")
-    status = lib.csd_card_try_p2p(card, fd, offset, error)
-    error.device = 0
-    check(status, error, lambda *_: f"card {name}")
+    _call(lib.csd_card_try_p2p, card, fd, offset, name=lambda *_: f"card {name}", device=0)
 
 
 def card_measure(config: DeviceConfig, offset: int, nbytes: int, name: Namer) -> dict[str, float]:
     """Measure the rates of a device with a card, see `csd_card_rates`. Overwrites `nbytes` of its file at `offset`."""
-    device, out, error = ffi.new("csd_device *"), ffi.new("csd_card_rates *"), ffi.new("csd_error *")
+    device, out = ffi.new("csd_device *"), ffi.new("csd_card_rates *")
     keep = _fill(device, config)
-    status = lib.csd_card_measure(device, offset, nbytes, out, error)
-    error.device = 0
-    check(status, error, name)
+    _call(lib.csd_card_measure, device, offset, nbytes, out, name=name, device=0)
     del keep
     return {field: getattr(out, field) for field, _ in ffi.typeof(out[0]).fields}
 
@@ -224,71 +229,6 @@ def _fill(device: Any, config: DeviceConfig) -> Any:
     device.depth, device.cache_bytes = config.depth, config.cache_bytes
     device.numa = 0 if config.numa_node is None else 1 + config.numa_node
     return backend, pace
-
-
-def engine_create(devices: list[DeviceConfig], name: Namer) -> Any:
-    structs = ffi.new("csd_device[]", len(devices))
-    keep = [_fill(struct, config) for struct, config in zip(structs, devices, strict=True)]
-    out, error = ffi.new("csd_engine **"), ffi.new("csd_error *")
-    check(lib.csd_engine_create(structs, len(devices), out, error), error, name)
-    del keep
-    # No ffi.gc, here or for a card: in a forked child, close() would wait for threads that the child does not have; and
-    # the garbage collector may run while its thread holds a lock that close() needs. finalize.py closes dropped ones.
-    return out[0]
-
-
-def engine_close(engine: Any, name: Namer) -> None:
-    error = ffi.new("csd_error *")
-    check(lib.csd_engine_close(engine, error), error, name)
-
-
-def engine_extend(
-    engine: Any,
-    tile_elems: int,
-    n_tiles: int,
-    sections: int,
-    file_offsets: list[int],
-    pieces: np.ndarray[Any, Any],
-    name: Namer,
-    slots: int = 2,
-    states: np.ndarray[Any, Any] | None = None,
-    devices: np.ndarray[Any, Any] | None = None,
-    sum_elems: int | None = None,
-    sums: np.ndarray[Any, Any] | None = None,
-    mappings: int = 1,
-    codec: str = "fp32",
-    param_dtype: torch.dtype | None = None,
-) -> list[Any]:
-    """Add an extent of `n_tiles` tiles with `sections` states; see csd_engine_extend().
-
-    `devices`: the device of each tile, uint32; None: round-robin. `sum_elems`: elements per checksum; None: one
-    checksum per section. `sums`: the checksums that go with `states`, uint32, of shape (n_tiles, chunks, sections of a
-    slot). `mappings`: how many memory mappings a window consists of. `param_dtype`: with 8-bit codes, the parameters'
-    dtype.
-    Returns one window per state: a buffer of `4 * n_tiles * tile_elems` bytes that unmaps itself; none for codes.
-    """
-    assert pieces.dtype == PIECE
-    assert devices is None or (devices.dtype == np.uint32 and len(devices) == n_tiles)
-    sum_elems = min(sum_elems or tile_elems, tile_elems)
-    if states is not None:
-        shape = (n_tiles, -(-tile_elems // sum_elems))
-        assert sums is not None
-        assert (states.dtype, states.shape, sums.dtype, sums.shape[:2]) == (TILE_STATE, (n_tiles,), np.uint32, shape)
-        assert codec != "fp32" or sums.shape[2] == sections
-    offsets = ffi.new("uint64_t[]", file_offsets)
-    extent = ffi.new("csd_extent *")
-    extent.tile_elems, extent.n_tiles, extent.sections, extent.slots = tile_elems, n_tiles, sections, slots
-    extent.states = ffi.NULL if states is None else _array(states, "csd_tile_state *")
-    extent.sum_elems, extent.sums = sum_elems, ffi.NULL if sums is None else _array(sums, "uint32_t *")
-    extent.devices = ffi.NULL if devices is None else _array(devices, "uint32_t *")
-    extent.file_offset, extent.pieces, extent.n_pieces = offsets, _array(pieces, "csd_piece *"), len(pieces)
-    extent.codec, extent.param_dtype = CODECS[codec], DTYPE_CODES[param_dtype or torch.float32]
-    windows, error = ffi.new("float *[4]"), ffi.new("csd_error *")
-    check(lib.csd_engine_extend(engine, extent, windows, error), error, name)
-    elems = n_tiles * tile_elems
-    if codec != "fp32":
-        return []
-    return [ffi.buffer(_window(windows[s], elems, mappings), 4 * elems) for s in range(sections)]
 
 
 _mappings: dict[int, int] = {}  # address of a window → number of its memory mappings
@@ -311,176 +251,249 @@ def mappings() -> int:
     return sum([*_mappings.values()])
 
 
-def engine_begin(
-    engine: Any,
-    params: np.ndarray[Any, Any],
-    hypers: np.ndarray[Any, Any],
-    tiles: np.ndarray[Any, Any],
-    name: Namer,
-    *,
-    order: int = TO_AND_FRO,
-) -> None:
-    assert (params.dtype, hypers.dtype, tiles.dtype) == (PARAM, HYPER, np.uint32)
-    error = ffi.new("csd_error *")
-    status = lib.csd_engine_begin(
-        engine,
-        _array(params, "csd_param *"),
-        len(params),
-        _array(hypers, "csd_hyper *"),
-        len(hypers),
-        _array(tiles, "uint32_t *"),
-        len(tiles),
-        order,
-        error,
-    )
-    check(status, error, name)
+class Native:
+    """One native engine: see the functions of the same names in csd.h. Errors call its devices as `name` does.
 
-
-def engine_push(
-    engine: Any,
-    tile: int,
-    name: Namer,
-    *,
-    images: tuple[int, int] = (0, 0),
-    entries: tuple[int, int] = (0, 0),
-    grads: Sequence[int] | None = None,
-    hold: int = 0,
-    states: int = 0,
-) -> None:
-    """Push a tile; see csd_push. All are addresses.
-
-    `images`: of gradients and of parameters. `entries`: the address of Top-K entries, and their number of words.
-    `grads`: for each of its pieces, where its parameter's gradient begins; 0: it has none.
+    No finalizer closes it: in a forked child, close() would wait for threads that the child does not have; and the
+    garbage collector may run while its thread holds a lock that close() needs. finalize.py closes dropped ones.
     """
-    how = ffi.NULL
-    if images[0] or grads is not None or states:
-        addresses = ffi.NULL if grads is None else ffi.new("void *[]", [ffi.cast("void *", grad) for grad in grads])
-        grad, param = [ffi.cast("void *", image) for image in images]
-        words = ffi.cast("uint32_t *", entries[0])
-        more = ffi.cast("void *", hold), ffi.cast("void *", states)
-        how = ffi.new("csd_push *", (grad, param, words, entries[1], addresses, *more))
-    error = ffi.new("csd_error *")
-    check(lib.csd_engine_push(engine, tile, how, error), error, name, _UNDONE)
 
+    def __init__(self, name: Namer) -> None:
+        self._name = name
+        self._engine: Any = None
 
-def engine_read(engine: Any, tile: int, sections: int, elems: int, states: int, name: Namer) -> None:
-    error = ffi.new("csd_error *")
-    check(lib.csd_engine_read(engine, tile, sections, elems, ffi.cast("void *", states), error), error, name, _UNREAD)
+    def _call(self, function: Any, *arguments: Any, outcome: str = _KEPT) -> None:
+        _call(function, self._engine, *arguments, name=self._name, outcome=outcome)
 
+    @property
+    def is_open(self) -> bool:
+        return self._engine is not None
 
-def engine_drop_grads(engine: Any, params: np.ndarray[Any, Any], name: Namer) -> None:
-    error = ffi.new("csd_error *")
-    check(lib.csd_engine_drop_grads(engine, _array(params, "uint32_t *"), len(params), error), error, name, _UNDONE)
+    def open(self, devices: Sequence[DeviceConfig]) -> None:
+        """Create the engine on these devices."""
+        structs = ffi.new("csd_device[]", len(devices))
+        keep = [_fill(struct, config) for struct, config in zip(structs, devices, strict=True)]
+        out = ffi.new("csd_engine **")
+        _call(lib.csd_engine_create, structs, len(devices), out, name=self._name)
+        del keep
+        self._engine = out[0]
 
+    def close(self) -> None:
+        """Close the engine, even if this raises."""
+        engine, self._engine = self._engine, None
+        _call(lib.csd_engine_close, engine, name=self._name)
 
-def engine_pull(engine: Any, name: Namer) -> int:
-    tile, error = ffi.new("uint32_t *"), ffi.new("csd_error *")
-    check(lib.csd_engine_pull(engine, tile, error), error, name, _UNDONE)
-    return int(tile[0])
+    # ---- layout ----------------------------------------------------------------
 
+    def extend(
+        self,
+        tile_elems: int,
+        n_tiles: int,
+        sections: int,
+        file_offsets: Sequence[int],
+        pieces: np.ndarray[Any, Any],
+        *,
+        slots: int = 2,
+        states: np.ndarray[Any, Any] | None = None,
+        devices: np.ndarray[Any, Any] | None = None,
+        sum_elems: int | None = None,
+        sums: np.ndarray[Any, Any] | None = None,
+        mappings: int = 1,
+        codec: str = "fp32",
+        param_dtype: torch.dtype | None = None,
+    ) -> list[Any]:
+        """Add an extent of `n_tiles` tiles with `sections` states.
 
-def engine_params_ready(engine: Any, tiles: np.ndarray[Any, Any], wait: bool, name: Namer) -> bool:
-    ready, error = ffi.new("int32_t *"), ffi.new("csd_error *")
-    check(
-        lib.csd_engine_params_ready(engine, _array(tiles, "uint32_t *"), len(tiles), wait, ready, error),
-        error,
-        name,
-        _UNDONE,
-    )
-    return bool(ready[0])
+        `devices`: the device of each tile, uint32; None: round-robin. `sum_elems`: elements per checksum; None: one
+        checksum per section. `sums`: the checksums that go with `states`, uint32, of shape (n_tiles, chunks, sections
+        of a slot). `mappings`: how many memory mappings a window consists of. `param_dtype`: with 8-bit codes, the
+        parameters' dtype.
+        Returns one window per state: a buffer of `4 * n_tiles * tile_elems` bytes that unmaps itself; none for codes.
+        """
+        assert pieces.dtype == PIECE
+        assert devices is None or (devices.dtype == np.uint32 and len(devices) == n_tiles)
+        sum_elems = min(sum_elems or tile_elems, tile_elems)
+        if states is not None:
+            shape = (n_tiles, -(-tile_elems // sum_elems))
+            assert sums is not None
+            assert (states.dtype, states.shape, sums.dtype, sums.shape[:2]) == (TILE_STATE, shape[:1], np.uint32, shape)
+            assert codec != "fp32" or sums.shape[2] == sections
+        offsets = ffi.new("uint64_t[]", [*file_offsets])
+        extent = ffi.new("csd_extent *")
+        extent.tile_elems, extent.n_tiles, extent.sections, extent.slots = tile_elems, n_tiles, sections, slots
+        extent.states = ffi.NULL if states is None else _array(states, "csd_tile_state *")
+        extent.sum_elems, extent.sums = sum_elems, ffi.NULL if sums is None else _array(sums, "uint32_t *")
+        extent.devices = ffi.NULL if devices is None else _array(devices, "uint32_t *")
+        extent.file_offset, extent.pieces, extent.n_pieces = offsets, _array(pieces, "csd_piece *"), len(pieces)
+        extent.codec, extent.param_dtype = CODECS[codec], DTYPE_CODES[param_dtype or torch.float32]
+        windows = ffi.new("float *[4]")
+        self._call(lib.csd_engine_extend, extent, windows)
+        elems = n_tiles * tile_elems
+        if codec != "fp32":
+            return []
+        return [ffi.buffer(_window(windows[s], elems, mappings), 4 * elems) for s in range(sections)]
 
+    def tiles(
+        self, first: int, n: int, chunks: int, sections: int
+    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Return slots (TILE_STATE) and checksums (uint32, shape (n, chunks, sections)) of `n` tiles of one extent."""
+        states, sums = np.empty(n, TILE_STATE), np.empty((n, chunks, sections), np.uint32)
+        self._call(lib.csd_engine_tiles, first, n, _array(states, "csd_tile_state *"), _array(sums, "uint32_t *"))
+        return states, sums
 
-def engine_finish(engine: Any, keep: bool, name: Namer) -> None:
-    error = ffi.new("csd_error *")
-    check(lib.csd_engine_finish(engine, keep, error), error, name, _UNDONE)
+    # ---- a step ----------------------------------------------------------------
 
+    def begin(
+        self,
+        params: np.ndarray[Any, Any],
+        hypers: np.ndarray[Any, Any],
+        tiles: np.ndarray[Any, Any],
+        *,
+        order: int = TO_AND_FRO,
+    ) -> None:
+        """Begin a step over `tiles` (uint32). `params`: a row per parameter, dtype PARAM. `hypers`: dtype HYPER."""
+        assert (params.dtype, hypers.dtype, tiles.dtype) == (PARAM, HYPER, np.uint32)
+        rows, constants = _array(params, "csd_param *"), _array(hypers, "csd_hyper *")
+        arguments = rows, len(params), constants, len(hypers), _array(tiles, "uint32_t *"), len(tiles)
+        self._call(lib.csd_engine_begin, *arguments, order)
 
-def engine_take_back(engine: Any, name: Namer) -> None:
-    error = ffi.new("csd_error *")
-    check(lib.csd_engine_take_back(engine, error), error, name)
+    def push(
+        self,
+        tile: int,
+        *,
+        images: tuple[int, int] = (0, 0),
+        entries: tuple[int, int] = (0, 0),
+        grads: Sequence[int] | None = None,
+        hold: int = 0,
+        states: int = 0,
+    ) -> None:
+        """Push a tile, whose gradients are where the step's table says; see csd_push. Raises what a step raises.
 
+        `images`: addresses of its gradients and parameters. `entries`: address of the Top-K entries among these
+        gradients, and how many words they have.
+        `grads`: for each of the tile's pieces the address where its parameter's gradient begins; 0: it has none after
+        all. They are read until the tile's parameters are ready or the step ends. Not for tiles with Top-K.
+        `hold`: address of hold_bytes() bytes, in use until the tile's parameters are ready. It pushes the tile early:
+        nothing changes before release(), finish(keep=False) undoes it, and `grads` are read until unchanged() returns.
+        Not for tiles in memory, with one slot, new, or with Top-K.
+        `states`: address of all sections of the tile, one after another, as they are after the step; for parameters
+        whose master is GIVEN. They are read until the tile's parameters are ready.
+        """
+        how = ffi.NULL
+        if images != (0, 0) or grads is not None or states:
+            addresses = ffi.NULL if grads is None else ffi.new("void *[]", [*map(_address, grads)])
+            words, (grad, param) = ffi.cast("uint32_t *", entries[0]), map(_address, images)
+            fields = grad, param, words, entries[1], addresses, _address(hold), _address(states)
+            how = ffi.new("csd_push *", fields)
+        self._call(lib.csd_engine_push, tile, how, outcome=_UNDONE)
 
-def engine_hold_bytes(engine: Any, tile: int) -> int:
-    return int(lib.csd_engine_hold_bytes(engine, tile))
+    def drop_grads(self, params: Sequence[int]) -> None:
+        """Leave these parameters unchanged, as they have no gradient. Call it before any of their tiles is pushed."""
+        rows = np.array(params, np.uint32)
+        self._call(lib.csd_engine_drop_grads, _array(rows, "uint32_t *"), len(rows), outcome=_UNDONE)
 
+    def pull(self) -> int:
+        """Wait until another tile that was pushed with an image has its new parameters, and return it."""
+        tile = ffi.new("uint32_t *")
+        self._call(lib.csd_engine_pull, tile, outcome=_UNDONE)
+        return int(tile[0])
 
-def engine_unchanged(engine: Any, params: np.ndarray[Any, Any], name: Namer) -> bool:
-    assert params.dtype == PARAM
-    unchanged, error = ffi.new("int32_t *"), ffi.new("csd_error *")
-    status = lib.csd_engine_unchanged(engine, _array(params, "csd_param *"), len(params), unchanged, error)
-    check(status, error, name, _UNDONE)
-    return bool(unchanged[0])
+    def params_ready(self, tiles: np.ndarray[Any, Any], *, wait: bool) -> bool:
+        """Return whether these pushed tiles (uint32) have their new parameters. `wait`: block until they have."""
+        ready = ffi.new("int32_t *")
+        listed = _array(tiles, "uint32_t *")
+        self._call(lib.csd_engine_params_ready, listed, len(tiles), wait, ready, outcome=_UNDONE)
+        return bool(ready[0])
 
+    def finish(self, keep: bool) -> None:
+        """Complete the step, or undo it: also if this raises."""
+        self._call(lib.csd_engine_finish, keep, outcome=_UNDONE)
 
-def engine_release(engine: Any, params: np.ndarray[Any, Any], order: np.ndarray[Any, Any], name: Namer) -> None:
-    assert (params.dtype, order.dtype) == (PARAM, np.uint32)
-    error = ffi.new("csd_error *")
-    rows, tiles = _array(params, "csd_param *"), _array(order, "uint32_t *")
-    check(lib.csd_engine_release(engine, rows, len(params), tiles, len(order), error), error, name, _UNDONE)
+    def take_back(self) -> None:
+        """Undo the last step, which was finished."""
+        self._call(lib.csd_engine_take_back)
 
+    def undone(self) -> list[tuple[int, int]]:
+        """Return the tiles whose parameters the last undone step had already written.
 
-def engine_undone(engine: Any) -> list[tuple[int, int]]:
-    """Return the tiles whose parameters an undone step has overwritten, each with the number of leading elements."""
-    n = lib.csd_engine_undone(engine, ffi.NULL, ffi.NULL, 0)
-    tiles, elems = np.empty(n, np.uint32), np.empty(n, np.uint64)
-    lib.csd_engine_undone(engine, _array(tiles, "uint32_t *"), _array(elems, "uint64_t *"), n)
-    return [*zip(tiles.tolist(), elems.tolist(), strict=True)]
+        With each tile comes how many of its elements were written, from its first one on.
+        """
+        n = lib.csd_engine_undone(self._engine, ffi.NULL, ffi.NULL, 0)
+        tiles, elems = np.empty(n, np.uint32), np.empty(n, np.uint64)
+        lib.csd_engine_undone(self._engine, _array(tiles, "uint32_t *"), _array(elems, "uint64_t *"), n)
+        return [*zip(tiles.tolist(), elems.tolist(), strict=True)]
 
+    # ---- a guess ---------------------------------------------------------------
 
-def engine_events(engine: Any) -> np.ndarray[Any, Any]:
-    """Return the timeline of the last step, dtype EVENT. Recording starts with the first call, which returns none."""
-    events = np.empty(lib.csd_engine_events(engine, ffi.NULL, 0), EVENT)
-    lib.csd_engine_events(engine, _array(events, "csd_event *"), len(events))
-    return events
+    def hold_bytes(self, tile: int) -> int:
+        """Return how many bytes a tile of the step in flight needs to be pushed early; 0: it has no such tile."""
+        return int(lib.csd_engine_hold_bytes(self._engine, tile))
 
+    def unchanged(self, params: np.ndarray[Any, Any]) -> bool:
+        """Return whether the tiles pushed early read what is in memory now. `params`: all rows, current addresses."""
+        assert params.dtype == PARAM
+        unchanged = ffi.new("int32_t *")
+        rows = _array(params, "csd_param *")
+        self._call(lib.csd_engine_unchanged, rows, len(params), unchanged, outcome=_UNDONE)
+        return bool(unchanged[0])
 
-def engine_wait_writes(engine: Any, name: Namer) -> None:
-    error = ffi.new("csd_error *")
-    check(lib.csd_engine_wait_writes(engine, error), error, name)
+    def release(self, params: np.ndarray[Any, Any], order: np.ndarray[Any, Any]) -> None:
+        """Confirm a speculative step: write the parameters of tiles pushed early, and let other tiles be pushed.
 
+        `params`: the rows passed to begin(), with current addresses of gradients and parameters. `order`: tiles
+        (uint32) in the order in which their parameters are needed; the other tiles follow.
+        """
+        assert (params.dtype, order.dtype) == (PARAM, np.uint32)
+        rows, tiles = _array(params, "csd_param *"), _array(order, "uint32_t *")
+        self._call(lib.csd_engine_release, rows, len(params), tiles, len(order), outcome=_UNDONE)
 
-def engine_remap(engine: Any, name: Namer, *, open: bool) -> None:
-    error = ffi.new("csd_error *")
-    check(lib.csd_engine_remap(engine, open, error), error, name)
+    # ---- between steps ---------------------------------------------------------
 
+    def wait_writes(self) -> None:
+        """Wait until all states are written to their devices. Raises CSDOSError if a write keeps failing."""
+        if self.is_open:
+            self._call(lib.csd_engine_wait_writes)
 
-def engine_decode(
-    engine: Any, tile: int, first: int, n: int, states: Sequence[torch.Tensor | None], name: Namer, param: int = 0
-) -> None:
-    """Decode elements [first, first + n) of a tile of codes into up to four contiguous fp32 CPU tensors, one a state.
+    def remap(self, *, open: bool) -> None:
+        """Wait for all writes, then map the current slots. `open`: writes to windows go to the devices."""
+        self._call(lib.csd_engine_remap, open)
 
-    A state whose tensor is None is skipped. `first` is a multiple of 64. `param`: address of these elements of the
-    parameter, if the parameter itself serves as the section; 0: the section is in the tile. Waits for writes. Must not
-    be called while a step is under way.
-    """
-    assert all(s is None or (s.dtype, s.numel()) == (torch.float32, n) for s in states)
-    error = ffi.new("csd_error *")
-    to = _addresses("float *", [*states, *[None] * (4 - len(states))])
-    check(lib.csd_engine_decode(engine, tile, first, n, ffi.cast("void *", param), to, error), error, name, _UNREAD)
+    def edited(self, tiles: np.ndarray[Any, Any]) -> None:
+        """Report that the windows of these tiles (uint32) were written."""
+        assert tiles.dtype == np.uint32
+        self._call(lib.csd_engine_edited, _array(tiles, "uint32_t *"), len(tiles))
 
+    def read(self, tile: int, sections: int, elems: int, states: int) -> None:
+        """Copy the first `sections` sections of a tile's fp32 states to the address `states`, one after another.
 
-def engine_tiles(
-    engine: Any, first: int, n: int, chunks: int, sections: int
-) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Return slots (TILE_STATE) and checksums (uint32, of shape (n, chunks, sections)) of `n` tiles of one extent."""
-    states, sums, error = np.empty(n, TILE_STATE), np.empty((n, chunks, sections), np.uint32), ffi.new("csd_error *")
-    status = lib.csd_engine_tiles(
-        engine, first, n, _array(states, "csd_tile_state *"), _array(sums, "uint32_t *"), error
-    )
-    check(status, error)
-    return states, sums
+        Not during a step. Raises CSDOSError, or CSDStoreError if one of the first `elems` elements is damaged.
+        """
+        self._call(lib.csd_engine_read, tile, sections, elems, _address(states), outcome=_UNREAD)
 
+    def decode(self, tile: int, first: int, n: int, states: Sequence[torch.Tensor | None], param: int = 0) -> None:
+        """Decode elements [first, first + n) of a tile of codes into up to four contiguous fp32 CPU tensors.
 
-def engine_edited(engine: Any, tiles: np.ndarray[Any, Any]) -> None:
-    assert tiles.dtype == np.uint32
-    error = ffi.new("csd_error *")
-    check(lib.csd_engine_edited(engine, _array(tiles, "uint32_t *"), len(tiles), error), error)
+        A state whose tensor is None is skipped. `first` is a multiple of 64. `param`: address of these elements of the
+        parameter, if the parameter itself serves as the section; 0: the section is in the tile. Waits for writes. Must
+        not be called while a step is under way.
+        """
+        assert all(s is None or (s.dtype, s.numel()) == (torch.float32, n) for s in states)
+        to = _addresses("float *", [*states, *[None] * (4 - len(states))])
+        self._call(lib.csd_engine_decode, tile, first, n, _address(param), to, outcome=_UNREAD)
 
+    # ---- information -----------------------------------------------------------
 
-def engine_stats(engine: Any, device: int) -> dict[str, float]:
-    stats, error = ffi.new("csd_stats *"), ffi.new("csd_error *")
-    check(lib.csd_engine_stats(engine, device, stats, error), error)
-    return {name: getattr(stats, name) for name, _ in ffi.typeof("csd_stats").fields}
+    def stats(self, device: int) -> dict[str, float]:
+        """Return the counts of the last step on a device: see csd_stats."""
+        stats = ffi.new("csd_stats *")
+        self._call(lib.csd_engine_stats, device, stats)
+        return {name: getattr(stats, name) for name, _ in ffi.typeof("csd_stats").fields}
+
+    def events(self) -> np.ndarray[Any, Any]:
+        """Return the timeline of the last step, dtype EVENT. The first call starts recording, and returns none."""
+        events = np.empty(lib.csd_engine_events(self._engine, ffi.NULL, 0), EVENT)
+        lib.csd_engine_events(self._engine, _array(events, "csd_event *"), len(events))
+        return events
 
 
 def update(
@@ -495,8 +508,8 @@ def update(
     `hyper`: one element of dtype HYPER. `state`: fp32, section by section, as many as the rule takes.
     """
     assert hyper.dtype == HYPER
-    error = ffi.new("csd_error *")
-    status = lib.csd_update(
+    _call(
+        lib.csd_update,
         _array(hyper, "csd_hyper *"),
         ISAS[isa],
         grad.numel(),
@@ -506,9 +519,7 @@ def update(
         len(state),
         ffi.NULL if param is None else ffi.cast("void *", param.data_ptr()),
         lib.CSD_F32 if param is None else DTYPE_CODES[param.dtype],
-        error,
     )
-    check(status, error)
 
 
 def update_codes(
@@ -525,8 +536,8 @@ def update_codes(
     element.
     """
     assert hyper.dtype == HYPER
-    error = ffi.new("csd_error *")
-    status = lib.csd_update_codes(
+    _call(
+        lib.csd_update_codes,
         _array(hyper, "csd_hyper *"),
         ISAS[isa],
         grad.numel(),
@@ -537,9 +548,7 @@ def update_codes(
         ffi.cast("void *", param.data_ptr()),
         DTYPE_CODES[param.dtype],
         key,
-        error,
     )
-    check(status, error)
 
 
 def encode(isa: str, states: Sequence[torch.Tensor | None], dtype: torch.dtype, codes: Sequence[torch.Tensor]) -> None:
@@ -547,16 +556,16 @@ def encode(isa: str, states: Sequence[torch.Tensor | None], dtype: torch.dtype, 
 
     The codes of a state that is None stay as they are. `dtype`: the parameter's.
     """
-    error, n = ffi.new("csd_error *"), max(0 if s is None else s.numel() for s in states)
-    of = _addresses("float *", states)
-    check(lib.csd_encode(ISAS[isa], n, of, DTYPE_CODES[dtype], _addresses("void *", codes), len(codes), error), error)
+    n = max(0 if s is None else s.numel() for s in states)
+    of, to = _addresses("float *", states), _addresses("void *", codes)
+    _call(lib.csd_encode, ISAS[isa], n, of, DTYPE_CODES[dtype], to, len(codes))
 
 
 def decode(isa: str, codes: Sequence[torch.Tensor], dtype: torch.dtype, states: Sequence[torch.Tensor | None]) -> None:
     """Decode into fp32 states of one length; a state that is None is skipped. `dtype`: the parameter's."""
-    error, n = ffi.new("csd_error *"), max(0 if s is None else s.numel() for s in states)
-    to = _addresses("float *", states)
-    check(lib.csd_decode(ISAS[isa], n, _addresses("void *", codes), DTYPE_CODES[dtype], to, len(codes), error), error)
+    n = max(0 if s is None else s.numel() for s in states)
+    of, to = _addresses("void *", codes), _addresses("float *", states)
+    _call(lib.csd_decode, ISAS[isa], n, of, DTYPE_CODES[dtype], to, len(codes))
 
 
 def _addresses(kind: str, tensors: Sequence[torch.Tensor | None]) -> list[Any]:
@@ -578,8 +587,9 @@ def topk_select(
     `grad`: contiguous, 1-D, on the CPU; `residual`: bfloat16 of the same length, in units of `scale` * gradient.
     """
     indices, values = torch.empty(k, dtype=torch.int32), torch.empty(k, dtype=dtype)
-    selected, error = ffi.new("uint64_t *"), ffi.new("csd_error *")
-    status = lib.csd_topk_select(
+    selected = ffi.new("uint64_t *")
+    _call(
+        lib.csd_topk_select,
         ffi.cast("void *", grad.data_ptr()),
         DTYPE_CODES[grad.dtype],
         grad.numel(),
@@ -590,9 +600,7 @@ def topk_select(
         ffi.cast("uint32_t *", indices.data_ptr()),
         ffi.cast("uint16_t *", values.data_ptr()),
         selected,
-        error,
     )
-    check(status, error)
     return indices[: selected[0]], values[: selected[0]]
 
 
@@ -602,10 +610,9 @@ def sum_up(summands: np.ndarray[Any, Any], isa: str, first: int, out: torch.Tens
     `out`: fp32, contiguous, 1-D. Raises CSDValueError for malformed entries.
     """
     assert summands.dtype == SUMMAND
-    error = ffi.new("csd_error *")
     address = ffi.cast("float *", out.data_ptr())
     table = _array(summands, "csd_summand *")
-    check(lib.csd_sum(table, len(summands), ISAS[isa], first, out.numel(), address, error), error)
+    _call(lib.csd_sum, table, len(summands), ISAS[isa], first, out.numel(), address)
 
 
 def isas() -> list[str]:
@@ -616,9 +623,7 @@ def isas() -> list[str]:
 def isa_use(name: str) -> None:
     if name.lower() not in ISAS:
         raise CSDValueError(f"Invalid instruction set: {name!r}; this CPU has {', '.join(isas())}")
-    name = name.lower()
-    error = ffi.new("csd_error *")
-    check(lib.csd_isa_use(ISAS[name], error), error)
+    _call(lib.csd_isa_use, ISAS[name.lower()])
 
 
 def isa_used() -> str:
@@ -626,8 +631,7 @@ def isa_used() -> str:
 
 
 def threads_use(n: int) -> None:
-    error = ffi.new("csd_error *")
-    check(lib.csd_threads_use(n, error), error)
+    _call(lib.csd_threads_use, n)
 
 
 def threads_used() -> int:

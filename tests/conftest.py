@@ -145,7 +145,7 @@ def in_tmp_path(tmp_path, monkeypatch):
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Make each checksum cover as little as possible, so that even the small tiles of tests have several."""
-    monkeypatch.setattr("csd_optim.engine.engine.SUM_ELEMS", 1024)
+    monkeypatch.setattr("csd_optim.engine.open_devices.SUM_ELEMS", 1024)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -44,30 +44,20 @@ FLOORS = {  # the floor of each folder, and of each file beside them
 HIDDEN = {  # files that hide whom they need
     "imports for type checkers only": [
         "__init__",  # loads what it names when it is first used
-        "engine.commit",
-        "engine.committer",
-        "engine.decoded",
-        "engine.near_copies",
-        "engine.reports",
-        "engine.windows",
         "serve.arrivals",
         "serve.flow",
         "serve.model",
     ],
-    "weakref.proxy": ["engine.committer", "engine.decoded", "engine.near_copies", "engine.windows"],
+    "weakref.proxy": [],
     "self.__class__ =": ["optim.optimizer"],
 }
 TANGLED = [  # modules that need one another, imports for type checkers included
-    {
-        *("engine.committer", "engine.decoded", "engine.engine", "engine.near_copies", "engine.on_accelerator"),
-        *("engine.open_devices", "engine.placing", "engine.windows"),
-    },
     {"optim.optimizer", "serve.model", "serve.states", "serve.trainer"},
     {"serve.arrivals", "serve.flow", "serve.owner"},
 ]
 
 LONGEST = 400  # lines of a class
-LONGER = ["engine.durable.DurableCommitter", "engine.engine.Engine", "serve.owner.Owner", "serve.trainer._Trainer"]
+LONGER = ["serve.owner.Owner", "serve.trainer._Trainer"]
 
 
 def modules(package):

@@ -263,14 +263,14 @@ def _fill_codes(engine: Engine, states: dict[int, list[np.ndarray[Any, Any]]], p
 
     Codes have no windows to write to. Instead, a step without gradients starts from these states (csd_param.edited).
     """
-    table = np.zeros(engine.n_params, PARAM)
+    table = np.zeros(engine.tiles.n_params, PARAM)
     for row, param in params.items():
         table["param"][row], table["param_dtype"][row] = param.data_ptr(), DTYPE_CODES[param.dtype]
         table["master"][row] = NEW
     for row, values in states.items():
         table["edited"][row, : len(values)] = [value.ctypes.data for value in values]
-    for tile in engine.begin(table, np.zeros(0, HYPER), engine.tiles_of_params([*states])).tolist():
-        engine.push(tile)
+    for tile in engine.begin(table, np.zeros(0, HYPER), engine.tiles.of([*states])).tolist():
+        engine.native.push(tile)
     engine.finish()
 
 
@@ -343,16 +343,18 @@ def import_store(
                     if (value := export.state(i, "residual")) is not None:
                         if (value.dtype, value.shape) != (np.int16, tuple(p["shape"])):
                             raise CSDStoreError(f"{source} is damaged: residual of {p['name']} does not fit")
-                        engine.keep_residual(extent.first_param + at, _residual(value, p))
-                    engine.steps[e][at] = export.steps[i]
+                        engine.committer.keep_residual(extent.first_param + at, _residual(value, p))
+                    engine.states.steps[e][at] = export.steps[i]
                     params.append({**p, "extent": e, "start": extent.starts[at], "numel": numels[i]})
             rule = {"rule": about["rule"]} if "rule" in about else {}
-            engine.describe({**rule, "params": params, "waiting": about["waiting"]})  # else nothing is committed
+            engine.committer.describe(
+                {**rule, "params": params, "waiting": about["waiting"]}
+            )  # else nothing is committed
             if to_encode:
                 _fill_codes(engine, to_encode, rounded)
-            engine.windows.sync()
-        engine.step = about["step"]
-        engine.record = Record(export.groups, about["given"], export.user_state, about["seconds"])
+            engine.states.sync()
+        engine.states.step = about["step"]
+        engine.states.record = Record(export.groups, about["given"], export.user_state, about["seconds"])
     except BaseException:
         engine.abandon()  # close() would commit the incomplete store
         raise

@@ -26,7 +26,7 @@ from ..engine.durable import DurableCommitter
 from ..engine.engine import Engine
 from ..errors import CSDOSError, CSDRuntimeError, CSDStoreError, CSDWarning
 from ..store.file import StoreFile
-from ..store.format import CLEAN, FILE_NAME, PAGE, Contents, read_region
+from ..store.format import CLEAN, FILE_NAME, PAGE, Contents, read_commits, read_region
 from ..store.reader import Residual, Tick, Tile, each_tile, stored_bytes, total_bytes
 from ..store.recovery import common_commit
 from ..store.transfer import opened
@@ -181,7 +181,8 @@ def save(engine: Engine, path: Path, progress: Progress, *, wait: bool) -> Savin
 
     Raises CSDRuntimeError, CSDStoreExistsError, CSDOSError before anything is made.
     """
-    specs = engine.devices.specs if engine.durable else engine.specs  # states on gpu: are in the directories, too
+    # States on gpu: are in the directories, too.
+    specs = engine.devices.specs if engine.durable else engine.devices.named
     if temporary := [str(spec) for spec in specs if not spec.durable]:
         raise CSDRuntimeError(
             f"{temporary[0]} keeps its state for this process only, and there is no store to copy; "
@@ -191,8 +192,8 @@ def save(engine: Engine, path: Path, progress: Progress, *, wait: bool) -> Savin
     assert isinstance(committer, DurableCommitter)
     if engine.stepping:
         raise CSDRuntimeError("a step is under way: save() when it has returned")
-    engine.check_whole()
-    if not (engine.n_params or engine.committed_step):  # a rank may have no parameters
+    engine.states.check_whole()
+    if not (engine.tiles.n_params or engine.states.committed_step):  # a rank may have no parameters
         raise CSDRuntimeError("there is no state to save yet: save() goes after the first step()")
     if committer.ranks:
         try:
@@ -201,7 +202,10 @@ def save(engine: Engine, path: Path, progress: Progress, *, wait: bool) -> Savin
             raise CSDOSError(e.errno, f"cannot make {path}: {e.strerror}") from e
         path = path / f"rank-{committer.ranks.rank}"
     committer.flush()
-    recovered = committer.read_committed()
+    recovered = []  # the contents of that commit
+    for store in filter(None, engine.devices.stores):
+        with store.wrapping_errors("read"):
+            recovered.append(read_commits(store.fd, str(store.path))[0])
     made = Snapshot(recovered, path)
     give_up = threading.Event()
     done: Future[Path] = Future()
@@ -228,7 +232,7 @@ def save(engine: Engine, path: Path, progress: Progress, *, wait: bool) -> Savin
             finally:
                 done.set_exception(e)
 
-    committer.pins.append(pin)
+    committer.pins.pins.append(pin)
     try:
         threading.Thread(target=work, name=f"csd_optim save {path}").start()
     except RuntimeError:  # the interpreter is shutting down and starts no more threads

@@ -124,10 +124,10 @@ class _DecodedStates:
     """States that are stored as codes, as fp32; filled tile by tile. `zeros`: returns so many fp32 zeros."""
 
     def __init__(self, engine: Engine, zeros: Callable[[int], torch.Tensor]) -> None:
-        self._extents = engine.extents
+        self._extents = engine.tiles.extents
         self.states = {  # by parameter, all its states
             extent.first_param + i: [zeros(numel) for _ in extent.sections]
-            for extent in engine.extents
+            for extent in engine.tiles.extents
             if extent.codec != FP32
             for i, numel in enumerate(extent.numels)
         }
@@ -168,7 +168,7 @@ def mapped_states(
         first = engine.recovered[0]
         windows: dict[tuple[int, str], torch.Tensor] = {}
         for row, p in enumerate(first.manifest["params"]):
-            extent = engine.extents[p["extent"]]
+            extent = engine.tiles.extents[p["extent"]]
             for k, section in enumerate(extent.sections):
                 if row in decoded.states:
                     window = decoded.states[row][k].view(dtype_of(p, section))

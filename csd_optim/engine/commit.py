@@ -6,7 +6,7 @@ copy 0    is written after all tiles and residuals are on the disk (after a fail
 copy 1    is written after copy 0 is on all disks; from then on the slots of the previous step may be overwritten
 
 When several ranks commit a step together, each writes copy 1 only after the ranks have told each other that all of them
-have copy 0: see Engine.confirm().
+have copy 0: see Committer.confirm().
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,9 +29,7 @@ from ..store.format import Record, Superblock, pack_table, pack_tiles
 from ..threads import running_pool
 from .proof import prove
 from .residuals import Residuals, Spaces
-
-if TYPE_CHECKING:
-    from .engine import Engine
+from .states import States
 
 InParallel = Callable[[Iterable[Callable[[], Any]]], list[Any]]
 Work = Callable[[InParallel], None]
@@ -41,10 +39,10 @@ Work = Callable[[InParallel], None]
 class CommitJob:
     """What a commit contains, captured when the commit began, on the thread that began it.
 
-    From the engine itself `stage()` reads only the tiles, which do not move before the commit has completed.
+    From the states themselves `stage()` reads only the tiles, which do not move before the commit has completed.
     """
 
-    engine: Engine
+    states: States
     residuals: Residuals
     stores: dict[int, StoreFile]  # by device: the durable ones
     superblock: Superblock  # for device 0, without its regions
@@ -65,14 +63,15 @@ class CommitJob:
 
         Runs on the thread of the commit; may be called again if it raises.
         """
-        engine = self.engine
-        engine.check_whole()
-        if engine.windows.open.any():
-            engine.windows.sync()  # before their checksums are taken, which then vouch for what is on the disk
-            engine.remap()  # closes the windows: committed slots must not be written
+        states = self.states
+        states.check_whole()
+        if states.truth.open.any():
+            states.sync()  # before their checksums are taken, which then vouch for what is on the disk
+            states.remap()  # closes the windows: committed slots must not be written
         else:
-            engine.wait_writes()
-        tiles = [engine.tiles_of(extent) for extent in engine.extents]
+            states.native.wait_writes()
+        extents = states.tiles.extents
+        tiles = [states.slots_of(extent) for extent in extents]
         if self.new_residuals:
             writes = [
                 functools.partial(self.residuals.write, d, store, self.new_residuals, self.ready_events)
@@ -80,12 +79,12 @@ class CommitJob:
             ]
             for written in in_parallel(writes):
                 self.spaces.update(written)
-        written_bytes = engine.written_bytes()
+        written_bytes = states.written_bytes(self.residuals.bytes_on)
         staged = []
         for d, store in self.stores.items():
             tables = [
-                pack_tiles(entry, states[extent.devices == d], sums[extent.devices == d])
-                for extent, entry, (states, sums) in zip(engine.extents, self.extents_on[d], tiles, strict=True)
+                pack_tiles(entry, slots[extent.devices == d], sums[extent.devices == d])
+                for extent, entry, (slots, sums) in zip(extents, self.extents_on[d], tiles, strict=True)
             ]
             spaces = [self.spaces[param] for param in sorted(self.spaces) if self.residuals.rooms[param].device == d]
             table = pack_table(tables, self.steps, replace(self.record, written_bytes=written_bytes[d]), spaces)
@@ -205,3 +204,27 @@ class Pin:
     sequence: float  # of the commit; whatever follows a later commit overwrites its slots
     done: Future[Any]  # completes when the copy is finished
     hurry: threading.Event = field(default_factory=threading.Event)  # set when somebody waits for the copy
+
+
+class Pins:
+    """All copies of commits that are under way."""
+
+    def __init__(self) -> None:
+        self.pins: list[Pin] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.pins)
+
+    def wait_before(self, sequence: float) -> None:
+        """Wait until nobody copies the slots that are overwritten next, after the commit with this sequence."""
+        for pin in self.pins:
+            if sequence > pin.sequence:
+                pin.hurry.set()
+                wait([pin.done])
+        self.pins = [pin for pin in self.pins if not pin.done.done()]
+
+    def end(self) -> None:
+        """Ask all to hurry, and wait until they have finished."""
+        for pin in (pins := [*self.pins]):
+            pin.hurry.set()
+        wait([pin.done for pin in pins])

@@ -3,58 +3,85 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from ..store.format import Record
 from ..store.layout import Extent
-
-if TYPE_CHECKING:
-    from .engine import Engine
+from .states import States
 
 
 class Committer:
     """An engine's committer, called before and after everything that changes states. This one makes nothing durable."""
 
-    durable = False
-    committed_step = 0  # the last step that is durable
     uncommitted = False  # a committed tile has moved to its other slot since the last commit began
 
-    def __init__(self, engine: Engine) -> None:
-        # Weak, as the engine owns this: without a cycle it is freed with its last user, not by the garbage collector.
-        self._engine: Engine = weakref.proxy(engine)
+    def __init__(self, states: States) -> None:
+        self.states = states
 
-    # ---- see the methods of Engine that call these -----------------------------
+    # ---- commits: no-ops unless states are durable -------------------------------
 
     def describe(self, manifest: dict[str, Any]) -> None:
-        pass
+        """Set the description of the parameters, which the stores contain from the next commit on."""
 
     def commit(self, record: Record | None = None) -> None:
-        pass
+        """Start committing the current state, `steps` and `record` (None: the previous record) in the background.
+
+        `wait()` waits for the commit; a round, the joint commit of several ranks, only counts after `confirm()`.
+        Raises CSDOSError if the previous commit failed and its retry fails too.
+        """
 
     def confirm(self) -> None:
-        pass
+        """Wait until all ranks have the last round, which counts from then on. Call it before changing states.
+
+        All ranks call it. If one of them does not have the round, raises on all: CSDOSError on that rank, CSDRankError
+        elsewhere. Nothing has been touched then, and the next call tries again.
+        """
 
     def wait(self) -> None:
-        pass
+        """Wait until the last step is durable. Raises CSDOSError. All ranks call it, and it raises on all."""
 
     def all_ranks_or_none(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context that raises on all ranks if its body fails on one. All ranks enter it."""
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def loading(self, record: Record | None = None) -> Iterator[None]:
+        """Make what is loaded inside durable at the end, with `record`, entirely or not at all.
+
+        Several ranks commit it as a round: all of them enter the context, and it raises on all.
+        """
         yield
 
     @contextlib.contextmanager
     def writing(self, params: Sequence[int]) -> Iterator[None]:
-        self._engine.remap()
+        """Allow writes to the windows of these parameters inside: see Engine.writing()."""
+        self.states.remap()
         yield
-        self._engine.windows.sync()
-        self._engine.windows.write_decoded()
+        self.states.sync()
+        self.states.write_decoded()
+
+    # ---- residuals ---------------------------------------------------------------
+
+    def keep_residual(self, param: int, residual: torch.Tensor) -> None:
+        """Register the residual of a parameter (numbered over all extents). Not while a step is in flight.
+
+        `residual`: 1-D bfloat16, contiguous, as many elements as the parameter, in the order of its state, on any
+        device. Where states are durable, each commit contains its current value. Code that writes to it without torch
+        must call torch.autograd.graph.increment_version. Raises CSDOSError if a disk is full; nothing changes then.
+        """
+        self.states.residuals[param] = residual
+
+    def drop_residual(self, param: int) -> None:
+        """Remove the residual of a parameter, if it has one."""
+        self.states.residuals.pop(param, None)
+
+    def adopt_residuals(self, residuals: dict[int, torch.Tensor]) -> None:
+        """Register the residuals of the commit that was resumed, by parameter."""
+        self.states.residuals.update(residuals)
 
     # ---- called by the engine ----------------------------------------------------
 
@@ -65,14 +92,11 @@ class Committer:
         """Note that an extent was added. `offsets`: where it begins in the store of each device (bytes)."""
 
     def before_step(self, tiles: np.ndarray[Any, Any], record: Record | None) -> np.ndarray[Any, Any]:
-        """Prepare for a step over `tiles`; return them with all tiles whose windows were written.
+        """Prepare for a step over `tiles`; return the tiles that were written, which it must contain, too: ascending.
 
         Raises CSDOSError if the step must not begin.
         """
-        written = self._engine.windows.note_written()
-        if not len(written):
-            return tiles
-        return self._engine.in_step_order(np.sort(np.concatenate([tiles, np.setdiff1d(written, tiles)])))
+        return self.states.truth.note_written()
 
     def reserve(self, record: Record | None) -> None:
         """Allocate space for the commit of the step in flight, so that a full disk fails now and not in the commit.
@@ -89,25 +113,12 @@ class Committer:
     def after_undo(self) -> None:
         """Note that a completed step was undone."""
 
-    def before_keep_residual(self, param: int, residual: torch.Tensor) -> None:
-        """Prepare for `residual` to become the residual of a parameter."""
+    def stats(self) -> list[dict[str, Any]]:
+        """Return the counts of the last step, one dict per device; see `csd_stats`. Totals cover the store's lifetime.
 
-    def after_drop_residual(self, param: int) -> None:
-        """Note that the residual of a parameter was dropped."""
-
-    def adopt_residuals(self, residuals: Mapping[int, torch.Tensor]) -> None:
-        """Adopt the residuals of the resumed commit, by parameter."""
-
-    def name_tile(self, device: int, tile: int) -> str:
-        """Return the names of the parameters in a tile, for messages; "" if they are unknown."""
-        return ""
-
-    def before_stats(self) -> None:
-        """Wait until the last step and its commit have written everything that stats() counts. Raises CSDOSError."""
-
-    def residual_bytes(self, device: int) -> tuple[int, int]:
-        """Return the bytes of residuals written to a device: by the last step with its commit, and in total."""
-        return 0, 0
+        Waits for the last step's commit if it writes residuals. Raises CSDOSError.
+        """
+        return self.states.stats(lambda _: (0, 0))
 
     @property
     def idle(self) -> bool:

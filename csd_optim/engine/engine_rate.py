@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from .. import bindings
-from ..bindings import DTYPE_CODES, HYPER, PARAM, TILE_STATE, DeviceConfig
+from ..bindings import DTYPE_CODES, HYPER, PARAM, TILE_STATE, DeviceConfig, Native
 from ..devices.backends import DEFAULT_BLOCK, NO_CACHE
 from ..devices.spec import DEFAULT_BUFFERS
 from ..store.file import StoreFile
@@ -70,12 +70,12 @@ class EngineWithoutDrive:
         cache = 0 if in_memory else extent.n_tiles * extent.slot_bytes if cached else NO_CACHE
         fd = self._store.io_fd if self._store else self._fd
         config = DeviceConfig("ram" if in_memory else "file", fd, DEFAULT_BUFFERS, block_bytes, cache_bytes=cache)
-        self._engine = None
+        self._native = Native(lambda *_: "/dev/zero")
         try:
             offset = self._store.allocate(extent.device_bytes(0)) if self._store else 0
-            self._engine = bindings.engine_create([config], self._name)
-            self._windows = bindings.engine_extend(
-                self._engine, extent.tile_elems, extent.n_tiles, len(sections), [offset], extent.pieces, self._name,
+            self._native.open([config])
+            self._windows = self._native.extend(
+                extent.tile_elems, extent.n_tiles, len(sections), [offset], extent.pieces,
                 states=states, sum_elems=extent.sum_elems, sums=sums, **codec_options,
             )  # fmt: skip
         except BaseException:
@@ -86,18 +86,17 @@ class EngineWithoutDrive:
         """Run one step until the last state is written. With `update` False tiles are only verified and rewritten."""
         self._table["seed"] = seed
         table = self._table if update else np.zeros(1, PARAM)
-        bindings.engine_begin(self._engine, table, self.hyper, self.tiles, self._name)
+        self._native.begin(table, self.hyper, self.tiles)
         for tile in self.tiles.tolist():
-            bindings.engine_push(self._engine, tile, self._name)
-        bindings.engine_finish(self._engine, True, self._name)
-        bindings.engine_wait_writes(self._engine, self._name)
+            self._native.push(tile)
+        self._native.finish(True)
+        self._native.wait_writes()
 
     def close(self) -> None:
         try:
-            if self._engine is not None:
-                bindings.engine_close(self._engine, self._name)
+            if self._native.is_open:
+                self._native.close()
         finally:
-            self._engine = None
             os.close(self._fd)
             if self._store:
                 self._store.close()
@@ -107,10 +106,6 @@ class EngineWithoutDrive:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @staticmethod
-    def _name(*_: int) -> str:
-        return "/dev/zero"
 
 
 def engine_rate(

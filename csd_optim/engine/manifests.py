@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -26,6 +27,7 @@ class Manifests:
         self.extents_on: list[list[dict[str, Any]]] = [[] for _ in range(n_devices)]  # per device
         self.tiles_bytes: list[int] = [0] * n_devices  # per device: size of the tiles' entries in the table
         self._params: dict[str, Any] = {}  # see describe()
+        self._first_tiles: list[int] = []  # of each extent
         self._rank_fields = {"rank": ranks.rank, "world_size": ranks.size} if ranks else {}
 
     def __bool__(self) -> bool:
@@ -44,6 +46,7 @@ class Manifests:
     def add(self, extent: Extent, offsets: list[int]) -> None:
         """Add an extent. `offsets`: where it begins on each device (bytes)."""
         dtype = extent.param_dtype
+        self._first_tiles.append(extent.first_tile)
         for device, offset in enumerate(offsets):
             about: dict[str, Any] = {
                 "tile_elems": extent.tile_elems,
@@ -80,6 +83,9 @@ class Manifests:
         features = self._features(device, rooms)
         return {**manifest, "features": sorted(features)} if version_of(features) >= NAMED_FEATURES else manifest
 
-    def params_in_tile(self, device: int, extent: int, tile: int) -> str:
-        """Return the names of the parameters in a tile, which is numbered within its extent."""
-        return ", ".join(params_in_tile(self._manifest_of(device, {}), extent, tile))
+    def params_in_tile(self, device: int, tile: int) -> str:
+        """Return the names of the parameters in a tile, for messages; "" if they are unknown."""
+        if not self:
+            return ""
+        extent = bisect.bisect_right(self._first_tiles, tile) - 1
+        return ", ".join(params_in_tile(self._manifest_of(device, {}), extent, tile - self._first_tiles[extent]))

@@ -12,17 +12,14 @@ after an undone step  the directory: the copies that the step updated are no lon
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from ..accelerator import record_event, wait_for
-
-if TYPE_CHECKING:
-    from .engine import Engine
+from ..bindings import Native
+from .tiles import Tiles
 
 
 @dataclass
@@ -40,8 +37,8 @@ class NearCopy:
 class NearCopies:
     """The copies of one engine."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine: Engine = weakref.proxy(engine)  # weak, as the engine owns this
+    def __init__(self, native: Native, tiles: Tiles) -> None:
+        self._native, self._tiles = native, tiles
         self.by_param: dict[int, NearCopy] = {}  # by parameter, numbered over all extents
 
     @property
@@ -67,19 +64,18 @@ class NearCopies:
         missing = {param: copy for param in params if not (copy := self.by_param[param]).is_known}
         if not missing:
             return
-        engine = self._engine
-        largest = max(e.tile_elems * len(e.sections) for e in engine.extents)
+        largest = max(e.tile_elems * len(e.sections) for e in self._tiles.extents)
         # Two buffers: while one tile is copied to the accelerator, the next is read.
         buffers = [torch.empty(largest, dtype=torch.float32, device="cpu", pin_memory=True) for _ in range(2)]
         copied: list[list[torch.Event]] = [[], []]
         try:
-            for i, tile in enumerate(engine.tiles_of_params([*missing]).tolist()):
+            for i, tile in enumerate(self._tiles.of([*missing]).tolist()):
                 buffer, events = buffers[i % 2], copied[i % 2]
                 while events:
                     wait_for(events.pop())
-                engine.read(tile, buffer.data_ptr())
-                elems, devices = engine.elems_of(tile), set()
-                for param, _, first, in_tile, n in engine.pieces_of(tile).tolist():
+                elems, devices = self._tiles.elems_of(tile), set()
+                self._native.read(tile, len(self._tiles.extent_of(tile).sections), elems, buffer.data_ptr())
+                for param, _, first, in_tile, n in self._tiles.pieces_of(tile).tolist():
                     if param not in missing:
                         continue
                     for s, state in enumerate(missing[param].states):

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from .. import bindings
-from ..bindings import DeviceConfig
+import torch
+
+from ..bindings import DeviceConfig, Native, card_close, card_has_p2p, mappings
 from ..devices.spec import DeviceSpec, shares_of
-from ..errors import CSDError
+from ..errors import CSDError, CSDRuntimeError
 from ..store.file import STATE, Mode, StoreFile
 from ..store.format import Contents
-from ..store.layout import Extent
+from ..store.layout import SLOTS, SUM_ELEMS, Extent, plan_extent
 from ..store.sections import FP32, elem_bytes
+from .on_accelerator import OnAccelerator
 from .open_card import open_card
 from .placing import Placement, check_memory, rooms
 from .tuning import HUGE_PAGE, node_of, tune_devices
@@ -43,6 +47,8 @@ class OpenDevices:
         self.shares = shares_of(self.specs)  # the devices' shares of future extents; None: equal shares
         self.placement: Placement | None = None  # divides future extents if `auto` chooses the shares
         self.written_before: list[int] = [0] * len(self.specs)  # bytes written to each device before it was opened
+        self.pid: int = os.getpid()
+        self.accelerator: OnAccelerator | None = None  # its states are on no device here unless it has copies
         self._in_place = in_place
         self._cards: dict[str, Any] = {}  # by name
         try:
@@ -73,11 +79,48 @@ class OpenDevices:
     def keeps_state(self) -> bool:
         return any(s.kind.keeps_state for s in self.specs)
 
-    def name(self, device: int) -> str:
-        """Return the name of a device for messages."""
+    @property
+    def named(self) -> list[DeviceSpec]:
+        """The devices that the user named, the accelerator first."""
+        if not self.accelerator:
+            return self.specs
+        return [self.accelerator.spec, *([] if self.accelerator.alone else self.specs)]
+
+    @property
+    def all_names(self) -> list[str]:
+        """The names of all devices, the accelerator last."""
+        return [*map(str, self.specs), *([str(self.accelerator.spec)] if self.accelerator else [])]
+
+    @property
+    def closed(self) -> bool:
+        return not self.stores
+
+    def check_open(self) -> None:
+        """Raise CSDRuntimeError if they are closed, or belong to another process."""
+        if self.closed:
+            raise CSDRuntimeError("this optimizer is closed")
+        self.check_process()
+
+    def check_process(self) -> None:
+        """Raise CSDRuntimeError in a forked child."""
+        if self.pid != os.getpid():
+            raise CSDRuntimeError(
+                f"this optimizer belongs to process {self.pid}; a forked process has neither its threads nor "
+                "its devices. Construct the optimizer after forking."
+            )
+
+    def name(self, device: int, tile: int = -1) -> str:
+        """Return the name of a device for messages. `tile`: a damaged tile on it, to be named too, or -1."""
         spec, store = self.specs[device], self.stores[device]
         card = f"xrt:{spec.card}, " if spec.card else ""
-        return f"device {device} ({card}{store.path})" if store else f"device {device} ({spec})"
+        name = f"device {device} ({card}{store.path})" if store else f"device {device} ({spec})"
+        damaged = self.name_tile(device, tile) if tile >= 0 else ""
+        return f"{name}: {damaged}" if damaged else name
+
+    @staticmethod
+    def name_tile(device: int, tile: int) -> str:
+        """Return the names of the parameters in a tile; "" if they are unknown. Manifests replace this."""
+        return ""
 
     @contextlib.contextmanager
     def room_for(self, extent: Extent) -> Iterator[list[int]]:
@@ -125,6 +168,54 @@ class OpenDevices:
             paths = [s.path if s and spec.directory else None for s, spec in zip(self.stores, self.specs, strict=True)]
             self.placement = Placement(self.specs, rates, rooms(self.specs, paths))
 
+    def tune_for(
+        self, numels: Sequence[int], sections: Sequence[str], codec: str, param_dtype: torch.dtype | None
+    ) -> None:
+        """Measure the drives before the first states, those of these parameters, are allocated on them."""
+        if self.placement is None:
+            self.tune(int(SLOTS * elem_bytes(sections, codec, param_dtype) * sum(numels)), new=True)
+            if self.placement:
+                self.placement.accelerator = self.accelerator
+
+    def accelerator_fraction(self, numels: Sequence[int], sections: Sequence[str], param_bytes: float) -> float:
+        """Return the fraction of these parameters that `auto` wants on the accelerator. Raises what plan() raises.
+
+        `param_bytes`: average bytes per element of the parameters.
+        """
+        assert self.placement
+        extent = plan_extent(numels, len(self.specs), sections=sections)
+        return self.placement.accelerator_fraction(extent, param_bytes)
+
+    def plan(self, numels: Sequence[int], *, is_copied: bool, shares_memory: bool, **options: Any) -> Extent:
+        """Return the extent of new parameters, its tiles assigned to devices. Raises CSDOSError, CSDMemoryError.
+
+        `is_copied`: see PlacedExtent. `shares_memory`: divide the memory for caches. `options`: see plan_extent().
+        """
+        plan = partial(
+            plan_extent,
+            numels,
+            len(self.specs),
+            sum_elems=SUM_ELEMS,
+            mapped=0 if self.resident else mappings(),
+            **options,
+        )
+        extent = plan(shares=self.shares)
+        if self.placement and extent.n_tiles:  # empty parameters need no device
+            shares = self.placement.shares(extent, is_copied=is_copied)
+            extent = self.placement.divide(plan(shares=shares), is_copied=is_copied)
+            if shares_memory:  # the first extent may have too few tiles for every device to get one
+                self.share_memory([share * extent.n_tiles * extent.slot_bytes for share in shares])
+        return extent
+
+    def note_added(self, extent: Extent, *, is_copied: bool, is_first: bool) -> None:
+        """Note that a planned extent was added. `is_first`: no states were there before."""
+        if self.placement and extent.n_tiles:
+            self.placement.record(extent, is_copied=is_copied)
+            self.placement.log_summary()
+            self.shares = extent.shares
+        if extent.n_tiles and is_first:
+            self.log_scratch(extent)
+
     def share_memory(self, states: Sequence[float]) -> None:
         """If `auto` uses memory to cache drives, divide it among them in proportion to their states.
 
@@ -162,11 +253,11 @@ class OpenDevices:
             if store:
                 store.sync()
 
-    def current_stats(self, handle: Any, residual_bytes: Callable[[int], tuple[int, int]]) -> list[dict[str, Any]]:
-        """Return one dict per device: see Engine.stats(). `residual_bytes`: see Committer."""
+    def current_stats(self, native: Native, residual_bytes: Callable[[int], tuple[int, int]]) -> list[dict[str, Any]]:
+        """Return one dict per device: see States.stats()."""
         stats = []
         for d, (spec, store) in enumerate(zip(self.specs, self.stores, strict=True)):
-            counts = bindings.engine_stats(handle, d)
+            counts = native.stats(d)
             counts["total_write_bytes"] += self.written_before[d]
             if spec.directory is None:  # `ram:` in slots moves tiles like a file, but in memory: no drive traffic
                 counts |= {"read_bytes": 0, "write_bytes": 0, "total_write_bytes": 0}
@@ -175,7 +266,7 @@ class OpenDevices:
             counts["total_write_bytes"] += in_all
             direct = store.direct if store else None
             card = self._cards.get(spec.card)
-            p2p = bindings.card_has_p2p(card) and spec.p2p != "0" if card else None
+            p2p = card_has_p2p(card) and spec.p2p != "0" if card else None
             about: dict[str, Any] = {"device": str(spec), "backend": spec.backend, "direct_io": direct, "p2p": p2p}
             # Without huge pages transfers cost 4 to 5 times the CPU time. A card's buffers are elsewhere, and smaller
             # buffers never get a huge page.
@@ -195,6 +286,6 @@ class OpenDevices:
                 if store:
                     stack.callback(store.close)
             for name, card in self._cards.items():
-                stack.callback(bindings.card_close, card, name)
+                stack.callback(card_close, card, name)
             self.stores.clear()
             self._cards.clear()

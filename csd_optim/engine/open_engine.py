@@ -59,11 +59,11 @@ def open_engine(
             options: dict[str, Any] = {"mode": mode, "tile_elems": tile_elems, "kernels": kernels}
             engine = Engine(engine_specs, in_place=in_place, **options)
             if near:
-                engine.accelerator = OnAccelerator(near[0], others)
+                engine.devices.accelerator = accelerator = OnAccelerator(near[0], others)
                 if any(spec.durable for spec in others):
-                    engine.accelerator.copies = NearCopies(engine)
+                    accelerator.copies = engine.truth.copies = NearCopies(engine.native, engine.tiles)
         if durable:
-            engine.committer = committer = DurableCommitter(engine, ranks)
+            engine.committer = committer = DurableCommitter(engine.states, ranks)
             if mode in ("resume", "read"):
                 recover(engine, committer)
             if ranks and not engine.recovered:

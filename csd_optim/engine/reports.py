@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..distributed.ranks import Ranks
 from ..store.file import StoreFile
 from ..store.report import ReportFile
-
-if TYPE_CHECKING:
-    from .engine import Engine
+from .states import States
 
 
 class Reports:
@@ -23,37 +22,36 @@ class Reports:
 
     def report(
         self,
-        engine: Engine,
+        states: States,
         stores: Mapping[int, StoreFile],
         stats: list[dict[str, Any]],
         *,
         store_id: str,
         training_seconds: float,
-        rank: int,
-        world_size: int,
+        ranks: Ranks | None,
     ) -> None:
         """Report the last step, whose states must all be on their devices, unless it was reported already.
 
-        `stats`: as of Engine.stats(). `training_seconds`: of the stores' life, up to that step's begin.
+        `stats`: as of States.stats(). `training_seconds`: of the stores' life, up to that step's begin.
         """
-        if engine.step == self._step:
+        if states.step == self._step:
             return
-        began, ended = engine.step_span
+        began, ended = states.timeline.began, states.timeline.ended
         common = {
             "store_id": store_id,
-            "step": engine.step,
+            "step": states.step,
             "at": time.time() - (time.perf_counter() - ended),
             "step_seconds": ended - began,
             "iteration_seconds": ended - self._ended if 0 < self._ended < ended else None,
             "training_seconds": training_seconds,
             "devices": len(stats),
-            "rank": rank,
-            "world_size": world_size,
-            **engine.served,
+            "rank": ranks.rank if ranks else 0,
+            "world_size": ranks.size if ranks else 1,
+            **states.served,
         }
-        self._step, self._ended = engine.step, ended
+        self._step, self._ended = states.step, ended
         for d, store in stores.items():
-            counts, spec = stats[d], engine.devices.specs[d]
+            counts, spec = stats[d], states.devices.specs[d]
             file = self._files.setdefault(d, ReportFile(store.path.parent))
             seconds = {kind: counts[f"{kind}_seconds"] for kind in ("read", "update", "write")}
             device = {

@@ -10,6 +10,7 @@ import torch
 
 from ..accelerator import is_on_accelerator, on, record_event, wait_for
 from ..bindings import crc32c
+from ..errors import CSDValueError
 from ..store.file import StoreFile
 from ..store.format import PAGE, RESIDUAL_BYTES, Contents, rows_with_residual
 from ..store.layout import round_up
@@ -24,6 +25,12 @@ class Room(NamedTuple):
     device: int
     base: int
     room: int
+
+
+def check_residual(residual: torch.Tensor, numel: int) -> None:
+    """Raise CSDValueError unless the residual of a parameter with so many elements is dense bfloat16."""
+    if residual.dtype is not torch.bfloat16 or residual.shape != (numel,) or not residual.is_contiguous():
+        raise CSDValueError(f"residual is {tuple(residual.shape)} {residual.dtype}, not dense ({numel},) bfloat16")
 
 
 class Residuals:
@@ -76,6 +83,11 @@ class Residuals:
     def mark_committed(self, residuals: Mapping[int, torch.Tensor]) -> None:
         """Note that a commit, perhaps one in flight, contains the residuals as they are now."""
         self._committed_versions = {param: r._version for param, r in residuals.items()}
+
+    def bytes_on(self, device: int) -> tuple[int, int]:
+        """Return the bytes written to a device: by the last step with its commit, and in total."""
+        written = self.written_bytes[device]
+        return written - self.before_step[device], written
 
     def write(
         self,

@@ -24,9 +24,9 @@ def recover(engine: Engine, committer: DurableCommitter) -> None:
     ranks, stores = committer.ranks, [store for store in engine.devices.stores if store]
     with all_ranks_or_none(ranks):
         commits = common_commits(stores)
-        if commits and engine.mode == "resume" and not ranks and commits[0][0].world_size > 1:
+        if commits and engine.states.mode == "resume" and not ranks and commits[0][0].world_size > 1:
             raise CSDStoreError(other_world_size(commits[0][0], 1))
-        if commits and engine.mode == "resume":
+        if commits and engine.states.mode == "resume":
             check_slots(commits[0])
     if ranks:
         chosen = last_round(ranks.gather_objects(RanksStore.of(commits)))
@@ -50,7 +50,7 @@ def check_recovered(
     """
     residuals = {
         r.row: torch.empty(r.size // RESIDUAL_BYTES, dtype=torch.bfloat16, device="cpu")
-        for r in (residuals_of(engine.recovered) if engine.mode == "resume" else ())
+        for r in (residuals_of(engine.recovered) if engine.states.mode == "resume" else ())
     }
 
     def load(residual: Residual, first: int, data: memoryview) -> None:
@@ -62,7 +62,7 @@ def check_recovered(
     if damage:
         more = f" (and {len(damage) - 1} more: `csd-optim verify` lists them)" if len(damage) > 1 else ""
         raise CSDStoreError(f"{damage[0]}{more}. Go back to a snapshot or a checkpoint")
-    engine.adopt_residuals(residuals)
+    engine.committer.adopt_residuals(residuals)
 
 
 def discard_newer(engine: Engine) -> None:

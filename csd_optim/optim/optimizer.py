@@ -203,7 +203,7 @@ class CSDOptimizer(StatesOnDevices, Joinable):
         self._skipped = found_inf is not None and bool(found_inf.item())
         self._mode.before_step(skips=self._skipped, scaled=found_inf is not None or grad_scale is not None)
         with defer_signals(), self._mode.around_step(), engine.lock:
-            engine.confirm()
+            engine.committer.confirm()
             steps = self._steps
             steps.has_updated, steps.grad_norm = self._mode.under_way, None
             scale = None if grad_scale is None else float(grad_scale)
@@ -262,7 +262,7 @@ class CSDOptimizer(StatesOnDevices, Joinable):
 
     def __repr__(self) -> str:
         engine = self._engine
-        devices = ", ".join(map(str, engine.specs)) if engine and not engine.closed else "closed"
+        devices = ", ".join(map(str, engine.devices.named)) if engine and not engine.closed else "closed"
         return f"{super().__repr__()} on [{devices}]"
 
     # ---- overlap -----------------------------------------------------------------
@@ -346,7 +346,7 @@ class CSDOptimizer(StatesOnDevices, Joinable):
     @property
     def committed_step(self) -> int:
         """The last step that is durable on all devices, to which a crash now would go back; 0 if there is none."""
-        return self._engine.committed_step if self._engine else 0
+        return self._engine.states.committed_step if self._engine else 0
 
     def synchronize(self) -> None:
         """Return once the last step is durable; at once without named directories. Raises CSDOSError.
@@ -422,8 +422,8 @@ class CSDOptimizer(StatesOnDevices, Joinable):
         guesses, by the cause.
         """
         with self._settled() as engine:
-            engine.wait_writes()
-            counters = engine.stats()
+            engine.native.wait_writes()
+            counters = engine.committer.stats()
         return describe(
             self._steps, counters, seconds=self._step_seconds, skipped=self._skipped, overlap=self._mode.stats()
         )

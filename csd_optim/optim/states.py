@@ -78,7 +78,7 @@ class StatesOnDevices(Optimizer):
         self._mode.drain(collective=meets)
         engine = self._engine
         together = bool(meets and engine and (engine.durable or self._mode.overlaps))
-        with engine.all_ranks_or_none() if engine and together else contextlib.nullcontext():
+        with engine.committer.all_ranks_or_none() if engine and together else contextlib.nullcontext():
             self._steps.finish_undo(collective=together)
 
     # ---- torch's contract --------------------------------------------------------------
@@ -116,14 +116,14 @@ class StatesOnDevices(Optimizer):
         With named directories or overlap(), all ranks call it, and it is durable on all of them or on none.
         """
         engine = self._settled_engine()
-        with engine.all_ranks_or_none():
+        with engine.committer.all_ranks_or_none():
             self._steps.finish_undo(collective=engine.durable)
             self._check_and_load(engine, state_dict)
         # Some trainers load the model before they construct the optimizer. Then resume has overwritten the loaded
         # parameters with the store's; those not written to since get the values of the loaded masters below.
         resume = self._steps.resume
         resumed = resume.unwritten() if resume.pending else []
-        with defer_signals(), engine.lock, engine.loading(self._steps.record()):
+        with defer_signals(), engine.lock, engine.committer.loading(self._steps.record()):
             if engine.durable:
                 self._state_map.describe(engine, self.param_groups)
             self._state_map.adopt(engine, self.param_groups, self.grad_dtype, loaded=True)
@@ -174,9 +174,9 @@ class StatesOnDevices(Optimizer):
         error is raised on all of them.
         """
         engine = self._settled_engine()
-        with engine.all_ranks_or_none():
+        with engine.committer.all_ranks_or_none():
             self._steps.finish_undo(collective=engine.durable)
-        with engine.lock, engine.loading():
+        with engine.lock, engine.committer.loading():
             self._state_map.fill(engine)
             with engine.writing([state.index for state in self._state_map.param_states.values()]):
                 yield
@@ -235,14 +235,14 @@ class StatesOnDevices(Optimizer):
         future.
         """
         with defer_signals(), self._settled(meets=True) as engine:
-            engine.confirm()
-            with engine.all_ranks_or_none():
+            engine.committer.confirm()
+            with engine.committer.all_ranks_or_none():
                 if self._state_map.unfilled or not self._state_map.intact():
                     self._state_map.adopt(engine, self.param_groups, self.grad_dtype)
                 bar = files.progress_bar if progress else files.no_progress
                 saving = checkpoint.save(engine, Path(path), bar, wait=wait)
         if wait:
-            with engine.all_ranks_or_none():
+            with engine.committer.all_ranks_or_none():
                 saving.wait()
         return saving.future
 

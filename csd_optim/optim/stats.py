@@ -64,7 +64,7 @@ def describe(
         name: sum(d[name] for d in devices) for name in (*link, *flash, "params", "nonfinite_grads", "buffer_bytes")
     }
     totals["buffer_bytes"] += steps.ring.bytes if steps.ring else 0
-    totals["residual_bytes"] = sum(residual.nbytes for residual in engine.residuals.values())
+    totals["residual_bytes"] = sum(residual.nbytes for residual in engine.states.residuals.values())
     totals["gathered_bytes"] = n * (steps.gather.received_bytes if steps.gather else 0)
     totals["skipped"] = skipped
     if steps.grad_norm is not None:

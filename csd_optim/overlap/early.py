@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..accelerator import is_on_accelerator, record_event
-from ..engine.pieces import Pieces
+from ..engine.tiles import Pieces
 from ..errors import CSDError
 from ..signals import defer_signals
 from ..step.live import Phase

@@ -45,16 +45,16 @@ class EarlyImages:
 
         False where states are kept as codes and some parameters of the tile are in host memory.
         """
-        rows = self._engine.pieces_of(tile)["param"]
-        return not (self._engine.is_coded[tile] and self._step.spec.table["param"][rows].any())
+        rows = self._engine.tiles.pieces_of(tile)["param"]
+        return not (self._engine.tiles.coded[tile] and self._step.spec.table["param"][rows].any())
 
     def hold_bytes(self, tile: int) -> int:
         """Return a tile's bytes in `hold`: gradients and new parameters, and the old ones where a device reads them."""
         images = 3 if self._is_read(tile) else 2
-        return images * IMAGE_BYTES * self._engine.elems_of(tile)
+        return images * IMAGE_BYTES * self._engine.tiles.elems_of(tile)
 
     def _is_read(self, tile: int) -> bool:
-        sources = (self._step.spec.sources.get(row) for row in self._engine.pieces_of(tile)["param"].tolist())
+        sources = (self._step.spec.sources.get(row) for row in self._engine.tiles.pieces_of(tile)["param"].tolist())
         return any(source is not None and source.param_is_read for source in sources)
 
     def push(self, tile: int, grads: Mapping[int, torch.Tensor], after: Iterable[Any], hold: torch.Tensor) -> None:
@@ -63,7 +63,7 @@ class EarlyImages:
         `grads`: by row. `after`: events after which the gradients are ready. `hold`: hold_bytes(tile) bytes.
         """
         assert self._step.ring
-        grad, param, *read = hold.view(-1, IMAGE_BYTES * self._engine.elems_of(tile))
+        grad, param, *read = hold.view(-1, IMAGE_BYTES * self._engine.tiles.elems_of(tile))
         slot = self._buffers[tile] = StagingBuffer(grad, param, torch.empty(0, dtype=torch.int32, device="cpu"))
         if read:
             self._old_params[tile] = read[0]
@@ -84,7 +84,7 @@ class EarlyImages:
             self._old_params[tile].copy_(slot.param)
         with self._push_lock:
             if self._active:
-                self._engine.push(tile, images=(slot.grad.data_ptr(), slot.param.data_ptr()))
+                self._engine.native.push(tile, images=(slot.grad.data_ptr(), slot.param.data_ptr()))
 
     def wait(self) -> None:
         """Return when the engine has all tiles that were pushed. Raises CSDError."""
@@ -104,7 +104,7 @@ class EarlyImages:
 
     def _pairs(self, spec: StepSpec) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for tile, slot in self._buffers.items():
-            for row, _, first, tile_first, n in self._engine.pieces_of(tile).tolist():
+            for row, _, first, tile_first, n in self._engine.tiles.pieces_of(tile).tolist():
                 if row not in self._step.spec.sources:
                     continue
                 here, image = slice(first, first + n), IMAGE_BYTES * tile_first

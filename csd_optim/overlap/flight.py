@@ -14,7 +14,7 @@ import torch
 
 from ..accelerator import is_captured, wait_for
 from ..engine.engine import Engine
-from ..engine.pieces import Pieces
+from ..engine.tiles import Pieces
 from ..errors import CSDError, CSDRuntimeError
 from ..step.live import LiveStep
 from ..step.staging import StagingBuffer
@@ -50,7 +50,7 @@ class Flight:
         spec, self._tiles = live.spec, live.tiles
         self._grads = {row: (grad, grad._version) for row, grad in spec.grads.items() if row not in self._near}
         spec.grads = {}
-        self._in_step = np.zeros(engine.n_tiles, bool)
+        self._in_step = np.zeros(len(engine.tiles), bool)
         self._in_step[self._tiles] = True
         self._copy_events: dict[int, Any] = {}  # events, by row: the last copy to a parameter on an accelerator
         engine.completed_event = live.ended
@@ -130,14 +130,14 @@ class Flight:
 
         Then the step has to be undone.
         """
-        step, last = self.live.step, last_places(self._pieces, self._engine.n_params, self._tiles)
+        step, last = self.live.step, last_places(self._pieces, self._engine.tiles.n_params, self._tiles)
         if step.ring is not None:
             step.ring.run(self._engine, step.images, step.spec.sources, self._note_pulled, self._early_buffers)
             step.ring.wait_for_copies()
         for batch in np.array_split(np.arange(len(self._tiles)), BATCHES):
             if not len(batch):
                 continue
-            self._engine.params_ready(self._tiles[batch], wait=True)
+            self._engine.native.params_ready(self._tiles[batch], wait=True)
             for row in [row for row in list(self._grads) if last[row] <= batch[-1]]:
                 self._free_gradient(row)
         if changed := [row for row, (grad, version) in list(self._grads.items()) if grad._version != version]:
@@ -150,7 +150,7 @@ class Flight:
 
     def _note_pulled(self, tile: int) -> None:
         """See LiveStep.note_pulled(): readers wait for these copies, and gradients of complete parameters are freed."""
-        rows = [row for row in self._engine.pieces_of(tile)["param"].tolist() if row in self._grads]
+        rows = [row for row in self._engine.tiles.pieces_of(tile)["param"].tolist() if row in self._grads]
         for row in rows:
             if (source := self.live.spec.sources.get(row)) and source.copy_event:
                 self._copy_events[row] = source.copy_event

@@ -10,7 +10,7 @@ import torch
 
 from ..bindings import SAME_ORDER
 from ..engine.engine import Engine
-from ..engine.pieces import Pieces
+from ..engine.tiles import Pieces
 from ..params.param_state import ParamState
 from ..params.state_map import StateMap
 from ..params.strides import same_order
@@ -94,17 +94,17 @@ class Guess:
 
     def _push(self, tile: int) -> None:
         is_image = tile in self._images.tiles
-        size = self._images.hold_bytes(tile) if is_image else self._engine.hold_bytes(tile)
+        size = self._images.hold_bytes(tile) if is_image else self._engine.native.hold_bytes(tile)
         if self._hold_used + size > len(self._hold):
             return
-        rows = self._engine.pieces_of(tile)["param"].tolist()
+        rows = self._engine.tiles.pieces_of(tile)["param"].tolist()
         if is_image:
             grads = {row: self._grads[row] for row in rows if row in self._grads}
             ready_events = [self._ready_events[row] for row in grads if row in self._ready_events]
             self._images.push(tile, grads, ready_events, self._hold[self._hold_used : self._hold_used + size])
         else:
             addresses = [self._grads[row].data_ptr() if row in self._grads else 0 for row in rows]
-            self._engine.push(tile, grads=addresses, hold=self._hold.data_ptr() + self._hold_used)
+            self._engine.native.push(tile, grads=addresses, hold=self._hold.data_ptr() + self._hold_used)
         self._hold_used += size
         self._countdown.note_pushed(tile)
 
@@ -137,7 +137,7 @@ class Guess:
         if not all(np.array_equal(table[name], self.live.spec.table[name]) for name in but_grad):
             return "constants"
         # All bytes are compared, as writes through `grad.data` or NumPy do not change torch's version counters.
-        unchanged = self._images.unchanged(spec) and self._engine.unchanged(table)
+        unchanged = self._images.unchanged(spec) and self._engine.native.unchanged(table)
         return "" if unchanged else "gradients"
 
     def keep(self, step: PreparedStep, record: Record | None) -> dict[int, StagingBuffer]:

@@ -13,7 +13,7 @@ import torch
 
 from ..accelerator import is_on_accelerator
 from ..bindings import AS_PUSHED
-from ..engine.pieces import Pieces
+from ..engine.tiles import Pieces
 from ..params.grad_source import GradSource
 from ..params.strides import flat
 from ..step.live import Countdown, LiveStep, Phase
@@ -50,14 +50,14 @@ class LentGradients:
         """`live`: not begun. `max_bytes`: of gradients that may be in flight."""
         engine, step = live.engine, live.step
         self._live, self._engine, self._max_bytes = live, engine, max_bytes
-        self._pieces = Pieces(engine)
+        self._pieces = Pieces(engine.tiles)
         self._parts: dict[int, dict[int, GradPart]] = {}  # by tile that lacks gradients, then by row: those it has
         self._lent: deque[Lent] = deque()
         self._bytes = 0  # of the gradients in _lent, and of those to be copied to images
         self._images = frozenset(step.images)  # tiles that travel through staging buffers, as for an accelerator:
         self._staged = StagedTiles(step.ring, engine, on_copied=self._note_copied) if step.ring else None
         self._to_copy: dict[int, int] = {}  # by tile of _images that is in flight: bytes of its gradients
-        self._missing = np.zeros(engine.n_tiles, np.int64)  # by tile: number of its gradients
+        self._missing = np.zeros(len(engine.tiles), np.int64)  # by tile: number of its gradients
         has_grad = live.spec.table["grad"][self._pieces.all["param"]] != 0
         np.add.at(self._missing, self._pieces.all["tile"][has_grad], 1)
         self._countdown = Countdown(self._missing, ())
@@ -75,7 +75,7 @@ class LentGradients:
     @property
     def pushed_elems(self) -> int:
         """How many elements the tiles have that were pushed so far."""
-        return sum(map(self._engine.elems_of, self._countdown.pushed))
+        return sum(map(self._engine.tiles.elems_of, self._countdown.pushed))
 
     def rank(self) -> np.ndarray[Any, Any]:
         """Return a tile_rank for the next step: see Countdown.rank()."""
@@ -85,7 +85,7 @@ class LentGradients:
         """Take a contiguous gradient, and push the tiles that lack no other one. Raises what a step raises."""
         near = self._live.step.near
         if near and row in near.rows:
-            near.launch_one(row, grad, timed=self._engine.near_spans is not None)
+            near.launch_one(row, grad, timed=self._engine.states.timeline.near_spans is not None)
             self._hand_over(row, None)
         else:
             self._hand_over(row, grad)
@@ -118,7 +118,7 @@ class LentGradients:
 
     def _push(self, tile: int, parts: dict[int, GradPart]) -> None:
         """Push a tile with the gradients `parts`, by row; its other parameters have no gradient."""
-        pieces = self._engine.pieces_of(tile)
+        pieces = self._engine.tiles.pieces_of(tile)
         if tile in self._images:
             assert self._staged
             self._staged.add(tile, self._sources_of(pieces["param"].tolist(), parts))
@@ -127,7 +127,7 @@ class LentGradients:
             self._bytes += self._to_copy[tile]
         else:
             rows = pieces["param"].tolist()
-            self._engine.push(tile, grads=[parts[row].address if row in parts else 0 for row in rows])
+            self._engine.native.push(tile, grads=[parts[row].address if row in parts else 0 for row in rows])
         self._countdown.note_pushed(tile)
 
     def _sources_of(self, rows: list[int], parts: dict[int, GradPart]) -> dict[int, GradSource]:
@@ -155,7 +155,7 @@ class LentGradients:
         while made_progress:
             wait = self._bytes > self._max_bytes
             made_progress = self._staged is not None and self._staged.advance(wait=wait)
-            if not made_progress and self._lent and self._engine.params_ready(self._lent[0].tiles, wait=wait):
+            if not made_progress and self._lent and self._engine.native.params_ready(self._lent[0].tiles, wait=wait):
                 self._bytes -= self._lent.popleft().nbytes
                 made_progress = True
         return time.perf_counter() - began

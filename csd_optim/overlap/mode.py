@@ -27,7 +27,7 @@ class ConcurrentMode(InStep):
         self.active = False
         self._steps, self._engine, self._state_map = steps, steps.engine, steps.state_map
         self._hooks: list[RemovableHandle] = []
-        params, spans = [p for _, _, p in members(steps.groups)], steps.engine.model_spans
+        params, spans = [p for _, _, p in members(steps.groups)], steps.engine.states.timeline.model_spans
         self._guards = ModelGuards(model, params, self)
         self._spans = None if spans is None else ModelSpans(spans, model, params)
         self._wrap_groups()

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.pieces import Pieces
+from ..engine.tiles import Pieces
 from ..step.live import NEVER
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .. import settings
-from ..engine.pieces import Pieces
+from ..engine.tiles import Pieces
 from ..errors import CSDWarning, users_stacklevel
 from ..params.grad_source import GradSource
 from ..signals import defer_signals
@@ -117,7 +117,7 @@ class Overlap(ConcurrentMode):
         copy_back = {state.index: s for state in awaited if (s := sources.get(state.index)) and s.param_and_copy}
         try:
             if guess:
-                self._early_elems = sum(map(engine.elems_of, guess.pushed))
+                self._early_elems = sum(map(engine.tiles.elems_of, guess.pushed))
                 early_buffers = guess.keep(step, record)
             else:
                 live.launch()
@@ -191,7 +191,7 @@ class Overlap(ConcurrentMode):
     def _note_order(self) -> None:
         """Make tiles flow, from now on, in the order in which the last forward used their parameters."""
         if self._use_order:
-            self._engine.tile_rank = by_next_use(self._pieces_now(), self._engine.n_params, self._use_order)
+            self._engine.tile_rank = by_next_use(self._pieces_now(), self._engine.tiles.n_params, self._use_order)
             self._forwards_to_note -= 1
         self._use_order = {} if self._forwards_to_note else None
 
@@ -203,8 +203,8 @@ class Overlap(ConcurrentMode):
         return self._pieces_now()
 
     def _pieces_now(self) -> Pieces:
-        if self._pieces is None or self._pieces.n_tiles != self._engine.n_tiles:
-            self._pieces = Pieces(self._engine)
+        if self._pieces is None or self._pieces.n_tiles != len(self._engine.tiles):
+            self._pieces = Pieces(self._engine.tiles)
         return self._pieces
 
     # ---- waiting ---------------------------------------------------------------

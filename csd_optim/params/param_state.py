@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..accelerator import accelerator_type, is_accelerator, is_on_accelerator
-from ..bindings import DTYPE_CODES, FROM_PARAM, IN_PARAM, IN_SECTION, UNCOMPARED, UNLESS_SET
+from ..bindings import DTYPE_CODES
 from ..distributed.sharding import Partition
 from ..engine.decoded import Decoded
 from ..engine.near_copies import NearCopy
@@ -142,18 +142,6 @@ class ParamState:
     def is_dirty(self) -> bool:
         """Whether the parameter was written, moved or converted from outside since mark_synced()."""
         return self.version != self.version_now or self.pointer != self.pointer_now
-
-    @property
-    def master_in(self) -> int:
-        """Where a step finds the master, once the place is filled: see csd_master."""
-        if self.in_place or self.is_section:
-            return int(IN_PARAM)
-        if self.decoded and self.reachable and self.index in self.decoded.masters_written and not self.is_dirty:
-            return int(UNCOMPARED)
-        # With codes, a step compares a reachable parameter in any case. UNLESS_SET makes a written parameter win even
-        # over a loaded master, which need not round to the parameter.
-        unless_set = self.is_compared and self.is_dirty if self.decoded else self.unless_set
-        return int(FROM_PARAM if self.is_master else UNLESS_SET if unless_set else IN_SECTION)
 
     @property
     def is_section(self) -> bool:
@@ -343,7 +331,10 @@ class ParamState:
             param_and_copy = (p, target)
         source = GradSource(grad, flat(target), grad_dtype or grad.dtype, param_and_copy=param_and_copy)
         # With codes, the engine reads the parameter in place where it can reach it.
-        read = self.reachable and source.is_on_accelerator if self.decoded else self.master_in != IN_SECTION
+        if self.decoded:
+            read = self.reachable and source.is_on_accelerator
+        else:
+            read = self.in_place or self.is_master or self.unless_set  # else Truth.master_of() says IN_SECTION
         source.param_is_read = self.is_new or read
         return source
 

@@ -26,10 +26,10 @@ class Place:
 
     def take(self, engine: Engine, p: torch.Tensor, part: Partition, name: str, index: int) -> ParamState:
         """Return the state of a parameter that gets this place. `index`: its number over all extents."""
-        extent, states = engine.extents[self.extent], self.states
+        extent, states = engine.tiles.extents[self.extent], self.states
         i, coded = index - extent.first_param, extent.codec != FP32
         dtype = torch.complex64 if p.is_complex() else torch.float32
-        windows = {"step": torch.from_numpy(engine.steps[self.extent])[i]}
+        windows = {"step": torch.from_numpy(engine.states.steps[self.extent])[i]}
         for s in (*range(1, len(extent.sections)), 0):  # the master last, as `state` shows it
             section = extent.sections[s]
             if states:

@@ -92,7 +92,7 @@ class StateMap:
                 alone = is_chosen and copies is None
                 numels = [0 if alone else numel(part.of(p)) for _, p, part in new]
                 engine.extend(numels, sections, codec=codec, param_dtype=dtype, is_copied=is_chosen and not alone)
-                extent = len(engine.extents) - 1
+                extent = len(engine.tiles.extents) - 1
                 for name, p, part in new:
                     local = torch.empty_like(part.of(p), device="meta")
                     states = chosen.get(id(p))
@@ -132,7 +132,7 @@ class StateMap:
             return
         described = [[(id(p), p.dtype) for p in group["params"]] for group in groups]
         if described != self._described:
-            engine.describe(manifest(self.rule, self.by_index, engine.extents, groups, self.part_of))
+            engine.committer.describe(manifest(self.rule, self.by_index, engine.tiles.extents, groups, self.part_of))
             self._described = described
 
     def _add(self, engine: Engine, p: torch.Tensor, part: Partition, name: str, place: Place) -> ParamState:
@@ -153,7 +153,7 @@ class StateMap:
         elif residual.device == p.device:
             return False
         residual = residual.to(p.device)
-        engine.keep_residual(param_state.index, flat(residual))
+        engine.committer.keep_residual(param_state.index, flat(residual))
         param_state.set_window("residual", residual)
         return True
 
@@ -161,7 +161,7 @@ class StateMap:
         """Remove the residuals of these parameters."""
         owing = [param_state for param_state in param_states if param_state.residual is not None]
         for param_state in owing:
-            engine.drop_residual(param_state.index)
+            engine.committer.drop_residual(param_state.index)
             param_state.drop_window("residual")
             self.state[param_state.param].pop("residual", None)
         if owing:
@@ -185,7 +185,7 @@ class StateMap:
                 # the memory for fp32 states.
                 waiting_bytes += 4 * len(param_state.sections) * param_state.numel if param_state.decoded else 0
                 if waiting_bytes > CODES_WAITING and not engine.durable:
-                    engine.windows.write_decoded()
+                    engine.states.write_decoded()
                     waiting_bytes = 0
             if clipped:
                 text = f"8-bit states hold an exp_avg of {MOST_RATIO} times the root of exp_avg_sq at most"
@@ -244,7 +244,7 @@ class StateMap:
                 and any(name in entry and name not in param_state.sections for name in self.rule.sections)
             ):
                 self.param_states.pop(id(p)).alive = False  # it needs more states than its place has
-                engine.drop_residual(param_state.index)
+                engine.committer.drop_residual(param_state.index)
                 if param_state.on_accelerator:
                     param_state.release()
                 accelerated.drop_copy(engine, param_state)
@@ -259,7 +259,7 @@ class StateMap:
             self.join(engine, groups, joining, grad_dtype)
         warn_if_large(bytes_in_memory(self._replaced_tensors()), LOADED if loaded else REPLACED)
         if loaded and self.unfilled:  # go on from the checkpoint's step
-            engine.step = max(int(self.state[state.param].get("step", 0)) for state in self.unfilled)
+            engine.states.step = max(int(self.state[state.param].get("step", 0)) for state in self.unfilled)
         self.fill(engine)
 
     def _replaced_tensors(self) -> Iterator[torch.Tensor]:
@@ -318,7 +318,7 @@ class StateMap:
             if gone:
                 self.param_states.pop(id(p)).alive = False
                 continue
-            if (residual := engine.residuals.get(param_state.index)) is not None:
+            if (residual := engine.states.residuals.get(param_state.index)) is not None:
                 param_state.set_window(
                     "residual", residual.as_strided(param_state.own_master.shape, param_state.stride)
                 )

@@ -40,7 +40,7 @@ import torch
 
 from ..bindings import AS_PUSHED, NEW
 from ..distributed.ranks import all_ranks_or_none
-from ..engine.pieces import Pieces
+from ..engine.tiles import Pieces
 from ..errors import CSDError, CSDRankError
 from ..params.strides import numel
 from ..step.live import Countdown, LiveStep, Phase
@@ -97,7 +97,7 @@ class Layout:
         self.plan: StepPlan = plan
         self.indices: list[int] = [*indices]
         self.summed_by_owners: bool = summed_by_owners
-        pieces, params = Pieces(opt._engine), owner.params
+        pieces, params = Pieces(opt._engine.tiles), owner.params
         self.rows: dict[int, Rows] = {}
         # Elements of gradients, counted as Rows.tiles() does, that each tile needs from all trainers together.
         self.needed_elements: np.ndarray[Any, Any] = np.zeros(pieces.n_tiles, np.int64)
@@ -161,7 +161,7 @@ class Flow(InStep):
         opt, engine = self._optimizer, self._optimizer._engine
         engine.check_open()
         with engine.lock, torch.no_grad():
-            engine.confirm()
+            engine.committer.confirm()
             with all_ranks_or_none(opt._ranks):
                 opt._steps.finish_undo(collective=True)
                 live = opt._steps.prepare()
@@ -274,7 +274,7 @@ class Flow(InStep):
         with self._engine_use:
             if not self._is_over and len(tiles):
                 with contextlib.suppress(CSDError):  # the step has failed, and will be undone next
-                    self._optimizer._engine.params_ready(tiles, wait=True)
+                    self._optimizer._engine.native.params_ready(tiles, wait=True)
                     return
         with changed:
             changed.wait_for(lambda: self._is_over)

@@ -282,7 +282,7 @@ class Owner:
         assert self.flow
         if "shares" in message and not self.flow.under_way:
             opt._steps.sums = self._sums(message)
-        opt._engine.served = {"trainers": len(self._blocks), "transfer_seconds": self._transfer_seconds}
+        opt._engine.states.served = {"trainers": len(self._blocks), "transfer_seconds": self._transfer_seconds}
         opt.step()
         self._transfer_seconds = 0.0
         self.in_doubt = False

@@ -195,7 +195,7 @@ class RemoteEngine(Engine):
         _raise_if_error(reply)
         for text in reply.get("warnings", ()) if self.is_leader else ():
             warnings.warn(str(text), CSDWarning, stacklevel())
-        self.committer.committed_step = int(reply.get("committed_step", self.committed_step))
+        self.states.committed_step = int(reply.get("committed_step", self.states.committed_step))
         return reply
 
     def announce(self, message: dict[str, Any]) -> None:
@@ -325,7 +325,7 @@ class RemoteEngine(Engine):
     def check_open(self) -> None:
         if self.closed:
             raise CSDRuntimeError("this optimizer is closed, or its session with the optimizer ranks is over")
-        super().check_open()
+        self.devices.check_process()
 
 
 class _BackgroundCall:

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from ..accelerator import on
-from ..bindings import GIVEN
 from ..engine.engine import Engine
 from ..engine.near_copies import NearCopies, NearCopy
+from ..engine.truth import Truth
 from ..params.param_state import ParamState
 from .near_updates import NearUpdate, NearUpdates
 from .spec import StepSpec
@@ -51,7 +51,7 @@ class GivenStates:
 
     def devices_of(self, engine: Engine, tile: int) -> set[torch.device]:
         """Return the accelerators that give states to a tile."""
-        rows = engine.pieces_of(tile)["param"].tolist()
+        rows = engine.tiles.pieces_of(tile)["param"].tolist()
         return {self.copies[row].device for row in rows if row in self.copies}
 
     def fill(self, states: torch.Tensor, engine: Engine, tile: int, streams: Mapping[torch.device, Any]) -> bool:
@@ -59,8 +59,8 @@ class GivenStates:
 
         `states`: destination, fp32, the sections of the tile one after another.
         """
-        elems, has_given = engine.elems_of(tile), False
-        for row, _, first, in_tile, n in engine.pieces_of(tile).tolist():
+        elems, has_given = engine.tiles.elems_of(tile), False
+        for row, _, first, in_tile, n in engine.tiles.pieces_of(tile).tolist():
             if (copy := self.copies.get(row)) is None:
                 continue
             has_given, stream = True, streams[copy.device]
@@ -83,8 +83,7 @@ class GivenStates:
 
     def mark(self, table: np.ndarray[Any, Any]) -> None:
         """Mark these rows as given in a step's table (dtype PARAM)."""
-        table["master"][[*self.copies]] = GIVEN
-        table["in_image"][[*self.copies]] = 0
+        Truth.give(table, [*self.copies])
 
     def keep(self) -> None:
         """Note, when the step is complete, that the devices have the same states as the copies."""
@@ -101,7 +100,7 @@ def given_states(engine: Engine, spec: StepSpec, tiles: np.ndarray[Any, Any]) ->
     copies = engine.accelerator.copies if engine.accelerator else None
     if copies is None:
         return None
-    edited = engine.windows.note_written()  # tiles; copies of their states are invalid now
+    edited = engine.truth.note_written()  # tiles; copies of their states are invalid now
     with_grad = [state for state in spec.plan.param_states if state.near_copy and state.numel]
     # The devices update a parameter that was moved off the accelerator, like any other.
     updated = {state.index: state for state in with_grad if _is_on_copy_device(state)}
@@ -112,10 +111,10 @@ def given_states(engine: Engine, spec: StepSpec, tiles: np.ndarray[Any, Any]) ->
     # Rows of the same tiles without a gradient are given, too. But devices read the tiles that the program wrote to.
     rows_edited: set[int] = set()
     for tile in np.setdiff1d(edited, tiles).tolist():
-        rows_edited.update(engine.pieces_of(tile)["param"].tolist())
+        rows_edited.update(engine.tiles.pieces_of(tile)["param"].tolist())
     rows: dict[int, None] = {}
     for tile in tiles.tolist():
-        here = engine.pieces_of(tile)["param"].tolist()
+        here = engine.tiles.pieces_of(tile)["param"].tolist()
         if any(row in updated for row in here):
             of_tile = [row for row in here if row in copies.by_param]
             rows.update(
@@ -128,7 +127,7 @@ def given_states(engine: Engine, spec: StepSpec, tiles: np.ndarray[Any, Any]) ->
             )
     given = GivenStates(copies, rows)
     given.updated = frozenset(updated)
-    given.tiles = np.intersect1d(tiles, engine.tiles_of_params([*rows]))
+    given.tiles = np.intersect1d(tiles, engine.tiles.of([*rows]))
     given.mark(spec.table)
     return given
 

@@ -165,7 +165,7 @@ class LiveStep:
 
     def push(self, tile: int) -> None:
         """Push a tile whose gradients are where the step's table says. Needs no lock."""
-        self.engine.push(tile)
+        self.engine.native.push(tile)
 
     def _push_all(self, tiles: np.ndarray[Any, Any]) -> None:
         for tile in tiles[~np.isin(tiles, self.step.images)].tolist():
@@ -201,10 +201,10 @@ class LiveStep:
             spec.table["grad"][without] = 0
             if step.given:
                 step.given.updated = step.given.updated.difference(without)
-            engine.decoded.enter_in_table(spec.table)  # masters that were written there outlive this step
+            engine.truth.enter(spec.table)  # masters that were written there outlive this step
         engine.committer.reserve(record)
         if without:
-            engine.drop_grads(without)
+            engine.native.drop_grads(without)
         self._record = record
         if self.phase is Phase.OPEN:
             self.phase = Phase.STEP
@@ -219,7 +219,7 @@ class LiveStep:
             return []
         if self.step.given:
             self.step.given.set_updates(near, NOTHING)
-        _exhaust(near.launch(timed=self.engine.near_spans is not None))
+        _exhaust(near.launch(timed=self.engine.states.timeline.near_spans is not None))
         rows = near.release_scratch()
         for row in rows:
             self.spec.sources.pop(row).copy_back()
@@ -237,7 +237,7 @@ class LiveStep:
                 return False
             with self._progress:
                 self._progress.wait_for(lambda: self.ended.is_set() or missing.isdisjoint(self._not_pulled))
-        return self.engine.params_ready(tiles, wait=wait)
+        return self.engine.native.params_ready(tiles, wait=wait)
 
     def note_pulled(self, tile: int) -> None:
         """Note that the last copies from the image of a tile to its parameters were queued."""
@@ -291,7 +291,7 @@ class LiveStep:
         elif step.near:
             engine.begin_without_tiles()
             self.phase = Phase.STEP
-        launching = step.near.launch(timed=engine.near_spans is not None) if step.near else NOTHING
+        launching = step.near.launch(timed=engine.states.timeline.near_spans is not None) if step.near else NOTHING
         if step.near and step.given:
             step.given.set_updates(step.near, launching)
         if ring is None or gather:  # gather sends parameters without tiles at its first advance()
@@ -303,7 +303,7 @@ class LiveStep:
         if gather and (len(step.tiles) or step.near):
             gather.advance(wait=True)
         if len(step.tiles) and self.progress.ranks:
-            engine.params_ready(self.tiles[~np.isin(self.tiles, step.images)], wait=True)
+            engine.native.params_ready(self.tiles[~np.isin(self.tiles, step.images)], wait=True)
 
     def _pulled(self, gather: ParamAllGather, tile: int) -> None:
         self.note_pulled(tile)
@@ -314,7 +314,7 @@ class LiveStep:
     def land(self) -> None:
         """STEP to KEPT or LANDED: wait until it is complete, and commit it. It is undone if that fails.
 
-        If ranks meet later, a commit that fails is left to Engine.confirm().
+        If ranks meet later, a commit that fails is left to Committer.confirm().
         """
         try:
             self._end()
@@ -327,14 +327,14 @@ class LiveStep:
     def _end(self) -> None:
         """STEP to LANDED or KEPT: wait until it is complete."""
         engine, step = self.engine, self.step
-        if step.near and engine.near_spans is not None:
-            engine.near_spans += step.near.spans
+        if step.near and engine.states.timeline.near_spans is not None:
+            engine.states.timeline.near_spans += step.near.spans
         if engine.stepping:
             engine.finish()
         elif step.near:
             engine.end_without_tiles()
         elif self.progress.ranks:
-            engine.step += 1  # that of the others
+            engine.states.step += 1  # that of the others
         self.phase = Phase.LANDED if self.meets else Phase.KEPT
         if step.near and not self.meets:  # until the ranks have met, it keeps what undoes its updates
             step.near.end()
@@ -359,9 +359,9 @@ class LiveStep:
             elif spec.unscaled:
                 all_sent = [state for state in spec.with_residual if spec.table["topk"][state.index] == 1]
                 state_map.drop_residual(engine, all_sent)
-            for extent, own in zip(engine.extents, engine.steps, strict=True):
+            for extent, own in zip(engine.tiles.extents, engine.states.steps, strict=True):
                 own[:] = spec.steps[extent.first_param : extent.first_param + len(own)]
-            engine.commit(self._record)
+            engine.committer.commit(self._record)
 
     def mark_synced(self) -> None:
         """Count its writes to its parameters. Any later write is one from outside."""

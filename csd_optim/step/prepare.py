@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ..accelerator import check_not_capturing, is_on_accelerator
-from ..bindings import DTYPE_CODES, HYPER, NEW, PARAM
+from ..bindings import DTYPE_CODES, HYPER, PARAM
 from ..compression.policy import entry_dtype, ratios
 from ..compression.selection import inverse_of
 from ..distributed.grad_norm import norm_of
@@ -154,7 +154,7 @@ def _plan_for(
         joining = set(map(id, params)).difference(state_map.param_states)
         state_map.join(engine, groups, joining, grad_dtype)
     param_states = [state_map.param_states[id(p)] for p in params]
-    table = np.zeros(engine.n_params, PARAM)
+    table = np.zeros(engine.tiles.n_params, PARAM)
     for b in state_map.coded:
         table["first"][b.index] = b.part.first_element() * (2 if b.param.is_complex() else 1) % (1 << 32)
     for b in param_states:
@@ -170,7 +170,7 @@ def _plan_for(
             "to tie weights, let the modules share the parameter itself (b.weight = a.weight)"
         )
     rows = np.array([b.index for b in param_states])
-    table["master"][rows] = [b.master_in for b in param_states]
+    table["master"][rows] = [engine.truth.master_of(b) for b in param_states]
     layouts = sorted({b.sections for b in param_states})
     layout_of = np.array([layouts.index(b.sections) for b in param_states])
     return StepPlan(params, param_states, rows, layouts, layout_of, table, grad_dtype, state_map.changes)
@@ -189,14 +189,15 @@ def specify(
     """
     plan, (_, grads, groups_of) = bound.plan, bound.participants
     grads = [g if b.part.is_whole else b.part.of(g) for b, g in zip(plan.param_states, grads, strict=True)]
-    steps = np.concatenate(engine.steps)
+    steps = np.concatenate(engine.states.steps)
     steps[plan.rows] += 1
     table = plan.table.copy()
     hypers, table["hyper"][plan.rows] = _hypers(rule, plan, groups, groups_of, steps[plan.rows], grad_scale)
-    table["master"][[b.index for b in bound.new]] = NEW
-    _fill_codes(bound.coded, steps, table)
+    for b in bound.new:
+        table["master"][b.index] = engine.truth.master_of(b, is_new=True)
+    _fill_codes(engine, bound.coded, steps, table)
     sources = _locate_gradients(plan, grads, table, options.grad_dtype)
-    may_have_residual = options.error_feedback and bool(engine.residuals)
+    may_have_residual = options.error_feedback and bool(engine.states.residuals)
     summands = _mark_sums(plan, options.sums, table)
     residual_mask = np.array([may_have_residual and b.residual is not None for b in plan.param_states])
     topk = ratios(plan.params, residual_mask, groups_of, groups, steps[plan.rows], options.topk, options.topk_warmup)
@@ -330,12 +331,14 @@ def _check_near(plan: StepPlan, topk: np.ndarray[Any, Any], residual_mask: np.nd
             raise CSDValueError(f"topk of parameter {b.name}: gpu: has its states, and nothing is sent; leave topk out")
 
 
-def _fill_codes(coded: list[ParamState], steps: np.ndarray[Any, Any], table: np.ndarray[Any, Any]) -> None:
+def _fill_codes(
+    engine: Engine, coded: list[ParamState], steps: np.ndarray[Any, Any], table: np.ndarray[Any, Any]
+) -> None:
     """Write to the table what codes need: the seed of this step's rounding, and addresses of a tile's parameters."""
     for b in coded:
         row = table[b.index]
         row["seed"] = int(steps[b.index]) % (1 << 32)
-        row["master"] = NEW if b.is_new else b.master_in
+        row["master"] = engine.truth.master_of(b, is_new=b.is_new)
         if b.is_compared and b.direct_dtype and not row["param"] and not b.is_dirty:
             row["param"], row["param_dtype"] = b.local.data_ptr(), DTYPE_CODES[b.local.dtype]
 
@@ -391,12 +394,12 @@ def apply_outside_writes(engine: Engine, spec: StepSpec) -> None:
         }
     if not written:
         return
-    always = not engine.windows.synced
+    always = not engine.states.synced
     if not engine.durable or 4 * sum(b.numel for b in written) > EDIT_BYTES:
         within = engine.writing([b.index for b in written])
     else:
         engine.remap()  # the windows show the masters, and keep what is written to them for the step
-        within = engine.windows.reseeding()
+        within = engine.truth.reseeding()
     with within:
         for param_state in written:
             param_state.reseed(always=always, takes_part=param_state.index in taking_part)

@@ -59,7 +59,7 @@ class Progress:
                 undoing.finish()
             finally:
                 # Torn states have no old values: each step says so. A collective undo ends on all ranks, or on none.
-                if undoing.is_done or (undoing.engine.torn and not undoing.is_collective):
+                if undoing.is_done or (undoing.engine.states.torn and not undoing.is_collective):
                     self.undoing = None
                     if self._forward_guard:
                         self._forward_guard.remove()

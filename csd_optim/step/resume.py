@@ -46,7 +46,7 @@ class Resume:
             warnings.warn(f"there is no store in {where} to resume: a new one is begun", CSDWarning, users_stacklevel())
             return None
         rule, recovered = self._state_map.rule, engine.recovered[0]
-        with engine.all_ranks_or_none():
+        with engine.committer.all_ranks_or_none():
             if difference := rule_difference(recovered, rule):
                 raise CSDStoreError(f"{recovered.path} cannot be resumed: {difference}")
             if difference := first_difference(recovered.manifest, groups, self._state_map.part_of):
@@ -55,9 +55,9 @@ class Resume:
                 raise CSDStoreError(f"{recovered.path} cannot be resumed: {difference}")
             user_state = stored_user_state(recovered.record.user_state, recovered.path)
             check_recovered(engine)
-        with engine.all_ranks_or_none():
+        with engine.committer.all_ranks_or_none():
             discard_newer(engine)
-        with engine.all_ranks_or_none():
+        with engine.committer.all_ranks_or_none():
             self._state_map.adopt_commit(engine, groups)
         for changed in ignored_by_resume(rule, initial_groups, recovered.record):
             warnings.warn(changed, CSDWarning, users_stacklevel())
@@ -71,7 +71,7 @@ class Resume:
             return
         if not self.pending:
             raise CSDRuntimeError("restore() goes before the first step()")
-        with engine.all_ranks_or_none():
+        with engine.committer.all_ranks_or_none():
             self._state_map.follow_replaced_params(engine, groups)
         self._restore_values(engine, groups, grad_dtype)
 
@@ -109,7 +109,7 @@ class Resume:
         A collective.
         """
         gather = None
-        with engine.all_ranks_or_none():
+        with engine.committer.all_ranks_or_none():
             without_data = self._state_map.set_from_masters(param_states, grad_dtype)
             there = [self._state_map.param_states.get(id(p)) for _, _, p in members(groups)]
             divided = [state for state in there if state and state.part.replicas]

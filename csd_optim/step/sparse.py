@@ -80,11 +80,11 @@ class SparseTiles:
         """
         if tile in self._selected:
             return self._selected.pop(tile)
-        rows = engine.pieces_of(tile).tolist()
+        rows = engine.tiles.pieces_of(tile).tolist()
         places = [_Place(sources[p], *where) for p, _, *where in rows if p in sources and sources[p].topk]
         if not places:
             return None
-        elems = engine.elems_of(tile)
+        elems = engine.tiles.elems_of(tile)
         tiles, pieces = [tile], [_piece(place) for place in places]
         if places[0].n == elems:
             tiles, pieces = _batch(tile, places[0])

@@ -227,7 +227,7 @@ class StagingRing:
         """Begin to copy a tile's gradients, or their entries, and parameters that the device reads into the slot."""
         streams, _ = self._copy_streams()
         copies: list[tuple[Any, torch.Tensor, torch.Tensor]] = []  # stream, to, from
-        for param, _, first, tile_first, n in engine.pieces_of(tile).tolist():
+        for param, _, first, tile_first, n in engine.tiles.pieces_of(tile).tolist():
             source = self._image_source(param, sources)
             if source is None:
                 continue
@@ -314,13 +314,14 @@ class StagedTiles:
     def add(self, tile: int, sources: Mapping[int, GradSource]) -> None:
         """Add a tile to push and pull. `sources`: at least those of its parameters that have a gradient."""
         self._sources[tile] = sources
-        self._todo.setdefault(self._engine.device_of(tile), deque()).append(tile)
+        self._todo.setdefault(self._engine.tiles.device_of(tile), deque()).append(tile)
 
     def adopt_pushed(self, buffers: Mapping[int, StagingBuffer], sources: Mapping[int, GradSource]) -> None:
         """Add the tiles that were pushed before: see `early_buffers` of StagingRing.run()."""
         self.early_buffers, self._pushed = buffers, dict(buffers)
         self._sources.update(dict.fromkeys(buffers, sources))
-        updated = {self._engine.pull() for tile in buffers if self._is_updated(tile)}  # pull() returns any updated tile
+        # pull() returns any updated tile.
+        updated = {self._engine.native.pull() for tile in buffers if self._is_updated(tile)}
         for tile in [tile for tile in buffers if tile in updated]:
             self._pull_slot(tile)
 
@@ -346,28 +347,28 @@ class StagedTiles:
         if has_arrived or (wait and self._travelling and not is_updated):
             self._push_slot(*self._travelling.popleft())
         elif is_updated or (wait and self._pushed):
-            self._pull_slot(self._engine.pull())
+            self._pull_slot(self._engine.native.pull())
         else:
             return False
         return True
 
     def _is_updated(self, tile: int) -> bool:
-        return self._engine.params_ready(np.array([tile], np.uint32), wait=False)
+        return self._engine.native.params_ready(np.array([tile], np.uint32), wait=False)
 
     def _push_slot(self, tile: int, slot: StagingBuffer) -> None:
         states = slot.states.data_ptr() if slot.has_states and slot.states is not None else 0
         slot.wait()
         images = slot.grad.data_ptr(), slot.param.data_ptr()
-        self._engine.push(tile, images=images, entries=slot.words(), states=states)
+        self._engine.native.push(tile, images=images, entries=slot.words(), states=states)
         self._pushed[tile] = slot
         if self._on_copied:
             self._on_copied(tile, self._sources[tile])
 
     def _pull_slot(self, tile: int) -> None:
         slot = self._pushed.pop(tile)
-        self._ring.begin_empty(slot, self._engine.pieces_of(tile), self._sources.pop(tile))
+        self._ring.begin_empty(slot, self._engine.tiles.pieces_of(tile), self._sources.pop(tile))
         if tile not in self.early_buffers:
-            self._in_flight_on[self._engine.device_of(tile)] -= 1
+            self._in_flight_on[self._engine.tiles.device_of(tile)] -= 1
             self._free.append(slot)
         if self._on_pulled:
             self._ring.join_back()

@@ -14,7 +14,7 @@ from ..compression.policy import entry_dtype
 from ..compression.selection import TopK
 from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..engine.engine import Engine
-from ..engine.pieces import Pieces
+from ..engine.tiles import Pieces
 from ..finalize import call_at_end
 from ..params.groups import Groups, hyperparameters_of, members
 from ..params.state_map import StateMap
@@ -101,7 +101,7 @@ class Steps(Progress):
         return Record(
             groups=[hyperparameters_of(group, self._rule.hyperparameters) for group in self.groups],
             given=[*self.initial_groups],
-            user_state=checked_user_state(self._alive().user_state, self.engine.record.user_state),
+            user_state=checked_user_state(self._alive().user_state, self.engine.states.record.user_state),
             seconds=self.trained_seconds,
         )
 
@@ -144,9 +144,9 @@ class Steps(Progress):
         with all_ranks_or_none(self.ranks):
             self.state_map.fill(self.engine)
         self.steps_taken += 1
-        self.engine.step += 1
+        self.engine.states.step += 1
         self.state_map.describe(self.engine, self.groups)
-        self.engine.commit(record)
+        self.engine.committer.commit(record)
 
     def prepare(self) -> LiveStep | None:
         """Return a step of the gradients that are known now, to begin before step(); None if there are none."""
@@ -161,7 +161,7 @@ class Steps(Progress):
         The parameters themselves stand in for their gradients. Raises as step().
         """
         self.finish_undo()
-        self.engine.confirm()
+        self.engine.committer.confirm()
         record = self.record()
         self.resume.begin_step(self.engine, self.groups)
         taking_part = Participants([], [], [])
@@ -229,7 +229,7 @@ class Steps(Progress):
     def _prepared(self, spec: StepSpec) -> PreparedStep:
         """Do everything that may fail, as for lack of memory, before ranks begin to exchange parameters."""
         engine = self.engine
-        tiles = engine.tiles_with(spec.table["grad"] != 0)
+        tiles = engine.in_step_order(engine.tiles.of_mask(spec.table["grad"] != 0))
         given = given_states(engine, spec, tiles)
         images = self._images(spec, tiles, given)
         ring = self._ring(spec, given) if images else None
@@ -267,10 +267,10 @@ class Steps(Progress):
             return []
         if given:
             travels[[*given.copies]] = True
-        images: list[int] = tiles[np.isin(tiles, engine.tiles_with(travels))].tolist()
+        images: list[int] = tiles[np.isin(tiles, engine.tiles.of_mask(travels))].tolist()
         # A tile travels as a whole, so every parameter that shares a tile with a travelling one travels, too.
         for tile in images:
-            for row in engine.pieces_of(tile)["param"].tolist():
+            for row in engine.tiles.pieces_of(tile)["param"].tolist():
                 if table["grad"][row] and row not in sources:
                     sources[row] = self.state_map.by_index[row].source(spec.grads[row], spec.plan.grad_dtype)
         # Top-K settings from the table: for images the ring selects the entries, not the engine.
@@ -288,7 +288,7 @@ class Steps(Progress):
 
     def _ring(self, spec: StepSpec, given: GivenStates | None) -> StagingRing:
         engine = self.engine
-        tile_elems = max(e.tile_elems for e in engine.extents)
+        tile_elems = max(e.tile_elems for e in engine.tiles.extents)
         pinned = any(is_on_accelerator(s.grad) for s in spec.sources.values())
         if self.ring is None or self.ring.tile_elems < tile_elems or pinned > self.ring.pinned:
             self.ring = StagingRing(tile_elems, BUFFERS_PER_DEVICE * len(engine.devices.specs), pinned=pinned)
@@ -300,7 +300,7 @@ class Steps(Progress):
         """Return the all-gather of the plan's parameters whose updates the ranks share; None if there are none."""
         if self.gather is None and self.ranks:
             shared = [state for state in plan.param_states if state.part.replicas]
-            self.gather = ParamAllGather(self.ranks, shared, Pieces(self.engine)) if shared else None
+            self.gather = ParamAllGather(self.ranks, shared, Pieces(self.engine.tiles)) if shared else None
         return self.gather
 
     # ---- a step that lands later: see overlap/ -----------------------------------------
@@ -318,6 +318,6 @@ class Steps(Progress):
         engine = self.engine
         if engine.devices.resident or self.state_map.unfilled:
             return False
-        has_residuals = step.spec.with_residual or engine.residuals  # residuals have a single copy
-        written = step.spec.written or engine.windows.written or engine.decoded.masters_written
+        has_residuals = step.spec.with_residual or engine.states.residuals  # residuals have a single copy
+        written = step.spec.written or engine.truth.is_written or engine.decoded.masters_written
         return not (has_residuals or written)

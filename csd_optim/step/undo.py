@@ -131,7 +131,7 @@ class Undo:
                 self._stages[0]()
                 del self._stages[0]
         except (CSDError, MemoryError, RuntimeError) as e:
-            if self.engine.torn:
+            if self.engine.states.torn:
                 raise
             text = ((isinstance(e, OSError) and e.strerror) or str(e)).rstrip(".")
             names = _listed(sorted(state.name for state in self.unknown))
@@ -163,8 +163,8 @@ class Undo:
         whole = {*(step.spec.plan.param_states if ended else near), *self._written}
         self._add_whole(whole)
         took_part, others = step.spec.table["grad"] != 0, {state.index for state in whole}
-        for tile, elems in engine.undone() if len(step.tiles) and not ended else []:
-            for row, _, first, in_tile, n in engine.pieces_of(tile).tolist():
+        for tile, elems in engine.native.undone() if len(step.tiles) and not ended else []:
+            for row, _, first, in_tile, n in engine.tiles.pieces_of(tile).tolist():
                 if took_part[row] and row not in others and in_tile < elems:
                     self._add(tile, Span(self._state_map.by_index[row], first, in_tile, min(n, elems - in_tile)))
         self._found = True
@@ -175,9 +175,9 @@ class Undo:
 
     def _add_whole(self, params: set[ParamState]) -> None:
         rows = {state.index: state for state in params}
-        for tile in self.engine.tiles_of_params([*rows]).tolist() if rows else []:
+        for tile in self.engine.tiles.of([*rows]).tolist() if rows else []:
             self._in_tiles[tile] = [s for s in self._in_tiles.get(tile, []) if s.param_state not in params]
-            for row, _, first, in_tile, n in self.engine.pieces_of(tile).tolist():
+            for row, _, first, in_tile, n in self.engine.tiles.pieces_of(tile).tolist():
                 if row in rows:
                     self._add(tile, Span(rows[row], first, in_tile, n))
         self._on_accelerator = [*{*self._on_accelerator, *(state for state in params if state.on_accelerator)}]
@@ -210,7 +210,7 @@ class Undo:
                 values = state.decoded.master(state.index, tile, first, in_tile, n)
             else:
                 if masters is None:
-                    masters = self.engine.read_masters(tile, max(span.in_tile + span.n for span in spans))
+                    masters = self.engine.states.read_masters(tile, max(span.in_tile + span.n for span in spans))
                 values = masters[in_tile : in_tile + n]
             self._set(state, first, values, is_outside=outside is not None)
 
@@ -245,7 +245,7 @@ def undo_states(engine: Engine, step: PreparedStep) -> None:
         engine.end_without_tiles(keep=False)
     if step.ring is not None:
         step.ring.forget()
-    if engine.devices.resident and len(step.tiles) and engine.undone():
+    if engine.devices.resident and len(step.tiles) and engine.native.undone():
         engine.mark_torn()
         raise CSDTornError(errno.EIO, f"the step was cut short. {TORN}")
     if step.near and step.near.launched:

@@ -10,7 +10,7 @@ from support.replacing import failing
 from support.twins import Twin, assert_twins
 
 from csd_optim import CSDOSError, CSDRuntimeError
-from csd_optim.engine.engine import Engine
+from csd_optim.bindings import Native
 from csd_optim.step.live import LiveStep
 from csd_optim.step.staging import StagingRing
 
@@ -118,7 +118,7 @@ def test_a_device_that_fails(tmp_path, call, number):
         if training.overlap is not None:
             before, log, losses = training.parameters(), len(training.log), len(training.losses)
             steps = training.steps
-            with failing(Engine, call, number, "broken"), pytest.raises(CSDOSError, match="broken"):
+            with failing(Native, call, number, "broken"), pytest.raises(CSDOSError, match="broken"):
                 training.step()
             assert training.parameters() == before
             training.opt.zero_grad()

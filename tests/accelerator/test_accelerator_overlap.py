@@ -34,7 +34,7 @@ from support.twins import Twin, assert_twins, checksum
 from support.use_check import check_uses
 
 from csd_optim import CSDOSError, CSDRuntimeError
-from csd_optim.engine.engine import Engine
+from csd_optim.bindings import Native
 from csd_optim.overlap.early_images import EarlyImages
 from csd_optim.step import sparse
 from csd_optim.step.live import LiveStep
@@ -286,8 +286,8 @@ def test_step_returns_before_parameters_arrive(tmp_path, monkeypatch):
     training = Twin(tmp_path, {}, place=[DEVICE])
     training.step()
     training.opt.wait()
-    real, goes_on = Engine.pull, threading.Event()
-    monkeypatch.setattr(Engine, "pull", lambda engine: goes_on.wait() and real(engine))
+    real, goes_on = Native.pull, threading.Event()
+    monkeypatch.setattr(Native, "pull", lambda engine: goes_on.wait() and real(engine))
     try:
         training.step()
         assert not images_back(flight_of(training.opt))
@@ -325,7 +325,7 @@ def test_a_step_that_fails_under_way(tmp_path, call, number, topk):
         training.opt.wait()
         before = training.parameters()
         if training.overlap is not None:
-            with failing(Engine, call, number, "broken"):
+            with failing(Native, call, number, "broken"):
                 training.backward()
                 training.opt.step()
                 training.opt.zero_grad()
@@ -348,7 +348,7 @@ def test_a_step_that_fails_under_way(tmp_path, call, number, topk):
 def test_a_guess_that_is_given_up_pushes_nothing_more(tmp_path, what, monkeypatch):
     """Its copies complete only while the next step runs, or after the engine is closed."""
     arrives, pushed = threading.Event(), []
-    wait, push = StagingBuffer.wait, Engine.push
+    wait, push = StagingBuffer.wait, Native.push
     training = Twin(tmp_path, BACKWARD, place=[DEVICE], patient=True, latency="100us")
     for _ in range(3):
         training.step()
@@ -356,7 +356,7 @@ def test_a_guess_that_is_given_up_pushes_nothing_more(tmp_path, what, monkeypatc
     pusher = pusher_of(training.opt)
     with monkeypatch.context() as patch:
         patch.setattr(StagingBuffer, "wait", lambda slot: arrives.wait() and wait(slot))
-        patch.setattr(Engine, "push", lambda *args, **how: pushed.append(args) or push(*args, **how))
+        patch.setattr(Native, "push", lambda *args, **how: pushed.append(args) or push(*args, **how))
         training.patient = False
         try:
             training.backward()
@@ -383,12 +383,12 @@ def test_a_guess_that_is_given_up_pushes_nothing_more(tmp_path, what, monkeypatc
 
 def test_a_guess_is_compared_when_all_of_it_was_pushed(tmp_path, monkeypatch):
     asked, whole = threading.Event(), []
-    wait, push, equal = EarlyImages.wait, Engine.push, StagingRing.equal
+    wait, push, equal = EarlyImages.wait, Native.push, StagingRing.equal
     training = Twin(tmp_path, BACKWARD, place=[DEVICE], patient=True, latency="100us")
     for _ in range(3):
         training.step()
     training.opt.synchronize()
-    monkeypatch.setattr(Engine, "push", lambda *args, **how: asked.wait() and push(*args, **how))
+    monkeypatch.setattr(Native, "push", lambda *args, **how: asked.wait() and push(*args, **how))
     monkeypatch.setattr(EarlyImages, "wait", lambda images: asked.set() or wait(images))
 
     def compares(ring, pairs):

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from csd_optim import CSDAdam, CSDOSError, CSDRankError
-from csd_optim.engine.engine import Engine
+from csd_optim.bindings import Native
 from csd_optim.step import near_updates
 
 pytestmark = pytest.mark.accelerator
@@ -115,7 +115,7 @@ def beside_a_directory(rank, device):
             before = [p.detach().clone() for p in params]
             if fails:
                 with (
-                    failing(Engine, "push", 1, "broken") if rank == 1 else contextlib.nullcontext(),
+                    failing(Native, "push", 1, "broken") if rank == 1 else contextlib.nullcontext(),
                     pytest.raises(CSDOSError if rank == 1 else CSDRankError, match="broken"),
                 ):
                     optimizer.step()
@@ -180,7 +180,7 @@ def fsdp2(rank, device, overlap, near, fails):
         for again in range(1 + (fails and k == 2 and device != "cpu")):
             model(randn((16, 40), 2 * k + rank).to(device)).square().mean().backward()
             if not again and fails and k == 2 and device != "cpu":
-                with failing(Engine, "pull", 2, "broken") if rank == 1 else contextlib.nullcontext():
+                with failing(Native, "pull", 2, "broken") if rank == 1 else contextlib.nullcontext():
                     optimizer.step()
                     with contextlib.suppress(CSDOSError):  # rank 1 raises at once, both at the end
                         optimizer.wait()

@@ -16,8 +16,8 @@ from support.on_accelerator import DEVICE, DTYPES, NEAR, SCRATCH, keep_busy
 from torch import nn
 
 from csd_optim import CSDAdam
+from csd_optim.bindings import Native
 from csd_optim.engine import residuals
-from csd_optim.engine.engine import Engine
 from csd_optim.step import sparse
 from csd_optim.store.format import PAGE
 
@@ -131,7 +131,7 @@ def test_a_step_that_fails_with_copies_under_way(topk, call, left, monkeypatch):
     step(0)
     optimizer.zero_grad()
     held = torch.accelerator.memory_allocated()
-    real, calls = getattr(Engine, call), []
+    real, calls = getattr(Native, call), []
 
     def breaks(*arguments, **named):
         calls.append(arguments)
@@ -140,7 +140,7 @@ def test_a_step_that_fails_with_copies_under_way(topk, call, left, monkeypatch):
         return real(*arguments, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, call, breaks)
+        patch.setattr(Native, call, breaks)
         with pytest.raises(Broken):
             step(1)
     optimizer.zero_grad()

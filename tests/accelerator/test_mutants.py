@@ -231,7 +231,7 @@ MUTANTS = {
     "gpu: states leave on the current stream": in_given("with on(stream)", "with on(None)"),
     "gpu: states of a step that was undone stay": in_near("param_state.near_copy.is_known = False", "pass", DURABLE),
     "gpu: states that somebody wrote to stay": Mutant(
-        "engine/windows.py", "self._engine.forget_copies(changed)", "pass", DURABLE
+        "engine/truth.py", "self.forget_copies(changed)", "pass", DURABLE
     ),
     "gpu: states are read into a buffer in use": Mutant(
         "engine/near_copies.py", "wait_for(events.pop())", "events.pop()", DURABLE

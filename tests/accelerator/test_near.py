@@ -10,6 +10,7 @@ from support import emulated
 from support.backends import TILE
 from support.on_accelerator import DEVICE, DTYPES, NEAR, keep_busy
 from support.optimizers import ADAMW, FULL
+from support.replacing import class_with
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -119,7 +120,7 @@ def test_a_step_that_fails(call, k, monkeypatch):
         if call == "launch":
             patch.setattr(near_updates, "update", lambda *a: breaks() if len(calls) > 2 else calls.append(update(*a)))
         else:
-            patch.setattr(Engine, call, fails_once if call == "finish" else breaks)
+            patch.setattr(class_with(call), call, fails_once if call == "finish" else breaks)
         with pytest.raises(Broken):
             step(optimizer, 7)
     assert same([p.detach().cpu() for p in params], before)

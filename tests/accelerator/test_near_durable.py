@@ -15,9 +15,11 @@ from support.backends import TESTS, TILE
 from support.inside import engine_of
 from support.on_accelerator import DEVICE, DTYPES, keep_busy
 from support.optimizers import ADAMW, FULL
+from support.replacing import class_with
 from support.stores import flip
 
 from csd_optim import CSDMemoryError, CSDOSError, CSDStoreError, CSDValueError
+from csd_optim.bindings import Native
 from csd_optim.engine.engine import Engine
 from csd_optim.step import near_updates
 
@@ -178,7 +180,7 @@ def test_a_step_that_fails(call, k, tmp_path, monkeypatch):
             update = near_updates.update
             patch.setattr(near_updates, "update", lambda *a: breaks() if len(calls) > 2 else calls.append(update(*a)))
         else:
-            patch.setattr(Engine, call, fails_once if call == "finish" else breaks)
+            patch.setattr(class_with(call), call, fails_once if call == "finish" else breaks)
         with pytest.raises(CSDOSError):
             here.step(7)
     assert same([p.detach().cpu() for p in here.params], before)
@@ -309,7 +311,7 @@ def test_what_rots_in_the_directory_is_found_when_it_is_read(tmp_path, monkeypat
     flip(tmp_path / "a", "exp_avg")
     before = [p.detach().cpu() for p in here.params]
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "pull", lambda _: 1 / 0)
+        patch.setattr(Native, "pull", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             here.step(1)
     with pytest.raises(CSDStoreError, match=r"is not what was written there on device 0 .*0\.0"):
@@ -406,7 +408,7 @@ def test_histories(seed, tmp_path, monkeypatch):
                 p.grad, p.data = None, p.data.to("cpu" if p.device.type == DEVICE else DEVICE)
             elif happens == "fails" and it is pair[0] and len(without) < len(shapes):
                 with monkeypatch.context() as patch:
-                    patch.setattr(Engine, fails_in, failing_once(getattr(Engine, fails_in)))
+                    patch.setattr(class_with(fails_in), fails_in, failing_once(getattr(class_with(fails_in), fails_in)))
                     try:
                         it.step(1000 + k, without)
                     except CSDOSError:

@@ -27,12 +27,13 @@ from support.between_steps import (
 from support.exact import Linear
 from support.inside import engine_of, flight_of, images_back, state_map_of
 from support.on_accelerator import DEVICE, DTYPES
-from support.replacing import failing
+from support.replacing import class_with, failing
 from support.twins import Twin, assert_twins, checksum
 from support.use_check import check_uses
 from torch import nn
 
 from csd_optim import CSDAdam, CSDMemoryError, CSDOSError, CSDTornError, CSDValueError
+from csd_optim.bindings import Native
 from csd_optim.engine.engine import Engine
 from csd_optim.step import near_updates
 
@@ -216,9 +217,9 @@ def test_nobody_waits_for_it(tmp_path, monkeypatch, options):
     near, expected = ([p for p in near_of(t) if p.dim() == 2] for t in trainings)
     assert near
     other.step()
-    real, goes_on = Engine.pull, threading.Event()
+    real, goes_on = Native.pull, threading.Event()
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "pull", lambda engine: goes_on.wait() and real(engine))
+        patch.setattr(Native, "pull", lambda engine: goes_on.wait() and real(engine))
         try:
             one.backward()
             one.opt.step()
@@ -268,7 +269,7 @@ def one_step(training):
     [
         *((*call, {"near": MOST}) for call in [("pull", 3), ("finish", 1), ("push", 2)]),
         # Of ten tiles, the last five contain elements that `gpu:` has.
-        *((*call, NAMED) for call in [("pull", 3), ("finish", 1), ("push", 6), ("give", 3)]),
+        *((*call, NAMED) for call in [("pull", 3), ("finish", 1), ("push", 6)]),
     ],
     ids=str,
 )
@@ -286,7 +287,7 @@ def test_a_device_that_fails(tmp_path, overlap, call, number, options):
         if training.overlap is not None:
             training.patient = False
             side = torch.Stream(DEVICE)
-            with failing(Engine, call, number, "broken"), pytest.raises(CSDOSError, match="broken"):
+            with failing(class_with(call), call, number, "broken"), pytest.raises(CSDOSError, match="broken"):
                 one_step(training)
             with side:  # a stream that has waited for nothing
                 seen = [p.detach().clone() for p in training.model.parameters()]

@@ -33,10 +33,10 @@ from csd_optim import (
     CSDStoreExistsError,
     CSDWarning,
 )
+from csd_optim.bindings import Native
 from csd_optim.checkpoint import files
 from csd_optim.checkpoint import snapshot as checkpoint
 from csd_optim.checkpoint.verify import verify
-from csd_optim.engine import engine
 from csd_optim.store import reader as tiles
 from csd_optim.store.format import (
     CLEAN,
@@ -223,7 +223,7 @@ def test_close_waits_for_a_copy(tmp_path, slow):
 
 def test_a_copy_rests_while_a_step_is_under_way(tmp_path, monkeypatch):
     params, opt = make(tmp_path / "a", 1)
-    copied, read, finish = [], tiles._read, engine.bindings.engine_finish
+    copied, read, finish = [], tiles._read, Native.finish
     during, stepping, rests = [], threading.Event(), threading.Event()
 
     def slowly(*arguments):
@@ -242,9 +242,9 @@ def test_a_copy_rests_while_a_step_is_under_way(tmp_path, monkeypatch):
 
     monkeypatch.setattr(tiles, "_read", slowly)
     monkeypatch.setattr(tiles, "IO_DEPTH", 1)
-    monkeypatch.setattr(engine.bindings, "engine_finish", long_step)
+    monkeypatch.setattr(Native, "finish", long_step)
     future = opt.save(tmp_path / "snap", wait=False)
-    hurry = engine_of(opt).committer.pins[-1].hurry  # for which the copy waits while it rests
+    hurry = engine_of(opt).committer.pins.pins[-1].hurry  # for which the copy waits while it rests
     wait = hurry.wait
     hurry.wait = lambda timeout: (rests.set(), wait(timeout))
     train_params(opt, params, 3, 4)
@@ -376,7 +376,7 @@ def test_failing_copy_leaves_nothing(tmp_path, monkeypatch, call, wait):
         patch.setattr(module, call, full)
         with pytest.raises(CSDOSError, match="No space left") as caught:
             opt.save(tmp_path / "snap", wait=wait).result(60)
-        engine_of(opt).committer.wait_for_pins()
+        engine_of(opt).committer.pins.wait_before(0)
     if not wait and call != "ioctl":  # a caller that ignores the future is warned
         assert any("was not saved" in str(w.message) for w in warned)
     assert caught.value.errno == errno.ENOSPC
@@ -452,7 +452,7 @@ def test_save_within_a_step_is_refused(tmp_path):
 @pytest.mark.fp32_states("counts tiles, bytes or elements of fp32 states")
 def test_damaged_tile_is_not_copied(tmp_path):
     _, opt = make(tmp_path / "a", 1)
-    engine_of(opt).wait()
+    engine_of(opt).committer.wait()
     flip(tmp_path / "a" / "csd0", "exp_avg", tile=2)
     with pytest.raises(CSDStoreError, match="exp_avg of tile 2 is damaged: elements 4096 to 5119 of weight"):
         opt.save(tmp_path / "snap")

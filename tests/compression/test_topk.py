@@ -75,8 +75,8 @@ class Oracle:
         self.sent_elems = 0
         for p, reference in self.copies.items():
             reference.grad = None if p.grad is None else p.grad.float() * scale
-        for tile in range(engine.n_tiles):
-            for row, _, first, _, n in engine.pieces_of(tile).tolist():
+        for tile in range(len(engine.tiles)):
+            for row, _, first, _, n in engine.tiles.pieces_of(tile).tolist():
                 p = bounds[row].param
                 share = self.share_of(p)
                 if p.grad is None or share >= 0.5:
@@ -365,15 +365,15 @@ def test_an_undone_step_owes_nothing_new(backend, devices, monkeypatch):
     set_grads(params_of(opt))
     opt.step()
     before, engine = image(opt), idle_engine_of(opt)
-    push, calls = engine.push, []
+    push, calls = engine.native.push, []
 
     def fails(tile, **how):
         calls.append(tile)
-        if len(calls) == engine.n_tiles - 1:
+        if len(calls) == len(engine.tiles) - 1:
             raise InterruptedError
         push(tile, **how)
 
-    monkeypatch.setattr(engine, "push", fails)
+    monkeypatch.setattr(engine.native, "push", fails)
     set_grads(params_of(opt))
     with pytest.raises(CSDTornError if backend == "ram" else InterruptedError):
         opt.step()
@@ -486,7 +486,7 @@ def test_an_undone_step_gives_up_nothing_that_is_owed(devices, monkeypatch, give
         raise InterruptedError
 
     with monkeypatch.context() as m:
-        m.setattr(idle_engine_of(opt), "push", fails)
+        m.setattr(idle_engine_of(opt).native, "push", fails)
         with pytest.raises(InterruptedError):
             opt.step()
     assert torch.equal(opt.state[p]["residual"], owed)
@@ -782,18 +782,18 @@ def push_entries(opt, words):
     """Takes a step whose gradients are the given entries."""
     engine = idle_engine_of(opt)
     params = params_of(opt)
-    table = np.zeros(engine.n_params, bindings.PARAM)
+    table = np.zeros(engine.tiles.n_params, bindings.PARAM)
     for row, p in zip(table, params, strict=True):
         code = bindings.DTYPE_CODES[torch.bfloat16]
         row["grad"], row["param"], row["grad_dtype"], row["param_dtype"] = p.data_ptr(), p.data_ptr(), code, code
     table["topk"][0], table["topk_dtype"] = 0.01, bindings.DTYPE_CODES[torch.bfloat16]
     hypers = np.array([(0, (1, 0.0, 1.0, 0.0, 1.0, 0, 1, 1, 1))], bindings.HYPER)  # moments are the gradient
-    image_bytes = 4 * engine.extents[0].tile_elems
+    image_bytes = 4 * engine.tiles.extents[0].tile_elems
     grad, param = torch.zeros(image_bytes, dtype=torch.uint8), torch.zeros(image_bytes, dtype=torch.uint8)
-    engine.begin(table, hypers, np.arange(engine.n_tiles, dtype=np.uint32))
+    engine.begin(table, hypers, np.arange(len(engine.tiles), dtype=np.uint32))
     try:
-        engine.push(0, images=(grad.data_ptr(), param.data_ptr()), entries=(words.ctypes.data, len(words)))
-        engine.pull()
+        engine.native.push(0, images=(grad.data_ptr(), param.data_ptr()), entries=(words.ctypes.data, len(words)))
+        engine.native.pull()
         engine.finish()
     except BaseException:
         engine.finish(keep=False) if engine.stepping else None
@@ -808,7 +808,7 @@ def pushed(devices):
     for p in params:
         p.grad = torch.zeros_like(p)
     opt.step()
-    assert idle_engine_of(opt).n_tiles == 1
+    assert len(idle_engine_of(opt).tiles) == 1
     return opt
 
 
@@ -848,18 +848,18 @@ def test_malformed_entries_are_refused(pushed, words):
 
 def test_entries_and_no_sparse_parameter(pushed):
     engine = idle_engine_of(pushed)
-    table = np.zeros(engine.n_params, bindings.PARAM)
+    table = np.zeros(engine.tiles.n_params, bindings.PARAM)
     engine.begin(table, np.zeros(1, bindings.HYPER), np.arange(1, dtype=np.uint32))
     words, room = entries([], []), torch.zeros(4 * 71680, dtype=torch.uint8)
     with pytest.raises(CSDError, match="no sparse gradients"):
-        engine.push(0, images=(room.data_ptr(), room.data_ptr()), entries=(words.ctypes.data, len(words)))
+        engine.native.push(0, images=(room.data_ptr(), room.data_ptr()), entries=(words.ctypes.data, len(words)))
     engine.finish(keep=False)
 
 
 @pytest.mark.parametrize("bad", [{"topk": -0.5}, {"topk": 1.5}, {"topk": math.nan}, {"topk": 0.1, "topk_dtype": 0}])
 def test_a_table_that_is_wrong(pushed, bad):
     engine = idle_engine_of(pushed)
-    table = np.zeros(engine.n_params, bindings.PARAM)
+    table = np.zeros(engine.tiles.n_params, bindings.PARAM)
     table["grad"] = table["param"] = params_of(pushed)[0].data_ptr()
     for name, value in bad.items():
         table[name] = value

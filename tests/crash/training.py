@@ -12,10 +12,10 @@ from support import emulated
 from support.optimizers import ADAMW, FULL
 from torch.nn.functional import dropout, embedding
 
-import csd_optim.engine.engine
+import csd_optim.engine.open_devices
 from csd_optim import CSDStoreError, CSDWarning
 
-csd_optim.engine.engine.SUM_ELEMS = 1024  # so that a tile has several checksums
+csd_optim.engine.open_devices.SUM_ELEMS = 1024  # so that a tile has several checksums
 
 STEPS = 12
 # Not "ram:", which keeps less of 8-bit states when a parameter is set from outside.

@@ -477,11 +477,11 @@ def hybrid_divides(rank, size):
     # A step that fails on one rank is undone on all.
     before = whole(params[0])
     loss_of(models[0], rank, size, STEPS).backward()
-    push = csd_optim.bindings.engine_push
+    push = csd_optim.bindings.Native.push
     if rank == 1:
-        csd_optim.bindings.engine_push = lambda *_, **__: 1 / 0
+        csd_optim.bindings.Native.push = lambda *_, **__: 1 / 0
     error = raised_by(one.step)
-    csd_optim.bindings.engine_push = push
+    csd_optim.bindings.Native.push = push
     assert isinstance(error, ZeroDivisionError if rank == 1 else CSDRankError)
     assert all(map(torch.equal, whole(params[0]), before))
 
@@ -708,8 +708,9 @@ def fails(rank, size, where, devices):
         take(optimizer, params, range(2))
         take(other, others, range(2))
         before, engine = everything(optimizer, params), engine_of(optimizer)
+        owner = engine if where == "begin" else engine.native
         if rank == 1:
-            real, count = getattr(engine, where), []
+            real, count = getattr(owner, where), []
 
             def broken(*args, **kwargs):
                 count.append(1)
@@ -717,7 +718,7 @@ def fails(rank, size, where, devices):
                     raise CSDOSError(errno.EIO, "unplugged")
                 return real(*args, **kwargs)
 
-            setattr(engine, where, broken)
+            setattr(owner, where, broken)
         random_gradients(params, 2)
         e = raised_by(optimizer.step)
         assert isinstance(e, CSDOSError if rank == 1 else CSDRankError), e
@@ -725,7 +726,7 @@ def fails(rank, size, where, devices):
         assert rank == 1 or "rank 1" in str(e)
         assert_everything_is(everything(optimizer, params), before)
         if rank == 1:
-            delattr(engine, where)
+            delattr(owner, where)
         optimizer.step()
         take(other, others, [2])
         assert_same_whole(params, others, optimizer, other)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.inside import flight_of, mode_of
 from support.ranks import KILLED, on_living_ranks, on_ranks
-from support.replacing import failing, replaced
+from support.replacing import class_with, failing, replaced
 from support.twins import Twin, assert_twins
 from test_distributed import MODELS, hybrid, net, raised_by, train_model
 from test_rank_commits import POINTS, ShardTraining, die, dies_at, goes_on, train_until_death, uninterrupted
@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from csd_optim import CSDAdam, CSDOSError, CSDRuntimeError, CSDWarning
-from csd_optim.engine.engine import Engine
 from csd_optim.errors import CSDRankError
 from csd_optim.overlap.together import Together
 
@@ -37,7 +36,7 @@ def sharded(model):
 
 def unplugged(rank, method):
     """Makes the next call of this method of the engine fail on rank 1, and only this call."""
-    return failing(Engine, method, int(rank == 1), "unplugged")
+    return failing(class_with(method), method, int(rank == 1), "unplugged")
 
 
 def training_on(rank, name, overlap=None, **options):

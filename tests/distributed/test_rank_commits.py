@@ -26,6 +26,7 @@ import csd_optim.step.prepare
 import csd_optim.store.file
 from csd_optim import CSDAdam, CSDError, CSDLostError, CSDOSError, CSDStoreError, CSDValueError, CSDWarning
 from csd_optim.engine.commit import Commit
+from csd_optim.engine.durable import DurableCommitter
 from csd_optim.engine.engine import Engine
 from csd_optim.errors import CSDRankError
 from csd_optim.store.file import StoreFile
@@ -117,7 +118,7 @@ def dies_at(point, step):
     """Kills this process at `point` of a step or its commit."""
 
     def before_tiles_are_finished(finish, engine, keep=True):
-        if engine.step + 1 == step:
+        if engine.states.step + 1 == step:
             die()
         finish(engine, keep)
 
@@ -134,11 +135,11 @@ def dies_at(point, step):
         if is_of_the_step(commit):
             die()
 
-    def before_it_says_so(confirm, engine):
-        if engine.step == step:
-            engine.committer._background.wait()
+    def before_it_says_so(confirm, committer):
+        if committer.states.step == step:
+            committer._background.wait()
             die()
-        confirm(engine)
+        confirm(committer)
 
     def before_copy_1(complete, commit, in_parallel):
         if is_of_the_step(commit):
@@ -149,7 +150,7 @@ def dies_at(point, step):
         "within the step": (Engine, "finish", before_tiles_are_finished),
         "copy 0 on one device": (StoreFile, "publish", on_one_device),
         "after copy 0": (Commit, "prepare", after_copy_0),
-        "before confirm": (Engine, "confirm", before_it_says_so),
+        "before confirm": (DurableCommitter, "confirm", before_it_says_so),
         "before copy 1": (Commit, "complete", before_copy_1),
     }[point]
     return replaced(owner, name, function)

@@ -21,7 +21,7 @@ from support.tables import step_table
 from support.training import flip
 
 from csd_optim import CSDAdam, CSDRuntimeError, CSDStoreError, CSDValueError, bindings
-from csd_optim.bindings import HYPER, PIECE, DeviceConfig
+from csd_optim.bindings import HYPER, PIECE, DeviceConfig, Native
 from csd_optim.devices.machine import numa_node
 from csd_optim.devices.spec import parse_devices
 from csd_optim.engine.open_engine import open_engine
@@ -48,8 +48,8 @@ class Driven:
         }
         for master, p in zip(self.windows["master"], self.params, strict=True):
             master.copy_(p)
-        self.engine.describe({"params": [{}] * len(numels), "groups": []})
-        self.tiles = np.arange(self.engine.n_tiles, dtype=np.uint32)
+        self.engine.committer.describe({"params": [{}] * len(numels), "groups": []})
+        self.tiles = np.arange(len(self.engine.tiles), dtype=np.uint32)
 
     def __enter__(self):
         return self
@@ -69,7 +69,7 @@ class Driven:
     def step(self):
         self.begin()
         for tile in self.tiles.tolist():
-            self.engine.push(tile)
+            self.engine.native.push(tile)
         self.engine.finish()
 
     def image(self):
@@ -77,7 +77,7 @@ class Driven:
         return [t.clone() for t in [*self.params, *itertools.chain(*self.windows.values())]]
 
     def slots(self):
-        return [slot for e in self.engine.extents for slot in self.engine.tiles_of(e)[0]["slot"].tolist()]
+        return [slot for e in self.engine.tiles.extents for slot in self.engine.states.slots_of(e)[0]["slot"].tolist()]
 
 
 @pytest.fixture
@@ -99,6 +99,10 @@ def same(images, others):
 # ---- bad arguments: refused before anything is touched ------------------------------------
 
 
+def native():
+    return Native(lambda device, tile: str(device))
+
+
 @pytest.mark.parametrize(
     "devices",
     [
@@ -113,7 +117,7 @@ def same(images, others):
 )
 def test_engine_that_cannot_be(devices):
     with pytest.raises(CSDValueError, match=r"at least one device|no such back end"):
-        bindings.engine_create(devices, lambda d, t: str(d))
+        native().open(devices)
 
 
 def pieces(*rows):
@@ -139,16 +143,17 @@ def pieces(*rows):
     ],
 )
 def test_bad_extent_changes_nothing(changed, message):
-    handle = bindings.engine_create([DeviceConfig("ram")], lambda d, t: str(d))
+    engine = native()
+    engine.open([DeviceConfig("ram")])
     good = {"tile_elems": 1024, "n_tiles": 2, "sections": 3, "file_offsets": [0], "pieces": pieces((0, 0, 0, 0, 8))}
     with pytest.raises(CSDValueError, match=message):
-        bindings.engine_extend(handle, **{**good, **changed}, name=lambda d, t: str(d))
-    assert len(bindings.engine_extend(handle, **good, name=lambda d, t: str(d))) == 3
-    states, sums = bindings.engine_tiles(handle, 0, 2, 1, 3)
+        engine.extend(**{**good, **changed})
+    assert len(engine.extend(**good)) == 3
+    states, sums = engine.tiles(0, 2, 1, 3)
     assert (len(states), sums.any()) == (2, False)
     with pytest.raises(CSDValueError):
-        bindings.engine_tiles(handle, 0, 3, 1, 3)
-    bindings.engine_close(handle, lambda d, t: str(d))
+        engine.tiles(0, 3, 1, 3)
+    engine.close()
 
 
 def test_bad_step_is_refused_before_it_begins(driven):
@@ -160,7 +165,7 @@ def test_bad_step_is_refused_before_it_begins(driven):
         ({"params": no_dtype}, "parameter 1"),
         ({"params": no_hyper}, "parameter 2"),
         ({"params": driven.table()[:2]}, "no parameter 2"),
-        ({"tiles": np.array([0, driven.engine.n_tiles], np.uint32)}, f"no tile {driven.engine.n_tiles}"),
+        ({"tiles": np.array([0, len(driven.engine.tiles)], np.uint32)}, f"no tile {len(driven.engine.tiles)}"),
         ({"tiles": np.array([1, 1], np.uint32)}, "tile 1"),
     ]:
         with pytest.raises(CSDValueError, match=message):
@@ -191,17 +196,17 @@ def test_sums_that_cannot_be_are_refused(file):
     image = torch.zeros(4096)
     file.begin(params=table("dense"))
     with pytest.raises(CSDValueError, match="summed gradients, which cannot lie in an image"):
-        file.engine.push(0, images=(image.data_ptr(), image.data_ptr()))
-    grads = [file.grads[0].data_ptr()] * len(file.engine.pieces_of(0))
+        file.engine.native.push(0, images=(image.data_ptr(), image.data_ptr()))
+    grads = [file.grads[0].data_ptr()] * len(file.engine.tiles.pieces_of(0))
     for hold in (0, image.data_ptr()):
         with pytest.raises(CSDValueError, match="is summed"):
-            file.engine.push(0, grads=grads, hold=hold)
+            file.engine.native.push(0, grads=grads, hold=hold)
     file.engine.finish(keep=False)
     assert same(file.image(), before)
 
 
 def test_calls_out_of_order(driven):
-    for call in (lambda: driven.engine.push(0), driven.engine.pull, driven.engine.finish):
+    for call in (lambda: driven.engine.native.push(0), driven.engine.native.pull, driven.engine.finish):
         with pytest.raises(CSDRuntimeError, match="no step is under way"):
             call()
     driven.step()
@@ -210,18 +215,18 @@ def test_calls_out_of_order(driven):
         with pytest.raises(CSDRuntimeError, match="under way"):
             call()
     with pytest.raises(CSDRuntimeError, match="no tile is left to be pulled"):
-        driven.engine.pull()
+        driven.engine.native.pull()
     with pytest.raises(CSDValueError, match="tile 0 is not part"):
-        driven.engine.push(0)
+        driven.engine.native.push(0)
     with pytest.raises(CSDValueError, match="but not both"):
-        driven.engine.push(1, images=(driven.grads[0].data_ptr(), 0))
+        driven.engine.native.push(1, images=(driven.grads[0].data_ptr(), 0))
     with pytest.raises(CSDValueError, match="tile 999"):
-        driven.engine.push(999)
-    driven.engine.push(1)
+        driven.engine.native.push(999)
+    driven.engine.native.push(1)
     with pytest.raises(CSDValueError, match="pushed before"):
-        driven.engine.push(1)
+        driven.engine.native.push(1)
     for tile in driven.tiles[2:].tolist():
-        driven.engine.push(tile)
+        driven.engine.native.push(tile)
     driven.engine.finish()
 
 
@@ -230,12 +235,12 @@ def test_step_with_a_tile_never_pushed_is_undone(file):
     before, slots = file.image(), file.slots()
     file.begin()
     for tile in file.tiles[:-1].tolist():
-        file.engine.push(tile)
+        file.engine.native.push(tile)
     with pytest.raises(CSDRuntimeError, match=f"tile {file.tiles[-1]} was never pushed"):
         file.engine.finish()
     assert file.slots() == slots
     assert same(file.image()[3:], before[3:])  # the states; the caller has to restore parameters
-    assert {tile for tile, _ in file.engine.undone()} <= {*file.tiles[:-1]}
+    assert {tile for tile, _ in file.engine.native.undone()} <= {*file.tiles[:-1]}
 
 
 def test_closed_engine(driven):
@@ -287,8 +292,8 @@ def test_images_give_the_same_step(devices):
             grads[tile, at : at + elems] = other.grads[p][first : first + elems]
         other.begin()
         for tile in reversed(other.tiles.tolist()):
-            other.engine.push(tile, images=(grads[tile].data_ptr(), params[tile].data_ptr()))
-        assert sorted(other.engine.pull() for _ in other.tiles) == other.tiles.tolist()
+            other.engine.native.push(tile, images=(grads[tile].data_ptr(), params[tile].data_ptr()))
+        assert sorted(other.engine.native.pull() for _ in other.tiles) == other.tiles.tolist()
         other.engine.finish()
         for p, tile, first, at, elems in other.extent.pieces.tolist():
             assert torch.equal(params[tile, at : at + elems], one.params[p][first : first + elems])
@@ -326,11 +331,11 @@ def test_finish_without_keep_undoes_the_step(file, pushed):
     before, slots = file.image(), file.slots()
     file.begin()
     for tile in file.tiles[:pushed].tolist():
-        file.engine.push(tile)
+        file.engine.native.push(tile)
     file.engine.finish(keep=False)
     assert file.slots() == slots
     assert same(file.image()[3:], before[3:])
-    assert {tile for tile, _ in file.engine.undone()} <= {*file.tiles[:pushed]}
+    assert {tile for tile, _ in file.engine.native.undone()} <= {*file.tiles[:pushed]}
     for p, b in zip(file.params, before, strict=False):
         p.copy_(b)
     file.step()
@@ -339,7 +344,7 @@ def test_finish_without_keep_undoes_the_step(file, pushed):
         for _ in range(4):
             other.step()
         assert same(other.image(), after)
-    assert len(file.engine.undone()) == 0
+    assert len(file.engine.native.undone()) == 0
 
 
 def test_null_device_leaves_parameters_alone():
@@ -471,7 +476,7 @@ def test_parameters_join_one_after_another(tmp_path):
     grad, param = torch.ones(n), torch.zeros(n)
     engine.begin(step_table([grad] * 200, [param] * 200), ADAM, tiles)
     for tile in tiles:
-        engine.push(int(tile))
+        engine.native.push(int(tile))
     engine.finish()
     engine.remap()
     for extent in extents[::30]:
@@ -778,14 +783,14 @@ def test_what_was_read_for_an_undone_step_is_read_again(tmp_path):
         before, slots = it.image(), it.slots()
         it.begin()
         for tile in it.tiles[:3].tolist():
-            it.engine.push(tile)
+            it.engine.native.push(tile)
         it.engine.finish(keep=False)
         assert it.slots() == slots
         assert same(it.image()[3:], before[3:])
         for p, was in zip(it.params, before, strict=False):
             p.copy_(was)
         it.step()
-        assert it.engine.stats()[0]["read_bytes"] == it.engine.n_tiles * 1024 * 12
+        assert it.engine.committer.stats()[0]["read_bytes"] == len(it.engine.tiles) * 1024 * 12
         twice = it.image()
     with Driven(["ram:"]) as other:
         for _ in range(3):
@@ -902,7 +907,7 @@ def test_damage_in_the_middle_of_a_tile_changes_no_parameter(tmp_path, section):
     flip(devices[0], section, 2500)  # in the third chunk
     with pytest.raises(CSDStoreError, match="is not what was written there"):
         step(p, opt)
-    assert [elems for _, elems in idle_engine_of(opt).undone()] == ([] if on_cards() else [2048])
+    assert [elems for _, elems in idle_engine_of(opt).native.undone()] == ([] if on_cards() else [2048])
     assert torch.equal(p, before)
     flip(devices[0], section, 2500)
     step(p, opt)

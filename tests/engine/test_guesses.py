@@ -34,8 +34,8 @@ class Guessing:
         self.params = [torch.randn(n, generator=generator).to(dtype) for n in NUMELS]
         for i, p in enumerate(self.params):
             self.engine.windows.window(self.extent, i, 0, torch.float32).copy_(p)
-        self.engine.describe({"params": [{}] * len(NUMELS), "groups": []})
-        self.tiles = np.arange(self.engine.n_tiles, dtype=np.uint32)
+        self.engine.committer.describe({"params": [{}] * len(NUMELS), "groups": []})
+        self.tiles = np.arange(len(self.engine.tiles), dtype=np.uint32)
         self.holds = {}
         self.master = IN_SECTION
 
@@ -63,9 +63,9 @@ class Guessing:
             self.push_early(tile, grads)
 
     def push_early(self, tile, grads):
-        hold = torch.full((self.engine.hold_bytes(tile),), 90, dtype=torch.uint8)
-        addresses = [0 if grads[p] is None else grads[p].data_ptr() for p in self.engine.pieces_of(tile)["param"]]
-        self.engine.push(tile, grads=addresses, hold=hold.data_ptr())
+        hold = torch.full((self.engine.native.hold_bytes(tile),), 90, dtype=torch.uint8)
+        addresses = [0 if grads[p] is None else grads[p].data_ptr() for p in self.engine.tiles.pieces_of(tile)["param"]]
+        self.engine.native.push(tile, grads=addresses, hold=hold.data_ptr())
         self.holds[tile] = hold  # only now: if the push is refused, the memory of an earlier push is still in use
 
     def complete(self, grads, order=()):
@@ -73,20 +73,20 @@ class Guessing:
         self.engine.release(self.rows(grads), np.array(order, np.uint32))
         for tile in self.tiles.tolist():
             if tile not in self.holds:
-                self.engine.push(tile)
-        assert self.engine.params_ready(self.tiles, wait=True)
+                self.engine.native.push(tile)
+        assert self.engine.native.params_ready(self.tiles, wait=True)
         self.engine.finish()
         self.holds.clear()
 
     def give_up(self):
         self.engine.finish(keep=False)
         self.holds.clear()
-        assert self.engine.undone() == []
+        assert self.engine.native.undone() == []
 
     def step(self, grads):
         self.engine.begin(self.rows(grads), ADAM, self.tiles)
         for tile in self.tiles.tolist():
-            self.engine.push(tile)
+            self.engine.native.push(tile)
         self.engine.finish()
 
     def image(self):
@@ -95,7 +95,7 @@ class Guessing:
         return [t.clone() for t in [*self.params, *(window(self.extent, *at, torch.float32) for at in places)]]
 
     def slots(self):
-        return self.engine.tiles_of(self.extent)[0]["slot"].tolist()
+        return self.engine.states.slots_of(self.extent)[0]["slot"].tolist()
 
 
 def same(images, others):
@@ -127,12 +127,12 @@ def test_same_bits_whatever_was_pushed_early(dtype, stores, tmp_path):
                 wrong = [g if g is None else g + 1 for g in grads]
                 early = random.sample(it.tiles.tolist(), random.randint(1, len(it.tiles)))
                 it.guess(grads if right else wrong, early, order=step % 2)
-                assert it.engine.unchanged(it.rows(grads if right else wrong))
+                assert it.engine.native.unchanged(it.rows(grads if right else wrong))
                 if not right:
-                    pushed = {p for t in early for p in it.engine.pieces_of(t)["param"]}
-                    assert it.engine.unchanged(it.rows(grads)) == all(grads[p] is None for p in pushed)
+                    pushed = {p for t in early for p in it.engine.tiles.pieces_of(t)["param"]}
+                    assert it.engine.native.unchanged(it.rows(grads)) == all(grads[p] is None for p in pushed)
                 assert same(it.params, before[: len(it.params)])
-                assert not any(it.engine.params_ready(np.array([t], np.uint32), wait=False) for t in early)
+                assert not any(it.engine.native.params_ready(np.array([t], np.uint32), wait=False) for t in early)
                 if not right:
                     it.give_up()
                     assert it.slots() == slots
@@ -150,19 +150,19 @@ def test_what_changed_is_told(tmp_path):
         it.master = FROM_PARAM
         it.guess(grads, [0, 1])  # the beginning of parameter 0
         rows = it.rows(grads)
-        assert it.engine.unchanged(rows)
+        assert it.engine.native.unchanged(rows)
         for tensor in (grads[0], it.params[0]):
             for at, tells in ((0, True), (2047, True), (2048, False)):
                 had = tensor[at].clone()
                 tensor[at] = -had
-                assert it.engine.unchanged(rows) is not tells
+                assert it.engine.native.unchanged(rows) is not tells
                 tensor[at] = had
-                assert it.engine.unchanged(rows)
+                assert it.engine.native.unchanged(rows)
         moved = [g if g is None else g.clone() for g in grads]  # equal values at other addresses
-        assert it.engine.unchanged(it.rows(moved))
+        assert it.engine.native.unchanged(it.rows(moved))
         rows = it.rows(grads)
         rows["grad_dtype"][0] = bindings.DTYPE_CODES[torch.bfloat16]
-        assert not it.engine.unchanged(rows)
+        assert not it.engine.native.unchanged(rows)
         it.complete(moved)
 
 
@@ -182,7 +182,7 @@ def test_gradients_written_while_they_are_copied(tmp_path):
             writer.start()
             it.guess(grads, it.tiles.tolist())
             writer.join()
-            if it.engine.unchanged(it.rows(grads)):
+            if it.engine.native.unchanged(it.rows(grads)):
                 kept += 1
                 it.complete(grads)
             else:
@@ -216,17 +216,20 @@ def test_tiles_that_cannot_be_pushed_early(tmp_path):
         with pytest.raises(CSDValueError, match="pushed before"):
             it.push_early(3, grads)
         with pytest.raises(CSDValueError, match="not part"):
-            it.engine.push(999, grads=[], hold=1)
+            it.engine.native.push(999, grads=[], hold=1)
         with pytest.raises(CSDRuntimeError, match="guess"):
-            it.engine.push(1)
+            it.engine.native.push(1)
         with pytest.raises(CSDRuntimeError, match="wait for it only after the release"):
-            it.engine.params_ready(it.tiles[:1], wait=True)
+            it.engine.native.params_ready(it.tiles[:1], wait=True)
         with pytest.raises(CSDValueError, match="not the rows"):
             it.engine.release(it.rows(grads)[:-1], it.tiles)
         with pytest.raises(CSDRuntimeError, match="was never pushed"):
             it.engine.finish()
-        assert it.engine.hold_bytes(0) == 0
-        for call in (lambda: it.engine.unchanged(it.rows(grads)), lambda: it.engine.release(it.rows(grads), it.tiles)):
+        assert it.engine.native.hold_bytes(0) == 0
+        for call in (
+            lambda: it.engine.native.unchanged(it.rows(grads)),
+            lambda: it.engine.release(it.rows(grads), it.tiles),
+        ):
             with pytest.raises(CSDRuntimeError, match="no guess is under way"):
                 call()
         assert same(it.image(), before)
@@ -240,8 +243,8 @@ def test_bytes_are_counted_as_always(tmp_path):
         twin.step(grads)
         counts = []
         for one in (it, twin):
-            one.engine.wait_writes()
-            stats = one.engine.stats()[0]
+            one.engine.native.wait_writes()
+            stats = one.engine.committer.stats()[0]
             counts.append({name: stats[name] for name in stats if name.endswith("bytes") or name == "updated"})
         assert counts[0] == counts[1]
         assert counts[0]["updated"] == sum(g.numel() for g in grads if g is not None)
@@ -257,8 +260,8 @@ def test_next_step_finds_more_of_what_it_begins_with(tmp_path):
                 grads = [torch.randn(n) for n in NUMELS]
                 it.guess(grads, it.tiles.tolist()[::3], order=order)
                 it.complete(grads, it.tiles)
-                it.engine.wait_writes()
-                counts.append(it.engine.stats()[0]["read_bytes"])
+                it.engine.native.wait_writes()
+                counts.append(it.engine.committer.stats()[0]["read_bytes"])
             read[order] = sum(counts[2:])
         assert 0 < read[SAME_ORDER] < read[TO_AND_FRO]
 
@@ -267,7 +270,7 @@ def test_codes(tmp_path):
     """8-bit states: the update reads the parameters, so these are compared as well."""
     with Coded([str(tmp_path / "csd")]) as it:
         it.step()
-        begin, push = it.engine.begin, it.engine.push
+        begin, push = it.engine.begin, it.engine.native.push
         holds, told = {}, []
 
         def begin_guess(table, hyper, tiles, record):
@@ -277,18 +280,18 @@ def test_codes(tmp_path):
                 holds.clear()
                 tiles = begin(table, hyper, tiles, record)
                 for tile in tiles.tolist()[::2]:
-                    params = it.engine.pieces_of(tile)["param"]
-                    holds[tile] = torch.empty(it.engine.hold_bytes(tile), dtype=torch.uint8)
+                    params = it.engine.tiles.pieces_of(tile)["param"]
+                    holds[tile] = torch.empty(it.engine.native.hold_bytes(tile), dtype=torch.uint8)
                     grads = table["grad"][params].tolist() if right else [wrong.data_ptr()] * len(params)
                     push(tile, grads=grads, hold=holds[tile].data_ptr())
-                told.append(it.engine.unchanged(table))
+                told.append(it.engine.native.unchanged(table))
                 if not right:
                     it.engine.finish(keep=False)
             it.engine.release(table, tiles[::-1].copy())
             return tiles
 
         it.engine.begin = begin_guess
-        it.engine.push = lambda tile: None if tile in holds else push(tile)
+        it.engine.native.push = lambda tile, **how: None if tile in holds and not how else push(tile, **how)
         for _ in range(3):
             it.step()
         assert told == [False, True] * 3
@@ -306,7 +309,7 @@ CARDS = """
             grads, before = random_grads(step, torch.bfloat16), [p.clone() for p in it.params]
             for right in (False, True):
                 it.guess(grads, it.tiles.tolist()[step % 2 :: 2])
-                assert it.engine.unchanged(it.rows(grads)) and same(it.params, before)
+                assert it.engine.native.unchanged(it.rows(grads)) and same(it.params, before)
                 if not right:
                     it.give_up()
             it.complete(grads, it.tiles.tolist()[::-1])

@@ -69,7 +69,7 @@ def placed(devices, n=48 * TILE, steps=1, **options):
 
 
 def tiles_of(opt):
-    (extent,) = engine_of(opt).extents
+    (extent,) = engine_of(opt).tiles.extents
     return [extent.tiles_of(d) for d in range(len(engine_of(opt).devices.specs))]
 
 
@@ -151,7 +151,7 @@ def test_room_is_for_all_that_joins(tmp_path, rates):
         opt.add_param_group({"params": params[2:]})
         params[2].grad = torch.ones_like(params[2])
         opt.step()
-        taken = [e.device_bytes(0) for e in engine_of(opt).extents]
+        taken = [e.device_bytes(0) for e in engine_of(opt).tiles.extents]
         assert len(taken) == 3
         assert taken[0] == 16 * TILE_BYTES
         assert room - TILE_BYTES < sum(taken) <= room
@@ -258,7 +258,7 @@ def test_no_room(tmp_path, rates):
     ):
         opt.step()
     assert torch.equal(p, torch.ones_like(p))
-    assert not engine_of(opt).extents
+    assert not engine_of(opt).tiles.extents
     assert not [f for f in (tmp_path / "csd1").iterdir() if f.stat().st_size]
 
 

@@ -11,7 +11,7 @@ from support.training import trained
 from support.twins import Twin
 
 from csd_optim import CSDAdam, CSDError, CSDOSError
-from csd_optim.engine.engine import Engine
+from csd_optim.bindings import Native
 
 STEPS = 3
 
@@ -87,7 +87,7 @@ def test_a_step_that_failed_at_its_end(traced, tmp_path, monkeypatch):
             p.grad = torch.randn_like(p)
             with monkeypatch.context() as patch:
                 if fails:
-                    patch.setattr(Engine, "push", lambda *_: None)
+                    patch.setattr(Native, "push", lambda *_: None)
                 with pytest.raises(CSDError, match="never pushed") if fails else contextlib.nullcontext():
                     opt.step()
     events = json.loads(traced.read_text())

@@ -14,11 +14,12 @@ from support.training import (
     train,
 )
 
-import csd_optim.engine.engine
 from csd_optim import (
     CSDAdam,
-    bindings,
 )
+from csd_optim.bindings import Native
+from csd_optim.engine.engine import Engine
+from csd_optim.engine.states import States
 from csd_optim.store.format import CLEAN, FILE_NAME, read_contents
 
 pytestmark = pytest.mark.cards
@@ -93,17 +94,17 @@ class Full(Exception):
     pass
 
 
-def failing(monkeypatch, where, call=0):
+def failing(monkeypatch, where, call=0, of=Engine):
     """Makes the engine's method `where` raise once, at its call number `call`, counted from 0."""
     calls = iter(range(1000))
-    plain = getattr(csd_optim.engine.engine.Engine, where)
+    plain = getattr(of, where)
 
     def full(*arguments, **named):
         if next(calls) == call:
             raise Full
         return plain(*arguments, **named)
 
-    monkeypatch.setattr(csd_optim.engine.engine.Engine, where, full)
+    monkeypatch.setattr(of, where, full)
 
 
 @pytest.mark.parametrize("what", ["state", "parameter"])
@@ -139,10 +140,10 @@ def test_a_resume_that_fails_half_way(tmp_path, monkeypatch):
     with CSDAdam(groups(), devices=device) as opt:
         train(opt)
     made, closed = [], []
-    create, close = bindings.engine_create, bindings.engine_close
-    monkeypatch.setattr(bindings, "engine_create", lambda *a: made.append(create(*a)) or made[-1])
-    monkeypatch.setattr(bindings, "engine_close", lambda engine, *a: closed.append(engine) or close(engine, *a))
-    failing(monkeypatch, "_add", call=1)
+    create, close = Native.open, Native.close
+    monkeypatch.setattr(Native, "open", lambda native, *a: create(native, *a) or made.append(native))
+    monkeypatch.setattr(Native, "close", lambda native: closed.append(native) or close(native))
+    failing(monkeypatch, "add", call=1, of=States)
     with pytest.raises(Full):
         CSDAdam(groups(), devices=device, resume=True)
     assert made == closed

@@ -235,7 +235,7 @@ def test_a_checkpoint_after_one_that_could_not_be_stored(devices, monkeypatch):
         monkeypatch.undo()
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(engine_of(optimizer).windows, "sync", fails)
+    monkeypatch.setattr(engine_of(optimizer).states, "sync", fails)
     with pytest.raises(OSError, match="Input/output"):
         optimizer.load_state_dict({**empty, "state": {0: state}})
     optimizer.load_state_dict(empty)
@@ -272,14 +272,14 @@ def test_close_within_a_step_is_refused(tmp_path, monkeypatch):
     p = leaf(100)
     optimizer = CSDAdam([p], devices=str(tmp_path))
     gradients([p], 0)
-    push = engine_of(optimizer).push
+    push = engine_of(optimizer).native.push
 
     def closing(tile):
         with pytest.raises(CSDRuntimeError, match="under way"):
             optimizer.close()
         push(tile)
 
-    monkeypatch.setattr(engine_of(optimizer), "push", closing)
+    monkeypatch.setattr(engine_of(optimizer).native, "push", closing)
     optimizer.step()
     optimizer.close()
 

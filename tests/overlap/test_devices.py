@@ -43,7 +43,7 @@ class Run:
 
 @pytest.mark.parametrize("state_dtype", ["fp32", "8bit"])
 def test_training(devices, state_dtype, monkeypatch):
-    monkeypatch.setattr("csd_optim.engine.engine.SUM_ELEMS", TILE)
+    monkeypatch.setattr("csd_optim.engine.open_devices.SUM_ELEMS", TILE)
     plain = Run(devices, None, state_dtype)
     runs = [Run(devices, {}, state_dtype)]
     if devices == ["ram:"]:  # which has a single copy of the states

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.between_steps import freezes, steps_in_closures
 from support.inside import engine_of, mode_of
+from support.replacing import class_with
 from support.twins import Twin, assert_twins, checksum
 from torch import nn
 
@@ -710,7 +711,8 @@ def test_ctrl_c(tmp_path, monkeypatch, name):
     training = Twin(tmp_path, FREE, latency="100us")
     training.step()
     before = [checksum(p) for p in training.model.parameters()]
-    method = getattr(Engine, name)
+    owner = class_with(name)
+    method = getattr(owner, name)
 
     def interrupted(*arguments, **named):
         monkeypatch.undo()
@@ -718,7 +720,7 @@ def test_ctrl_c(tmp_path, monkeypatch, name):
         signal.raise_signal(signal.SIGINT)
         return found
 
-    monkeypatch.setattr(Engine, name, interrupted)
+    monkeypatch.setattr(owner, name, interrupted)
     with pytest.raises(KeyboardInterrupt):
         training.backward()
     assert not engine_of(training.opt).stepping

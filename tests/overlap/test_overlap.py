@@ -34,6 +34,7 @@ from support.between_steps import (
 )
 from support.comparing import bits
 from support.inside import engine_of, flight_of, guess_of, mode_of
+from support.replacing import class_with
 from support.twins import Twin, assert_twins, checksum
 from support.use_check import UsedTooEarly, check_uses
 from torch import nn
@@ -188,7 +189,8 @@ def test_ctrl_c_in_a_hook_of_backward(tmp_path, monkeypatch, name):
     for _ in range(3):
         training.step()
     training.opt.wait()
-    method = getattr(Engine, name)
+    owner = class_with(name)
+    method = getattr(owner, name)
 
     def interrupted(*arguments, **named):
         monkeypatch.undo()
@@ -196,7 +198,7 @@ def test_ctrl_c_in_a_hook_of_backward(tmp_path, monkeypatch, name):
         signal.raise_signal(signal.SIGINT)
         return found
 
-    monkeypatch.setattr(Engine, name, interrupted)
+    monkeypatch.setattr(owner, name, interrupted)
     with pytest.raises(KeyboardInterrupt):
         training.backward()
     assert not engine_of(training.opt).stepping
@@ -294,7 +296,7 @@ def test_a_guess_that_fails_as_it_is_confirmed(tmp_path, monkeypatch):
 
     def fails(engine, *arguments):
         release(engine, *arguments)
-        engine.params_ready(pushed, wait=True)
+        engine.native.params_ready(pushed, wait=True)
         assert [checksum(p) for p in kept] != before
         raise CSDOSError(errno.EIO, "stands for any failure")
 

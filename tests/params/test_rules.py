@@ -98,11 +98,11 @@ def test_constants_fill_what_the_engine_has_for_them():
 
 def pass_through(engine, tiles):
     """A step without gradients: it reads and verifies all tiles and writes them unchanged."""
-    engine.begin(np.zeros(engine.n_params, PARAM), np.zeros(0, HYPER), tiles)
+    engine.begin(np.zeros(engine.tiles.n_params, PARAM), np.zeros(0, HYPER), tiles)
     for tile in tiles.tolist():
-        engine.push(tile)
+        engine.native.push(tile)
     engine.finish()
-    engine.commit()
+    engine.committer.commit()
 
 
 def described(extent, **more):
@@ -121,12 +121,12 @@ def test_one_and_two_sections_through_engine_store_and_tools(sections, tmp_path)
     values = [torch.linspace(k, k + 1, 5000) for k, _ in enumerate(sections)]
     with closing(open_engine(parse_devices(devices), tile_elems=1024)) as engine:
         extent = engine.extend([5000], sections)
-        engine.describe(described(extent, rule="descent"))
+        engine.committer.describe(described(extent, rule="descent"))
         windows = [engine.windows.window(extent, 0, k, torch.float32) for k in range(len(sections))]
         with engine.writing([0]):
             for window, value in zip(windows, values, strict=True):
                 window.copy_(value)
-        tiles = np.arange(engine.n_tiles, dtype=np.uint32)
+        tiles = np.arange(len(engine.tiles), dtype=np.uint32)
         for _ in range(3):
             pass_through(engine, tiles)
         engine.remap()
@@ -144,11 +144,11 @@ def test_one_and_two_sections_through_engine_store_and_tools(sections, tmp_path)
 
     with closing(open_engine(parse_devices(devices), mode="resume")) as engine:
         check_recovered(engine)
-        pass_through(engine, np.arange(engine.n_tiles, dtype=np.uint32))
-        assert engine.step == 5
+        pass_through(engine, np.arange(len(engine.tiles), dtype=np.uint32))
+        assert engine.states.step == 5
         engine.remap()
         for k, value in enumerate(values):
-            assert torch.equal(engine.windows.window(engine.extents[0], 0, k, torch.float32), value)
+            assert torch.equal(engine.windows.window(engine.tiles.extents[0], 0, k, torch.float32), value)
 
 
 @pytest.mark.parametrize("device", ["ram:", "file:"])
@@ -157,7 +157,7 @@ def test_a_step_by_a_rule_that_there_is_not_or_not_for_these_sections_touches_no
     with closing(open_engine(parse_devices(device), tile_elems=1024)) as engine:
         for sections in (("master",), adamw.ADAMW.sections[:3], adamw.ADAMW.sections):
             engine.extend([5000], sections)
-        tiles, table = np.arange(engine.n_tiles, dtype=np.uint32), np.zeros(engine.n_params, PARAM)
+        tiles, table = np.arange(len(engine.tiles), dtype=np.uint32), np.zeros(engine.tiles.n_params, PARAM)
         constants = (1, 0.9, 0.1, 0.999, 0.001, 0.1, 1, 1e-8, 1)
         for rule, param, message in (
             (99, 1, "no update rule 99"),
@@ -169,7 +169,7 @@ def test_a_step_by_a_rule_that_there_is_not_or_not_for_these_sections_touches_no
             with pytest.raises(CSDValueError, match=message):
                 engine.begin(table, np.array([(rule, constants)], HYPER), tiles)
             pass_through(engine, tiles)  # the failed begin() has left no step in flight
-        for row, extent in enumerate(engine.extents):
+        for row, extent in enumerate(engine.tiles.extents):
             for k in range(len(extent.sections)):
                 assert not engine.windows.window(extent, 0, k, torch.float32).any(), row
         assert (p == 1).all()

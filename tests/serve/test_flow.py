@@ -13,8 +13,8 @@ from support.owners import STARTS, Owners, UnderDDP, small_buckets
 from support.ranks import on_living_ranks
 
 from csd_optim import CSDAdam, CSDOSError, CSDRankError
+from csd_optim.bindings import Native
 from csd_optim.distributed.buckets import TARGET_BUCKETS
-from csd_optim.engine.engine import Engine
 from csd_optim.serve.owner import Owner
 from csd_optim.serve.wire import BULK, Session
 
@@ -91,14 +91,14 @@ def test_states_are_written_and_parameters_are_back_before_the_last_gradient_lea
 
 def fails_if_told(rank):
     """Owner 1's devices fail at the second tile of a step while a file `fail` exists."""
-    push, pushed = Engine.push, itertools.count()
+    push, pushed = Native.push, itertools.count()
 
     def pusher(engine, tile, **how):
         if rank == 1 and Path("fail").exists() and next(pushed) == 1:
             raise CSDOSError(5, "a drive of owner 1")
         push(engine, tile, **how)
 
-    Engine.push = pusher
+    Native.push = pusher
 
 
 @small_buckets()
@@ -222,14 +222,14 @@ def test_owners_update_in_backward_and_undo_what_was_not_as_guessed(tmp_path, ro
 
 def cannot_undo_if_told(_):
     """Owners cannot undo a step while a file `fail` exists."""
-    undone = Engine.undone
+    undone = Native.undone
 
     def fails(engine):
         if Path("fail").exists():
             raise CSDOSError(5, "the drive is gone")
         return undone(engine)
 
-    Engine.undone = fails
+    Native.undone = fails
 
 
 @small_buckets()

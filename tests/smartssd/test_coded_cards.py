@@ -33,7 +33,8 @@ class Run:
         self.file.truncate(2 * 16 * TILE * TILES)
         config = dict(fd=self.file.fileno(), buffers=2, block_bytes=1 << 16)
         device = DeviceConfig("xrt", card=card, p2p=p2p, **config) if card else DeviceConfig("file", **config)
-        self.engine = bindings.engine_create([device], name)
+        self.engine = bindings.Native(name)
+        self.engine.open([device])
         pieces, at = [], 0
         for p, size in enumerate(SIZES):
             first = 0
@@ -43,8 +44,7 @@ class Run:
                 first, at = first + n, at + n
             at += -at % 64
         self.pieces = np.array(pieces, PIECE)
-        bindings.engine_extend(self.engine, TILE, TILES, states, [0], self.pieces, name, sum_elems=sum_elems,
-                               codec=codec, param_dtype=dtype)
+        self.engine.extend(TILE, TILES, states, [0], self.pieces, sum_elems=sum_elems, codec=codec, param_dtype=dtype)
         generator = torch.Generator().manual_seed(0)
         self.params = [torch.randn(n, generator=generator).to(dtype) for n in SIZES]
         self.masters = [p.float() for p in self.params]
@@ -71,13 +71,13 @@ class Run:
         rule = bindings.RULES["amsgrad" if self.states == 4 else "adamw"]
         tiles = np.arange(TILES, dtype=np.uint32)
         before = [p.clone() for p in self.params]
-        bindings.engine_begin(self.engine, rows, np.array([(rule, constants)], HYPER), tiles, name)
+        self.engine.begin(rows, np.array([(rule, constants)], HYPER), tiles)
         for tile in tiles:
-            bindings.engine_push(self.engine, int(tile), name)
+            self.engine.native.push(int(tile))
         if not keep:
-            bindings.engine_params_ready(self.engine, tiles, True, name)
+            self.engine.native.params_ready(tiles, wait=True)
         try:
-            bindings.engine_finish(self.engine, keep, name)
+            self.engine.finish(keep)
         finally:
             if not keep:
                 self.steps -= 1
@@ -93,21 +93,21 @@ class Run:
         states = [[torch.empty(n) for _ in range(self.states)] for n in SIZES]
         for param, tile, first, at, n in self.pieces.tolist():
             parts = [s[first : first + n] for s in states[param]]
-            bindings.engine_decode(self.engine, tile, at, n, parts, name)
+            self.engine.decode(tile, at, n, parts)
         return [s for each in states for s in each]
 
     def bits(self):
         return [*self.params, *self.residuals, *self.decoded(), *self.sums()]
 
     def sums(self):
-        bindings.engine_wait_writes(self.engine, name)
+        self.engine.native.wait_writes()
         wide = self.dtype == torch.float32
-        states, sums = bindings.engine_tiles(self.engine, 0, TILES, 2, 2 * self.states - 1 - wide)
+        states, sums = self.engine.tiles(0, TILES, 2, 2 * self.states - 1 - wide)
         assert states["summed"].all()
         return [torch.from_numpy(sums.view(np.int32))]
 
     def close(self):
-        bindings.engine_close(self.engine, name)
+        self.engine.close()
 
 def same(a, b):
     a, b = a.bits(), b.bits()
@@ -195,8 +195,8 @@ def test_damaged_codes():
             for section, start in enumerate(starts):
                 run = Run(card, torch.bfloat16, 4)
                 run.step()
-                bindings.engine_wait_writes(run.engine, name)
-                slots, _ = bindings.engine_tiles(run.engine, 0, TILES, 2, 7)
+                run.engine.native.wait_writes()
+                slots, _ = run.engine.tiles(0, TILES, 2, 7)
                 at = ((2 + int(slots["slot"][1])) * 14 + start) * PAGE + 3
                 byte = os.pread(run.file.fileno(), 1, at)[0]
                 os.pwrite(run.file.fileno(), bytes([byte ^ 16]), at)

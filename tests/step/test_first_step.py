@@ -8,7 +8,8 @@ import torch
 from support.comparing import assert_same
 from support.inside import engine_of
 
-from csd_optim import CSDAdam, CSDWarning, bindings
+from csd_optim import CSDAdam, CSDWarning
+from csd_optim.bindings import Native
 from csd_optim.engine.engine import Engine
 from csd_optim.store.format import read_contents
 from csd_optim.store.reader import find_damage
@@ -60,7 +61,7 @@ def images_of(devices, steps, **options):
 def undone_in(opt, params, step, monkeypatch, after):
     """A step that fails after it has pushed `after` tiles."""
     give_gradients(params, step)
-    push, pushed = bindings.engine_push, []
+    push, pushed = Native.push, []
 
     def failing(*arguments, **how):
         pushed.append(arguments)
@@ -69,7 +70,7 @@ def undone_in(opt, params, step, monkeypatch, after):
         push(*arguments, **how)
 
     with monkeypatch.context() as patch:
-        patch.setattr(bindings, "engine_push", failing)
+        patch.setattr(Native, "push", failing)
         with pytest.raises(MemoryError):
             opt.step()
 
@@ -93,7 +94,7 @@ def test_it_reads_nothing_and_changes_no_bit(kind, options, tmp_path, monkeypatc
         assert stats["flash_read_bytes"] == 0
         sections = 4 if "amsgrad" in options else 3
         if kind != "several" and "topk" not in options:  # else residuals are written, too, or states are in memory
-            assert stats["flash_write_bytes"] == engine_of(opt).n_tiles * (sections + 1) * 4 * 1024
+            assert stats["flash_write_bytes"] == len(engine_of(opt).tiles) * (sections + 1) * 4 * 1024
         found = [image(opt, params)]
         for step in (1, 2):
             give_gradients(params, step)
@@ -181,7 +182,7 @@ def test_parameters_that_join_later_after_an_undone_step(tmp_path, monkeypatch):
         opt.add_param_group({"params": [q]})
         q.grad = torch.ones(5000)
         with monkeypatch.context() as patch:
-            patch.setattr(bindings, "engine_finish", _first_raises(bindings.engine_finish))
+            patch.setattr(Native, "finish", _first_raises(Native.finish))
             with pytest.raises(MemoryError):
                 opt.step()
         opt.state[p]["exp_avg"].add_(1)  # lost, because no further step commits it
@@ -200,11 +201,11 @@ def test_parameters_that_join_later_after_an_undone_step(tmp_path, monkeypatch):
 def _first_raises(call):
     calls = []
 
-    def finish(handle, keep, name):
+    def finish(native, keep):
         calls.append(keep)
         if len(calls) == 1:
-            call(handle, False, name)
+            call(native, False)
             raise MemoryError
-        call(handle, keep, name)
+        call(native, keep)
 
     return finish

@@ -12,6 +12,8 @@ from support.inside import idle_engine_of, steps_of
 from support.replacing import failing
 
 from csd_optim import CSDAdam, CSDOSError
+from csd_optim.bindings import Native
+from csd_optim.engine.durable import DurableCommitter
 from csd_optim.engine.engine import Engine
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -72,14 +74,14 @@ def runs(backend, tmp_path):
 def travelled(monkeypatch):
     """The tile and the number of words of entries, for each image that was pushed."""
     images = []
-    push = Engine.push
+    push = Native.push
 
     def spy(self, tile, **how):
         if "images" in how:
             images.append((tile, how["entries"][1]))
         push(self, tile, **how)
 
-    monkeypatch.setattr(Engine, "push", spy)
+    monkeypatch.setattr(Native, "push", spy)
     return images
 
 
@@ -94,7 +96,7 @@ def test_the_same_bits(runs, travelled, topk, feedback, grad_dtype):
         for run in runs:
             travelled.clear()
             run.step(scale)
-            assert len(travelled) == (0 if run is runs[0] else idle_engine_of(run.opt).n_tiles)
+            assert len(travelled) == (0 if run is runs[0] else len(idle_engine_of(run.opt).tiles))
         assert all(n for _, n in travelled)
         assert_same(*(run.bits() for run in runs))
         assert runs[0].opt.stats()["push_bytes"] == runs[1].opt.stats()["push_bytes"]
@@ -108,7 +110,7 @@ def test_tiles_of_several_blocks(runs, travelled):
     for run in runs:
         run.step()
         run.step()
-    assert len(travelled) == 2 * idle_engine_of(runs[1].opt).n_tiles == 4
+    assert len(travelled) == 2 * len(idle_engine_of(runs[1].opt).tiles) == 4
     assert_same(*(run.bits() for run in runs))
 
 
@@ -119,7 +121,7 @@ def test_more_tiles_than_slots(runs, travelled):
     for run in runs:
         run.step()
         run.step()
-    assert 0 < len(travelled) < 2 * idle_engine_of(runs[1].opt).n_tiles
+    assert 0 < len(travelled) < 2 * len(idle_engine_of(runs[1].opt).tiles)
     assert_same(*(run.bits() for run in runs))
 
 
@@ -157,7 +159,7 @@ def test_an_undone_step_leaves_what_is_owed(runs, backend, monkeypatch, when, to
         if when == "at the end":
             patch.setattr(Engine, "finish", interrupted(Engine.finish, 1))
         else:
-            patch.setattr(Engine, "pull", interrupted(Engine.pull, 3))
+            patch.setattr(Native, "pull", interrupted(Native.pull, 3))
         with pytest.raises(KeyboardInterrupt):
             run.step()
     assert_same(run.bits(), before)
@@ -222,7 +224,7 @@ def test_a_commit_that_fails_leaves_no_parameter_behind(tmp_path):
     p = torch.nn.Parameter(torch.ones(8, 6)[:, ::2])
     with CSDAdam([p], lr=0.1, devices=tmp_path) as opt:
         p.grad = torch.ones_like(p)
-        with failing(Engine, "commit", 1, "no commit"), pytest.raises(CSDOSError, match="no commit"):
+        with failing(DurableCommitter, "commit", 1, "no commit"), pytest.raises(CSDOSError, match="no commit"):
             opt.step()
         assert torch.equal(p, opt.state[p]["master"])
         assert (p < 1).all()

@@ -9,7 +9,8 @@ import pytest
 import torch
 from support.inside import engine_of
 
-from csd_optim import CSDAdam, bindings
+from csd_optim import CSDAdam
+from csd_optim.bindings import Native
 from csd_optim.store.format import read_contents
 
 pytestmark = pytest.mark.serial("sends signals to its process, which may be talking to pytest-xdist")
@@ -42,7 +43,7 @@ def assert_close_to_torch(ours, reference):
 def test_ctrl_c_comes_after_the_step(devices, where, monkeypatch):
     ours, reference = make_pair(devices)
     step(ours, reference)
-    engine = engine_of(ours)
+    engine = engine_of(ours).native if where == "push" else engine_of(ours)
     plain = getattr(engine, where)
 
     def interrupted(*args, **kwargs):
@@ -100,7 +101,7 @@ def slow_commit(tmp_path, monkeypatch):
     ours, _ = make_pair([str(tmp_path / f"csd{d}") for d in range(2)])
     step(ours)
     ours.synchronize()
-    really_settle, really_close = bindings.engine_wait_writes, bindings.engine_close
+    really_settle, really_close = Native.wait_writes, Native.close
 
     def settle(*arguments):
         reached.set()
@@ -112,8 +113,8 @@ def slow_commit(tmp_path, monkeypatch):
         happened.append("closed")
         really_close(*arguments)
 
-    monkeypatch.setattr(bindings, "engine_wait_writes", settle)
-    monkeypatch.setattr(bindings, "engine_close", close)
+    monkeypatch.setattr(Native, "wait_writes", settle)
+    monkeypatch.setattr(Native, "close", close)
     step(ours)
     assert reached.wait(60)
     yield ours, happened, goes_on

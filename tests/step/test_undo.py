@@ -17,13 +17,14 @@ from support.faulty import child, fault, in_child  # noqa: F401
 from support.inside import mode_of, steps_of
 from support.ranks import on_ranks
 from support.repeating import MODES, STEPS, Repeating, never_failed
-from support.replacing import replaced
+from support.replacing import class_with, replaced
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import csd_optim
 from csd_optim import CSDOSError, CSDTornError
+from csd_optim.bindings import Native
 from csd_optim.engine.engine import Engine
 from csd_optim.errors import CSDRankError
 from csd_optim.finalize import wait_for_dropped
@@ -98,7 +99,8 @@ def goes_on(training, state_dtype):
 @contextlib.contextmanager
 def failing_at_the_end(then=lambda: None, where="finish"):
     """Each step fails when all its parameters have new values, in a call of the engine; `then` is called first."""
-    begin, ready, call, tiles = Engine.begin, Engine.params_ready, getattr(Engine, where), []
+    owner = class_with(where)
+    begin, ready, call, tiles = Engine.begin, Native.params_ready, getattr(owner, where), []
 
     def begins(engine, *arguments, **options):
         tiles[:] = [begin(engine, *arguments, **options)]
@@ -107,17 +109,17 @@ def failing_at_the_end(then=lambda: None, where="finish"):
     def fails(engine, *arguments, keep=True, **options):
         if not keep:
             return call(engine, keep)
-        ready(engine, tiles[0], wait=True)
+        ready(getattr(engine, "native", engine), tiles[0], wait=True)
         then()
         raise CSDOSError(errno.EIO, "stands for any failure")
 
     Engine.begin = begins
-    setattr(Engine, where, fails)
+    setattr(owner, where, fails)
     try:
         yield
     finally:
         Engine.begin = begin
-        setattr(Engine, where, call)
+        setattr(owner, where, call)
 
 
 @contextlib.contextmanager
@@ -520,7 +522,7 @@ class Strike:
         if not code.co_filename.startswith(PACKAGE) or self.struck:
             return None
         self.calls += 1
-        if self.at is not None and self.calls > self.at and code.co_name not in ("name_device", "name_tile", "name"):
+        if self.at is not None and self.calls > self.at and code.co_name not in ("name", "params_in_tile"):
             self.struck = f"{code.co_name}, call {self.at}"
             raise self.error
         return None

@@ -13,7 +13,7 @@ from support.stores import flip
 from test_hostile_stores import Forged
 
 from csd_optim import CSDAdam, CSDError, CSDStoreError, CSDValueError
-from csd_optim.bindings import crc32c, engine_decode
+from csd_optim.bindings import crc32c
 from csd_optim.checkpoint.export import export_safetensors, export_torch
 from csd_optim.checkpoint.files import no_progress
 from csd_optim.checkpoint.snapshot import save, snapshot
@@ -140,7 +140,7 @@ def test_training_goes_on(amsgrad, tmp_path):
     made(stores, amsgrad=amsgrad, steps=2)
     whole = made([tmp_path / "whole"], amsgrad=amsgrad, steps=4)
     with Coded(stores[::-1], amsgrad=amsgrad, resume=True) as again:
-        assert again.engine.step == 2
+        assert again.engine.states.step == 2
         for step in (1, 2):  # the parameters as they were
             again.update_codes(step)
         for name, value in again.rounded().items():
@@ -160,10 +160,10 @@ def test_an_engine_decodes(tmp_path):
             again.update_codes(step)
         engine, found = again.engine, again.decoded()
         for row, (name, param) in enumerate(again.params.items()):
-            for tile in engine.tiles_of_params([row]).tolist():
-                for _, _, first, at, n in (p for p in engine.pieces_of(tile).tolist() if p[0] == row):
+            for tile in engine.tiles.of([row]).tolist():
+                for _, _, first, at, n in (p for p in engine.tiles.pieces_of(tile).tolist() if p[0] == row):
                     states = [None, *(torch.empty(n) for _ in range(3))]
-                    engine_decode(engine.handle, tile, at, n, states, engine.name_device)
+                    engine.native.decode(tile, at, n, states)
                     for state, values in zip(again.states[1:], states[1:], strict=True):
                         assert torch.equal(values, found[name, state][first : first + n]), (name, state, param)
 

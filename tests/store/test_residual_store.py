@@ -66,11 +66,11 @@ class EngineTraining:
                 engine.close()
                 raise
             discard_newer(engine)
-            self.extent = engine.extents[0]
+            self.extent = engine.tiles.extents[0]
         else:
             self.extent = engine.extend([math.prod(shape) for shape, _, _ in PARAMS.values()], STATES)
-            engine.describe(self.manifest())
-            engine.windows.sync()
+            engine.committer.describe(self.manifest())
+            engine.states.sync()
         self.windows = [
             [engine.windows.window(self.extent, i, s, torch.float32) for s in range(3)] for i in range(len(PARAMS))
         ]
@@ -92,29 +92,29 @@ class EngineTraining:
 
     @property
     def done(self):
-        return self.engine.step
+        return self.engine.states.step
 
     def keep(self, number, device="cpu"):
         for i, (_, _, first) in enumerate(PARAMS.values()):
             if first == number:
                 residual = torch.zeros(self.extent.numels[i], dtype=torch.bfloat16, device=device)
-                self.engine.keep_residual(i, residual)
+                self.engine.committer.keep_residual(i, residual)
 
     def step(self, commit=True):
         engine, number = self.engine, self.done + 1
         self.keep(number)
         generator = torch.Generator().manual_seed(number)
         grads = [torch.randn(p.shape, generator=generator) for p in self.params]
-        every = np.arange(engine.n_tiles, dtype=np.uint32)
+        every = np.arange(len(engine.tiles), dtype=np.uint32)
         for tile in engine.begin(step_table(grads, self.params), ADAM, every, RECORD).tolist():
-            engine.push(tile)
+            engine.native.push(tile)
         engine.finish()
-        engine.steps[0] += 1
-        for i, residual in engine.residuals.items():
+        engine.states.steps[0] += 1
+        for i, residual in engine.states.residuals.items():
             noise = torch.randn(residual.shape, generator=generator.manual_seed(1000 * number + i))
             residual.copy_(0.5 * residual.cpu().float() + noise)
         if commit:
-            engine.commit(RECORD)
+            engine.committer.commit(RECORD)
         return self
 
     def steps(self, n):
@@ -125,8 +125,8 @@ class EngineTraining:
     def image(self):
         self.engine.remap()
         states = {(name, s): w.clone() for name, ws in zip(NAMES, self.windows, strict=True) for s, w in enumerate(ws)}
-        kept = {(NAMES[i], "residual"): r.cpu().clone() for i, r in self.engine.residuals.items()}
-        return states | kept | {"steps": torch.from_numpy(self.engine.steps[0].copy())}
+        kept = {(NAMES[i], "residual"): r.cpu().clone() for i, r in self.engine.states.residuals.items()}
+        return states | kept | {"steps": torch.from_numpy(self.engine.states.steps[0].copy())}
 
 
 @functools.cache
@@ -178,7 +178,7 @@ def test_goes_on_bit_for_bit(tmp_path, n, at, end):
     for _ in range(2):
         with resumed(devices[::-1]) as training:  # named in any order
             assert_same(training.image(), never_stopped(at))
-            assert all(r.device.type == "cpu" for r in training.engine.residuals.values())
+            assert all(r.device.type == "cpu" for r in training.engine.states.residuals.values())
             assert_same(training.steps(2).image(), never_stopped(at + 2))
         at += 2
     with resumed(devices) as training:
@@ -207,10 +207,10 @@ def test_every_instant_of_a_commit_leaves_one_step(tmp_path, monkeypatch, n, ste
         with monkeypatch.context() as patched:
             patched.setattr(os, "pwrite", copied(os.pwrite))
             patched.setattr(os, "fdatasync", copied(os.fdatasync))
-            training.engine.commit(RECORD)
+            training.engine.committer.commit(RECORD)
             training.engine.wait()
         copies.append(crashed(devices, tmp_path / f"{len(copies)}"))
-    kept = [r for r in training.engine.residuals.values() if r.numel()]
+    kept = [r for r in training.engine.states.residuals.values() if r.numel()]
     assert len(copies) > n * (2 + 2 + 3) + len(kept)  # tables, superblocks, flushes, residuals
     found = []
     for copy in copies:
@@ -258,7 +258,7 @@ def test_undone_step_leaves_them(tmp_path):
     devices = named_devices(tmp_path, 2)
     with EngineTraining(devices) as training:
         training.steps(3)
-        every = np.arange(training.engine.n_tiles, dtype=np.uint32)
+        every = np.arange(len(training.engine.tiles), dtype=np.uint32)
         training.engine.begin(np.zeros(len(PARAMS), PARAM), ADAM, every, RECORD)
         training.engine.finish(keep=False)
     with resumed(devices) as training:
@@ -270,7 +270,7 @@ def test_undone_step_leaves_them(tmp_path):
 
 @pytest.mark.parametrize("sum_elems", [None, 1024])  # None: as before format 4
 def test_store_without_residuals_does_not_ask_for_them(tmp_path, monkeypatch, sum_elems):
-    monkeypatch.setattr("csd_optim.engine.engine.SUM_ELEMS", sum_elems)
+    monkeypatch.setattr("csd_optim.engine.open_devices.SUM_ELEMS", sum_elems)
     devices = named_devices(tmp_path, 2)
 
     def asks():
@@ -292,11 +292,11 @@ def test_store_without_residuals_does_not_ask_for_them(tmp_path, monkeypatch, su
     assert asks() == without
     with resumed(devices) as training:
         training.keep = lambda number: None
-        assert training.engine.residuals == {}
-        training.engine.keep_residual(0, torch.ones(2100, dtype=torch.bfloat16))
+        assert training.engine.states.residuals == {}
+        training.engine.committer.keep_residual(0, torch.ones(2100, dtype=torch.bfloat16))
         training.step().engine.wait()
         assert asks() == with_them
-        training.engine.drop_residual(0)
+        training.engine.committer.drop_residual(0)
         training.step().engine.wait()
         assert asks() == without
 
@@ -316,9 +316,9 @@ def test_they_are_spread_over_the_durable_devices(tmp_path):
         with contextlib.closing(open_engine(parse_devices(devices), tile_elems=1024)) as engine:
             extent = engine.extend(numels, STATES)
             params = [entry(i, 0, *place) for i, place in enumerate(zip(extent.starts, numels, strict=True))]
-            engine.describe({"params": params, "waiting": []})
+            engine.committer.describe({"params": params, "waiting": []})
             for i, n in enumerate(numels):
-                engine.keep_residual(i, torch.full((n,), i, dtype=torch.bfloat16))
+                engine.committer.keep_residual(i, torch.full((n,), i, dtype=torch.bfloat16))
             engine.committer.flush()
         held = contents(devices[1:])
         places = [p["residual"] for p in held[0].manifest["params"]]
@@ -347,31 +347,31 @@ def test_what_has_not_changed_stays_where_it_is(tmp_path):
         assert after.residuals.tolist() == before.residuals.tolist()
         assert after.record.written_bytes == before.record.written_bytes
         # Writes to a residual are noticed, by torch or, if made without torch, through increment_version().
-        engine.residuals[0][5] = 7
+        engine.states.residuals[0][5] = 7
         engine.committer.flush()
         changed = read_contents(place(device)).residuals
         assert (changed != before.residuals).tolist() == [True, False, False, False]
-        engine.residuals[1].view(torch.int16).numpy()[:] = 0
-        torch.autograd.graph.increment_version([engine.residuals[1]])
+        engine.states.residuals[1].view(torch.int16).numpy()[:] = 0
+        torch.autograd.graph.increment_version([engine.states.residuals[1]])
     assert read_contents(place(device)).superblock.flags == CLEAN
     with resumed(devices) as training:
-        training.engine.residuals[4][0] = 9
+        training.engine.states.residuals[4][0] = 9
     with resumed(devices) as training:
-        assert training.engine.residuals[4][0] == 9
-        training.engine.residuals[4][0] = never_stopped(3)["late", "residual"][0]
+        assert training.engine.states.residuals[4][0] == 9
+        training.engine.states.residuals[4][0] = never_stopped(3)["late", "residual"][0]
     with resumed(devices) as training:
-        assert training.engine.residuals[0][5] == 7
-        assert not training.engine.residuals[1].any()
-        assert torch.equal(training.engine.residuals[4], never_stopped(3)["late", "residual"])
+        assert training.engine.states.residuals[0][5] == 7
+        assert not training.engine.states.residuals[1].any()
+        assert torch.equal(training.engine.states.residuals[4], never_stopped(3)["late", "residual"])
         # Another tensor with the same version number replaces the content of the same place.
         size = (place(device) / FILE_NAME).stat().st_size
-        other = torch.ones_like(training.engine.residuals[1])
-        torch.autograd.graph.increment_version([other] * training.engine.residuals[1]._version)
-        training.engine.keep_residual(1, other)
+        other = torch.ones_like(training.engine.states.residuals[1])
+        torch.autograd.graph.increment_version([other] * training.engine.states.residuals[1]._version)
+        training.engine.committer.keep_residual(1, other)
         training.engine.committer.flush()
         assert (place(device) / FILE_NAME).stat().st_size == size
     with resumed(devices) as training:
-        assert (training.engine.residuals[1] == 1).all()
+        assert (training.engine.states.residuals[1] == 1).all()
 
 
 def test_one_that_is_dropped_is_gone_and_its_room_is_used_again(tmp_path):
@@ -381,21 +381,21 @@ def test_one_that_is_dropped_is_gone_and_its_room_is_used_again(tmp_path):
         engine = training.steps(3).engine
         engine.wait()
         size = file.stat().st_size
-        engine.drop_residual(0)
-        engine.drop_residual(0)
+        engine.committer.drop_residual(0)
+        engine.committer.drop_residual(0)
         training.step().engine.wait()
         assert "residual" not in read_contents(file).manifest["params"][0]
         killed = crashed(devices, tmp_path / "b")
-        engine.keep_residual(0, torch.zeros(2100, dtype=torch.bfloat16))
-        engine.drop_residual(0)
-        engine.keep_residual(0, torch.full((2100,), 3.0, dtype=torch.bfloat16))
+        engine.committer.keep_residual(0, torch.zeros(2100, dtype=torch.bfloat16))
+        engine.committer.drop_residual(0)
+        engine.committer.keep_residual(0, torch.full((2100,), 3.0, dtype=torch.bfloat16))
         engine.committer.flush()  # must write the new tensor, though its version is still 0
         assert file.stat().st_size == size
     with resumed(killed) as other:
-        assert 0 not in other.engine.residuals
-        assert torch.equal(other.engine.residuals[4], never_stopped(4)["late", "residual"])
+        assert 0 not in other.engine.states.residuals
+        assert torch.equal(other.engine.states.residuals[4], never_stopped(4)["late", "residual"])
     with resumed(devices) as training:
-        assert (training.engine.residuals[0] == 3).all()
+        assert (training.engine.states.residuals[0] == 3).all()
 
 
 @pytest.mark.parametrize("how", ["at once", "after the tiles"])
@@ -414,17 +414,17 @@ def test_full_disk(tmp_path, monkeypatch, how):
         monkeypatch.setattr(os, "posix_fallocate", full)
         for _ in range(2):
             with pytest.raises(CSDOSError, match=r"no room for 0\.00 GB of residuals") as caught:
-                training.engine.keep_residual(0, torch.zeros(2100, dtype=torch.bfloat16))
+                training.engine.committer.keep_residual(0, torch.zeros(2100, dtype=torch.bfloat16))
             assert caught.value.errno == errno.ENOSPC
             assert str(place(devices[0])) in str(caught.value)
-        assert training.engine.residuals == {}
+        assert training.engine.states.residuals == {}
         assert [(place(d) / FILE_NAME).stat().st_size for d in devices] == sizes
         monkeypatch.setattr(os, "posix_fallocate", fallocate)
         training.step().engine.wait()
         assert not any("residuals" in c.manifest["features"] for c in contents(devices))
-        training.engine.keep_residual(0, torch.ones(2100, dtype=torch.bfloat16))
+        training.engine.committer.keep_residual(0, torch.ones(2100, dtype=torch.bfloat16))
     with resumed(devices) as training:
-        assert (training.engine.residuals[0] == 1).all()
+        assert (training.engine.states.residuals[0] == 1).all()
 
 
 def test_a_commit_needs_no_more_room_than_the_step_has_found(tmp_path, monkeypatch):
@@ -437,12 +437,12 @@ def test_a_commit_needs_no_more_room_than_the_step_has_found(tmp_path, monkeypat
         params = []
         for n in (300, 550):  # these nearly fill the room of the table
             starts = engine.extend([1] * n, STATES).starts
-            params += [entry(len(params) + i, len(engine.extents) - 1, s, 1) for i, s in enumerate(starts)]
-            engine.describe({"params": params, "waiting": []})
-            engine.commit(RECORD)
+            params += [entry(len(params) + i, len(engine.tiles.extents) - 1, s, 1) for i, s in enumerate(starts)]
+            engine.committer.describe({"params": params, "waiting": []})
+            engine.committer.commit(RECORD)
             engine.wait()
         for i in range(850):
-            engine.keep_residual(i, torch.ones(1, dtype=torch.bfloat16))
+            engine.committer.keep_residual(i, torch.ones(1, dtype=torch.bfloat16))
         step = {"params": np.zeros(850, PARAM), "hypers": ADAM, "tiles": np.zeros(0, np.uint32), "record": RECORD}
         with monkeypatch.context() as patched:
             patched.setattr(os, "posix_fallocate", full)
@@ -452,7 +452,7 @@ def test_a_commit_needs_no_more_room_than_the_step_has_found(tmp_path, monkeypat
         engine.finish()
         with monkeypatch.context() as patched:
             patched.setattr(os, "posix_fallocate", full)
-            engine.commit(RECORD)
+            engine.committer.commit(RECORD)
             engine.wait()
     assert len(read_contents(tmp_path / "csd").residuals) == 850
 
@@ -461,8 +461,8 @@ def test_what_is_no_residual_is_refused(tmp_path):
     with EngineTraining(named_devices(tmp_path, 1)) as training:
         for bad in (torch.zeros(2100), torch.zeros(30, 70).bfloat16(), torch.zeros(4200).bfloat16()[::2]):
             with pytest.raises(CSDValueError, match=r"not dense \(2100,\) bfloat16"):
-                training.engine.keep_residual(0, bad)
-        assert training.engine.residuals == {}
+                training.engine.committer.keep_residual(0, bad)
+        assert training.engine.states.residuals == {}
 
 
 def test_they_are_counted_where_they_are_written(tmp_path):
@@ -476,7 +476,7 @@ def test_they_are_counted_where_they_are_written(tmp_path):
         tile_bytes = [training.extent.slot_bytes * training.extent.tiles_of(d) for d in range(2)]
         for done in (1, 2):
             training.engine.remap()
-            for d, count in enumerate(training.engine.stats()):
+            for d, count in enumerate(training.engine.committer.stats()):
                 assert rooms[d] > 0
                 assert count["write_bytes"] == tile_bytes[d] + rooms[d]
                 assert count["total_write_bytes"] == done * (tile_bytes[d] + rooms[d])
@@ -485,18 +485,20 @@ def test_they_are_counted_where_they_are_written(tmp_path):
     held = contents(devices)
     assert [c.record.written_bytes for c in held] == [2 * (t + r) for t, r in zip(tile_bytes, rooms, strict=True)]
     with resumed(devices) as training:
-        assert [c["total_write_bytes"] for c in training.engine.stats()] == [c.record.written_bytes for c in held]
+        assert [c["total_write_bytes"] for c in training.engine.committer.stats()] == [
+            c.record.written_bytes for c in held
+        ]
 
 
 def test_nothing_but_an_empty_one(tmp_path):
     with contextlib.closing(open_engine(parse_devices([tmp_path / "csd"]))) as engine:
         starts = engine.extend([0], STATES).starts
-        engine.describe({"params": [entry(0, 0, starts[0], 0)], "waiting": []})
-        engine.keep_residual(0, torch.zeros(0, dtype=torch.bfloat16))
+        engine.committer.describe({"params": [entry(0, 0, starts[0], 0)], "waiting": []})
+        engine.committer.keep_residual(0, torch.zeros(0, dtype=torch.bfloat16))
     assert not verify(tmp_path / "csd")[0].damage
     with contextlib.closing(open_engine(parse_devices([tmp_path / "csd"]), mode="resume")) as engine:
         check_recovered(engine)
-        assert engine.residuals[0].shape == (0,)
+        assert engine.states.residuals[0].shape == (0,)
 
 
 def test_large_ones_go_in_parts(tmp_path, monkeypatch):
@@ -508,16 +510,16 @@ def test_large_ones_go_in_parts(tmp_path, monkeypatch):
     with contextlib.closing(open_engine(parse_devices([tmp_path / "csd"]), tile_elems=1024)) as engine:
         extent = engine.extend(numels, STATES)
         params = [entry(i, 0, *place) for i, place in enumerate(zip(extent.starts, numels, strict=True))]
-        engine.describe({"params": params, "waiting": []})
+        engine.committer.describe({"params": params, "waiting": []})
         for i, residual in enumerate(kept):
-            engine.keep_residual(i, residual)
+            engine.committer.keep_residual(i, residual)
         with engine.writing([0, 1, 2]):  # fills states with zeros
             pass
     assert not verify(tmp_path / "csd")[0].damage
     with contextlib.closing(open_engine(parse_devices([tmp_path / "csd"]), mode="resume")) as engine:
         check_recovered(engine)
-        assert [*engine.residuals] == [0, 1, 2]
-        assert all(torch.equal(engine.residuals[i], r) for i, r in enumerate(kept))
+        assert [*engine.states.residuals] == [0, 1, 2]
+        assert all(torch.equal(engine.states.residuals[i], r) for i, r in enumerate(kept))
 
 
 # ---- damage ----------------------------------------------------------------------------
@@ -642,7 +644,7 @@ def test_what_is_copied_is_not_written_over(tmp_path, monkeypatch, what):
                 if what == "step":
                     training.step()
                 else:
-                    engine.residuals[0].fill_(number)
+                    engine.states.residuals[0].fill_(number)
                     engine.committer.flush()
                 done.append(number)
 
@@ -687,8 +689,8 @@ def test_export_and_import(tmp_path, run, devices, form, m):
     assert_state(CSDAdam.load([place(d) for d in new]), 4)
     assert all("residuals" in c.manifest["features"] for c in contents(new))
     with resumed(new) as training:
-        assert {NAMES[i] for i in training.engine.residuals} == {"weight", "columns", "empty", "late"}
-        for i, residual in training.engine.residuals.items():
+        assert {NAMES[i] for i in training.engine.states.residuals} == {"weight", "columns", "empty", "late"}
+        for i, residual in training.engine.states.residuals.items():
             assert torch.equal(residual, never_stopped(4)[NAMES[i], "residual"])
 
 

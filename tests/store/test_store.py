@@ -753,7 +753,7 @@ def test_store_of_an_older_format_is_kept_until_parameters_join(tmp_path, monkey
         opt.close()
 
     with monkeypatch.context() as before:
-        before.setattr("csd_optim.engine.engine.SUM_ELEMS", None)
+        before.setattr("csd_optim.engine.open_devices.SUM_ELEMS", None)
         train_members(*begun(), [0], 2)
     old = read_contents(tmp_path)
     assert (old.superblock.version, "features" in old.manifest, old.sums[0].shape) == (1, False, (2, 1, 3))

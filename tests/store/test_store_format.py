@@ -22,7 +22,7 @@ from csd_optim.bindings import decode
 # Tiles have 3072 elements, so that their last chunk is shorter. None: formats 1 to 3.
 @pytest.mark.parametrize("sum_elems", [2048, None])
 def test_store_is_what_the_page_says(tmp_path, monkeypatch, sum_elems, shares, kept):
-    monkeypatch.setattr("csd_optim.engine.engine.SUM_ELEMS", sum_elems)
+    monkeypatch.setattr("csd_optim.engine.open_devices.SUM_ELEMS", sum_elems)
     devices = len(shares)
     assert crc32c(b"123456789") == 0xE3069283
     torch.manual_seed(0)
@@ -49,7 +49,7 @@ def test_store_is_what_the_page_says(tmp_path, monkeypatch, sum_elems, shares, k
     engine, residuals = idle_engine_of(opt), {}
     for name in kept:
         residuals[name] = torch.randn(params[name].numel()).bfloat16()
-        engine.keep_residual([*params].index(name), residuals[name])
+        engine.committer.keep_residual([*params].index(name), residuals[name])
     engine.committer.flush()
     if kept:
         residuals["half"].mul_(2)  # the other residuals keep their space

@@ -43,7 +43,7 @@ class Coded:
             complex_ = {name: name == "phase" for name in ALL[dtype]}
             numels = [int(np.prod(shape)) * (1 + complex_[name]) for name, shape in ALL[dtype].items()]
             if resume:
-                extent = self.engine.extents[e]
+                extent = self.engine.tiles.extents[e]
             else:
                 codec = {} if dtype is PLAIN else {"codec": "8bit", "param_dtype": dtype}
                 extent = self.engine.extend(numels, self.states, **codec)
@@ -60,7 +60,7 @@ class Coded:
             check_recovered(self.engine)
             discard_newer(self.engine)
         else:
-            self.engine.describe({"params": about, "waiting": []})
+            self.engine.committer.describe({"params": about, "waiting": []})
         if rank is not None:  # one of two ranks, as if they committed together
             self.engine.committer.store_id = b"of two in codes."
             self.engine.committer._manifests._rank_fields = {"rank": rank, "world_size": 2}
@@ -82,7 +82,7 @@ class Coded:
         return {name: torch.randn(p.numel(), generator=generator).to(p.dtype) for name, p in self.params.items()}
 
     def step(self, *, commit=True):
-        engine, step = self.engine, self.engine.step + 1
+        engine, step = self.engine, self.engine.states.step + 1
         grads, table = self.grads(step), np.zeros(len(self.params), PARAM)
         for row, (name, p) in enumerate(self.params.items()):
             code = DTYPE_CODES[p.dtype]
@@ -90,14 +90,14 @@ class Coded:
             table[row]["grad_dtype"] = table[row]["param_dtype"] = code
             table[row]["master"] = NEW if step == 1 else bindings.IN_SECTION
             table[row]["seed"], table[row]["first"] = step, 1000 * row
-        tiles = engine.in_step_order(np.arange(engine.n_tiles, dtype=np.uint32))
+        tiles = engine.in_step_order(np.arange(len(engine.tiles), dtype=np.uint32))
         for tile in engine.begin(table, self.hyper, tiles, self.record).tolist():
-            engine.push(tile)
+            engine.native.push(tile)
         engine.finish()
-        for steps in engine.steps:
+        for steps in engine.states.steps:
             steps[:] = step
         if commit:
-            engine.commit(self.record)
+            engine.committer.commit(self.record)
         self.update_codes(step)
 
     def update_codes(self, step):

@@ -37,7 +37,7 @@ def _check(live, was, taken):
     assert engine.stepping == under_way or not has_tiles or engine.closed or progress.undoing, (was, now)
     assert engine.is_speculative <= under_way or progress.undoing, (was, now)
     assert engine.is_speculative or now not in ("GUESS", "OPEN"), (was, now)
-    assert now != "GUESS" or not engine.undone()  # nothing that a program can see has been written
+    assert now != "GUESS" or not engine.native.undone()  # nothing that a program can see has been written
     assert live.meets or now not in ("LANDED", "FAILED"), (was, now)
     if now in ("KEPT", "LANDED") and was not in ("KEPT", "LANDED"):
         assert progress.steps_taken == taken + 1

@@ -4,6 +4,9 @@ import contextlib
 import errno
 
 from csd_optim import CSDOSError
+from csd_optim.bindings import Native
+from csd_optim.engine.durable import DurableCommitter
+from csd_optim.engine.engine import Engine
 
 
 @contextlib.contextmanager
@@ -29,3 +32,8 @@ def failing(owner, name, number, text):
         return call(*args, **kwargs)
 
     return replaced(owner, name, fail)
+
+
+def class_with(method):
+    """Return the class that has a method of the engine or of what it consists of."""
+    return next(owner for owner in (Engine, DurableCommitter, Native) if hasattr(owner, method))

@@ -97,7 +97,7 @@ class Twin:
         loss.backward()
         if self.patient and (guess := guess_of(self.opt)):
             guess._images.wait()
-            engine_of(self.opt).unchanged(guess.live.spec.table)  # waits for the copies
+            engine_of(self.opt).native.unchanged(guess.live.spec.table)  # waits for the copies
         self.losses.append(loss.detach())
         self.steps += 1
 

@@ -1,0 +1,52 @@
+"""Rounds: commits of a step that several ranks make together.
+
+Each rank writes copy 0 during the next forward. In `confirm()`, which comes before anything overwrites the previous
+round, the ranks tell each other that all have copy 0; from then on the round counts. They exchange nothing else, and
+nothing in the background: whichever rank dies, at any time, all ranks have one round in common. Between two rounds a
+rank may commit alone (what was written to its windows); such a commit belongs to the earlier round.
+"""
+
+from __future__ import annotations
+
+from ..store.format import Record
+from .commit import Commit
+
+
+class Rounds:
+    """Which round this rank is in. A rank without others has none."""
+
+    def __init__(self, *, has_ranks: bool) -> None:
+        self._has_ranks = has_ranks
+        self.number: int = 0  # of the last round that this rank has begun to commit
+        self.step: int = 0  # the step of that round, or of the rank's last commit
+        self.unconfirmed: Commit | None = None  # the last round's commit, until confirm()
+        self.is_forced: bool = False  # the next commit is a round, even if the step is that of the last round
+        self.withdrawn: bool = False  # a round was undone whose copy 0 may be on the disk
+        self._record_before = Record()  # the record of the round before the unconfirmed one
+
+    def next_is_one(self, step: int) -> bool:
+        """Return whether a commit of this step is a round."""
+        return self._has_ranks and (self.is_forced or step != self.step)
+
+    def begin(self, round: Commit | None, step: int, record_before: Record) -> None:
+        """Note that a commit of this step begins: a `round`, or None. `record_before`: that of the previous commit."""
+        if round:
+            self.unconfirmed, self.number = round, self.number + 1
+        self.step, self.is_forced, self.withdrawn, self._record_before = step, False, False, record_before
+
+    def confirm(self) -> Commit | None:
+        """Note that all ranks have the unconfirmed round, and return its commit; None: there is none."""
+        commit, self.unconfirmed = self.unconfirmed, None
+        return commit
+
+    def withdraw(self, step: int) -> Record | None:
+        """Withdraw the unconfirmed round, as its step was undone; `step` is the one before. Returns its record, if any.
+
+        Copy 0 may contain that round. No resume continues from it, because not all ranks have it. But the next round
+        gets the same number, so confirm() commits once more before that, which overwrites the withdrawn one.
+        """
+        self.withdrawn = True
+        if not self.confirm():
+            return None
+        self.number, self.step = self.number - 1, step
+        return self._record_before

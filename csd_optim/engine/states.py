@@ -1,0 +1,191 @@
+"""The states on an engine's devices between steps: where they lie, what counts, and how many steps they have taken."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..bindings import HYPER, PARAM, TO_AND_FRO, TORN, Native
+from ..errors import CSDLostError, CSDOSError, CSDTornError
+from ..store.format import Record
+from ..store.layout import Extent
+from .decoded import Decoded
+from .open_devices import OpenDevices
+from .proof import loss_remedy
+from .tiles import Tiles
+from .timeline import Timeline
+from .truth import Truth
+from .windows import Windows
+
+Sums = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
+
+
+class States:
+    """The states of one engine, as the engine and its committer share them.
+
+    `mode`: see StoreFile.
+    """
+
+    def __init__(self, devices: OpenDevices, mode: str) -> None:
+        self.devices, self.mode = devices, mode
+        self.native: Native = Native(devices.name)  # opened with the first extent
+        self.tiles: Tiles = Tiles()
+        self.windows: Windows = Windows(self.tiles)
+        self.decoded: Decoded = Decoded(devices, self.native, self.tiles)
+        self.truth: Truth = Truth(self.native, self.tiles, self.windows, self.decoded)
+        self.timeline: Timeline = Timeline(self.native)
+        self.step: int = 0  # number of completed steps
+        self.committed_step: int = 0  # the last one that is durable
+        self.steps: list[np.ndarray[Any, Any]] = []  # per extent: the `step` count of each parameter, fp32
+        self.record: Record = Record()  # of the last step
+        self.residuals: dict[int, torch.Tensor] = {}  # by parameter, numbered over all extents
+        self.durable: bool = False  # commits name slots, which must not change: see make_durable()
+        self.torn: bool = False  # a step that writes in place was cut short
+        self.synced: bool = True  # writes to open windows have been flushed to the devices
+        self.lost: str = ""  # if such writes are lost for good: the error message that says why
+        self.served: dict[str, float] = {}  # on an owner: what reports tell `csd-optim top` about its trainers
+
+    def make_durable(self) -> None:
+        """Let windows be private mappings, except while they are open. Call it before any are handed out."""
+        self.durable = self.windows.are_watched = self.decoded.durable = True
+
+    def add(self, extent: Extent, offsets: list[int], of_store: Sums | None = None) -> None:
+        """Add an extent. `offsets`: where it begins in each store (bytes). `of_store`: as of slots_of(); None: new."""
+        if not self.native.is_open:
+            self.native.open(self.devices.configs())
+            self.timeline.open(self.devices.all_names)
+        states, sums = of_store or (None, None)
+        buffers = self.native.extend(
+            extent.tile_elems,
+            extent.n_tiles,
+            len(extent.sections),
+            offsets,
+            extent.pieces,
+            slots=extent.slots,
+            states=states,
+            devices=extent.devices,
+            sum_elems=extent.sum_elems,
+            sums=sums,
+            mappings=extent.n_tiles if any(self.devices.stores) else 1,
+            codec=extent.codec,
+            param_dtype=extent.param_dtype,
+        )
+        self.tiles.extents.append(extent)
+        self.steps.append(np.zeros(len(extent.numels), np.float32))
+        self.windows.add(buffers)
+        self.truth.extend(extent, new=of_store is None, has_windows=bool(buffers))
+
+    def slots_of(self, extent: Extent) -> Sums:
+        """Return the TILE_STATE of each tile of an extent, and the checksums, uint32 (tiles, chunks, sections)."""
+        return self.native.tiles(extent.first_tile, extent.n_tiles, extent.chunks, len(extent.slot))
+
+    def all_steps(self) -> np.ndarray[Any, Any]:
+        """Return a copy of the `step` counts of all parameters, fp32."""
+        return np.concatenate([np.zeros(0, np.float32), *self.steps])
+
+    # ---- are they whole? ---------------------------------------------------------
+
+    @property
+    def broken(self) -> bool:
+        """Whether steps and commits are impossible from now on: see check_whole()."""
+        return self.torn or bool(self.lost)
+
+    def check_whole(self) -> None:
+        """Raise CSDTornError or CSDLostError if the states are no longer those of one whole step."""
+        if self.torn:
+            raise CSDTornError(errno.EIO, f"an earlier step was cut short. {TORN}")
+        if self.lost:
+            raise CSDLostError(errno.EIO, self.lost)
+
+    # ---- reads and writes between steps ------------------------------------------
+
+    def read_masters(self, tile: int, elems: int) -> torch.Tensor:
+        """Return the first `elems` masters of a tile with fp32 states, 1-D. Damage behind these is not noticed.
+
+        Not during a step. Raises CSDOSError, or CSDStoreError if they are damaged.
+        """
+        masters = torch.empty(self.tiles.elems_of(tile), dtype=torch.float32, device="cpu")
+        self.native.read(tile, 1, elems, masters.data_ptr())
+        return masters[:elems]
+
+    def remap(self) -> None:
+        """Wait until all states are written, then show them in the windows. Raises CSDOSError if a write keeps failing.
+
+        Writes to windows reach the devices if states are not durable.
+        """
+        if self.native.is_open:
+            self.show(open=not self.durable)
+
+    def show(self, *, open: bool) -> None:
+        """Do as remap(). `open`: writes to the windows go to the devices from now on."""
+        self.native.remap(open=open)
+        self.truth.open[:] = open
+
+    def sync(self) -> None:
+        """Flush writes to open windows; only the flush reports an I/O error of such a write.
+
+        Raises CSDOSError. With durable states raises CSDLostError, now and in all later operations: the checksums of
+        these writes are taken from the page cache, and so cannot reveal what a failed flush has lost.
+        """
+        self.synced = False
+        try:
+            self.devices.sync()
+        except CSDOSError as e:
+            if not self.durable:
+                raise
+            step = self.committed_step
+            what = f"what was written to the state after step {step}" if step else "the state before the first step"
+            message = f"{what} is lost: a flush failed ({e.strerror}). {loss_remedy(step)}"
+            self.lost = self.lost or message
+            raise CSDLostError(e.errno, self.lost) from e
+        self.synced = True
+        self.truth.filled()  # by the caller
+
+    def begin(
+        self,
+        params: np.ndarray[Any, Any],
+        hypers: np.ndarray[Any, Any],
+        tiles: np.ndarray[Any, Any],
+        order: int = TO_AND_FRO,
+    ) -> None:
+        """Begin a step on the devices."""
+        self.timeline.begin(self.step)
+        self.truth.enter(params)
+        self.native.begin(params, hypers, tiles, order=order)
+
+    def move_to_next_slots(self, tiles: np.ndarray[Any, Any]) -> None:
+        """Copy tiles to their other slots, with what was written to their states, and wait for that."""
+        if len(tiles):
+            self.begin(np.zeros(self.tiles.n_params, PARAM), np.zeros(0, HYPER), tiles)
+            for tile in tiles.tolist():
+                self.native.push(tile)
+            self.native.finish(True)
+            self.timeline.end()
+            self.native.wait_writes()
+        self.truth.moved(tiles)
+
+    def write_decoded(self) -> None:
+        """Encode what was written to decoded states and write it to the devices, without a step."""
+        self.truth.note_written()
+        tiles = self.truth.decoded_to_write()
+        if len(tiles):
+            self.move_to_next_slots(tiles)
+
+    # ---- statistics --------------------------------------------------------------
+
+    def stats(self, residual_bytes: Callable[[int], tuple[int, int]]) -> list[dict[str, Any]]:
+        """Return the counts of the last step, one dict per device; see `csd_stats`. Totals cover the store's lifetime.
+
+        `residual_bytes`: bytes of residuals written to a device, by the last step with its commit and in total. A
+        commit may still be writing, and then these count partly.
+        """
+        return self.devices.current_stats(self.native, residual_bytes) if self.native.is_open else []
+
+    def written_bytes(self, residual_bytes: Callable[[int], tuple[int, int]]) -> list[int]:
+        """Return the bytes written to each device since its store was created; a commit may be adding to them."""
+        counts = self.stats(residual_bytes)
+        return [int(c["total_write_bytes"]) for c in counts] or self.devices.written_before

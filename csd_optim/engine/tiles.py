@@ -1,0 +1,83 @@
+"""Where states lie: extents, which are cut into tiles, which hold pieces (parts of parameters)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..store.layout import Extent
+from ..store.sections import FP32
+
+
+class Tiles:
+    """The tiles of an engine. They and the parameters are numbered over all extents. No states, and no policy."""
+
+    def __init__(self) -> None:
+        self.extents: list[Extent] = []
+
+    @property
+    def n_params(self) -> int:
+        return sum(len(e.numels) for e in self.extents)
+
+    def __len__(self) -> int:
+        return sum(e.n_tiles for e in self.extents)
+
+    @property
+    def coded(self) -> np.ndarray[Any, Any]:
+        """Which tiles store codes: bool, one per tile."""
+        return np.repeat([e.codec != FP32 for e in self.extents], [e.n_tiles for e in self.extents])
+
+    def extent_with(self, param: int) -> Extent:
+        return next(e for e in reversed(self.extents) if e.first_param <= param)
+
+    def extent_of(self, tile: int) -> Extent:
+        return next(e for e in self.extents if tile < e.first_tile + e.n_tiles)
+
+    def device_of(self, tile: int) -> int:
+        extent = self.extent_of(tile)
+        return int(extent.devices[tile - extent.first_tile])
+
+    def elems_of(self, tile: int) -> int:
+        return self.extent_of(tile).tile_elems
+
+    def pieces_of(self, tile: int) -> np.ndarray[Any, Any]:
+        """Return the pieces in a tile, dtype PIECE; their `tile` counts from the extent's first one."""
+        extent = self.extent_of(tile)
+        return extent.pieces_in(tile - extent.first_tile)
+
+    def of_mask(self, params: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return the tiles of the parameters in a mask (bool, one per parameter): uint32, ascending."""
+        tiles = [e.pieces["tile"][params[e.pieces["param"]]] + np.uint32(e.first_tile) for e in self.extents]
+        return np.unique(np.concatenate(tiles)) if tiles else np.zeros(0, np.uint32)
+
+    def of(self, params: Sequence[int]) -> np.ndarray[Any, Any]:
+        """Return the tiles of these parameters: uint32, ascending."""
+        mask = np.zeros(self.n_params, bool)
+        mask[params] = True
+        return self.of_mask(mask)
+
+
+class Pieces:
+    """The pieces of all tiles as they are now, by parameter.
+
+    `all`: dtype PIECE, sorted by parameter; tiles are numbered over all extents.
+    """
+
+    def __init__(self, tiles: Tiles) -> None:
+        self.n_tiles: int = len(tiles)
+        pieces = np.concatenate([extent.pieces for extent in tiles.extents])
+        first_tiles = [extent.first_tile for extent in tiles.extents]
+        pieces["tile"] += np.repeat(first_tiles, [len(extent.pieces) for extent in tiles.extents]).astype(np.uint32)
+        self.all: np.ndarray[Any, Any] = pieces[np.argsort(pieces["param"], kind="stable")]
+        self._begins = np.searchsorted(self.all["param"], np.arange(tiles.n_params + 1))
+
+    def of(self, param: int) -> np.ndarray[Any, Any]:
+        """Return the pieces of one parameter."""
+        return self.all[self._begins[param] : self._begins[param + 1]]
+
+    def tiles_of(self, params: Iterable[int]) -> np.ndarray[Any, Any]:
+        """Return the tiles of these parameters: uint32, ascending, each once."""
+        tiles = [self.of(param)["tile"] for param in params]
+        return np.unique(np.concatenate(tiles)) if tiles else np.zeros(0, np.uint32)

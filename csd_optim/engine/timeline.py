@@ -1,0 +1,50 @@
+"""When the last step of an engine began and ended, and its trace if the user wants one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from .. import settings
+from ..bindings import Native
+from .trace import Span, Trace
+
+
+class Timeline:
+    """The last step of one engine: times of time.perf_counter()."""
+
+    def __init__(self, native: Native) -> None:
+        self.began = self.ended = 0.0  # 0: it has not ended, or there was none
+        self.is_undone: bool = False
+        self.model_spans: list[Span] | None = [] if settings.trace() else None  # forward and backward
+        self.near_spans: list[Span] | None = [] if settings.trace() else None  # updates on the accelerator
+        self._native = native
+        self._trace: Trace | None = None
+        self._is_written = True
+
+    def open(self, devices: Sequence[str]) -> None:
+        """Begin a trace of these devices if settings ask for one. Raises CSDOSError."""
+        if path := settings.trace():
+            self._trace = Trace(path, devices)
+            self._native.events()  # the first call makes the native engine record events
+
+    def begin(self, step: int) -> None:
+        """Note that a step begins after `step` completed ones."""
+        self.write(step)
+        self.began, self.ended, self.is_undone, self._is_written = time.perf_counter(), 0.0, False, False
+
+    def end(self, *, is_undone: bool = False) -> None:
+        self.ended, self.is_undone = time.perf_counter(), is_undone
+
+    def write(self, step: int) -> None:
+        """Write the last step to the trace, once all its states are written and so all its events are known."""
+        if self._trace and not self._is_written:
+            self._native.wait_writes()
+            name = "undone" if self.is_undone else f"step {step}"
+            events, end = self._native.events(), self.ended or time.perf_counter()
+            self._trace.step(name, self.began, end, events, self.model_spans or [], self.near_spans or [])
+            self._is_written = True
+
+    def close(self) -> None:
+        if self._trace:
+            self._trace.close()

@@ -1,0 +1,254 @@
+"""The truth about each tile: which copy of its states counts, that is, which one the next step starts from."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from enum import Enum, auto
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..bindings import FROM_PARAM, GIVEN, IN_PARAM, IN_SECTION, NEW, UNCOMPARED, UNLESS_SET, Native
+from ..store.layout import Extent
+from .decoded import Decoded
+from .near_copies import NearCopies
+from .tiles import Tiles
+from .windows import Windows
+
+
+class Counts(Enum):
+    """What counts in a tile."""
+
+    EMPTY = auto()  # nothing was written yet: states read as zero, or the next step makes them (csd_master NEW)
+    EDITED = auto()  # what the program wrote to its windows or decoded states, in memory
+    RESEEDED = auto()  # the same, written from parameters that the program had set
+    COMMITTED = auto()  # the slot on its device, which the last commit names
+    LOOSE = auto()  # that slot; no commit names it, so it may be overwritten in place
+
+
+class Place(Protocol):
+    """What a parameter itself says about its master."""
+
+    index: int
+    in_place: bool  # it is its own master, on the accelerator
+    reachable: bool  # devices can read it
+    is_master: bool  # each step takes the master from it
+    unless_set: bool  # fp32 states: writes to it are not counted, so each step looks for them
+    decoded: Decoded | None  # its states are codes
+
+    @property
+    def is_dirty(self) -> bool:
+        """Whether it was written, moved or converted from outside since the last step."""
+
+
+class Truth:
+    """The truth about the tiles of one engine, which only these methods change; other files hold the tensors.
+
+    =========  ==================================  ====================================================================
+    counts     from … until …                      what the program writes to the tile's states takes effect
+    =========  ==================================  ====================================================================
+    EMPTY      extend() … filled() or kept()       at once, because the tile is open (codes: as if it were COMMITTED)
+    EDITED     note_written() … kept() or moved()  with the next step, or with an earlier flush. A step that is undone
+                                                   leaves it so; taken_back() ends it if the tile took part in the step
+    RESEEDED   the same, within reseeding()        with the next step, and in no commit before that
+    LOOSE      moved() … commit_begins()           at once while the tile is open; otherwise it is EDITED then
+    COMMITTED  commit_begins() … moved()           the tile is EDITED then
+    =========  ==================================  ====================================================================
+
+    A tile is *open* while writes to its windows reach the device: without durable states always; with them if it is
+    new, or within `writing()`. A commit closes it. Tiles of codes have no windows and are never open. After a step has
+    moved a tile to its other slot, its windows show the old one until they are shown again; what is written to these
+    never counts.
+
+    Beside this, a parameter with a copy on the accelerator (NearCopy) is updated there: the copy is the truth during
+    the step. It is loaded first unless it is known to equal the tile. And a parameter whose value an undone step has
+    not brought back yet is unknown: see Steps.undoing.
+    """
+
+    def __init__(self, native: Native, tiles: Tiles, windows: Windows, decoded: Decoded) -> None:
+        self._native, self._tiles, self._windows, self._decoded = native, tiles, windows, decoded
+        self.copies: NearCopies | None = None
+        # Per tile, bool:
+        self.open: np.ndarray[Any, Any] = np.zeros(0, bool)  # writes to its windows go to the device
+        self.loose: np.ndarray[Any, Any] = np.zeros(0, bool)  # its current slot is part of no commit
+        self.empty: np.ndarray[Any, Any] = np.zeros(0, bool)  # it has parameters, but no states were written yet
+        self._edited = np.zeros(0, bool)  # it was written, and no completed step has started from that
+        self._reseeded = np.zeros(0, bool)  # edited in reseeding(), for a step that has not completed yet
+        self._decoded_versions: dict[int, list[int]] = {}  # of the written decoded states, at the last note_written()
+        # Of the step that began last:
+        self._in_step = np.zeros(0, np.uint32)  # its tiles
+        self._updated: set[int] = set()  # its parameters with a gradient, if that matters to codes
+        self._getting_section: set[int] = set()  # parameters that stop to be their own master section
+
+    # ---- questions ---------------------------------------------------------------
+
+    def of(self, tile: int) -> Counts:
+        """Return what counts in a tile, as of the last note_written()."""
+        if self._edited[tile]:
+            return Counts.RESEEDED if self._reseeded[tile] else Counts.EDITED
+        if self.empty[tile]:
+            return Counts.EMPTY
+        return Counts.LOOSE if self.loose[tile] else Counts.COMMITTED
+
+    @property
+    def is_written(self) -> bool:
+        """Whether states were written that no step has started from yet. Without side effects."""
+        return bool(self._edited.any() or self._decoded.versions()) or self._windows.are_written
+
+    @property
+    def would_be_lost(self) -> bool:
+        """Whether writes known to note_written() would be lost if no step and no flush followed."""
+        return bool((self._edited & ~self._reseeded).any())
+
+    def to_flush(self) -> np.ndarray[Any, Any]:
+        """Return the written tiles that a commit without a step must include (not reseeded ones): ascending, uint32."""
+        edited = self.note_written()
+        flushed: np.ndarray[Any, Any] = edited[~(self.open | self._reseeded)[edited]]
+        return flushed
+
+    def decoded_to_write(self) -> np.ndarray[Any, Any]:
+        """Return the tiles of codes whose decoded states were written: ascending, uint32."""
+        return self._tiles.of([*self._decoded.written()])
+
+    # ---- transitions -------------------------------------------------------------
+
+    def extend(self, extent: Extent, *, new: bool, has_windows: bool) -> None:
+        """Add the tiles of an extent, which is `new` or in a store."""
+        all_false, is_new = np.zeros(extent.n_tiles, bool), np.full(extent.n_tiles, new)
+        has_params = np.isin(np.arange(extent.n_tiles), extent.pieces["tile"])
+        self.open, self.loose = np.append(self.open, is_new & has_windows), np.append(self.loose, is_new)
+        self.empty = np.append(self.empty, is_new & has_params)
+        self._edited, self._reseeded = np.append(self._edited, all_false), np.append(self._reseeded, all_false)
+
+    def note_written(self) -> np.ndarray[Any, Any]:
+        """Take note of what was written since the last call, and tell the native engine.
+
+        Returns these tiles and those written earlier that no step has started from yet: ascending, uint32.
+        """
+        changed, versions = self._windows.take_written(), self._decoded.versions()
+        if not changed and not versions:  # the usual case
+            return np.flatnonzero(self._edited).astype(np.uint32)
+        self.forget_copies(changed)
+        mapped = self._tiles.of(changed)
+        self._native.edited(mapped)
+        tiles = np.union1d(mapped, self._tiles.of([*versions]))
+        self._edited[tiles[~self.open[tiles]]] = True
+        since_last = self._tiles.of([p for p in versions if versions[p] != self._decoded_versions.get(p)])
+        self._reseeded[np.union1d(mapped, since_last)] = False
+        self._decoded_versions = versions
+        return np.union1d(tiles, np.flatnonzero(self._edited)).astype(np.uint32)
+
+    @contextlib.contextmanager
+    def reseeding(self) -> Iterator[None]:
+        """Make writes to windows inside part of the next step, and of no commit before it completes.
+
+        A resume from the step before writes them again, from the parameters.
+        """
+        self.note_written()
+        before = self._edited.copy()
+        try:
+            yield
+        finally:
+            self.note_written()
+            self._reseeded |= self._edited & ~before
+
+    def forget_copies(self, params: Sequence[int] | None = None) -> None:
+        """Invalidate the accelerator's copies of the states of these parameters; None: of all."""
+        if self.copies:
+            self.copies.forget(params)
+
+    def step_begins(self, tiles: np.ndarray[Any, Any]) -> None:
+        """Note that a step over these tiles begins, which include all edited ones. Call enter() with its table."""
+        self._in_step = tiles
+
+    def kept(self) -> None:
+        """Note that the step is complete: it started from everything that had been written."""
+        self._edited[:] = self._reseeded[:] = False
+        self._codes_written(self._decoded.in_memory)
+        self.empty[self._in_step] = False
+
+    def undone_in_place(self) -> None:
+        """Note that the step was undone where states are updated in place. (Elsewhere the truth is what it was.)"""
+        self._decoded.forget_unwritten()
+
+    def taken_back(self) -> None:
+        """Note that a step that was kept is undone, and with it everything written to its tiles since."""
+        self._decoded.drop(self._decoded.within(self._in_step, wholly=False))
+        self._edited[self._in_step] = False
+
+    def moved(self, tiles: np.ndarray[Any, Any]) -> None:
+        """Note that tiles (ascending) were copied to their other slots, with what had been written to them."""
+        self._codes_written(self._decoded.within(tiles, wholly=True))
+        self._edited[tiles] = False
+        self.loose[tiles] = True
+
+    def filled(self) -> None:
+        """Note that all empty tiles have states."""
+        self.empty[:] = False
+
+    def commit_begins(self) -> None:
+        """Note that a commit begins, which includes the current slots of all tiles."""
+        self.loose[:] = False
+
+    def _codes_written(self, params: Sequence[int] | set[int]) -> None:
+        """Drop the decoded states of these parameters, after a step or a flush has rewritten their codes."""
+        decoded = self._decoded
+        masters = {param for param, names in decoded.written().items() if "master" in names}
+        decoded.masters_written |= masters.intersection(params)
+        decoded.masters_written -= decoded.rounded | self._updated
+        updated = filter(decoded.has_section, self._updated)
+        decoded.move_own_masters(self._getting_section.intersection(params), [*updated])
+        self._getting_section.clear()
+        decoded.drop([*params])
+
+    # ---- what a step reads -------------------------------------------------------
+
+    def master_of(self, place: Place, *, is_new: bool = False) -> int:
+        """Return where a step finds a parameter's master: a csd_master. For codes, enter() may change it.
+
+        `is_new`: it has no states yet. The accelerator's copies are marked later, when it is known in which tiles they
+        count: see give().
+        """
+        if is_new:
+            return int(NEW)
+        decoded = place.decoded
+        if place.in_place or (decoded and decoded.is_own_master(place.index)):
+            return int(IN_PARAM)
+        if decoded and place.reachable and place.index in decoded.masters_written and not place.is_dirty:
+            return int(UNCOMPARED)
+        # With codes, a step compares a reachable parameter in any case. UNLESS_SET makes a written parameter win even
+        # over a loaded master, which need not round to the parameter.
+        unless_set = place.reachable and place.is_dirty if decoded else place.unless_set
+        return int(FROM_PARAM if place.is_master else UNLESS_SET if unless_set else IN_SECTION)
+
+    @staticmethod
+    def give(table: np.ndarray[Any, Any], params: Sequence[int]) -> None:
+        """Mark the parameters whose states the accelerator gives in a step's table (dtype PARAM)."""
+        table["master"][params] = GIVEN
+        table["in_image"][params] = 0
+
+    def enter(self, table: np.ndarray[Any, Any]) -> None:
+        """Enter what was written to decoded states into a step's table (dtype PARAM), when it begins.
+
+        The step reads these tensors until its end.
+        """
+        decoded = self._decoded
+        written = decoded.written()
+        rows, pointers, dtypes = decoded.own_masters()
+        if len(rows):
+            table["param"][rows], table["param_dtype"][rows], table["master"][rows] = pointers, dtypes, IN_PARAM
+        self._getting_section.clear()
+        for param, names in written.items():
+            if decoded.is_own_master(param) and "master" in names and not table["grad"][param]:
+                # A parameter without a gradient must not be changed. It need not be if its master rounds to it.
+                if decoded.is_rounded(param):
+                    decoded.rounded.add(param)
+                else:
+                    decoded.rounded.discard(param)
+                    self._getting_section.add(param)
+                    table["master"][param] = FROM_PARAM
+            addresses = decoded.addresses(param, names)
+            table["edited"][param, : len(addresses)] = addresses
+        matters = decoded.in_memory or decoded.masters_written or decoded.any_in_sections
+        self._updated = {*np.flatnonzero(table["grad"]).tolist()} if matters else set()

@@ -1,0 +1,209 @@
+"""Which copy of a tile's states counts: the events that change it, one by one, without devices."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from csd_optim.bindings import FROM_PARAM, GIVEN, IN_PARAM, IN_SECTION, NEW, PARAM, UNCOMPARED, UNLESS_SET
+from csd_optim.engine.decoded import Decoded
+from csd_optim.engine.near_copies import NearCopies, NearCopy
+from csd_optim.engine.tiles import Tiles
+from csd_optim.engine.truth import Counts, Truth
+from csd_optim.engine.windows import Windows
+from csd_optim.store.layout import plan_extent
+
+pytestmark = pytest.mark.fp32_states("builds its extents itself")
+
+ELEMS = 1024
+EMPTY, EDITED, RESEEDED, COMMITTED, LOOSE = Counts.EMPTY, Counts.EDITED, Counts.RESEEDED, Counts.COMMITTED, Counts.LOOSE
+
+
+class Device:
+    """Stands for the native engine and its devices: notes what it is told, and decodes everything to zeros."""
+
+    resident = True
+
+    def __init__(self):
+        self.told = []
+
+    def edited(self, tiles):
+        self.told.append(tiles.tolist())
+
+    def check_open(self):
+        pass
+
+    def decode(self, tile, first, n, states, param=0):
+        for state in states:
+            state.zero_()
+
+
+class Model:
+    """Three parameters: two with windows, in tiles 0 and 1, and one of codes, in tiles 2 and 3 (4096 elements each)."""
+
+    def __init__(self, durable=True):
+        self.device, self.tiles = Device(), Tiles()
+        self.windows, self.decoded = Windows(self.tiles), Decoded(self.device, self.device, self.tiles)
+        self.windows.are_watched = durable
+        self.truth = Truth(self.device, self.tiles, self.windows, self.decoded)
+        self.extend([ELEMS, ELEMS], codec="fp32", tile_elems=ELEMS)
+        self.extend([2 * 4096], codec="8bit", tile_elems=4096, param_dtype=torch.bfloat16)
+        extent = self.tiles.extents[0]
+        self.shown = [self.windows.window(extent, p, 0, torch.float32) for p in range(2)]
+
+    def extend(self, numels, codec, **options):
+        extent = plan_extent(
+            numels, 1, first_param=self.tiles.n_params, first_tile=len(self.tiles), codec=codec, **options
+        )
+        self.tiles.extents.append(extent)
+        self.windows.add([bytearray(4 * ELEMS * extent.n_tiles)] * 3 if codec == "fp32" else [])
+        self.truth.extend(extent, new=True, has_windows=codec == "fp32")
+
+    def commit(self):
+        """A first commit, which closes all windows."""
+        self.truth.filled()
+        self.truth.open[:] = False
+        self.truth.commit_begins()
+        return self
+
+    def states(self):
+        return [self.truth.of(tile) for tile in range(len(self.tiles))]
+
+    def step_begins(self, *grads):
+        table = np.zeros(3, PARAM)
+        table["grad"][[*grads]] = 1
+        written = self.truth.note_written()
+        self.truth.step_begins(np.union1d(self.tiles.of([*grads]), written))
+        self.truth.enter(table)
+        return table
+
+
+def test_new_tiles():
+    model = Model()
+    assert model.states() == [EMPTY] * 4
+    assert model.truth.open.tolist() == [True, True, False, False]  # codes have no windows
+    model.shown[0].fill_(1)
+    assert model.truth.note_written().tolist() == [0]  # at once, on the device: the tile is open
+    assert model.states() == [EMPTY] * 4
+    assert model.device.told == [[0]]
+    model.truth.filled()
+    assert model.states() == [LOOSE] * 4
+    model.truth.commit_begins()
+    assert model.states() == [COMMITTED] * 4
+
+
+@pytest.mark.parametrize(("write", "tiles"), [(0, [0]), (1, [1]), (2, [2, 3])])
+@pytest.mark.parametrize("end", ["kept", "undone", "taken back", "moved"])
+def test_what_was_written(write, tiles, end):
+    """It counts until a step has started from it, or a flush has written it; an undone step keeps it."""
+    model = Model().commit()
+    truth = model.truth
+    (model.shown[write] if write < 2 else model.decoded.states(2)["exp_avg"]).fill_(1)
+    assert model.states() == [COMMITTED] * 4  # nobody has looked yet
+    assert truth.is_written
+    assert truth.note_written().tolist() == truth.to_flush().tolist() == tiles
+    after = [EDITED if tile in tiles else COMMITTED for tile in range(4)]
+    assert model.states() == after
+    assert truth.would_be_lost
+    if end == "moved":
+        truth.moved(np.array(tiles, np.uint32))
+        after = [LOOSE if tile in tiles else COMMITTED for tile in range(4)]
+    else:
+        table = model.step_begins(0)
+        assert (table["edited"][2] != 0).tolist() == [False, write == 2, False, False]
+        if end == "kept":
+            truth.kept()
+            after = [COMMITTED] * 4  # the engine's commit says what is loose
+        elif end == "taken back":
+            truth.kept()
+            model.shown[1].fill_(2)
+            model.shown[0].fill_(2)
+            assert truth.note_written().tolist() == [0, 1]
+            truth.taken_back()  # with what was written to its tiles since
+            after = [COMMITTED, COMMITTED if write == 1 else EDITED, COMMITTED, COMMITTED]
+    assert model.states() == after
+    assert (2 in model.decoded.written()) == (write == 2 and end == "undone")
+    assert truth.is_written == (EDITED in after)
+
+
+def test_states_reseeded_from_parameters_wait_for_their_step():
+    model = Model().commit()
+    truth = model.truth
+    model.shown[0].fill_(1)
+    with truth.reseeding():
+        model.shown[1].fill_(1)
+    assert model.states() == [EDITED, RESEEDED, COMMITTED, COMMITTED]
+    assert truth.to_flush().tolist() == [0]
+    model.shown[1].fill_(2)  # by the program
+    assert truth.to_flush().tolist() == [0, 1]
+    assert model.states()[1] is EDITED
+
+
+def test_without_commits_nobody_asks():
+    model = Model(durable=False)
+    model.shown[0].fill_(1)
+    assert not model.truth.is_written
+    assert len(model.truth.note_written()) == 0
+
+
+def test_copies_on_the_accelerator():
+    model = Model().commit()
+    copies = model.truth.copies = NearCopies(model.device, model.tiles)
+    copies.by_param = {p: NearCopy([torch.zeros(ELEMS)], is_known=True) for p in range(2)}
+    model.shown[0].fill_(1)
+    model.truth.note_written()
+    assert [copies.by_param[p].is_known for p in range(2)] == [False, True]
+    model.truth.forget_copies()
+    assert not copies.by_param[1].is_known
+    table = np.zeros(3, PARAM)
+    table["in_image"] = 1
+    Truth.give(table, [1])
+    assert (table["master"].tolist(), table["in_image"].tolist()) == ([IN_SECTION, GIVEN, IN_SECTION], [1, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("facts", "master"),
+    [
+        ({}, IN_SECTION),
+        ({"is_master": True}, FROM_PARAM),
+        ({"in_place": True, "is_master": True}, IN_PARAM),
+        ({"unless_set": True}, UNLESS_SET),
+        ({"is_dirty": True}, IN_SECTION),  # a write that is counted is copied to the master before the step
+        ({"codes": True}, IN_SECTION),
+        ({"codes": True, "is_dirty": True}, UNLESS_SET),
+        ({"codes": True, "is_dirty": True, "reachable": False}, IN_SECTION),
+        ({"codes": True, "is_master": True}, FROM_PARAM),
+        ({"codes": True, "is_master": True, "master_written": True}, UNCOMPARED),
+        ({"codes": True, "is_master": True, "master_written": True, "is_dirty": True}, FROM_PARAM),
+        ({"codes": True, "own": True, "master_written": True}, IN_PARAM),
+    ],
+)
+def test_where_a_step_finds_the_master(facts, master):
+    model = Model().commit()
+    if facts.get("master_written"):
+        model.decoded.masters_written.add(2)
+    if facts.get("own"):
+        model.decoded.set_location(2, torch.zeros(2 * 4096, dtype=torch.bfloat16), fresh=True)
+    place = {"index": 2, "reachable": True} | dict.fromkeys(("in_place", "is_master", "unless_set", "is_dirty"), False)
+    place = SimpleNamespace(**place | facts, decoded=model.decoded if facts.get("codes") else None)
+    assert model.truth.master_of(place) == master
+    assert model.truth.master_of(place, is_new=True) == NEW
+
+
+@pytest.mark.parametrize("has_grad", [True, False])
+def test_a_written_master_whose_section_is_the_parameter(has_grad):
+    """Without a gradient the parameter must not change, so the tile gets a section until a step updates it."""
+    model = Model().commit()
+    model.decoded.set_location(2, torch.zeros(2 * 4096, dtype=torch.bfloat16), fresh=True)
+    model.decoded.states(2)["master"].fill_(1)
+    row = model.step_begins(*[2] * has_grad)[2]
+    assert (row["master"], row["edited"][0] != 0) == (IN_PARAM if has_grad else FROM_PARAM, True)
+    model.truth.kept()
+    assert model.decoded.is_own_master(2) == has_grad
+    assert model.decoded.masters_written == (set() if has_grad else {2})
+    row = model.step_begins(2)[2]
+    assert (row["master"], row["edited"][0]) == (IN_PARAM if has_grad else IN_SECTION, 0)  # else: as master_of() says
+    model.truth.kept()
+    assert model.decoded.is_own_master(2)
+    assert not model.decoded.masters_written
