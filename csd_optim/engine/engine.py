@@ -249,8 +249,8 @@ class Engine:
         """Undo the last finished step, even if this rank has committed it, because another rank failed to.
 
         `params`: the parameters that took part in the step. Since then, nothing but writes to windows may have changed
-        states. Raises CSDValueError if the step began with such writes, or a tile has one slot. Afterwards
-        Native.undone() answers as after finish().
+        states. Raises CSDValueError if the step began with such writes. Afterwards Native.undone() answers as after
+        finish().
         """
         self.committer.before_undo()
         self.truth.note_written()
