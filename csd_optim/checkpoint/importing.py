@@ -347,9 +347,8 @@ def import_store(
                     engine.states.steps[e][at] = export.steps[i]
                     params.append({**p, "extent": e, "start": extent.starts[at], "numel": numels[i]})
             rule = {"rule": about["rule"]} if "rule" in about else {}
-            engine.committer.describe(
-                {**rule, "params": params, "waiting": about["waiting"]}
-            )  # else nothing is committed
+            described = {**rule, "params": params, "waiting": about["waiting"]}
+            engine.committer.describe(described)  # else nothing is committed
             if to_encode:
                 _fill_codes(engine, to_encode, rounded)
             engine.states.sync()

@@ -25,10 +25,7 @@ Sums = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
 
 
 class States:
-    """The states of one engine, as the engine and its committer share them.
-
-    `mode`: see StoreFile.
-    """
+    """The states of one engine, as the engine and its committer share them. `mode`: see StoreFile."""
 
     def __init__(self, devices: OpenDevices, mode: str) -> None:
         self.devices, self.mode = devices, mode

@@ -58,7 +58,7 @@ class Asked:
     """An engine whose tiles are updated at once, until its step is over."""
 
     def __init__(self):
-        self.tiles, self.is_over = [], False
+        self.tiles, self.is_over, self.native = [], False, self
 
     def params_ready(self, tiles, *, wait):
         if self.is_over:
