@@ -73,9 +73,9 @@ class Run:
         before = [p.clone() for p in self.params]
         self.engine.begin(rows, np.array([(rule, constants)], HYPER), tiles)
         for tile in tiles:
-            self.engine.native.push(int(tile))
+            self.engine.push(int(tile))
         if not keep:
-            self.engine.native.params_ready(tiles, wait=True)
+            self.engine.params_ready(tiles, wait=True)
         try:
             self.engine.finish(keep)
         finally:
@@ -100,7 +100,7 @@ class Run:
         return [*self.params, *self.residuals, *self.decoded(), *self.sums()]
 
     def sums(self):
-        self.engine.native.wait_writes()
+        self.engine.wait_writes()
         wide = self.dtype == torch.float32
         states, sums = self.engine.tiles(0, TILES, 2, 2 * self.states - 1 - wide)
         assert states["summed"].all()
@@ -195,7 +195,7 @@ def test_damaged_codes():
             for section, start in enumerate(starts):
                 run = Run(card, torch.bfloat16, 4)
                 run.step()
-                run.engine.native.wait_writes()
+                run.engine.wait_writes()
                 slots, _ = run.engine.tiles(0, TILES, 2, 7)
                 at = ((2 + int(slots["slot"][1])) * 14 + start) * PAGE + 3
                 byte = os.pread(run.file.fileno(), 1, at)[0]
