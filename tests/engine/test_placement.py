@@ -21,6 +21,8 @@ from csd_optim.engine import tuning as probe
 from csd_optim.engine.tuning import Tuned
 from csd_optim.store.format import FILE_NAME, read_contents
 
+pytestmark = pytest.mark.fp32_states("rooms and rates are those of states of 12 bytes per parameter")
+
 TILE = 4096
 TILE_BYTES = 24 * TILE  # the two slots of a tile
 

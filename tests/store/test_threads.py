@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 from support.repeating import STEPS, Repeating, never_failed
+from support.states import assumed
 
 from csd_optim import CSDAdam, CSDRuntimeError
 from csd_optim.engine.commit import Commit
@@ -63,7 +64,7 @@ def test_training_goes_on_without_new_threads(refuse, devices, overlap, tmp_path
     for number in range(STEPS):
         training.step(number)
     training.opt.wait()
-    assert training.image() == never_failed("fp32")
+    assert training.image() == never_failed(assumed())
     training.opt.close()
     for d in range(devices):
         superblock = read_contents(tmp_path / str(d)).superblock
