@@ -189,7 +189,7 @@ def test_layouts(tmp_path, overlap, options):
 def test_all_states_are_there(tmp_path, overlap, near, named):
     options = {"near": [near], "devices": int("room" in near), "named": named}
     if overlap is FREE and not options["devices"]:
-        with pytest.raises(CSDValueError, match="takes a second copy of the states: ram:, null:, gpu: alone"):
+        with pytest.raises(CSDValueError, match="takes a second copy of the states: ram:, null: and gpu: alone"):
             Twin(tmp_path, overlap, place=[DEVICE], **options)
         return
     training = twins(tmp_path, ten_steps, overlap, **options)
