@@ -20,7 +20,7 @@ class Committer:
     uncommitted = False  # a committed tile has moved to its other slot since the last commit began
 
     def __init__(self, states: States) -> None:
-        self.states = states
+        self.states: States = states
 
     # ---- commits: no-ops unless states are durable -------------------------------
 

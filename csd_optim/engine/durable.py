@@ -39,6 +39,8 @@ class DurableCommitter(Committer):
     Several ranks commit a step together: see rounds.py.
     """
 
+    uncommitted: bool
+
     def __init__(self, states: States, ranks: Ranks | None) -> None:
         super().__init__(states)
         states.make_durable()

@@ -28,7 +28,8 @@ class States:
     """The states of one engine, as the engine and its committer share them. `mode`: see StoreFile."""
 
     def __init__(self, devices: OpenDevices, mode: str) -> None:
-        self.devices, self.mode = devices, mode
+        self.devices: OpenDevices = devices
+        self.mode: str = mode
         self.native: Native = Native(devices.name)  # opened with the first extent
         self.tiles: Tiles = Tiles()
         self.windows: Windows = Windows(self.tiles)

@@ -14,7 +14,8 @@ class Timeline:
     """The last step of one engine: times of time.perf_counter()."""
 
     def __init__(self, native: Native) -> None:
-        self.began = self.ended = 0.0  # 0: it has not ended, or there was none
+        self.began: float = 0.0  # 0: there was none
+        self.ended: float = 0.0  # 0: it has not ended
         self.is_undone: bool = False
         self.model_spans: list[Span] | None = [] if settings.trace() else None  # forward and backward
         self.near_spans: list[Span] | None = [] if settings.trace() else None  # updates on the accelerator
