@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -25,8 +25,8 @@ from ..engine.open_engine import open_engine
 from ..errors import CSDError, CSDOSError, CSDStoreError, CSDValueError
 from ..params.groups import check_state_dtype, hyperparameters_of
 from ..params.param_state import MOST_RATIO
-from ..store.format import FILE_NAME, Record
-from ..store.layout import round_up
+from ..store.format import FILE_NAME, Contents, Record
+from ..store.layout import Extent, round_up
 from ..store.sections import EIGHT_BIT, FP32, PARAM_DTYPES, SECTIONS, codec_supports
 from ..store.transfer import opened
 from ..store.user_state import pack_user_state
@@ -69,12 +69,7 @@ class Export:
         coded = state_dtype == EIGHT_BIT
         entries = self.about["params"]
         for row, p in enumerate(entries):
-            states = self.sections(p["extent"], row)
-            if not codec_supports(state_dtype, states, torch.float32 if coded else None):
-                raise CSDValueError(
-                    f"these states stay fp32: they are {', '.join(states[1:]) or 'none'}, and {state_dtype} keeps "
-                    "exp_avg and exp_avg_sq"
-                )
+            _check_can_keep(state_dtype, self.sections(p["extent"], row), "these states")
         kinds = [(p["extent"], _codes_of(p) if coded else "") for p in entries]
         numbers = {kind: number for number, kind in enumerate(sorted({*kinds}))}
         about = {
@@ -85,6 +80,14 @@ class Export:
         if "sections" in about:
             about["sections"] = [about["sections"][extent] for extent, _ in numbers]
         return replace(self, about=about)
+
+
+def _check_can_keep(state_dtype: str, sections: Sequence[str], of_what: str) -> None:
+    if not codec_supports(state_dtype, sections, torch.float32 if state_dtype == EIGHT_BIT else None):
+        raise CSDValueError(
+            f"{of_what} stay fp32: they are {', '.join(sections[1:]) or 'none'}, and {state_dtype} keeps exp_avg and "
+            "exp_avg_sq"
+        )
 
 
 def _codes_of(p: dict[str, Any]) -> str:
@@ -150,7 +153,9 @@ def _read_torch(path: Path) -> Export:
 
 def _read_safetensors(path: Path) -> Export:
     if not (path / INDEX_NAME).exists():
-        raise CSDStoreError(f"{path} is no export of a store: there is no {INDEX_NAME} in it")
+        raise CSDStoreError(
+            f"{path} is neither a store nor an export of one: there is no {FILE_NAME} in it, and no {INDEX_NAME}"
+        )
     index = json.loads((path / INDEX_NAME).read_bytes())
     about = index["metadata"]["csd_optim"]
     _check_format(about, path)
@@ -189,20 +194,31 @@ def _check_format(about: dict[str, Any], path: Path) -> None:
 def is_store(paths: Paths) -> bool:
     """Return whether one of the paths is a store or a snapshot."""
     places = [paths] if isinstance(paths, (str, os.PathLike)) else paths
-    kept = [place for place in map(Path, places) if place.is_dir() or place.name == FILE_NAME]
+    kept = [place for place in (Path(p).expanduser() for p in places) if place.is_dir() or place.name == FILE_NAME]
     return any((directory / FILE_NAME).exists() for directory in directories(kept))
 
 
-def read_store(paths: Paths, zeros: Callable[[int], torch.Tensor], progress: Progress = no_progress) -> Export:
+def read_store(
+    paths: Paths,
+    zeros: Callable[[int], torch.Tensor],
+    progress: Progress = no_progress,
+    state_dtype: str | None = None,
+) -> Export:
     """Check the last step of the stores in `paths`, and return it in the form of an export: see mapped_states().
 
-    Raises CSDStoreError if a store is damaged or one of several ranks, CSDBusyError, CSDOSError.
+    Before they are read, raises CSDStoreError if a store is one of several ranks, and CSDValueError if `state_dtype`
+    cannot keep its states. Raises CSDStoreError if a store is damaged, CSDBusyError, CSDOSError.
     """
-    contents, states = mapped_states(paths, zeros, progress)
-    if contents.world_size > 1:
-        raise CSDStoreError(
-            f"{contents.path} is one of {contents.world_size} ranks: export the stores of all, and import that"
-        )
+
+    def accept(contents: Contents, extents: Sequence[Extent]) -> None:
+        if contents.world_size > 1:
+            raise CSDStoreError(
+                f"{contents.path} is one of {contents.world_size} ranks: export the stores of all, and import that"
+            )
+        for extent in extents if state_dtype else ():
+            _check_can_keep(state_dtype or "", extent.sections, f"the states of {contents.path}")
+
+    contents, states = mapped_states(paths, zeros, progress, accept)
     rows = [row for _, row, _ in numbered(contents.manifest)]
 
     def state(i: int, name: str) -> np.ndarray[Any, Any] | None:
@@ -219,8 +235,9 @@ class _Scratch:
     """Tensors that are memory-mapped from one nameless file on a drive. It lives as long as one of them does."""
 
     def __init__(self, directory: Path) -> None:
-        existing = next(d for d in (directory, *directory.parents) if d.is_dir())
-        self._file = tempfile.TemporaryFile(dir=existing)  # noqa: SIM115
+        """`directory`: on that drive; it need not exist yet."""
+        self._directory = directory
+        self._file: IO[bytes] | None = None  # made when it is needed
         self._end = self._begin = 0
         self._mapped = np.zeros(0, np.uint8)
 
@@ -230,6 +247,7 @@ class _Scratch:
         if size > self._end - self._begin:  # one mapping per tensor would take a file descriptor each
             begin, self._end = self._end, self._end + round_up(max(size, EXTENT_BYTES), 4096)
             try:
+                self._file = self._file or self._new_file()
                 os.posix_fallocate(self._file.fileno(), begin, self._end - begin)  # so a full disk raises, not SIGBUS
             except OSError as e:
                 raise CSDOSError(e.errno, f"no room for what is decoded: {e.strerror}") from e
@@ -238,6 +256,10 @@ class _Scratch:
         first = len(self._mapped) - (self._end - self._begin)
         self._begin += round_up(size, 8)
         return torch.from_numpy(self._mapped[first : first + size]).view(dtype)
+
+    def _new_file(self) -> IO[bytes]:
+        existing = next(d for d in (self._directory, *self._directory.parents) if d.is_dir())
+        return tempfile.TemporaryFile(dir=existing)
 
 
 # ---- a new store ---------------------------------------------------------------------
@@ -302,9 +324,9 @@ def import_store(
     scratch = _Scratch(specs[0].directory)
     if is_store(stores):
         open_engine(specs).close()  # raises if the devices cannot be used, before everything is read
-        export = read_store(stores, scratch.zeros, progress)
+        export = read_store(stores, scratch.zeros, progress, state_dtype)
     else:
-        export = read_export(Path(source))
+        export = read_export(Path(source).expanduser())
     export = export.keeping(state_dtype) if state_dtype else export
     about = export.about
     numels = [math.prod(p["shape"]) * (2 if p["dtype"] == "complex64" else 1) for p in about["params"]]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..engine.resume import check_recovered
 from ..errors import CSDStoreError
 from ..store.file import close_in_children, lock
 from ..store.format import RESIDUAL_BYTES, Contents
+from ..store.layout import Extent
 from ..store.reader import Tile, residuals_of, total_bytes
 from ..store.sections import FP32
 from ..store.transfer import opened
@@ -151,17 +152,23 @@ def load(paths: Paths) -> dict[str, Any]:
 
 
 def mapped_states(
-    paths: Paths, zeros: Callable[[int], torch.Tensor], progress: Progress = no_progress
+    paths: Paths,
+    zeros: Callable[[int], torch.Tensor],
+    progress: Progress = no_progress,
+    accept: Callable[[Contents, Sequence[Extent]], None] | None = None,
 ) -> tuple[Contents, dict[tuple[int, str], torch.Tensor]]:
     """Check a store, and return what it holds and its states, by row and name, memory-mapped from its files.
 
-    They keep the files locked. Codes are decoded into what `zeros` returns, called with a number of elements. Raises
-    CSDStoreError if the store is damaged, CSDBusyError, CSDOSError.
+    They keep the files locked. Codes are decoded into what `zeros` returns, called with a number of elements. `accept`
+    may refuse the store, by an error, before it is read. Raises CSDStoreError if the store is damaged, CSDBusyError,
+    CSDOSError.
     """
     engine = open_engine(parse_devices(directories(paths)), mode="read")
     try:
         if not engine.recovered:
             raise CSDStoreError(f"{engine.devices.specs[0]} holds no step yet")
+        if accept:
+            accept(engine.recovered[0], engine.tiles.extents)
         decoded = _DecodedStates(engine, zeros)
         with progress("checking", total_bytes(engine.recovered)) as tick:
             check_recovered(engine, decoded.decode_tile, tick)

@@ -126,7 +126,8 @@ class Truth:
 
         Returns these tiles and those written earlier that no step has started from yet: ascending, uint32.
         """
-        changed, versions = self._windows.take_written(), self._decoded.versions()
+        windows, versions = self._windows.versions(), self._decoded.versions()
+        changed = self._windows.written_at(windows)
         if not changed and not versions:  # the usual case
             return np.flatnonzero(self._edited).astype(np.uint32)
         self.forget_copies(changed)
@@ -137,6 +138,7 @@ class Truth:
         since_last = self._tiles.of([p for p in versions if versions[p] != self._decoded_versions.get(p)])
         self._reseeded[np.union1d(mapped, since_last)] = False
         self._decoded_versions = versions
+        self._windows.note_known(windows)  # last: if a signal interrupts this, the next call does it again
         return np.union1d(tiles, np.flatnonzero(self._edited)).astype(np.uint32)
 
     @contextlib.contextmanager

@@ -58,17 +58,21 @@ class Windows:
 
     @property
     def are_written(self) -> bool:
-        """Whether windows were written since take_written()."""
-        return self._versions() != self._known_versions
+        """Whether windows were written since note_known()."""
+        return self.versions() != self._known_versions
 
-    def take_written(self) -> list[int]:
-        """Return the parameters whose windows were written since the last call."""
-        versions, known = self._versions(), self._known_versions
+    def written_at(self, versions: list[int]) -> list[int]:
+        """Return the parameters whose windows had been written since note_known() when they had these versions."""
+        known = self._known_versions
         if versions == known:  # the usual case
             return []
-        self._known_versions = versions
         changes = zip(self._handed_out, versions, known, strict=True)
         return [param for (param, _), now, then in changes if now != then]
 
-    def _versions(self) -> list[int]:
+    def note_known(self, versions: list[int]) -> None:
+        """Note that everything has been done that writes up to these versions ask for."""
+        self._known_versions = versions
+
+    def versions(self) -> list[int]:
+        """Return torch's count of writes to each window that was handed out."""
         return [window._version for _, window in self._handed_out]

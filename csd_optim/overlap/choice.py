@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from .. import settings
 from ..accelerator import is_on_accelerator
 from ..devices.units import parse_bytes
 from ..errors import CSDValueError, CSDWarning, users_stacklevel
@@ -38,6 +39,7 @@ def choose(
         backward = False  # no gain: on the accelerator the step is queued behind backward in any case
     if model is None:
         return InStep
+    settings.refuse_use_check()
     if steps.ranks:
         check_ranks(steps.groups, steps.state_map, backward=backward or free_gradients)
     if (backward or free_gradients) and engine.devices.resident:

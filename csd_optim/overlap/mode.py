@@ -58,6 +58,6 @@ class ConcurrentMode(InStep):
         """End this mode if its optimizer was dropped, so that no other call can end it. Returns whether it was."""
         if self._steps.arguments is not None:
             return False
-        with contextlib.suppress(CSDError):  # no caller is left to hear of it
+        with contextlib.suppress(CSDError, RuntimeError, MemoryError):  # no caller is left to hear of it
             self.close()
         return True

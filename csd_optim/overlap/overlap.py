@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from .. import settings
 from ..engine.tiles import Pieces
 from ..errors import CSDWarning, users_stacklevel
 from ..params.grad_source import GradSource
@@ -51,7 +50,6 @@ class Overlap(ConcurrentMode):
         self._to_copy_back: dict[int, GradSource] = {}  # by row: parameters ordered unlike their states in memory
         self._waited, self._early_elems = 0.0, 0  # of the last step: seconds waited, elements pushed in backward
         self._warned = False  # whether the user was warned that the model has changed
-        settings.refuse_use_check()
         trainable = self._trainable_params()
         self._hooks += [
             p.register_hook(partial(self._before_grad, weakref.ref(p)))  # type: ignore[no-untyped-call]

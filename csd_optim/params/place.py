@@ -18,7 +18,7 @@ from .strides import numel
 class Place:
     """`shape` and `stride` are those of the states: of the part of the parameter that this process updates."""
 
-    extent: int  # index in Engine.extents
+    extent: int  # index in Tiles.extents
     shape: Sequence[int]
     stride: tuple[int, ...]
     initial: Mapping[str, float]  # initial values of states, where not zero

@@ -115,7 +115,7 @@ class LiveStep:
         self.tiles: np.ndarray[Any, Any] = step.tiles  # uint32, in flow order; begin() adds those of the committer
         self.ended: threading.Event = threading.Event()  # set if a thread has landed it, and undone it if that failed
         self._not_pulled: set[int] = {*step.images}  # tiles whose parameters were not copied back from their images yet
-        self._progress = threading.Condition()  # notified when one of the last two changes
+        self._changed = threading.Condition()  # notified when `ended` or `_not_pulled` changes
 
     @property
     def spec(self) -> StepSpec:
@@ -235,20 +235,20 @@ class LiveStep:
         if missing := self._not_pulled.intersection(tiles.tolist() if self._not_pulled else ()):
             if not wait:
                 return False
-            with self._progress:
-                self._progress.wait_for(lambda: self.ended.is_set() or missing.isdisjoint(self._not_pulled))
+            with self._changed:
+                self._changed.wait_for(lambda: self.ended.is_set() or missing.isdisjoint(self._not_pulled))
         return self.engine.native.params_ready(tiles, wait=wait)
 
     def note_pulled(self, tile: int) -> None:
         """Note that the last copies from the image of a tile to its parameters were queued."""
-        with self._progress:
+        with self._changed:
             self._not_pulled.discard(tile)
-            self._progress.notify_all()
+            self._changed.notify_all()
 
     def note_ended(self) -> None:
-        with self._progress:
+        with self._changed:
             self.ended.set()
-            self._progress.notify_all()
+            self._changed.notify_all()
 
     # ---- within step() ---------------------------------------------------------------
 

@@ -5,7 +5,7 @@
     add_residuals(...)          the first change
     apply_outside_writes(...)
 
-Steps.prepare() in steps.py calls these, and then prepares memory and streams. The update rule is an argument: this
+Steps in steps.py calls these, and then prepares memory and streams. The update rule is an argument: this
 module does not know what it computes.
 """
 

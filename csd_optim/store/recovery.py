@@ -71,11 +71,14 @@ def common_commits(stores: Sequence[StoreFile]) -> list[list[Contents]]:
 def check_slots(recovered: Sequence[Contents]) -> None:
     """Raise CSDStoreError if a step would overwrite the only copy of the states: the stores can only be read."""
     if any(extent["slots"] < SLOTS for contents in recovered for extent in contents.manifest["extents"]):
+        first = recovered[0]
         places = ",".join(str(Path(contents.path).parent) for contents in recovered)
+        how = f"csd-optim import {places} DIRECTORY ..., and resume that"
+        if first.world_size > 1:
+            how = "csd-optim export the stores of all ranks, csd-optim import that, and resume it"
         raise CSDStoreError(
-            f"{recovered[0].path} was made with shadow=False and can only be read: a step cannot be undone there. Make "
-            f"a new store of it, csd-optim import {places} DIRECTORY ..., and resume that; with --state-dtype 8bit it "
-            "takes no more space"
+            f"{first.path} was made with shadow=False and can only be read: a step cannot be undone there. Make a new "
+            f"store of it: {how}. It takes twice the space; fp32 states of AdamW take no more as --state-dtype 8bit"
         )
 
 

@@ -14,7 +14,8 @@ from support.forked import printed, python
 from support.stores import flip
 from support.training import train
 
-from csd_optim import CSDAdam, CSDOSError, CSDStoreError, CSDStoreExistsError, CSDValueError
+from csd_optim import CSDSGD, CSDAdam, CSDOSError, CSDStoreError, CSDStoreExistsError, CSDValueError
+from csd_optim.checkpoint import state_dict
 from csd_optim.checkpoint.export import export_torch
 from csd_optim.checkpoint.importing import import_store
 from csd_optim.checkpoint.verify import verify
@@ -183,6 +184,17 @@ def test_what_cannot_be_imported(tmp_path, run):
     assert code == 1
     assert "Invalid state_dtype: 'int8'; it is 'fp32' or '8bit'" in err
     assert not (tmp_path / "b" / FILE_NAME).exists()
+
+
+def test_what_cannot_be_kept_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    with train(CSDSGD(parameters(), momentum=0.9, devices=str(tmp_path / "a"), tile_size=TILE), 1):
+        pass
+    monkeypatch.setattr(state_dict, "check_recovered", lambda *_: pytest.fail("the store is read"))
+    with pytest.raises(CSDValueError, match=r"the states of .*a/csd_optim.store stay fp32: they are momentum_buffer"):
+        import_store(tmp_path / "a", [tmp_path / "b"], state_dtype="8bit")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CSDStoreError, match="is neither a store nor an export of one"):
+        import_store(tmp_path / "empty", [tmp_path / "b"])
 
 
 def test_stores_of_ranks_are_refused(tmp_path, run, monkeypatch):

@@ -207,3 +207,21 @@ def test_a_written_master_whose_section_is_the_parameter(has_grad):
     model.truth.kept()
     assert model.decoded.is_own_master(2)
     assert not model.decoded.masters_written
+
+
+def test_a_write_outlives_an_interrupt():
+    """A signal may raise while the native engine is told of a write: the next call tells it."""
+    model = Model()
+    with torch.no_grad():
+        model.shown[1].fill_(5)
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    model.device.edited = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        model.truth.note_written()
+    del model.device.edited
+    model.device.told.clear()
+    assert model.truth.note_written().tolist() == [1]
+    assert model.device.told == [[1]]

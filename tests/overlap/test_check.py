@@ -155,8 +155,12 @@ def test_another_thread_neither_checks_nor_ends_it(late):
 
 
 def test_the_setting_is_refused(monkeypatch):
-    """It once entered this check for users."""
-    monkeypatch.setenv("CSD_OPTIM_OVERLAP", "check")
+    """It once entered this check for users. The refusal leaves nothing behind in the model."""
     model = nn.Linear(2, 2)
-    with CSDAdam(model.parameters(), devices="ram:") as opt, pytest.raises(CSDValueError, match="unset it"):
+    with CSDAdam(model.parameters(), devices="file:") as opt:
+        with monkeypatch.context() as patch:
+            patch.setenv("CSD_OPTIM_OVERLAP", "check")
+            for options in ({}, {"backward": True}, {"free_gradients": True}):
+                with pytest.raises(CSDValueError, match="unset it"):
+                    opt.overlap(model, **options)
         opt.overlap(model)
