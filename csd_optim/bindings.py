@@ -375,12 +375,12 @@ class Native:
         all. They are read until the tile's parameters are ready or the step ends. Not for tiles with Top-K.
         `hold`: address of hold_bytes() bytes, in use until the tile's parameters are ready. It pushes the tile early:
         nothing changes before release(), finish(keep=False) undoes it, and `grads` are read until unchanged() returns.
-        Not for tiles in memory, with one slot, new, or with Top-K.
+        Not for tiles in memory, new, or with Top-K.
         `states`: address of all sections of the tile, one after another, as they are after the step; for parameters
         whose master is GIVEN. They are read until the tile's parameters are ready.
         """
         how = ffi.NULL
-        if images != (0, 0) or grads is not None or states:
+        if images != (0, 0) or entries != (0, 0) or grads is not None or hold or states:
             addresses = ffi.NULL if grads is None else ffi.new("void *[]", [*map(_address, grads)])
             words, (grad, param) = ffi.cast("uint32_t *", entries[0]), map(_address, images)
             fields = grad, param, words, entries[1], addresses, _address(hold), _address(states)

@@ -38,7 +38,8 @@ class NearCopies:
     """The copies of one engine."""
 
     def __init__(self, native: Native, tiles: Tiles) -> None:
-        self._native, self._tiles = native, tiles
+        self._native: Native | None = native  # until it is closed
+        self._tiles = tiles
         self.by_param: dict[int, NearCopy] = {}  # by parameter, numbered over all extents
 
     @property
@@ -55,6 +56,7 @@ class NearCopies:
         """Free the memory of all copies."""
         for copy in self.by_param.values():
             copy.states.clear()
+        self._native = None  # it names devices, and these know the accelerator: leave no cycle to the garbage collector
 
     def load(self, params: Collection[int]) -> None:
         """Load the invalid copies among these parameters from the directory. Not during a step.
@@ -64,6 +66,7 @@ class NearCopies:
         missing = {param: copy for param in params if not (copy := self.by_param[param]).is_known}
         if not missing:
             return
+        assert self._native
         largest = max(e.tile_elems * len(e.sections) for e in self._tiles.extents)
         # Two buffers: while one tile is copied to the accelerator, the next is read.
         buffers = [torch.empty(largest, dtype=torch.float32, device="cpu", pin_memory=True) for _ in range(2)]

@@ -113,8 +113,10 @@ class States:
     def remap(self) -> None:
         """Wait until all states are written, then show them in the windows. Raises CSDOSError if a write keeps failing.
 
-        Writes to windows reach the devices if states are not durable.
+        Writes to windows reach the devices if states are not durable. Raises CSDRuntimeError if the devices are closed
+        or belong to another process.
         """
+        self.devices.check_open()
         if self.native.is_open:
             self.show(open=not self.durable)
 

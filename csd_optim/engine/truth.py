@@ -23,8 +23,8 @@ class Counts(Enum):
     EMPTY = auto()  # nothing was written yet: states read as zero, or the next step makes them (csd_master NEW)
     EDITED = auto()  # what the program wrote to its windows or decoded states, in memory
     RESEEDED = auto()  # the same, written from parameters that the program had set
-    COMMITTED = auto()  # the slot on its device, which the last commit names
-    LOOSE = auto()  # that slot; no commit names it, so it may be overwritten in place
+    COMMITTED = auto()  # the slot on its device, which the last commit names, or the next one will
+    LOOSE = auto()  # that slot; no commit has to name it, so it may be overwritten in place
 
 
 class Place(Protocol):
@@ -52,14 +52,15 @@ class Truth:
     EDITED     note_written() … kept() or moved()  with the next step, or with an earlier flush. A step that is undone
                                                    leaves it so; taken_back() ends it if the tile took part in the step
     RESEEDED   the same, within reseeding()        with the next step, and in no commit before that
-    LOOSE      moved() … commit_begins()           at once while the tile is open; otherwise it is EDITED then
+    LOOSE      moved(), and when a new tile stops  at once while the tile is open; otherwise it is EDITED then
+               being EMPTY … commit_begins()
     COMMITTED  commit_begins() … moved()           the tile is EDITED then
     =========  ==================================  ====================================================================
 
     A tile is *open* while writes to its windows reach the device: without durable states always; with them if it is
     new, or within `writing()`. A commit closes it. Tiles of codes have no windows and are never open. After a step has
     moved a tile to its other slot, its windows show the old one until they are shown again; what is written to these
-    never counts.
+    never counts, although the tile is then called EDITED, too. Without durable states no tile is ever COMMITTED.
 
     Beside this, a parameter with a copy on the accelerator (NearCopy) is updated there: the copy is the truth during
     the step. It is loaded first unless it is known to equal the tile. And a parameter whose value an undone step has

@@ -309,7 +309,8 @@ int csd_engine_begin(csd_engine *engine, const csd_param *params, uint64_t n_par
 
 /* How a tile is pushed. With all fields zero, gradients are read from and parameters written to the addresses in
  * csd_param. The caller must not touch what the fields point to until the tile's parameters are ready
- * (csd_engine_pull for images, csd_engine_params_ready) or the step is over, unless a field says otherwise. */
+ * (csd_engine_pull for images, csd_engine_params_ready) or the step is over, unless a field says otherwise. This struct
+ * itself is read during the call only. */
 typedef struct csd_push {
   /* *Images* of the tile with 4 bytes per element, both or neither: the piece at `tile_first` has its gradients at
    * `(char *)grad + 4 * tile_first`, in its own dtype, and its parameters go to `(char *)param + 4 * tile_first`. */
@@ -327,8 +328,8 @@ typedef struct csd_push {
   /* Pushes the tile *early*, as part of a guess (see below): memory of csd_engine_hold_bytes bytes, aligned for any
    * type. Then `grads` is needed too, and NULL exactly where csd_param.grad is. */
   void *hold;
-  /* All states of the tile as they are after the step, its sections one after another, like a slot. Needed if the tile
-   * has CSD_GIVEN parameters; only their pieces are read. */
+  /* All states of the tile as they are after the step, its sections one after another, like a slot. Given exactly if
+   * the tile has CSD_GIVEN parameters; only their pieces are read. */
   const void *states;
 } csd_push;
 

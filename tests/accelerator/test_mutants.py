@@ -124,7 +124,7 @@ MUTANTS = {
         "wait_for(event)", "torch.accelerator.current_stream(event.device).wait_event(event)", "other_streams"
     ),
     "overlap: copies that have not begun are not waited for": in_steps(
-        "self._progress.wait_for(lambda: self.ended.is_set() or missing.isdisjoint(self._not_pulled))",
+        "self._changed.wait_for(lambda: self.ended.is_set() or missing.isdisjoint(self._not_pulled))",
         "pass",
         "accelerator_overlap",
     ),

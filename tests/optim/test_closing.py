@@ -101,6 +101,32 @@ def test_fork(tmp_path):
     assert err == ""
 
 
+def test_fork_within_loading(tmp_path):
+    """The child leaves loading() with the error that everything raises there, and touches no device."""
+    script = """
+        import os, sys, torch, warnings
+        from csd_optim import CSDAdam
+        warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on, of a fork beside threads
+        p = torch.ones(3000, requires_grad=True)
+        optimizer = CSDAdam([p], devices=sys.argv[1])
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        try:
+            with optimizer.loading():
+                optimizer.state[p]["exp_avg"].fill_(1)
+                child = os.fork()
+        except RuntimeError as e:
+            print("child:", e, flush=True)
+        if child:
+            os.waitpid(child, 0)
+            print("parent:", optimizer.state[p]["exp_avg"][0].item())
+    """
+    out, err = run_script(script, tmp_path / "a")
+    assert err == ""
+    assert "child: this optimizer belongs to process" in out
+    assert "parent: 1.0" in out
+
+
 def test_every_error_of_ours_is_a_csd_error():
     for make in (lambda: CSDAdam([leaf(2)], devices="tape:"), lambda: CSDAdam([leaf(2, dtype=torch.float64)])):
         with pytest.raises(CSDError):
