@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ def measure(spec: DeviceSpec, arguments: argparse.Namespace) -> Row:
         row["slowest"] = min(row["parts"], key=lambda name: row["parts"][name]["params_per_second"])
         bound = row["parts"][row["slowest"]]["params_per_second"]
         row["ratio_to_slowest"] = {k: v / bound for k, v in row["params_per_second"].items()}
-        if row["slowest"] in ("mixed", "memory") and not spec.pace.mixed:
+        if row["slowest"] in ("mixed", "memory") and math.isinf(spec.pace.mixed):
             row["ratio_to_slowest"] = found[
                 "ratio_to_limit"
             ]  # each step is compared with the rate measured right after it
@@ -134,10 +135,10 @@ def parts(spec: DeviceSpec, found: Row) -> dict[str, Row]:
         ("write", pace.write, STATE),
         ("mixed", pace.mixed, 2 * STATE),
         ("updater", pace.update, 1),
-        ("link to device", pace.link, STATE if pace.host else 0 if pace.flash_grads else pushed),
-        ("link from device", pace.link, STATE if pace.host else pulled),
+        ("link to device", pace.link, STATE if pace.on_host else 0 if pace.flash_grads else pushed),
+        ("link from device", pace.link, STATE if pace.on_host else pulled),
     ):
-        if most and each:
+        if each and not math.isinf(most):
             rates[name] = min(most, rates.get(name, (most, each))[0]), each
     return {
         name: {"rate": rate, "per_param": each, "params_per_second": rate / each}
