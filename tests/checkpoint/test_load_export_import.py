@@ -335,7 +335,7 @@ def test_import_refuses_what_is_no_export(tmp_path, run):
     expected = {
         "adamw.pt": "opt.load_state_dict(torch.load(...))",
         "text": "is no file that torch.load",
-        "empty": "is no export of a store",
+        "empty": "is neither a store nor an export of one",
         "nowhere": "cannot read",
     }
     for name, what in expected.items():

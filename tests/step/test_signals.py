@@ -146,7 +146,7 @@ def test_ctrl_c_comes_after_close(slow_commit, tmp_path, monkeypatch):
 def test_close_that_fails_waits_for_the_commit(slow_commit, monkeypatch):
     ours, happened, goes_on = slow_commit
     threading.Timer(0.3, goes_on.set).start()
-    monkeypatch.setattr(engine_of(ours).windows, "_versions", lambda: 1 / 0)  # stands for any error
+    monkeypatch.setattr(engine_of(ours).windows, "versions", lambda: 1 / 0)  # stands for any error
     with pytest.raises(ZeroDivisionError):
         ours.close()
     assert happened == ["settled", "closed"]
