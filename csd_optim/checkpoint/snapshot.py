@@ -232,7 +232,7 @@ def save(engine: Engine, path: Path, progress: Progress, *, wait: bool) -> Savin
             finally:
                 done.set_exception(e)
 
-    committer.pins.pins.append(pin)
+    committer.pins.add(pin)
     try:
         threading.Thread(target=work, name=f"csd_optim save {path}").start()
     except RuntimeError:  # the interpreter is shutting down and starts no more threads

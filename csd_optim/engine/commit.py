@@ -210,21 +210,24 @@ class Pins:
     """All copies of commits that are under way."""
 
     def __init__(self) -> None:
-        self.pins: list[Pin] = []
+        self._pins: list[Pin] = []
 
     def __bool__(self) -> bool:
-        return bool(self.pins)
+        return bool(self._pins)
+
+    def add(self, pin: Pin) -> None:
+        self._pins.append(pin)
 
     def wait_before(self, sequence: float) -> None:
         """Wait until nobody copies the slots that are overwritten next, after the commit with this sequence."""
-        for pin in self.pins:
+        for pin in self._pins:
             if sequence > pin.sequence:
                 pin.hurry.set()
                 wait([pin.done])
-        self.pins = [pin for pin in self.pins if not pin.done.done()]
+        self._pins = [pin for pin in self._pins if not pin.done.done()]
 
     def end(self) -> None:
         """Ask all to hurry, and wait until they have finished."""
-        for pin in (pins := [*self.pins]):
+        for pin in (pins := [*self._pins]):
             pin.hurry.set()
         wait([pin.done for pin in pins])

@@ -51,7 +51,7 @@ class DurableCommitter(Committer):
         self._background = Background(n_devices)
         self._residuals = Residuals(n_devices)
         self._manifests = Manifests(n_devices, ranks)
-        states.devices.name_tile = self._manifests.params_in_tile  # type: ignore[method-assign]
+        states.devices.name_tile = self._manifests.params_in_tile
         self._reports = Reports()
         self._sequence = 0  # number of the last commit
         self._changed = False  # something has changed since the store was last closed cleanly

@@ -264,11 +264,6 @@ class Engine:
         self.truth.taken_back()
         self.committer.after_undo()
 
-    def remap(self) -> None:
-        """Wait until all states are written, then remap the windows. Raises CSDOSError if a write keeps failing."""
-        self.check_open()
-        self.states.remap()
-
     @contextlib.contextmanager
     def writing(self, params: Sequence[int]) -> Iterator[None]:
         """Allow writes to the windows of these parameters inside; on exit, the writes are on the devices.

@@ -16,7 +16,6 @@ from ..bindings import Rates
 from ..devices.spec import DeviceSpec
 from ..errors import CSDMemoryError, CSDRuntimeError, CSDUnavailableError, CSDValueError
 from .engine_rate import ADAMW_STEP
-from .near_copies import NearCopies
 from .torch_rules import Scratch, differing_roundings, update
 
 log: logging.Logger = logging.getLogger("csd_optim")
@@ -43,8 +42,6 @@ class OnAccelerator:
 
     `others`: the devices that the user named beside `gpu:`.
     """
-
-    copies: NearCopies | None = None  # set if named directories contain these states too
 
     def __init__(self, spec: DeviceSpec, others: Sequence[DeviceSpec]) -> None:
         self.spec = spec

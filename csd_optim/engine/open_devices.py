@@ -49,6 +49,8 @@ class OpenDevices:
         self.written_before: list[int] = [0] * len(self.specs)  # bytes written to each device before it was opened
         self.pid: int = os.getpid()
         self.accelerator: OnAccelerator | None = None  # its states are on no device here unless it has copies
+        # Returns the parameters in a tile of a device, for messages; "" where no manifest knows them.
+        self.name_tile: Callable[[int, int], str] = lambda device, tile: ""
         self._in_place = in_place
         self._cards: dict[str, Any] = {}  # by name
         try:
@@ -116,11 +118,6 @@ class OpenDevices:
         name = f"device {device} ({card}{store.path})" if store else f"device {device} ({spec})"
         damaged = self.name_tile(device, tile) if tile >= 0 else ""
         return f"{name}: {damaged}" if damaged else name
-
-    @staticmethod
-    def name_tile(device: int, tile: int) -> str:
-        """Return the names of the parameters in a tile; "" if they are unknown. Manifests replace this."""
-        return ""
 
     @contextlib.contextmanager
     def room_for(self, extent: Extent) -> Iterator[list[int]]:

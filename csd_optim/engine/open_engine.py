@@ -59,9 +59,9 @@ def open_engine(
             options: dict[str, Any] = {"mode": mode, "tile_elems": tile_elems, "kernels": kernels}
             engine = Engine(engine_specs, in_place=in_place, **options)
             if near:
-                engine.devices.accelerator = accelerator = OnAccelerator(near[0], others)
+                engine.devices.accelerator = OnAccelerator(near[0], others)
                 if any(spec.durable for spec in others):
-                    accelerator.copies = engine.truth.copies = NearCopies(engine.native, engine.tiles)
+                    engine.truth.copies = NearCopies(engine.native, engine.tiles)
         if durable:
             engine.committer = committer = DurableCommitter(engine.states, ranks)
             if mode in ("resume", "read"):

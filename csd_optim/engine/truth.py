@@ -27,7 +27,7 @@ class Counts(Enum):
     LOOSE = auto()  # that slot; no commit has to name it, so it may be overwritten in place
 
 
-class Place(Protocol):
+class OfParam(Protocol):
     """What a parameter itself says about its master."""
 
     index: int
@@ -69,7 +69,7 @@ class Truth:
 
     def __init__(self, native: Native, tiles: Tiles, windows: Windows, decoded: Decoded) -> None:
         self._native, self._tiles, self._windows, self._decoded = native, tiles, windows, decoded
-        self.copies: NearCopies | None = None
+        self.copies: NearCopies | None = None  # set if directories contain the states of an accelerator
         # Per tile, bool:
         self.open: np.ndarray[Any, Any] = np.zeros(0, bool)  # writes to its windows go to the device
         self.loose: np.ndarray[Any, Any] = np.zeros(0, bool)  # its current slot is part of no commit
@@ -207,7 +207,7 @@ class Truth:
 
     # ---- what a step reads -------------------------------------------------------
 
-    def master_of(self, place: Place, *, is_new: bool = False) -> int:
+    def master_of(self, param: OfParam, *, is_new: bool = False) -> int:
         """Return where a step finds a parameter's master: a csd_master. For codes, enter() may change it.
 
         `is_new`: it has no states yet. The accelerator's copies are marked later, when it is known in which tiles they
@@ -215,15 +215,15 @@ class Truth:
         """
         if is_new:
             return int(NEW)
-        decoded = place.decoded
-        if place.in_place or (decoded and decoded.is_own_master(place.index)):
+        decoded = param.decoded
+        if param.in_place or (decoded and decoded.is_own_master(param.index)):
             return int(IN_PARAM)
-        if decoded and place.reachable and place.index in decoded.masters_written and not place.is_dirty:
+        if decoded and param.reachable and param.index in decoded.masters_written and not param.is_dirty:
             return int(UNCOMPARED)
         # With codes, a step compares a reachable parameter in any case. UNLESS_SET makes a written parameter win even
         # over a loaded master, which need not round to the parameter.
-        unless_set = place.reachable and place.is_dirty if decoded else place.unless_set
-        return int(FROM_PARAM if place.is_master else UNLESS_SET if unless_set else IN_SECTION)
+        unless_set = param.reachable and param.is_dirty if decoded else param.unless_set
+        return int(FROM_PARAM if param.is_master else UNLESS_SET if unless_set else IN_SECTION)
 
     @staticmethod
     def give(table: np.ndarray[Any, Any], params: Sequence[int]) -> None:

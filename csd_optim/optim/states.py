@@ -90,7 +90,7 @@ class StatesOnDevices(Optimizer):
         self._steps.finish_undo()
         if self._steps.in_flight and engine is not None and not engine.closed:
             with self._settled():
-                engine.remap()
+                engine.states.remap()
                 self._steps.in_flight = False
         return self._state_map.state
 

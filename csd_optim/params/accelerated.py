@@ -75,18 +75,16 @@ def choose_copies(engine: Engine, param_states: Iterable[ParamState]) -> None:
 
 def set_copy(engine: Engine, param_state: ParamState, copy: Iterable[torch.Tensor]) -> None:
     """Make `copy` the accelerator's copy of a parameter's states."""
-    assert engine.accelerator
-    assert engine.accelerator.copies
+    assert engine.truth.copies
     param_state.near_copy = NearCopy([flat(state) for state in copy])
-    engine.accelerator.copies.by_param[param_state.index] = param_state.near_copy
+    engine.truth.copies.by_param[param_state.index] = param_state.near_copy
 
 
 def drop_copy(engine: Engine, param_state: ParamState) -> None:
     """Drop the accelerator's copy of a parameter's states, if there is one."""
     if param_state.near_copy:
-        assert engine.accelerator
-        assert engine.accelerator.copies
-        del engine.accelerator.copies.by_param[param_state.index]
+        assert engine.truth.copies
+        del engine.truth.copies.by_param[param_state.index]
         param_state.near_copy = None
 
 
@@ -97,8 +95,8 @@ def count(engine: Engine, param_states: Collection[ParamState]) -> None:
         copied = [state for state in param_states if state.near_copy]
         engine.accelerator.params = sum(state.numel for state in (*there, *copied))
         engine.accelerator.nbytes = engine.copies * sum(state.nbytes for state in there)
-        if engine.accelerator.copies:
-            engine.accelerator.nbytes += engine.accelerator.copies.nbytes
+        if engine.truth.copies:
+            engine.accelerator.nbytes += engine.truth.copies.nbytes
 
 
 @contextlib.contextmanager

@@ -81,7 +81,7 @@ class StateMap:
             by_kind.setdefault(kind, []).append((name, p, self.part_of(p)))
             initial[id(p)] = self.rule.initial_for(groups[k])
         chosen = accelerated.choose(engine, by_kind)
-        copies = engine.accelerator.copies if engine.accelerator else None
+        copies = engine.truth.copies
         try:
             for ((sections, codec, dtype), of_kind), is_chosen in product(by_kind.items(), (True, False)):
                 new = [(name, p, part) for name, p, part in of_kind if (id(p) in chosen) == is_chosen]
@@ -113,7 +113,7 @@ class StateMap:
 
     def copy_resumed(self, engine: Engine) -> None:
         """Choose which states of a resumed store get copies on the accelerator: see choose_copies()."""
-        if engine.accelerator and engine.accelerator.copies is not None:
+        if engine.truth.copies is not None:
             try:
                 accelerated.choose_copies(engine, self.param_states.values())
             finally:

@@ -97,7 +97,7 @@ def given_states(engine: Engine, spec: StepSpec, tiles: np.ndarray[Any, Any]) ->
     Marks them in the step's table, and loads those of their copies on the accelerator that are not valid. Raises
     CSDOSError or CSDStoreError if that fails; nothing has changed then.
     """
-    copies = engine.accelerator.copies if engine.accelerator else None
+    copies = engine.truth.copies
     if copies is None:
         return None
     edited = engine.truth.note_written()  # tiles; copies of their states are invalid now

@@ -398,7 +398,7 @@ def apply_outside_writes(engine: Engine, spec: StepSpec) -> None:
     if not engine.durable or 4 * sum(b.numel for b in written) > EDIT_BYTES:
         within = engine.writing([b.index for b in written])
     else:
-        engine.remap()  # the windows show the masters, and keep what is written to them for the step
+        engine.states.remap()  # the windows show the masters, and keep what is written to them for the step
         within = engine.truth.reseeding()
     with within:
         for param_state in written:

@@ -278,7 +278,7 @@ def test_a_snapshot(tmp_path):
 @one_schedule
 def test_close_gives_memory_back(tmp_path):
     here = Trained(near(tmp_path / "a")).step(0)
-    copies = engine_of(here.opt).accelerator.copies.by_param.values()
+    copies = engine_of(here.opt).truth.copies.by_param.values()
     there = [weakref.ref(state) for copy in copies for state in copy.states]
     assert there
     here.opt.close()

@@ -244,7 +244,7 @@ def test_a_copy_rests_while_a_step_is_under_way(tmp_path, monkeypatch):
     monkeypatch.setattr(tiles, "IO_DEPTH", 1)
     monkeypatch.setattr(Native, "finish", long_step)
     future = opt.save(tmp_path / "snap", wait=False)
-    hurry = engine_of(opt).committer.pins.pins[-1].hurry  # for which the copy waits while it rests
+    hurry = engine_of(opt).committer.pins._pins[-1].hurry  # for which the copy waits while it rests
     wait = hurry.wait
     hurry.wait = lambda timeout: (rests.set(), wait(timeout))
     train_params(opt, params, 3, 4)

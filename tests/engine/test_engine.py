@@ -73,7 +73,7 @@ class Driven:
         self.engine.finish()
 
     def image(self):
-        self.engine.remap()
+        self.engine.states.remap()
         return [t.clone() for t in [*self.params, *itertools.chain(*self.windows.values())]]
 
     def slots(self):
@@ -211,7 +211,7 @@ def test_calls_out_of_order(driven):
             call()
     driven.step()
     driven.begin(tiles=driven.tiles[1:])
-    for call in (driven.begin, driven.engine.remap, lambda: driven.engine.extend([5], STATES)):
+    for call in (driven.begin, driven.engine.states.remap, lambda: driven.engine.extend([5], STATES)):
         with pytest.raises(CSDRuntimeError, match="under way"):
             call()
     with pytest.raises(CSDRuntimeError, match="no tile is left to be pulled"):
@@ -273,7 +273,7 @@ def test_step_is_that_of_the_updater_alone(driven):
         expected.append((master, m, v))
     for _ in range(3):
         driven.step()
-    driven.engine.remap()
+    driven.engine.states.remap()
     for i, (master, m, v) in enumerate(expected):
         assert torch.equal(driven.params[i], master)
         assert torch.equal(driven.windows["master"][i], master)
@@ -306,7 +306,7 @@ def test_windows_show_each_step_right_after_remap(file):
     expected = [torch.zeros_like(g) for g in file.grads]
     for step in range(1, 8):
         file.step()
-        file.engine.remap()
+        file.engine.states.remap()
         assert file.slots() == [step % 2] * len(file.tiles)
         for i, g in enumerate(file.grads):
             expected[i] = expected[i] * BETA1 + g * ONE_MINUS_BETA1
@@ -316,10 +316,10 @@ def test_windows_show_each_step_right_after_remap(file):
 
 def test_windows_write_the_device(file):
     file.step()
-    file.engine.remap()
+    file.engine.states.remap()
     file.windows["exp_avg"][0].fill_(5.0)
     file.step()
-    file.engine.remap()
+    file.engine.states.remap()
     expected = torch.full((2500,), 5.0) * BETA1 + file.grads[0] * ONE_MINUS_BETA1
     assert torch.equal(file.windows["exp_avg"][0], expected)
 
@@ -478,7 +478,7 @@ def test_parameters_join_one_after_another(tmp_path):
     for tile in tiles:
         engine.native.push(int(tile))
     engine.finish()
-    engine.remap()
+    engine.states.remap()
     for extent in extents[::30]:
         exp_avg = engine.windows.window(extent, 0, 1, torch.float32)
         assert torch.equal(exp_avg, torch.full((n,), 0.1 if extent.first_tile in tiles else 0.0))

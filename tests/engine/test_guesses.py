@@ -90,7 +90,7 @@ class Guessing:
         self.engine.finish()
 
     def image(self):
-        self.engine.remap()
+        self.engine.states.remap()
         window, places = self.engine.windows.window, itertools.product(range(len(NUMELS)), range(3))
         return [t.clone() for t in [*self.params, *(window(self.extent, *at, torch.float32) for at in places)]]
 

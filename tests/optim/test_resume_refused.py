@@ -32,6 +32,7 @@ pytestmark = pytest.mark.cards
 # ---- what cannot be resumed ----------------------------------------------------------------
 
 
+@pytest.mark.fp32_states("with 8 bits the warning names a file of the tests, which sets the option")
 def test_where_no_store_is_a_new_one_is_begun_and_said_so(tmp_path):
     with pytest.warns(CSDWarning, match="a new one is begun") as caught:
         opt = CSDAdam(parameters((30,)), devices=named_devices(tmp_path, 2), resume=True)
@@ -115,6 +116,7 @@ def named_values(groups):
     return [p[1] if isinstance(p, tuple) else p for g in groups for p in g["params"]]
 
 
+@pytest.mark.fp32_states("with 8 bits the warning names a file of the tests, which sets the option")
 def test_hyperparameters_given_otherwise(tmp_path):
     [device] = named_devices(tmp_path, 1)
 

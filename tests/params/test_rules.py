@@ -129,7 +129,7 @@ def test_one_and_two_sections_through_engine_store_and_tools(sections, tmp_path)
         tiles = np.arange(len(engine.tiles), dtype=np.uint32)
         for _ in range(3):
             pass_through(engine, tiles)
-        engine.remap()
+        engine.states.remap()
         windows[-1][1024:2048] = values[-1][1024:2048] = 7.0  # windows are closed: the next step starts from it
         torch.autograd.graph.increment_version(windows[-1])
         pass_through(engine, tiles)
@@ -146,7 +146,7 @@ def test_one_and_two_sections_through_engine_store_and_tools(sections, tmp_path)
         check_recovered(engine)
         pass_through(engine, np.arange(len(engine.tiles), dtype=np.uint32))
         assert engine.states.step == 5
-        engine.remap()
+        engine.states.remap()
         for k, value in enumerate(values):
             assert torch.equal(engine.windows.window(engine.tiles.extents[0], 0, k, torch.float32), value)
 

@@ -123,7 +123,7 @@ class EngineTraining:
         return self
 
     def image(self):
-        self.engine.remap()
+        self.engine.states.remap()
         states = {(name, s): w.clone() for name, ws in zip(NAMES, self.windows, strict=True) for s, w in enumerate(ws)}
         kept = {(NAMES[i], "residual"): r.cpu().clone() for i, r in self.engine.states.residuals.items()}
         return states | kept | {"steps": torch.from_numpy(self.engine.states.steps[0].copy())}
@@ -194,7 +194,7 @@ def test_every_instant_of_a_commit_leaves_one_step(tmp_path, monkeypatch, n, ste
     with EngineTraining(devices) as training:
         training.steps(steps).engine.wait()
         training.step(commit=False)
-        training.engine.remap()
+        training.engine.states.remap()
 
         def copied(call):
             def instead(*arguments):
@@ -475,7 +475,7 @@ def test_they_are_counted_where_they_are_written(tmp_path):
                 rooms[p["residual"]["device"]] += p["residual"]["room"]
         tile_bytes = [training.extent.slot_bytes * training.extent.tiles_of(d) for d in range(2)]
         for done in (1, 2):
-            training.engine.remap()
+            training.engine.states.remap()
             for d, count in enumerate(training.engine.committer.stats()):
                 assert rooms[d] > 0
                 assert count["write_bytes"] == tile_bytes[d] + rooms[d]
