@@ -302,15 +302,15 @@ class CSDOptimizer(StatesOnDevices, Joinable):
 
         Parameters whose states `gpu:` keeps are updated on the accelerator's streams, and nothing waits for them.
 
-        Raises CSDValueError if a device has no second copy of the states (`ram:`, `null:`), which
-        `backward` and `free_gradients` need (the latter also with `gpu:` alone), and if `free_gradients` is not
-        possible. Raises CSDRuntimeError for these two where ranks train together, and if ranks share updates.
+        Raises CSDValueError if a device has no second copy of the states (`ram:`, `null:`), which `backward` and
+        `free_gradients` need (the latter also with `gpu:` alone), and if `free_gradients` is not possible. Raises
+        CSDRuntimeError for these two where ranks train together, and if ranks share updates.
         """
         nbytes = hold_bytes(hold, backward=backward, free_gradients=free_gradients)
         engine = self._settled_engine()
         self._steps.finish_undo()
         make = choose(self._steps, model, nbytes, backward=backward, free_gradients=free_gradients)
-        self._mode.end()
+        self._mode.close()
         self._mode, engine.tile_rank = InStep(), None
         self._mode = make()
 

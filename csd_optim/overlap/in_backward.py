@@ -77,15 +77,12 @@ class StepsInBackward(ConcurrentMode):
         self._taken: dict[int, Taken] = {}  # likewise: those whose gradients the step has taken
         self._lent: LentGradients | None = None
 
-    def end(self) -> None:
+    def close(self) -> None:
         try:
             self.undo()
         finally:
             self._finalizer.detach()
-            super().end()
-
-    def close(self) -> None:
-        self.end()
+            super().close()
 
     def _undo_quietly(self) -> None:
         """Undo the step of an optimizer that was dropped."""

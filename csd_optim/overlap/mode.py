@@ -45,7 +45,7 @@ class ConcurrentMode(InStep):
             if not isinstance(group["params"], WaitingList):
                 group["params"] = WaitingList(group["params"], self)
 
-    def end(self) -> None:
+    def close(self) -> None:
         if self._spans:
             self._spans.end()
         self._guards.remove()

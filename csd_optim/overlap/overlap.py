@@ -57,18 +57,15 @@ class Overlap(ConcurrentMode):
         ]
         self._early = None if hold is None else EarlySteps(steps, trainable, self._may_begin, hold)
 
-    def end(self) -> None:
-        if self._together:
-            self._together.leave()
-        if self._early:
-            self._early.end()
-        super().end()
-
     def close(self) -> None:
         try:
             self.drain(collective=False)
         finally:
-            self.end()
+            if self._together:
+                self._together.leave()
+            if self._early:
+                self._early.end()
+            super().close()
 
     # ---- step() ----------------------------------------------------------------
 

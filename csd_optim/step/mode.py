@@ -73,11 +73,8 @@ class InStep:
         """Clear gradients, or leave it to the caller. Returns whether this has cleared them."""
         return False
 
-    def end(self) -> None:
-        """End the mode: readers no longer wait. Call it only when no step is under way."""
-
     def close(self) -> None:
-        """End the mode, after the step under way. Raises why that step failed."""
+        """End the mode, after the step under way: readers no longer wait. Raises why that step failed."""
 
     def stats(self) -> dict[str, Any] | None:
         """See CSDAdam.stats()."""

@@ -130,8 +130,8 @@ def _written(state_map: StateMap, plan: StepPlan, grad_dtype: torch.dtype | None
     """Return parameters written, moved or converted since the last step, if they have a gradient or still fit."""
     written: Iterable[ParamState] = plan.param_states
     if grad_dtype is plan.grad_dtype:
-        written = (b for b in state_map.param_states.values() if not b.is_new and b.is_dirty)
-    return [b for b in written if b.param.grad is not None or b.fits()]
+        written = (state for state in state_map.param_states.values() if not state.is_new and state.is_dirty)
+    return [state for state in written if state.param.grad is not None or state.fits()]
 
 
 def _plan_for(
@@ -155,24 +155,24 @@ def _plan_for(
         state_map.join(engine, groups, joining, grad_dtype)
     param_states = [state_map.param_states[id(p)] for p in params]
     table = np.zeros(engine.tiles.n_params, PARAM)
-    for b in state_map.coded:
-        table["first"][b.index] = b.part.first_element() * (2 if b.param.is_complex() else 1) % (1 << 32)
-    for b in param_states:
-        if b.direct_dtype:
-            row = table[b.index]
-            row["param"] = b.local.data_ptr()
-            row["grad_dtype"], row["param_dtype"] = DTYPE_CODES[b.direct_dtype], DTYPE_CODES[b.param.dtype]
-    pointers, times = np.unique([b.pointer_now for b in param_states], return_counts=True)
+    for state in state_map.coded:
+        table["first"][state.index] = state.part.first_element() * (2 if state.param.is_complex() else 1) % (1 << 32)
+    for state in param_states:
+        if state.direct_dtype:
+            row = table[state.index]
+            row["param"] = state.local.data_ptr()
+            row["grad_dtype"], row["param_dtype"] = DTYPE_CODES[state.direct_dtype], DTYPE_CODES[state.param.dtype]
+    pointers, times = np.unique([state.pointer_now for state in param_states], return_counts=True)
     if (twice := pointers[(times > 1) & (pointers > 0)]).size:
-        names = " and ".join(b.name for b in param_states if b.pointer_now == twice[0])
+        names = " and ".join(state.name for state in param_states if state.pointer_now == twice[0])
         raise CSDRuntimeError(
             f"parameters {names} share their memory, and would be updated at the same time; "
             "to tie weights, let the modules share the parameter itself (b.weight = a.weight)"
         )
-    rows = np.array([b.index for b in param_states])
-    table["master"][rows] = [engine.truth.master_of(b) for b in param_states]
-    layouts = sorted({b.sections for b in param_states})
-    layout_of = np.array([layouts.index(b.sections) for b in param_states])
+    rows = np.array([state.index for state in param_states])
+    table["master"][rows] = [engine.truth.master_of(state) for state in param_states]
+    layouts = sorted({state.sections for state in param_states})
+    layout_of = np.array([layouts.index(state.sections) for state in param_states])
     return StepPlan(params, param_states, rows, layouts, layout_of, table, grad_dtype, state_map.changes)
 
 
@@ -188,24 +188,24 @@ def specify(
     CSDRuntimeError if a group needs a state that one of its parameters does not have.
     """
     plan, (_, grads, groups_of) = bound.plan, bound.participants
-    grads = [g if b.part.is_whole else b.part.of(g) for b, g in zip(plan.param_states, grads, strict=True)]
+    grads = [g if state.part.is_whole else state.part.of(g) for state, g in zip(plan.param_states, grads, strict=True)]
     steps = np.concatenate(engine.states.steps)
     steps[plan.rows] += 1
     table = plan.table.copy()
     hypers, table["hyper"][plan.rows] = _hypers(rule, plan, groups, groups_of, steps[plan.rows], grad_scale)
-    for b in bound.new:
-        table["master"][b.index] = engine.truth.master_of(b, is_new=True)
+    for state in bound.new:
+        table["master"][state.index] = engine.truth.master_of(state, is_new=True)
     _fill_codes(engine, bound.coded, steps, table)
     sources = _locate_gradients(plan, grads, table, options.grad_dtype)
     may_have_residual = options.error_feedback and bool(engine.states.residuals)
     summands = _mark_sums(plan, options.sums, table)
-    residual_mask = np.array([may_have_residual and b.residual is not None for b in plan.param_states])
+    residual_mask = np.array([may_have_residual and state.residual is not None for state in plan.param_states])
     topk = ratios(plan.params, residual_mask, groups_of, groups, steps[plan.rows], options.topk, options.topk_warmup)
     if engine.accelerator:  # also refuse what is dense only until the end of a warm-up
         final = ratios(plan.params, residual_mask, groups_of, groups, steps[plan.rows], options.topk, 0)
         _check_near(plan, final, residual_mask)
     with_residual = _compress(plan, grads, steps, topk, table, sources, options)
-    by_row = {b.index: g for b, g in zip(plan.param_states, grads, strict=True)}
+    by_row = {state.index: g for state, g in zip(plan.param_states, grads, strict=True)}
     unscaled = bool(inverse_of(grad_scale))
     return StepSpec(
         plan,
@@ -238,14 +238,15 @@ def foresee(
     """
     if plan.changes != state_map.changes or not state_map.intact() or state_map.unfilled:
         return None
-    if any(b.is_dirty for b in state_map.param_states.values()):
+    if any(state.is_dirty for state in state_map.param_states.values()):
         return None
     if not all(
-        b.direct_dtype or (is_on_accelerator(b.local) and b.local.dtype in DTYPE_CODES) for b in plan.param_states
+        state.direct_dtype or (is_on_accelerator(state.local) and state.local.dtype in DTYPE_CODES)
+        for state in plan.param_states
     ):
         return None
     group_of = {id(p): k for k, _, p in members(groups)}
-    stand_ins = [b.local for b in plan.param_states]
+    stand_ins = [state.local for state in plan.param_states]
     taking_part = Participants(plan.params, stand_ins, [group_of.get(id(p), 0) for p in plan.params])
     spec = specify(engine, rule, BoundStep(plan, taking_part, [], [], state_map.coded), groups, grad_scale, options)
     rounded = any(s.param_and_copy or s.grad_dtype is not s.grad.dtype for s in spec.sources.values())
@@ -272,10 +273,10 @@ def _hypers(
     if (lacking := lacks[hyper_of]).any():
         first = int(lacking.argmax())
         param_state, (group, sections) = plan.param_states[first], of[hyper_of[first]]
-        turned_on, state = rule.lacking(group, sections)
+        turned_on, missing = rule.lacking(group, sections)
         raise CSDRuntimeError(
             f"{turned_on} was turned on after the state of parameter {param_state.name} was made; "
-            f"load a state dict with {state}, or turn it on before the first step"
+            f"load a state dict with {missing}, or turn it on before the first step"
         )
     constants = [rule.constants(*kind, t, grad_scale) for kind, t in zip(of, ts.tolist(), strict=True)]
     return np.array(constants, HYPER), hyper_of
@@ -320,27 +321,29 @@ def _mark_sums(plan: StepPlan, sums: Sums, table: np.ndarray[Any, Any]) -> list[
 
 def _check_near(plan: StepPlan, topk: np.ndarray[Any, Any], residual_mask: np.ndarray[Any, Any]) -> None:
     """Raise CSDValueError if a parameter with states on the accelerator has Top-K or a residual."""
-    for b, share, has_residual in zip(plan.param_states, topk.tolist(), residual_mask.tolist(), strict=True):
-        is_near = b.on_accelerator or b.near_copy
+    for state, share, has_residual in zip(plan.param_states, topk.tolist(), residual_mask.tolist(), strict=True):
+        is_near = state.on_accelerator or state.near_copy
         if is_near and has_residual:
             raise CSDValueError(
-                f"parameter {b.name} has a residual of Top-K ('residual' in its state), but gpu: has its states, and "
-                "no gradient is sent there; error_feedback=False drops it"
+                f"parameter {state.name} has a residual of Top-K ('residual' in its state), but gpu: has its states, "
+                "and no gradient is sent there; error_feedback=False drops it"
             )
         if is_near and share:
-            raise CSDValueError(f"topk of parameter {b.name}: gpu: has its states, and nothing is sent; leave topk out")
+            raise CSDValueError(
+                f"topk of parameter {state.name}: gpu: has its states, and nothing is sent; leave topk out"
+            )
 
 
 def _fill_codes(
     engine: Engine, coded: list[ParamState], steps: np.ndarray[Any, Any], table: np.ndarray[Any, Any]
 ) -> None:
     """Write to the table what codes need: the seed of this step's rounding, and addresses of a tile's parameters."""
-    for b in coded:
-        row = table[b.index]
-        row["seed"] = int(steps[b.index]) % (1 << 32)
-        row["master"] = engine.truth.master_of(b, is_new=b.is_new)
-        if b.is_compared and b.direct_dtype and not row["param"] and not b.is_dirty:
-            row["param"], row["param_dtype"] = b.local.data_ptr(), DTYPE_CODES[b.local.dtype]
+    for state in coded:
+        row = table[state.index]
+        row["seed"] = int(steps[state.index]) % (1 << 32)
+        row["master"] = engine.truth.master_of(state, is_new=state.is_new)
+        if state.is_compared and state.direct_dtype and not row["param"] and not state.is_dirty:
+            row["param"], row["param_dtype"] = state.local.data_ptr(), DTYPE_CODES[state.local.dtype]
 
 
 def _compress(
@@ -386,17 +389,19 @@ def add_residuals(engine: Engine, state_map: StateMap, spec: StepSpec) -> None:
 
 def apply_outside_writes(engine: Engine, spec: StepSpec) -> None:
     """Copy parameters that were written from outside since the last step to their masters. Raises CSDOSError."""
-    taking_part = {b.index for b in spec.plan.param_states}
-    written = [b for b in spec.written if engine.devices.keeps_state or b.on_accelerator]
+    taking_part = {state.index for state in spec.plan.param_states}
+    written = [state for state in spec.written if engine.devices.keeps_state or state.on_accelerator]
     if not engine.devices.resident:  # resident states need no copy: no step is undone there
         spec.outside_values = {
-            b.index: b.local.detach().clone() for b in written if b.is_compared and b.index in taking_part
+            state.index: state.local.detach().clone()
+            for state in written
+            if state.is_compared and state.index in taking_part
         }
     if not written:
         return
     always = not engine.states.synced
-    if not engine.durable or 4 * sum(b.numel for b in written) > EDIT_BYTES:
-        within = engine.writing([b.index for b in written])
+    if not engine.durable or 4 * sum(state.numel for state in written) > EDIT_BYTES:
+        within = engine.writing([state.index for state in written])
     else:
         engine.states.remap()  # the windows show the masters, and keep what is written to them for the step
         within = engine.truth.reseeding()

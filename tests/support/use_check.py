@@ -61,7 +61,7 @@ class UseCheck(TorchDispatchMode):
 
 def check_uses(monkeypatch):
     """Enter a UseCheck with each step that overlaps from now on; optimizers leave theirs when overlap ends."""
-    was = {name: getattr(Overlap, name) for name in ("launch", "wait", "land", "end")}
+    was = {name: getattr(Overlap, name) for name in ("launch", "wait", "land", "close")}
 
     def launch(self, step, record):
         launched = was["launch"](self, step, record)
@@ -89,12 +89,12 @@ def check_uses(monkeypatch):
             if check := vars(self).get("use_check"):
                 check.names = {}
 
-    def end(self):
+    def close(self):
         if check := vars(self).get("use_check"):
             check.exit()
-        was["end"](self)
+        was["close"](self)
 
-    for method in (launch, wait, land, end):
+    for method in (launch, wait, land, close):
         monkeypatch.setattr(Overlap, method.__name__, method)
 
 
