@@ -19,12 +19,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from csd_optim.bindings import Rates
 from csd_optim.devices.units import parse_rate
 from csd_optim.distributed.buckets import TARGET_BUCKETS
 from csd_optim.errors import CSDValueError
 from csd_optim.planning.advice import Request, check, rates_of
 from csd_optim.planning.model import ITEM_BYTES, Host, predict
+from csd_optim.rates import Rates
 
 BUCKET_BYTES = 25e6  # DDP's
 MOST = 256  # buckets at most: more change nothing but the time of the simulation

@@ -36,6 +36,7 @@ FLOORS = {  # the floor of each folder, and of each file beside them
     "signals": 1,
     "accelerator": 0,
     "settings": 0,
+    "rates": 0,
     "threads": 1,
     "errors": -1,
     "_native": 0,  # compiled

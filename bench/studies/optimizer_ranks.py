@@ -43,11 +43,11 @@ from bench.studies import paced_network, ranks_kills
 from bench.studies.paced_network import Network
 from bench.studies.ranks_training import Trainers, drive_strings, owners, places_of, reference
 from bench.studies.tcp_rate import tcp_rate
-from csd_optim.bindings import Rates
 from csd_optim.devices import machine
 from csd_optim.devices.units import parse_rate
 from csd_optim.planning.advice import Request
 from csd_optim.planning.model import Host
+from csd_optim.rates import Rates
 from csd_optim.serve import wire
 
 Row = dict[str, Any]

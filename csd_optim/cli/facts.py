@@ -13,7 +13,6 @@ import torch
 
 from .. import settings
 from ..accelerator import accelerator_type
-from ..bindings import UNPACED
 from ..devices import machine
 from ..devices import smartssd as cards
 from ..devices.backends import DEFAULT_BLOCK
@@ -24,6 +23,7 @@ from ..engine.placing import Placement, rooms
 from ..engine.tuning import ScratchFile, rate, tune
 from ..errors import CSDError, CSDOSError, CSDStoreError, CSDValueError
 from ..planning import advice
+from ..rates import UNPACED
 from ..store.file import lock_owner
 from ..store.format import CLEAN, FILE_NAME, RESIDUAL_BYTES, UNDER_WAY, read_contents, rows_with_residual, store_file
 from ..store.layout import MEMORY_STATE_BYTES, STORE_BYTES, Extent, plan_extent

@@ -51,8 +51,8 @@ from urllib.parse import parse_qsl
 import torch.distributed as dist
 
 from .. import settings
-from ..bindings import UNPACED, Rates
 from ..errors import CSDTypeError, CSDValueError
+from ..rates import UNPACED, Rates
 from .backends import BACKENDS, DEFAULT_BLOCK, DEFAULT_DEPTH, Backend
 from .machine import available_memory
 

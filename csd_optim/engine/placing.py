@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..bindings import UNPACED
 from ..devices.machine import available_memory
 from ..devices.placement import Candidate, place, step_seconds
 from ..devices.spec import DeviceSpec
 from ..errors import CSDMemoryError, CSDOSError
+from ..rates import UNPACED
 from ..store.format import devices_of
 from ..store.layout import Extent
 from ..store.sections import FP32

@@ -19,11 +19,12 @@ from typing import Any, Literal
 import numpy as np
 
 from .. import settings
-from ..bindings import IO_DEPTH, UNPACED
+from ..bindings import IO_DEPTH
 from ..devices.backends import ANY_NODE
 from ..devices.machine import numa_node
 from ..devices.spec import DeviceSpec
 from ..errors import CSDOSError, CSDValueError, CSDWarning
+from ..rates import UNPACED
 from ..store.file import StoreFile
 from ..store.transfer import read_into, write
 from ..threads import start_thread

@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ..bindings import Rates
 from ..compression.policy import DENSE_FROM
 from ..devices.backends import BACKENDS
 from ..devices.spec import DEFAULT_BUFFERS
 from ..devices.units import parse_rate
 from ..errors import CSDUnavailableError, CSDValueError
+from ..rates import Rates
 from ..store.sections import FP32
 from .model import (
     ADAMS,

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..bindings import Rates
 from ..compression.policy import DENSE_FROM
 from ..errors import CSDValueError
+from ..rates import Rates
 from ..store.layout import MAX_MAPPINGS, TILE_ELEMS, TILES_PER_DEVICE
 from ..store.sections import EIGHT_BIT, FP32, SECTIONS, elem_bytes
 

@@ -14,9 +14,9 @@ from bench import ranks_model as ranks
 from bench import ranks_plan
 from bench.ranks_model import DRIVES, LINKS, Fleet, Stage, at_least, iteration, parse_link, plan_ranks, simulate
 from csd_optim import CSDValueError
-from csd_optim.bindings import Rates
 from csd_optim.planning.advice import Request
 from csd_optim.planning.model import Host
+from csd_optim.rates import Rates
 from csd_optim.serve import early
 
 GBIT = 1e9 / 8

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from csd_optim import CSDAdam, CSDValueError
-from csd_optim.bindings import Rates
 from csd_optim.cli.benchmark import scratch
 from csd_optim.devices.backends import NO_CACHE
 from csd_optim.devices.spec import parse_device, parse_devices
+from csd_optim.rates import Rates
 
 pytestmark = pytest.mark.serial("steps have to keep a pace")
 

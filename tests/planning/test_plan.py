@@ -10,7 +10,6 @@ import torch
 
 import csd_optim
 from csd_optim import CSDAdam, CSDStoreError, CSDValueError
-from csd_optim.bindings import Rates
 from csd_optim.cli import benchmark, facts
 from csd_optim.cli.optimizers import OPTIMIZERS, described
 from csd_optim.engine import engine_rate
@@ -18,6 +17,7 @@ from csd_optim.planning import advice as plan
 from csd_optim.planning import model
 from csd_optim.planning.advice import Request
 from csd_optim.planning.model import Host, predict, traffic
+from csd_optim.rates import Rates
 
 ENGINE_RATE = engine_rate.engine_rate  # the real one
 

@@ -23,11 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 from bench import ranks_model as ranks
 from bench.ranks_model import Fleet
 from csd_optim import CSDAdam, CSDRankError, CSDRuntimeError, CSDTypeError, CSDValueError, push
-from csd_optim.bindings import Rates
 from csd_optim.distributed import buckets
 from csd_optim.distributed.buckets import IN_FLIGHT
 from csd_optim.planning.advice import Request
 from csd_optim.planning.model import Host
+from csd_optim.rates import Rates
 from csd_optim.serve import early
 from csd_optim.serve.arrivals import Arrival, Arrivals
 from csd_optim.serve.blocks import Block, owned
