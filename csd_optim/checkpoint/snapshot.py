@@ -189,12 +189,14 @@ def save(engine: Engine, path: Path, progress: Progress, *, wait: bool) -> Savin
             "name directories as devices, or use state_dict()"
         )
     committer = engine.committer
-    assert isinstance(committer, DurableCommitter)
     if engine.stepping:
         raise CSDRuntimeError("a step is under way: save() when it has returned")
     engine.states.check_whole()
     if not (engine.tiles.n_params or engine.states.committed_step):  # a rank may have no parameters
         raise CSDRuntimeError("there is no state to save yet: save() goes after the first step()")
+    if (elsewhere := committer.begin_save(path)) is not None:
+        return Saving(elsewhere, threading.Event())
+    assert isinstance(committer, DurableCommitter)
     if committer.ranks:
         try:
             path.mkdir(exist_ok=True)
@@ -203,7 +205,7 @@ def save(engine: Engine, path: Path, progress: Progress, *, wait: bool) -> Savin
         path = path / f"rank-{committer.ranks.rank}"
     committer.flush()
     recovered = []  # the contents of that commit
-    for store in filter(None, engine.devices.stores):
+    for store in filter(None, committer.devices.stores):
         with store.wrapping_errors("read"):
             recovered.append(read_commits(store.fd, str(store.path))[0])
     made = Snapshot(recovered, path)

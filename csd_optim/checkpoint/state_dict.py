@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from ..devices.spec import parse_devices
+from ..engine.durable import DurableCommitter
 from ..engine.engine import Engine
 from ..engine.open_engine import open_engine
-from ..engine.resume import check_recovered
 from ..errors import CSDStoreError
 from ..store.file import close_in_children, lock
 from ..store.format import RESIDUAL_BYTES, Contents
@@ -171,7 +171,8 @@ def mapped_states(
             accept(engine.recovered[0], engine.tiles.extents)
         decoded = _DecodedStates(engine, zeros)
         with progress("checking", total_bytes(engine.recovered)) as tick:
-            check_recovered(engine, decoded.decode_tile, tick)
+            assert isinstance(engine.committer, DurableCommitter)
+            engine.committer.check_recovered(decoded.decode_tile, tick)
         first = engine.recovered[0]
         windows: dict[tuple[int, str], torch.Tensor] = {}
         for row, p in enumerate(first.manifest["params"]):

@@ -45,6 +45,7 @@ class CommitJob:
     states: States
     residuals: Residuals
     stores: dict[int, StoreFile]  # by device: the durable ones
+    written_before: list[int]  # by device: bytes written to it before it was opened
     superblock: Superblock  # for device 0, without its regions
     manifests: dict[int, bytes]  # by device; empty: the stores keep the manifests that they have
     extents_on: dict[int, list[dict[str, Any]]]  # by device: the extents as in the manifests
@@ -79,7 +80,8 @@ class CommitJob:
             ]
             for written in in_parallel(writes):
                 self.spaces.update(written)
-        written_bytes = states.written_bytes(self.residuals.bytes_on)
+        counts = states.stats(self.residuals.bytes_on)
+        written_bytes = [int(c["total_write_bytes"]) for c in counts] or self.written_before
         staged = []
         for d, store in self.stores.items():
             tables = [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -82,6 +84,20 @@ class Committer:
     def adopt_residuals(self, residuals: dict[int, torch.Tensor]) -> None:
         """Register the residuals of the commit that was resumed, by parameter."""
         self.states.residuals.update(residuals)
+
+    # ---- a resume ----------------------------------------------------------------
+
+    def check_recovered(self) -> None:
+        """Verify all states of the commit that was resumed, and adopt its residuals. Raises CSDStoreError."""
+
+    def discard_newer(self) -> None:
+        """Discard commits that only some devices have; call it before anything new is written. Raises CSDOSError."""
+
+    # ---- snapshots ---------------------------------------------------------------
+
+    def begin_save(self, path: Path) -> Future[Path] | None:
+        """Begin to copy the stores to `path` where they are. None: they are here, and the caller copies them."""
+        return None
 
     # ---- called by the engine ----------------------------------------------------
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..bindings import DTYPE_CODES, Native
-from .open_devices import OpenDevices
+from ..bindings import DTYPE_CODES
+from .parts import Devices, NativeEngine
 from .tiles import Tiles
 
 
@@ -22,7 +22,7 @@ class Decoded:
     flush before that; see Truth. As for windows, torch's version counters tell what was written.
     """
 
-    def __init__(self, devices: OpenDevices, native: Native, tiles: Tiles) -> None:
+    def __init__(self, devices: Devices, native: NativeEngine, tiles: Tiles) -> None:
         self._devices, self._native, self._tiles = devices, native, tiles
         self.durable: bool = False  # the codes outlive the process
         self._states: dict[int, dict[str, torch.Tensor]] = {}  # by parameter: 1-D, in the order of its memory

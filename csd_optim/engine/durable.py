@@ -18,9 +18,12 @@ from ..errors import CSDError, CSDRuntimeError, CSDWarning, users_stacklevel
 from ..store.file import StoreFile
 from ..store.format import CLEAN, RESIDUAL_ENTRY, Contents, Record, Region, Superblock
 from ..store.layout import Extent
+from ..store.reader import Tick
 from .commit import Background, Commit, CommitJob, InParallel, Pins
 from .committer import Committer
 from .manifests import Manifests
+from .open_devices import OpenDevices
+from .recovered import Use, read_recovered
 from .reports import Reports
 from .residuals import Residuals, Room, check_residual
 from .rounds import Rounds
@@ -41,22 +44,25 @@ class DurableCommitter(Committer):
 
     uncommitted: bool
 
-    def __init__(self, states: States, ranks: Ranks | None) -> None:
+    def __init__(self, states: States, devices: OpenDevices, ranks: Ranks | None) -> None:
+        """`devices`: those of the states, with their stores."""
         super().__init__(states)
         states.make_durable()
-        n_devices = len(states.devices.specs)
+        self.devices: OpenDevices = devices
+        n_devices = len(devices.specs)
         self.ranks = ranks
         self.store_id: bytes = secrets.token_bytes(16)
         self.pins: Pins = Pins()  # of those who copy the last commit, such as snapshots
         self._background = Background(n_devices)
         self._residuals = Residuals(n_devices)
         self._manifests = Manifests(n_devices, ranks)
-        states.devices.name_tile = self._manifests.params_in_tile
+        devices.name_tile = self._manifests.params_in_tile
         self._reports = Reports()
         self._sequence = 0  # number of the last commit
         self._changed = False  # something has changed since the store was last closed cleanly
         self._committed_steps = np.zeros(0, np.float32)  # `step` of each parameter in the last commit
         self._rounds = Rounds(has_ranks=ranks is not None)
+        self._recovered: Sequence[Contents] = ()  # that of the resume, by device
         self._within_loading = False  # inside loading()
         self._loaded_record: Record | None = None  # to be committed with the states that are being loaded
 
@@ -68,6 +74,17 @@ class DurableCommitter(Committer):
         self._committed_steps = recovered[0].steps
         self._manifests.adopt(recovered[0].manifest)
         self._residuals.adopt_commit(recovered)
+        self._recovered = recovered
+
+    def check_recovered(self, use: Use = lambda *_: None, tick: Tick = lambda _: None) -> None:
+        """Do as Committer.check_recovered(); with mode "read" without residuals. `use`, `tick`: see each_tile()."""
+        self.adopt_residuals(read_recovered(self._recovered, use, tick, load=self.states.mode == "resume"))
+
+    def discard_newer(self) -> None:
+        # recover() read the commit from the disks, not the page cache (see StoreFile), so each has a whole copy of it.
+        for store, commit in zip(self.devices.stores, self._recovered, strict=True):
+            assert store is not None
+            store.discard_newer(commit)
 
     # ---- called by the engine --------------------------------------------------
 
@@ -92,7 +109,7 @@ class DurableCommitter(Committer):
         extent = states.tiles.extent_with(param)
         check_residual(residual, numel := extent.numels[param - extent.first_param])
         self._background.wait()  # the commit may still be allocating space
-        self._residuals.make_room(param, numel, states.devices.stores)
+        self._residuals.make_room(param, numel, self.devices.stores)
         self._residuals.mark_replaced(param)
         self._manifests.written &= param in states.residuals
         self._changed = True
@@ -156,7 +173,7 @@ class DurableCommitter(Committer):
     @property
     def _stores(self) -> dict[int, StoreFile]:
         """The durable stores, by device."""
-        return {d: store for d, store in enumerate(self.states.devices.stores) if store and store.durable}
+        return {d: store for d, store in enumerate(self.devices.stores) if store and store.durable}
 
     @property
     def _rooms(self) -> dict[int, Room]:
@@ -201,6 +218,7 @@ class DurableCommitter(Committer):
             states,
             self._residuals,
             stores,
+            self.devices.written_before,
             superblock=Superblock(*header, NO_REGION, NO_REGION, self._manifests.version(rooms), round),
             manifests={} if self._manifests.written else {d: self._manifests.pack(d, rooms) for d in stores},
             extents_on={d: [*self._manifests.extents_on[d]] for d in stores},

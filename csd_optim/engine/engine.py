@@ -5,24 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..bindings import TILE_STATE, TO_AND_FRO, Native
-from ..devices.spec import DeviceSpec
+from ..bindings import TO_AND_FRO
 from ..errors import CSDError, CSDRuntimeError, CSDTornError
 from ..signals import defer_signals
-from ..store.file import Mode
 from ..store.format import Contents, Record
-from ..store.layout import SLOTS, Extent, extents_of
+from ..store.layout import SLOTS, Extent
 from ..store.sections import FP32
 from .committer import Committer
 from .decoded import Decoded
 from .on_accelerator import OnAccelerator
-from .open_devices import OpenDevices
+from .parts import Devices, NativeEngine
 from .states import States
 from .tiles import Tiles
 from .truth import Truth
@@ -30,28 +28,21 @@ from .windows import Windows
 
 
 class Engine:
-    """The devices of `specs`, owned until `close()`, and the states on them: fp32 or 8-bit codes, as extend() is told.
+    """Devices, owned until `close()`, and the states on them: fp32 or 8-bit codes, as extend() is told.
 
-    Raises what `StoreFile` raises when a directory cannot be used; then nothing is left open.
+    It is composed of parts that need not be in this process: see parts.py. `committer`: that of the same states; None:
+    one that makes nothing durable.
     """
 
-    def __init__(
-        self,
-        specs: Sequence[DeviceSpec],
-        *,
-        mode: Mode = "new",
-        tile_elems: int | None = None,
-        in_place: bool = True,
-        kernels: Collection[str] = (),
-    ) -> None:
-        self.devices: OpenDevices = OpenDevices(specs, mode=mode, in_place=in_place, kernels=kernels)
-        self.states: States = States(self.devices, mode)
-        self.native: Native = self.states.native
+    def __init__(self, states: States, committer: Committer | None = None, *, tile_elems: int | None = None) -> None:
+        self.states: States = states
+        self.devices: Devices = states.devices
+        self.native: NativeEngine = self.states.native
         self.tiles: Tiles = self.states.tiles
         self.windows: Windows = self.states.windows
         self.decoded: Decoded = self.states.decoded
         self.truth: Truth = self.states.truth
-        self.committer: Committer = Committer(self.states)
+        self.committer: Committer = committer or Committer(states)
         self.tile_elems = tile_elems
         self.pid: int = self.devices.pid
         self.lock: threading.RLock = threading.RLock()  # held during a step, while the state is read, and in close()
@@ -81,7 +72,7 @@ class Engine:
 
     def next_step_fills(self, params: Sequence[int]) -> bool:
         """Return whether the next step can initialise the state of these newly joined parameters from their values."""
-        if not (self.devices.reaches_params and params and all(self.devices.stores)):
+        if not (self.devices.fills_new and params):
             return False
         return bool(self.truth.loose[self.tiles.of(params)].all()) and not self.committer.uncommitted
 
@@ -104,13 +95,9 @@ class Engine:
         self.check_open()
         self.committer.before_extend()
         self.states.synced &= codec != FP32  # codes have no windows that could be written
-        is_first = not len(self.tiles)
-        if is_first:
-            self.devices.tune_for(numels, sections, codec, param_dtype)
         extent = self.devices.plan(
             numels,
             is_copied=is_copied,
-            shares_memory=not self.native.is_open,
             first_param=self.tiles.n_params,
             first_tile=len(self.tiles),
             sections=sections,
@@ -119,10 +106,9 @@ class Engine:
             tile_elems=self.tile_elems,
         )
         # Every check comes first; if adding the extent fails all the same, room_for() shrinks the stores again.
-        with self.devices.room_for(extent) as offsets:
+        with self.devices.room_for(extent, is_copied=is_copied) as offsets:
             self.states.add(extent, offsets)
             self.committer.after_extend(extent, offsets)
-        self.devices.note_added(extent, is_copied=is_copied, is_first=is_first)
         return extent
 
     def accelerator_fraction(self, numels: Sequence[int], sections: Sequence[str], param_bytes: float) -> float | None:
@@ -132,33 +118,7 @@ class Engine:
         """
         if self.accelerator is None or not self.accelerator.spec.is_placed or not sum(numels):
             return None
-        if not len(self.tiles):
-            self.devices.tune_for(numels, sections, FP32, None)
-        return self.devices.accelerator_fraction(numels, sections, param_bytes)
-
-    def adopt_commit(self, found: Sequence[Contents], order: Sequence[int]) -> None:
-        """Continue from the commit `found` in the stores. `order`: the index of the store that is device 0, 1 ..."""
-        self.recovered = recovered = [found[d] for d in order]
-        self.devices.adopt_commit(recovered, order)
-        first = recovered[0]
-        self.states.step, self.states.record = first.superblock.step, first.record
-        extents = extents_of(recovered)
-        if self.states.mode == "resume":
-            self.devices.tune(sum(e.slots * e.slot_bytes * e.n_tiles for e in extents), new=False)
-        self.devices.share_memory([sum(e.slot_bytes * e.tiles_of(d) for e in extents) for d in range(len(recovered))])
-        row = [0] * len(recovered)
-        for e, extent in enumerate(extents):
-            states = np.zeros(extent.n_tiles, TILE_STATE)
-            sums = np.zeros((extent.n_tiles, extent.chunks, len(extent.slot)), np.uint32)
-            for d, contents in enumerate(recovered):
-                here, tiles = extent.devices == d, extent.tiles_of(d)
-                states[here], sums[here] = contents.tiles[row[d] : row[d] + tiles], contents.sums[e]
-                row[d] += tiles
-            offsets = [c.manifest["extents"][e]["file_offset"] for c in recovered]
-            self.states.add(extent, offsets, (states, sums))
-            self.committer.after_extend(extent, offsets)
-            self.states.steps[-1][:] = first.steps[extent.first_param : extent.first_param + len(extent.numels)]
-            self.devices.shares = extent.shares
+        return self.devices.accelerator_fraction(numels, sections, param_bytes, is_first=not len(self.tiles))
 
     @property
     def descending(self) -> bool:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from ..accelerator import record_event, wait_for
-from ..bindings import Native
+from .parts import NativeEngine
 from .tiles import Tiles
 
 
@@ -37,8 +37,8 @@ class NearCopy:
 class NearCopies:
     """The copies of one engine."""
 
-    def __init__(self, native: Native, tiles: Tiles) -> None:
-        self._native: Native | None = native  # until it is closed
+    def __init__(self, native: NativeEngine, tiles: Tiles) -> None:
+        self._native: NativeEngine | None = native  # until it is closed
         self._tiles = tiles
         self.by_param: dict[int, NearCopy] = {}  # by parameter, numbered over all extents
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..bindings import DeviceConfig, Native, card_close, card_has_p2p, mappings
+from ..bindings import DeviceConfig, card_close, card_has_p2p, mappings
 from ..devices.spec import DeviceSpec, shares_of
 from ..errors import CSDError, CSDRuntimeError
 from ..store.file import STATE, Mode, StoreFile
@@ -21,6 +21,7 @@ from ..store.layout import SLOTS, SUM_ELEMS, Extent, plan_extent
 from ..store.sections import FP32, elem_bytes
 from .on_accelerator import OnAccelerator
 from .open_card import open_card
+from .parts import NativeEngine
 from .placing import Placement, check_memory, rooms
 from .tuning import HUGE_PAGE, node_of, tune_devices
 
@@ -78,6 +79,11 @@ class OpenDevices:
         return not self._cards
 
     @property
+    def fills_new(self) -> bool:
+        """Whether a step can begin with parameters that have no states yet: it writes their masters to a slot."""
+        return self.reaches_params and all(self.stores)
+
+    @property
     def keeps_state(self) -> bool:
         return any(s.kind.keeps_state for s in self.specs)
 
@@ -120,10 +126,10 @@ class OpenDevices:
         return f"{name}: {damaged}" if damaged else name
 
     @contextlib.contextmanager
-    def room_for(self, extent: Extent) -> Iterator[list[int]]:
+    def room_for(self, extent: Extent, *, is_copied: bool) -> Iterator[list[int]]:
         """Allocate an extent and yield its offset in each store (bytes); free it if the body of the context raises.
 
-        Raises CSDOSError if a disk is full.
+        `is_copied`: as in plan(). Raises CSDOSError if a disk is full.
         """
         ends = [s.end if s else 0 for s in self.stores]
         param_bytes = extent.slots * elem_bytes(extent.sections, extent.codec, extent.param_dtype)
@@ -136,6 +142,16 @@ class OpenDevices:
                     with contextlib.suppress(CSDError):  # the file then stays longer than needed
                         store.shrink(end)
             raise
+        if self.placement and extent.n_tiles:
+            self.placement.record(extent, is_copied=is_copied)
+            self.placement.log_summary()
+            self.shares = extent.shares
+        if extent.n_tiles and not extent.first_tile:
+            self.log_scratch(extent)
+
+    def mappings_of(self, extent: Extent) -> int:
+        """Return of how many memory mappings a window of this extent consists."""
+        return extent.n_tiles if any(self.stores) else 1
 
     def configs(self) -> list[DeviceConfig]:
         """Return the configuration of each device for the native engine."""
@@ -174,44 +190,57 @@ class OpenDevices:
             if self.placement:
                 self.placement.accelerator = self.accelerator
 
-    def accelerator_fraction(self, numels: Sequence[int], sections: Sequence[str], param_bytes: float) -> float:
+    def accelerator_fraction(
+        self, numels: Sequence[int], sections: Sequence[str], param_bytes: float, *, is_first: bool
+    ) -> float:
         """Return the fraction of these parameters that `auto` wants on the accelerator. Raises what plan() raises.
 
-        `param_bytes`: average bytes per element of the parameters.
+        `param_bytes`: average bytes per element of the parameters. `is_first`: there are no tiles yet.
         """
+        if is_first:
+            self.tune_for(numels, sections, FP32, None)
         assert self.placement
         extent = plan_extent(numels, len(self.specs), sections=sections)
         return self.placement.accelerator_fraction(extent, param_bytes)
 
-    def plan(self, numels: Sequence[int], *, is_copied: bool, shares_memory: bool, **options: Any) -> Extent:
+    def plan(
+        self,
+        numels: Sequence[int],
+        *,
+        is_copied: bool,
+        sections: Sequence[str],
+        codec: str,
+        param_dtype: torch.dtype | None,
+        first_param: int,
+        first_tile: int,
+        tile_elems: int | None,
+    ) -> Extent:
         """Return the extent of new parameters, its tiles assigned to devices. Raises CSDOSError, CSDMemoryError.
 
-        `is_copied`: see PlacedExtent. `shares_memory`: divide the memory for caches. `options`: see plan_extent().
+        `is_copied`: see PlacedExtent. The rest: see plan_extent().
         """
+        if not first_tile:
+            self.tune_for(numels, sections, codec, param_dtype)
         plan = partial(
             plan_extent,
             numels,
             len(self.specs),
             sum_elems=SUM_ELEMS,
             mapped=0 if self.resident else mappings(),
-            **options,
+            sections=sections,
+            codec=codec,
+            param_dtype=param_dtype,
+            first_param=first_param,
+            first_tile=first_tile,
+            tile_elems=tile_elems,
         )
         extent = plan(shares=self.shares)
         if self.placement and extent.n_tiles:  # empty parameters need no device
             shares = self.placement.shares(extent, is_copied=is_copied)
             extent = self.placement.divide(plan(shares=shares), is_copied=is_copied)
-            if shares_memory:  # the first extent may have too few tiles for every device to get one
+            if not first_param:  # the first extent may have too few tiles for every device to get one
                 self.share_memory([share * extent.n_tiles * extent.slot_bytes for share in shares])
         return extent
-
-    def note_added(self, extent: Extent, *, is_copied: bool, is_first: bool) -> None:
-        """Note that a planned extent was added. `is_first`: no states were there before."""
-        if self.placement and extent.n_tiles:
-            self.placement.record(extent, is_copied=is_copied)
-            self.placement.log_summary()
-            self.shares = extent.shares
-        if extent.n_tiles and is_first:
-            self.log_scratch(extent)
 
     def share_memory(self, states: Sequence[float]) -> None:
         """If `auto` uses memory to cache drives, divide it among them in proportion to their states.
@@ -250,7 +279,9 @@ class OpenDevices:
             if store:
                 store.sync()
 
-    def current_stats(self, native: Native, residual_bytes: Callable[[int], tuple[int, int]]) -> list[dict[str, Any]]:
+    def current_stats(
+        self, native: NativeEngine, residual_bytes: Callable[[int], tuple[int, int]]
+    ) -> list[dict[str, Any]]:
         """Return one dict per device: see States.stats()."""
         stats = []
         for d, (spec, store) in enumerate(zip(self.specs, self.stores, strict=True)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Collection, Sequence
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 
@@ -17,7 +17,9 @@ from .durable import DurableCommitter
 from .engine import Engine
 from .near_copies import NearCopies
 from .on_accelerator import OnAccelerator
+from .open_devices import OpenDevices
 from .resume import recover
+from .states import States
 
 
 def open_engine(
@@ -56,14 +58,15 @@ def open_engine(
             in_place = all(in_memory for _, _, in_memory in of_ranks)
             # With `gpu:` alone the engine still needs a device, for example for the `step` counts of parameters.
             engine_specs = others or [parse_device("ram:")]
-            options: dict[str, Any] = {"mode": mode, "tile_elems": tile_elems, "kernels": kernels}
-            engine = Engine(engine_specs, in_place=in_place, **options)
+            devices = OpenDevices(engine_specs, mode=mode, in_place=in_place, kernels=kernels)
+            states = States(devices, mode=mode)
+            committer = DurableCommitter(states, devices, ranks) if durable else None
+            engine = Engine(states, committer, tile_elems=tile_elems)
             if near:
-                engine.devices.accelerator = OnAccelerator(near[0], others)
+                devices.accelerator = OnAccelerator(near[0], others)
                 if any(spec.durable for spec in others):
                     engine.truth.copies = NearCopies(engine.native, engine.tiles)
-        if durable:
-            engine.committer = committer = DurableCommitter(engine.states, ranks)
+        if committer:
             if mode in ("resume", "read"):
                 recover(engine, committer)
             if ranks and not engine.recovered:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
-import torch
 
+from ..bindings import TILE_STATE
 from ..distributed.ranks import all_ranks_or_none
 from ..errors import CSDStoreError
-from ..store.format import RESIDUAL_BYTES
-from ..store.reader import Residual, Tick, Tile, find_damage, residuals_of
+from ..store.layout import extents_of
 from ..store.recovery import RanksStore, check_slots, common_commits, last_round, other_world_size
 from .durable import DurableCommitter
 from .engine import Engine
+from .open_devices import OpenDevices
 
 
 def recover(engine: Engine, committer: DurableCommitter) -> None:
@@ -21,7 +19,7 @@ def recover(engine: Engine, committer: DurableCommitter) -> None:
 
     A collective of the ranks; raises CSDStoreError on all of them if the stores do not belong together.
     """
-    ranks, stores = committer.ranks, [store for store in engine.devices.stores if store]
+    ranks, stores = committer.ranks, [store for store in committer.devices.stores if store]
     with all_ranks_or_none(ranks):
         commits = common_commits(stores)
         if commits and engine.states.mode == "resume" and not ranks and commits[0][0].world_size > 1:
@@ -36,38 +34,31 @@ def recover(engine: Engine, committer: DurableCommitter) -> None:
             newest = commits[0]
             # The stores determine the order of the devices, not the order in which the user names them.
             order = sorted(range(len(newest)), key=lambda d: newest[d].superblock.device)
-            committer.adopt_commit([newest[d] for d in order])
-            engine.adopt_commit(newest, order)
+            engine.recovered = [newest[d] for d in order]
+            committer.adopt_commit(engine.recovered)
+            committer.devices.adopt_commit(engine.recovered, order)
+            _adopt_extents(engine, committer.devices)
 
 
-def check_recovered(
-    engine: Engine, use: Callable[[Tile, memoryview | None], None] = lambda *_: None, tick: Tick = lambda _: None
-) -> None:
-    """Read and verify all states of the resumed commit; load residuals into memory, unless the mode is "read".
-
-    `use`, `tick`: see each_tile(); `use` is called for intact tiles only. Raises CSDStoreError, naming tile and
-    parameters, if a tile is damaged.
-    """
-    residuals = {
-        r.row: torch.empty(r.size // RESIDUAL_BYTES, dtype=torch.bfloat16, device="cpu")
-        for r in (residuals_of(engine.recovered) if engine.states.mode == "resume" else ())
-    }
-
-    def load(residual: Residual, first: int, data: memoryview) -> None:
-        if residuals:
-            target = residuals[residual.row].view(torch.uint8).numpy()
-            target[first : first + len(data)] = np.frombuffer(data, np.uint8)
-
-    damage = find_damage(engine.recovered, load, use=use, tick=tick)
-    if damage:
-        more = f" (and {len(damage) - 1} more: `csd-optim verify` lists them)" if len(damage) > 1 else ""
-        raise CSDStoreError(f"{damage[0]}{more}. Go back to a snapshot or a checkpoint")
-    engine.committer.adopt_residuals(residuals)
-
-
-def discard_newer(engine: Engine) -> None:
-    """Discard commits that only some devices have; call it before anything new is written. Raises CSDOSError."""
-    # recover() read the commit from the disks, not the page cache (see StoreFile), so each has a whole copy of it.
-    for store, commit in zip(engine.devices.stores, engine.recovered, strict=True):
-        assert store is not None
-        store.discard_newer(commit)
+def _adopt_extents(engine: Engine, devices: OpenDevices) -> None:
+    """Continue from the states in `engine.recovered`."""
+    states, recovered = engine.states, engine.recovered
+    first = recovered[0]
+    states.step, states.record = first.superblock.step, first.record
+    extents = extents_of(recovered)
+    if states.mode == "resume":
+        devices.tune(sum(e.slots * e.slot_bytes * e.n_tiles for e in extents), new=False)
+    devices.share_memory([sum(e.slot_bytes * e.tiles_of(d) for e in extents) for d in range(len(recovered))])
+    row = [0] * len(recovered)
+    for e, extent in enumerate(extents):
+        slots = np.zeros(extent.n_tiles, TILE_STATE)
+        sums = np.zeros((extent.n_tiles, extent.chunks, len(extent.slot)), np.uint32)
+        for d, contents in enumerate(recovered):
+            here, tiles = extent.devices == d, extent.tiles_of(d)
+            slots[here], sums[here] = contents.tiles[row[d] : row[d] + tiles], contents.sums[e]
+            row[d] += tiles
+        offsets = [c.manifest["extents"][e]["file_offset"] for c in recovered]
+        states.add(extent, offsets, (slots, sums))
+        engine.committer.after_extend(extent, offsets)
+        states.steps[-1][:] = first.steps[extent.first_param : extent.first_param + len(extent.numels)]
+        devices.shares = extent.shares

@@ -11,10 +11,11 @@ import torch
 
 from ..bindings import HYPER, PARAM, TO_AND_FRO, TORN, Native
 from ..errors import CSDLostError, CSDOSError, CSDTornError
+from ..store.file import Mode
 from ..store.format import Record
 from ..store.layout import Extent
 from .decoded import Decoded
-from .open_devices import OpenDevices
+from .parts import Devices, NativeEngine
 from .proof import loss_remedy
 from .tiles import Tiles
 from .timeline import Timeline
@@ -25,12 +26,15 @@ Sums = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
 
 
 class States:
-    """The states of one engine, as the engine and its committer share them. `mode`: see StoreFile."""
+    """The states of one engine, as the engine and its committer share them.
 
-    def __init__(self, devices: OpenDevices, mode: str) -> None:
-        self.devices: OpenDevices = devices
-        self.mode: str = mode
-        self.native: Native = Native(devices.name)  # opened with the first extent
+    `native`: not opened yet; None: that of this process. `mode`: see StoreFile.
+    """
+
+    def __init__(self, devices: Devices, native: NativeEngine | None = None, *, mode: Mode = "new") -> None:
+        self.devices: Devices = devices
+        self.mode: Mode = mode
+        self.native: NativeEngine = native or Native(devices.name)  # opened with the first extent
         self.tiles: Tiles = Tiles()
         self.windows: Windows = Windows(self.tiles)
         self.decoded: Decoded = Decoded(devices, self.native, self.tiles)
@@ -68,7 +72,7 @@ class States:
             devices=extent.devices,
             sum_elems=extent.sum_elems,
             sums=sums,
-            mappings=extent.n_tiles if any(self.devices.stores) else 1,
+            mappings=self.devices.mappings_of(extent),
             codec=extent.codec,
             param_dtype=extent.param_dtype,
         )
@@ -184,8 +188,3 @@ class States:
         commit may still be writing, and then these count partly.
         """
         return self.devices.current_stats(self.native, residual_bytes) if self.native.is_open else []
-
-    def written_bytes(self, residual_bytes: Callable[[int], tuple[int, int]]) -> list[int]:
-        """Return the bytes written to each device since its store was created; a commit may be adding to them."""
-        counts = self.stats(residual_bytes)
-        return [int(c["total_write_bytes"]) for c in counts] or self.devices.written_before

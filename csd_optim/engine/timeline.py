@@ -6,14 +6,14 @@ import time
 from collections.abc import Sequence
 
 from .. import settings
-from ..bindings import Native
+from .parts import NativeEngine
 from .trace import Span, Trace
 
 
 class Timeline:
     """The last step of one engine: times of time.perf_counter()."""
 
-    def __init__(self, native: Native) -> None:
+    def __init__(self, native: NativeEngine) -> None:
         self.began: float = 0.0  # 0: there was none
         self.ended: float = 0.0  # 0: it has not ended
         self.is_undone: bool = False

@@ -9,10 +9,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..bindings import FROM_PARAM, GIVEN, IN_PARAM, IN_SECTION, NEW, UNCOMPARED, UNLESS_SET, Native
+from ..bindings import FROM_PARAM, GIVEN, IN_PARAM, IN_SECTION, NEW, UNCOMPARED, UNLESS_SET
 from ..store.layout import Extent
 from .decoded import Decoded
 from .near_copies import NearCopies
+from .parts import NativeEngine
 from .tiles import Tiles
 from .windows import Windows
 
@@ -67,7 +68,7 @@ class Truth:
     not brought back yet is unknown: see Steps.undoing.
     """
 
-    def __init__(self, native: Native, tiles: Tiles, windows: Windows, decoded: Decoded) -> None:
+    def __init__(self, native: NativeEngine, tiles: Tiles, windows: Windows, decoded: Decoded) -> None:
         self._native, self._tiles, self._windows, self._decoded = native, tiles, windows, decoded
         self.copies: NearCopies | None = None  # set if directories contain the states of an accelerator
         # Per tile, bool:

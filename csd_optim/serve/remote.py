@@ -17,6 +17,8 @@ from typing import Any
 from .. import errors
 from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..engine.engine import Engine
+from ..engine.open_devices import OpenDevices
+from ..engine.states import States
 from ..errors import CSDBusyError, CSDError, CSDOSError, CSDRankError, CSDRuntimeError, CSDValueError, CSDWarning
 from ..errors import users_stacklevel as stacklevel
 from ..signals import interruptible
@@ -55,7 +57,8 @@ class RemoteEngine(Engine):
     """
 
     def __init__(self, address: Address, ranks: Ranks | None, request: Request) -> None:
-        super().__init__([])
+        self._no_devices = OpenDevices([])
+        super().__init__(States(self._no_devices))
         self.address: Address = address
         self._ranks = ranks
         self._session: Session | None = None
@@ -325,7 +328,7 @@ class RemoteEngine(Engine):
     def check_open(self) -> None:
         if self.closed:
             raise CSDRuntimeError("this optimizer is closed, or its session with the optimizer ranks is over")
-        self.devices.check_process()
+        self._no_devices.check_process()
 
 
 class _BackgroundCall:

@@ -10,7 +10,6 @@ import torch
 
 from ..distributed.ranks import Ranks
 from ..engine.engine import Engine
-from ..engine.resume import check_recovered, discard_newer
 from ..errors import CSDRuntimeError, CSDStoreError, CSDWarning, users_stacklevel
 from ..params.groups import Groups, members, restore_hyperparameters
 from ..params.manifest import codec_difference, first_difference, ignored_by_resume, rule_difference
@@ -54,9 +53,9 @@ class Resume:
             if difference := codec_difference(recovered.manifest, groups, self._state_map.codec_of):
                 raise CSDStoreError(f"{recovered.path} cannot be resumed: {difference}")
             user_state = stored_user_state(recovered.record.user_state, recovered.path)
-            check_recovered(engine)
+            engine.committer.check_recovered()
         with engine.committer.all_ranks_or_none():
-            discard_newer(engine)
+            engine.committer.discard_newer()
         with engine.committer.all_ranks_or_none():
             self._state_map.adopt_commit(engine, groups)
         for changed in ignored_by_resume(rule, initial_groups, recovered.record):

@@ -15,10 +15,10 @@ from support.stores import flip
 from support.training import train
 
 from csd_optim import CSDSGD, CSDAdam, CSDOSError, CSDStoreError, CSDStoreExistsError, CSDValueError
-from csd_optim.checkpoint import state_dict
 from csd_optim.checkpoint.export import export_torch
 from csd_optim.checkpoint.importing import import_store
 from csd_optim.checkpoint.verify import verify
+from csd_optim.engine.durable import DurableCommitter
 from csd_optim.store.format import FILE_NAME
 from csd_optim.store.report import REPORT_NAME
 
@@ -189,7 +189,7 @@ def test_what_cannot_be_imported(tmp_path, run):
 def test_what_cannot_be_kept_is_refused_before_it_is_read(tmp_path, monkeypatch):
     with train(CSDSGD(parameters(), momentum=0.9, devices=str(tmp_path / "a"), tile_size=TILE), 1):
         pass
-    monkeypatch.setattr(state_dict, "check_recovered", lambda *_: pytest.fail("the store is read"))
+    monkeypatch.setattr(DurableCommitter, "check_recovered", lambda *_: pytest.fail("the store is read"))
     with pytest.raises(CSDValueError, match=r"the states of .*a/csd_optim.store stay fp32: they are momentum_buffer"):
         import_store(tmp_path / "a", [tmp_path / "b"], state_dtype="8bit")
     (tmp_path / "empty").mkdir()

@@ -19,7 +19,6 @@ from csd_optim.checkpoint.state_dict import load
 from csd_optim.checkpoint.verify import verify
 from csd_optim.devices.spec import parse_devices
 from csd_optim.engine.open_engine import open_engine
-from csd_optim.engine.resume import check_recovered
 from csd_optim.optim import adamw
 from csd_optim.params.manifest import rule_difference
 from csd_optim.store import format as store_format
@@ -143,7 +142,7 @@ def test_one_and_two_sections_through_engine_store_and_tools(sections, tmp_path)
     assert not any(verdict.damage for verdict in verify(devices))
 
     with closing(open_engine(parse_devices(devices), mode="resume")) as engine:
-        check_recovered(engine)
+        engine.committer.check_recovered()
         pass_through(engine, np.arange(len(engine.tiles), dtype=np.uint32))
         assert engine.states.step == 5
         engine.states.remap()

@@ -21,7 +21,6 @@ from csd_optim.checkpoint.verify import verify
 from csd_optim.cli.facts import describe_store
 from csd_optim.devices.spec import parse_devices
 from csd_optim.engine.open_engine import open_engine
-from csd_optim.engine.resume import check_recovered
 from csd_optim.store.check import MAX_SIZE
 from csd_optim.store.format import FILE_NAME, PAGE, Superblock, read_contents, unpack
 from csd_optim.store.layout import extents_of, plan_extent
@@ -273,7 +272,7 @@ def test_damage_is_named(dtype, tmp_path, run):
             CSDAdam.load(store)
         engine = open_engine(parse_devices(store), mode="resume")
         with pytest.raises(CSDStoreError, match=f"{section} of tile 1.*{name}"):
-            check_recovered(engine)
+            engine.committer.check_recovered()
         engine.abandon()
         with pytest.raises(CSDStoreError, match=f"{section} of tile 1"):
             snapshot(store, tmp_path / "snap")

@@ -33,7 +33,6 @@ from csd_optim.checkpoint.verify import verify
 from csd_optim.devices.spec import parse_devices
 from csd_optim.engine import residuals
 from csd_optim.engine.open_engine import open_engine
-from csd_optim.engine.resume import check_recovered, discard_newer
 from csd_optim.optim.adamw import ADAMW
 from csd_optim.store import reader as tiles
 from csd_optim.store.format import CLEAN, FILE_NAME, PAGE, Record, read_contents
@@ -61,11 +60,11 @@ class EngineTraining:
         self.engine = engine = open_engine(parse_devices(devices), mode=mode, tile_elems=1024, **options)
         if engine.recovered:
             try:
-                check_recovered(engine)
+                engine.committer.check_recovered()
             except CSDStoreError:
                 engine.close()
                 raise
-            discard_newer(engine)
+            engine.committer.discard_newer()
             self.extent = engine.tiles.extents[0]
         else:
             self.extent = engine.extend([math.prod(shape) for shape, _, _ in PARAMS.values()], STATES)
@@ -497,7 +496,7 @@ def test_nothing_but_an_empty_one(tmp_path):
         engine.committer.keep_residual(0, torch.zeros(0, dtype=torch.bfloat16))
     assert not verify(tmp_path / "csd")[0].damage
     with contextlib.closing(open_engine(parse_devices([tmp_path / "csd"]), mode="resume")) as engine:
-        check_recovered(engine)
+        engine.committer.check_recovered()
         assert engine.states.residuals[0].shape == (0,)
 
 
@@ -517,7 +516,7 @@ def test_large_ones_go_in_parts(tmp_path, monkeypatch):
             pass
     assert not verify(tmp_path / "csd")[0].damage
     with contextlib.closing(open_engine(parse_devices([tmp_path / "csd"]), mode="resume")) as engine:
-        check_recovered(engine)
+        engine.committer.check_recovered()
         assert [*engine.states.residuals] == [0, 1, 2]
         assert all(torch.equal(engine.states.residuals[i], r) for i, r in enumerate(kept))
 

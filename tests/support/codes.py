@@ -7,7 +7,6 @@ from csd_optim import bindings
 from csd_optim.bindings import DTYPE_CODES, HYPER, NEW, PARAM, RULES
 from csd_optim.devices.spec import parse_devices
 from csd_optim.engine.open_engine import open_engine
-from csd_optim.engine.resume import check_recovered, discard_newer
 from csd_optim.store.format import Record
 from csd_optim.store.sections import SECTIONS
 
@@ -57,8 +56,8 @@ class Coded:
                     place["of"] = {"shape": [2 * shape[0], *shape[1:]], "first": [rank * shape[0], 0]}
                 about.append({"name": name, "shape": [*shape], "stride": stride, "dtype": kind, **place})
         if resume:
-            check_recovered(self.engine)
-            discard_newer(self.engine)
+            self.engine.committer.check_recovered()
+            self.engine.committer.discard_newer()
         else:
             self.engine.committer.describe({"params": about, "waiting": []})
         if rank is not None:  # one of two ranks, as if they committed together

@@ -1,0 +1,189 @@
+"""The parts that an engine is composed of, as protocols: its devices, and the native engine that drives them.
+
+OpenDevices and bindings.Native are those of this process. Other parts make the same engine, and everything above it,
+work on devices that are elsewhere. Committers have a base class, Committer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ..bindings import DeviceConfig
+from ..devices.spec import DeviceSpec
+from ..store.layout import Extent
+from .on_accelerator import OnAccelerator
+from .placing import Placement
+
+
+class Devices(Protocol):
+    """The devices that have the tiles of an engine, in the order of `specs`."""
+
+    specs: list[DeviceSpec]
+    pid: int  # the process that opened them
+    accelerator: OnAccelerator | None  # beside them: see Engine.accelerator
+    placement: Placement | None  # divides extents among them if `auto` does so
+
+    # ---- capabilities: see Backend -----------------------------------------------
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether some device stores what is written to it."""
+
+    @property
+    def resident(self) -> bool:
+        """Whether every device keeps its states in host memory and updates them in place: no step can be undone."""
+
+    @property
+    def reaches_params(self) -> bool:
+        """Whether every device can read an fp32 parameter in host memory as its master."""
+
+    @property
+    def fills_new(self) -> bool:
+        """Whether a step can begin with parameters that have no states yet (csd_master NEW)."""
+
+    # ---- their names, and their end ----------------------------------------------
+
+    @property
+    def named(self) -> list[DeviceSpec]:
+        """The devices that the user named, the accelerator first."""
+
+    @property
+    def all_names(self) -> list[str]:
+        """The names of all devices, the accelerator last."""
+
+    def name(self, device: int, tile: int = -1) -> str:
+        """Return the name of a device for messages. `tile`: a damaged tile on it, to be named too, or -1."""
+
+    @property
+    def closed(self) -> bool: ...
+
+    def check_open(self) -> None:
+        """Raise CSDRuntimeError if they are closed, or belong to another process."""
+
+    def close(self) -> None: ...
+
+    # ---- extents -----------------------------------------------------------------
+
+    def plan(
+        self,
+        numels: Sequence[int],
+        *,
+        is_copied: bool,
+        sections: Sequence[str],
+        codec: str,
+        param_dtype: torch.dtype | None,
+        first_param: int,
+        first_tile: int,
+        tile_elems: int | None,
+    ) -> Extent:
+        """Return the extent of new parameters, its tiles assigned to devices. Raises CSDOSError, CSDMemoryError.
+
+        `numels`: fp32 values of each. `is_copied`: see PlacedExtent. The rest: see plan_extent().
+        """
+
+    def room_for(self, extent: Extent, *, is_copied: bool) -> contextlib.AbstractContextManager[list[int]]:
+        """Allocate a planned extent and yield its offset in each store (bytes); free it if the body raises.
+
+        Raises CSDOSError if a disk is full.
+        """
+
+    def accelerator_fraction(
+        self, numels: Sequence[int], sections: Sequence[str], param_bytes: float, *, is_first: bool
+    ) -> float:
+        """Do as Engine.accelerator_fraction(), where there is `auto`. `is_first`: there are no tiles yet."""
+
+    def configs(self) -> list[DeviceConfig]:
+        """Return the configuration of each device for the native engine."""
+
+    def mappings_of(self, extent: Extent) -> int:
+        """Return of how many memory mappings a window of this extent consists."""
+
+    # ---- between steps -----------------------------------------------------------
+
+    def sync(self) -> None:
+        """Flush writes to windows to the disks. Raises CSDOSError."""
+
+    def current_stats(
+        self, native: NativeEngine, residual_bytes: Callable[[int], tuple[int, int]]
+    ) -> list[dict[str, Any]]:
+        """Return one dict per device: see States.stats()."""
+
+
+class NativeEngine(Protocol):
+    """What drives the devices. The methods and their errors are those of bindings.Native."""
+
+    @property
+    def is_open(self) -> bool: ...
+    def open(self, devices: Sequence[DeviceConfig]) -> None: ...
+    def close(self) -> None: ...
+
+    def extend(
+        self,
+        tile_elems: int,
+        n_tiles: int,
+        sections: int,
+        file_offsets: Sequence[int],
+        pieces: np.ndarray[Any, Any],
+        *,
+        slots: int = ...,
+        states: np.ndarray[Any, Any] | None = ...,
+        devices: np.ndarray[Any, Any] | None = ...,
+        sum_elems: int | None = ...,
+        sums: np.ndarray[Any, Any] | None = ...,
+        mappings: int = ...,
+        codec: str = ...,
+        param_dtype: torch.dtype | None = ...,
+    ) -> list[Any]: ...
+    def tiles(
+        self, first: int, n: int, chunks: int, sections: int
+    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]: ...
+
+    # ---- a step ------------------------------------------------------------------
+
+    def begin(
+        self,
+        params: np.ndarray[Any, Any],
+        hypers: np.ndarray[Any, Any],
+        tiles: np.ndarray[Any, Any],
+        *,
+        order: int = ...,
+    ) -> None: ...
+    def push(
+        self,
+        tile: int,
+        *,
+        images: tuple[int, int] = ...,
+        entries: tuple[int, int] = ...,
+        grads: Sequence[int] | None = ...,
+        hold: int = ...,
+        states: int = ...,
+    ) -> None: ...
+    def drop_grads(self, params: Sequence[int]) -> None: ...
+    def pull(self) -> int: ...
+    def params_ready(self, tiles: np.ndarray[Any, Any], *, wait: bool) -> bool: ...
+    def finish(self, keep: bool) -> None: ...
+    def take_back(self) -> None: ...
+    def undone(self) -> list[tuple[int, int]]: ...
+
+    # ---- a guess -----------------------------------------------------------------
+
+    def hold_bytes(self, tile: int) -> int: ...
+    def unchanged(self, params: np.ndarray[Any, Any]) -> bool: ...
+    def release(self, params: np.ndarray[Any, Any], order: np.ndarray[Any, Any]) -> None: ...
+
+    # ---- between steps -----------------------------------------------------------
+
+    def wait_writes(self) -> None: ...
+    def remap(self, *, open: bool) -> None: ...
+    def edited(self, tiles: np.ndarray[Any, Any]) -> None: ...
+    def read(self, tile: int, sections: int, elems: int, states: int) -> None: ...
+    def decode(
+        self, tile: int, first: int, n: int, states: Sequence[torch.Tensor | None], param: int = ...
+    ) -> None: ...
+    def stats(self, device: int) -> dict[str, float]: ...
+    def events(self) -> np.ndarray[Any, Any]: ...
