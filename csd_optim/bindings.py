@@ -437,11 +437,12 @@ class Native:
         self._call(lib.csd_engine_read, tile, sections, elems, _address(states), outcome=_UNREAD)
 
     def decode(self, tile: int, first: int, n: int, states: Sequence[torch.Tensor | None], param: int = 0) -> None:
-        """Decode elements [first, first + n) of a tile of codes into up to four contiguous fp32 CPU tensors.
+        """Read the states of elements [first, first + n) of a tile into up to four contiguous fp32 CPU tensors.
 
-        A state whose tensor is None is skipped. `first` is a multiple of 64. `param`: address of these elements of the
-        parameter, if the parameter itself serves as the section; 0: the section is in the tile. Waits for writes. Must
-        not be called while a step is under way.
+        Codes are decoded; then `first` is a multiple of 64. A state whose tensor is None is skipped. `param`: with
+        codes, the address of these elements of the parameter, if the parameter itself serves as the section; 0: the
+        section is in the tile. Waits for writes. Must not be called while a step is under way. Raises CSDOSError, or
+        CSDStoreError if the tile is damaged.
         """
         assert all(s is None or (s.dtype, s.numel()) == (torch.float32, n) for s in states)
         to = _addresses("float *", [*states, *[None] * (4 - len(states))])

@@ -278,9 +278,9 @@ typedef struct csd_param {
   /* 1: its tiles are pushed with images that hold the parameter as it is before the step. For codes, the image replaces
    * `param`, which is NULL */
   uint32_t in_image;
-  /* Codes only: fp32 states that the user has written, for all elements; NULL: the states in the tile. The step begins
-   * with these states, rounded to nearest, also without a gradient. An edited master is kept even if the parameter is
-   * not its rounded value, except with CSD_UNLESS_SET */
+  /* fp32 states that the user has written, for all elements; NULL: the states in the tile. The step begins with these
+   * states, also without a gradient; codes of them are rounded to nearest. An edited master is kept even if the
+   * parameter is not its rounded value, except with CSD_UNLESS_SET */
   const float *edited[4];
   /* If `n_summands` > 0, the gradient is the sum of these summands, computed in fp32 in their order. Then `grad` is any
    * non-NULL address, and `grad_dtype` is CSD_F32, the dtype of the sum. The sum is not stored: each tile's update
@@ -424,9 +424,11 @@ int csd_engine_remap(csd_engine *engine, int32_t open, csd_error *error);
  * window shows; if that step is undone, so does the one after it. */
 int csd_engine_edited(csd_engine *engine, const uint32_t *tiles, uint32_t n, csd_error *error);
 
-/* Decodes the current states of elements [first, first + n) of a tile of codes to fp32: master, exp_avg, exp_avg_sq,
- * max_exp_avg_sq. A state whose address is NULL is skipped. `first` is a multiple of 64. `param`: with CSD_IN_PARAM,
- * these elements of the parameter; otherwise NULL. Waits for writes. Not allowed during a step. */
+/* Reads the current states of elements [first, first + n) of a tile, as fp32: the master, then the others in the order
+ * of the tile's sections; for codes these are exp_avg, exp_avg_sq and max_exp_avg_sq, decoded. Verifies what it reads
+ * from a device (CSD_EDAMAGED). A state whose address is NULL is skipped. For codes, `first` is a multiple of 64.
+ * `param`: for codes with CSD_IN_PARAM, these elements of the parameter; otherwise NULL. Waits for writes. Not allowed
+ * during a step. */
 int csd_engine_decode(csd_engine *engine, uint32_t tile, uint64_t first, uint64_t n, const void *param,
                       float *const *states, csd_error *error);
 

@@ -188,9 +188,11 @@ void submit_update(std::function<Failure()> update, Updated done, Pool &threads 
 void update_on_cpu(Device &, const Tile &tile, float *buffer, Work &work, Updated done, Pool &threads = Pool::updates(),
                    bool low_priority = false);
 
-// Has the user edited states of a parameter that is stored as codes (csd_param.edited)? encode_edited() encodes the
-// edited states of its elements [first, first + n); codes of states that were not edited stay as they are.
+// Has the user edited states of a parameter (csd_param.edited)? copy_edited() copies the edited fp32 states of its
+// elements [first, first + n) to the sections of its tile, from their element `at` on. encode_edited() encodes them
+// where they are stored as codes. States that were not edited stay as they are.
 bool is_edited(const csd_param &);
+void copy_edited(const csd_param &, uint64_t first, uint64_t n, const Tile &, char *const *sections, uint64_t at);
 void encode_edited(const csd_param &, uint64_t first, uint64_t n, uint32_t param_dtype, const Codes &codes);
 
 // Fills elements [first, first + n) of a tile's buffer with its initial state: the parameters, then zeros. `first` and

@@ -61,6 +61,7 @@ void update_piece(const csd_piece &piece, uint64_t first, uint64_t n, const Tile
       memcpy(floats(sections[s], first), work.states + tile.layout.first(s) + 4 * first, 4 * n);
     return;
   }
+  copy_edited(p, piece.param_first + first - piece.tile_first, n, tile, sections, first);
   if (!grad_of(piece, tile, work)) return;
   alignas(64) float scratch[kBlock];
   auto span = span_of<Span>(piece, first, n, tile, work, entries, scratch);
@@ -311,6 +312,11 @@ void update_on_cpu(Device &device, const Tile &tile, float *buffer, Work &work, 
 
 bool is_edited(const csd_param &p) {
   return std::any_of(p.edited, p.edited + 4, [](const float *states) { return states; });
+}
+
+void copy_edited(const csd_param &p, uint64_t first, uint64_t n, const Tile &tile, char *const *sections, uint64_t at) {
+  for (uint32_t s = 0; s < tile.layout.n(); s++)
+    if (p.edited[s]) memcpy(floats(sections[s], at), p.edited[s] + first, 4 * n);
 }
 
 void encode_edited(const csd_param &p, uint64_t first, uint64_t n, uint32_t param_dtype, const Codes &codes) {

@@ -41,7 +41,7 @@ constexpr uint64_t kLeastChunkBytes = kLeastSumWords * kWordBytes;  // of a sect
 struct Frame {
   CardBuffer grad, param, segments, report;
   // Allocated when first needed. `windows` has the state with which a tile begins instead of what was loaded, because
-  // the user has written to its windows or edited its codes; `entries` has room for `n_entries`.
+  // the user has written to its windows or edited its states; `entries` has room for `n_entries`.
   std::unique_ptr<CardBuffer> windows, entries;
   uint64_t n_entries = 0;
   const std::shared_ptr<Card> card;
@@ -203,9 +203,9 @@ class XrtDevice : public FileDevice {
           });
         to = frame->windows->bytes();
       }
-      if (edited) encode_edits(tile, work, to);
-      else
+      if (work.from_windows)
         for (uint32_t s = 0; s < tile.layout.n(); s++) read_window(tile, s, 0, tile.elems, to + tile.layout.first(s));
+      if (edited) enter_edits(tile, work, to);
     }
     memset(frame->report.bytes(), 0, report_bytes(tile.n_chunks()));
 
@@ -248,22 +248,25 @@ class XrtDevice : public FileDevice {
   }
 
   static bool any_edited(const Tile &tile, const Work &work) {
-    return tile.layout.coded() && std::any_of(tile.pieces, tile.pieces + tile.n_pieces,
-                                              [&work](const csd_piece &p) { return is_edited(work.params[p.param]); });
+    return std::any_of(tile.pieces, tile.pieces + tile.n_pieces,
+                       [&work](const csd_piece &p) { return is_edited(work.params[p.param]); });
   }
 
-  // Brings the tile's codes into host memory at `slot`, without the card, and encodes the edited states in them.
-  void encode_edits(const Tile &tile, Work &work, char *slot) {
-    if (p2p_) {
+  // Brings the tile into host memory at `slot`, without the card and unless it is there from its windows, and enters the
+  // edited states.
+  void enter_edits(const Tile &tile, Work &work, char *slot) {
+    if (p2p_ && !work.from_windows) {
       if (const int error = load_now(*this, tile, slot))
         throw Failure{CSD_EIO, "reading tile " + std::to_string(tile.index), error};
       work.read_late = tile.layout.bytes();
     }
     char *sections[kMostSections];
     for (uint32_t s = 0; s < tile.layout.n(); s++) sections[s] = slot + tile.layout.first(s);
-    if (work.verify) check_slot(tile, slot, tile.layout.n(), 0, tile.elems);
+    if (work.verify && !work.from_windows) check_slot(tile, slot, tile.layout.n(), 0, tile.elems);
     for (const csd_piece *p = tile.pieces; p != tile.pieces + tile.n_pieces; p++)
-      if (const csd_param &param = work.params[p->param]; is_edited(param))
+      if (const csd_param &param = work.params[p->param]; !tile.layout.coded())
+        copy_edited(param, p->param_first, p->elems, tile, sections, p->tile_first);
+      else if (is_edited(param))
         encode_edited(param, p->param_first, p->elems, tile.param_dtype,
                       codes_at(tile.layout, sections, p->tile_first));
   }

@@ -191,7 +191,9 @@ class Engine {
   void wait_writes(Lock &);
   void add_tiles(const csd_extent &, const Layout &, const std::vector<uint32_t> &device, float *const *window);
   void map_windows(Tile &, bool open);
-  const char *codes_of(Tile &);
+  const char *slot_of(Tile &);
+  bool shown_in_window(const Tile &) const;
+  void read_states(Tile &, uint64_t first, uint64_t n, float *const *states);
   void decode_in_param(const Tile &, char *const *sections, uint64_t first, uint64_t n, const char *param,
                        float *const *states);
   void grow_buffers(uint64_t tile, uint64_t section, const std::vector<uint64_t> &tiles);

@@ -229,6 +229,11 @@ void Engine::edited(const uint32_t *tiles, uint32_t n) {
   }
 }
 
+// Does the tile's window show states with which a step would begin, while its slot may not have them?
+bool Engine::shown_in_window(const Tile &t) const {
+  return lanes_[t.device].device->resident() || (t.mapped_slot == t.slot && (t.open || t.edited));
+}
+
 // Reads the states with which a step would begin.
 void Engine::read(uint32_t tile, uint32_t sections, uint64_t elems, char *states) {
   Lock lock(mutex_);
@@ -240,7 +245,7 @@ void Engine::read(uint32_t tile, uint32_t sections, uint64_t elems, char *states
   const Tile &t = tiles_[tile];
   Device &device = *lanes_[t.device].device;
   try {
-    if (device.resident() || (t.mapped_slot == t.slot && (t.open || t.edited))) {
+    if (shown_in_window(t)) {
       for (uint32_t s = 0; s < sections; s++) read_window(t, s, 0, t.elems, states + t.layout.first(s));
       return;
     }
@@ -261,11 +266,11 @@ void Engine::read(uint32_t tile, uint32_t sections, uint64_t elems, char *states
   }
 }
 
-// ---- Codes, which have no windows -----------------------------------------------------------
+// ---- States that are read without windows ---------------------------------------------------
 
-// Returns the tile's current slot, from the buffer that keeps it or read from the device and not verified; null if the
-// tile is resident.
-const char *Engine::codes_of(Tile &t) {
+// Returns the tile's current slot, from the buffer that keeps it or read from the device and not verified; null if it
+// has codes and is resident.
+const char *Engine::slot_of(Tile &t) {
   if (t.codes) return nullptr;
   if (t.cached_buffer) return reinterpret_cast<const char *>(t.cached_buffer->at);
   auto *const at = reinterpret_cast<char *>(decoded_.slot.floats());
@@ -281,18 +286,30 @@ const char *Engine::codes_of(Tile &t) {
 void Engine::decode(uint32_t tile, uint64_t first, uint64_t n, const void *param, float *const *states) {
   Lock lock(mutex_);
   if (phase_ != Phase::idle) throw Failure{CSD_ESTATE, "a step is under way"};
-  if (tile >= tiles_.size() || !tiles_[tile].layout.coded() || first % 64 || first > tiles_[tile].elems ||
+  if (tile >= tiles_.size() || (tiles_[tile].layout.coded() && first % 64) || first > tiles_[tile].elems ||
       n > tiles_[tile].elems - first || (param && !tiles_[tile].codes))
-    throw Failure{CSD_EINVAL, "tile " + std::to_string(tile) + " has no such codes"};
+    throw Failure{CSD_EINVAL, "tile " + std::to_string(tile) + " has no such states"};
   wait_writes(lock);
   Tile &t = tiles_[tile];
-  auto *const slot = const_cast<char *>(codes_of(t));  // decode() only reads it
+  if (!t.layout.coded()) return read_states(t, first, n, states);
+  auto *const slot = const_cast<char *>(slot_of(t));  // decode() only reads it
   if (slot) check_slot(t, slot, t.layout.n(), first, n);
   char *sections[kMostSections] = {};
   t.find_sections(slot, sections);
   const FloatMode mode(Subnormals::zero);
   if (param) return decode_in_param(t, sections, first, n, static_cast<const char *>(param), states);
   csd::decode(codes_at(t.layout, sections, first), n, t.param_dtype, states, current_isa.load());
+}
+
+// Copies elements [first, first + n) of fp32 states, except those whose address is null.
+void Engine::read_states(Tile &t, uint64_t first, uint64_t n, float *const *states) {
+  const char *const slot = shown_in_window(t) ? nullptr : slot_of(t);
+  if (slot) check_slot(t, slot, t.layout.n(), first, n);
+  for (uint32_t s = 0; s < t.layout.n(); s++) {
+    if (!states[s]) continue;
+    if (slot) memcpy(states[s], slot + t.layout.first(s) + 4 * first, 4 * n);
+    else read_window(t, s, first, n, reinterpret_cast<char *>(states[s]));
+  }
 }
 
 // Decodes a parameter that is its own section, with the value that the next step will find, and without reading beyond

@@ -324,6 +324,34 @@ def test_windows_write_the_device(file):
     assert torch.equal(file.windows["exp_avg"][0], expected)
 
 
+@pytest.mark.parametrize("devices", [["file:"], ["ram:"], ["ram:", "file:"]])
+def test_a_step_begins_with_states_in_its_table(devices):
+    """As with those written to windows: in tiles with and without a gradient, whole and in part."""
+    written = {(0, "exp_avg"): torch.rand(2500), (1, "master"): torch.rand(40), (2, "exp_avg_sq"): torch.rand(3000)}
+    with Driven(devices) as by_window, Driven(devices) as by_table:
+        for driven in (by_window, by_table):
+            driven.step()
+            driven.image()
+            table = driven.table()
+            table["grad"][1] = 0
+            for (row, name), values in written.items():
+                if driven is by_window:
+                    driven.windows[name][row].copy_(values)
+                else:
+                    table["edited"][row, STATES.index(name)] = values.data_ptr()
+            driven.begin(params=table)
+            for tile in driven.tiles.tolist():
+                driven.engine.native.push(tile)
+            driven.engine.finish()
+        for row, _, first, in_tile, n in by_table.engine.tiles.pieces_of(1).tolist():
+            read = [torch.empty(n) for _ in STATES]
+            by_table.engine.native.decode(1, in_tile, n, read)
+            by_window.image()
+            for name, values in zip(STATES, read, strict=True):
+                assert torch.equal(values, by_window.windows[name][row][first : first + n])
+        assert all(map(torch.equal, by_table.image(), by_window.image()))
+
+
 @pytest.mark.parametrize("pushed", [0, 2, None])
 def test_finish_without_keep_undoes_the_step(file, pushed):
     for _ in range(3):
