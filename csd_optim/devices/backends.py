@@ -119,6 +119,8 @@ class Backend:
     in_memory: bool = False  # its state lies in host memory, where a step can update it in place
     on_accelerator: bool = False  # its state lies with the parameters and torch updates it; the engine has no device
     keeps_state: bool = True  # False: it only imitates a device, for timing
+    images_only: bool = False  # it reaches no gradient and no parameter in memory: tiles with gradients are images
+    states_on_demand: bool = False  # its states have no windows: they are read when somebody looks at them
     rules: frozenset[str] | None = None  # update rules (UpdateRule.name) that it has kernels for; None: all
     block_bytes: int = DEFAULT_BLOCK  # default size of one I/O request
 

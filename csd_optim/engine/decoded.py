@@ -1,4 +1,4 @@
-"""fp32 tensors of states that devices store as codes, decoded when somebody reads them."""
+"""fp32 tensors of states that have no windows: they are *decoded*, that is, read when somebody looks at them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from .tiles import Tiles
 
 
 class Decoded:
-    """The decoded states of one engine. Codes cannot be memory-mapped as fp32, so they are decoded lazily.
+    """The decoded states of one engine: codes, which cannot be memory-mapped as fp32; and fp32 states on devices whose
+    `states_on_demand` is set.
 
-    A step that changes the codes drops the decoded tensors here; a tensor that the user kept still has the old states.
+    A step that changes the states drops the decoded tensors here; a tensor that the user kept still has the old states.
 
-    What is written to these tensors takes effect with the next step, which starts from it, rounded to codes, or with a
-    flush before that; see Truth. As for windows, torch's version counters tell what was written.
+    What is written to these tensors takes effect with the next step, which starts from it, rounded to codes if it has
+    codes, or with a flush before that; see Truth. As for windows, torch's version counters tell what was written.
     """
 
     def __init__(self, devices: Devices, native: NativeEngine, tiles: Tiles) -> None:
         self._devices, self._native, self._tiles = devices, native, tiles
-        self.durable: bool = False  # the codes outlive the process
+        self.durable: bool = False  # the states outlive the process
         self._states: dict[int, dict[str, torch.Tensor]] = {}  # by parameter: 1-D, in the order of its memory
         self._views: dict[int, dict[str, torch.Tensor]] = {}  # by parameter: the same states as views() returns them
         self._watched: dict[int, list[tuple[str, torch.Tensor, int]]] = {}  # all tensors of states, with versions
@@ -42,7 +43,7 @@ class Decoded:
 
     @property
     def resident(self) -> bool:
-        """Whether the devices keep the codes in memory and update them in place."""
+        """Whether the devices keep codes in memory and update them in place."""
         return self._devices.resident
 
     @property
@@ -73,7 +74,7 @@ class Decoded:
     def master(self, param: int, tile: int, first: int, in_tile: int, n: int) -> torch.Tensor:
         """Return elements [first, first + n) of a parameter's master, which begin at `in_tile` in this tile.
 
-        Decodes only these, and keeps nothing. Raises CSDOSError. Not while a step is in flight.
+        Reads only these, and keeps nothing. Raises CSDOSError. Not while a step is in flight.
         """
         if param in self._states:
             return self._states[param]["master"][first : first + n]
@@ -81,10 +82,17 @@ class Decoded:
         self._native.decode(tile, in_tile, n, [master])
         return master
 
-    def replace(self, param: int, states: Mapping[str, torch.Tensor]) -> None:
-        """Make the next step start from `states`: 1-D fp32, contiguous, on the CPU, used by nobody else."""
+    def replace(self, param: int, states: Mapping[str, torch.Tensor], *, fresh: bool = False) -> None:
+        """Make the next step start from `states`: 1-D fp32, contiguous, on the CPU, used by nobody else.
+
+        `fresh`: the other states are known to be zero, and are not read.
+        """
         names = self._tiles.extent_with(param).sections
-        previous = {} if {*states} == {*names} else self.states(param)
+        if fresh and param not in self._states:
+            numel = next(iter(states.values())).numel()
+            previous = {n: torch.zeros(numel, dtype=torch.float32, device="cpu") for n in names if n not in states}
+        else:
+            previous = {} if {*states} == {*names} else self.states(param)
         others = [entry for entry in self._watched.get(param, ()) if entry[0] not in states]
         self._states[param] = {name: states[name] if name in states else previous[name] for name in names}
         self._views.pop(param, None)

@@ -267,7 +267,7 @@ class DurableCommitter(Committer):
     def loading(self, record: Record | None = None) -> Iterator[None]:
         self.confirm()
         states = self.states
-        if states.tiles.coded.any():
+        if states.unmapped.any():
             self._commit_pending_step()
         self._rounds.is_forced, self._loaded_record, self._within_loading = True, record, True
         try:
@@ -340,16 +340,16 @@ class DurableCommitter(Committer):
         tiles = states.tiles.of(params)
         states.check_whole()
         self._background.wait()  # the commit closes windows that are still open
-        coded = states.tiles.coded
-        if coded.any():
+        unmapped = states.unmapped
+        if unmapped.any():
             self._commit_pending_step()
-        tiles = tiles[~coded[tiles]]
+        tiles = tiles[~unmapped[tiles]]
         if truth.open[tiles].all():
             return
         self.pins.wait_before(self._sequence)
         self._changed = True
         edited = truth.note_written()
-        edited = edited[~coded[edited]]  # codes have no windows: _write_decoded() moves their tiles, and only once
+        edited = edited[~unmapped[edited]]  # _write_decoded() moves the others, and only once
         tiles = np.union1d(tiles, edited)
         states.move_to_next_slots(tiles[~truth.loose[tiles]])
         self.uncommitted = True
@@ -361,7 +361,7 @@ class DurableCommitter(Committer):
             self.commit(background=False)
 
     def _write_decoded(self, new: np.ndarray[Any, Any]) -> None:
-        """Encode what was written to decoded states. Does nothing inside loading(), whose flush does it once for all.
+        """Do as States.write_decoded(). Does nothing inside loading(), whose flush does it once for all.
 
         `new`: tiles that had no states before; bool, one per tile.
         """

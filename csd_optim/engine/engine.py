@@ -88,13 +88,13 @@ class Engine:
         """Allocate the states of parameters with these sizes; they read as zero. Raises CSDOSError: a disk is full.
 
         `sections`: names of each parameter's states, the fp32 master first.
-        `codec`: "8bit" stores codes, which have no windows; all parameters then have `param_dtype`.
+        `codec`: "8bit" stores codes; all parameters then have `param_dtype`.
         `is_copied`: the accelerator will hold copies of the states, see near_copies.py.
         Call `committer.describe()` next, then fill the states within `writing()`; a step fills codes.
         """
         self.check_open()
         self.committer.before_extend()
-        self.states.synced &= codec != FP32  # codes have no windows that could be written
+        self.states.synced &= codec != FP32 or self.devices.states_on_demand  # else there are windows to write to
         extent = self.devices.plan(
             numels,
             is_copied=is_copied,

@@ -71,17 +71,31 @@ class OpenDevices:
     @property
     def resident(self) -> bool:
         """Whether every device keeps its states in host memory and updates them in place."""
-        return self._in_place and all(s.kind.in_memory for s in self.specs)
+        return (
+            self._in_place
+            and all(s.kind.in_memory for s in self.specs)
+            and not (self.images_only or self.states_on_demand)
+        )
+
+    @property
+    def images_only(self) -> bool:
+        """Whether all tiles with gradients travel as images, because some device does not reach this memory."""
+        return any(s.kind.images_only for s in self.specs)
+
+    @property
+    def states_on_demand(self) -> bool:
+        """Whether states are read when somebody looks at them, because those of some device have no windows."""
+        return any(s.kind.states_on_demand for s in self.specs)
 
     @property
     def reaches_params(self) -> bool:
         """Whether every device can read an fp32 parameter in host memory as its master. A card cannot reach it."""
-        return not self._cards
+        return not (self._cards or self.images_only)
 
     @property
     def fills_new(self) -> bool:
         """Whether a step can begin with parameters that have no states yet: it writes their masters to a slot."""
-        return self.reaches_params and all(self.stores)
+        return not self._cards and all(self.stores)
 
     @property
     def keeps_state(self) -> bool:

@@ -43,6 +43,22 @@ class Devices(Protocol):
         """Whether every device can read an fp32 parameter in host memory as its master."""
 
     @property
+    def images_only(self) -> bool:
+        """Whether devices reach neither gradients nor parameters in memory.
+
+        Every tile with a gradient is pushed as an image then, Top-K included, and in the table of a step `param` is 0
+        and `grad` is only a flag. The devices are not `resident` and do not reach parameters.
+        """
+
+    @property
+    def states_on_demand(self) -> bool:
+        """Whether no states have windows, not even fp32 ones.
+
+        They are read by NativeEngine.decode(), and what the program writes to them is `edited` in a step's table. The
+        devices are not `resident`. NativeEngine.remap(), edited() and read() are not called then.
+        """
+
+    @property
     def fills_new(self) -> bool:
         """Whether a step can begin with parameters that have no states yet (csd_master NEW)."""
 

@@ -79,7 +79,8 @@ class States:
         self.tiles.extents.append(extent)
         self.steps.append(np.zeros(len(extent.numels), np.float32))
         self.windows.add(buffers)
-        self.truth.extend(extent, new=of_store is None, has_windows=bool(buffers))
+        has_windows = bool(buffers) and not self.devices.states_on_demand
+        self.truth.extend(extent, new=of_store is None, has_windows=has_windows)
 
     def slots_of(self, extent: Extent) -> Sums:
         """Return the TILE_STATE of each tile of an extent, and the checksums, uint32 (tiles, chunks, sections)."""
@@ -88,6 +89,11 @@ class States:
     def all_steps(self) -> np.ndarray[Any, Any]:
         """Return a copy of the `step` counts of all parameters, fp32."""
         return np.concatenate([np.zeros(0, np.float32), *self.steps])
+
+    @property
+    def unmapped(self) -> np.ndarray[Any, Any]:
+        """Which tiles have no windows, as their states are read on demand: bool, one per tile."""
+        return np.ones(len(self.tiles), bool) if self.devices.states_on_demand else self.tiles.coded
 
     # ---- are they whole? ---------------------------------------------------------
 
@@ -121,7 +127,9 @@ class States:
         or belong to another process.
         """
         self.devices.check_open()
-        if self.native.is_open:
+        if self.native.is_open and self.devices.states_on_demand:
+            self.native.wait_writes()
+        elif self.native.is_open:
             self.show(open=not self.durable)
 
     def show(self, *, open: bool) -> None:
@@ -173,7 +181,7 @@ class States:
         self.truth.moved(tiles)
 
     def write_decoded(self) -> None:
-        """Encode what was written to decoded states and write it to the devices, without a step."""
+        """Write what was written to states that are read on demand to the devices, without a step."""
         self.truth.note_written()
         tiles = self.truth.decoded_to_write()
         if len(tiles):

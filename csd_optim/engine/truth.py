@@ -36,7 +36,10 @@ class OfParam(Protocol):
     reachable: bool  # devices can read it
     is_master: bool  # each step takes the master from it
     unless_set: bool  # fp32 states: writes to it are not counted, so each step looks for them
-    decoded: Decoded | None  # its states are codes
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether its states are stored as codes."""
 
     @property
     def is_dirty(self) -> bool:
@@ -59,7 +62,7 @@ class Truth:
     =========  ==================================  ====================================================================
 
     A tile is *open* while writes to its windows reach the device: without durable states always; with them if it is
-    new, or within `writing()`. A commit closes it. Tiles of codes have no windows and are never open. After a step has
+    new, or within `writing()`. A commit closes it. Tiles without windows (decoded.py) are never open. After a step has
     moved a tile to its other slot, its windows show the old one until they are shown again; what is written to these
     never counts, although the tile is then called EDITED, too. Without durable states no tile is ever COMMITTED.
 
@@ -110,7 +113,7 @@ class Truth:
         return flushed
 
     def decoded_to_write(self) -> np.ndarray[Any, Any]:
-        """Return the tiles of codes whose decoded states were written: ascending, uint32."""
+        """Return the tiles of decoded states that were written: ascending, uint32."""
         return self._tiles.of([*self._decoded.written()])
 
     # ---- transitions -------------------------------------------------------------
@@ -169,7 +172,7 @@ class Truth:
     def kept(self) -> None:
         """Note that the step is complete: it started from everything that had been written."""
         self._edited[:] = self._reseeded[:] = False
-        self._codes_written(self._decoded.in_memory)
+        self._decoded_written(self._decoded.in_memory)
         self.empty[self._in_step] = False
 
     def undone_in_place(self) -> None:
@@ -183,7 +186,7 @@ class Truth:
 
     def moved(self, tiles: np.ndarray[Any, Any]) -> None:
         """Note that tiles (ascending) were copied to their other slots, with what had been written to them."""
-        self._codes_written(self._decoded.within(tiles, wholly=True))
+        self._decoded_written(self._decoded.within(tiles, wholly=True))
         self._edited[tiles] = False
         self.loose[tiles] = True
 
@@ -195,8 +198,8 @@ class Truth:
         """Note that a commit begins, which includes the current slots of all tiles."""
         self.loose[:] = False
 
-    def _codes_written(self, params: Sequence[int] | set[int]) -> None:
-        """Drop the decoded states of these parameters, after a step or a flush has rewritten their codes."""
+    def _decoded_written(self, params: Sequence[int] | set[int]) -> None:
+        """Drop the decoded states of these parameters, after a step or a flush has rewritten them on the devices."""
         decoded = self._decoded
         masters = {param for param, names in decoded.written().items() if "master" in names}
         decoded.masters_written |= masters.intersection(params)
@@ -216,14 +219,14 @@ class Truth:
         """
         if is_new:
             return int(NEW)
-        decoded = param.decoded
-        if param.in_place or (decoded and decoded.is_own_master(param.index)):
+        decoded, is_coded = self._decoded, param.is_coded
+        if param.in_place or (is_coded and decoded.is_own_master(param.index)):
             return int(IN_PARAM)
-        if decoded and param.reachable and param.index in decoded.masters_written and not param.is_dirty:
+        if is_coded and param.reachable and param.index in decoded.masters_written and not param.is_dirty:
             return int(UNCOMPARED)
         # With codes, a step compares a reachable parameter in any case. UNLESS_SET makes a written parameter win even
         # over a loaded master, which need not round to the parameter.
-        unless_set = param.reachable and param.is_dirty if decoded else param.unless_set
+        unless_set = param.reachable and param.is_dirty if is_coded else param.unless_set
         return int(FROM_PARAM if param.is_master else UNLESS_SET if unless_set else IN_SECTION)
 
     @staticmethod

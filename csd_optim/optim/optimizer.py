@@ -241,7 +241,7 @@ class CSDOptimizer(StatesOnDevices, Joinable):
                 f"a {type(self).__name__} with a process_group cannot be copied or pickled: the group cannot"
             )
         mapped = sum(w.nbytes for state in self._state_map.param_states.values() for w in state.windows.values())
-        decoded = sum(4 * state.numel * len(state.sections) for state in self._state_map.coded)
+        decoded = sum(4 * state.numel * len(state.sections) for state in self._state_map.decoded)
         warn_if_large(mapped + decoded, COPIED)
         return {**super().__getstate__(), **{name: getattr(self, name) for name in _PUBLIC}}
 

@@ -22,7 +22,7 @@ from ..distributed.sharding import whole_of
 from ..engine.engine import Engine
 from ..errors import CSDValueError
 from ..params.decoded_entry import DecodedEntry
-from ..params.memory_warnings import DECODED, warn_if_large
+from ..params.memory_warnings import DECODED, FETCHED, warn_if_large
 from ..params.state_map import StateMap
 from ..params.update_rule import UpdateRule
 from ..signals import defer_signals
@@ -105,7 +105,8 @@ class StatesOnDevices(Optimizer):
         if not decoded:
             return state_dict
         tensors = (t for entry in decoded.values() for t in entry.values() if isinstance(t, torch.Tensor))
-        warn_if_large(sum(t.nbytes for t in tensors), DECODED)
+        is_far = self._engine is not None and self._engine.devices.states_on_demand
+        warn_if_large(sum(t.nbytes for t in tensors), FETCHED if is_far else DECODED)
         return {**state_dict, "state": {**state_dict["state"], **decoded}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

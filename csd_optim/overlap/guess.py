@@ -62,7 +62,7 @@ class Guess:
             self._tiles_of.setdefault(row, []).append(tile)
             missing[tile] += 1
         self._countdown = Countdown(missing, early.tolist())
-        self._far = {row for row, source in spec.sources.items() if source.is_on_accelerator}
+        self._far = {row for row, source in spec.sources.items() if source.is_far}
         self._versions_before = self._state_versions()
         self._order = np.concatenate([early, late])
 

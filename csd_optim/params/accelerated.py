@@ -61,7 +61,7 @@ def choose_copies(engine: Engine, param_states: Iterable[ParamState]) -> None:
     assert engine.accelerator
     without_copy = [state for state in param_states if not state.near_copy]
     joining = [
-        _joining(engine, state.name, state.part.of(state.param), state.sections, state.decoded is not None)
+        _joining(engine, state.name, state.part.of(state.param), state.sections, state.is_coded)
         for state in without_copy
     ]
     chosen = engine.accelerator.choose(joining)

@@ -1,4 +1,4 @@
-"""The entry in `state` of a parameter whose states are kept as 8-bit codes."""
+"""The entry in `state` of a parameter whose states are read on demand, as those kept as 8-bit codes are."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from ..accelerator import is_on_accelerator
 from ..compression.selection import TopK
 
 
@@ -18,6 +17,7 @@ class GradSource:
     grad: torch.Tensor  # 1-D, any device
     param: torch.Tensor  # 1-D, same device, written in place
     grad_dtype: torch.dtype  # on the link
+    is_far: bool  # the engine cannot reach the parameter, as on an accelerator: its tiles travel as images
     # The tiles' images carry the parameter, too, as the device may have to read its master there.
     param_is_read: bool = False
     # If `param` is a copy: the parameter itself, which is strided, and the copy, which copy_back() copies there.
@@ -26,11 +26,6 @@ class GradSource:
     copy_event: Any = None  # event of the last copy to a parameter on an accelerator that was queued
     first: int = 0  # index of the parameter's element to which grad[0] belongs
     is_dropped: bool = False  # there is no gradient after all: the parameter stays bitwise unchanged
-
-    @property
-    def is_on_accelerator(self) -> bool:
-        """Whether the parameter is on an accelerator: the engine cannot reach it then; its tiles travel as images."""
-        return is_on_accelerator(self.param)
 
     def release(self) -> None:
         """Release the gradient's memory, once the gradient has been copied."""

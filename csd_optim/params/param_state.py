@@ -31,6 +31,7 @@ class ParamState:
     """A parameter with a place (tiles' elements for its states) on the devices, or the part that this process updates.
 
     Everything about elements here refers to that part. "With codes" means: the devices keep the states as 8-bit codes.
+    "Decoded" means: its states have no windows, and are read on demand; those with codes are.
     What is known about `param` is changed by `refresh()`, `mark_synced()` and `move_to()` only; `is_new` and `alive`
     are written by the StateMap.
     """
@@ -41,15 +42,16 @@ class ParamState:
     index: int  # over all extents; the row in the step's table
     sections: tuple[str, ...]  # names of its states
     stride: tuple[int, ...]  # of its states, as torch.zeros_like(param) has them
-    windows: dict[str, torch.Tensor]  # the states; master may be the parameter itself. With codes only step, residual
+    windows: dict[str, torch.Tensor]  # the states; master may be the parameter itself. Decoded: only step, residual
     shown: dict[str, torch.Tensor]  # the windows in the form in which `state` shows them
-    own_master: torch.Tensor  # storage for the master, used unless in_place; meta with codes, or if not allocated yet
+    own_master: torch.Tensor  # storage for the master, used unless in_place; meta if decoded, or not allocated yet
     numel: int  # number of fp32 values; a complex number counts two
     in_place: bool  # the parameter is its own only master, and windows["master"] is an alias of it
     reachable: bool  # the devices can read the master from the parameter
+    images_only: bool = False  # the devices reach neither it nor its gradients: both travel as images
     state_device: torch.device = CPU  # has its states: the host, as the devices' windows, or its accelerator
     near_copy: NearCopy | None = None  # copy of its states on its accelerator, in addition to the devices'
-    decoded: Decoded | None = None  # with codes: access to the decoded states
+    decoded: Decoded | None = None  # access to its decoded states; None: they have windows
     kept_dtype: torch.dtype | None = None  # with codes: the parameter's dtype, which the codes depend on
     is_master: bool = False  # a step takes the master from the parameter: fp32 in host memory; with codes, anywhere
     unless_set: bool = False  # 16 bits in host memory, writes not counted: the step compares it, see UNLESS_SET
@@ -71,6 +73,11 @@ class ParamState:
         None: it has no residual.
         """
         return self.windows.get("residual")
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether the devices keep its states as codes."""
+        return self.kept_dtype is not None
 
     @property
     def on_accelerator(self) -> bool:
@@ -102,15 +109,15 @@ class ParamState:
         return self.decoded.views(self.index, lambda state: self.part.show(self._view(state)))
 
     def entry(self, others: Mapping[str, Any]) -> DecodedEntry:
-        """Return the entry in `state` of a parameter with codes. `others`: values in it that are not ours, to keep."""
+        """Return the entry in `state` of decoded states. `others`: values in it that are not ours, to keep."""
         entry = DecodedEntry(("step", *self.sections[1:], self.sections[0]), self.decode)
         entry.set_plain({**others, **self.shown})
         return entry
 
     def is_shown_by(self, entry: Mapping[str, Any]) -> bool:
         """Return whether this entry of `state` holds exactly our tensors, so that none was replaced."""
-        codes_shown = isinstance(entry, DecodedEntry) and entry.all_decoded_by(self.decode) if self.decoded else True
-        return codes_shown and all(entry.get(key) is self.shown.get(key) for key in {*self.shown, "residual"})
+        shown = isinstance(entry, DecodedEntry) and entry.all_decoded_by(self.decode) if self.decoded else True
+        return shown and all(entry.get(key) is self.shown.get(key) for key in {*self.shown, "residual"})
 
     def set_window(self, key: str, window: torch.Tensor) -> None:
         if self.windows.get(key) is not window:
@@ -151,7 +158,7 @@ class ParamState:
     @property
     def is_compared(self) -> bool:
         """With codes: whether each step in which it takes part detects where the parameter was set from outside."""
-        return self.decoded is not None and self.reachable
+        return self.is_coded and self.reachable
 
     @property
     def version_now(self) -> int:
@@ -165,7 +172,7 @@ class ParamState:
     def fits(self) -> bool:
         """Return whether the parameter's dtype, layout, device and shape still fit its states."""
         p = self.param
-        right = p.dtype in ((self.kept_dtype,) if self.decoded else DTYPES)
+        right = p.dtype in ((self.kept_dtype,) if self.is_coded else DTYPES)
         right = right and p.layout is torch.strided and not p.is_meta
         local = self.part.of(p) if right else p
         is_on_state_device = not self.on_accelerator or local.device == self.state_device
@@ -179,7 +186,7 @@ class ParamState:
         check_param(self.param, self.name)
         p = self.part.of(self.param)
         shape = self.own_master.shape
-        if self.decoded and p.dtype is not self.kept_dtype:
+        if self.is_coded and p.dtype is not self.kept_dtype:
             raise CSDTypeError(
                 f"parameter {self.name} is {p.dtype} now; its 8-bit states were made with {self.kept_dtype}, and have "
                 "its bits. Convert the model before the first step, or take state_dtype='fp32'"
@@ -200,11 +207,11 @@ class ParamState:
         # With codes, neither matters: source() copies a parameter into the right order, and an image carries one that
         # is not in host memory.
         fp32_on_host = on_host and in_order and p.dtype is torch.float32
-        self.is_master = self.reachable and (not half if self.decoded else fp32_on_host)
+        self.is_master = self.reachable and (not half if self.is_coded else fp32_on_host)
         self.unless_set = self.part.writes_uncounted and self.reachable and on_host and in_order and half
-        reachable = on_host and in_order and p.is_contiguous() and p.dtype in DTYPE_CODES
+        reachable = on_host and in_order and p.is_contiguous() and p.dtype in DTYPE_CODES and not self.images_only
         self.direct_dtype = p.dtype if reachable and grad_dtype in (None, p.dtype) else None
-        if self.decoded and self.decoded.resident:
+        if self.is_coded and self.decoded and self.decoded.resident:
             self.decoded.set_location(self.index, flat(p) if self.direct_dtype else None, fresh=fresh)
         if self.in_place:
             is_fp32_there = p.dtype is torch.float32 and p.device == self.state_device
@@ -248,7 +255,7 @@ class ParamState:
         return in_next_step and fresh and not entry and not (self.decoded and self.decoded.durable)
 
     def _encode(self, entry: Mapping[str, Any], *, seed: bool, fresh: bool) -> int:
-        """Fill the place as fill() does, with codes: the next step or flush encodes the states."""
+        """Fill the place as fill() does, if its states are decoded: the next step or flush writes them."""
         assert self.decoded
         states: dict[str, torch.Tensor] = {}
         dtype = torch.complex64 if self.param.is_complex() else torch.float32
@@ -262,15 +269,19 @@ class ParamState:
                 if self._can_omit_master(entry, fresh=fresh) or (fresh and self.is_section):
                     continue
                 value = self.local
-            elif key != "master" and not fresh:
-                value = torch.zeros(self.own_master.shape, dtype=dtype)
+            elif key != "master" and (not fresh or key in self.initial):
+                first = self.initial.get(key, 0.0)
+                filling = complex(first, first) if self.param.is_complex() else first
+                value = torch.full(self.own_master.shape, filling, dtype=dtype, device="cpu")
             else:
                 continue
             own = torch.empty_strided(self.own_master.shape, self.stride, dtype=dtype, device="cpu").copy_(value)
             states[key] = flat(own)
         if not states:
             return 0
-        self.decoded.replace(self.index, states)
+        self.decoded.replace(self.index, states, fresh=fresh)
+        if not self.is_coded:
+            return 0
         decoded = self.decoded.states(self.index)
         return int((decoded["exp_avg"].abs() > MOST_RATIO * decoded["exp_avg_sq"].sqrt()).sum())
 
@@ -326,16 +337,20 @@ class ParamState:
         target, param_and_copy = p, None
         if not same_order(p.stride(), self.stride, p.shape):
             target = torch.empty_strided(p.shape, self.stride, dtype=p.dtype, device=p.device)
-            if self.is_new or self.decoded:
+            if self.is_new or self.is_coded:
                 target.copy_(p)
             param_and_copy = (p, target)
-        source = GradSource(grad, flat(target), grad_dtype or grad.dtype, param_and_copy=param_and_copy)
-        # With codes, the engine reads the parameter in place where it can reach it.
-        if self.decoded:
-            read = self.reachable and source.is_on_accelerator
-        else:
-            read = self.in_place or self.is_master or self.unless_set  # else Truth.master_of() says IN_SECTION
-        source.param_is_read = self.is_new or read
+        source = GradSource(
+            grad,
+            flat(target),
+            grad_dtype or grad.dtype,
+            param_and_copy=param_and_copy,
+            is_far=self.images_only or is_on_accelerator(target),
+        )
+        if self.is_coded:  # the engine reads the parameter in place where it can reach it
+            source.param_is_read = self.is_new or (self.reachable and source.is_far)
+        else:  # with none of these, Truth.master_of() says IN_SECTION
+            source.param_is_read = self.is_new or self.in_place or self.is_master or self.unless_set
         return source
 
 

@@ -27,20 +27,20 @@ class Place:
     def take(self, engine: Engine, p: torch.Tensor, part: Partition, name: str, index: int) -> ParamState:
         """Return the state of a parameter that gets this place. `index`: its number over all extents."""
         extent, states = engine.tiles.extents[self.extent], self.states
-        i, coded = index - extent.first_param, extent.codec != FP32
+        i, coded, devices = index - extent.first_param, extent.codec != FP32, engine.devices
+        on_demand = coded or (devices.states_on_demand and not states)
         dtype = torch.complex64 if p.is_complex() else torch.float32
         windows = {"step": torch.from_numpy(engine.states.steps[self.extent])[i]}
         for s in (*range(1, len(extent.sections)), 0):  # the master last, as `state` shows it
             section = extent.sections[s]
             if states:
                 windows[section] = states[section]
-            elif not coded:
+            elif not on_demand:
                 windows[section] = engine.windows.window(extent, i, s, dtype).as_strided(self.shape, self.stride)
-        if coded:
+        if on_demand:
             own_master = torch.empty_strided(self.shape, self.stride, dtype=dtype, device="meta")
         else:
             own_master = windows["master"]
-        resident = engine.devices.resident
         return ParamState(
             p,
             part,
@@ -53,10 +53,11 @@ class Place:
             own_master=own_master,
             numel=numel(own_master),
             # Devices in host memory update an fp32 parameter itself, so that the master is not stored twice.
-            in_place=own_master.is_meta if states else resident and not coded and p.dtype is torch.float32,
-            reachable=engine.devices.reaches_params and not states,
+            in_place=own_master.is_meta if states else devices.resident and not coded and p.dtype is torch.float32,
+            reachable=devices.reaches_params and not states,
+            images_only=devices.images_only and not states,
             state_device=part.of(p).device if states else CPU,
-            decoded=engine.decoded if coded else None,
+            decoded=engine.decoded if on_demand else None,
             kept_dtype=p.dtype if coded else None,
             initial=self.initial,
         )

@@ -27,7 +27,7 @@ from .place import Place
 from .strides import flat, numel
 from .update_rule import UpdateRule
 
-CODES_WAITING = 64 << 20  # bytes of fp32 states that fill() collects before it encodes and writes them
+STATES_WAITING = 64 << 20  # bytes of decoded states that fill() collects before it writes them
 
 
 class StateMap:
@@ -54,6 +54,11 @@ class StateMap:
     @property
     def coded(self) -> list[ParamState]:
         """The parameters whose states are kept as codes."""
+        return [state for state in self.by_index if state.is_coded and state.alive]
+
+    @property
+    def decoded(self) -> list[ParamState]:
+        """The parameters whose states are read on demand: those kept as codes, and others without windows."""
         return [state for state in self.by_index if state.decoded and state.alive]
 
     def part(self, p: torch.Tensor) -> Partition:
@@ -181,10 +186,10 @@ class StateMap:
                 entry = self.state.get(param_state.param) or {}
                 seed = engine.devices.keeps_state or param_state.on_accelerator
                 clipped += param_state.fill(entry, seed=seed, fresh=fresh)
-                # Without commits, the codes of all parameters need not be written together: write batches, which limits
-                # the memory for fp32 states.
+                # Without commits, the decoded states of all parameters need not be written together: write batches,
+                # which limits the memory for them.
                 waiting_bytes += 4 * len(param_state.sections) * param_state.numel if param_state.decoded else 0
-                if waiting_bytes > CODES_WAITING and not engine.durable:
+                if waiting_bytes > STATES_WAITING and not engine.durable:
                     engine.states.write_decoded()
                     waiting_bytes = 0
             if clipped:

@@ -241,7 +241,8 @@ def foresee(
     if any(state.is_dirty for state in state_map.param_states.values()):
         return None
     if not all(
-        state.direct_dtype or (is_on_accelerator(state.local) and state.local.dtype in DTYPE_CODES)
+        state.direct_dtype
+        or ((state.images_only or is_on_accelerator(state.local)) and state.local.dtype in DTYPE_CODES)
         for state in plan.param_states
     ):
         return None
@@ -300,8 +301,8 @@ def _locate_gradients(
         source = sources[param_state.index] = param_state.source(g, grad_dtype)
         pointers.append(source.grad.data_ptr())
         row = table[param_state.index]
-        row["param"] = 0 if source.is_on_accelerator else source.param.data_ptr()
-        row["in_image"] = source.is_on_accelerator and source.param_is_read
+        row["param"] = 0 if source.is_far else source.param.data_ptr()
+        row["in_image"] = source.is_far and source.param_is_read
         row["grad_dtype"], row["param_dtype"] = DTYPE_CODES[source.grad_dtype], DTYPE_CODES[source.param.dtype]
     table["grad"][plan.rows] = np.array(pointers, np.uint64)
     return sources

@@ -255,14 +255,14 @@ class Steps(Progress):
         return near
 
     def _images(self, spec: StepSpec, tiles: np.ndarray[Any, Any], given: GivenStates | None) -> list[int]:
-        """Return the tiles that travel through staging buffers: those with gradients on a GPU, or to be rounded.
+        """Return the tiles that travel as images: those with gradients that devices do not reach, or to be rounded.
 
         Prepares the sources of all gradients in these tiles.
         """
         engine, table, sources = self.engine, spec.table, spec.sources
         travels = np.zeros(len(table), bool)
         for row, s in sources.items():
-            travels[row] = s.is_on_accelerator or (s.grad.dtype is not s.grad_dtype and not table["topk"][row])
+            travels[row] = s.is_far or (s.grad.dtype is not s.grad_dtype and not table["topk"][row])
         if not travels.any():
             return []
         if given:

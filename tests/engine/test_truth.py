@@ -186,7 +186,7 @@ def test_where_a_step_finds_the_master(facts, master):
     if facts.get("own"):
         model.decoded.set_location(2, torch.zeros(2 * 4096, dtype=torch.bfloat16), fresh=True)
     place = {"index": 2, "reachable": True} | dict.fromkeys(("in_place", "is_master", "unless_set", "is_dirty"), False)
-    place = SimpleNamespace(**place | facts, decoded=model.decoded if facts.get("codes") else None)
+    place = SimpleNamespace(**place | facts, is_coded=bool(facts.get("codes")))
     assert model.truth.master_of(place) == master
     assert model.truth.master_of(place, is_new=True) == NEW
 

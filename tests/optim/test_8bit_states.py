@@ -642,7 +642,7 @@ def test_adamw_takes_our_checkpoints_and_we_its():
 @pytest.mark.parametrize("devices", ["ram:", "file:"])
 def test_loading_takes_the_memory_of_a_few_parameters(devices, monkeypatch):
     """Without commits, states are loaded 64 MB at a time; in this test, less."""
-    monkeypatch.setattr(state_map, "CODES_WAITING", 100_000)
+    monkeypatch.setattr(state_map, "STATES_WAITING", 100_000)
     params = parameters(*DTYPES)
     saved = train(adam(params), 2).state_dict()
     other = adam([torch.nn.Parameter(p.detach().clone()) for p in params], devices)

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
+from support import far
 from support.states import assume, assumed
 
 # Forked from a server, so that a process inherits neither threads nor anything that a test has done.
@@ -48,6 +49,7 @@ def _begin(function, *arguments):
         atexit._clear()  # from 3.13 on, multiprocessing itself does so
     gc.freeze()  # the server's objects live on anyway, and a collection would copy their pages
     assume(assumed())
+    far.assume(far.assumed())
     function(*arguments)
 
 
