@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,8 @@ class Decoded:
     def __init__(self, devices: Devices, native: NativeEngine, tiles: Tiles) -> None:
         self._devices, self._native, self._tiles = devices, native, tiles
         self.durable: bool = False  # the states outlive the process
-        self._states: dict[int, dict[str, torch.Tensor]] = {}  # by parameter: 1-D, in the order of its memory
+        # By parameter: the states in memory, 1-D in the order of its memory; those that nobody needs need not be there.
+        self._states: dict[int, dict[str, torch.Tensor]] = {}
         self._views: dict[int, dict[str, torch.Tensor]] = {}  # by parameter: the same states as views() returns them
         self._watched: dict[int, list[tuple[str, torch.Tensor, int]]] = {}  # all tensors of states, with versions
         # Parameters whose masters were written, and that no step has updated since. They may differ from the rounded
@@ -54,54 +55,64 @@ class Decoded:
     def states(self, param: int) -> dict[str, torch.Tensor]:
         """Return all states of a parameter by name, 1-D fp32, as the next step will find them. Raises CSDOSError.
 
-        Returns the same dict until a step changes the states. Waits for writes. Not while a step is in flight.
+        The tensors are the same until a step changes the states. Waits for writes. Not while a step is in flight.
         """
+        return self._read(param, self._tiles.extent_with(param).sections)
+
+    def state(self, param: int, name: str) -> torch.Tensor:
+        """Return one of these states. The others are not read."""
+        return self._read(param, [name])[name]
+
+    def _read(self, param: int, names: Collection[str]) -> dict[str, torch.Tensor]:
+        """Return the states of a parameter that are in memory, once these are."""
         self._devices.check_open()
-        if param not in self._states:
-            extent = self._tiles.extent_with(param)
-            numel = extent.numels[param - extent.first_param]
-            states = {name: torch.empty(numel, dtype=torch.float32, device="cpu") for name in extent.sections}
-            own = self._own_masters.get(param)
-            for piece in extent.pieces[extent.pieces["param"] == param].tolist():
-                _, tile, first, tile_first, n = piece
-                ranges = [state[first : first + n] for state in states.values()]
-                address = own[first:].data_ptr() if own is not None else 0
-                self._native.decode(extent.first_tile + tile, tile_first, n, ranges, address)
-            self._states[param] = states
-            self._watched[param] = [(name, state, state._version) for name, state in states.items()]
-        return self._states[param]
+        here = self._states.get(param, {})
+        if here.keys() >= {*names}:
+            return here
+        extent = self._tiles.extent_with(param)
+        numel = extent.numels[param - extent.first_param]
+        new = {
+            name: torch.empty(numel, dtype=torch.float32, device="cpu")
+            for name in extent.sections
+            if name in names and name not in here
+        }
+        own = self._own_masters.get(param)
+        for piece in extent.pieces[extent.pieces["param"] == param].tolist():
+            _, tile, first, tile_first, n = piece
+            ranges = [new[name][first : first + n] if name in new else None for name in extent.sections]
+            address = own[first:].data_ptr() if own is not None else 0
+            self._native.decode(extent.first_tile + tile, tile_first, n, ranges, address)
+        self._states[param] = here = {**here, **new}
+        self._watched.setdefault(param, []).extend((name, state, state._version) for name, state in new.items())
+        return here
 
     def master(self, param: int, tile: int, first: int, in_tile: int, n: int) -> torch.Tensor:
         """Return elements [first, first + n) of a parameter's master, which begin at `in_tile` in this tile.
 
         Reads only these, and keeps nothing. Raises CSDOSError. Not while a step is in flight.
         """
-        if param in self._states:
+        if "master" in self._states.get(param, ()):
             return self._states[param]["master"][first : first + n]
         master = torch.empty(n, dtype=torch.float32, device="cpu")
         self._native.decode(tile, in_tile, n, [master])
         return master
 
-    def replace(self, param: int, states: Mapping[str, torch.Tensor], *, fresh: bool = False) -> None:
+    def replace(self, param: int, states: Mapping[str, torch.Tensor]) -> None:
         """Make the next step start from `states`: 1-D fp32, contiguous, on the CPU, used by nobody else.
 
-        `fresh`: the other states are known to be zero, and are not read.
+        The other states stay as they are, and are not read.
         """
-        names = self._tiles.extent_with(param).sections
-        if fresh and param not in self._states:
-            numel = next(iter(states.values())).numel()
-            previous = {n: torch.zeros(numel, dtype=torch.float32, device="cpu") for n in names if n not in states}
-        else:
-            previous = {} if {*states} == {*names} else self.states(param)
         others = [entry for entry in self._watched.get(param, ()) if entry[0] not in states]
-        self._states[param] = {name: states[name] if name in states else previous[name] for name in names}
+        self._states[param] = {**self._states.get(param, {}), **states}
         self._views.pop(param, None)
         self._watched[param] = others + [(name, state, -1) for name, state in states.items()]
 
     def views(self, param: int, view: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the states as `view` presents them. Users may write to these tensors; their versions are watched."""
         if param not in self._views:
-            self._views[param] = views = {name: view(state) for name, state in self.states(param).items()}
+            self.states(param)
+            names = self._tiles.extent_with(param).sections
+            self._views[param] = views = {name: view(self._states[param][name]) for name in names}
             self._watched[param] += [(name, tensor, tensor._version) for name, tensor in views.items()]
         return self._views[param]
 
@@ -135,7 +146,8 @@ class Decoded:
 
     def addresses(self, param: int, names: Iterable[str]) -> list[int]:
         """Return the address of each state of a parameter: 0 for those that `names` does not contain."""
-        return [state.data_ptr() if name in names else 0 for name, state in self._states[param].items()]
+        states = self._states[param]
+        return [states[name].data_ptr() if name in names else 0 for name in self._tiles.extent_with(param).sections]
 
     def within(self, tiles: np.ndarray[Any, Any], *, wholly: bool) -> list[int]:
         """Return the decoded parameters with tiles among these (ascending): `wholly` or in part."""
@@ -176,7 +188,7 @@ class Decoded:
         Once devices cannot use it, its master is kept here, and the next step writes it to a section of the tile.
         """
         if where is None and param in self._own_masters:
-            master = self.states(param)["master"]
+            master = self.state(param, "master")
             self._own_masters.pop(param)
             self.replace(param, {"master": master})
         elif where is not None and (fresh or param in self._own_masters):

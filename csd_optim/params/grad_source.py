@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..accelerator import is_on_accelerator
 from ..compression.selection import TopK
 
 
@@ -17,7 +18,7 @@ class GradSource:
     grad: torch.Tensor  # 1-D, any device
     param: torch.Tensor  # 1-D, same device, written in place
     grad_dtype: torch.dtype  # on the link
-    is_far: bool  # the engine cannot reach the parameter, as on an accelerator: its tiles travel as images
+    images_only: bool = False  # devices reach no memory of this process
     # The tiles' images carry the parameter, too, as the device may have to read its master there.
     param_is_read: bool = False
     # If `param` is a copy: the parameter itself, which is strided, and the copy, which copy_back() copies there.
@@ -26,6 +27,11 @@ class GradSource:
     copy_event: Any = None  # event of the last copy to a parameter on an accelerator that was queued
     first: int = 0  # index of the parameter's element to which grad[0] belongs
     is_dropped: bool = False  # there is no gradient after all: the parameter stays bitwise unchanged
+
+    @property
+    def is_far(self) -> bool:
+        """Whether the engine cannot reach the parameter, as on an accelerator: its tiles travel as images."""
+        return self.images_only or is_on_accelerator(self.param)
 
     def release(self) -> None:
         """Release the gradient's memory, once the gradient has been copied."""

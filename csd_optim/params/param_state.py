@@ -87,7 +87,7 @@ class ParamState:
     @property
     def master(self) -> torch.Tensor:
         """The master's current value, in the shape of the part."""
-        return self._view(self.decoded.states(self.index)["master"]) if self.decoded else self.windows["master"]
+        return self._view(self.decoded.state(self.index, "master")) if self.decoded else self.windows["master"]
 
     @contextlib.contextmanager
     def decoding(self) -> Iterator[None]:
@@ -279,8 +279,8 @@ class ParamState:
             states[key] = flat(own)
         if not states:
             return 0
-        self.decoded.replace(self.index, states, fresh=fresh)
-        if not self.is_coded:
+        self.decoded.replace(self.index, states)
+        if not self.is_coded or states.keys().isdisjoint(("exp_avg", "exp_avg_sq")):
             return 0
         decoded = self.decoded.states(self.index)
         return int((decoded["exp_avg"].abs() > MOST_RATIO * decoded["exp_avg_sq"].sqrt()).sum())
@@ -340,13 +340,8 @@ class ParamState:
             if self.is_new or self.is_coded:
                 target.copy_(p)
             param_and_copy = (p, target)
-        source = GradSource(
-            grad,
-            flat(target),
-            grad_dtype or grad.dtype,
-            param_and_copy=param_and_copy,
-            is_far=self.images_only or is_on_accelerator(target),
-        )
+        dtype = grad_dtype or grad.dtype
+        source = GradSource(grad, flat(target), dtype, self.images_only, param_and_copy=param_and_copy)
         if self.is_coded:  # the engine reads the parameter in place where it can reach it
             source.param_is_read = self.is_new or (self.reachable and source.is_far)
         else:  # with none of these, Truth.master_of() says IN_SECTION

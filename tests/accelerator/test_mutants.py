@@ -107,9 +107,7 @@ MUTANTS = {
     "packing on the current stream": in_sparse("on(streams.get(device))", "on(None)"),
     "entries outlive their step": in_sparse("self._selected.clear()", "pass", "fails"),
     "tile by tile": in_sparse("ROWS, BATCH_BYTES = 8,", "ROWS, BATCH_BYTES = 1,", "counters"),
-    "addresses of the device go to the engine": Mutant(
-        "step/steps.py", "s.is_on_accelerator or", "False or", "match_adamw"
-    ),
+    "addresses of the device go to the engine": Mutant("step/steps.py", "s.is_far or", "False or", "match_adamw"),
     "buffers are not pinned": Mutant(
         "step/steps.py", "pinned = any(is_on_accelerator", "pinned = 0 and any(is_on_accelerator", "counters"
     ),

@@ -27,6 +27,7 @@ class Device:
 
     def __init__(self):
         self.told = []
+        self.read = []  # the states that were read, by their sections
 
     def edited(self, tiles):
         self.told.append(tiles.tolist())
@@ -35,7 +36,9 @@ class Device:
         pass
 
     def decode(self, tile, first, n, states, param=0):
-        for state in states:
+        wanted = {s: state for s, state in enumerate(states) if state is not None}
+        self.read += wanted
+        for state in wanted.values():
             state.zero_()
 
 
@@ -91,6 +94,20 @@ def test_new_tiles():
     assert model.states() == [LOOSE] * 4
     model.truth.commit_begins()
     assert model.states() == [COMMITTED] * 4
+
+
+def test_only_states_that_are_looked_at_are_read():
+    model = Model().commit()
+    master = torch.ones(2 * 4096)
+    model.decoded.replace(2, {"master": master})
+    table = model.step_begins(2)
+    assert not model.device.read
+    assert [*map(bool, table["edited"][2])] == [True, False, False, False]
+    model.truth.kept()
+    assert not model.decoded.state(2, "master").any()
+    assert model.device.read == [0, 0]  # in two tiles
+    assert not model.decoded.states(2)["exp_avg_sq"].any()
+    assert model.device.read == [0, 0, 1, 2, 1, 2]
 
 
 @pytest.mark.parametrize(("write", "tiles"), [(0, [0]), (1, [1]), (2, [2, 3])])

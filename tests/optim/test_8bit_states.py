@@ -260,7 +260,7 @@ def far(monkeypatch):
     @contextlib.contextmanager
     def here():
         with monkeypatch.context() as patched:
-            patched.setattr(GradSource, "is_on_accelerator", True)
+            patched.setattr(GradSource, "is_far", True)
             yield
 
     return here

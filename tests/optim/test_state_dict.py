@@ -32,6 +32,7 @@ OWN_OPTIONS = {"devices", "grad_dtype", "max_grad_norm", "overwrite", "tile_size
 
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.fp32_states("only fp32 states are mapped")
+@pytest.mark.at_hand("states are read on demand")
 def test_state_is_plain(devices, amsgrad):
     """Trainers and checkpointers expect a defaultdict of dicts of CPU tensors, not a class of ours."""
     params = [leaf(5), leaf(2, TILE, dtype=torch.bfloat16), leaf(3, dtype=torch.complex64), leaf()]

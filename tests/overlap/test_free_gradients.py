@@ -581,7 +581,9 @@ def test_gradients_that_are_never_cleared(tmp_path, again):
         ({"max_grad_norm": 1.0}, FREE, "max_grad_norm is set"),
         ({"topk": 0.1}, FREE, "compressed"),
         ({"grad_dtype": torch.bfloat16}, FREE, "grad_dtype is torch.bfloat16"),
-        ({"devices": "ram:"}, FREE, "second copy"),
+        pytest.param(
+            *({"devices": "ram:"}, FREE, "second copy"), marks=pytest.mark.at_hand("such devices keep two copies")
+        ),
         ({}, {**FREE, "backward": True}, "leave out backward"),
         ({}, {**FREE, "hold": "a lot"}, "Invalid size"),
     ],
@@ -627,6 +629,7 @@ def test_a_sparse_gradient(tmp_path):
 
 
 @pytest.mark.parametrize("state_dtype", ["fp32", "8bit"])
+@pytest.mark.at_hand("images are copied to parameters later")
 def test_exceptions_leave_everything_as_it_was(tmp_path, state_dtype):
     """In the first step and later, at any parameter: parameters are restored in place before backward raises."""
     dtype = torch.bfloat16 if state_dtype == "8bit" else torch.float32

@@ -90,6 +90,7 @@ def travelled(monkeypatch):
 @pytest.mark.parametrize("feedback", [True, False], ids=["feedback", "no feedback"])
 @pytest.mark.parametrize("topk", [0.001, 0.01, 0.3])
 @pytest.mark.fp32_states("counts tiles, bytes or elements of fp32 states")
+@pytest.mark.at_hand("compares images with gradients that the engine reads")
 def test_the_same_bits(runs, travelled, topk, feedback, grad_dtype):
     runs = runs(topk=topk, error_feedback=feedback, grad_dtype=grad_dtype)
     for scale in (1.0, 1024.0, 2.0**16, 0.37, 1.0):
@@ -104,6 +105,7 @@ def test_the_same_bits(runs, travelled, topk, feedback, grad_dtype):
 
 
 @pytest.mark.fp32_states("counts tiles, bytes or elements of fp32 states")
+@pytest.mark.at_hand("compares images with gradients that the engine reads")
 def test_tiles_of_several_blocks(runs, travelled):
     """Tiles large enough for the filter, with block boundaries in the middle of a parameter."""
     runs = runs(sizes=(5, 100_000, 70_000, 65_536, 40_000), tile_size=1 << 18)
@@ -115,6 +117,7 @@ def test_tiles_of_several_blocks(runs, travelled):
 
 
 @pytest.mark.fp32_states("counts tiles, bytes or elements of fp32 states")
+@pytest.mark.at_hand("compares images with gradients that the engine reads")
 def test_more_tiles_than_slots(runs, travelled):
     """Parts of parameters, tiles without a dense parameter, and reuse of every slot."""
     runs = runs(sizes=(40 * TILE, 7, 9 * TILE + 5, TILE - 1), topk=0.05)
@@ -209,6 +212,7 @@ def test_only_entries_travel(runs):
     assert 0 < written <= 2 * sum(map(len, run.dense))
 
 
+@pytest.mark.at_hand("compares images with gradients that the engine reads")
 def test_memory_is_that_of_the_entries(runs):
     runs = runs(topk=0.01, sizes=(50_000,), tile_size=1 << 16)
     for run in runs:
