@@ -22,6 +22,8 @@ from csd_optim.engine.durable import DurableCommitter
 from csd_optim.store.format import FILE_NAME
 from csd_optim.store.report import REPORT_NAME
 
+pytestmark = pytest.mark.at_hand("import writes to windows")
+
 TILE = 4096
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.complex64]
 

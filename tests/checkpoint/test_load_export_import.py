@@ -92,6 +92,7 @@ def test_load_fits_torchs_adamw_and_ours(tmp_path, named):
 
 
 @pytest.mark.fp32_states("only fp32 states are mapped")
+@pytest.mark.at_hand("looks at states after the optimizer was closed")
 def test_loaded_tensors_are_the_file_and_keep_it_from_being_written(tmp_path):
     params, opt = make(tmp_path / "a", 1)
     opt.close()
@@ -156,6 +157,7 @@ def test_load_refuses_what_is_no_whole_store(tmp_path):
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize(("n", "m"), [(1, 3), (3, 1)])
 @pytest.mark.parametrize("form", ["torch", "safetensors"])
+@pytest.mark.at_hand("import writes to windows")
 def test_export_and_import_are_the_same_bits(tmp_path, run, form, n, m, named):
     params, opt = make(tmp_path / "a", n, named, steps=2)
     opt.user_state = {"epoch": 4, "rng": torch.arange(100)}
@@ -217,6 +219,7 @@ def test_inspect_tells_what_a_step_writes(tmp_path, run):
 
 
 @pytest.mark.fp32_states("only fp32 states are mapped")
+@pytest.mark.at_hand("looks at states after the optimizer was closed")
 def test_safetensors_are_read_by_the_library(tmp_path, run):
     safe = pytest.importorskip("safetensors.torch")
     params, opt = make(tmp_path / "a", 2)

@@ -115,6 +115,7 @@ def test_snapshot_after_load_state_dict_and_before_any_step(tmp_path):
 
 
 @pytest.mark.fp32_states("only fp32 states are mapped")
+@pytest.mark.at_hand("looks at states after the optimizer was closed")
 def test_store_is_in_use_as_before_when_it_was_saved(tmp_path):
     """save() does not mark the store as cleanly closed; close() does."""
     params, opt = make(tmp_path / "a", 1)
@@ -151,6 +152,7 @@ def slow(monkeypatch):
 
 
 @pytest.mark.fp32_states("only fp32 states are mapped")
+@pytest.mark.at_hand("looks at states after the optimizer was closed")
 def test_training_goes_on_while_a_snapshot_is_copied(tmp_path, slow):
     params, opt = make(tmp_path / "a", 2)
     before = state_of(opt, params)

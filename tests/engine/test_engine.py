@@ -29,6 +29,8 @@ from csd_optim.optim.adamw import ADAMW
 from csd_optim.params.summed import Summand, table_of
 from csd_optim.store.layout import ALIGN, GRAIN, MAX_MAPPINGS, TILE_ELEMS, TILES_PER_DEVICE, max_mappings, plan_extent
 
+pytestmark = pytest.mark.at_hand("drives the engine, by windows and addresses")
+
 ADAM = np.array([(bindings.RULES["adamw"], (1.0, 0.9, 0.1, 0.999, 0.001, 0.1, 1.0, 1e-8, 1.0))], HYPER)
 _, BETA1, ONE_MINUS_BETA1, *_ = ADAM["c"][0]
 STATES = ADAMW.sections[:3]

@@ -19,6 +19,8 @@ from csd_optim.devices.spec import parse_devices
 from csd_optim.engine.open_engine import open_engine
 from csd_optim.optim.adamw import ADAMW
 
+pytestmark = pytest.mark.at_hand("drives the engine, by windows and addresses")
+
 ADAM = np.array([(bindings.RULES["adamw"], (0.999, 0.9, 0.1, 0.999, 0.001, 0.01, 1.0, 1e-8, 1.0))], HYPER)
 NUMELS = (2500, 40, 7000, 1, 3000)
 ANY = 1  # a placeholder address, which is never read

@@ -80,6 +80,7 @@ def test_state_from_memory(any_size, state_dtype):
 
 
 @pytest.mark.fp32_states("only fp32 states are mapped")
+@pytest.mark.at_hand("of states that are mapped")
 def test_state_that_stays_in_files_or_is_small(any_size, tmp_path, monkeypatch):
     opt = after_a_step(devices=named_devices(tmp_path, 1))
     torch.save(opt.state_dict(), "state.pt")
@@ -129,6 +130,7 @@ def test_copies_and_pickles(any_size):
 
 
 @pytest.mark.fp32_states("only fp32 states are mapped")
+@pytest.mark.at_hand("of states that are mapped")
 def test_what_is_in_memory(any_size):
     """Memory of other devices counts, too (meta stands for CUDA); so does shared memory, though mapped from a file."""
     opt = after_a_step()

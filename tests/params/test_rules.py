@@ -115,6 +115,7 @@ def described(extent, **more):
 
 
 @pytest.mark.parametrize("sections", [("master",), ("master", "momentum_buffer")])
+@pytest.mark.at_hand("writes to windows")
 def test_one_and_two_sections_through_engine_store_and_tools(sections, tmp_path):
     devices = [f"{tmp_path}/csd{d}" for d in range(2)]
     values = [torch.linspace(k, k + 1, 5000) for k, _ in enumerate(sections)]
@@ -151,6 +152,7 @@ def test_one_and_two_sections_through_engine_store_and_tools(sections, tmp_path)
 
 
 @pytest.mark.parametrize("device", ["ram:", "file:"])
+@pytest.mark.at_hand("writes to windows")
 def test_a_step_by_a_rule_that_there_is_not_or_not_for_these_sections_touches_nothing(device):
     p, g = torch.ones(5000), torch.ones(5000)
     with closing(open_engine(parse_devices(device), tile_elems=1024)) as engine:

@@ -18,6 +18,8 @@ from csd_optim.compression.selection import listed, pack, select
 from csd_optim.params.strides import numel
 from csd_optim.params.summed import Summand, table_of
 
+pytestmark = pytest.mark.at_hand("an image has no summands")
+
 bf16, fp16 = torch.bfloat16, torch.float16
 
 

@@ -37,6 +37,8 @@ from csd_optim.optim.adamw import ADAMW
 from csd_optim.store import reader as tiles
 from csd_optim.store.format import CLEAN, FILE_NAME, PAGE, Record, read_contents
 
+pytestmark = pytest.mark.at_hand("drives the engine, by windows and addresses")
+
 ADAM = np.array([(RULES["adamw"], (1.0, 0.9, 0.1, 0.999, 0.001, 0.1, 1.0, 1e-8, 1.0))], HYPER)
 STATES = ADAMW.sections[:3]
 FP32 = DTYPE_CODES[torch.float32]
