@@ -388,6 +388,7 @@ def test_a_drive_that_ends_is_no_signal(tmp_path):
     goes_on(training, "fp32")
 
 
+@pytest.mark.at_hand("such devices keep two copies")
 @pytest.mark.parametrize("overlap", [None, {}], ids=["in step", "forward"])
 def test_memory_alone_says_that_it_is_torn(overlap, monkeypatch):
     """On ram: alone states are updated in place: a step that was cut short cannot be undone."""
@@ -481,6 +482,7 @@ def sharded(model):
     return fully_shard(model)
 
 
+@pytest.mark.at_hand("its fault waits for tiles that images push later")
 @pytest.mark.parametrize("overlap", [None, {}], ids=["DDP", "FSDP2 forward"])
 @every_dtype
 @in_child
