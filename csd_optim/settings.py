@@ -49,6 +49,14 @@ def trace() -> str | None:
     return os.environ.get("CSD_OPTIM_TRACE") or None
 
 
+def key() -> Path | None:
+    """Return CSD_OPTIM_KEY, the key file for `serve://`. Raises CSDValueError if it is set to nothing."""
+    named = os.environ.get("CSD_OPTIM_KEY")
+    if named == "":  # a mistake in a script must not look like the wish to go without
+        raise CSDValueError("Invalid CSD_OPTIM_KEY: it is empty; name a key file, or unset it")
+    return None if named is None else Path(named)
+
+
 def refuse_use_check() -> None:
     """Raise CSDValueError if CSD_OPTIM_OVERLAP is set, which once made wrong uses of parameters an error."""
     if os.environ.get("CSD_OPTIM_OVERLAP"):

@@ -1,0 +1,138 @@
+"""Frames of a data connection: a header of 32 bytes, and the payload that it announces.
+
+Here they are sent as they are: on loopback without a key, or within TLS where `cryptography` is missing. sealed.py
+encrypts them itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ..errors import CSDRuntimeError, CSDValueError
+from .tcp import Buffer, ConnectionClosed, Stream, bytes_of
+
+HEADER = struct.Struct("!IIQQQ")
+FRAME_BYTES = 1 << 30  # maximum length of a payload
+CHUNK = 256 << 10  # bytes: what is read in order to be discarded, encrypted or decrypted at a time stays in the cache
+
+
+class Header(NamedTuple):
+    """What a frame says about itself; all numbers are unsigned."""
+
+    kind: int  # 32 bits: PUSH, PARAMS, ...
+    tile: int  # 32 bits
+    begin: int  # 64 bits: number of the BEGIN that it belongs to
+    nbytes: int  # 64 bits: length of the payload, at most FRAME_BYTES
+    entries: int  # 64 bits: words of Top-K entries in it
+
+
+class DataConnection:
+    """Sends and receives frames. Threads may send at the same time; one receives.
+
+    After receive_header() comes receive() or discard(): the caller has compared the header with what it expects before
+    a byte of the payload is received. Any error closes the connection, except where a docstring says otherwise.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._sending = threading.Lock()
+        self._due: Header | None = None  # the payload that comes next
+
+    def send(self, header: Header, views: Sequence[Buffer] = ()) -> None:
+        """Send a frame: contiguous buffers, of header.nbytes together, from where they lie.
+
+        Raises CSDValueError, with nothing sent, if the lengths differ; ConnectionClosed.
+        """
+        parts = self._parts(header, views)
+        try:
+            head = HEADER.pack(*header)
+        except struct.error as e:
+            raise CSDValueError(f"{header}: {e}") from None
+        with self._sending, self._whole():
+            self._send(head, parts)
+
+    def receive_header(self, timeout: float | None = None) -> Header:
+        """Return the next frame's header. `timeout`: seconds until it begins (None: no limit).
+
+        Raises ConnectionClosed, also at the end of the connection.
+        """
+        if self._due is not None:
+            raise CSDRuntimeError("the payload of the frame before has not been received")
+        with self._whole():
+            self._stream.wait(timeout)
+            header = Header._make(HEADER.unpack(self._receive_head()))
+            if header.nbytes > FRAME_BYTES:
+                raise ConnectionClosed(f"a frame of {header.nbytes} bytes was refused")
+            self._due = header if header.nbytes else None
+            return header
+
+    def receive(self, header: Header, views: Sequence[Buffer] = ()) -> None:
+        """Receive the payload of the frame with this header into contiguous buffers, of header.nbytes together.
+
+        What they contain is unspecified until this has returned without an error. Raises CSDValueError, with nothing
+        received, if the lengths differ; ConnectionClosed.
+        """
+        parts = self._parts(header, views)
+        with self._whole():
+            if self._taken(header):
+                self._receive(parts)
+
+    def discard(self, header: Header) -> None:
+        """Receive the payload and forget it. Raises ConnectionClosed."""
+        with self._whole():
+            if self._taken(header):
+                self._discard(header.nbytes)
+
+    def settimeout(self, seconds: float) -> None:
+        """Set for how long the other side may be silent within a frame."""
+        self._stream.settimeout(seconds)
+
+    def shutdown(self) -> None:
+        """End the connection; any thread may do so, and threads that wait on it raise ConnectionClosed."""
+        self._stream.shutdown()
+
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        """End the connection after an error, also Ctrl-C: nobody knows how much of a frame was sent or received."""
+        try:
+            yield
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _parts(self, header: Header, views: Sequence[Buffer]) -> list[memoryview]:
+        parts = bytes_of(views)
+        if (n := sum(map(len, parts))) != header.nbytes or n > FRAME_BYTES:
+            raise CSDValueError(
+                f"the buffers have {n} bytes, the header says {header.nbytes}, {FRAME_BYTES} is the limit"
+            )
+        return parts
+
+    def _taken(self, header: Header) -> bool:
+        """Return whether a payload comes next. Raises CSDRuntimeError if it is another frame's."""
+        due, self._due = self._due, None
+        if due != (header if header.nbytes else None):
+            raise CSDRuntimeError(f"the payload that comes next is not that of {header}")
+        return due is not None
+
+    def _send(self, head: bytes, parts: list[memoryview]) -> None:
+        self._stream.send([memoryview(head), *parts])
+
+    def _receive_head(self) -> bytes | bytearray:
+        head = bytearray(HEADER.size)
+        self._stream.receive([memoryview(head)])
+        return head
+
+    def _receive(self, parts: list[memoryview]) -> None:
+        self._stream.receive(parts)
+
+    def _discard(self, nbytes: int) -> None:
+        scratch = memoryview(bytearray(min(nbytes, CHUNK)))
+        while nbytes:
+            n = min(nbytes, CHUNK)
+            self._stream.receive([scratch[:n]])
+            nbytes -= n

@@ -1,0 +1,184 @@
+"""Key files: PEM with a private key and its certificate, which the other side knows (it *pins* it).
+
+Nothing is signed by anybody else, and no name, address or date in a certificate counts: only its SHA-256, the
+fingerprint. A file that others can read, or that cannot be read, is an error; there is no way on without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import ssl
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+from .. import settings
+from ..errors import CSDOSError, CSDValueError
+
+CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
+PRIVATE = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----")
+FINGERPRINT = re.compile(r"sha256:[0-9a-f]{64}")
+FILE_BYTES = 1 << 20  # maximum size of a key file
+NO_CHECK_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME, for which `ssl` has no name
+
+
+class Key:
+    """The contents of a key file. Its repr() is the fingerprint, and it cannot be pickled or copied."""
+
+    def __init__(self, path: Path) -> None:
+        """Read a key file. Raises CSDOSError and CSDValueError."""
+        text = _read(path, secret=True)
+        certificates = certificates_in(text)
+        if len(certificates) != 1 or len(PRIVATE.findall(text)) != 1:
+            raise CSDValueError(
+                f"{path} is no key file: it has {len(PRIVATE.findall(text))} private keys and {len(certificates)} "
+                f"certificates; `csd-optim serve --init-key FILE` makes one with one of each"
+            )
+        self.path: Path = path
+        self.certificate: bytes = certificates[0]  # DER
+        self.fingerprint: str = fingerprint(self.certificate)
+        self._text = text
+        self.client: ssl.SSLContext = self._context(ssl.PROTOCOL_TLS_CLIENT)
+
+    def server(self, accepted: Iterable[bytes]) -> ssl.SSLContext:
+        """Return the context of an owner. `accepted`: the certificates (DER) that others may have."""
+        context = self._context(ssl.PROTOCOL_TLS_SERVER)
+        context.verify_mode = ssl.CERT_REQUIRED
+        # A wrong clock must not matter, and a pinned certificate that somebody else has signed is as good.
+        context.verify_flags = ssl.VerifyFlags(context.verify_flags | NO_CHECK_TIME | ssl.VERIFY_X509_PARTIAL_CHAIN)
+        context.num_tickets = 0  # one would outlive a key that was taken away
+        for der in accepted:
+            context.load_verify_locations(cadata=der)
+        return context
+
+    def _context(self, protocol: ssl._SSLMethod) -> ssl.SSLContext:
+        context = ssl.SSLContext(protocol)  # not create_default_context(), which refuses certificates like ours
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        fd = os.memfd_create("csd-optim key")  # `ssl` reads keys from files only; the file itself may change meanwhile
+        try:
+            with open(fd, "w", closefd=False) as file:
+                file.write(self._text)
+            context.load_cert_chain(f"/proc/self/fd/{fd}", password=self._passphrase)
+        except ssl.SSLError as e:
+            raise CSDValueError(f"{self.path}: the private key is not that of the certificate ({e.reason})") from None
+        finally:
+            os.close(fd)
+        return context
+
+    def _passphrase(self) -> str:  # else OpenSSL asks for it at the terminal
+        raise CSDValueError(f"{self.path} has a passphrase: use a key file without")
+
+    def __repr__(self) -> str:
+        return f"Key({self.fingerprint})"
+
+    def __reduce__(self) -> str:
+        raise TypeError("a key is not pickled or copied: read its file where it is needed")
+
+
+def certificates_in(text: str) -> list[bytes]:
+    """Return the certificates in a PEM text, as DER. Raises CSDValueError."""
+    try:
+        return [ssl.PEM_cert_to_DER_cert(match.group()) for match in CERTIFICATE.finditer(text)]
+    except ValueError as e:
+        raise CSDValueError(f"a certificate cannot be read: {e}") from None
+
+
+def read_certificates(path: Path) -> list[bytes]:
+    """Return the certificates (DER) in a file of `--accept`. Raises CSDOSError and CSDValueError."""
+    text = _read(path, secret=False)
+    if PRIVATE.search(text):
+        raise CSDValueError(
+            f"{path} contains a private key, which belongs only on the machine that uses it: "
+            f"`openssl x509 -in {path} -out CERT.pem` makes a file of the certificate alone"
+        )
+    if not (found := certificates_in(text)):
+        raise CSDValueError(f"{path} contains no certificate")
+    return found
+
+
+def fingerprint(certificate: bytes) -> str:
+    """Return what identifies a certificate (DER): `sha256:` and 64 hexadecimal digits."""
+    return "sha256:" + hashlib.sha256(certificate).hexdigest()
+
+
+def resolve(path: str | None, owner: str | None) -> tuple[Key | None, str | None]:
+    """Return a trainer's key, and the fingerprint that the owner must have; both None if no key is configured.
+
+    `path`: `?key=` of the device string, before CSD_OPTIM_KEY. `owner`: `?owner=`, by default the trainer's own
+    fingerprint. Raises CSDOSError and CSDValueError; a key that is named but cannot be used is never left out.
+    """
+    named = Path(path) if path is not None else settings.key()
+    if named is None:
+        if owner is not None:
+            raise CSDValueError(
+                "owner= names an owner's certificate, but there is no key: add key= or set CSD_OPTIM_KEY"
+            )
+        return None, None
+    key = Key(named)
+    if owner is None:
+        return key, key.fingerprint
+    if not FINGERPRINT.fullmatch(owner.lower()):
+        raise CSDValueError(
+            f"Invalid owner: {owner!r}; it is the sha256:... that `csd-optim serve` prints at its start"
+        )
+    return key, owner.lower()
+
+
+def _read(path: Path, secret: bool) -> str:
+    try:
+        # Not blocking: the file could be a pipe.
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as e:
+        link = f"{path} is a link: name the file that it leads to" if path.is_symlink() else f"{path}: {e.strerror}"
+        raise CSDOSError(e.errno, f"the key file cannot be read: {link}") from None
+    with open(fd, "rb", buffering=0) as file:
+        _check(path, os.fstat(fd), secret)
+        data = b""
+        while len(data) <= FILE_BYTES and (more := file.read(FILE_BYTES)):
+            data += more
+    if len(data) > FILE_BYTES:
+        raise CSDValueError(f"{path} is no key file: it is too long")
+    try:
+        return data.decode("ascii")
+    except ValueError:
+        raise CSDValueError(f"{path} is no key file: it is not PEM") from None
+
+
+def _check(path: Path, status: os.stat_result, secret: bool) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise CSDValueError(f"{path} is no regular file")
+    if status.st_uid not in (os.geteuid(), 0):
+        raise CSDValueError(f"{path} belongs to another user: copy it, or change its owner")
+    others = status.st_mode & 0o077
+    if not secret:
+        if others & 0o022:
+            raise CSDValueError(f"{path} can be written by others, who could let themselves in: chmod 644 {path}")
+    elif others and not (status.st_uid == 0 and others == 0o040):  # root:group 0640: as containers mount secrets
+        raise CSDValueError(f"{path} can be read by others: chmod 600 {path}")
+
+
+def write_new(path: Path, text: bytes) -> None:
+    """Write a file with mode 0600, durably. Raises CSDOSError if there is already something at its path."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as e:
+        raise CSDOSError(e.errno, f"the key file {path} cannot be made: {e.strerror}") from None
+    try:
+        with open(fd, "wb") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(fd)
+        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+    except OSError as e:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise CSDOSError(e.errno, f"the key file {path} cannot be written: {e.strerror}") from None

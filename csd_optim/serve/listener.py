@@ -1,0 +1,207 @@
+"""Listens at an owner's address, and calls back for each peer that is admitted."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import select
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ..errors import CSDError, CSDOSError, CSDValueError
+from . import handshake, sealed
+from .accepted import Accepted
+from .admission import Admission
+from .handshake import Refusal
+from .limits import Deadlines, Places, QuietLog, is_loopback
+from .session import Role, Session
+from .tcp import ConnectionClosed, Tcp
+
+FIRST_SECONDS = 2.0  # for message 1
+BACKLOG = 128
+TICK = 0.25  # seconds between looks at deadlines, while there are any
+
+
+class Listener:
+    """Accepts connections. Each handshake has a thread of its own, which then runs the session."""
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        *,
+        key: Path | None = None,
+        accept: Sequence[tuple[Role, Path]] = (),
+        on_session: Callable[[Session], None],
+        log: Callable[[str], None] = print,
+        timeout: float = 600.0,
+        number: int = 0,
+    ) -> None:
+        """Listen at (host, port); port 0: any free one.
+
+        key          key file; None: only on loopback, where everybody on this machine is an admin
+        accept       files of certificates, and what their holders may do; holders of `key` are admins
+        on_session   called in a thread of its own when all connections of a peer are there. The callee closes the
+                     session; after an exception it is closed here.
+        log          prints a line; any thread calls it
+        timeout      seconds for which a peer may later be silent within a message
+        number       of this owner
+
+        Raises CSDOSError, and CSDValueError if the address is not on loopback and there is no key.
+        """
+        if key is None and accept:
+            raise CSDValueError("certificates are accepted, but the owner has no key: add --key FILE")
+        self._files = key, accept
+        accepted = None if key is None else Accepted(key, accept)
+        self.fingerprint: str = "" if accepted is None else accepted.key.fingerprint  # of this owner
+        self._on_session, self._log = on_session, QuietLog(log)
+        self._places, self._deadlines = Places(), Deadlines()
+        self._admission = Admission(accepted, number, timeout, self._deadlines)
+        self._handshakes: set[threading.Thread] = set()
+        self._closed = False
+        self._sock = _listening(address, key is not None)
+        self._wake, self._woken = socket.socketpair()
+        self.address: tuple[str, int] = self._sock.getsockname()[:2]
+        if key is not None and not sealed.AVAILABLE:
+            self._log.say(sealed.SLOW)
+        self._thread = threading.Thread(target=self._listen, name="csd_optim listen", daemon=True)
+        self._thread.start()
+
+    def reload(self) -> None:
+        """Read the key file and the certificates again, and revoke sessions whose key has lost its role.
+
+        If a file cannot be used, nothing changes, and the log says so.
+        """
+        key, accept = self._files
+        if key is None:
+            return
+        try:
+            accepted = Accepted(key, accept)
+        except CSDError as e:
+            self._log.say(f"the accepted keys remain those from before: {e}")
+            return
+        self._admission.replace(accepted)
+        self.fingerprint = accepted.key.fingerprint
+        self._log.say(f"{len(accepted.roles)} keys are accepted")
+
+    def close(self) -> None:
+        """Stop to listen, and end handshakes. Sessions go on."""
+        if not self._closed:
+            self._closed = True
+            self._wake.send(b"\0")
+        self._thread.join()
+        while others := {*self._handshakes} - {threading.current_thread()}:
+            self._admission.tidy(everything=True)
+            self._deadlines.expire()
+            for thread in others:
+                thread.join(TICK)
+        self._admission.tidy(everything=True)
+        for sock in (self._wake, self._woken):
+            sock.close()
+
+    def _listen(self) -> None:
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        poll.register(self._woken, select.POLLIN)
+        with self._sock:
+            while not self._closed:
+                waits = len(self._deadlines) or len(self._log)
+                if self._sock.fileno() in dict(poll.poll(TICK * 1000 if waits else None)):
+                    self._accept()
+                self._deadlines.expire(time.monotonic())
+                self._admission.tidy()
+                self._log.print_counts()
+
+    def _accept(self) -> None:
+        try:
+            sock, (host, *_) = self._sock.accept()
+        except ConnectionError:
+            return
+        except OSError as e:  # no descriptors or memory: wait until there are some
+            self._log.refused(f"for lack of resources ({errno.errorcode.get(e.errno or 0)})")
+            time.sleep(TICK)
+            return
+        if not self._places.enter(host):
+            self._log.refused("of too many at once")
+            _send_away(sock)
+            return
+        try:
+            tcp = Tcp(sock, handshake.DEADLINE)
+        except (OSError, CSDError):  # it has gone already
+            self._places.leave(host)
+            sock.close()
+            return
+        self._deadlines.set(tcp, time.monotonic() + FIRST_SECONDS)
+        thread = threading.Thread(target=self._welcome, args=(tcp, host), name="csd_optim handshake", daemon=True)
+        self._handshakes.add(thread)
+        try:
+            thread.start()
+        except RuntimeError:
+            self._log.refused("for lack of threads")
+            self._leave(tcp, host, thread)
+
+    def _welcome(self, tcp: Tcp, host: str) -> None:
+        session, refused = None, ""
+        try:
+            session = self._admission.admit(tcp)
+        except Refusal as e:
+            refused = str(e)
+        except ConnectionClosed:
+            refused = "that were cut or late"
+        except ssl.SSLError:
+            refused = "without an accepted certificate, or TLS 1.3"
+        except Exception as e:
+            refused = f"by {type(e).__name__}"
+        if refused:
+            self._log.refused(refused)
+        self._leave(tcp if refused else None, host, threading.current_thread())
+        if session is not None:
+            self._run(session)
+
+    def _leave(self, tcp: Tcp | None, host: str, thread: threading.Thread) -> None:
+        """Give back what a handshake has taken, and end its connection if it is given."""
+        if tcp is not None:
+            self._deadlines.clear(tcp)
+            tcp.shutdown()
+        self._places.leave(host)
+        self._handshakes.discard(thread)
+
+    def _run(self, session: Session) -> None:
+        self._log.say(f"admitted {session.peer}")
+        try:
+            self._on_session(session)
+        except Exception as e:
+            session.close()
+            self._log.say(f"the session of {session.peer} has ended by {type(e).__name__}")
+            if not isinstance(e, CSDError):
+                raise
+
+
+def _listening(address: tuple[str, int], has_key: bool) -> socket.socket:
+    """Return a socket that listens at (host, port). Raises CSDOSError; CSDValueError if that address needs a key."""
+    host, port = address
+    try:
+        family, *_, place = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM)[0]
+        # What the name stands for is looked up once: this very address is judged, and used.
+        if not (has_key or is_loopback(str(place[0]))):
+            raise CSDValueError(
+                f"{host}:{port} can be reached from other machines, and there is no key. Make one by `csd-optim serve "
+                f"--init-key FILE`, start with `--key FILE`, and copy it to the trainers (CSD_OPTIM_KEY); or listen at "
+                f"127.0.0.1, where everybody on this machine is let in"
+            )
+        return socket.create_server((str(place[0]), port), family=family, backlog=BACKLOG)
+    except OSError as e:
+        if isinstance(e, CSDError):
+            raise
+        raise CSDOSError(e.errno, f"cannot listen at {host}:{port}: {e.strerror}") from None
+
+
+def _send_away(sock: socket.socket) -> None:
+    with sock, contextlib.suppress(OSError):
+        sock.setblocking(False)
+        sock.send(handshake.answer(handshake.BUSY))
+        sock.shutdown(socket.SHUT_WR)
+        sock.recv(64)  # to close with unread data resets the connection, and the answer may be lost

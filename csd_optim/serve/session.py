@@ -1,0 +1,61 @@
+"""An admitted trainer, reader or owner: a control connection, and data connections."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .control import ControlConnection
+from .frames import DataConnection
+
+
+class Role(str, enum.Enum):
+    """What a key may do. An admin may do what a trainer may, and a trainer what a reader may."""
+
+    READER = "reader"  # statistics
+    TRAINER = "trainer"  # train, read and set states
+    ADMIN = "admin"  # erase and save
+    OWNER = "owner"  # vote among the owners, and nothing else
+
+    def may(self, needed: Role) -> bool:
+        """Return whether this role includes what `needed` may do."""
+        order = (Role.READER, Role.TRAINER, Role.ADMIN)
+        return self is needed or (self in order and needed in order and order.index(self) > order.index(needed))
+
+
+class Peer(NamedTuple):
+    """Who is on the other side."""
+
+    role: Role
+    fingerprint: str  # of its certificate, `sha256:...`; empty without a key
+    address: str  # `host:port`
+    number: int  # of the owner, if role is OWNER
+
+    def __str__(self) -> str:
+        who = f"{self.address} as {self.role.value}"
+        return f"{who}, key {self.fingerprint[7:19]}" if self.fingerprint else who
+
+
+class Session:
+    """The connections of an admitted peer."""
+
+    def __init__(self, control: ControlConnection, data: Sequence[DataConnection], peer: Peer) -> None:
+        self.control: ControlConnection = control
+        self.data: list[DataConnection] = [*data]
+        self.peer: Peer = peer
+        self.closed: bool = False
+        self.revoked: bool = False  # the peer's key is no longer accepted as what it was: close after the step
+
+    def settimeout(self, seconds: float) -> None:
+        """Set for how long the peer may be silent within a message or frame, or leave data unacknowledged."""
+        self.control.settimeout(seconds)
+        for connection in self.data:
+            connection.settimeout(seconds)
+
+    def close(self) -> None:
+        """End all connections; any thread may do so, and threads that wait on them raise ConnectionClosed."""
+        self.closed = True
+        self.control.shutdown()
+        for connection in self.data:
+            connection.shutdown()

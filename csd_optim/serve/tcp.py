@@ -1,0 +1,161 @@
+"""A connected TCP socket: sends from, and receives into, memory of the caller. Any thread may shut it down.
+
+The descriptor is closed when it is shut down and no thread uses it any more, so that its number is never somebody
+else's while a thread still waits on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from ..errors import CSDRankError, CSDRuntimeError
+
+Buffer = Any  # what memoryview() takes: typing has no name for it before Python 3.12
+MOST_VIEWS = 1000  # in one system call: Linux allows 1024
+ALIVE_SECONDS = 20  # of silence, after which the kernel asks whether the other machine still exists
+
+
+class ConnectionClosed(CSDRankError):
+    """The connection has ended, was shut down or broke, and will not be used again."""
+
+
+class Stream(Protocol):
+    """A connection that carries bytes in both directions: Tcp, or Tls around it."""
+
+    def send(self, views: Sequence[memoryview]) -> None: ...
+    def receive(self, views: Sequence[memoryview]) -> None: ...
+    def wait(self, seconds: float | None) -> None: ...
+    def settimeout(self, seconds: float) -> None: ...
+    def shutdown(self) -> None: ...
+
+
+def bytes_of(views: Sequence[Buffer]) -> list[memoryview]:
+    """Return views of the bytes of contiguous buffers; empty ones are left out. Raises TypeError."""
+    return [view.cast("B") for view in [memoryview(v) for v in views] if view.nbytes]
+
+
+class Tcp:
+    """See above. All methods raise ConnectionClosed after shutdown() or any error, and CSDRuntimeError after a fork."""
+
+    def __init__(self, sock: socket.socket, timeout: float) -> None:
+        """Take over a connected socket. `timeout`: see settimeout()."""
+        self._sock = sock
+        self._lock = threading.Lock()
+        self._users = 0
+        self._over = ""  # why the connection is over
+        self._process = os.getpid()
+        self.host, port = sock.getpeername()[:2]
+        self.address = f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
+        sock.settimeout(None)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else 40 ms of delayed ACK per turn of a handshake
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self.settimeout(timeout)
+
+    @property
+    def over(self) -> bool:
+        """Whether the connection has been shut down, or has been found to be broken."""
+        return bool(self._over)
+
+    def settimeout(self, seconds: float) -> None:
+        """Set for how long the other side may be silent within a message, or leave what was sent unacknowledged."""
+        self._timeout = seconds
+        every = max(1, min(ALIVE_SECONDS, int(seconds / 3)))
+        with self._using() as sock:
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+                sock.setsockopt(socket.IPPROTO_TCP, option, every)
+
+    def send(self, views: Sequence[memoryview]) -> None:
+        """Send all bytes of these views, in one system call if the kernel takes them."""
+        with self._using() as sock:
+            first, left = 0, [*views]
+            while first < len(left):
+                first = _skip(left, first, sock.sendmsg(left[first : first + MOST_VIEWS]))
+
+    def receive(self, views: Sequence[memoryview]) -> None:
+        """Fill these views."""
+        with self._using() as sock:
+            first, left = 0, [*views]
+            while first < len(left):
+                n = sock.recvmsg_into(left[first : first + MOST_VIEWS], 0, socket.MSG_WAITALL)[0]
+                if not n:
+                    raise ConnectionClosed(f"{self.address} has closed the connection")
+                first = _skip(left, first, n)
+
+    def receive_some(self, most: int) -> bytes:
+        """Return the bytes that have arrived, or arrive next, at most `most`. They are never empty."""
+        with self._using() as sock:
+            if not (data := sock.recv(most)):
+                raise ConnectionClosed(f"{self.address} has closed the connection")
+            return data
+
+    def wait(self, seconds: float | None) -> None:
+        """Return when there is something to receive, or the end. Raises ConnectionClosed after `seconds`."""
+        with self._using() as sock:
+            poll = select.poll()
+            poll.register(sock, select.POLLIN)
+            if not poll.poll(None if seconds is None else seconds * 1000):
+                raise ConnectionClosed(f"{self.address} has said nothing for {seconds:g} s")
+
+    def shutdown(self) -> None:
+        """End the connection; threads that wait on it raise ConnectionClosed. In a forked child: nothing."""
+        if os.getpid() == self._process:  # it would shut down the parent's
+            self._end(f"the connection to {self.address} is shut down")
+
+    def _end(self, why: str) -> None:
+        with self._lock:
+            if not self._over:
+                self._over = why
+                with contextlib.suppress(OSError):
+                    self._sock.shutdown(socket.SHUT_RDWR)
+            if not self._users:
+                self._sock.close()
+
+    @contextlib.contextmanager
+    def _using(self) -> Iterator[socket.socket]:
+        if os.getpid() != self._process:
+            raise CSDRuntimeError("this process was forked from the one that has the connection: open another")
+        with self._lock:
+            if self._over:
+                raise ConnectionClosed(self._over)
+            self._users += 1
+        why = ""
+        try:
+            yield self._sock
+        except BlockingIOError:
+            why = f"{self.address} has said nothing for {self._timeout:g} s"
+            raise ConnectionClosed(why) from None
+        except OSError as e:
+            why = f"the connection to {self.address} has ended: {e.strerror}"
+            raise ConnectionClosed(self._over or why) from e
+        except BaseException as e:  # also Ctrl-C: nobody knows how much of the message was sent
+            why = str(e) or "interrupted"
+            raise
+        finally:
+            with self._lock:
+                self._users -= 1
+            if why or self._over:
+                self._end(why)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_sock"):
+            self._sock.close()
+
+
+def _skip(views: list[memoryview], first: int, n: int) -> int:
+    """Take `n` bytes away from the views from number `first` on. Returns the first that is left."""
+    while first < len(views) and n >= len(views[first]):
+        n -= len(views[first])
+        first += 1
+    if n:
+        views[first] = views[first][n:]
+    return first
