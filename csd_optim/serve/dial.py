@@ -11,7 +11,7 @@ import ssl
 import threading
 import time
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from ..errors import CSDUnavailableError, CSDValueError, CSDWarning, users_stacklevel
@@ -51,7 +51,8 @@ def connect(
     key, owner   see keys.resolve(). Several fingerprints: any of them. Without a key, only on loopback, nothing is
                  encrypted.
     timeout      seconds for which the owner may later be silent within a message
-    within       seconds in which all must succeed; an owner that does not answer, or is busy, is tried again
+    within       seconds for which an owner that does not answer, or is busy, is tried again; 0: only once. A try may
+                 take 10 s more.
     wanted       number of the owner that shall answer
     number       of the owner that connects; None: a trainer connects
 
@@ -105,9 +106,10 @@ class _Dialler:
         control: Stream | None = None
         data: list[DataConnection] = []
         try:
-            control, print_, in_tls, session, ticket = self.control(place, until)
+            control, print_, in_tls, session, ticket = self.control(place)
             for _ in range(self.request.streams):
-                data.append(self.retried(functools.partial(self.data, place, in_tls, print_, session, ticket), until))
+                attempt = functools.partial(self.data, place, in_tls, print_, session, ticket)
+                data.append(self.retried(attempt, until))
         except BaseException:
             for connection in data:
                 connection.shutdown()
@@ -118,10 +120,10 @@ class _Dialler:
         peer = Peer(Role.OWNER, print_, f"{host}:{port}", self.request.wanted)
         return Session(ControlConnection(control), data, peer)
 
-    def control(self, place: Any, until: float) -> tuple[Stream, str, bool, bytes, bytes]:
+    def control(self, place: Any) -> tuple[Stream, str, bool, bytes, bytes]:
         kind = handshake.CONTROL if self.number is None else handshake.OWNERS
         hello = handshake.preface(kind | self.plain, self.request.pack())
-        with _dialled(place, until) as tcp:
+        with _dialled(place) as tcp:
             stream, print_ = self.greeted(tcp, hello, self.pins)
             try:
                 handshake.say(stream, hello)
@@ -147,10 +149,8 @@ class _Dialler:
                 _warn_of_tls()
             return stream, print_, in_tls, session, ticket
 
-    def data(
-        self, place: Any, in_tls: bool, print_: str, session: bytes, ticket: bytes, until: float
-    ) -> DataConnection:
-        with _dialled(place, until) as tcp:
+    def data(self, place: Any, in_tls: bool, print_: str, session: bytes, ticket: bytes) -> DataConnection:
+        with _dialled(place) as tcp:
             try:
                 if in_tls:
                     kind = handshake.DATA_IN_TLS
@@ -184,16 +184,15 @@ class _Dialler:
         if print_ not in pins:
             raise Refusal(
                 f"the owner has the key {print_}, not {' or '.join(sorted(pins))}: is this the right machine? "
-                f"If that is its key, add ?owner={print_}"
+                f"`csd-optim serve` prints there which key it has, for ?owner="
             )
         return tls, print_
 
-    def retried(self, attempt: Any, until: float) -> DataConnection:
+    def retried(self, attempt: Callable[[], DataConnection], until: float) -> DataConnection:
         """Open a data connection; while the owner is busy, try again."""
         while True:
             try:
-                connection: DataConnection = attempt(until)
-                return connection
+                return attempt()
             except BusyError:
                 pause = 0.05 + secrets.randbelow(500) / 1000
                 if time.monotonic() + pause > until:
@@ -218,21 +217,18 @@ def _places(address: tuple[str, int], key: Key | None) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _dialled(place: Any, until: float) -> Iterator[Tcp]:
+def _dialled(place: Any) -> Iterator[Tcp]:
     """Connect to a socket address; shut the connection down after an error, or if the block takes too long."""
-    seconds = min(handshake.DEADLINE, until - time.monotonic())
-    if seconds <= 0:
-        raise _Again("it took too long")
     family, where = place
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        sock.settimeout(seconds)
+        sock.settimeout(handshake.DEADLINE)
         sock.connect(where)
         tcp = Tcp(sock, handshake.DEADLINE)
-    except OSError as e:
+    except (OSError, ConnectionClosed) as e:
         sock.close()
-        raise _Again(e.strerror or str(e)) from None
-    timer = threading.Timer(seconds, tcp.shutdown)
+        raise _Again(getattr(e, "strerror", None) or str(e)) from None
+    timer = threading.Timer(handshake.DEADLINE, tcp.shutdown)
     timer.daemon = True
     timer.start()
     try:

@@ -136,11 +136,13 @@ def _read(path: Path, secret: bool) -> str:
     except OSError as e:
         link = f"{path} is a link: name the file that it leads to" if path.is_symlink() else f"{path}: {e.strerror}"
         raise CSDOSError(e.errno, f"the key file cannot be read: {link}") from None
-    with open(fd, "rb", buffering=0) as file:
+    try:
         _check(path, os.fstat(fd), secret)
         data = b""
-        while len(data) <= FILE_BYTES and (more := file.read(FILE_BYTES)):
+        while len(data) <= FILE_BYTES and (more := os.read(fd, FILE_BYTES)):
             data += more
+    finally:
+        os.close(fd)
     if len(data) > FILE_BYTES:
         raise CSDValueError(f"{path} is no key file: it is too long")
     try:

@@ -170,6 +170,7 @@ class Listener:
         self._handshakes.discard(thread)
 
     def _run(self, session: Session) -> None:
+        threading.current_thread().name = "csd_optim session"
         self._log.say(f"admitted {session.peer}")
         try:
             self._on_session(session)

@@ -51,8 +51,8 @@ class Tcp:
         self._users = 0
         self._over = ""  # why the connection is over
         self._process = os.getpid()
-        self.host, port = sock.getpeername()[:2]
-        self.address = f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
+        host, port = sock.getpeername()[:2]
+        self.address: str = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else 40 ms of delayed ACK per turn of a handshake
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,0 +1,303 @@
+"""What strangers may take: places, time, memory, lines of the log."""
+
+import contextlib
+import os
+import resource
+import socket
+import threading
+import time
+
+import pytest
+from support.wires import Owner, files, half_open, nothing_left, pair, until, write_certificate
+
+from csd_optim.errors import CSDUnavailableError
+from csd_optim.serve import admission, handshake, limits, listener
+from csd_optim.serve.frames import Header
+from csd_optim.serve.init_key import init_key
+from csd_optim.serve.keys import Key
+from csd_optim.serve.limits import HANDSHAKES, PER_ADDRESS, Places, QuietLog, escaped, is_loopback, network
+from csd_optim.serve.session import Role
+from csd_optim.serve.tcp import ConnectionClosed, Tcp
+
+__all__ = ["files"]
+
+BUSY = handshake.answer(handshake.BUSY)
+
+
+@pytest.fixture(autouse=True)
+def short_ticks(monkeypatch):
+    monkeypatch.setattr(listener, "TICK", 0.02)
+
+
+@contextlib.contextmanager
+def silent(owner, n, host="127.0.0.1", said=b""):
+    """Return `n` connections from this address of this machine that say no more than this."""
+    with contextlib.ExitStack() as stack:
+        made = [socket.create_connection(owner.address, 5, source_address=(host, 0)) for _ in range(n)]
+        for sock in made:
+            stack.enter_context(sock)
+            with contextlib.suppress(ConnectionError):
+                sock.sendall(said)
+        yield made
+
+
+def answered(sock):
+    with contextlib.suppress(ConnectionError):
+        return sock.recv(100)
+
+
+def test_the_ninth_of_an_address(files):
+    with nothing_left(), pair("frames", files) as to:
+        with silent(to.owner, PER_ADDRESS + 1) as made:
+            assert answered(made[-1]) == BUSY
+            with pytest.raises(CSDUnavailableError, match="it is busy"):
+                to.connect()
+        until(lambda: to.owner.listener.address and not to.owner.sessions)
+
+
+def test_a_flood_from_one_address_does_not_lock_out_another(files, monkeypatch):
+    """A hundred connections that say nothing: those who come from elsewhere wait for none of them."""
+    monkeypatch.setattr(listener, "FIRST_SECONDS", 20.0)
+    with nothing_left(), pair("frames", files) as to, silent(to.owner, 100, "127.0.0.2"):
+        session = to.connect()
+        session.control.send({"a": 1})
+        assert session.control.receive(5) == ({"a": 1}, [])
+        session.close()
+
+
+def test_a_flood_from_everywhere(files, monkeypatch):
+    """All places are taken. Whoever tries again gets in when those that say nothing have had their time."""
+    monkeypatch.setattr(listener, "FIRST_SECONDS", 0.5)
+    with nothing_left(), pair("frames", files, streams=2) as to, contextlib.ExitStack() as stack:
+        for k in range(HANDSHAKES // PER_ADDRESS):
+            stack.enter_context(silent(to.owner, PER_ADDRESS, f"127.0.0.{k + 2}"))
+        with pytest.raises(CSDUnavailableError, match="it is busy"):
+            to.connect()
+        assert to.admitted(within=20)
+
+
+def test_a_trainer_gets_in_during_a_flood_that_goes_on(files, monkeypatch):
+    monkeypatch.setattr(listener, "FIRST_SECONDS", 0.1)
+    over = threading.Event()
+
+    def flood(owner, host):
+        while not over.is_set():
+            with silent(owner, PER_ADDRESS, host):
+                time.sleep(0.12)
+
+    with nothing_left(), pair("frames", files, streams=2) as to:
+        threads = [threading.Thread(target=flood, args=(to.owner, f"127.0.0.{k}")) for k in range(1, 10)]
+        for thread in threads:
+            thread.start()
+        try:
+            assert to.admitted(within=30)
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join()
+        assert len(to.owner.lines) <= 5
+
+
+@pytest.mark.parametrize("said", [0, 27, 28, 40])
+def test_the_handshake_has_a_deadline(said, files, monkeypatch):
+    """In all, however slowly and steadily bytes come: within message 1, in TLS, in a data connection."""
+    monkeypatch.setattr(listener, "FIRST_SECONDS", 0.2)
+    monkeypatch.setattr(handshake, "DEADLINE", 0.4)
+    bytes_ = handshake.preface(handshake.CONTROL, bytes(16)) + b"\x16\x03\x01\x40\x00" + bytes(100)
+    with nothing_left(), pair("frames", files) as to, silent(to.owner, 1, said=bytes_[:said]) as made:
+        began = time.monotonic()
+        with contextlib.suppress(ConnectionError):
+            for k in range(said, 100):
+                made[0].sendall(bytes_[k : k + 1])
+                time.sleep(0.05)
+        assert 0.1 < time.monotonic() - began < 2
+
+
+def test_data_connections_have_a_deadline(files, monkeypatch):
+    """An admitted peer that does not open all of them does not stay, and neither do those that it has opened."""
+    monkeypatch.setattr(admission, "JOIN_SECONDS", 0.5)
+    with nothing_left(), pair("frames", files) as to:
+        stream, name, ticket = half_open(to, key=Key(files.trainer))
+        data = Tcp(socket.create_connection(to.owner.address), 5)
+        handshake.prove_to_owner(data, handshake.DATA, name, ticket)
+        for ending in (stream, data):
+            with pytest.raises(ConnectionClosed, match="has closed"):
+                handshake.read(ending, 1)
+        assert not to.owner.settled()
+
+
+def test_sessions_and_readers_are_limited(files, monkeypatch):
+    monkeypatch.setattr(admission, "READERS", 1)
+    with nothing_left(), pair("frames", files, accept=[(Role.READER, files.certificate("trainer"))]) as to:
+        session = to.connect(streams=0)
+        with pytest.raises(CSDUnavailableError, match="it is busy"):
+            to.connect(streams=0)
+        session.close()
+        to.owner.settled()
+        assert to.admitted(streams=0)
+        monkeypatch.setattr(admission, "SESSIONS", 0)
+        with pytest.raises(CSDUnavailableError, match="it is busy"):
+            to.connect(streams=0)
+
+
+def test_no_descriptors_left(files):
+    """The owner goes on when there are some again."""
+    with nothing_left(), pair("frames", files) as to:
+        session = to.connect()
+        until(lambda: to.owner.sessions)
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with contextlib.ExitStack() as stack:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 5, limit[1]))
+            filled = []
+            try:
+                with contextlib.suppress(OSError):
+                    while True:
+                        filled.append(os.dup(0))
+                os.close(filled.pop())
+                stack.enter_context(silent(to.owner, 1))
+                until(lambda: any("for lack of resources (EMFILE)" in line for line in to.owner.lines))
+                session.control.send({"a": 1})
+                assert session.control.receive(5) == ({"a": 1}, [])
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+                for fd in filled:
+                    os.close(fd)
+        session.close()
+        to.owner.settled()
+        assert to.admitted(within=5)
+
+
+def test_hundreds_of_connections_leave_nothing(files):
+    with nothing_left(), pair("frames", files) as to:
+        said = [b"", b"x", handshake.preface(handshake.CONTROL, bytes(16)), handshake.preface(2, bytes(16)) + bytes(32)]
+        for k in range(100):
+            with silent(to.owner, 3, said=said[k % 4]):
+                pass
+        until(lambda: not to.owner.settled())
+        assert to.admitted(within=5)
+        assert len(to.owner.lines) <= 3
+
+
+def test_close_during_handshakes(files):
+    with nothing_left(), Owner(key=files.owner) as owner, silent(owner, 5), silent(owner, 3, said=b"csdserve"):
+        began = time.monotonic()
+        owner.listener.close()
+        owner.listener.close()
+        assert time.monotonic() - began < 2
+
+
+def test_several_data_connections_have_the_same_order_on_both_sides(files):
+    with nothing_left(), pair("frames", files, streams=handshake.MOST_STREAMS) as to:
+        session = to.connect()
+        until(lambda: to.owner.sessions)
+        other = to.owner.sessions[0]
+        assert len(other.data) == len(session.data) == 8
+        for k, data in enumerate(other.data):
+            data.send(Header(1, k, 0, 0, 0))
+        assert [data.receive_header(5).tile for data in session.data] == [*range(8)]
+        session.close()
+
+
+# ---- keys that are taken away -----------------------------------------------------------------
+
+
+def test_reload(files, tmp_path):
+    """Sessions of a key that is no longer accepted, are revoked; a broken file changes nothing."""
+    for name in ("new", "old"):
+        init_key(tmp_path / f"{name}.pem")
+    accepted = tmp_path / "accepted.crt"
+    write_certificate(accepted, (tmp_path / "old.pem").read_text())
+    with nothing_left(), pair("frames", files, accept=[(Role.TRAINER, accepted)]) as to:
+        old, new = (Key(tmp_path / f"{name}.pem") for name in ("old", "new"))
+        session = to.connect(key=old)
+        until(lambda: to.owner.sessions)
+        seen = to.owner.sessions[0]
+        to.owner.listener.reload()
+        assert not seen.revoked
+        with contextlib.suppress(CSDUnavailableError):
+            to.connect(key=new).close()
+        accepted.write_text("nonsense")
+        to.owner.listener.reload()
+        assert not seen.revoked
+        assert "the accepted keys remain those from before" in to.owner.lines[-1]
+        write_certificate(accepted, (tmp_path / "new.pem").read_text())
+        to.owner.listener.reload()
+        assert seen.revoked
+        session.close()
+        to.owner.settled()
+        with pytest.raises(CSDUnavailableError, match="does not accept the key"):
+            to.connect(key=old)
+        assert to.admitted(key=new)
+
+
+def test_a_key_that_is_taken_away_during_the_handshake(files, tmp_path, monkeypatch):
+    accepted = tmp_path / "accepted.crt"
+    accepted.write_bytes(files.certificate("trainer").read_bytes())
+    with nothing_left(), pair("frames", files, accept=[(Role.TRAINER, accepted)]) as to:
+        token = handshake.secrets.token_bytes
+
+        def reload(n):  # drawn after TLS has accepted the certificate, or for a data connection
+            accepted.write_bytes(files.certificate("stranger").read_bytes())
+            to.owner.listener.reload()
+            return token(n)
+
+        monkeypatch.setattr(admission.secrets, "token_bytes", reload)
+        with pytest.raises(CSDUnavailableError):
+            to.connect()
+        assert not to.owner.settled()
+
+
+# ---- the log ----------------------------------------------------------------------------------
+
+
+def test_the_log_is_quiet(monkeypatch):
+    monkeypatch.setattr(limits, "LOG_SECONDS", 0.2)
+    lines = []
+    log = QuietLog(lines.append)
+    for k in range(1000):
+        log.refused("of another version" if k % 4 else "without a key")
+    assert lines == ["refused connections: 1 without a key"]
+    time.sleep(0.2)
+    log.print_counts()
+    log.print_counts()
+    assert lines[1:] == ["refused connections: 750 of another version, 249 without a key"]
+
+
+def test_escaped():
+    said = "a\nrank 0: forged\r\x1b[2J\u202e\0\u2028\\ü" + "x" * 1000
+    assert escaped(said) == escaped(said)
+    assert escaped(said).startswith(r"a\nrank 0: forged\r\x1b[2J\u202e\x00\u2028\\ü" + "x")
+    assert escaped(said).endswith("x...")
+    assert len(escaped(said)) < 300
+
+
+def test_an_exception_of_a_session_ends_it(files):
+    """With one line, and for errors of ours without a traceback."""
+
+    def fails(session):
+        raise ConnectionClosed("secret")
+
+    with nothing_left(), pair("frames", files, on_session=fails) as to:
+        assert not to.admitted()
+        until(lambda: len(to.owner.lines) == 2)
+        assert to.owner.lines[1].endswith("has ended by ConnectionClosed")
+
+
+# ---- addresses --------------------------------------------------------------------------------
+
+
+def test_addresses():
+    assert [is_loopback(a) for a in ("127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1")] == [True] * 4
+    outside = ("0.0.0.0", "::", "10.0.0.1", "::ffff:10.0.0.1", "fe80::1%eth0", "128.0.0.1", "1.0.0.127")
+    assert [is_loopback(a) for a in outside] == [False] * 7
+    assert network("2001:db8:1:2:3::4") == network("2001:db8:1:2:ffff::") != network("2001:db8:1:3::")
+    assert network("::ffff:10.0.0.1") == network("10.0.0.1") == "10.0.0.1"
+
+
+def test_places():
+    places = Places()
+    assert [places.enter("10.0.0.1") for _ in range(9)] == [True] * 8 + [False]
+    places.leave("10.0.0.1")
+    assert places.enter("10.0.0.1")
+    assert sum(places.enter(f"2001:db8::{k}") for k in range(99)) == 8
+    assert sum(places.enter(f"10.0.1.{k}") for k in range(99)) == HANDSHAKES - 16
