@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 import threading
 import time
 import weakref
-from typing import NamedTuple
 
 from . import handshake, sealed
 from .accepted import Accepted
-from .control import ControlConnection
+from .control import MESSAGE_BYTES, ControlConnection
 from .frames import DataConnection
 from .handshake import Refusal, Request
 from .keys import fingerprint
@@ -26,12 +26,14 @@ REFUSALS = {  # by the status that the other side is told
     handshake.BUSY: "of too many sessions",
 }
 SESSIONS, READERS = 4096, 64  # that are open at once, in all and by readers
+READER_BYTES = 64 << 10  # maximum length of a reader's message
 
 
-class Joining(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Joining:
     """An admitted control connection that waits for its data connections."""
 
-    ticket: bytes
+    ticket: bytes = dataclasses.field(repr=False)
     peer: Peer
     tcp: Tcp
     stream: Stream
@@ -119,9 +121,13 @@ class Admission:
         if status not in (handshake.GO_ON, handshake.GO_ON_IN_TLS):
             handshake.say(stream, handshake.answer(status), bytes(handshake.SESSION + handshake.TICKET))
             raise Refusal(REFUSALS[status])
-        if request.streams:
-            self._deadlines.set(tcp, time.monotonic() + JOIN_SECONDS)
-        handshake.say(stream, handshake.answer(status), request.answered_by_owner() if owners else name, ticket)
+        self._deadlines.set(tcp, time.monotonic() + JOIN_SECONDS)
+        try:
+            handshake.say(stream, handshake.answer(status), request.answered_by_owner() if owners else name, ticket)
+        except BaseException:
+            with self._lock:
+                self._joining.pop(name, None)
+            raise
         return None if request.streams else self._session(joining)
 
     def _status(self, role: Role | None, peer: Peer, owners: bool, request: Request) -> int:
@@ -179,7 +185,8 @@ class Admission:
 
     def _session(self, joining: Joining) -> Session:
         self._deadlines.clear(joining.tcp)
-        session = Session(ControlConnection(joining.stream), joining.data, joining.peer)
+        most = READER_BYTES if joining.peer.role is Role.READER else MESSAGE_BYTES
+        session = Session(ControlConnection(joining.stream, most), joining.data, joining.peer)
         session.settimeout(self._timeout)
         with self._lock:
             session.revoked = not self._stands(joining.peer)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 import threading
 from collections.abc import Mapping
@@ -18,14 +19,16 @@ from .tcp import Buffer, ConnectionClosed, Stream, bytes_of
 
 MESSAGE_BYTES = 64 << 20  # maximum length of a message
 MOST_ARRAYS = 64  # in a message
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # half a character; alone, it would be an error wherever it is printed
 LENGTHS = struct.Struct("!II")
 
 
 class ControlConnection:
     """Sends and receives messages; one thread at a time receives. Without a key: plain, else TLS 1.3."""
 
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
+    def __init__(self, stream: Stream, most: int = MESSAGE_BYTES) -> None:
+        """`most`: maximum length in bytes of a message that is received."""
+        self._stream, self._most = stream, most
         self._sending = threading.Lock()
 
     def send(self, message: Mapping[str, Any], *arrays: Buffer) -> None:
@@ -65,10 +68,10 @@ class ControlConnection:
 
     def _receive(self) -> tuple[dict[str, Any], list[memoryview]]:
         length, n = LENGTHS.unpack(self._bytes(LENGTHS.size))
-        if n > MOST_ARRAYS or length > MESSAGE_BYTES:
+        if n > MOST_ARRAYS or length > self._most:
             raise ConnectionClosed(f"a message was refused: {n} arrays, JSON of {length} bytes")
         sizes = struct.unpack(f"!{n}Q", self._bytes(8 * n))
-        if length + sum(sizes) > MESSAGE_BYTES:
+        if length + sum(sizes) > self._most:
             raise ConnectionClosed(f"a message of {length + sum(sizes)} bytes was refused")
         message = parse(self._bytes(length))
         return message, [memoryview(self._bytes(size)) for size in sizes]
@@ -91,8 +94,10 @@ def parse(data: bytes | bytearray) -> dict[str, Any]:
     """Decode a JSON object without NaN and infinity. Raises ConnectionClosed."""
     try:
         message = json.loads(data.decode(), parse_constant=_finite, parse_float=_finite)
+        if SURROGATE.search(data):
+            json.dumps(message, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
-        raise ConnectionClosed("a message is no JSON, or has numbers that are not finite") from None
+        raise ConnectionClosed("a message is no JSON, or has numbers or characters that are none") from None
     if not isinstance(message, dict):
         raise ConnectionClosed("a message is not a JSON object")
     return message

@@ -48,8 +48,8 @@ def connect(
 ) -> Session:
     """Open a control connection and `streams` data connections (0 to 8) to the owner at (host, port).
 
-    key, owner   see keys.resolve(). Several fingerprints: any of them. Without a key, only on loopback, nothing is
-                 encrypted.
+    key, owner   see keys.resolve(). Several fingerprints, also with commas between them: any of them. Without a key,
+                 only on loopback, nothing is encrypted.
     timeout      seconds for which the owner may later be silent within a message
     within       seconds for which an owner that does not answer, or is busy, is tried again; 0: only once. A try may
                  take 10 s more.
@@ -59,7 +59,7 @@ def connect(
     Raises CSDUnavailableError if the owner does not answer or refuses, CSDValueError for a stranger's address without
     a key.
     """
-    pins = {owner} if isinstance(owner, str) else {*(owner or ())}
+    pins = {*(owner.split(",") if isinstance(owner, str) else owner or ())}
     dialler, until, delay, seen = _Dialler(key, pins, wanted, number, streams), time.monotonic() + within, 0.1, ""
     while True:
         try:
@@ -71,7 +71,7 @@ def connect(
                 except (_Again, BusyError) as e:
                     seen = str(e) or "it is busy"
         except (Refusal, ssl.SSLError) as e:
-            why = e.reason if isinstance(e, ssl.SSLError) else str(e)
+            why = getattr(e, "reason", None) or e
             raise CSDUnavailableError(errno.EACCES, f"{address[0]}:{address[1]}: {why}") from None
         # Not of `random`, whose numbers are the program's.
         delay = min(1.5 * delay, MOST_DELAY)
@@ -133,7 +133,8 @@ class _Dialler:
                 # With TLS 1.3 this side has finished before the other side has looked at the certificate.
                 if self.key is not None and "ALERT" in str(e):
                     raise Refusal(f"the owner does not accept the key {self.key.fingerprint}") from None
-                raise _Again(f"the handshake was cut: does the owner accept the key {self.key}?") from None
+                asked = f": does the owner accept the {self.key}?" if self.key else ""
+                raise _Again(f"the handshake was cut{asked}") from None
             if status == handshake.BUSY:
                 raise BusyError
             in_tls = status == handshake.GO_ON_IN_TLS

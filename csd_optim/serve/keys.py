@@ -7,12 +7,13 @@ fingerprint. A file that others can read, or that cannot be read, is an error; t
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import re
 import ssl
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from .. import settings
@@ -21,7 +22,7 @@ from ..errors import CSDOSError, CSDValueError
 CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
 PRIVATE = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----")
 FINGERPRINT = re.compile(r"sha256:[0-9a-f]{64}")
-FILE_BYTES = 1 << 20  # maximum size of a key file
+FILE_BYTES = 1 << 20  # maximum size of a file of certificates
 NO_CHECK_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME, for which `ssl` has no name
 
 
@@ -50,8 +51,11 @@ class Key:
         # A wrong clock must not matter, and a pinned certificate that somebody else has signed is as good.
         context.verify_flags = ssl.VerifyFlags(context.verify_flags | NO_CHECK_TIME | ssl.VERIFY_X509_PARTIAL_CHAIN)
         context.num_tickets = 0  # one would outlive a key that was taken away
-        for der in accepted:
-            context.load_verify_locations(cadata=der)
+        try:
+            for der in accepted:
+                context.load_verify_locations(cadata=der)
+        except ssl.SSLError as e:
+            raise CSDValueError(f"a certificate that should be accepted is damaged ({e.reason})") from None
         return context
 
     def _context(self, protocol: ssl._SSLMethod) -> ssl.SSLContext:
@@ -59,15 +63,13 @@ class Key:
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
-        fd = os.memfd_create("csd-optim key")  # `ssl` reads keys from files only; the file itself may change meanwhile
         try:
-            with open(fd, "w", closefd=False) as file:
-                file.write(self._text)
-            context.load_cert_chain(f"/proc/self/fd/{fd}", password=self._passphrase)
+            with _as_file(self._text) as certificate, _as_file(self._text) as private:
+                context.load_cert_chain(certificate, private, password=self._passphrase)
         except ssl.SSLError as e:
             raise CSDValueError(f"{self.path}: the private key is not that of the certificate ({e.reason})") from None
-        finally:
-            os.close(fd)
+        except OSError as e:
+            raise CSDOSError(e.errno, f"{self.path}: OpenSSL cannot read the key: {e.strerror}") from None
         return context
 
     def _passphrase(self) -> str:  # else OpenSSL asks for it at the terminal
@@ -80,12 +82,31 @@ class Key:
         raise TypeError("a key is not pickled or copied: read its file where it is needed")
 
 
+@contextlib.contextmanager
+def _as_file(text: str) -> Iterator[str]:
+    """Return a path from which OpenSSL can read a text once: it takes keys from files only, and ours may have changed.
+
+    A pipe is on no disk. A text that does not fit raises OSError.
+    """
+    reads, writes = os.pipe()
+    try:
+        os.set_blocking(writes, False)
+        if os.write(writes, text.encode()) < len(text):
+            raise OSError(errno.EFBIG, "it is too long")
+        os.close(writes)
+        writes = -1
+        yield f"/proc/self/fd/{reads}"
+    finally:
+        for fd in {reads, writes} - {-1}:
+            os.close(fd)
+
+
 def certificates_in(text: str) -> list[bytes]:
     """Return the certificates in a PEM text, as DER. Raises CSDValueError."""
     try:
         return [ssl.PEM_cert_to_DER_cert(match.group()) for match in CERTIFICATE.finditer(text)]
     except ValueError as e:
-        raise CSDValueError(f"a certificate cannot be read: {e}") from None
+        raise CSDValueError(f"a certificate is damaged: {e}") from None
 
 
 def read_certificates(path: Path) -> list[bytes]:
@@ -109,8 +130,9 @@ def fingerprint(certificate: bytes) -> str:
 def resolve(path: str | None, owner: str | None) -> tuple[Key | None, str | None]:
     """Return a trainer's key, and the fingerprint that the owner must have; both None if no key is configured.
 
-    `path`: `?key=` of the device string, before CSD_OPTIM_KEY. `owner`: `?owner=`, by default the trainer's own
-    fingerprint. Raises CSDOSError and CSDValueError; a key that is named but cannot be used is never left out.
+    `path`: `?key=` of the device string, before CSD_OPTIM_KEY. `owner`: `?owner=`, one fingerprint or several with
+    commas between them, by default the trainer's own. Raises CSDOSError and CSDValueError; a key that is named but
+    cannot be used is never left out.
     """
     named = Path(path) if path is not None else settings.key()
     if named is None:
@@ -122,7 +144,7 @@ def resolve(path: str | None, owner: str | None) -> tuple[Key | None, str | None
     key = Key(named)
     if owner is None:
         return key, key.fingerprint
-    if not FINGERPRINT.fullmatch(owner.lower()):
+    if not all(FINGERPRINT.fullmatch(one) for one in owner.lower().split(",")):
         raise CSDValueError(
             f"Invalid owner: {owner!r}; it is the sha256:... that `csd-optim serve` prints at its start"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import ipaddress
 import threading
 import time
@@ -69,10 +70,15 @@ class QuietLog:
     """Counts refusals by reason; prints at most one line about them in LOG_SECONDS."""
 
     def __init__(self, log: Callable[[str], None]) -> None:
-        self.say: Callable[[str], None] = log
+        self._log = log
         self._lock = threading.Lock()
         self._counts: collections.Counter[str] = collections.Counter()
         self._next = 0.0  # when a line may be printed, in time.monotonic()
+
+    def say(self, line: str) -> None:
+        """Print a line. A log that cannot be written does not end the owner."""
+        with contextlib.suppress(Exception):
+            self._log(line)
 
     def refused(self, reason: str) -> None:
         """Count a refusal. `reason`: a text of ours, of which there are few."""

@@ -128,19 +128,16 @@ class Listener:
             self._log.refused("of too many at once")
             _send_away(sock)
             return
+        tcp, thread = None, None
         try:
             tcp = Tcp(sock, handshake.DEADLINE)
-        except (OSError, CSDError):  # it has gone already
-            self._places.leave(host)
-            sock.close()
-            return
-        self._deadlines.set(tcp, time.monotonic() + FIRST_SECONDS)
-        thread = threading.Thread(target=self._welcome, args=(tcp, host), name="csd_optim handshake", daemon=True)
-        self._handshakes.add(thread)
-        try:
+            self._deadlines.set(tcp, time.monotonic() + FIRST_SECONDS)
+            thread = threading.Thread(target=self._welcome, args=(tcp, host), name="csd_optim handshake", daemon=True)
+            self._handshakes.add(thread)
             thread.start()
-        except RuntimeError:
-            self._log.refused("for lack of threads")
+        except (OSError, RuntimeError, MemoryError) as e:  # it has gone already, or the system refuses a thread
+            self._log.refused(f"by {type(e).__name__}")
+            sock.close()
             self._leave(tcp, host, thread)
 
     def _welcome(self, tcp: Tcp, host: str) -> None:
@@ -161,13 +158,14 @@ class Listener:
         if session is not None:
             self._run(session)
 
-    def _leave(self, tcp: Tcp | None, host: str, thread: threading.Thread) -> None:
+    def _leave(self, tcp: Tcp | None, host: str, thread: threading.Thread | None) -> None:
         """Give back what a handshake has taken, and end its connection if it is given."""
         if tcp is not None:
             self._deadlines.clear(tcp)
             tcp.shutdown()
         self._places.leave(host)
-        self._handshakes.discard(thread)
+        if thread is not None:
+            self._handshakes.discard(thread)
 
     def _run(self, session: Session) -> None:
         threading.current_thread().name = "csd_optim session"

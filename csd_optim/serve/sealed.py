@@ -46,9 +46,13 @@ class Direction:
         if self._used > KEY_BYTES:
             self._key, self._used = hmac.digest(self._key, b"csd-optim frames 4 next\0", "sha256"), 0
 
-    def cipher(self, part: int, nbytes: int) -> Any:
-        # Not AESGCM: that class holds the GIL while it works, this one does not.
+    def count(self, nbytes: int) -> None:
+        """Count what the key is used for. Both sides have to come to the same number."""
         self._used += nbytes
+
+    def cipher(self, part: int, nbytes: int) -> Any:
+        self.count(nbytes)
+        # Not AESGCM: that class holds the GIL while it works, this one does not.
         return Cipher(algorithms.AES(self._key), modes.GCM(NONCE.pack(part, self._frame)))
 
 
@@ -103,6 +107,7 @@ class SealedConnection(DataConnection):
         _verify(unseal, tag)
 
     def _discard(self, nbytes: int) -> None:
+        self._in.count(nbytes)
         super()._discard(nbytes + TAG)  # nobody uses it, so nobody needs to know whose it is
 
 

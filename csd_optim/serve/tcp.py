@@ -12,6 +12,7 @@ import select
 import socket
 import struct
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -20,6 +21,9 @@ from ..errors import CSDRankError, CSDRuntimeError
 Buffer = Any  # what memoryview() takes: typing has no name for it before Python 3.12
 MOST_VIEWS = 1000  # in one system call: Linux allows 1024
 ALIVE_SECONDS = 20  # of silence, after which the kernel asks whether the other machine still exists
+
+
+_open: weakref.WeakSet[Tcp] = weakref.WeakSet()
 
 
 class ConnectionClosed(CSDRankError):
@@ -51,6 +55,7 @@ class Tcp:
         self._users = 0
         self._over = ""  # why the connection is over
         self._process = os.getpid()
+        _open.add(self)
         host, port = sock.getpeername()[:2]
         self.address: str = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         sock.settimeout(None)
@@ -65,7 +70,7 @@ class Tcp:
 
     def settimeout(self, seconds: float) -> None:
         """Set for how long the other side may be silent within a message, or leave what was sent unacknowledged."""
-        self._timeout = seconds
+        self._timeout = seconds = max(seconds, 0.001)  # 0 would mean for ever
         every = max(1, min(ALIVE_SECONDS, int(seconds / 3)))
         with self._using() as sock:
             for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -88,14 +93,14 @@ class Tcp:
             while first < len(left):
                 n = sock.recvmsg_into(left[first : first + MOST_VIEWS], 0, socket.MSG_WAITALL)[0]
                 if not n:
-                    raise ConnectionClosed(f"{self.address} has closed the connection")
+                    raise ConnectionClosed(self._over or f"{self.address} has closed the connection")
                 first = _skip(left, first, n)
 
     def receive_some(self, most: int) -> bytes:
         """Return the bytes that have arrived, or arrive next, at most `most`. They are never empty."""
         with self._using() as sock:
             if not (data := sock.recv(most)):
-                raise ConnectionClosed(f"{self.address} has closed the connection")
+                raise ConnectionClosed(self._over or f"{self.address} has closed the connection")
             return data
 
     def wait(self, seconds: float | None) -> None:
@@ -146,9 +151,21 @@ class Tcp:
             if why or self._over:
                 self._end(why)
 
+    def close_in_child(self) -> None:
+        """Close a forked child's descriptor, so that the other side notices the end of the parent."""
+        self._sock.close()
+
     def __del__(self) -> None:
         if hasattr(self, "_sock"):
             self._sock.close()
+
+
+def _close_in_child() -> None:
+    for tcp in [*_open]:
+        tcp.close_in_child()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _skip(views: list[memoryview], first: int, n: int) -> int:

@@ -44,7 +44,7 @@ def test_messages(kind, files):
 
 def send(connection, thread, arrays):
     for k in range(10):
-        connection.send({"thread": thread, "k": k, "text": "Grüße\u202e\0"}, *arrays)
+        connection.send({"thread": thread, "k": k, "text": "Grüße\u202e\0\U0001f600"}, *arrays)
 
 
 def test_what_is_not_sent(monkeypatch):
@@ -83,6 +83,8 @@ def encoded(text, *arrays):
         encoded(b'{"a":' * 100_000),
         encoded(b'{"a": 1'),
         encoded(b'{"a": "\xff"}'),
+        encoded(b'{"a": "\\ud800"}'),
+        encoded(b'{"\\uDFFF": 1}'),
         encoded(b"\x80\x04\x95pickle"),
         struct.pack("!II", MESSAGE_BYTES + 1, 0),
         struct.pack("!II", 2**32 - 1, 0),

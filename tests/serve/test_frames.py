@@ -3,8 +3,10 @@
 import contextlib
 import os
 import random
+import signal
 import socket
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from csd_optim.errors import CSDRuntimeError, CSDValueError
 from csd_optim.serve import sealed
 from csd_optim.serve.frames import CHUNK, FRAME_BYTES, HEADER, DataConnection, Header
 from csd_optim.serve.sealed import TAG, SealedConnection
-from csd_optim.serve.tcp import ConnectionClosed
+from csd_optim.serve.tcp import ConnectionClosed, Tcp
 
 KEYS = bytes(range(32)), bytes(range(32, 64))
 
@@ -295,6 +297,12 @@ def test_a_new_key_after_many_bytes(monkeypatch):
     one, other = ends(True)
     wire = on_the_wire(*FRAMES * 3)
     assert receives(wire) == FRAMES * 3
+    for header, payload in FRAMES:
+        one.send(header, [payload])
+        other.discard(other.receive_header(5))
+        one.send(header, [payload])
+        other.receive(other.receive_header(5), [into := bytearray(header.nbytes)])
+        assert into == payload
     monkeypatch.setattr(sealed, "KEY_BYTES", 1 << 36)
     assert receives(wire) == FRAMES[:2]
     assert len({bytes(part) for part in wire}) == 12
@@ -394,6 +402,35 @@ def test_fork():
     header = other.receive_header(5)
     other.receive(header, [into := bytearray(4)])
     assert into == b"abcd"
+
+
+def test_a_child_does_not_hide_the_end_of_its_parent():
+    """The parent is killed, and a child of it lives on: the other side notices at once."""
+    server = socket.create_server(("127.0.0.1", 0))
+    read, write = os.pipe()
+    parent = os.fork()
+    if not parent:
+        DataConnection(Tcp(socket.create_connection(server.getsockname()), 20))
+        kept = [DataConnection(Tcp(socket.create_connection(server.getsockname()), 20))]
+        child = os.fork()
+        if not child:
+            time.sleep(30)
+        os.write(write, child.to_bytes(4, "big"))
+        time.sleep(30)
+        os._exit(len(kept))
+    with server:
+        for _ in range(2):
+            other = Tcp(server.accept()[0], 20)
+    child = int.from_bytes(os.read(read, 4), "big")
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    began = time.monotonic()
+    with pytest.raises(ConnectionClosed, match="has closed the connection"):
+        DataConnection(other).receive_header(10)
+    assert time.monotonic() - began < 5
+    os.kill(child, signal.SIGKILL)
+    os.close(read)
+    os.close(write)
 
 
 def test_an_interrupt_ends_the_connection(monkeypatch):

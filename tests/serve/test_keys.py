@@ -187,6 +187,9 @@ def test_certificates(files, tmp_path):
         Accepted(files.owner, [(Role.OWNER, files.certificate("owner"))])
     with pytest.raises(CSDValueError, match="contains a private key"):
         Accepted(files.owner, [(Role.TRAINER, files.trainer)])
+    both.write_text("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
+    with pytest.raises(CSDValueError, match="is damaged"):
+        Accepted(files.owner, [(Role.TRAINER, both)])
     both.write_text("nothing")
     with pytest.raises(CSDValueError, match="contains no certificate"):
         read_certificates(both)
@@ -203,8 +206,18 @@ def test_which_key_a_trainer_uses(files, monkeypatch):
     monkeypatch.setenv("CSD_OPTIM_KEY", str(files.stranger))
     assert resolve(str(files.trainer), None)[1] == mine
     assert resolve(None, None)[1] == Key(files.stranger).fingerprint
-    assert resolve(None, other.upper().replace("SHA", "sha"))[1] == other
-    for wrong in ("", "sha256:", other[:-1], other + "0", other.replace("sha256:", ""), "sha1:" + "0" * 40):
+    assert resolve(None, other.upper())[1] == other
+    assert resolve(None, f"{other},{mine}")[1] == f"{other},{mine}"
+    for wrong in (
+        "",
+        ",",
+        f"{other},",
+        "sha256:",
+        other[:-1],
+        other + "0",
+        other.replace("sha256:", ""),
+        "sha1:" + "0" * 40,
+    ):
         with pytest.raises(CSDValueError, match="Invalid owner"):
             resolve(None, wrong)
     monkeypatch.setenv("CSD_OPTIM_KEY", "")

@@ -271,6 +271,27 @@ def test_escaped():
     assert len(escaped(said)) < 300
 
 
+def test_a_log_that_cannot_be_written(files):
+    def full(line):
+        raise OSError(28, "No space left on device")
+
+    with nothing_left(), pair("frames", files, log=full) as to:
+        with silent(to.owner, 1, said=bytes(28)) as made:
+            assert not answered(made[0])
+        assert to.admitted()
+
+
+def test_a_reader_says_little(files):
+    with nothing_left(), pair("frames", files, accept=[(Role.READER, files.certificate("trainer"))]) as to:
+        session = to.connect()
+        session.control.send({"a": "x" * 60_000})
+        session.control.receive(5)
+        session.control.send({"a": "x" * 66_000})
+        with pytest.raises(ConnectionClosed):
+            session.control.receive(5)
+        session.close()
+
+
 def test_an_exception_of_a_session_ends_it(files):
     """With one line, and for errors of ours without a traceback."""
 
