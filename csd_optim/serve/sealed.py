@@ -12,7 +12,7 @@ import hmac
 import struct
 from typing import Any
 
-from .frames import CHUNK, HEADER, DataConnection
+from .frames import HEADER, DataConnection
 from .tcp import Buffer, ConnectionClosed, Stream, bytes_of
 
 try:
@@ -30,6 +30,7 @@ SLOW = (
     "data is encrypted by `ssl`, which takes two to four times the CPU time of `cryptography`, because one side lacks "
     "that: pip install csd_optim[serve]"
 )
+PIECE = 2 << 20  # bytes that are encrypted, or decrypted, at a time: in smaller pieces it takes more CPU time
 KEY_BYTES = 1 << 36  # after which a key is replaced. A frame more is harmless.
 
 
@@ -63,7 +64,7 @@ class SealedConnection(DataConnection):
         """`sends`, `receives`: keys of 32 bytes, the same ones on the other side, exchanged."""
         super().__init__(stream)
         self._out, self._in = Direction(sends), Direction(receives)
-        self._sealed, self._arrived = (memoryview(bytearray(CHUNK)) for _ in range(2))
+        self._sealed = self._arrived = memoryview(b"")  # scratch
 
     def _send(self, head: bytes, parts: list[memoryview]) -> None:
         self._out.next_frame()
@@ -72,12 +73,14 @@ class SealedConnection(DataConnection):
         if not parts:
             self._stream.send(bytes_of(first))
             return
-        seal, filled = self._out.cipher(PAYLOAD, sum(map(len, parts))).encryptor(), 0
+        nbytes = sum(map(len, parts))
+        self._sealed = _room(self._sealed, nbytes)
+        seal, filled = self._out.cipher(PAYLOAD, nbytes).encryptor(), 0
         for part in parts:
-            for piece in _pieces(part, CHUNK - filled):
+            for piece in _pieces(part, len(self._sealed) - filled, len(self._sealed)):
                 seal.update_into(piece, self._sealed[filled : filled + len(piece)])
                 filled += len(piece)
-                if filled == CHUNK:
+                if filled == len(self._sealed):
                     self._stream.send(bytes_of([*first, self._sealed]))
                     first, filled = [], 0
         seal.finalize()
@@ -94,11 +97,12 @@ class SealedConnection(DataConnection):
 
     def _receive(self, parts: list[memoryview]) -> None:
         left, tag, arrived = sum(map(len, parts)), bytearray(TAG), self._arrived[:0]
+        self._arrived = _room(self._arrived, left)
         unseal = self._in.cipher(PAYLOAD, left).decryptor()
         for part in parts:
             while part:
                 if not arrived:
-                    arrived = self._arrived[: min(left, CHUNK)]
+                    arrived = self._arrived[:left]
                     left -= len(arrived)
                     self._stream.receive([arrived] if left else [arrived, memoryview(tag)])
                 n = min(len(part), len(arrived))
@@ -118,6 +122,12 @@ def _verify(unseal: Any, tag: bytearray) -> None:
         raise ConnectionClosed("a frame was changed on the way, or is out of order") from None
 
 
-def _pieces(view: memoryview, first: int) -> list[memoryview]:
-    """Cut a view into pieces: the first of at most `first` bytes, the others of at most CHUNK."""
-    return [view[:first], *(view[at : at + CHUNK] for at in range(first, len(view), CHUNK))]
+def _room(scratch: memoryview, nbytes: int) -> memoryview:
+    """Return this memory, or more of it if that helps with a payload of `nbytes`."""
+    wanted = min(nbytes, PIECE)
+    return scratch if len(scratch) >= wanted else memoryview(bytearray(wanted))
+
+
+def _pieces(view: memoryview, first: int, most: int) -> list[memoryview]:
+    """Cut a view into pieces: the first of at most `first` bytes, the others of at most `most`."""
+    return [view[:first], *(view[at : at + most] for at in range(first, len(view), most))]

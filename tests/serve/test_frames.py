@@ -21,6 +21,11 @@ from csd_optim.serve.tcp import ConnectionClosed, Tcp
 KEYS = bytes(range(32)), bytes(range(32, 64))
 
 
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(sealed, "PIECE", CHUNK)
+
+
 def ends(encrypted, timeout=20):
     """Return both ends of a data connection."""
     one, other = connected(timeout)
@@ -438,7 +443,7 @@ def test_an_interrupt_ends_the_connection(monkeypatch):
     one, other = ends(True)
     sent = []
 
-    def interrupted(view, first):
+    def interrupted(view, *_):
         sent.append(view)
         raise KeyboardInterrupt
 
