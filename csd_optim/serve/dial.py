@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import os
 import secrets
 import socket
 import ssl
@@ -225,6 +226,8 @@ def _dialled(place: Any) -> Iterator[Tcp]:
     try:
         sock.settimeout(handshake.DEADLINE)
         sock.connect(where)
+        if sock.getsockname() == sock.getpeername():  # on loopback, if nobody listens there: TCP's simultaneous open
+            raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
         tcp = Tcp(sock, handshake.DEADLINE)
     except (OSError, ConnectionClosed) as e:
         sock.close()

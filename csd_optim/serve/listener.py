@@ -54,7 +54,7 @@ class Listener:
         """
         if key is None and accept:
             raise CSDValueError("certificates are accepted, but the owner has no key: add --key FILE")
-        self._files = key, accept
+        self._files, self._has_key = (key, accept), key is not None
         accepted = None if key is None else Accepted(key, accept)
         self.fingerprint: str = "" if accepted is None else accepted.key.fingerprint  # of this owner
         self._on_session, self._log = on_session, QuietLog(log)
@@ -62,10 +62,10 @@ class Listener:
         self._admission = Admission(accepted, number, timeout, self._deadlines)
         self._handshakes: set[threading.Thread] = set()
         self._closed = False
-        self._sock = _listening(address, key is not None)
+        self._sock = _listening(address, self._has_key)
         self._wake, self._woken = socket.socketpair()
         self.address: tuple[str, int] = self._sock.getsockname()[:2]
-        if key is not None and not sealed.AVAILABLE:
+        if self._has_key and not sealed.AVAILABLE:
             self._log.say(sealed.SLOW)
         self._thread = threading.Thread(target=self._listen, name="csd_optim listen", daemon=True)
         self._thread.start()
@@ -123,6 +123,10 @@ class Listener:
         except OSError as e:  # no descriptors or memory: wait until there are some
             self._log.refused(f"for lack of resources ({errno.errorcode.get(e.errno or 0)})")
             time.sleep(TICK)
+            return
+        if not (self._has_key or is_loopback(host)):  # Linux lets neighbours in if told to (route_localnet)
+            self._log.refused("from elsewhere, without a key")
+            sock.close()
             return
         if not self._places.enter(host):
             self._log.refused("of too many at once")

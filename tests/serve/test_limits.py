@@ -11,7 +11,7 @@ import pytest
 from support.wires import Owner, files, half_open, nothing_left, pair, until, write_certificate
 
 from csd_optim.errors import CSDUnavailableError
-from csd_optim.serve import admission, handshake, limits, listener
+from csd_optim.serve import admission, dial, handshake, limits, listener
 from csd_optim.serve.frames import Header
 from csd_optim.serve.init_key import init_key
 from csd_optim.serve.keys import Key
@@ -269,6 +269,32 @@ def test_escaped():
     assert escaped(said).startswith(r"a\nrank 0: forged\r\x1b[2J\u202e\x00\u2028\\ü" + "x")
     assert escaped(said).endswith("x...")
     assert len(escaped(said)) < 300
+
+
+def test_without_a_key_nobody_from_elsewhere(files, monkeypatch):
+    """Even where the kernel delivers packets of others to loopback."""
+    with nothing_left(), pair("plain", files) as to:
+        monkeypatch.setattr(listener, "is_loopback", lambda host: False)
+        with pytest.raises(CSDUnavailableError):
+            to.connect()
+        monkeypatch.undo()
+        assert to.admitted()
+        assert "1 from elsewhere, without a key" in to.owner.lines[0]
+
+
+def test_a_connection_to_itself(monkeypatch):
+    """Which TCP makes on loopback now and then, if nobody listens at a port."""
+
+    class Itself(socket.socket):
+        def connect(self, where):
+            self.bind(where)
+            super().connect(where)
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = free.getsockname()
+    monkeypatch.setattr(socket, "socket", Itself)
+    with pytest.raises(CSDUnavailableError, match="Connection refused"):
+        dial.connect(address, key=None, within=0)
 
 
 def test_a_log_that_cannot_be_written(files):
