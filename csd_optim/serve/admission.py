@@ -91,9 +91,10 @@ class Admission:
         self.tidy()
 
     def tidy(self, everything: bool = False) -> None:
-        """End what waits for data connections but has been shut down or revoked, or everything that waits."""
+        """End what waits for data connections but is over or revoked, or everything that waits."""
         with self._lock:
-            gone = [n for n, j in self._joining.items() if everything or j.tcp.over or not self._stands(j.peer)]
+            # Before its data connections are there, a peer says nothing on the control connection.
+            gone = [n for n, j in self._joining.items() if everything or j.tcp.has_news() or not self._stands(j.peer)]
             ended = [self._joining.pop(name) for name in gone]
         for joining in ended:
             self._deadlines.clear(joining.tcp)

@@ -66,9 +66,7 @@ def connect(
         try:
             for place in _places(address, key):
                 try:
-                    session = dialler.session(place, until)
-                    session.settimeout(timeout)
-                    return session
+                    return dialler.session(place, until, timeout)
                 except (_Again, BusyError) as e:
                     seen = str(e) or "it is busy"
         except (Refusal, ssl.SSLError) as e:
@@ -102,7 +100,7 @@ class _Dialler:
         self.request = Request(number or 0, wanted, streams, flags)
         self.plain = handshake.PLAIN if key is None else 0
 
-    def session(self, place: Any, until: float) -> Session:
+    def session(self, place: Any, until: float, timeout: float) -> Session:
         """Open a session at a socket address. Raises _Again, BusyError, Refusal."""
         control: Stream | None = None
         data: list[DataConnection] = []
@@ -111,15 +109,19 @@ class _Dialler:
             for _ in range(self.request.streams):
                 attempt = functools.partial(self.data, place, in_tls, print_, session, ticket)
                 data.append(self.retried(attempt, until))
-        except BaseException:
+            host, port = place[1][:2]
+            peer = Peer(Role.OWNER, print_, f"{host}:{port}", self.request.wanted)
+            opened = Session(ControlConnection(control), data, peer)
+            opened.settimeout(timeout)
+            return opened
+        except BaseException as e:
             for connection in data:
                 connection.shutdown()
             if control is not None:
                 control.shutdown()
+            if isinstance(e, ConnectionClosed):
+                raise _Again(str(e)) from None
             raise
-        host, port = place[1][:2]
-        peer = Peer(Role.OWNER, print_, f"{host}:{port}", self.request.wanted)
-        return Session(ControlConnection(control), data, peer)
 
     def control(self, place: Any) -> tuple[Stream, str, bool, bytes, bytes]:
         kind = handshake.CONTROL if self.number is None else handshake.OWNERS

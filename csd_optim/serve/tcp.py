@@ -106,10 +106,16 @@ class Tcp:
     def wait(self, seconds: float | None) -> None:
         """Return when there is something to receive, or the end. Raises ConnectionClosed after `seconds`."""
         with self._using() as sock:
-            poll = select.poll()
-            poll.register(sock, select.POLLIN)
-            if not poll.poll(None if seconds is None else seconds * 1000):
+            if not _arrives(sock, seconds):
                 raise ConnectionClosed(f"{self.address} has said nothing for {seconds:g} s")
+
+    def has_news(self) -> bool:
+        """Return whether something has arrived, or the connection has ended; it does not wait."""
+        try:
+            with self._using() as sock:
+                return _arrives(sock, 0)
+        except ConnectionClosed:
+            return True
 
     def shutdown(self) -> None:
         """End the connection; threads that wait on it raise ConnectionClosed. In a forked child: nothing."""
@@ -166,6 +172,12 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _arrives(sock: socket.socket, seconds: float | None) -> bool:
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(None if seconds is None else seconds * 1000))
 
 
 def _skip(views: list[memoryview], first: int, n: int) -> int:

@@ -140,6 +140,16 @@ def test_sessions_and_readers_are_limited(files, monkeypatch):
             to.connect(streams=0)
 
 
+def test_a_peer_that_leaves_before_its_data_connections(files, monkeypatch):
+    """The owner notices, and somebody else may have its place."""
+    monkeypatch.setattr(admission, "READERS", 1)
+    with nothing_left(), pair("frames", files, accept=[(Role.READER, files.certificate("trainer"))]) as to:
+        stream, *_ = half_open(to, key=Key(files.trainer))
+        assert not to.admitted()
+        stream.shutdown()
+        assert to.admitted(within=10)
+
+
 def test_no_descriptors_left(files):
     """The owner goes on when there are some again."""
     with nothing_left(), pair("frames", files) as to:
