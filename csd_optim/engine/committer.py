@@ -120,6 +120,12 @@ class Committer:
         `record`: the one to be committed, if it is not that of before_step(). Raises CSDOSError.
         """
 
+    def before_finish(self, record: Record | None, steps: np.ndarray[Any, Any]) -> None:
+        """Note what the commit of the step that is about to complete will contain: `record`, as in commit().
+
+        `steps`: the `step` counts of all parameters after the step, fp32.
+        """
+
     def after_step(self) -> None:
         """Note that a step has completed."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -58,6 +58,7 @@ class DurableCommitter(Committer):
         self._manifests = Manifests(n_devices, ranks)
         devices.name_tile = self._manifests.params_in_tile
         self._reports = Reports()
+        self.on_committed: Callable[[int], None] = lambda _: None  # called on any thread when a step is durable
         self._sequence = 0  # number of the last commit
         self._changed = False  # something has changed since the store was last closed cleanly
         self._committed_steps = np.zeros(0, np.float32)  # `step` of each parameter in the last commit
@@ -250,6 +251,7 @@ class DurableCommitter(Committer):
     def _mark_recoverable(self, commit: Commit) -> None:
         """Note that a resume after a crash continues from this commit from now on."""
         self.states.committed_step, self._residuals.committed = commit.job.step, commit.job.spaces
+        self.on_committed(commit.job.step)
 
     def confirm(self) -> None:
         if self.ranks is None:

@@ -190,7 +190,10 @@ class Engine:
         self.states.torn = True
 
     def finish(self, keep: bool = True) -> None:
-        """Complete the step. With `keep` False, or if this raises CSDError, it is undone. Commit it next."""
+        """Complete the step. With `keep` False, or if this raises CSDError, it is undone. Commit it next.
+
+        Call Committer.before_finish() first if it is to be kept.
+        """
         try:
             self.native.finish(keep)
         except CSDError as e:

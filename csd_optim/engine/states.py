@@ -46,6 +46,7 @@ class States:
         self.record: Record = Record()  # of the last step
         self.residuals: dict[int, torch.Tensor] = {}  # by parameter, numbered over all extents
         self.durable: bool = False  # commits name slots, which must not change: see make_durable()
+        self.rolled_back: bool = False  # they are those of an earlier step now, and all parameters must follow
         self.torn: bool = False  # a step that writes in place was cut short
         self.synced: bool = True  # writes to open windows have been flushed to the devices
         self.lost: str = ""  # if such writes are lost for good: the error message that says why

@@ -330,6 +330,7 @@ class LiveStep:
         if step.near and engine.states.timeline.near_spans is not None:
             engine.states.timeline.near_spans += step.near.spans
         if engine.stepping:
+            engine.committer.before_finish(self._record, step.spec.steps)
             engine.finish()
         elif step.near:
             engine.end_without_tiles()

@@ -12,11 +12,12 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ..distributed.ranks import Ranks
+from ..engine.engine import Engine
 from ..errors import CSDError, CSDTornError
 from ..params.state_map import StateMap
 from ..signals import defer_signals
 from .near_updates import NearUpdates
-from .undo import Undo
+from .undo import Rollback, Undo
 
 
 class Progress:
@@ -29,8 +30,13 @@ class Progress:
         self.has_updated: bool = False  # whether the last step has updated anything
         self.near: NearUpdates | None = None  # the updates of the last step on the accelerator
         self.in_flight: bool = False  # whether states of the last step may still be on their way
-        self.undoing: Undo | None = None  # of a step whose parameters are not all restored yet
+        self.undoing: Undo | Rollback | None = None  # of a step whose parameters are not all restored yet
         self._forward_guard: RemovableHandle | None = None  # while it is set
+
+    @property
+    def open_engine(self) -> Engine | None:
+        """The engine; None if it is not open yet."""
+        return None
 
     def undo(self, undo: Undo) -> None:
         """Undo a step. Raises what finish_undo() raises."""
@@ -43,6 +49,8 @@ class Progress:
 
         Raises what Undo.finish() raises.
         """
+        if (engine := self.open_engine) and engine.states.rolled_back and not engine.closed:
+            self.undoing = Rollback(engine, self.state_map)  # of all parameters, so it replaces another undo
         if (undoing := self.undoing) is None:
             return
         if undoing.engine.pid != os.getpid():
@@ -75,7 +83,7 @@ class Progress:
             return e
         return None
 
-    def _guard_forwards(self, undoing: Undo) -> None:
+    def _guard_forwards(self, undoing: Undo | Rollback) -> None:
         """Finish the undo before the forward of any module with unknown parameters: gradients would be of a mix."""
         weak, unknown = weakref.ref(self), {id(state.param) for state in undoing.unknown}
 

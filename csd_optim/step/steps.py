@@ -68,6 +68,10 @@ class Steps(Progress):
     # ---- the optimizer -----------------------------------------------------------------
 
     @property
+    def open_engine(self) -> Engine | None:
+        return getattr(self, "engine", None)
+
+    @property
     def groups(self) -> Groups:
         """The optimizer's groups, which load_state_dict() replaces; empty if the optimizer is gone."""
         return arguments.param_groups if (arguments := self.arguments) else []

@@ -233,6 +233,33 @@ class Undo:
             near.wait()  # whoever learns of the failure finds the old values, on any stream
 
 
+class Rollback:
+    """The undo of steps that the devices have lost: all parameters follow their masters. For one process."""
+
+    is_collective = False
+
+    def __init__(self, engine: Engine, state_map: StateMap) -> None:
+        self.engine = engine
+        self.is_done: bool = False
+        self._state_map = state_map
+        self.unknown: set[ParamState] = {*state_map.param_states.values()}
+
+    def finish(self) -> None:
+        """Return when all parameters are known. May be called again after it has raised. Raises CSDTornError."""
+        engine, states = self.engine, self.engine.states
+        try:
+            engine.check_open()
+            for state in [*self.unknown]:
+                engine.decoded.drop([state.index])
+                self._state_map.set_from_masters([state], None)
+                self.unknown.discard(state)
+        except (CSDError, MemoryError, RuntimeError) as e:
+            names = _listed(sorted(state.name for state in self.unknown))
+            raise CSDTornError(errno.EIO, f"parameters {names} cannot be read back yet, after {e}") from e
+        states.rolled_back = False
+        self.is_done = True
+
+
 def undo_states(engine: Engine, step: PreparedStep) -> None:
     """Undo a step's states on the devices and on the accelerator, but not its parameters. May be called again.
 
