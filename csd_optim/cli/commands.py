@@ -538,6 +538,9 @@ def serve(
         float,
         typer.Option(min=0.1, max=86400, metavar="S", help="Seconds that a trainer may be silent within a step."),
     ] = 600,
+    protocol: Annotated[
+        int, typer.Option(min=3, max=4, hidden=True, help="4: for one trainer with serve://HOST:PORT?protocol=4.")
+    ] = 3,
 ) -> None:
     """Run an optimizer rank: keep states here for trainers elsewhere, whose devices are serve://HOST:PORT.
 
@@ -549,7 +552,7 @@ def serve(
     with reported():
         from .serving import serve as serve_
 
-        serve_(devices, listen, timeout)
+        serve_(devices, listen, timeout, protocol)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})

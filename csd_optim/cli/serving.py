@@ -6,12 +6,13 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
-from ..devices.spec import parse_devices
+from ..devices.spec import DeviceSpec, parse_devices
 from ..distributed.ranks import Ranks, all_ranks_or_none, ranks_of
 from ..errors import CSDOSError, CSDValueError
 from ..optim.adagrad import CSDAdagrad
@@ -19,7 +20,10 @@ from ..optim.adamw import CSDAdam
 from ..optim.lion import CSDLion
 from ..optim.rmsprop import CSDRMSprop
 from ..optim.sgd import CSDSGD
+from ..serve.listener import Listener
 from ..serve.owner import Owner
+from ..serve.owner_session import Owner as SessionOwner
+from ..serve.ownership import Ownership
 from ..serve.service import Service
 from ..serve.wire import CONNECT_TIMEOUT, DEFAULT_TIMEOUT, connect, is_local_address, is_wildcard, listen
 
@@ -28,19 +32,19 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
 }
 
 
-def serve(devices: list[str], address: str, timeout: float = DEFAULT_TIMEOUT) -> None:
+def serve(devices: list[str], address: str, timeout: float = DEFAULT_TIMEOUT, protocol: int = 3) -> None:
     """Serve trainers until SIGTERM or Ctrl-C. Returns when all states are durable.
 
     Raises CSDValueError or CSDOSError if it cannot start, CSDRankError if another optimizer rank is lost.
     """
     host, port = parse_listen(address)
+    if protocol == 4:
+        return _serve_frames(devices, (host, port), timeout)
     if "RANK" in os.environ and not dist.is_initialized():
         dist.init_process_group("gloo")
     ranks = ranks_of(None)
     with all_ranks_or_none(ranks):
-        specs = parse_devices(devices)
-        if temporary := [str(spec) for spec in specs if not spec.durable]:
-            raise CSDValueError(f"Invalid device: {temporary[0]!r}; optimizer ranks keep states in named directories")
+        specs = _durable(devices)
     reach, port, store = _meet(host, port, ranks)
     owner = Owner(OPTIMIZERS, devices, ranks)
     service = Service(
@@ -68,6 +72,35 @@ def serve(devices: list[str], address: str, timeout: float = DEFAULT_TIMEOUT) ->
         for number, handler in before:
             signal.signal(number, handler)
         del store
+
+
+def _serve_frames(devices: list[str], address: tuple[str, int], timeout: float) -> None:
+    """Serve trainers with `?protocol=4`: an engine over frames, see serve/owner_session.py."""
+    specs = _durable(devices)
+    ownership = Ownership(specs)
+    owner = SessionOwner(ownership, timeout, _print_line)
+    stopping = threading.Event()
+    listener = Listener(address, on_session=owner.serve, log=_print_line, timeout=timeout)
+    before = [(s, signal.signal(s, lambda *_: stopping.set())) for s in (signal.SIGTERM, signal.SIGINT)]
+    try:
+        host, port = listener.address
+        shown = f"{'[' + host + ']' if ':' in host else host}:{port}"
+        _print_line(f"1 optimizer rank with {', '.join(map(str, specs))}, at {shown}")
+        while not stopping.wait(60):
+            pass
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+        listener.close()
+        owner.close()
+
+
+def _durable(devices: list[str]) -> list[DeviceSpec]:
+    """Return the devices of an optimizer rank. Raises CSDValueError."""
+    specs = parse_devices(devices)
+    if temporary := [str(spec) for spec in specs if not spec.durable]:
+        raise CSDValueError(f"Invalid device: {temporary[0]!r}; optimizer ranks keep states in named directories")
+    return specs
 
 
 def _meet(host: str, port: int, ranks: Ranks | None) -> tuple[str, int, Any]:

@@ -26,7 +26,9 @@ from ..params.memory_warnings import COPIED, warn_if_large
 from ..params.state_map import StateMap
 from ..params.update_rule import UpdateRule
 from ..serve.early import mean_of
+from ..serve.remote_engine import open_remote
 from ..serve.trainer import address_of, served
+from ..serve.wire import Address
 from ..signals import defer_signals
 from ..step.agreement import agree_on_step
 from ..step.joining import StepHook
@@ -70,6 +72,7 @@ class CSDOptimizer(StatesOnDevices, Joinable):
     _rule: UpdateRule
     _sparse_alternatives = "SGD, Adagrad or SparseAdam of torch.optim"  # what an error message recommends
     _step_supports_amp_scaling: bool
+    _owner_address: Address | None  # of an optimizer rank that is an engine (?protocol=4)
     sharded: bool
 
     def __init__(
@@ -103,7 +106,10 @@ class CSDOptimizer(StatesOnDevices, Joinable):
         check_state_dtype(state_dtype, rule=self._rule)
         self._init_attributes(ranks_of(process_group), sharded, state_dtype)
         specs: list[DeviceSpec] = []
-        if address := address_of(devices):
+        address = address_of(devices)
+        if address and address.protocol == 4:
+            self._owner_address = address
+        elif address:
             self._address = address
             self.__class__ = served(type(self))  # the subclass whose states live on optimizer ranks
         else:
@@ -130,6 +136,7 @@ class CSDOptimizer(StatesOnDevices, Joinable):
 
     def _init_attributes(self, ranks: Ranks | None, sharded: bool, state_dtype: str) -> None:
         self._engine: Engine | None = None
+        self._owner_address = None
         self._ranks = ranks
         self.sharded = sharded
         self.state_dtype = state_dtype
@@ -153,8 +160,10 @@ class CSDOptimizer(StatesOnDevices, Joinable):
             steps.trained_seconds = record.seconds
 
     def _open(self, specs: Sequence[DeviceSpec], ranks: Ranks | None, mode: Mode = "new") -> None:
-        kernel = kernel_for(self._rule.name, self.state_dtype)
         tile_elems = self._options["tile_size"]
+        if self._owner_address:
+            return self._set_engine(open_remote(self._owner_address, mode=mode, tile_elems=tile_elems, ranks=ranks))
+        kernel = kernel_for(self._rule.name, self.state_dtype)
         self._set_engine(open_engine(specs, mode=mode, tile_elems=tile_elems, ranks=ranks, kernels=[kernel]))
 
     def _set_engine(self, engine: Engine) -> None:

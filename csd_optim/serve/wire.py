@@ -76,6 +76,7 @@ class Address(NamedTuple):
     port: int
     timeout: float  # seconds
     route: str  # one of ROUTES; those that need DDP's communication hook take effect once it is registered
+    protocol: int  # 4: an engine over frames, see remote_engine.py
 
     def __str__(self) -> str:
         return self.text
@@ -89,6 +90,7 @@ def parse_address(text: str) -> Address:
         options = dict(parse_qsl(parts.query, keep_blank_values=True))
         timeout = float(options.pop("timeout", DEFAULT_TIMEOUT))
         route = options.pop("route", "auto")
+        protocol = options.pop("protocol", "3")
     except ValueError as e:
         raise CSDValueError(f"Invalid device: {text!r}; {e}") from None
     if not host or not port or parts.path or parts.username or parts.fragment:
@@ -101,7 +103,9 @@ def parse_address(text: str) -> Address:
         raise CSDValueError(f"Invalid device: {text!r}; unknown route {route!r}, the routes are {', '.join(ROUTES)}")
     if not 0.1 <= timeout <= LONG_TIMEOUT:
         raise CSDValueError(f"Invalid device: {text!r}; timeout is a number of seconds from 0.1 to {LONG_TIMEOUT:.0f}")
-    return Address(text, host, port, timeout, route)
+    if protocol not in ("3", "4"):
+        raise CSDValueError(f"Invalid device: {text!r}; the protocols are 3 and 4")
+    return Address(text, host, port, timeout, route, int(protocol))
 
 
 def connect(host: str, port: int, timeout: float) -> TCPStore:

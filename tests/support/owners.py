@@ -31,15 +31,15 @@ class Owners:
     """`size` optimizer ranks, each with its own directory below `directory`. The `with` block stops them.
 
     They listen on a free port, each at its own entry of `hosts`. `small`: see small_buckets(). `before` is called with
-    the rank in each process, before it serves.
+    the rank in each process, before it serves. `protocol`: 3 or 4, which keeps its port when it is started again.
     """
 
-    def __init__(self, directory, size=1, timeout=60, hosts=("127.0.0.1",), small=False, before=None):
-        self.small, self.before = small, before
+    def __init__(self, directory, size=1, timeout=60, hosts=("127.0.0.1",), small=False, before=None, protocol=3):
+        self.small, self.before, self.protocol = small, before, protocol
         self.directory, self.size, self.timeout = Path(directory), size, timeout
         self.hosts = [*hosts, *[hosts[-1]] * (size - len(hosts))]
         self.stores = [str(self.directory / f"owner-{k}") for k in range(size)]
-        self.runs, self.processes = 0, []
+        self.runs, self.processes, self.port = 0, [], 0
         self.start()
 
     def start(self):
@@ -54,7 +54,7 @@ class Owners:
             process(
                 _own,
                 *(k, self.size, self.stores[k], str(meet), str(self.log), self.timeout, self.hosts[k]),
-                *(self.small, self.before),
+                *(self.small, self.before, self.protocol, self.port if self.protocol == 4 else 0),
                 daemon=True,
             )
             for k in range(self.size)
@@ -64,7 +64,8 @@ class Owners:
 
     @property
     def address(self):
-        return f"serve://{self.hosts[0]}:{self.port}?timeout={self.timeout}"
+        protocol = "" if self.protocol == 3 else f"&protocol={self.protocol}"
+        return f"serve://{self.hosts[0]}:{self.port}?timeout={self.timeout}{protocol}"
 
     @property
     def said(self):
@@ -105,7 +106,7 @@ class Owners:
         self.kill()
 
 
-def _own(rank, size, store, meet, log, timeout, host, small, before):
+def _own(rank, size, store, meet, log, timeout, host, small, before, protocol, port):
     for fd in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), fd)
     torch.set_num_threads(1)
@@ -116,7 +117,7 @@ def _own(rank, size, store, meet, log, timeout, host, small, before):
     with small_buckets() if small else contextlib.nullcontext():
         if before:
             before(rank)
-        serve([store], f"{host}:0", timeout)
+        serve([store], f"{host}:{port}", timeout, protocol)
 
 
 class UnderDDP:

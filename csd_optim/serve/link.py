@@ -1,0 +1,261 @@
+"""A trainer's link to an owner: requests and their answers, and frames on threads of their own.
+
+A link that is lost is taken up again by the next request, if the owner has the step that the trainer has: see attach().
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from ..errors import CSDError, CSDRankError, CSDRuntimeError
+from .frames import DataConnection, Header
+from .messages import MAX_NEWS, NEWS, PARAMS, PROTOCOL, PUSH, Fields, raise_error, refuse, unpack_news
+from .session import Session
+from .tiles_under_way import TilesUnderWay
+
+Views = list[memoryview]
+
+
+class Answer(NamedTuple):
+    fields: Fields
+    arrays: list[memoryview]
+
+
+class Travelling(NamedTuple):
+    """How the tiles of a step are sent and received."""
+
+    tiles: TilesUnderWay
+    outgoing: Callable[[int], tuple[Views, int]]  # tile → what leaves, and how many words of entries that includes
+    returning: Callable[[int], Views]  # tile → where its parameters go
+
+
+class Link:
+    """The link of one trainer to one owner. Requests may come from any thread, one after another."""
+
+    def __init__(self, connect: Callable[[], Session], hello: Mapping[str, Any], streams: int, timeout: float) -> None:
+        """`hello`: the fields of each HELLO. `timeout`: seconds without a sign of life, after which it is lost."""
+        self._connect, self._streams, self._timeout = connect, streams, timeout
+        self._hello = {"op": "hello", "protocol": PROTOCOL, "token": secrets.token_hex(16), **hello}
+        self.pid: int = os.getpid()
+        self.changed: threading.Condition = threading.Condition()
+        self.committed_step: int = 0
+        self.commit_ended: bool = True  # no commit is under way at the owner
+        self.on_committed: Callable[[int], None] = lambda _: None  # called on any thread with the committed step
+        # Takes the link up again: returns the fields of a HELLO, and takes the answer. Set once the states are known.
+        self.reattach: tuple[Callable[[], dict[str, Any]], Callable[[Answer], None]] | None = None
+        self._session: Session | None = None
+        self._threads: list[threading.Thread] = []
+        self._travelling: Travelling | None = None
+        self._lock = threading.RLock()  # held for a request and its answer
+        self._requests = 0
+        self._why_lost: CSDError | None = None
+        self._closed = False
+
+    # ---- open and close ------------------------------------------------------------
+
+    def open(self, **fields: Any) -> Answer:
+        """Connect, and ask for a session. Raises what the owner answers, or CSDUnavailableError if there is none."""
+        with self._lock:
+            self._drop(None)
+            session = self._connect()
+            try:
+                answer = self._exchange(session, {**self._hello, **fields}, [])
+            except BaseException:
+                session.close()
+                raise
+            self._session, self._why_lost = session, None
+            self.note_committed(answer.fields)
+            for stream, connection in enumerate(session.data[: self._streams]):
+                for work in (self._receive, self._send):
+                    thread = threading.Thread(target=work, args=(session, connection, stream), daemon=True)
+                    thread.name = f"csd_optim {work.__name__.strip('_')}s {stream}"
+                    thread.start()
+                    self._threads.append(thread)
+            return answer
+
+    def close(self) -> None:
+        """End the connections and their threads. Idempotent; a no-op in a forked child, which has no threads."""
+        if self.pid == os.getpid():
+            with self.changed:
+                self._closed = True
+                self.changed.notify_all()
+            with self._lock:
+                self._drop(CSDRuntimeError("this optimizer is closed"))
+
+    def _drop(self, why: CSDError | None) -> None:
+        """Close the session, and return when its threads have ended."""
+        session, self._session = self._session, None
+        if session is not None:
+            if why:
+                self._lost(session, why)
+            session.close()
+        threads, self._threads = self._threads, []
+        with self.changed:
+            self.changed.notify_all()
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def _lost(self, session: Session, why: CSDError) -> None:
+        """Note on any thread that this session is over."""
+        with self.changed:
+            if self._why_lost is None:
+                self._why_lost = why
+            travelling = self._travelling
+            self.changed.notify_all()
+        if travelling:
+            travelling.tiles.fail(why)
+        session.close()
+
+    @property
+    def is_lost(self) -> bool:
+        return self._session is None or self._why_lost is not None
+
+    def attach(self) -> None:
+        """Take the link up again if it is lost. Raises CSDRankError or CSDUnavailableError if that is impossible."""
+        with self._lock:
+            if self._closed:
+                raise CSDRuntimeError("this optimizer is closed")
+            if not self.is_lost:
+                return
+            if self.reattach is None:
+                raise self._why_lost or CSDRankError("there is no session")
+            fields, take = self.reattach
+            answer = self.open(mode="attach", **fields())
+            try:
+                take(answer)
+            except BaseException:
+                if self._closed:
+                    self._drop(None)
+                raise
+
+    # ---- requests ------------------------------------------------------------------
+
+    def request(self, op: str, *arrays: Any, **fields: Any) -> Answer:
+        """Send a request and return its answer. Raises the owner's error; CSDRankError if the link is lost."""
+        if self.pid != os.getpid():
+            raise CSDRuntimeError("the link to the optimizer ranks belongs to another process")
+        with self._lock:
+            self.attach()
+            assert self._session
+            return self._exchange(self._session, {"op": op, **fields}, [*arrays])
+
+    def _exchange(self, session: Session, message: dict[str, Any], arrays: list[Any]) -> Answer:
+        self._requests += 1
+        number = self._requests
+        try:
+            session.control.send({**message, "n": number}, *arrays)
+            while True:
+                answer, received = session.control.receive(self._timeout)
+                fields = Fields(answer)
+                if fields.integer("n") != number:
+                    refuse("the answer to another request")
+                if "working" not in fields:
+                    break
+        except BaseException as e:  # also an interrupt: the answer would be taken for that to the next request
+            lost = e if isinstance(e, CSDRankError) else CSDRankError(f"the optimizer ranks are gone: {e}")
+            self._lost(session, lost)
+            if isinstance(e, (CSDRankError, OSError)):
+                raise lost from e
+            raise
+        raise_error(answer)
+        return Answer(fields, received)
+
+    def note_committed(self, fields: Fields) -> None:
+        """Take over the committed step from an answer or news."""
+        with self.changed:
+            self.committed_step = fields.integer("committed")
+            self.commit_ended = fields.flag("ended") if "ended" in fields else True
+            self.on_committed(self.committed_step)
+            self.changed.notify_all()
+
+    # ---- frames --------------------------------------------------------------------
+
+    def travel(self, travelling: Travelling | None) -> None:
+        """Begin to send and receive the tiles of a step; None: it is over."""
+        with self.changed:
+            self._travelling = travelling
+            lost = self._why_lost
+            self.changed.notify_all()
+        if travelling and lost:
+            travelling.tiles.fail(lost)
+
+    def _send(self, session: Session, connection: DataConnection, stream: int) -> None:
+        """Send tiles as long as the session lasts; on a thread."""
+        found: tuple[Travelling, int] | None = None
+
+        def find() -> bool:
+            nonlocal found
+            travelling = self._travelling
+            tile = travelling.tiles.next_to_leave(stream) if travelling else None
+            found = (travelling, tile) if travelling and tile is not None else None
+            return found is not None or self._session is not session or self._why_lost is not None
+
+        while True:
+            with self.changed:
+                self.changed.wait_for(find)
+            if found is None:
+                return
+            travelling, tile = found
+            try:
+                views, words = travelling.outgoing(tile)
+                nbytes = sum(map(len, views))
+                connection.send(Header(PUSH, tile, travelling.tiles.begin, nbytes, words), views)
+            except (CSDError, OSError) as e:
+                travelling.tiles.abort_transfer()
+                return self._lost(session, _as_rank_error(e))
+            travelling.tiles.note_sent()
+
+    def _receive(self, session: Session, connection: DataConnection, stream: int) -> None:
+        """Receive parameters and news as long as the session lasts; on a thread."""
+        try:
+            while True:
+                header = connection.receive_header(self._timeout)
+                if header.kind == NEWS and header.nbytes <= MAX_NEWS:
+                    data = bytearray(header.nbytes)
+                    connection.receive(header, [memoryview(data)])
+                    self._take_news(unpack_news(data))
+                elif header.kind == PARAMS:
+                    self._take_params(connection, header)
+                else:
+                    refuse(f"a frame of kind {header.kind} with {header.nbytes} bytes")
+        except (CSDError, OSError) as e:
+            self._lost(session, _as_rank_error(e))
+
+    def _take_params(self, connection: DataConnection, header: Header) -> None:
+        travelling = self._travelling
+        if (
+            travelling is None
+            or header.begin != travelling.tiles.begin
+            or not travelling.tiles.begin_return(header.tile)
+        ):
+            return connection.discard(header)  # of a step that is over
+        try:
+            views = travelling.returning(header.tile)
+            if header.nbytes != sum(map(len, views)) or header.entries:
+                refuse(f"{header.nbytes} bytes of parameters in tile {header.tile}")
+            connection.receive(header, views)
+        except BaseException:
+            travelling.tiles.abort_transfer()
+            raise
+        travelling.tiles.note_back(header.tile)
+
+    def _take_news(self, news: dict[str, Any]) -> None:
+        fields = Fields(news)
+        if "committed" in fields:
+            self.note_committed(fields)
+        if "failed" in fields:
+            travelling, begin = self._travelling, fields.integer("begin")
+            if travelling and travelling.tiles.begin == begin:
+                try:
+                    raise_error(fields.object("failed"))
+                except CSDError as e:
+                    travelling.tiles.fail(e)
+
+
+def _as_rank_error(e: Exception) -> CSDRankError:
+    return e if isinstance(e, CSDRankError) else CSDRankError(f"the optimizer ranks are gone: {e}")

@@ -1,0 +1,238 @@
+"""The messages of protocol 4: what trainers and owners say to each other, and how everything in them is checked.
+
+docs/development.md lists them. Requests and their answers are JSON with raw arrays; gradients and parameters travel in
+frames on data connections, see frames.py. Nothing is unpickled, and no number is an address. Integers in arrays are
+big-endian; tensors are little-endian, as they lie in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from .. import errors
+from ..bindings import DTYPE_CODES, HYPER, IN_SECTION, NEW, PARAM, RULES, UNCOMPARED
+from ..errors import CSDError, CSDOSError, CSDRankError
+from ..store.check import MAX_SIZE
+
+PROTOCOL = 4
+PUSH, PARAMS, NEWS = 1, 2, 3  # kinds of frames
+MODES = ("new", "overwrite", "resume", "attach")
+MAX_NEWS = 1 << 16  # bytes of a NEWS frame
+MAX_TEXT = 1 << 12  # characters of an error's text
+CHUNK = 1 << 22  # elements of a state in one message: 16 MiB
+
+# A parameter in a step, as it travels: see csd_param, whose addresses it lacks.
+ROW = np.dtype(
+    [
+        *(("row", ">u4"), ("hyper", ">u4"), ("seed", ">u4"), ("first", ">u4")),
+        *(("topk", ">f8"), ("grad_dtype", "u1"), ("param_dtype", "u1"), ("topk_dtype", "u1"), ("master", "u1")),
+        *(("has_grad", "u1"), ("in_image", "u1"), ("reserved", "u1", 2)),
+    ]
+)
+WIRE_HYPER = np.dtype([("rule", ">u4"), ("c", ">f4", 9)])
+WIRE_INDEX = np.dtype(">u4")
+SAME_NAMES = ("hyper", "seed", "first", "topk", "grad_dtype", "param_dtype", "topk_dtype", "master", "in_image")
+MASTERS = (IN_SECTION, NEW, UNCOMPARED)  # the others need parameters that owners can reach
+
+
+def refuse(what: str) -> NoReturn:
+    """Raise CSDRankError: the other side does not keep to the protocol."""
+    raise CSDRankError(f"a message cannot be understood: {what}")
+
+
+class Fields:
+    """The fields of a message. Each method returns one, checked, or raises CSDRankError."""
+
+    def __init__(self, message: Mapping[str, Any]) -> None:
+        if not isinstance(message, Mapping):
+            refuse("it is no object")
+        self._message = message
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._message
+
+    def integer(self, name: str, low: int = 0, high: int = MAX_SIZE) -> int:
+        value = self._message.get(name)
+        if type(value) is not int or not low <= value <= high:
+            refuse(f"{name} is not an integer from {low} to {high}")
+        return value
+
+    def flag(self, name: str) -> bool:
+        value = self._message.get(name)
+        if type(value) is not bool:
+            refuse(f"{name} is neither true nor false")
+        return value
+
+    def text(self, name: str, choices: Sequence[str] | None = None) -> str:
+        value = self._message.get(name)
+        if type(value) is not str or len(value) > MAX_TEXT or (choices is not None and value not in choices):
+            refuse(f"{name} is not {'one of ' + ', '.join(choices) if choices else 'a short text'}")
+        return value
+
+    def texts(self, name: str) -> list[str]:
+        values = self.listed(name)
+        return [Fields({name: value}).text(name) for value in values]
+
+    def listed(self, name: str) -> list[Any]:
+        value = self._message.get(name)
+        if type(value) is not list:
+            refuse(f"{name} is no list")
+        return value
+
+    def integers(self, name: str, low: int = 0, high: int = MAX_SIZE) -> list[int]:
+        values = self.listed(name)
+        if not all(type(value) is int and low <= value <= high for value in values):
+            refuse(f"{name} are not integers from {low} to {high}")
+        return values
+
+    def object(self, name: str) -> dict[str, Any]:
+        value = self._message.get(name)
+        if type(value) is not dict:
+            refuse(f"{name} is no object")
+        return value
+
+
+def array(data: memoryview, dtype: np.dtype[Any], what: str, n: int | None = None) -> np.ndarray[Any, Any]:
+    """Return an array that has arrived, of `n` elements if that is known. Raises CSDRankError."""
+    nbytes = len(data)
+    if nbytes % dtype.itemsize or (n is not None and nbytes != n * dtype.itemsize):
+        refuse(f"{what} have {nbytes} bytes")
+    return np.frombuffer(data, dtype)
+
+
+def number_of(arrays: Sequence[memoryview], n: int) -> Sequence[memoryview]:
+    """Return the arrays of a message, which are `n`. Raises CSDRankError."""
+    if len(arrays) != n:
+        refuse(f"it has {len(arrays)} arrays instead of {n}")
+    return arrays
+
+
+# ---- a step ----------------------------------------------------------------------------
+
+
+def pack_rows(table: np.ndarray[Any, Any], rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return these rows of a step's table (dtype PARAM) as they travel."""
+    packed = np.zeros(len(rows), ROW)
+    packed["row"], packed["has_grad"] = rows, table["grad"][rows] != 0
+    for name in SAME_NAMES:
+        packed[name] = table[name][rows]
+    return packed
+
+
+def unpack_rows(packed: np.ndarray[Any, Any], n_params: int, n_hypers: int) -> np.ndarray[Any, Any]:
+    """Return the table (dtype PARAM, `n_params` rows) of a step that an owner takes. Raises CSDRankError."""
+    rows, dtypes = packed["row"], [*DTYPE_CODES.values()]
+    for name, valid in (
+        ("rows", bool((rows < n_params).all()) and len(np.unique(rows)) == len(rows)),
+        ("constants", bool((packed["hyper"] < max(n_hypers, 1)).all())),
+        ("dtypes", all(bool(np.isin(packed[f"{of}_dtype"], dtypes).all()) for of in ("grad", "param", "topk"))),
+        ("masters", bool(np.isin(packed["master"], MASTERS).all())),
+        ("flags", bool((packed["has_grad"] <= 1).all() and (packed["in_image"] <= 1).all())),
+        ("ratios", bool(((packed["topk"] >= 0) & (packed["topk"] <= 1)).all())),  # false for NaN
+        ("reserved bytes", not packed["reserved"].any()),
+    ):
+        if not valid:
+            refuse(f"the {name} of a step")
+    table = np.zeros(n_params, PARAM)
+    for name in SAME_NAMES:
+        table[name][rows] = packed[name]
+    table["grad"][rows] = packed["has_grad"]  # not an address: gradients are in images
+    return table
+
+
+def pack_hypers(hypers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return a step's constants (dtype HYPER) as they travel."""
+    packed = np.zeros(len(hypers), WIRE_HYPER)
+    packed["rule"], packed["c"] = hypers["rule"], hypers["c"]
+    return packed
+
+
+def unpack_hypers(packed: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return a step's constants, dtype HYPER. Raises CSDRankError, also if one is not finite."""
+    if not (np.isin(packed["rule"], [*RULES.values()]).all() and np.isfinite(packed["c"]).all()):
+        refuse("the constants of a step")
+    hypers = np.zeros(len(packed), HYPER)
+    hypers["rule"], hypers["c"] = packed["rule"], packed["c"]
+    return hypers
+
+
+def pack_counts(steps: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return `step` counts, fp32, as they travel."""
+    return steps.astype(WIRE_INDEX)
+
+
+def unpack_counts(data: memoryview, n_params: int) -> np.ndarray[Any, Any]:
+    """Return the `step` counts of all parameters, fp32. Raises CSDRankError."""
+    counts = array(data, WIRE_INDEX, "step counts", n_params)
+    if not (counts < 1 << 24).all():  # the largest integers that fp32 counts
+        refuse("a step count")
+    return counts.astype(np.float32)
+
+
+# ---- dtypes, errors, JSON ----------------------------------------------------------------
+
+
+def name_of_dtype(dtype: torch.dtype | None) -> str:
+    return "" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: str) -> torch.dtype | None:
+    """Return the dtype of a parameter with this name; None for "". Raises CSDRankError."""
+    known = {"": None, **{name_of_dtype(dtype): dtype for dtype in DTYPE_CODES}}
+    if name not in known:
+        refuse(f"the dtype {name!r}")
+    return known[name]
+
+
+def error_of(e: BaseException) -> dict[str, Any]:
+    """Return an error as fields of an answer."""
+    kind = next((c.__name__ for c in type(e).__mro__ if c.__module__ == errors.__name__), "CSDRankError")
+    text = e.strerror if isinstance(e, OSError) and e.strerror else str(e)
+    return {"error": kind, "errno": getattr(e, "errno", None) or 5, "text": text[:MAX_TEXT]}
+
+
+def raise_error(answer: Mapping[str, Any]) -> None:
+    """Raise the error that an answer contains, if any."""
+    if "error" not in answer:
+        return
+    fields = Fields(answer)
+    kind, text = getattr(errors, fields.text("error"), None), fields.text("text")
+    if not (isinstance(kind, type) and issubclass(kind, CSDError)):
+        kind = CSDRankError
+    text = f"{text} (said by the optimizer ranks)"
+    raise kind(fields.integer("errno", 0, 1 << 16), text) if issubclass(kind, CSDOSError) else kind(text)
+
+
+def pack_news(news: Mapping[str, Any]) -> bytes:
+    return json.dumps(news).encode()
+
+
+def unpack_news(data: bytearray) -> dict[str, Any]:
+    """Return the news in a frame. Raises CSDRankError."""
+    try:
+        news = json.loads(data)
+    except (ValueError, RecursionError):
+        refuse("news are no JSON")
+    return news if isinstance(news, dict) else refuse("news are no object")
+
+
+def check_plain(value: Any, what: str, depth: int = 8) -> None:
+    """Raise CSDRankError unless it is JSON that nests at most `depth` levels and whose numbers are finite."""
+    if isinstance(value, (dict, list)) and depth:
+        for item in value.values() if isinstance(value, dict) else value:
+            check_plain(item, what, depth - 1)
+    elif not (value is None or isinstance(value, (str, bool, int)) or (type(value) is float and math.isfinite(value))):
+        refuse(f"{what} has {type(value).__name__} {value!r:.40}")
+
+
+def check_byte_order() -> None:
+    """Raise CSDRankError on big-endian machines, whose tensors cannot be sent as they lie in memory."""
+    if sys.byteorder != "little":
+        raise CSDRankError("optimizer ranks work on little-endian machines only")

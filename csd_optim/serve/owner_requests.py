@@ -1,0 +1,386 @@
+"""The requests of a session, executed at the owner. messages.py checks what is in them; nothing here trusts them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..bindings import AS_PUSHED, SAME_ORDER, TO_AND_FRO
+from ..checkpoint import snapshot
+from ..checkpoint.files import no_progress
+from ..errors import CSDError, CSDRankError
+from ..store.format import Record
+from ..store.layout import Extent
+from ..store.sections import FP32, SECTIONS
+from .messages import (
+    CHUNK,
+    MODES,
+    PROTOCOL,
+    ROW,
+    WIRE_HYPER,
+    WIRE_INDEX,
+    Fields,
+    array,
+    dtype_named,
+    error_of,
+    number_of,
+    refuse,
+    unpack_counts,
+    unpack_hypers,
+    unpack_rows,
+)
+from .owner_step import WINDOW, Buffers, OwnerStep
+from .ownership import Ownership
+
+MAX_RECORD = 1 << 30  # bytes of a record
+MAX_NUMELS = 1 << 47  # fp32 values that join at once
+Reply = tuple[dict[str, Any], list[Any]]
+DONE: Reply = ({}, [])
+
+
+class Closed(Exception):
+    """The trainer ends the session."""
+
+
+class Hello(NamedTuple):
+    """A request for a session."""
+
+    mode: str
+    tile_elems: int | None
+    who: str
+    store: str  # what the trainer was attached to; "" without attach
+    step: int  # the trainer's last step
+
+    def check_attach(self, ownership: Ownership) -> None:
+        """Raise CSDRankError if the trainer cannot go on here where it was."""
+        if self.mode == "attach" and self.store != ownership.store_id:
+            raise CSDRankError("the optimizer ranks have another store now: start again with resume=True")
+
+
+def check_hello(fields: Fields) -> Hello:
+    """Return a request for a session. Raises CSDRankError if it is malformed."""
+    if fields.text("op") != "hello":
+        refuse("it is no HELLO")
+    if (theirs := fields.integer("protocol")) != PROTOCOL:
+        raise CSDRankError(f"trainers speak protocol {theirs} and optimizer ranks {PROTOCOL}: install the same version")
+    if fields.integer("trainers", 1, 1 << 12) != 1 or fields.integer("trainer", 0, 0):
+        raise CSDRankError("protocol 4 serves one trainer so far: leave out protocol=4")
+    fields.text("token")
+    tile_elems = fields.integer("tile_elems", 0, 1 << 31) or None
+    attaches = fields.text("mode", MODES) == "attach"
+    return Hello(
+        fields.text("mode"),
+        tile_elems,
+        fields.text("who"),
+        fields.text("store") if attaches else "",
+        fields.integer("step") if attaches else 0,
+    )
+
+
+class OwnerRequests:
+    """The requests of one session. Not thread-safe, except for what OwnerStep does by itself."""
+
+    def __init__(self, ownership: Ownership, note_step: Callable[[OwnerStep | None], None]) -> None:
+        """`note_step` is called with the step that frames belong to from now on."""
+        self._ownership, self._note_step = ownership, note_step
+        self._buffers = Buffers()
+        self._step: OwnerStep | None = None
+        self._brackets = contextlib.ExitStack()  # of writing() and loading()
+        self._saving: Future[Path] | None = None
+        self._taken_back = True  # there is no kept step that may still be taken back
+        self.begins: int = 0  # number of the last BEGIN
+        self.most_bytes: int = 0  # that a frame may have
+
+    def execute(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
+        """Execute a request. Raises CSDError, Closed."""
+        op = fields.text("op")
+        work: Callable[[Fields, Sequence[memoryview]], Reply] | None = getattr(self, f"_on_{op}", None)
+        if work is None or not op.isidentifier():
+            refuse(f"the operation {op!r}")
+        with torch.no_grad():
+            return work(fields, arrays)
+
+    def end(self) -> None:
+        """Undo what the session has left unfinished, once its connections are shut down."""
+        ownership = self._ownership
+        if self._step:
+            self._undo_step()
+        try:
+            self._brackets.__exit__(CSDRankError, CSDRankError("the session has ended"), None)
+        except CSDRankError:
+            ownership.in_doubt = True
+        except CSDError:
+            ownership.in_doubt = True
+
+    def _undo_step(self) -> None:
+        step, self._step = self._step, None
+        self._note_step(None)
+        if step:
+            step.undo()
+
+    @property
+    def _engine(self) -> Any:
+        return self._ownership.engine
+
+    def _extent(self, row: int) -> tuple[Extent, int]:
+        """Return the extent of a parameter, and its number there. Raises CSDRankError."""
+        tiles = self._engine.tiles
+        if not 0 <= row < tiles.n_params:
+            refuse(f"parameter {row}")
+        extent = tiles.extent_with(row)
+        return extent, row - extent.first_param
+
+    def _no_step(self) -> None:
+        if self._step:
+            refuse("a step is under way")
+
+    # ---- parameters ----------------------------------------------------------------
+
+    def _on_extend(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
+        self._no_step()
+        engine = self._engine
+        numels = array(number_of(arrays, 1)[0], np.dtype(">u8"), "the sizes of parameters")
+        sections, codec = fields.texts("sections"), fields.text("codec")
+        valid = 0 < len(sections) <= 4 and all(s.isidentifier() for s in sections) and sections[0] == SECTIONS[0]
+        if not valid or len({*sections}) != len(sections):
+            refuse("the names of states")
+        if not len(numels) or numels.max() > MAX_NUMELS or int(numels.sum(dtype=object)) > MAX_NUMELS:
+            refuse("the sizes of parameters")
+        if fields.integer("first_param") != engine.tiles.n_params:
+            refuse("new parameters that do not follow those before")
+        param_dtype = dtype_named(fields.text("param_dtype"))
+        extent = engine.extend([int(n) for n in numels], sections, codec=codec, param_dtype=param_dtype)
+        return {"tile_elems": extent.tile_elems}, [extent.devices.astype(WIRE_INDEX)]
+
+    def _on_describe(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
+        self._ownership.describe(fields.object("manifest"))
+        return DONE
+
+    # ---- states between steps ------------------------------------------------------
+
+    def _windows(self, row: int) -> list[torch.Tensor]:
+        extent, i = self._extent(row)
+        windows = self._engine.windows
+        return [windows.window(extent, i, s, torch.float32) for s in range(len(extent.sections))]
+
+    def _on_write(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
+        self._no_step()
+        row = fields.integer("row")
+        extent, i = self._extent(row)
+        section = fields.integer("section", 0, len(extent.sections) - 1)
+        (data,) = number_of(arrays, 1)
+        values = torch.from_numpy(array(data, np.dtype("<f4"), "a state").astype(np.float32))
+        first = fields.integer("first", 0, extent.numels[i])
+        if not 0 < len(values) <= min(CHUNK, extent.numels[i] - first):
+            refuse(f"{len(values)} values of a state")
+        self._ownership.in_doubt = True  # until a step or a bracket keeps it
+        engine = self._engine
+        if extent.codec != FP32:
+            engine.states.remap()
+            engine.decoded.states(row)[extent.sections[section]][first : first + len(values)] = values
+            return DONE
+        if not engine.truth.open[engine.tiles.of([row])].all():
+            engine.states.remap()
+        self._windows(row)[section][first : first + len(values)] = values
+        return DONE
+
+    def _rows(self, fields: Fields) -> list[int]:
+        return fields.integers("rows", 0, self._engine.tiles.n_params - 1)
+
+    def _on_writing(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
+        self._no_step()
+        self._brackets.enter_context(self._engine.writing(self._rows(fields)))
+        return DONE
+
+    def _on_written(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
+        self._set_counts(number_of(arrays, 1)[0])
+        self._close_brackets()
+        return DONE
+
+    def _on_loading(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
+        self._no_step()
+        engine, rows = self._engine, self._rows(fields)
+        record = self._record(fields, number_of(arrays, 1)[0])
+        self._brackets.enter_context(engine.committer.loading(record))
+        if rows:
+            self._brackets.enter_context(engine.writing(rows))
+        self._ownership.in_doubt = True
+        return DONE
+
+    def _on_loaded(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
+        engine = self._engine
+        engine.states.step = fields.integer("step", 0, 1 << 53)
+        self._set_counts(number_of(arrays, 1)[0])
+        self._close_brackets()
+        return {"step": engine.states.step}, []
+
+    def _close_brackets(self) -> None:
+        brackets, self._brackets = self._brackets, contextlib.ExitStack()
+        brackets.close()
+        self._ownership.in_doubt = False
+
+    def _set_counts(self, data: memoryview) -> None:
+        engine = self._engine
+        counts = unpack_counts(data, engine.tiles.n_params)
+        for extent, own in zip(engine.tiles.extents, engine.states.steps, strict=True):
+            own[:] = counts[extent.first_param : extent.first_param + len(own)]
+
+    def _on_read(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
+        self._no_step()
+        engine = self._engine
+        tile = fields.integer("tile", 0, len(engine.tiles) - 1)
+        extent = engine.tiles.extent_of(tile)
+        sections = fields.integers("sections", 0, len(extent.sections) - 1)
+        first = fields.integer("first", 0, extent.tile_elems - 1)
+        n = fields.integer("count", 1, extent.tile_elems - first)
+        if not 0 < len(sections) <= len(extent.sections) or len({*sections}) != len(sections):
+            refuse("the states to be read")
+        if extent.codec == FP32:
+            states = torch.empty(1 + max(sections), extent.tile_elems, dtype=torch.float32)
+            engine.native.read(tile, len(states), first + n, states.data_ptr())
+            return {}, [states[s, first : first + n].numpy() for s in sections]
+        begin = first // 64 * 64
+        out = [torch.empty(first + n - begin) if s in sections else None for s in range(len(extent.sections))]
+        engine.native.decode(tile, begin, first + n - begin, out)
+        return {}, [out[s][first - begin :].numpy() for s in sections]  # type: ignore[index]
+
+    # ---- a step --------------------------------------------------------------------
+
+    def _on_begin(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
+        self._no_step()
+        engine = self._engine
+        rows, hypers, tiles = number_of(arrays, 3)
+        begin = fields.integer("begin", 1)
+        if begin <= self.begins:
+            refuse(f"step {begin} begins after step {self.begins}")
+        if fields.integer("step") != engine.states.step:
+            refuse(f"a step after step {fields.integer('step')}, and the last one is {engine.states.step}")
+        order = fields.integer("order")
+        if order not in (TO_AND_FRO, SAME_ORDER, AS_PUSHED):
+            refuse(f"the order {order}")
+        constants = unpack_hypers(array(hypers, WIRE_HYPER, "the constants of a step"))
+        table = unpack_rows(array(rows, ROW, "the parameters of a step"), engine.tiles.n_params, len(constants))
+        listed = array(tiles, WIRE_INDEX, "the tiles of a step").astype(np.uint32)
+        needed = engine.tiles.of_mask(table["grad"] != 0)
+        if not (listed < len(engine.tiles)).all() or len(np.unique(listed)) != len(listed):
+            refuse("the tiles of a step")
+        if not np.isin(needed, listed).all():
+            refuse("a step without some tiles of its parameters")
+        self.begins = begin
+        elems = max((e.tile_elems for e in engine.tiles.extents), default=0)
+        self._buffers.resize(elems)
+        self.most_bytes = 32 * elems + (1 << 16)
+        record = Record(user_state=bytes(fields.integer("record_bytes", 0, MAX_RECORD)))
+        with engine.lock:
+            engine.committer.confirm()
+            every = engine.begin(table, constants, listed, record, order=order, is_speculative=True)
+            step = self._step = OwnerStep(engine, begin, table, self._buffers)
+        try:
+            step.push_unsent(every.tolist())
+        except BaseException:
+            self._undo_step()
+            raise
+        self._note_step(step)
+        return {"window": WINDOW}, []
+
+    def _on_reserve(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
+        self._engine.committer.reserve(Record(user_state=bytes(fields.integer("record_bytes", 0, MAX_RECORD))))
+        return DONE
+
+    def _step_of(self, fields: Fields) -> OwnerStep:
+        if self._step is None or fields.integer("begin") != self._step.begin:
+            raise CSDRankError("that step is not under way")
+        return self._step
+
+    def _on_drop(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
+        step = self._step_of(fields)
+        rows = array(number_of(arrays, 1)[0], WIRE_INDEX, "parameters without gradients").astype(np.uint32)
+        if not (rows < self._engine.tiles.n_params).all():
+            refuse("parameters without gradients")
+        step.drop(rows)
+        return DONE
+
+    def _on_finish(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
+        engine, step = self._engine, self._step_of(fields)
+        frames = fields.integer("frames")
+        if not fields.flag("keep"):
+            self._undo_step()
+            return {"kept": False, "step": engine.states.step}, []
+        counts, user_state = number_of(arrays, 2)
+        record = self._record(fields, user_state)
+        unpack_counts(counts, engine.tiles.n_params)  # before anything is kept
+        self._step = None
+        engine.is_speculative = False
+        try:
+            step.keep(frames)
+        except CSDError as e:
+            return {"kept": False, "step": engine.states.step, "failed": error_of(e)}, []
+        finally:
+            self._note_step(None)
+        self._set_counts(counts)
+        self._ownership.in_doubt, self._taken_back = False, False
+        answer: dict[str, Any] = {"kept": True, "step": engine.states.step}
+        try:
+            engine.committer.commit(record)
+        except CSDError as e:
+            answer["failed"] = error_of(e)
+        return answer, []
+
+    def _on_take_back(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
+        raise CSDRankError("protocol 4 cannot take a step back yet")
+
+    # ---- commits -------------------------------------------------------------------
+
+    def _record(self, fields: Fields, user_state: memoryview) -> Record:
+        return self._ownership.record(fields.object("record"), bytes(user_state))
+
+    def _on_commit(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
+        self._no_step()
+        counts, user_state = number_of(arrays, 2)
+        record = self._record(fields, user_state)
+        if fields.integer("step") != self._engine.states.step:
+            refuse("the commit of another step")
+        self._set_counts(counts)
+        self._engine.committer.commit(record)
+        return DONE
+
+    def _on_wait(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
+        self._no_step()
+        self._engine.committer.wait()
+        return DONE
+
+    def _on_stats(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
+        engine = self._engine
+        engine.native.wait_writes()
+        return {"devices": [_plain(counts) for counts in engine.committer.stats()]}, []
+
+    def _on_save(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
+        self._no_step()
+        path = Path(fields.text("path"))
+        if not path.is_absolute():
+            raise CSDRankError(f"{path} is not absolute: a snapshot is made on the machine of the optimizer ranks")
+        with self._engine.lock:
+            self._saving = snapshot.save(self._engine, path, no_progress, wait=True).future
+        return DONE
+
+    def _on_saved(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
+        saving, self._saving = self._saving, None
+        if saving is None:
+            refuse("no snapshot is being made")
+        saving.result()
+        return DONE
+
+    def _on_close(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
+        self._no_step()
+        self._engine.committer.wait()
+        raise Closed
+
+
+def _plain(counts: dict[str, Any]) -> dict[str, Any]:
+    return {name: v for name, v in counts.items() if v is None or isinstance(v, (str, int, float, bool))}

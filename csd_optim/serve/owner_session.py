@@ -1,0 +1,286 @@
+"""A session at an owner: requests are executed one after another, while frames come and go on threads of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from ..errors import CSDError, CSDRankError
+from ..threads import start_thread
+from .frames import Header
+from .messages import NEWS, PARAMS, PUSH, Fields, error_of, pack_news, refuse
+from .owner_requests import Closed, OwnerRequests, check_hello
+from .owner_step import OwnerStep
+from .ownership import Ownership
+from .session import Session
+
+CLOSE_SECONDS = 5.0  # for which the connections stay open after the answer to a `close`
+
+
+class OwnerSession:
+    """The session of one trainer. `run()` returns when it is over; `end()` ends it, on any thread."""
+
+    def __init__(
+        self, ownership: Ownership, session: Session, timeout: float, print_line: Callable[[str], None]
+    ) -> None:
+        """`session`: the connections. `timeout`: seconds for which the trainer may wait for a sign of life."""
+        self._ownership, self._session, self._print_line = ownership, session, print_line
+        self._interval = timeout / 4
+        self._requests = OwnerRequests(ownership, self._note_begun)
+        self._step: OwnerStep | None = None
+        self._changed = threading.Condition()
+        self._news: deque[dict[str, Any]] = deque()
+        self._answering: int | None = None  # number of the request that is being executed
+        self._over = False
+        self._control_lock = threading.Lock()  # one message at a time
+        self._data_locks = [threading.Lock() for _ in session.data]
+        self.why: str = "its trainer has closed it"
+        self.ended: threading.Event = threading.Event()
+
+    # ---- its life --------------------------------------------------------------------
+
+    def run(self, answer: tuple[dict[str, Any], list[Any]], number: int) -> None:
+        """Answer a granted HELLO, and serve until the session is over. The engine is open."""
+        engine = self._ownership.engine
+        work: list[Callable[[], None]] = [partial(self._receive, s) for s in range(len(self._session.data))]
+        work += [partial(self._send, device) for device in range(len(engine.devices.specs))]
+        threads = [threading.Thread(target=w, name="csd_optim session", daemon=True) for w in (*work, self._tell)]
+        self._ownership.committer.on_committed = self._note_committed
+        try:
+            for thread in threads:
+                start_thread(thread)
+            self._answer(number, *answer)
+            while not self._over:
+                self._serve_request()
+        except (CSDError, OSError) as e:
+            self.end(str(e))
+        finally:
+            self.end("the owner has failed")
+            self._requests.end()  # before threads end: they may wait for tiles of the step that this undoes
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
+            self._ownership.committer.on_committed = lambda _: None
+            self._session.close()
+            self.ended.set()
+
+    def end(self, why: str) -> None:
+        """End the session: its connections are shut down. Idempotent."""
+        with self._changed:
+            if self._over:
+                return
+            self.why, self._over = why, True
+            self._changed.notify_all()
+        self._session.close()
+        if step := self._step:
+            with step.changed:
+                step.changed.notify_all()
+
+    def _serve_request(self) -> None:
+        message, arrays = self._session.control.receive()
+        fields = Fields(message)
+        number = fields.integer("n")
+        with self._changed:
+            self._answering = number
+        try:
+            answer, results = self._requests.execute(fields, arrays)
+        except Closed:
+            self._answer(number, self._commit_fields(), [])
+            self._session.control.receive(CLOSE_SECONDS)  # until the trainer has the answer, and ends the connection
+        except CSDError as e:
+            self._print_line(f"{fields.text('op')} failed: {e}")
+            return self._answer(number, error_of(e), [])
+        except (MemoryError, RuntimeError, OSError, TypeError, ValueError, KeyError) as e:
+            self._ownership.in_doubt = True
+            self._answer(number, error_of(CSDRankError(f"{type(e).__name__}: {e}")), [])
+            raise CSDRankError(f"{type(e).__name__}: {e}") from e
+        self._answer(number, {**answer, **self._commit_fields()}, results)
+
+    def _commit_fields(self) -> dict[str, Any]:
+        committer = self._ownership.committer
+        return {"committed": committer.states.committed_step, "ended": committer.idle}
+
+    def _answer(self, number: int, fields: dict[str, Any], arrays: list[Any]) -> None:
+        with self._control_lock:
+            with self._changed:
+                self._answering = None
+            self._session.control.send({**fields, "n": number}, *arrays)
+
+    # ---- threads -----------------------------------------------------------------------
+
+    def _note_begun(self, step: OwnerStep | None) -> None:
+        with self._changed:
+            self._step = step
+            self._changed.notify_all()
+
+    def _receive(self, stream: int) -> None:
+        """Receive frames of gradients as long as the session lasts."""
+        connection = self._session.data[stream]
+        try:
+            while True:
+                header = connection.receive_header()
+                if header.kind != PUSH or header.tile % len(self._session.data) != stream:
+                    refuse(f"a frame of kind {header.kind}, tile {header.tile}")
+                step = self._step
+                if step is None or header.begin < step.begin:
+                    self._check_old(header)
+                    connection.discard(header)
+                elif header.begin > step.begin:
+                    refuse(f"a frame of step {header.begin}, which has not begun")
+                else:
+                    step.receive(connection, header)
+                    self._tell_failure(step)
+        except (CSDError, OSError) as e:
+            self.end(str(e))
+
+    def _check_old(self, header: Header) -> None:
+        if header.begin > self._requests.begins or header.nbytes > self._requests.most_bytes:
+            refuse("a frame of a step that has not begun")
+
+    def _send(self, device: int) -> None:
+        """Send the parameters of a device's tiles as long as the session lasts."""
+
+        def send(begin: int, tile: int, views: list[memoryview]) -> None:
+            stream = tile % len(self._session.data)
+            with self._data_locks[stream]:
+                header = Header(PARAMS, tile, begin, sum(map(len, views)), 0)
+                self._session.data[stream].send(header, views)
+
+        step: OwnerStep | None = None
+        try:
+            while step := self._next_step(step):
+                while not (step.is_over or self._over):
+                    step.send_next(device, send)
+                self._tell_failure(step)
+        except (CSDError, OSError) as e:
+            self.end(str(e))
+
+    def _next_step(self, last: OwnerStep | None) -> OwnerStep | None:
+        """Wait for the step after `last`, and return it; None: the session is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._over or self._step not in (None, last))
+            return None if self._over else self._step
+
+    def _tell_failure(self, step: OwnerStep) -> None:
+        if step.failure:
+            self._add_news({"failed": error_of(step.failure), "begin": step.begin})
+
+    def _note_committed(self, step: int) -> None:
+        """Called on the thread that has made a step durable."""
+        self._add_news({"committed": step, "ended": True})
+
+    def _add_news(self, news: dict[str, Any]) -> None:
+        with self._changed:
+            self._news.append(news)
+            self._changed.notify_all()
+
+    def _tell(self) -> None:
+        """Send news, and signs of life, as long as the session lasts."""
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._news or self._over, self._interval)
+                    if self._over:
+                        return
+                    news, working = [*self._news], self._answering
+                    self._news.clear()
+                for stream in range(len(self._session.data)) if not news else ():
+                    self._send_news(stream, {"alive": True})
+                for item in news:
+                    self._send_news(0, item)
+                if not news and working is not None:
+                    with self._control_lock:
+                        if self._answering == working:
+                            self._session.control.send({"n": working, "working": True})
+        except (CSDError, OSError) as e:
+            self.end(str(e))
+
+    def _send_news(self, stream: int, news: dict[str, Any]) -> None:
+        data = pack_news(news)
+        with self._data_locks[stream]:
+            self._session.data[stream].send(Header(NEWS, 0, 0, len(data), 0), [memoryview(data)])
+
+
+@contextlib.contextmanager
+def _working(session: Session, number: int, interval: float) -> Iterator[None]:
+    """Give signs of life while a request for a session is executed, which may read all states."""
+    done = threading.Event()
+
+    def tell() -> None:
+        with contextlib.suppress(CSDError, OSError):
+            while not done.wait(interval):
+                session.control.send({"n": number, "working": True})
+
+    thread = threading.Thread(target=tell, name="csd_optim session", daemon=True)
+    start_thread(thread)
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+class Owner:
+    """Serves one session after another. A granted HELLO ends the session before it."""
+
+    def __init__(self, ownership: Ownership, timeout: float, print_line: Callable[[str], None]) -> None:
+        self._ownership, self._timeout, self._print_line = ownership, timeout, print_line
+        self._current: OwnerSession | None = None
+        self._sessions = 0
+        self._lock = threading.RLock()  # held while a HELLO is considered
+        self._closed = False
+
+    def serve(self, session: Session) -> None:
+        """Serve a session to its end: for Listener. The engine is used by one session at a time."""
+        own: OwnerSession | None = None
+        number = 0
+        try:
+            message, _ = session.control.receive()
+            fields = Fields(message)
+            number = fields.integer("n")
+            with _working(session, number, self._timeout / 4):
+                own, answer = self._grant(session, fields)
+        except (CSDError, OSError) as e:
+            self._print_line(f"a request for a session is refused: {e}")
+            with contextlib.suppress(CSDError, OSError):
+                session.control.send({**error_of(e), "n": number})
+            session.close()
+            return
+        begun = time.monotonic()
+        own.run(answer, number)
+        self._print_line(f"session {self._sessions} is over after {time.monotonic() - begun:.3g} s: {own.why}")
+
+    def _grant(self, session: Session, fields: Fields) -> tuple[OwnerSession, tuple[dict[str, Any], list[Any]]]:
+        hello = check_hello(fields)
+        with self._lock:
+            if self._closed:
+                raise CSDRankError("the optimizer ranks are closing")
+            self._ownership.check(hello.mode)
+            if before := self._current:
+                before.end("another session has taken over")
+                before.ended.wait()
+            try:
+                self._ownership.open(hello.mode, hello.tile_elems)
+                hello.check_attach(self._ownership)
+                answer = self._ownership.welcome()
+            except BaseException:
+                self._current = None
+                raise
+            self._sessions += 1
+            self._print_line(f"session {self._sessions}: {hello.who}, {hello.mode}, step {answer[0]['step']}")
+            self._current = OwnerSession(self._ownership, session, self._timeout, self._print_line)
+            return self._current, answer
+
+    def close(self) -> None:
+        """End the session, and make everything durable. Raises CSDOSError."""
+        with self._lock:
+            self._closed = True
+            if current := self._current:
+                current.end("the optimizer rank has ended")
+                current.ended.wait()
+            self._ownership.close(commit=not self._ownership.in_doubt)

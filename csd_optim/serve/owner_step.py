@@ -1,0 +1,216 @@
+"""A step at an owner: gradients arrive in buffers, tiles are updated, and their parameters leave."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..engine.engine import Engine
+from ..errors import CSDError
+from . import tile_image
+from .frames import DataConnection, Header
+from .messages import refuse
+
+WINDOW = 16  # tiles of which an owner has gradients or parameters in memory
+SENDING_SECONDS = 10.0  # within which the thread that has sent parameters puts their buffer back
+
+
+class Buffer(NamedTuple):
+    """Memory for the two images of a tile: gradients and parameters; uint8, 4 bytes per element."""
+
+    grad: torch.Tensor
+    param: torch.Tensor
+
+    @property
+    def images(self) -> tuple[int, int]:
+        return self.grad.data_ptr(), self.param.data_ptr()
+
+
+class Buffers:
+    """The buffers of an owner, made when they are first needed."""
+
+    def __init__(self) -> None:
+        self._free: list[Buffer] = []
+        self._tile_elems = 0
+
+    def resize(self, tile_elems: int) -> None:
+        """Make them large enough. Not during a step. Raises MemoryError."""
+        if tile_elems > self._tile_elems:
+            self._free = [
+                Buffer(*(torch.empty(4 * tile_elems, dtype=torch.uint8, device="cpu") for _ in range(2)))
+                for _ in range(WINDOW)
+            ]
+            self._tile_elems = tile_elems
+
+    @property
+    def any_free(self) -> bool:
+        return bool(self._free)
+
+    def take(self) -> Buffer:
+        """Return a free buffer. Raises CSDRankError: a trainer has sent more tiles than it may."""
+        return self._free.pop() if self._free else refuse("more tiles were pushed than the window has")
+
+    def put(self, buffer: Buffer) -> None:
+        self._free.append(buffer)
+
+
+class TileAtOwner(NamedTuple):
+    """A tile that was pushed. `entries` keeps the Top-K entries alive."""
+
+    tile: int
+    buffer: Buffer
+    entries: np.ndarray[Any, Any]
+
+
+class OwnerStep:
+    """One step. Frames come from several receiving threads, and leave on one thread per device."""
+
+    def __init__(self, engine: Engine, begin: int, table: np.ndarray[Any, Any], buffers: Buffers) -> None:
+        """`begin`: number of its BEGIN. `table`: its parameters, dtype PARAM."""
+        self.begin = begin
+        self._engine, self._table, self._buffers = engine, table, buffers
+        self.expected = {*engine.tiles.of_mask(table["grad"] != 0).tolist()}  # tiles that the trainer pushes
+        self.received = 0  # frames
+        self.failure: CSDError | None = None
+        self.changed: threading.Condition = threading.Condition()
+        self._pushed: list[deque[TileAtOwner]] = [deque() for _ in engine.devices.specs]  # by device
+        self._in_transfer = 0  # frames that are being received or sent, and tiles that are being pushed
+        self._sent = 0
+        self._over = False
+
+    # ---- gradients arrive --------------------------------------------------------------
+
+    def receive(self, connection: DataConnection, header: Header) -> None:
+        """Receive a frame with a tile's gradients, and push the tile. Raises CSDRankError if the frame is wrong."""
+        tile = header.tile
+        with self.changed:
+            # The trainer may have the parameters of another tile, and push this one, before that buffer is put back.
+            self.changed.wait_for(lambda: self._buffers.any_free or self.is_over, SENDING_SECONDS)
+            if self.is_over:
+                buffer = None
+            elif tile not in self.expected:
+                refuse(f"tile {tile} is not to be pushed, or was pushed before")
+            else:
+                self.expected.discard(tile)
+                buffer = self._buffers.take()
+                self._in_transfer += 1
+            self.received += 1
+        if buffer is None:
+            return connection.discard(header)
+        pushed = False
+        try:
+            pieces = self._engine.tiles.pieces_of(tile)
+            views = tile_image.outgoing(pieces, self._table, buffer.images)
+            size, most = sum(map(len, views)), tile_image.most_words(pieces, self._table)
+            if header.entries > most or header.nbytes != size + 4 * header.entries:
+                refuse(f"{header.nbytes} bytes and {header.entries} words of gradients in tile {tile}")
+            entries = np.empty(header.entries, np.uint32)
+            connection.receive(header, [*views, tile_image.view(entries.ctypes.data, entries.nbytes)])
+            pushed = self._push(TileAtOwner(tile, buffer, entries))
+        finally:
+            with self.changed:
+                self._in_transfer -= 1
+                if not pushed:
+                    self._buffers.put(buffer)
+                self.changed.notify_all()
+
+    def _push(self, at: TileAtOwner) -> bool:
+        """Push a tile to the devices. Returns False if the step is over or has failed."""
+        with self.changed:
+            if self._over or self.failure:
+                return False
+            words = (at.entries.ctypes.data, len(at.entries)) if len(at.entries) else (0, 0)
+            try:
+                self._engine.native.push(at.tile, images=at.buffer.images, entries=words)
+            except CSDError as e:
+                self.failure = e
+                return False
+            self._pushed[self._engine.tiles.device_of(at.tile)].append(at)
+            return True
+
+    def push_unsent(self, tiles: Sequence[int]) -> None:
+        """Push those of the step's tiles that no trainer pushes, as nothing but their states was written."""
+        for tile in tiles:
+            if tile not in self.expected:
+                self._engine.native.push(tile)
+
+    def drop(self, rows: np.ndarray[Any, Any]) -> None:
+        """Leave these parameters unchanged, as they have no gradient after all."""
+        with self.changed:
+            self._engine.native.drop_grads(rows.tolist())
+            self._table["grad"][rows] = 0
+
+    # ---- parameters leave --------------------------------------------------------------
+
+    def send_next(self, device: int, send: Callable[[int, int, list[memoryview]], None]) -> None:
+        """Wait for the next tile of a device, and send its parameters; return at once if the step is over.
+
+        `send`: is called with the number of the BEGIN, the tile and its parameters.
+        """
+        with self.changed:
+            self.changed.wait_for(lambda: self._pushed[device] or self._over or self.failure)
+            if self._over or self.failure or not self._pushed[device]:
+                return
+            at = self._pushed[device].popleft()
+            self._in_transfer += 1
+        try:
+            self._engine.native.params_ready(np.array([at.tile], np.uint32), wait=True)
+            pieces = self._engine.tiles.pieces_of(at.tile)
+            send(self.begin, at.tile, tile_image.returning(pieces, self._table, at.buffer.images[1]))
+        except CSDError as e:
+            with self.changed:
+                self.failure = self.failure or e
+        finally:
+            with self.changed:
+                self._buffers.put(at.buffer)
+                self._in_transfer -= 1
+                self._sent += 1
+                self.changed.notify_all()
+
+    @property
+    def is_over(self) -> bool:
+        return self._over or self.failure is not None
+
+    # ---- the end -----------------------------------------------------------------------
+
+    def keep(self, frames: int) -> None:
+        """Complete the step, of which the trainer has sent so many frames. Raises CSDError, and then it is undone."""
+        with self.changed:  # the trainer may know that the last parameters have left before this thread does
+            self.changed.wait_for(lambda: not self._in_transfer or self.failure)
+            complete = not self.expected and frames == self.received == self._sent and not self.failure
+        if not complete:
+            self.undo()
+            raise self.failure or refuse(f"{frames} frames were sent, and {self.received} have arrived")
+        self._stop(lambda: self._engine.finish())
+
+    def undo(self) -> None:
+        """Undo the step, if it is under way. Raises CSDTornError if that is impossible, as on devices without slots."""
+        if self._over:
+            return
+
+        def undo() -> None:
+            with contextlib.suppress(CSDError):  # why it has failed
+                self._engine.finish(keep=False)
+
+        self._stop(undo)
+
+    def _stop(self, finish: Callable[[], None]) -> None:
+        with self.changed:
+            self._over = True
+            self.changed.notify_all()
+        try:
+            with self._engine.lock:
+                finish()
+        finally:
+            with self.changed:  # connections time out, so this does not wait forever
+                self.changed.wait_for(lambda: not self._in_transfer)
+                for left in self._pushed:
+                    for at in left:
+                        self._buffers.put(at.buffer)
+                    left.clear()

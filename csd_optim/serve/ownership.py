@@ -1,0 +1,164 @@
+"""What an owner owns: an engine on its devices, opened as trainers ask for it, and kept between their sessions."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..devices.spec import DeviceSpec
+from ..engine.durable import DurableCommitter
+from ..engine.engine import Engine
+from ..engine.open_engine import open_engine
+from ..errors import CSDError, CSDRankError, CSDStoreError, CSDStoreExistsError
+from ..store.check import UNNAMED_RULE, check_param, check_record, require
+from ..store.format import Record
+from ..store.sections import FP32
+from .messages import Fields, check_plain, name_of_dtype, refuse
+
+
+class Ownership:
+    """The engine of an owner, used by one thread at a time."""
+
+    def __init__(self, specs: Sequence[DeviceSpec]) -> None:
+        self._specs = specs
+        self._engine: Engine | None = None
+        self._checked = False  # all states were read and verified since this process has the store
+        # Memory may differ from the store in ways that no step has kept: the next session reopens it.
+        self.in_doubt: bool = False
+        self.rule: str | None = None  # of the described model
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the session. Raises CSDRankError if there is none yet."""
+        if self._engine is None:
+            raise CSDRankError("no store is open: say HELLO first")
+        return self._engine
+
+    @property
+    def committer(self) -> DurableCommitter:
+        committer = self.engine.committer
+        assert isinstance(committer, DurableCommitter)
+        return committer
+
+    @property
+    def store_id(self) -> str:
+        return self.committer.store_id.hex()
+
+    def check(self, mode: str) -> None:
+        """Check a request for a session before it ends the session under way. Raises CSDStoreExistsError."""
+        engine = self._engine
+        if engine and mode == "new" and (engine.tiles.n_params or engine.states.committed_step):
+            raise CSDStoreExistsError(
+                17,
+                f"the optimizer ranks have states, of step {engine.states.committed_step}: go on with resume=True, or "
+                "erase them with overwrite=True",
+            )
+
+    def open(self, mode: str, tile_elems: int | None) -> None:
+        """Open the engine for a session. Raises what open_engine() raises, and CSDStoreError if a state is damaged."""
+        if mode == "attach" and self._engine and not self.in_doubt:
+            return
+        self.close(commit=mode in ("resume", "attach") and not self.in_doubt)
+        opened_as: Any = "resume" if mode == "attach" else mode
+        engine = open_engine(self._specs, mode=opened_as, tile_elems=tile_elems)
+        try:
+            if engine.recovered:
+                if not self._checked:
+                    engine.committer.check_recovered()
+                engine.committer.discard_newer()
+                self.rule = engine.recovered[0].manifest.get("rule")
+        except BaseException:
+            engine.abandon()
+            raise
+        self._engine, self._checked, self.in_doubt = engine, True, False
+
+    def close(self, *, commit: bool = True) -> None:
+        """Close the engine. `commit`: everything in memory; raises CSDOSError if that fails."""
+        engine, self._engine = self._engine, None
+        if engine is None:
+            return
+        if commit:
+            engine.close()
+            return
+        with contextlib.suppress(CSDError):  # the last step that was kept should not be lost
+            engine.committer.wait()
+        engine.abandon()
+
+    # ---- what trainers learn ---------------------------------------------------------
+
+    def welcome(self) -> tuple[dict[str, Any], list[Any]]:
+        """Return the answer to a HELLO."""
+        engine = self.engine
+        states, found = engine.states, [*engine.recovered]
+        fields: dict[str, Any] = {
+            "store": self.store_id,
+            "step": states.step,
+            "committed": states.committed_step,
+            "devices": [str(spec) for spec in engine.devices.specs],
+            "recovered": bool(found),
+        }
+        record = states.record
+        if found:
+            contents = found[0]
+            manifest = {k: v for k, v in contents.manifest.items() if k not in ("extents", "tiles", "features")}
+            extents = [
+                {
+                    "tile_elems": e.tile_elems,
+                    "sections": [*e.sections],
+                    "codec": e.codec,
+                    "param_dtype": name_of_dtype(e.param_dtype),
+                }
+                for e in engine.tiles.extents
+            ]
+            fields |= {"path": contents.path, "manifest": manifest, "extents": extents, "record": head_of(record)}
+        devices = np.concatenate([np.zeros(0, np.uint32), *(e.devices for e in engine.tiles.extents)])
+        return fields, [states.all_steps().astype(">u4"), devices.astype(">u4"), record.user_state]
+
+    # ---- what trainers say -------------------------------------------------------------
+
+    def describe(self, manifest: dict[str, Any]) -> None:
+        """Take over the description of the parameters. Raises CSDRankError if the states are not those."""
+        engine = self.engine
+        check_plain(manifest, "the manifest")
+        params, waiting = Fields(manifest).listed("params"), Fields(manifest).listed("waiting")
+        rule = Fields(manifest).text("rule") if "rule" in manifest else UNNAMED_RULE
+        numels = [
+            (e, n, start)
+            for e, x in enumerate(engine.tiles.extents)
+            for n, start in zip(x.numels, x.starts, strict=True)
+        ]
+        try:
+            require({*manifest} <= {"rule", "params", "waiting"} and rule.isidentifier(), "the fields of the manifest")
+            require(len(params) == len(numels), f"{len(params)} parameters")
+            for p, place in zip(params, numels, strict=True):
+                check_param(p, len(engine.devices.specs))
+                require((p["extent"], p["numel"], p["start"]) == place and "residual" not in p, "a parameter's place")
+                extent = engine.tiles.extents[p["extent"]]
+                dtype = "float32" if p["dtype"] == "complex64" else p["dtype"]
+                right = extent.codec == FP32 or p["group"] < 0 or dtype == name_of_dtype(extent.param_dtype)
+                require(right, f"the dtype of parameter {p['name']}")
+            for p in waiting:
+                check_param(p, len(engine.devices.specs), is_waiting=True)
+        except (CSDStoreError, KeyError, TypeError) as e:
+            refuse(str(e))
+        engine.committer.describe(manifest)
+        self.rule = manifest.get("rule")
+
+    def record(self, fields: dict[str, Any], user_state: bytes) -> Record:
+        """Return a record that has arrived. Raises CSDRankError if it cannot be stored."""
+        check_plain(fields, "the record")
+        if {*fields} != {"groups", "given", "seconds"}:
+            refuse("the fields of the record")
+        record = Record(fields["groups"], fields["given"], user_state, fields["seconds"])
+        try:
+            check_record(vars(record), self.rule)
+        except (CSDStoreError, KeyError, TypeError) as e:
+            refuse(f"the record: {e}")
+        return record
+
+
+def head_of(record: Record) -> dict[str, Any]:
+    return {"groups": record.groups, "given": record.given, "seconds": record.seconds}

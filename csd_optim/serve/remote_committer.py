@@ -1,0 +1,171 @@
+"""The committer of a trainer whose states are with an owner, which commits each step that it completes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..engine.committer import Committer
+from ..engine.states import States
+from ..errors import CSDError, CSDTornError
+from ..store.format import Record
+from .link import Link
+from .messages import pack_counts
+from .remote_native import RemoteNative
+from .tile_image import view
+
+
+def parts_of(record: Record) -> tuple[dict[str, Any], bytes]:
+    """Return a record as it travels: JSON, and `user_state`."""
+    return {"groups": record.groups, "given": record.given, "seconds": record.seconds}, record.user_state
+
+
+class RemoteCommitter(Committer):
+    """See Committer. The record of a step leaves with the message that completes it, so commit() has little to do."""
+
+    uncommitted = False
+
+    def __init__(self, states: States, native: RemoteNative, link: Link) -> None:
+        super().__init__(states)
+        states.make_durable()
+        self._native, self._link = native, link
+        self._sent: Record | None = None  # the record that went with the last step
+        self._within_loading = False
+
+    # ---- commits -----------------------------------------------------------------
+
+    def describe(self, manifest: dict[str, Any]) -> None:
+        self._link.request("describe", manifest=manifest)
+
+    def before_step(self, tiles: np.ndarray[Any, Any], record: Record | None) -> np.ndarray[Any, Any]:
+        self._native.record_bytes = _bytes_of(record or self.states.record)
+        return super().before_step(tiles, record)
+
+    def reserve(self, record: Record | None) -> None:
+        if (size := _bytes_of(record or self.states.record)) > self._native.record_bytes:
+            self._link.request("reserve", record_bytes=size)
+            self._native.record_bytes = size
+
+    def before_finish(self, record: Record | None, steps: np.ndarray[Any, Any]) -> None:
+        self._sent = record or self.states.record
+        self._native.ending = *parts_of(self._sent), steps
+
+    def commit(self, record: Record | None = None) -> None:
+        record = record or self.states.record
+        self.states.record = record
+        if record is self._sent:
+            self._sent = None
+            failure, self._native.commit_failure = self._native.commit_failure, None
+            if failure:
+                raise failure
+            return
+        head, user_state = parts_of(record)
+        counts = pack_counts(self.states.all_steps())
+        answer = self._link.request("commit", counts, user_state, step=self.states.step, record=head)
+        self._link.note_committed(answer.fields)
+
+    def confirm(self) -> None:
+        self._link.attach()
+
+    def wait(self) -> None:
+        answer = self._link.request("wait")
+        self._link.note_committed(answer.fields)
+
+    @property
+    def idle(self) -> bool:
+        return self._link.commit_ended or self._link.is_lost
+
+    # ---- states written between steps ----------------------------------------------
+
+    @contextlib.contextmanager
+    def writing(self, params: Sequence[int]) -> Iterator[None]:
+        self.states.remap()
+        yield
+        self.states.truth.note_written()
+        if not self._within_loading:
+            self._write(brackets=True)
+        self.states.truth.filled()
+
+    def _write(self, *, brackets: bool) -> None:
+        """Send everything that was written to states; with `brackets` it is durable when this returns."""
+        decoded = self.states.decoded
+        written = decoded.written()
+        rows = sorted(written)
+        if not rows:
+            return
+        if brackets:
+            self._link.request("writing", rows=rows)
+        for row in rows:
+            names = self.states.tiles.extent_with(row).sections
+            for section, address in enumerate(decoded.addresses(row, written[row])):
+                if address:
+                    n = decoded.states(row)[names[section]].numel()
+                    self._native.write(row, section, view(address, 4 * n))
+        if brackets:
+            answer = self._link.request("written", pack_counts(self.states.all_steps()))
+            self._link.note_committed(answer.fields)
+        self.states.truth.moved(self.states.tiles.of(rows))
+
+    @contextlib.contextmanager
+    def loading(self, record: Record | None = None) -> Iterator[None]:
+        self._within_loading = True
+        try:
+            yield
+            self.states.truth.note_written()
+            rows = sorted(self.states.decoded.written())
+            self.states.record = record or self.states.record
+            head, user_state = parts_of(self.states.record)
+            self._link.request("loading", user_state, rows=rows, record=head)
+            self._write(brackets=False)
+            answer = self._link.request("loaded", pack_counts(self.states.all_steps()), step=self.states.step)
+            self._link.note_committed(answer.fields)
+        finally:
+            self._within_loading = False
+
+    # ---- undo ----------------------------------------------------------------------
+
+    def after_undo(self) -> None:
+        self._sent = None
+
+    # ---- snapshots -----------------------------------------------------------------
+
+    def begin_save(self, path: Path) -> Future[Path] | None:
+        """Have the owner make a snapshot at `path` on its machine. The future is done when it is complete."""
+        self.states.truth.note_written()
+        if self.states.truth.would_be_lost:
+            self._write(brackets=True)
+        self._link.request("save", path=str(path))
+        done: Future[Path] = Future()
+        try:
+            self._link.request("saved")
+            done.set_result(path)
+        except CSDError as e:
+            done.set_exception(e)
+        return done
+
+    # ---- statistics ----------------------------------------------------------------
+
+    def stats(self) -> list[dict[str, Any]]:
+        return self.states.stats(lambda _: (0, 0))
+
+    # ---- the end -------------------------------------------------------------------
+
+    def before_close(self) -> None:
+        """Have what the program wrote to states since the last step committed, and end the session."""
+        if self._link.is_lost or self.states.broken:
+            return
+        truth = self.states.truth
+        truth.note_written()
+        if truth.would_be_lost and not truth.empty.any():
+            self._write(brackets=True)
+        with contextlib.suppress(CSDTornError):
+            self._link.request("close")
+
+
+def _bytes_of(record: Record) -> int:
+    return len(record.head()) + len(record.user_state)

@@ -1,0 +1,193 @@
+"""Opens the engine of a trainer whose states are with an owner: an Engine of parts that speak to it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+
+from ..distributed.ranks import Ranks
+from ..engine.engine import Engine
+from ..engine.states import States
+from ..errors import CSDRankError, CSDRuntimeError, CSDStoreError
+from ..store.check import check_param, check_record, is_name, require
+from ..store.file import Mode
+from ..store.format import Contents, Record, Region, Superblock
+from ..store.layout import Extent, plan_extent
+from .dial import connect
+from .link import Answer, Link
+from .messages import (
+    WIRE_INDEX,
+    Fields,
+    array,
+    check_byte_order,
+    check_plain,
+    dtype_named,
+    number_of,
+    refuse,
+    unpack_counts,
+)
+from .owner_step import WINDOW
+from .remote_committer import RemoteCommitter
+from .remote_devices import RemoteDevices, extent_of
+from .remote_native import RemoteNative
+from .request import process_name
+from .wire import Address
+
+STREAMS = 2  # data connections
+
+
+def open_remote(address: Address, *, mode: Mode, tile_elems: int | None, ranks: Ranks | None) -> Engine:
+    """Return an engine whose devices are those of the owner at this address.
+
+    Raises CSDUnavailableError if no owner answers, what the owner answers if it refuses, CSDRuntimeError for what
+    protocol 4 cannot do yet.
+    """
+    if ranks:
+        raise CSDRuntimeError(
+            "protocol=4 of serve:// has one trainer so far: leave it out where several train together"
+        )
+    check_byte_order()
+
+    def dial() -> Any:
+        place = address.host, address.port
+        return connect(place, key=None, timeout=address.timeout, streams=STREAMS, within=min(60.0, address.timeout))
+
+    hello = {"trainer": 0, "trainers": 1, "who": process_name(), "tile_elems": tile_elems or 0}
+    link = Link(dial, hello, STREAMS, address.timeout)
+    try:
+        answer = link.open(mode=mode)
+        devices, native = RemoteDevices(link, str(address)), RemoteNative(link, STREAMS, WINDOW)
+        devices.take(answer.fields)
+        states = States(devices, native, mode=mode)
+        committer = RemoteCommitter(states, native, link)
+        engine = Engine(states, committer, tile_elems=tile_elems)
+        native.tiles_of_engine, native.step = engine.tiles, lambda: states.step
+        if answer.fields.flag("recovered"):
+            _adopt(engine, answer)
+        Attaching(engine, link, native, answer.fields.text("store"))
+    except BaseException:
+        link.close()
+        raise
+    return engine
+
+
+class Attaching:
+    """Takes a lost link up again: compares the steps that trainer and owner have made."""
+
+    def __init__(self, engine: Engine, link: Link, native: RemoteNative, store: str) -> None:
+        self._engine, self._native, self._store = engine, native, store
+        link.reattach = self._hello, self._take
+        link.on_committed = self._note_committed
+        self._note_committed(link.committed_step)
+
+    def _note_committed(self, step: int) -> None:
+        self._engine.states.committed_step = step
+
+    def _hello(self) -> dict[str, Any]:
+        return {"store": self._store, "step": self._engine.states.step}
+
+    def _take(self, answer: Answer) -> None:
+        """Compare. Raises CSDRankError, once, if the owner has lost a step that was not durable."""
+        states, native = self._engine.states, self._native
+        native.begins = 0
+        there, here = answer.fields.integer("step", 0, 1 << 53), states.step
+        counts = unpack_counts(number_of(answer.arrays, 3)[0], self._engine.tiles.n_params)
+        if there == here:
+            return
+        if there == here + 1 and native.unanswered == there:  # it counts, and all its parameters have arrived
+            native.unanswered = None
+            if native.is_finishing:
+                return  # LiveStep counts it
+        elif there == here - 1:
+            states.rolled_back = True
+        else:
+            raise CSDRankError(
+                f"the optimizer ranks are at step {there}, and this trainer is at step {here}: start again with "
+                "resume=True"
+            )
+        states.step = there
+        for extent, own in zip(self._engine.tiles.extents, states.steps, strict=True):
+            own[:] = counts[extent.first_param : extent.first_param + len(own)]
+        if there < here:
+            raise CSDRankError(
+                f"the optimizer ranks have lost step {here}, which was not durable yet: parameters and states go back "
+                f"to step {there}"
+            )
+
+
+def _adopt(engine: Engine, answer: Answer) -> None:
+    """Continue from the commit that an owner has resumed. Raises CSDRankError, CSDStoreError."""
+    fields, states = answer.fields, engine.states
+    counts, devices, user_state = number_of(answer.arrays, 3)
+    manifest, record = fields.object("manifest"), fields.object("record")
+    check_plain(manifest, "the manifest")
+    check_plain(record, "the record")
+    n_devices = len(engine.devices.specs)
+    tile_devices = array(devices, WIRE_INDEX, "the devices of tiles")
+    described = fields.listed("extents")
+    try:
+        params = manifest["params"]
+        for p in params:
+            check_param(p, n_devices)
+            require(p["extent"] < len(described), "a parameter's extent")
+        for p in manifest["waiting"]:
+            check_param(p, n_devices, is_waiting=True)
+        found = Record(record["groups"], record["given"], bytes(user_state), record["seconds"])
+        check_record(vars(found), manifest.get("rule"))
+    except (CSDStoreError, KeyError, TypeError, ValueError) as e:
+        refuse(f"the store of the optimizer ranks: {e}")
+    first = 0
+    extents: list[dict[str, Any]] = []
+    for i, about in enumerate(described):
+        numels = [p["numel"] for p in params if p["extent"] == i]
+        extent = _extent_described(engine, about, numels, n_devices, tile_devices[first:])
+        first += extent.n_tiles
+        states.add(extent, [0] * n_devices, (np.zeros(0), np.zeros(0)))  # slots and checksums are with the owner
+        extents.append(
+            {"sections": [*extent.sections]} | ({"codec": extent.codec} if extent.param_dtype is not None else {})
+        )
+    if first != len(tile_devices):
+        refuse("the devices of tiles")
+    steps = unpack_counts(counts, len(params))
+    for extent, own in zip(engine.tiles.extents, states.steps, strict=True):
+        own[:] = steps[extent.first_param : extent.first_param + len(own)]
+    states.step, states.record = fields.integer("step", 0, 1 << 53), found
+    nowhere = Region(0, 0, 0, 0)
+    block = Superblock(b"", 0, n_devices, 0, states.step, 0, nowhere, nowhere)
+    contents = Contents(
+        path=f"{fields.text('path')} of the optimizer ranks",
+        copy=0,
+        superblock=block,
+        manifest={**json.loads(json.dumps(manifest)), "extents": extents},
+        tiles=np.zeros(0),
+        sums=[],
+        steps=steps,
+        residuals=np.zeros(0),
+        record=found,
+    )
+    engine.recovered = [contents] * n_devices
+
+
+def _extent_described(
+    engine: Engine, about: Any, numels: list[int], n_devices: int, devices: np.ndarray[Any, Any]
+) -> Extent:
+    """Return an extent of the store that an owner has resumed. `devices`: of its tiles, and of those after them."""
+    fields = Fields(about)
+    sections, dtype = fields.texts("sections"), dtype_named(fields.text("param_dtype"))
+    if not 0 < len(sections) <= 4 or not all(is_name(s) for s in sections):
+        refuse("the states of a store")
+    tile_elems, codec = fields.integer("tile_elems", 1024, 1 << 31), fields.text("codec")
+    n_tiles = plan_extent(numels, 1, sections=sections, codec=codec, param_dtype=dtype, tile_elems=tile_elems).n_tiles
+    return extent_of(
+        numels,
+        n_devices,
+        sections,
+        codec,
+        dtype,
+        tile_elems=tile_elems,
+        devices=devices[:n_tiles],
+        first_param=engine.tiles.n_params,
+        first_tile=len(engine.tiles),
+    )

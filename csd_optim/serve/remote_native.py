@@ -1,0 +1,293 @@
+"""The native engine of a trainer whose states are with an owner: each call is a request, or a frame."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..bindings import AS_PUSHED, EVENT, TILE_STATE, TO_AND_FRO, DeviceConfig
+from ..engine.tiles import Tiles
+from ..errors import CSDError, CSDRankError, CSDRuntimeError
+from . import tile_image
+from .link import Answer, Link, Travelling
+from .messages import CHUNK, WIRE_INDEX, number_of, pack_counts, pack_hypers, pack_rows, raise_error, refuse
+from .tiles_under_way import TilesUnderWay
+
+
+class RemoteNative:
+    """See engine/parts.py and bindings.Native, whose contracts these methods have.
+
+    Every tile with a gradient is pushed with images; owners push the others themselves.
+    """
+
+    def __init__(self, link: Link, streams: int, window: int) -> None:
+        """`window`: number of tiles for which the owner has buffers."""
+        self._link, self._streams, self._window = link, streams, window
+        self.tiles_of_engine: Tiles = Tiles()  # set when the engine is there
+        self.step: Callable[[], int] = int  # returns the number of completed steps; set likewise
+        self.begins: int = 0  # number of the last BEGIN
+        self.ending: tuple[dict[str, Any], bytes, np.ndarray[Any, Any]] | None = None  # see RemoteCommitter
+        self.commit_failure: CSDError | None = None  # of the step that was finished last
+        self.unanswered: int | None = None  # number of the step whose FINISH has got no answer
+        self.record_bytes: int = 0  # of the record that the step's commit will have
+        self.is_finishing: bool = False  # a FINISH is under way, or its outcome is being asked for
+        self._is_open = False
+        self._stepping = False
+        self._table = np.zeros(0)
+        self._under_way: TilesUnderWay | None = None
+        self._images: dict[int, tuple[list[memoryview], int, list[memoryview]]] = {}  # by tile: out, words, back
+        self._undone: list[int] = []
+
+    # ---- open and close --------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        return self._is_open
+
+    def open(self, devices: Sequence[DeviceConfig]) -> None:
+        self._is_open = True
+
+    def close(self) -> None:
+        self._is_open = False
+
+    def extend(self, tile_elems: int, n_tiles: int, sections: int, *_: Any, **__: Any) -> list[Any]:
+        """Nothing to do: RemoteDevices.plan() has asked the owner. There are no windows."""
+        return []
+
+    def tiles(
+        self, first: int, n: int, chunks: int, sections: int
+    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        return np.zeros(n, TILE_STATE), np.zeros((n, chunks, sections), np.uint32)
+
+    # ---- a step ----------------------------------------------------------------------
+
+    def begin(
+        self,
+        params: np.ndarray[Any, Any],
+        hypers: np.ndarray[Any, Any],
+        tiles: np.ndarray[Any, Any],
+        *,
+        order: int = TO_AND_FRO,
+    ) -> None:
+        self.send_edits(params)
+        has_grad = params["grad"] != 0
+        rows = np.flatnonzero(has_grad | (params["edited"] != 0).any(1))
+        self.begins += 1
+        travelling = np.isin(tiles, self.tiles_of_engine.of_mask(has_grad))
+        self._table, self._images, self._undone, self.commit_failure = params, {}, [], None
+        under_way = TilesUnderWay(
+            self.begins,
+            tiles[travelling].tolist(),
+            as_pushed=order == AS_PUSHED,
+            window=self._window,
+            streams=self._streams,
+            changed=self._link.changed,
+        )
+        self._link.travel(Travelling(under_way, self._outgoing, self._returning))
+        try:
+            self._link.request(
+                "begin",
+                pack_rows(params, rows),
+                pack_hypers(hypers),
+                tiles.astype(WIRE_INDEX),
+                begin=self.begins,
+                step=self.step(),
+                order=order,
+                record_bytes=self.record_bytes,
+            )
+        except BaseException:
+            self._link.travel(None)
+            raise
+        self._under_way, self._stepping = under_way, True
+
+    def send_edits(self, params: np.ndarray[Any, Any]) -> None:
+        """Send the states that the program has written, to which `edited` of the step's table points."""
+        for row in np.flatnonzero((params["edited"] != 0).any(1)).tolist():
+            extent = self.tiles_of_engine.extent_with(row)
+            numel = extent.numels[row - extent.first_param]
+            for section, address in enumerate(params["edited"][row].tolist()):
+                if address:
+                    self.write(row, section, tile_image.view(address, 4 * numel))
+
+    def write(self, row: int, section: int, state: memoryview) -> None:
+        """Write one state of a parameter: little-endian fp32. The step begins with it, or a writing() contains it."""
+        for first in range(0, len(state) // 4, CHUNK):
+            part = state[4 * first : 4 * (first + CHUNK)]
+            self._link.request("write", part, row=row, section=section, first=first)
+
+    def push(
+        self,
+        tile: int,
+        *,
+        images: tuple[int, int] = (0, 0),
+        entries: tuple[int, int] = (0, 0),
+        grads: Sequence[int] | None = None,
+        hold: int = 0,
+        states: int = 0,
+    ) -> None:
+        under_way = self._step_under_way()
+        if not under_way.travels(tile):
+            return  # without gradients: the owner pushes it itself
+        assert images[1]
+        assert grads is None
+        assert not hold
+        assert not states
+        pieces = self.tiles_of_engine.pieces_of(tile)
+        out = tile_image.outgoing(pieces, self._table, images)
+        if entries[1]:
+            out.append(tile_image.view(entries[0], 4 * entries[1]))
+        self._images[tile] = out, entries[1], tile_image.returning(pieces, self._table, images[1])
+        under_way.push(tile)
+
+    def _outgoing(self, tile: int) -> tuple[list[memoryview], int]:
+        out, words, _ = self._images[tile]
+        return out, words
+
+    def _returning(self, tile: int) -> list[memoryview]:
+        return self._images[tile][2]
+
+    def _step_under_way(self) -> TilesUnderWay:
+        if self._under_way is None or not self._stepping:
+            raise CSDRuntimeError("no step is under way")
+        return self._under_way
+
+    def drop_grads(self, params: Sequence[int]) -> None:
+        self._link.request("drop", np.array(params, WIRE_INDEX), begin=self.begins)
+
+    def pull(self) -> int:
+        return self._step_under_way().pull()
+
+    def params_ready(self, tiles: np.ndarray[Any, Any], *, wait: bool) -> bool:
+        return self._step_under_way().are_back(tiles, wait=wait)
+
+    def finish(self, keep: bool) -> None:
+        under_way = self._step_under_way()
+        failure: BaseException | None = None
+        try:
+            if keep:
+                under_way.are_back(under_way.all_back, wait=True)
+        except BaseException as e:
+            failure, keep = e, False
+        under_way.stop()
+        self._undone = under_way.came_back
+        try:
+            if keep:
+                self._keep(under_way)
+            elif not self._link.is_lost:  # else the owner undoes it by itself
+                self._link.request("finish", begin=self.begins, step=self.step(), keep=False, frames=under_way.frames)
+        except CSDError as e:
+            failure = failure or e
+        finally:
+            self._link.travel(None)
+            self._stepping = False
+            self._images = {}
+        if failure:
+            raise failure
+
+    def _keep(self, under_way: TilesUnderWay) -> None:
+        """Have the owner complete the step and commit it. Raises CSDError if it is undone."""
+        number = self.step() + 1
+        assert self.ending
+        record, user_state, counts = self.ending
+        self.unanswered, self.is_finishing = number, True
+        try:
+            answer = self._link.request(
+                "finish",
+                pack_counts(counts),
+                user_state,
+                begin=self.begins,
+                step=self.step(),
+                keep=True,
+                frames=under_way.frames,
+                record=record,
+            )
+        except CSDRankError as lost:
+            if not self._link.is_lost:  # an error of the owner
+                self.unanswered = None
+                raise
+            self._resolve(lost, number)
+        else:
+            self.unanswered = None
+            self._take_kept(answer)
+        finally:
+            self.is_finishing = False
+
+    def _take_kept(self, answer: Answer) -> None:
+        fields = answer.fields
+        self._link.note_committed(fields)
+        if "failed" in fields:
+            try:
+                raise_error(fields.object("failed"))
+            except CSDError as e:
+                if fields.flag("kept"):
+                    self.commit_failure = e
+                else:
+                    raise
+
+    def _resolve(self, lost: CSDRankError, number: int) -> None:
+        """Ask the owner, once, whether a step counts whose FINISH has got no answer. Raises if it does not."""
+        try:
+            self._link.attach()
+        except CSDError:
+            raise CSDRankError(f"{lost}; it is not known yet whether step {number} counts") from lost
+        if self.unanswered is not None:  # attaching has found that it does not
+            self.unanswered = None
+            raise lost
+        # It counts, and all its parameters have arrived.
+
+    def take_back(self) -> None:
+        self._link.request("take_back", begin=self.begins, step=self.step())
+
+    def undone(self) -> list[tuple[int, int]]:
+        return [(tile, self.tiles_of_engine.elems_of(tile)) for tile in self._undone]
+
+    # ---- a guess ---------------------------------------------------------------------
+
+    def hold_bytes(self, tile: int) -> int:
+        return 0  # images hold the parameters back
+
+    def unchanged(self, params: np.ndarray[Any, Any]) -> bool:
+        self._step_under_way().are_back(np.zeros(0, np.uint32), wait=False)  # raises if the step has failed
+        return True  # the caller compares images
+
+    def release(self, params: np.ndarray[Any, Any], order: np.ndarray[Any, Any]) -> None:
+        self._step_under_way()
+
+    # ---- between steps ---------------------------------------------------------------
+
+    def wait_writes(self) -> None:
+        """Nothing to wait for: the owner answers when it has read what a request asks for."""
+
+    def remap(self, *, open: bool) -> None:
+        """Nothing to do: there are no windows."""
+
+    def edited(self, tiles: np.ndarray[Any, Any]) -> None:
+        assert not len(tiles)
+
+    def read(self, tile: int, sections: int, elems: int, states: int) -> None:
+        nbytes = 4 * self.tiles_of_engine.elems_of(tile)
+        for section in range(sections):
+            self._read(tile, 0, elems, {section: states + section * nbytes})
+
+    def decode(self, tile: int, first: int, n: int, states: Sequence[torch.Tensor | None], param: int = 0) -> None:
+        self._read(tile, first, n, {s: state.data_ptr() for s, state in enumerate(states) if state is not None})
+
+    def _read(self, tile: int, first: int, n: int, to: dict[int, int]) -> None:
+        """Copy elements [first, first + n) of some states of a tile to addresses, by section: fp32."""
+        sections = [*to]
+        for begin in range(first, first + n, CHUNK // 4):
+            count = min(CHUNK // 4, first + n - begin)
+            arrays = self._link.request("read", tile=tile, first=begin, count=count, sections=sections).arrays
+            for address, found in zip(to.values(), number_of(arrays, len(to)), strict=True):
+                if len(found) != 4 * count:
+                    refuse("the states of a tile")
+                tile_image.view(address + 4 * (begin - first), 4 * count)[:] = found
+
+    def stats(self, device: int) -> dict[str, float]:
+        raise AssertionError("RemoteDevices.current_stats() asks for these")
+
+    def events(self) -> np.ndarray[Any, Any]:
+        return np.zeros(0, EVENT)

@@ -1,0 +1,155 @@
+"""The tiles of one step at a trainer: which may leave for the owner, which have left, and which have come back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..errors import CSDError, CSDRuntimeError
+
+
+class TilesUnderWay:
+    """Guarded by `changed`, which is notified whenever something here changes.
+
+    Tiles leave in the order of the step as far as they are there, and only as long as they are among the first `window`
+    of those that have not come back: then the owner has a buffer for each tile that it is sent, and devices, which take
+    them in this order, never wait for one that has no buffer, whatever the order in which gradients become final.
+    Devices may also take tiles as they are pushed (csd_order). These leave in that order, at most `window` at a time.
+    """
+
+    def __init__(
+        self,
+        begin: int,
+        tiles: Sequence[int],
+        *,
+        as_pushed: bool,
+        window: int,
+        streams: int,
+        changed: threading.Condition,
+    ) -> None:
+        """`begin`: number of the BEGIN. `tiles`: those with gradients, in the order of the step, or `as_pushed`."""
+        self.begin = begin
+        self.streams = streams
+        self.changed = changed
+        self.frames = 0  # that were sent
+        self._tiles, self._window, self._as_pushed = tiles, window, as_pushed
+        self._place = {tile: i for i, tile in enumerate(tiles)}
+        self._first = 0  # the first place whose tile has not come back
+        self._waiting: dict[int, int] = {}  # tiles that were pushed and have not left, by place
+        self._left: set[int] = set()  # tiles that have left, or are leaving
+        self._back: set[int] = set()
+        self._to_pull: list[int] = []  # tiles that have come back, in this order
+        self._pulled = 0
+        self._in_transfer = 0  # frames that are being sent or received
+        self._failure: CSDError | None = None
+        self._over = False
+
+    # ---- the program's side --------------------------------------------------------
+
+    def travels(self, tile: int) -> bool:
+        """Return whether the tile has gradients, so that it leaves and comes back."""
+        return tile in self._place
+
+    def push(self, tile: int) -> None:
+        """Let a tile leave as soon as it may. Does not wait. Raises what a step raises."""
+        with self.changed:
+            self._check()
+            place = len(self._waiting) + len(self._left) if self._as_pushed else self._place[tile]
+            if tile in self._left or place in self._waiting:
+                raise CSDRuntimeError(f"tile {tile} was pushed twice")
+            self._waiting[place] = tile
+            self.changed.notify_all()
+
+    def pull(self) -> int:
+        """Wait until another tile has come back, and return it. Raises what a step raises."""
+        with self.changed:
+            self.changed.wait_for(lambda: self._pulled < len(self._to_pull) or self._failure or self._over)
+            self._check()
+            self._pulled += 1
+            return self._to_pull[self._pulled - 1]
+
+    def are_back(self, tiles: np.ndarray, *, wait: bool) -> bool:  # type: ignore[type-arg]
+        """Return whether those of these tiles that travel have come back. `wait`: block until they have."""
+        with self.changed:
+            wanted = {tile for tile in tiles.tolist() if tile in self._place}
+            if wait:
+                self.changed.wait_for(lambda: wanted <= self._back or self._failure or self._over)
+            self._check()
+            return wanted <= self._back
+
+    @property
+    def all_back(self) -> np.ndarray:  # type: ignore[type-arg]
+        return np.array(self._tiles, np.uint32)
+
+    @property
+    def came_back(self) -> list[int]:
+        """The tiles whose parameters in memory may be new."""
+        return [*self._to_pull]
+
+    def _check(self) -> None:
+        if self._failure:
+            raise self._failure
+        if self._over:
+            raise CSDRuntimeError("no step is under way")
+
+    # ---- the connections' side -----------------------------------------------------
+
+    def next_to_leave(self, stream: int) -> int | None:
+        """Return the first tile of this stream that may leave now, and note that it does; None: there is none."""
+        if self._failure or self._over:
+            return None
+        places = (place for place, tile in self._waiting.items() if tile % self.streams == stream)
+        place = min(places, default=None)
+        if place is None or place >= self._window + (len(self._back) if self._as_pushed else self._first):
+            return None
+        tile = self._waiting.pop(place)
+        self._left.add(tile)
+        self._in_transfer += 1
+        return tile
+
+    def note_sent(self) -> None:
+        with self.changed:
+            self.frames += 1
+            self._in_transfer -= 1
+            self.changed.notify_all()
+
+    def begin_return(self, tile: int) -> bool:
+        """Return whether the parameters of this tile are awaited, and note that they are being received."""
+        with self.changed:
+            if self._over or self._failure or tile not in self._left or tile in self._back:
+                return False
+            self._in_transfer += 1
+            return True
+
+    def note_back(self, tile: int) -> None:
+        with self.changed:
+            self._in_transfer -= 1
+            self._back.add(tile)
+            self._to_pull.append(tile)
+            while self._first < len(self._tiles) and self._tiles[self._first] in self._back:
+                self._first += 1
+            self.changed.notify_all()
+
+    def abort_transfer(self) -> None:
+        """Note that a frame was not transferred, as the connection is lost."""
+        with self.changed:
+            self._in_transfer -= 1
+            self.changed.notify_all()
+
+    def fail(self, failure: CSDError) -> None:
+        """Let everybody who waits for tiles raise this."""
+        with self.changed:
+            self._failure = self._failure or failure
+            self.changed.notify_all()
+
+    def stop(self) -> None:
+        """Let no more tiles leave, and return when no frame is being transferred: memory may be used for other things.
+
+        Connections time out, so this does not wait forever.
+        """
+        with self.changed:
+            self._over = True
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: not self._in_transfer)

@@ -1,0 +1,196 @@
+"""The ordinary optimizer on an owner's engine (`?protocol=4`) has the bits of directories, in whatever it can do."""
+
+import copy
+
+import pytest
+import torch
+from support.optimizers import PAIRS
+from support.owner_here import OwnerHere
+from support.training import Training, resumed
+
+from csd_optim import CSDAdam, CSDRuntimeError, CSDStoreExistsError
+from csd_optim.serve import owner_step, remote_engine
+from csd_optim.serve.wire import parse_address
+
+STEPS = 7  # late parameters and a group join before that
+
+
+@pytest.fixture
+def owner(tmp_path):
+    with OwnerHere(tmp_path / "owner") as there:
+        yield there
+
+
+def own(tmp_path):
+    (tmp_path / "own").mkdir(exist_ok=True)
+    return str(tmp_path / "own")
+
+
+def assert_alike(a, b):
+    here, there = a.image(), b.image()
+    assert here.keys() == there.keys()
+    assert [key for key, value in here.items() if value != there[key]] == []
+
+
+@pytest.mark.parametrize("of", PAIRS, ids=str)
+def test_every_rule_has_the_bits_of_directories_and_is_resumed(owner, tmp_path, of):
+    ours, served = Training(own(tmp_path), of=of).steps(STEPS), Training(owner.address, of=of).steps(STEPS)
+    assert_alike(ours, served)
+    served.opt.close()
+    served = resumed(owner.address, STEPS, of=of)  # what the owner has in memory
+    assert served.opt.committed_step == served.done == STEPS
+    ours.step()
+    served.step()
+    assert_alike(ours, served)
+    served.opt.close()
+    owner.stop()
+    owner.start()
+    served = resumed(owner.address, STEPS + 1, of=of)  # and in its store
+    assert_alike(ours.steps(2), served.steps(2))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"topk": 0.1}, {"state_dtype": "8bit"}, {"max_grad_norm": 0.5}, {"grad_dtype": torch.bfloat16}],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_have_the_bits_of_directories(owner, tmp_path, options):
+    ours, served = Training(own(tmp_path), **options), Training(owner.address, **options)
+    assert_alike(ours.steps(STEPS), served.steps(STEPS))
+    stats = served.opt.stats()
+    assert stats["params"] == ours.opt.stats()["params"]
+    assert stats["flash_write_bytes"] > 0
+
+
+class Net:
+    """A small network and its optimizer. Inputs depend only on the step."""
+
+    def __init__(self, devices, dtype=torch.float32, **options):
+        torch.manual_seed(5)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(40, 70), torch.nn.Tanh(), torch.nn.Linear(70, 60), torch.nn.Tanh(), torch.nn.Linear(60, 3)
+        ).to(dtype)
+        self.opt = CSDAdam(self.model.parameters(), lr=0.01, devices=devices, tile_size=1024, **options)
+        self.done, self.dtype = 0, dtype
+
+    def step(self, touch=None):
+        generator = torch.Generator().manual_seed(self.done)
+        self.model(torch.randn(8, 40, generator=generator).to(self.dtype)).square().sum().backward()
+        if touch:
+            touch(self)
+        self.opt.step()
+        self.opt.zero_grad()
+        self.done += 1
+
+    def steps(self, n):
+        for _ in range(n):
+            self.step()
+        return self
+
+    def image(self):
+        self.opt.wait()
+        states = self.opt.state_dict()["state"]
+        return [p.detach().clone() for p in self.model.parameters()] + [
+            t.clone() for entry in states.values() for t in entry.values()
+        ]
+
+
+def assert_equal(a, b):
+    assert all(torch.equal(x, y) for x, y in zip(a.image(), b.image(), strict=True))
+
+
+MODES = {"plain": None, "overlap": {}, "backward": {"backward": True}, "free": {"free_gradients": True}}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_overlap_has_the_bits_of_directories(owner, tmp_path, mode, dtype):
+    ours, served = Net(own(tmp_path), dtype), Net(owner.address, dtype)
+    if (options := MODES[mode]) is not None:
+        served.opt.overlap(served.model, **options)
+    for _ in range(6):
+        ours.step()
+        served.step()
+    assert_equal(ours, served)
+
+    def touch(net):
+        net.opt.param_groups[0]["lr"] *= 0.5
+        next(net.model.parameters()).grad.data[0] += 1
+
+    if mode != "free":  # which has no gradients left to be edited
+        for _ in range(2):
+            ours.step(touch)
+            served.opt.synchronize()  # a guess begins once the last step is durable
+            served.step(touch)
+    ours.steps(2)
+    served.steps(1)
+    served.opt.synchronize()
+    served.steps(1)
+    assert_equal(ours, served)
+    if mode == "backward":
+        assert served.opt.stats()["overlap"]["early_params"] > 0
+        assert served.opt.stats()["overlap"]["redone"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_window_of_two_tiles_suffices(tmp_path, monkeypatch, mode):
+    """Gradients become final from the last layer to the first, and there are many more tiles than buffers."""
+    monkeypatch.setattr(owner_step, "WINDOW", 2)
+    monkeypatch.setattr(remote_engine, "WINDOW", 2)
+    with OwnerHere(tmp_path / "owner") as owner:
+        ours, served = Net(own(tmp_path)), Net(owner.address)
+        if (options := MODES[mode]) is not None:
+            served.opt.overlap(served.model, **options)
+        for _ in range(4):
+            ours.step()
+            served.step()
+            served.opt.synchronize()
+        assert_equal(ours, served)
+        served.opt.close()
+
+
+def test_edits_of_states_and_parameters_have_the_bits_of_directories(owner, tmp_path):
+    both = [Net(own(tmp_path), torch.bfloat16), Net(owner.address, torch.bfloat16)]
+    for net in both:
+        net.steps(3)
+        first, second, third, *_ = net.model.parameters()
+        net.opt.state[first]["exp_avg"].mul_(3)
+        net.opt.state[second]["step"].fill_(7)
+        with torch.no_grad():
+            second.mul_(2)
+            third.data[0] = 1
+        net.steps(2)
+        with net.opt.loading():
+            net.opt.state[first]["exp_avg_sq"].fill_(0.25)
+        saved = copy.deepcopy(net.opt.state_dict())
+        net.steps(2)
+        net.opt.load_state_dict(saved)
+        net.step()
+    assert_equal(*both)
+
+
+def test_snapshots_and_what_the_program_stores_are_with_the_owner(owner, tmp_path):
+    net = Net(owner.address).steps(2)
+    net.opt.user_state = {"position": torch.arange(3)}
+    net.step()
+    assert net.opt.save(tmp_path / "snapshot").result() == tmp_path / "snapshot"
+    net.opt.synchronize()
+    assert net.opt.committed_step == 3
+    image = net.image()
+    net.opt.consolidate_state_dict()
+    stored = CSDAdam.load(tmp_path / "snapshot")
+    for k, entry in net.opt.state_dict()["state"].items():
+        assert all(torch.equal(value, stored["state"][k][name]) for name, value in entry.items())
+    net.opt.close()
+    with pytest.raises(CSDStoreExistsError, match="resume=True"):
+        Net(owner.address)
+    again = Net(owner.address, resume=True)
+    assert torch.equal(again.opt.user_state["position"], torch.arange(3))
+    assert all(torch.equal(a, b) for a, b in zip(image, again.image(), strict=True))
+    again.opt.close()
+    assert Net(owner.address, overwrite=True).steps(1).opt.state_dict()["state"][0]["step"] == 1
+
+
+def test_several_trainers_are_refused_by_name(owner):
+    with pytest.raises(CSDRuntimeError, match="one trainer so far"):
+        remote_engine.open_remote(parse_address(owner.address), mode="new", tile_elems=None, ranks=object())

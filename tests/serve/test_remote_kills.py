@@ -1,0 +1,252 @@
+"""An owner or a trainer of protocol 4 is killed anywhere in a step: no durable step is lost, and none is mixed.
+
+The trainer repeats what its owner has lost; a new trainer resumes. Either way all bits are those of a run that nobody
+has disturbed. The soak tier kills each side 200 times.
+"""
+
+import contextlib
+import functools
+import os
+import random
+import signal
+import threading
+import time
+from unittest import mock
+
+import pytest
+import torch
+from support.forked import process
+from support.owners import Owners
+from test_remote_engine import Net
+
+from csd_optim import CSDError
+from csd_optim.engine.commit import Commit
+from csd_optim.serve.link import Link
+from csd_optim.serve.owner_requests import OwnerRequests
+from csd_optim.serve.owner_step import OwnerStep
+from csd_optim.serve.remote_native import RemoteNative
+
+STEPS = 30
+PATIENCE = 60  # seconds for which a program tries again
+
+# Where they are killed: a class, its method, and whether that has run.
+OWNER = {
+    "before-BEGIN": (OwnerRequests, "_on_begin", False),
+    "after-BEGIN": (OwnerRequests, "_on_begin", True),
+    "in-PUSH": (OwnerStep, "receive", False),
+    "after-PUSH": (OwnerStep, "receive", True),
+    "in-PARAMS": (OwnerStep, "send_next", True),
+    "before-FINISH": (OwnerRequests, "_on_finish", False),
+    "in-FINISH": (OwnerStep, "keep", True),
+    "after-FINISH": (OwnerRequests, "_on_finish", True),
+    "before-COMMITTED": (Commit, "prepare", False),
+    "in-COMMITTED": (Commit, "prepare", True),
+}
+TRAINER = {
+    "before-BEGIN": (RemoteNative, "begin", False),
+    "after-BEGIN": (RemoteNative, "begin", True),
+    "in-PUSH": (RemoteNative, "push", True),
+    "in-PARAMS": (RemoteNative, "pull", True),
+    "before-FINISH": (RemoteNative, "_keep", False),
+    "after-FINISH": (RemoteNative, "_keep", True),
+    "in-an-answer": (Link, "_exchange", True),
+}
+
+
+@contextlib.contextmanager
+def killed_at(place, call):
+    """Kill this process with SIGKILL at the given call of a method, counted from 1; 0: never."""
+    owner, name, after = place
+    real, calls = getattr(owner, name), [0]
+
+    @functools.wraps(real)
+    def method(*arguments, **options):
+        calls[0] += 1
+        mine = calls[0] == call
+        if mine and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = real(*arguments, **options)
+        if mine:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    with mock.patch.object(owner, name, method):
+        yield
+
+
+class Killing:
+    """Called in an owner's process before it serves: it will be killed as a file says."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __call__(self, rank):
+        if self.path.exists():
+            name, call = self.path.read_text().rsplit(" ", 1)
+            self.path.unlink()
+            self.kept = killed_at(OWNER[name], int(call))  # as long as this lives
+            self.kept.__enter__()
+
+
+@functools.cache
+def expected(directory):
+    """Return the parameters after each step of a run that nobody disturbs."""
+    directory.mkdir()
+    net = Net(str(directory))
+    images = [params(net)]
+    for _ in range(STEPS):
+        net.step()
+        images.append(params(net))
+    net.opt.close()
+    return images
+
+
+def params(net):
+    return [p.detach().clone() for p in net.model.parameters()]
+
+
+def assert_like(net, images):
+    for i, (a, b) in enumerate(zip(params(net), images[net.done], strict=True)):
+        assert torch.equal(a, b), (net.done, i)
+
+
+def done_of(net):
+    return int(net.opt.state_dict()["state"][0]["step"])
+
+
+@contextlib.contextmanager
+def restarting(owners):
+    """Start the owner again whenever it ends."""
+    stop = threading.Event()
+
+    def watch():
+        while not stop.wait(0.01):
+            if not owners.processes[0].is_alive():
+                owners.start()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def persist(net, images, until):
+    """Train as a program does that repeats a step after an error, when parameters have their values again."""
+    failures, end = 0, time.monotonic() + PATIENCE
+    while net.done < until:
+        assert time.monotonic() < end
+        try:
+            net.step()
+        except CSDError:
+            failures += 1
+            while True:
+                assert time.monotonic() < end
+                try:
+                    net.opt.wait()
+                    net.done = done_of(net)
+                    break
+                except CSDError:
+                    time.sleep(0.01)
+            net.opt.zero_grad()
+        assert_like(net, images)
+    return failures
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if i % 3 == 0 else pytest.mark.soak) for i, name in enumerate(OWNER)]
+)
+def test_a_trainer_goes_on_when_its_owner_was_killed(tmp_path, name):
+    images = expected(tmp_path / "undisturbed")
+    order = tmp_path / "kill"
+    call = random.Random(name).randint(2, 4)
+    order.write_text(f"{name} {call * (5 if 'PUSH' in name or 'PARAMS' in name else 1) + 1}")
+    with Owners(tmp_path, before=Killing(order), protocol=4, timeout=10) as owners, restarting(owners):
+        net = Net(owners.address)
+        persist(net, images, 8)
+        assert owners.runs == 2, owners.said
+        states = net.opt.state_dict()["state"]
+        net.opt.close()
+        again = Net(owners.address, resume=True)
+        for k, entry in again.opt.state_dict()["state"].items():
+            assert all(torch.equal(value, states[k][n]) for n, value in entry.items())
+        again.opt.close()
+
+
+def train_in_process(address, name, call, images, failure):
+    """Resume, and train to the last step, unless killed. In a process of its own."""
+    torch.set_num_threads(1)
+    try:
+        with killed_at(TRAINER[name], call):
+            net = Net(address, resume=True)
+            net.done = done_of(net)
+            images = torch.load(images)
+            assert_like(net, images)
+            while net.done < STEPS:
+                net.step()
+                assert_like(net, images)
+            net.opt.close()
+    except BaseException as e:
+        failure.write_text(f"{type(e).__name__}: {e}")
+        raise
+
+
+def kill_trainers(directory, names, seed):
+    """Train in processes that are killed one after another, until one of them has made all steps."""
+    images = directory / "images.pt"
+    torch.save(expected(directory / "undisturbed"), images)
+    chance = random.Random(seed)
+    with Owners(directory, protocol=4, timeout=10) as owners:
+        Net(owners.address).steps(1).opt.close()
+        (pid,) = owners.pids
+        kills = 0
+        for name in names:
+            failure = directory / "failure"
+            call = chance.randint(1, 4 if "BEGIN" in name or "FINISH" in name else 40)
+            trainer = process(train_in_process, owners.address, name, call, images, failure)
+            trainer.join(PATIENCE)
+            assert not failure.exists(), failure.read_text()
+            assert trainer.exitcode in (0, -signal.SIGKILL)
+            kills += trainer.exitcode != 0
+            assert owners.pids == [pid]
+            if trainer.exitcode == 0:
+                Net(owners.address, overwrite=True).steps(1).opt.close()
+        return kills
+
+
+def test_a_trainer_resumes_where_a_killed_one_has_left(tmp_path):
+    assert kill_trainers(tmp_path, ["in-PUSH", "after-FINISH", "in-an-answer"], 1)
+
+
+@pytest.mark.soak
+def test_trainers_are_killed_200_times(tmp_path):
+    names = [name for _ in range(40) for name in TRAINER]
+    assert kill_trainers(tmp_path, names, 2) >= 200
+
+
+@pytest.mark.soak
+def test_an_owner_is_killed_200_times(tmp_path):
+    chance = random.Random(3)
+    images = expected(tmp_path / "undisturbed")
+    order, kills = tmp_path / "kill", 0
+    places = [name for _ in range(22) for name in OWNER]
+    net = None
+    with Owners(tmp_path, before=Killing(order), protocol=4, timeout=10) as owners:
+        for name in places:
+            if net is None or net.done > STEPS - 10:
+                if net:
+                    net.opt.close()
+                net = Net(owners.address, overwrite=True).steps(1)
+                net.opt.synchronize()  # an owner that has nothing durable cannot go on
+            many = 25 if "PUSH" in name or "PARAMS" in name else 5
+            order.write_text(f"{name} {chance.randint(2, many)}")
+            owners.stop()
+            before = owners.runs
+            owners.start()
+            with restarting(owners):
+                persist(net, images, net.done + 7)
+                kills += owners.runs > before + 1
+        net.opt.close()
+    assert kills >= 200
