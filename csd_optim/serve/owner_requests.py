@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from ..checkpoint.files import no_progress
 from ..errors import CSDError, CSDRankError
 from ..store.format import Record
 from ..store.layout import Extent
-from ..store.sections import FP32, SECTIONS
+from ..store.sections import FP32, GROUP, SECTIONS
 from .messages import (
     CHUNK,
     MODES,
@@ -92,8 +93,10 @@ class OwnerRequests:
         self._buffers = Buffers()
         self._step: OwnerStep | None = None
         self._brackets = contextlib.ExitStack()  # of writing() and loading()
+        self._bracketed = False  # one of them is open
+        # By row and section: states with which the next step begins, and how many of their elements have arrived.
+        self._edits: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}
         self._saving: Future[Path] | None = None
-        self._taken_back = True  # there is no kept step that may still be taken back
         self.begins: int = 0  # number of the last BEGIN
         self.most_bytes: int = 0  # that a frame may have
 
@@ -164,11 +167,6 @@ class OwnerRequests:
 
     # ---- states between steps ------------------------------------------------------
 
-    def _windows(self, row: int) -> list[torch.Tensor]:
-        extent, i = self._extent(row)
-        windows = self._engine.windows
-        return [windows.window(extent, i, s, torch.float32) for s in range(len(extent.sections))]
-
     def _on_write(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
         self._no_step()
         row = fields.integer("row")
@@ -179,27 +177,58 @@ class OwnerRequests:
         first = fields.integer("first", 0, extent.numels[i])
         if not 0 < len(values) <= min(CHUNK, extent.numels[i] - first):
             refuse(f"{len(values)} values of a state")
-        self._ownership.in_doubt = True  # until a step or a bracket keeps it
-        engine = self._engine
-        if extent.codec != FP32:
-            engine.states.remap()
-            engine.decoded.states(row)[extent.sections[section]][first : first + len(values)] = values
-            return DONE
-        if not engine.truth.open[engine.tiles.of([row])].all():
-            engine.states.remap()
-        self._windows(row)[section][first : first + len(values)] = values
+        state = self._state_within(row, section) if self._bracketed else self._edit(row, section, first, len(values))
+        state[first : first + len(values)] = values
         return DONE
+
+    def _state_within(self, row: int, section: int) -> torch.Tensor:
+        """Return a state that is written within writing() or loading()."""
+        engine, (extent, i) = self._engine, self._extent(row)
+        if extent.codec == FP32:
+            window: torch.Tensor = engine.windows.window(extent, i, section, torch.float32)
+            return window
+        state: torch.Tensor = engine.decoded.state(row, extent.sections[section])
+        return state
+
+    def _edit(self, row: int, section: int, first: int, n: int) -> torch.Tensor:
+        """Return a state with which the next step begins, of which elements [first, first + n) are written next."""
+        extent, i = self._extent(row)
+        state, written = self._edits.get((row, section)) or (torch.empty(extent.numels[i], dtype=torch.float32), 0)
+        if first == 0:
+            written = 0
+        if first != written:
+            refuse("a state in pieces that do not follow one another")
+        self._edits[row, section] = state, first + n
+        return state
+
+    def _enter_edits(self, table: np.ndarray[Any, Any]) -> list[torch.Tensor]:
+        """Let a step begin with the states that were written since the last one. Returns them: they stay alive."""
+        edits, self._edits = self._edits, {}
+        for (row, section), (state, written) in edits.items():
+            if written != len(state):
+                refuse("a state that was not written to its end")
+            table["edited"][row, section] = state.data_ptr()
+        return [state for state, _ in edits.values()]
 
     def _rows(self, fields: Fields) -> list[int]:
         return fields.integers("rows", 0, self._engine.tiles.n_params - 1)
 
     def _on_writing(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
         self._no_step()
-        self._brackets.enter_context(self._engine.writing(self._rows(fields)))
+        self._open_bracket(self._engine.writing(self._rows(fields)))
         return DONE
 
+    def _open_bracket(self, *contexts: AbstractContextManager[Any]) -> None:
+        """Enter contexts that the session may never leave: what it writes is in memory only until then."""
+        if self._bracketed:
+            refuse("states are being written already")
+        self._bracketed = self._ownership.in_doubt = True
+        for context in contexts:
+            self._brackets.enter_context(context)
+
     def _on_written(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
-        self._set_counts(number_of(arrays, 1)[0])
+        counts = self._counts(number_of(arrays, 1)[0])
+        self._set_counts(counts)
         self._close_brackets()
         return DONE
 
@@ -207,27 +236,29 @@ class OwnerRequests:
         self._no_step()
         engine, rows = self._engine, self._rows(fields)
         record = self._record(fields, number_of(arrays, 1)[0])
-        self._brackets.enter_context(engine.committer.loading(record))
-        if rows:
-            self._brackets.enter_context(engine.writing(rows))
-        self._ownership.in_doubt = True
+        self._open_bracket(engine.committer.loading(record), *([engine.writing(rows)] if rows else []))
         return DONE
 
     def _on_loaded(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
         engine = self._engine
-        engine.states.step = fields.integer("step", 0, 1 << 53)
-        self._set_counts(number_of(arrays, 1)[0])
+        counts, step = self._counts(number_of(arrays, 1)[0]), fields.integer("step", 0, 1 << 53)
+        engine.states.step = step
+        self._set_counts(counts)
         self._close_brackets()
         return {"step": engine.states.step}, []
 
     def _close_brackets(self) -> None:
-        brackets, self._brackets = self._brackets, contextlib.ExitStack()
+        if not self._bracketed:
+            refuse("no states are being written")
+        brackets, self._brackets, self._bracketed = self._brackets, contextlib.ExitStack(), False
         brackets.close()
         self._ownership.in_doubt = False
 
-    def _set_counts(self, data: memoryview) -> None:
+    def _counts(self, data: memoryview) -> np.ndarray[Any, Any]:
+        return unpack_counts(data, self._engine.tiles.n_params)
+
+    def _set_counts(self, counts: np.ndarray[Any, Any]) -> None:
         engine = self._engine
-        counts = unpack_counts(data, engine.tiles.n_params)
         for extent, own in zip(engine.tiles.extents, engine.states.steps, strict=True):
             own[:] = counts[extent.first_param : extent.first_param + len(own)]
 
@@ -241,14 +272,10 @@ class OwnerRequests:
         n = fields.integer("count", 1, extent.tile_elems - first)
         if not 0 < len(sections) <= len(extent.sections) or len({*sections}) != len(sections):
             refuse("the states to be read")
-        if extent.codec == FP32:
-            states = torch.empty(1 + max(sections), extent.tile_elems, dtype=torch.float32)
-            engine.native.read(tile, len(states), first + n, states.data_ptr())
-            return {}, [states[s, first : first + n].numpy() for s in sections]
-        begin = first // 64 * 64
+        begin = first // GROUP * GROUP
         out = [torch.empty(first + n - begin) if s in sections else None for s in range(len(extent.sections))]
         engine.native.decode(tile, begin, first + n - begin, out)
-        return {}, [out[s][first - begin :].numpy() for s in sections]  # type: ignore[index]
+        return {}, [state[first - begin :].numpy() for s in sections if (state := out[s]) is not None]
 
     # ---- a step --------------------------------------------------------------------
 
@@ -267,7 +294,8 @@ class OwnerRequests:
         constants = unpack_hypers(array(hypers, WIRE_HYPER, "the constants of a step"))
         table = unpack_rows(array(rows, ROW, "the parameters of a step"), engine.tiles.n_params, len(constants))
         listed = array(tiles, WIRE_INDEX, "the tiles of a step").astype(np.uint32)
-        needed = engine.tiles.of_mask(table["grad"] != 0)
+        edits = self._enter_edits(table)
+        needed = engine.tiles.of_mask((table["grad"] != 0) | (table["edited"] != 0).any(1))
         if not (listed < len(engine.tiles)).all() or len(np.unique(listed)) != len(listed):
             refuse("the tiles of a step")
         if not np.isin(needed, listed).all():
@@ -279,7 +307,7 @@ class OwnerRequests:
         record = Record(user_state=bytes(fields.integer("record_bytes", 0, MAX_RECORD)))
         with engine.lock:
             engine.committer.confirm()
-            every = engine.begin(table, constants, listed, record, order=order, is_speculative=True)
+            every = engine.begin(table, constants, listed, record, order=order, is_speculative=True, kept_alive=edits)
             step = self._step = OwnerStep(engine, begin, table, self._buffers)
         try:
             step.push_unsent(every.tolist())
@@ -314,7 +342,7 @@ class OwnerRequests:
             return {"kept": False, "step": engine.states.step}, []
         counts, user_state = number_of(arrays, 2)
         record = self._record(fields, user_state)
-        unpack_counts(counts, engine.tiles.n_params)  # before anything is kept
+        steps = self._counts(counts)  # before anything is kept
         self._step = None
         engine.is_speculative = False
         try:
@@ -323,8 +351,7 @@ class OwnerRequests:
             return {"kept": False, "step": engine.states.step, "failed": error_of(e)}, []
         finally:
             self._note_step(None)
-        self._set_counts(counts)
-        self._ownership.in_doubt, self._taken_back = False, False
+        self._set_counts(steps)
         answer: dict[str, Any] = {"kept": True, "step": engine.states.step}
         try:
             engine.committer.commit(record)
@@ -346,7 +373,7 @@ class OwnerRequests:
         record = self._record(fields, user_state)
         if fields.integer("step") != self._engine.states.step:
             refuse("the commit of another step")
-        self._set_counts(counts)
+        self._set_counts(self._counts(counts))
         self._engine.committer.commit(record)
         return DONE
 

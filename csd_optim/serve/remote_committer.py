@@ -101,11 +101,11 @@ class RemoteCommitter(Committer):
         if brackets:
             self._link.request("writing", rows=rows)
         for row in rows:
-            names = self.states.tiles.extent_with(row).sections
+            extent = self.states.tiles.extent_with(row)
+            nbytes = 4 * extent.numels[row - extent.first_param]
             for section, address in enumerate(decoded.addresses(row, written[row])):
                 if address:
-                    n = decoded.states(row)[names[section]].numel()
-                    self._native.write(row, section, view(address, 4 * n))
+                    self._native.write(row, section, view(address, nbytes))
         if brackets:
             answer = self._link.request("written", pack_counts(self.states.all_steps()))
             self._link.note_committed(answer.fields)
