@@ -541,6 +541,11 @@ def serve(
     protocol: Annotated[
         int, typer.Option(min=3, max=4, hidden=True, help="4: for one trainer with serve://HOST:PORT?protocol=4.")
     ] = 3,
+    key: Annotated[Path | None, typer.Option(metavar="FILE", hidden=True, help="Protocol 4: its key file.")] = None,
+    accept: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ROLE=CERT", hidden=True, help="Protocol 4: whom to let in, and as what."),
+    ] = None,
 ) -> None:
     """Run an optimizer rank: keep states here for trainers elsewhere, whose devices are serve://HOST:PORT.
 
@@ -550,9 +555,10 @@ def serve(
     For several optimizer ranks: torchrun ... -m csd_optim serve /mnt/nvme{rank} --listen ...
     """
     with reported():
+        from .serving import parse_accept
         from .serving import serve as serve_
 
-        serve_(devices, listen, timeout, protocol)
+        serve_(devices, listen, timeout, protocol, key, [*map(parse_accept, accept or ())])
 
 
 @app.command(context_settings={"allow_interspersed_args": False})

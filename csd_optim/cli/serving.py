@@ -7,7 +7,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from ..serve.owner import Owner
 from ..serve.owner_session import Owner as SessionOwner
 from ..serve.ownership import Ownership
 from ..serve.service import Service
+from ..serve.session import Role
 from ..serve.wire import CONNECT_TIMEOUT, DEFAULT_TIMEOUT, connect, is_local_address, is_wildcard, listen
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
@@ -32,14 +34,22 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
 }
 
 
-def serve(devices: list[str], address: str, timeout: float = DEFAULT_TIMEOUT, protocol: int = 3) -> None:
+def serve(
+    devices: list[str],
+    address: str,
+    timeout: float = DEFAULT_TIMEOUT,
+    protocol: int = 3,
+    key: Path | None = None,
+    accept: Sequence[tuple[Role, Path]] = (),
+) -> None:
     """Serve trainers until SIGTERM or Ctrl-C. Returns when all states are durable.
 
+    `key`, `accept`: see Listener; with protocol 4 only.
     Raises CSDValueError or CSDOSError if it cannot start, CSDRankError if another optimizer rank is lost.
     """
     host, port = parse_listen(address)
     if protocol == 4:
-        return _serve_frames(devices, (host, port), timeout)
+        return _serve_frames(devices, (host, port), timeout, key, accept)
     if "RANK" in os.environ and not dist.is_initialized():
         dist.init_process_group("gloo")
     ranks = ranks_of(None)
@@ -74,20 +84,42 @@ def serve(devices: list[str], address: str, timeout: float = DEFAULT_TIMEOUT, pr
         del store
 
 
-def _serve_frames(devices: list[str], address: tuple[str, int], timeout: float) -> None:
+def _serve_frames(
+    devices: list[str],
+    address: tuple[str, int],
+    timeout: float,
+    key: Path | None,
+    accept: Sequence[tuple[Role, Path]],
+) -> None:
     """Serve trainers with `?protocol=4`: an engine over frames, see serve/owner_session.py."""
     specs = _durable(devices)
     ownership = Ownership(specs)
     owner = SessionOwner(ownership, timeout, _print_line)
-    stopping = threading.Event()
-    listener = Listener(address, on_session=owner.serve, log=_print_line, timeout=timeout)
-    before = [(s, signal.signal(s, lambda *_: stopping.set())) for s in (signal.SIGTERM, signal.SIGINT)]
+    stopping, woken, reloads = threading.Event(), threading.Event(), threading.Event()
+    listener = Listener(address, key=key, accept=accept, on_session=owner.serve, log=_print_line, timeout=timeout)
+
+    def stop(*_: Any) -> None:
+        stopping.set()
+        woken.set()
+
+    def reload(*_: Any) -> None:
+        reloads.set()
+        woken.set()
+
+    handlers = {signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGHUP: reload}
+    before = [(number, signal.signal(number, handler)) for number, handler in handlers.items()]
     try:
         host, port = listener.address
         shown = f"{'[' + host + ']' if ':' in host else host}:{port}"
         _print_line(f"1 optimizer rank with {', '.join(map(str, specs))}, at {shown}")
-        while not stopping.wait(60):
-            pass
+        if listener.fingerprint:
+            _print_line(f"its certificate is {listener.fingerprint}")
+        while not stopping.is_set():
+            woken.wait(60)
+            woken.clear()
+            if reloads.is_set():
+                reloads.clear()
+                listener.reload()
     finally:
         for number, handler in before:
             signal.signal(number, handler)
@@ -126,6 +158,15 @@ def parse_listen(text: str) -> tuple[str, int]:
     if not port.isdecimal() or int(port) > 65535:
         raise CSDValueError(f"Invalid --listen: {text!r}; write HOST:PORT, such as 10.0.0.1:29600")
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def parse_accept(text: str) -> tuple[Role, Path]:
+    """Parse `ROLE=CERT` into both. Raises CSDValueError."""
+    role, _, path = text.partition("=")
+    roles = [known.value for known in (Role.READER, Role.TRAINER, Role.ADMIN)]
+    if role not in roles or not path:
+        raise CSDValueError(f"Invalid --accept: {text!r}; write ROLE=CERT with one of the roles {', '.join(roles)}")
+    return Role(role), Path(path)
 
 
 def _print_line(line: str) -> None:

@@ -22,6 +22,7 @@ from ..errors import CSDRuntimeError, CSDValueError
 from ..finalize import call_at_end, close_quietly
 from ..overlap.choice import choose, hold_bytes
 from ..params.groups import check_state_dtype, hyperparameters_of, members, restore_hyperparameters
+from ..params.manifest import digest_of_groups
 from ..params.memory_warnings import COPIED, warn_if_large
 from ..params.state_map import StateMap
 from ..params.update_rule import UpdateRule
@@ -162,7 +163,9 @@ class CSDOptimizer(StatesOnDevices, Joinable):
     def _open(self, specs: Sequence[DeviceSpec], ranks: Ranks | None, mode: Mode = "new") -> None:
         tile_elems = self._options["tile_size"]
         if self._owner_address:
-            return self._set_engine(open_remote(self._owner_address, mode=mode, tile_elems=tile_elems, ranks=ranks))
+            model = digest_of_groups(self.param_groups, self._state_map.part_of)
+            engine = open_remote(self._owner_address, model, mode=mode, tile_elems=tile_elems, ranks=ranks)
+            return self._set_engine(engine)
         kernel = kernel_for(self._rule.name, self.state_dtype)
         self._set_engine(open_engine(specs, mode=mode, tile_elems=tile_elems, ranks=ranks, kernels=[kernel]))
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -85,6 +86,19 @@ def codec_difference(stored: dict[str, Any], groups: Groups, codec_of: CodecOf) 
 def _describe_param(p: torch.Tensor, part: Partition) -> dict[str, Any]:
     shape = None if is_lazy(p) else list(part.of(p).shape)
     return {"shape": shape, "dtype": str(p.dtype).removeprefix("torch."), **part.manifest_fields()}
+
+
+def digest_of_groups(groups: Groups, part_of: PartOf) -> str:
+    """Return what identifies a model: digest_of_entries() of the manifest that these groups have."""
+    return digest_of_entries(
+        {"group": k, "position": i, **_describe_param(p, part_of(p))} for k, i, p in members(groups)
+    )
+
+
+def digest_of_entries(entries: Iterable[dict[str, Any]]) -> str:
+    """Return what identifies the model of a manifest's parameters: 64 digits. Without lazy parameters' shapes: ""."""
+    found = sorted((e["group"], e["position"], e["shape"], e["dtype"]) for e in entries if e["group"] >= 0)
+    return "" if any(shape is None for *_, shape, _ in found) else hashlib.sha256(repr(found).encode()).hexdigest()
 
 
 def first_difference(stored: dict[str, Any], groups: Groups, part_of: PartOf) -> str | None:

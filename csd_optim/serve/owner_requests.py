@@ -38,6 +38,7 @@ from .messages import (
 )
 from .owner_step import WINDOW, Buffers, OwnerStep
 from .ownership import Ownership
+from .session import Role
 
 MAX_RECORD = 1 << 30  # bytes of a record
 MAX_NUMELS = 1 << 47  # fp32 values that join at once
@@ -53,10 +54,17 @@ class Hello(NamedTuple):
     """A request for a session."""
 
     mode: str
+    model: str  # see digest_of_entries()
     tile_elems: int | None
     who: str
     store: str  # what the trainer was attached to; "" without attach
     step: int  # the trainer's last step
+
+    def check_role(self, role: Role) -> None:
+        """Raise CSDRankError if this is more than the trainer's key may do."""
+        needed = Role.ADMIN if self.mode == "overwrite" else Role.TRAINER
+        if not role.may(needed):
+            raise CSDRankError(f"{self.mode} needs the role {needed.value}; this key has the role {role.value}")
 
     def check_attach(self, ownership: Ownership) -> None:
         """Raise CSDRankError if the trainer cannot go on here where it was."""
@@ -77,6 +85,7 @@ def check_hello(fields: Fields) -> Hello:
     attaches = fields.text("mode", MODES) == "attach"
     return Hello(
         fields.text("mode"),
+        fields.text("model"),
         tile_elems,
         fields.text("who"),
         fields.text("store") if attaches else "",
@@ -87,8 +96,9 @@ def check_hello(fields: Fields) -> Hello:
 class OwnerRequests:
     """The requests of one session. Not thread-safe, except for what OwnerStep does by itself."""
 
-    def __init__(self, ownership: Ownership, note_step: Callable[[OwnerStep | None], None]) -> None:
-        """`note_step` is called with the step that frames belong to from now on."""
+    def __init__(self, ownership: Ownership, role: Role, note_step: Callable[[OwnerStep | None], None]) -> None:
+        """`role`: the trainer's. `note_step` is called with the step that frames belong to from now on."""
+        self._role = role
         self._ownership, self._note_step = ownership, note_step
         self._buffers = Buffers()
         self._step: OwnerStep | None = None
@@ -390,6 +400,8 @@ class OwnerRequests:
     def _on_save(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
         self._no_step()
         path = Path(fields.text("path"))
+        if not self._role.may(Role.ADMIN):
+            raise CSDRankError(f"save() needs the role admin; this key has the role {self._role.value}")
         if not path.is_absolute():
             raise CSDRankError(f"{path} is not absolute: a snapshot is made on the machine of the optimizer ranks")
         with self._engine.lock:

@@ -13,6 +13,7 @@ from typing import Any
 from ..errors import CSDError, CSDRankError
 from ..threads import start_thread
 from .frames import Header
+from .limits import escaped
 from .messages import NEWS, PARAMS, PUSH, Fields, error_of, pack_news, refuse
 from .owner_requests import Closed, OwnerRequests, check_hello
 from .owner_step import OwnerStep
@@ -31,7 +32,7 @@ class OwnerSession:
         """`session`: the connections. `timeout`: seconds for which the trainer may wait for a sign of life."""
         self._ownership, self._session, self._print_line = ownership, session, print_line
         self._interval = timeout / 4
-        self._requests = OwnerRequests(ownership, self._note_begun)
+        self._requests = OwnerRequests(ownership, session.peer.role, self._note_begun)
         self._step: OwnerStep | None = None
         self._changed = threading.Condition()
         self._news: deque[dict[str, Any]] = deque()
@@ -93,13 +94,15 @@ class OwnerSession:
             self._answer(number, self._commit_fields(), [])
             self._session.control.receive(CLOSE_SECONDS)  # until the trainer has the answer, and ends the connection
         except CSDError as e:
-            self._print_line(f"{fields.text('op')} failed: {e}")
+            self._print_line(f"a request failed: {escaped(str(e))}")
             return self._answer(number, error_of(e), [])
         except (MemoryError, RuntimeError, OSError, TypeError, ValueError, KeyError) as e:
             self._ownership.in_doubt = True
             self._answer(number, error_of(CSDRankError(f"{type(e).__name__}: {e}")), [])
             raise CSDRankError(f"{type(e).__name__}: {e}") from e
         self._answer(number, {**answer, **self._commit_fields()}, results)
+        if self._session.revoked:
+            self.end("its key is not accepted any more")
 
     def _commit_fields(self) -> dict[str, Any]:
         committer = self._ownership.committer
@@ -230,7 +233,7 @@ class Owner:
 
     def __init__(self, ownership: Ownership, timeout: float, print_line: Callable[[str], None]) -> None:
         self._ownership, self._timeout, self._print_line = ownership, timeout, print_line
-        self._current: OwnerSession | None = None
+        self.current: OwnerSession | None = None
         self._sessions = 0
         self._lock = threading.RLock()  # held while a HELLO is considered
         self._closed = False
@@ -246,7 +249,7 @@ class Owner:
             with _working(session, number, self._timeout / 4):
                 own, answer = self._grant(session, fields)
         except (CSDError, OSError) as e:
-            self._print_line(f"a request for a session is refused: {e}")
+            self._print_line(f"a request for a session is refused: {escaped(str(e))}")
             with contextlib.suppress(CSDError, OSError):
                 session.control.send({**error_of(e), "n": number})
             session.close()
@@ -260,8 +263,9 @@ class Owner:
         with self._lock:
             if self._closed:
                 raise CSDRankError("the optimizer ranks are closing")
-            self._ownership.check(hello.mode)
-            if before := self._current:
+            hello.check_role(session.peer.role)
+            self._ownership.check(hello.mode, hello.model)
+            if before := self.current:
                 before.end("another session has taken over")
                 before.ended.wait()
             try:
@@ -269,18 +273,18 @@ class Owner:
                 hello.check_attach(self._ownership)
                 answer = self._ownership.welcome()
             except BaseException:
-                self._current = None
+                self.current = None
                 raise
             self._sessions += 1
-            self._print_line(f"session {self._sessions}: {hello.who}, {hello.mode}, step {answer[0]['step']}")
-            self._current = OwnerSession(self._ownership, session, self._timeout, self._print_line)
-            return self._current, answer
+            self._print_line(f"session {self._sessions}: {escaped(hello.who)}, {hello.mode}, step {answer[0]['step']}")
+            self.current = OwnerSession(self._ownership, session, self._timeout, self._print_line)
+            return self.current, answer
 
     def close(self) -> None:
         """End the session, and make everything durable. Raises CSDOSError."""
         with self._lock:
             self._closed = True
-            if current := self._current:
+            if current := self.current:
                 current.end("the optimizer rank has ended")
                 current.ended.wait()
             self._ownership.close(commit=not self._ownership.in_doubt)

@@ -73,10 +73,10 @@ class OwnerStep:
 
     def __init__(self, engine: Engine, begin: int, table: np.ndarray[Any, Any], buffers: Buffers) -> None:
         """`begin`: number of its BEGIN. `table`: its parameters, dtype PARAM."""
-        self.begin = begin
+        self.begin: int = begin
         self._engine, self._table, self._buffers = engine, table, buffers
-        self.expected = {*engine.tiles.of_mask(table["grad"] != 0).tolist()}  # tiles that the trainer pushes
-        self.received = 0  # frames
+        self.expected: set[int] = {*engine.tiles.of_mask(table["grad"] != 0).tolist()}  # tiles that the trainer pushes
+        self.received: int = 0  # frames
         self.failure: CSDError | None = None
         self.changed: threading.Condition = threading.Condition()
         self._pushed: list[deque[TileAtOwner]] = [deque() for _ in engine.devices.specs]  # by device

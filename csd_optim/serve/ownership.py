@@ -13,6 +13,7 @@ from ..engine.durable import DurableCommitter
 from ..engine.engine import Engine
 from ..engine.open_engine import open_engine
 from ..errors import CSDError, CSDRankError, CSDStoreError, CSDStoreExistsError
+from ..params.manifest import digest_of_entries
 from ..store.check import UNNAMED_RULE, check_param, check_record, require
 from ..store.format import Record
 from ..store.sections import FP32
@@ -29,6 +30,7 @@ class Ownership:
         # Memory may differ from the store in ways that no step has kept: the next session reopens it.
         self.in_doubt: bool = False
         self.rule: str | None = None  # of the described model
+        self._model = ""  # its digest_of_entries()
 
     @property
     def engine(self) -> Engine:
@@ -47,9 +49,14 @@ class Ownership:
     def store_id(self) -> str:
         return self.committer.store_id.hex()
 
-    def check(self, mode: str) -> None:
-        """Check a request for a session before it ends the session under way. Raises CSDStoreExistsError."""
+    def check(self, mode: str, model: str) -> None:
+        """Check a request for a session before it ends the session under way.
+
+        `model`: see digest_of_entries(). Raises CSDStoreExistsError, CSDStoreError.
+        """
         engine = self._engine
+        if engine and mode == "resume" and "" not in (model, self._model) and model != self._model:
+            raise CSDStoreError("the optimizer ranks have the states of another model")
         if engine and mode == "new" and (engine.tiles.n_params or engine.states.committed_step):
             raise CSDStoreExistsError(
                 17,
@@ -63,13 +70,16 @@ class Ownership:
             return
         self.close(commit=mode in ("resume", "attach") and not self.in_doubt)
         opened_as: Any = "resume" if mode == "attach" else mode
+        self.rule, self._model = None, ""
         engine = open_engine(self._specs, mode=opened_as, tile_elems=tile_elems)
         try:
             if engine.recovered:
                 if not self._checked:
                     engine.committer.check_recovered()
                 engine.committer.discard_newer()
-                self.rule = engine.recovered[0].manifest.get("rule")
+                manifest = engine.recovered[0].manifest
+                self.rule = manifest.get("rule")
+                self._model = digest_of_entries((*manifest["params"], *manifest["waiting"]))
         except BaseException:
             engine.abandon()
             raise
@@ -145,7 +155,7 @@ class Ownership:
         except (CSDStoreError, KeyError, TypeError) as e:
             refuse(str(e))
         engine.committer.describe(manifest)
-        self.rule = manifest.get("rule")
+        self.rule, self._model = manifest.get("rule"), digest_of_entries((*params, *waiting))
 
     def record(self, fields: dict[str, Any], user_state: bytes) -> Record:
         """Return a record that has arrived. Raises CSDRankError if it cannot be stored."""

@@ -16,6 +16,7 @@ from ..store.file import Mode
 from ..store.format import Contents, Record, Region, Superblock
 from ..store.layout import Extent, plan_extent
 from .dial import connect
+from .keys import resolve
 from .link import Answer, Link
 from .messages import (
     WIRE_INDEX,
@@ -33,28 +34,32 @@ from .remote_committer import RemoteCommitter
 from .remote_devices import RemoteDevices, extent_of
 from .remote_native import RemoteNative
 from .request import process_name
+from .session import Session
 from .wire import Address
 
 STREAMS = 2  # data connections
 
 
-def open_remote(address: Address, *, mode: Mode, tile_elems: int | None, ranks: Ranks | None) -> Engine:
-    """Return an engine whose devices are those of the owner at this address.
+def open_remote(address: Address, model: str, *, mode: Mode, tile_elems: int | None, ranks: Ranks | None) -> Engine:
+    """Return an engine whose devices are those of the owner at this address. `model`: see digest_of_groups().
 
     Raises CSDUnavailableError if no owner answers, what the owner answers if it refuses, CSDRuntimeError for what
-    protocol 4 cannot do yet.
+    protocol 4 cannot do yet; CSDOSError and CSDValueError if there is something wrong with the key.
     """
     if ranks:
         raise CSDRuntimeError(
             "protocol=4 of serve:// has one trainer so far: leave it out where several train together"
         )
+    if address.route != "auto":
+        raise CSDRuntimeError(f"protocol=4 of serve:// has no route {address.route} yet: it has one trainer so far")
     check_byte_order()
+    key, owner = resolve(address.key, address.owner)
 
-    def dial() -> Any:
-        place = address.host, address.port
-        return connect(place, key=None, timeout=address.timeout, streams=STREAMS, within=min(60.0, address.timeout))
+    def dial() -> Session:
+        place, seconds = (address.host, address.port), address.timeout
+        return connect(place, key=key, owner=owner, timeout=seconds, streams=STREAMS, within=min(60.0, seconds))
 
-    hello = {"trainer": 0, "trainers": 1, "who": process_name(), "tile_elems": tile_elems or 0}
+    hello = {"model": model, "trainer": 0, "trainers": 1, "who": process_name(), "tile_elems": tile_elems or 0}
     link = Link(dial, hello, STREAMS, address.timeout)
     try:
         answer = link.open(mode=mode)

@@ -168,7 +168,7 @@ class RemoteNative:
         failure: BaseException | None = None
         try:
             if keep:
-                under_way.are_back(under_way.all_back, wait=True)
+                under_way.are_back(under_way.all_tiles, wait=True)
         except BaseException as e:
             failure, keep = e, False
         under_way.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -30,10 +31,10 @@ class TilesUnderWay:
         changed: threading.Condition,
     ) -> None:
         """`begin`: number of the BEGIN. `tiles`: those with gradients, in the order of the step, or `as_pushed`."""
-        self.begin = begin
-        self.streams = streams
-        self.changed = changed
-        self.frames = 0  # that were sent
+        self.begin: int = begin
+        self.streams: int = streams
+        self.changed: threading.Condition = changed
+        self.frames: int = 0  # that were sent
         self._tiles, self._window, self._as_pushed = tiles, window, as_pushed
         self._place = {tile: i for i, tile in enumerate(tiles)}
         self._first = 0  # the first place whose tile has not come back
@@ -70,7 +71,7 @@ class TilesUnderWay:
             self._pulled += 1
             return self._to_pull[self._pulled - 1]
 
-    def are_back(self, tiles: np.ndarray, *, wait: bool) -> bool:  # type: ignore[type-arg]
+    def are_back(self, tiles: np.ndarray[Any, Any], *, wait: bool) -> bool:
         """Return whether those of these tiles that travel have come back. `wait`: block until they have."""
         with self.changed:
             wanted = {tile for tile in tiles.tolist() if tile in self._place}
@@ -80,7 +81,8 @@ class TilesUnderWay:
             return wanted <= self._back
 
     @property
-    def all_back(self) -> np.ndarray:  # type: ignore[type-arg]
+    def all_tiles(self) -> np.ndarray[Any, Any]:
+        """The tiles that leave and come back: uint32."""
         return np.array(self._tiles, np.uint32)
 
     @property

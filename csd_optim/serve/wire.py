@@ -77,6 +77,8 @@ class Address(NamedTuple):
     timeout: float  # seconds
     route: str  # one of ROUTES; those that need DDP's communication hook take effect once it is registered
     protocol: int  # 4: an engine over frames, see remote_engine.py
+    key: str | None  # with protocol 4: the trainer's key file; None: see keys.resolve()
+    owner: str | None  # and the owner's fingerprint
 
     def __str__(self) -> str:
         return self.text
@@ -91,6 +93,7 @@ def parse_address(text: str) -> Address:
         timeout = float(options.pop("timeout", DEFAULT_TIMEOUT))
         route = options.pop("route", "auto")
         protocol = options.pop("protocol", "3")
+        key, owner = (options.pop(name, None) if protocol == "4" else None for name in ("key", "owner"))
     except ValueError as e:
         raise CSDValueError(f"Invalid device: {text!r}; {e}") from None
     if not host or not port or parts.path or parts.username or parts.fragment:
@@ -105,7 +108,7 @@ def parse_address(text: str) -> Address:
         raise CSDValueError(f"Invalid device: {text!r}; timeout is a number of seconds from 0.1 to {LONG_TIMEOUT:.0f}")
     if protocol not in ("3", "4"):
         raise CSDValueError(f"Invalid device: {text!r}; the protocols are 3 and 4")
-    return Address(text, host, port, timeout, route, int(protocol))
+    return Address(text, host, port, timeout, route, int(protocol), key, owner)
 
 
 def connect(host: str, port: int, timeout: float) -> TCPStore:

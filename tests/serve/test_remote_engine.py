@@ -7,10 +7,14 @@ import torch
 from support.optimizers import PAIRS
 from support.owner_here import OwnerHere
 from support.training import Training, resumed
+from support.wires import files
 
-from csd_optim import CSDAdam, CSDRuntimeError, CSDStoreExistsError
+from csd_optim import CSDAdam, CSDRankError, CSDRuntimeError, CSDStoreExistsError, CSDUnavailableError
 from csd_optim.serve import owner_step, remote_engine
+from csd_optim.serve.session import Role
 from csd_optim.serve.wire import parse_address
+
+__all__ = ["files"]  # a fixture
 
 STEPS = 7  # late parameters and a group join before that
 
@@ -191,6 +195,26 @@ def test_snapshots_and_what_the_program_stores_are_with_the_owner(owner, tmp_pat
     assert Net(owner.address, overwrite=True).steps(1).opt.state_dict()["state"][0]["step"] == 1
 
 
+def test_encrypted_frames_have_the_bits_of_directories_and_roles_are_kept(tmp_path, files):
+    accept = [(Role.TRAINER, files.certificate("trainer")), (Role.READER, files.certificate("stranger"))]
+    with OwnerHere(tmp_path / "owner", key=files.owner, accept=accept) as owner:
+        pinned = f"&owner={owner.listener.fingerprint}"
+        ours, served = Net(own(tmp_path)), Net(f"{owner.address}&key={files.trainer}{pinned}")
+        served.opt.overlap(served.model)
+        assert_equal(ours.steps(4), served.steps(4))
+        with pytest.raises(CSDRankError, match="role admin"):
+            served.opt.save(tmp_path / "snapshot").result()
+        assert_equal(ours.steps(1), served.steps(1))
+        for key, options in ((files.trainer, {"overwrite": True}), (files.stranger, {"resume": True})):
+            with pytest.raises(CSDRankError, match="needs the role"):
+                Net(f"{owner.address}&key={key}{pinned}", **options)
+        with pytest.raises(CSDUnavailableError):
+            Net(owner.address, resume=True)
+        assert_equal(ours.steps(1), served.steps(1))
+        served.opt.close()
+        Net(f"{owner.address}&key={files.owner}", overwrite=True).steps(1).opt.close()
+
+
 def test_several_trainers_are_refused_by_name(owner):
     with pytest.raises(CSDRuntimeError, match="one trainer so far"):
-        remote_engine.open_remote(parse_address(owner.address), mode="new", tile_elems=None, ranks=object())
+        remote_engine.open_remote(parse_address(owner.address), "", mode="new", tile_elems=None, ranks=object())

@@ -11,8 +11,9 @@ from csd_optim.serve.ownership import Ownership
 class OwnerHere:
     """An owner of the store in `directory`, on loopback. The `with` block closes it."""
 
-    def __init__(self, directory, timeout=20):
-        self.store, self.timeout, self.lines = Path(directory), timeout, []
+    def __init__(self, directory, timeout=20, **options):
+        """`options`: the key and whom it accepts, as for Listener."""
+        self.store, self.timeout, self.lines, self.options = Path(directory), timeout, [], options
         self.store.mkdir(exist_ok=True)
         self.port = 0
         self.start()
@@ -21,7 +22,11 @@ class OwnerHere:
         self.ownership = Ownership(parse_devices([self.store]))
         self.owner = Owner(self.ownership, self.timeout, self.lines.append)
         self.listener = Listener(
-            ("127.0.0.1", self.port), on_session=self.owner.serve, log=self.lines.append, timeout=self.timeout
+            ("127.0.0.1", self.port),
+            on_session=self.owner.serve,
+            log=self.lines.append,
+            timeout=self.timeout,
+            **self.options,
         )
         self.port = self.listener.address[1]
 

@@ -1,0 +1,135 @@
+"""Faults around an owner of protocol 4: full disks, connections that are cut or silent, forks, ends of processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+from support.owner_here import OwnerHere
+from support.owners import Owners
+from test_remote_engine import Net, assert_equal, own
+
+from csd_optim import CSDError, CSDOSError, CSDRuntimeError
+from csd_optim.store.file import StoreFile
+
+
+def test_a_full_disk_undoes_the_step_and_the_next_call_tries_again(tmp_path, monkeypatch):
+    with OwnerHere(tmp_path / "owner") as owner:
+        ours, served = Net(own(tmp_path)).steps(3), Net(owner.address).steps(3)
+        image = served.image()
+        real = StoreFile.reserve
+
+        def full(self, *arguments):
+            raise CSDOSError(28, f"{self.path}: No space left on device")
+
+        monkeypatch.setattr(StoreFile, "reserve", full)
+        with pytest.raises(CSDOSError, match="No space left") as failure:
+            served.step()
+        assert failure.value.errno == 28
+        assert all(torch.equal(a, b) for a, b in zip(image, served.image(), strict=True))
+        monkeypatch.setattr(StoreFile, "reserve", real)
+        served.opt.zero_grad()
+        assert_equal(ours.steps(2), served.steps(2))
+        served.opt.close()
+
+
+@pytest.mark.parametrize("mode", [None, {}, {"backward": True}], ids=str)
+def test_connections_are_cut_between_steps(tmp_path, mode):
+    with OwnerHere(tmp_path / "owner") as owner:
+        ours, served = Net(own(tmp_path)), Net(owner.address)
+        if mode is not None:
+            served.opt.overlap(served.model, **mode)
+        for _ in range(4):
+            ours.step()
+            served.step()
+            served.opt.wait()
+            owner.owner.current.end("cut")
+            while True:
+                try:  # whoever notices first says so
+                    served.opt.synchronize()
+                    break
+                except CSDError:
+                    time.sleep(0.01)
+        assert_equal(ours, served)
+        served.opt.close()
+
+
+def test_a_stopped_owner_is_noticed_within_the_timeout(tmp_path):
+    with Owners(tmp_path, protocol=4, timeout=2) as owners:
+        served = Net(owners.address).steps(2)
+        (pid,) = owners.pids
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            begun = time.monotonic()
+            with pytest.raises(CSDError):
+                served.step()
+            assert time.monotonic() - begun < 10
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        served.opt.wait()
+        served.opt.zero_grad()
+        served.steps(2)
+        served.opt.close()
+
+
+def test_a_stopped_trainer_is_superseded(tmp_path):
+    with Owners(tmp_path, protocol=4, timeout=10) as owners:
+        code = f"""
+            import sys, time
+            sys.path[:0] = {sys.path!r}
+            from test_remote_engine import Net
+            net = Net({owners.address!r}, overwrite=True).steps(2)
+            net.opt.synchronize()
+            print("ready", flush=True)
+            time.sleep(60)
+        """
+        trainer = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
+        try:
+            assert trainer.stdout.readline() == "ready\n"
+            trainer.send_signal(signal.SIGSTOP)
+            net = Net(owners.address, resume=True)
+            assert net.opt.committed_step == 2
+            net.steps(1)
+            net.opt.close()
+        finally:
+            trainer.kill()
+            trainer.wait()
+            trainer.stdout.close()
+
+
+def test_a_forked_child_refuses_and_leaves_the_parents_session_alone(tmp_path):
+    with OwnerHere(tmp_path / "owner") as owner:
+        net = Net(owner.address).steps(2)
+
+        if not (pid := os.fork()):
+            code = 1
+            try:
+                net.opt.step()
+            except CSDRuntimeError as e:
+                code = 0 if "belongs to process" in str(e) else 2
+            net.opt.close()
+            os._exit(code)
+        assert os.waitpid(pid, 0)[1] == 0
+        net.steps(2)
+        net.opt.close()
+
+
+def test_a_process_ends_without_close(tmp_path):
+    with Owners(tmp_path, protocol=4, timeout=10) as owners:
+        for end in ("", "raise SystemExit(0)", "opt = net.opt; del net"):
+            code = f"""
+                import sys
+                sys.path[:0] = {sys.path!r}
+                from test_remote_engine import Net
+                net = Net({owners.address!r}, overwrite=True).steps(3)
+                {end}
+            """
+            done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], timeout=60, capture_output=True)
+            assert (done.returncode, done.stderr) == (0, b"")
+        net = Net(owners.address, resume=True)
+        assert net.opt.committed_step == 3
+        net.opt.close()
