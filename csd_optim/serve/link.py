@@ -111,6 +111,12 @@ class Link:
             travelling.tiles.fail(why)
         session.close()
 
+    def lose(self, why: CSDError) -> None:
+        """Give up the session: the next request asks for another one."""
+        with self._lock:
+            if self._session:
+                self._lost(self._session, why)
+
     @property
     def is_lost(self) -> bool:
         return self._session is None or self._why_lost is not None

@@ -104,6 +104,7 @@ class OwnerRequests:
         self._step: OwnerStep | None = None
         self._brackets = contextlib.ExitStack()  # of writing() and loading()
         self._bracketed = False  # one of them is open
+        self.is_broken: bool = False  # the session must end, and the next one reopens the store
         # By row and section: states with which the next step begins, and how many of their elements have arrived.
         self._edits: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}
         self._saving: Future[Path] | None = None
@@ -261,7 +262,11 @@ class OwnerRequests:
         if not self._bracketed:
             refuse("no states are being written")
         brackets, self._brackets, self._bracketed = self._brackets, contextlib.ExitStack(), False
-        brackets.close()
+        try:
+            brackets.close()
+        except BaseException:  # some states may be written, and others not
+            self.is_broken = True
+            raise
         self._ownership.in_doubt = False
 
     def _counts(self, data: memoryview) -> np.ndarray[Any, Any]:

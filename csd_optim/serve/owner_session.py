@@ -95,7 +95,8 @@ class OwnerSession:
             self._session.control.receive(CLOSE_SECONDS)  # until the trainer has the answer, and ends the connection
         except CSDError as e:
             self._print_line(f"a request failed: {escaped(str(e))}")
-            return self._answer(number, error_of(e), [])
+            self._answer(number, error_of(e), [])
+            return self.end("states were not written as a whole") if self._requests.is_broken else None
         except (MemoryError, RuntimeError, OSError, TypeError, ValueError, KeyError) as e:
             self._ownership.in_doubt = True
             self._answer(number, error_of(CSDRankError(f"{type(e).__name__}: {e}")), [])

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..engine.committer import Committer
 from ..engine.states import States
-from ..errors import CSDError, CSDTornError
+from ..errors import CSDError, CSDRankError, CSDTornError
 from ..store.format import Record
 from .link import Link
 from .messages import pack_counts
@@ -100,20 +100,29 @@ class RemoteCommitter(Committer):
             return
         if brackets:
             self._link.request("writing", rows=rows)
-        for row in rows:
-            extent = self.states.tiles.extent_with(row)
-            nbytes = 4 * extent.numels[row - extent.first_param]
-            for section, address in enumerate(decoded.addresses(row, written[row])):
-                if address:
-                    self._native.write(row, section, view(address, nbytes))
-        if brackets:
-            answer = self._link.request("written", pack_counts(self.states.all_steps()))
-            self._link.note_committed(answer.fields)
+        try:
+            for row in rows:
+                extent = self.states.tiles.extent_with(row)
+                nbytes = 4 * extent.numels[row - extent.first_param]
+                for section, address in enumerate(decoded.addresses(row, written[row])):
+                    if address:
+                        self._native.write(row, section, view(address, nbytes))
+            if brackets:
+                answer = self._link.request("written", pack_counts(self.states.all_steps()))
+                self._link.note_committed(answer.fields)
+        except BaseException:
+            self._give_up()
+            raise
         self.states.truth.moved(self.states.tiles.of(rows))
+
+    def _give_up(self) -> None:
+        """End a session in which only some states were written: the owner goes back to what it had committed."""
+        self._link.lose(CSDRankError("states were not written as a whole"))
 
     @contextlib.contextmanager
     def loading(self, record: Record | None = None) -> Iterator[None]:
         self._within_loading = True
+        step, before, counts = self.states.step, self.states.record, self.states.all_steps()
         try:
             yield
             self.states.truth.note_written()
@@ -124,6 +133,13 @@ class RemoteCommitter(Committer):
             self._write(brackets=False)
             answer = self._link.request("loaded", pack_counts(self.states.all_steps()), step=self.states.step)
             self._link.note_committed(answer.fields)
+        except BaseException:
+            self._give_up()
+            self.states.step, self.states.record = step, before
+            for extent, own in zip(self.states.tiles.extents, self.states.steps, strict=True):
+                here = counts[extent.first_param : extent.first_param + len(own)]
+                own[: len(here)] = here
+            raise
         finally:
             self._within_loading = False
 

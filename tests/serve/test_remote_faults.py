@@ -1,5 +1,6 @@
 """Faults around an owner of protocol 4: full disks, connections that are cut or silent, forks, ends of processes."""
 
+import copy
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from support.owners import Owners
 from test_remote_engine import Net, assert_equal, own
 
 from csd_optim import CSDError, CSDOSError, CSDRuntimeError
+from csd_optim.engine.durable import DurableCommitter
 from csd_optim.store.file import StoreFile
 
 
@@ -34,6 +36,27 @@ def test_a_full_disk_undoes_the_step_and_the_next_call_tries_again(tmp_path, mon
         monkeypatch.setattr(StoreFile, "reserve", real)
         served.opt.zero_grad()
         assert_equal(ours.steps(2), served.steps(2))
+        served.opt.close()
+
+
+def test_a_checkpoint_that_cannot_be_written_changes_nothing(tmp_path, monkeypatch):
+    with OwnerHere(tmp_path / "owner") as owner:
+        ours, served = Net(own(tmp_path)), Net(owner.address)
+        loaded = copy.deepcopy(served.steps(1).opt.state_dict())
+        assert_equal(ours.steps(3), served.steps(2))
+        served.opt.synchronize()
+        real = DurableCommitter.flush
+
+        def fails(self, **options):
+            monkeypatch.setattr(DurableCommitter, "flush", real)
+            raise CSDOSError(28, "No space left on device")
+
+        monkeypatch.setattr(DurableCommitter, "flush", fails)
+        with pytest.raises(CSDOSError, match="No space left"):
+            served.opt.load_state_dict(loaded)
+        assert_equal(ours.steps(2), served.steps(2))
+        served.opt.load_state_dict(loaded)
+        assert served.opt.state_dict()["state"][0]["step"] == 1
         served.opt.close()
 
 
