@@ -39,7 +39,7 @@ class CSDTornError(CSDOSError):
 
 
 class CSDLostError(CSDOSError):
-    """A flush failed, and the data that it should have made durable is lost: the last step will never be durable."""
+    """The last step will never be durable: the data of a failed flush is lost, or the store's file was removed."""
 
 
 class CSDStoreExistsError(CSDOSError, FileExistsError):

@@ -12,7 +12,6 @@ have copy 0: see Committer.confirm().
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import threading
 from collections.abc import Callable, Iterable
@@ -106,12 +105,13 @@ class Commit:
     def prepare(self, in_parallel: InParallel) -> None:
         """Stage the commit and publish copy 0.
 
-        Raises CSDLostError, in this and every later call, if a flush has failed and data is missing on the disk.
+        Raises CSDLostError, in this and every later call, if a flush has failed and data is missing on the disk, or if
+        a store's file was removed.
         """
         if self._prepared:  # copy 1 may be half written by now, so copy 0 is the only valid copy: leave it alone
             return
-        if lost := next((store.lost for store in self._stores if store.lost), ""):
-            raise CSDLostError(errno.EIO, lost)
+        for store in self._stores:
+            store.check_not_lost()
         if not self._staged:
             self._staged = self.job.stage(in_parallel)
         in_parallel([functools.partial(prove, *pair) for pair in self._pairs() if pair[0].in_doubt])

@@ -239,7 +239,7 @@ class StoreFile:
     def _has_name(self, path: Path) -> bool:
         try:
             return os.path.samestat(os.fstat(self.fd), path.stat())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
 
     def _replace(self) -> None:
@@ -339,10 +339,26 @@ class StoreFile:
             return ""
         return f"; {free.f_bavail * free.f_frsize / 1e9:.2f} GB are free"
 
-    def _sync_names(self) -> None:
-        """Flush the names of the file and of its directory. After an error these names can no longer be trusted."""
+    def check_not_lost(self) -> None:
+        """Raise CSDLostError if what is written here will never be durable.
+
+        That is so after a failed flush, and when the file was removed: it has no name then, and vanishes when it is
+        closed. A file that was renamed or moved has a name, and keeps everything.
+        """
         if self.lost:
             raise CSDLostError(errno.EIO, self.lost)
+        # Some file systems in user space count no names, so only a file without a count is looked for.
+        if os.fstat(self.fd).st_nlink == 0 and not self._has_name(self.path):
+            raise CSDLostError(
+                errno.ENOENT,
+                f"{self.path} was removed while it was in use: nothing can be committed any more, and what it held is "
+                "gone when this optimizer is closed. The states in memory are good: save state_dict() of the model and "
+                "of the optimizer with torch.save(), close() the optimizer, and begin a new store with them",
+            )
+
+    def _sync_names(self) -> None:
+        """Flush the names of the file and of its directory. After an error these names can no longer be trusted."""
+        self.check_not_lost()
         directory = self.path.parent
         self._is_name_durable = False
         sync_directory(directory)
