@@ -124,6 +124,8 @@ class CSDAdam(CSDOptimizer, _AdamOrAdamW):
         CSDStoreError: the store cannot be resumed: it is damaged, incomplete, or of another model.
         CSDBusyError: a store is in use.
         CSDOSError: from the constructor or step(): disk full, I/O error. The step is undone.
+        CSDValueError, from step(): a hyperparameter is no finite number, or with `max_grad_norm` the norm of the
+            gradients is NaN. Nothing has changed.
 
     ``state[p]`` holds ``step``, ``exp_avg``, ``exp_avg_sq`` (``max_exp_avg_sq`` with amsgrad) and ``master``, as plain
     CPU tensors that are memory-mapped from the devices: they cost no memory until read. Read ``optimizer.state`` again

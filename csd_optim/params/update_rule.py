@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from ..errors import CSDValueError
+
+FLT_MAX = (2 - 2**-23) * 2.0**127  # the largest finite fp32 number: the devices compute in fp32
 
 Group = dict[str, Any]  # one of an optimizer's `param_groups`
 
@@ -25,6 +30,47 @@ class UpdateRule:
     # state → the hyperparameter that is the initial value of all its elements; other states start at zero.
     initial: Mapping[str, str] = field(default_factory=dict)
     has_codes: bool = False  # its states can be 8-bit codes (rules.h): they are exp_avg and its bound, exp_avg_sq
+
+    def checked_constants(
+        self, group: Group, sections: Sequence[str], t: float, grad_scale: float
+    ) -> tuple[int, tuple[float, ...]]:
+        """Return `constants`. Raises CSDValueError if a hyperparameter, a constant or `grad_scale` is no finite number.
+
+        One step with such a value would make all parameters and states NaN, durably.
+        """
+        try:
+            rule, constants = self.constants(group, sections, t, grad_scale)
+            values = self._values(group)
+            numbers = [*constants, *(v for v in values if isinstance(v, float))]  # some constants leave one out
+            has_text = any(issubclass(kind, (str, bytes)) for kind in {*map(type, values)})  # which float() takes
+            # fsum() passes NaN on, which the comparisons may miss.
+            is_finite = max(numbers) <= FLT_MAX and min(numbers) >= -FLT_MAX and not math.isnan(math.fsum(numbers))
+            if is_finite and not has_text:
+                return rule, constants
+            why = f"at step {t:.0f} they give {constants}"
+        except (ArithmeticError, TypeError, ValueError) as e:
+            why = str(e)
+        for name in self.hyperparameters:
+            for v in self._values(group, (name,)):
+                if isinstance(v, (str, bytes)) or (isinstance(v, float) and not abs(v) <= FLT_MAX):
+                    value = group[name]
+                    raise CSDValueError(f"Invalid {name} of a parameter group: {value!r}; it must be a finite number")
+        if not abs(grad_scale) <= FLT_MAX:
+            raise CSDValueError(
+                f"gradients cannot be multiplied by {grad_scale}: the loss scale is no finite number, or with "
+                "max_grad_norm the norm of the gradients is none; nothing was changed"
+            )
+        given = ", ".join(f"{name}={group.get(name)!r}" for name in self.hyperparameters)
+        raise CSDValueError(f"Invalid hyperparameters of a parameter group: {given}; {why}")
+
+    def _values(self, group: Group, names: Sequence[str] = ()) -> list[Any]:
+        """Return these hyperparameters of a group, or all of them; those that are pairs, one by one."""
+        values = [*map(group.get, names or self.hyperparameters)]
+        return [v for value in values for v in (value if isinstance(value, (list, tuple)) else (value,))]
+
+    def check(self, group: Group, grad_scale: float = 1.0) -> None:
+        """Raise CSDValueError, as checked_constants() does, for a first step of this group."""
+        self.checked_constants(group, self.sections_for(group), 1.0, grad_scale)
 
     def sections_for(self, group: Group, held: Collection[str] = ()) -> tuple[str, ...]:
         """Return the sections that a parameter of this group needs, plus those for which it has a state (`held`)."""

@@ -184,8 +184,8 @@ def specify(
 ) -> StepSpec:
     """Check everything, change nothing. `grad_scale`: factor by which gradients are multiplied.
 
-    Raises CSDValueError, CSDTypeError for a gradient that does not fit its parameter or an invalid `topk`,
-    CSDRuntimeError if a group needs a state that one of its parameters does not have.
+    Raises CSDValueError, CSDTypeError for a gradient that does not fit its parameter or an invalid `topk`, and as
+    UpdateRule.checked_constants(); CSDRuntimeError if a group needs a state that one of its parameters does not have.
     """
     plan, (_, grads, groups_of) = bound.plan, bound.participants
     grads = [g if state.part.is_whole else state.part.of(g) for state, g in zip(plan.param_states, grads, strict=True)]
@@ -279,7 +279,7 @@ def _hypers(
             f"{turned_on} was turned on after the state of parameter {param_state.name} was made; "
             f"load a state dict with {missing}, or turn it on before the first step"
         )
-    constants = [rule.constants(*kind, t, grad_scale) for kind, t in zip(of, ts.tolist(), strict=True)]
+    constants = [rule.checked_constants(*kind, t, grad_scale) for kind, t in zip(of, ts.tolist(), strict=True)]
     return np.array(constants, HYPER), hyper_of
 
 

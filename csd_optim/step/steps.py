@@ -216,6 +216,8 @@ class Steps(Progress):
         the real ones arrive one after another.
         """
         engine, groups = self.engine, self.groups
+        for k in {*taking_part.groups_of}:
+            self._rule.check(groups[k], grad_scale)  # before new states get their places and initial values
         bound = bind(engine, self.state_map, groups, taking_part, options.grad_dtype, self.plan)
         if bound is None:
             return None
