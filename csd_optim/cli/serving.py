@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,16 @@ from ..optim.lion import CSDLion
 from ..optim.rmsprop import CSDRMSprop
 from ..optim.sgd import CSDSGD
 from ..serve.listener import Listener
+from ..serve.log import printable
 from ..serve.owner import Owner
 from ..serve.owner_session import Owner as SessionOwner
 from ..serve.ownership import Ownership
 from ..serve.service import Service
 from ..serve.session import Role
 from ..serve.wire import CONNECT_TIMEOUT, DEFAULT_TIMEOUT, connect, is_local_address, is_wildcard, listen
+from ..store.file import StoreFile
 
-OPTIMIZERS: dict[str, Callable[..., Any]] = {
-    kind.__name__: kind for kind in (CSDAdam, CSDSGD, CSDAdagrad, CSDRMSprop, CSDLion)
-}
+OPTIMIZERS: dict[str, type[Any]] = {kind.__name__: kind for kind in (CSDAdam, CSDSGD, CSDAdagrad, CSDRMSprop, CSDLion)}
 
 
 def serve(
@@ -55,6 +55,7 @@ def serve(
     ranks = ranks_of(None)
     with all_ranks_or_none(ranks):
         specs = _durable(devices)
+        try_to_open(specs)
     reach, port, store = _meet(host, port, ranks)
     owner = Owner(OPTIMIZERS, devices, ranks)
     service = Service(
@@ -93,6 +94,7 @@ def _serve_frames(
 ) -> None:
     """Serve trainers with `?protocol=4`: an engine over frames, see serve/owner_session.py."""
     specs = _durable(devices)
+    try_to_open(specs)
     ownership = Ownership(specs)
     owner = SessionOwner(ownership, timeout, _print_line)
     stopping, woken, reloads = threading.Event(), threading.Event(), threading.Event()
@@ -152,10 +154,21 @@ def _meet(host: str, port: int, ranks: Ranks | None) -> tuple[str, int, Any]:
     return reach, port, store
 
 
+def try_to_open(specs: Sequence[DeviceSpec]) -> None:
+    """Open the stores of these devices, and close them unchanged: a session would find only later that this fails.
+
+    Creates directories that do not exist yet. Raises CSDOSError, CSDBusyError, CSDStoreExistsError for other files.
+    """
+    with contextlib.ExitStack() as stack:
+        for directory in (spec.directory for spec in specs if spec.directory):
+            # This mode reads nothing, and would erase a store only when something is written.
+            stack.callback(StoreFile(directory, durable=True, mode="overwrite").close)
+
+
 def parse_listen(text: str) -> tuple[str, int]:
     """Parse `HOST:PORT` into both. Without HOST, the host is empty: all addresses. Raises CSDValueError."""
     host, _, port = text.rpartition(":")
-    if not port.isdecimal() or int(port) > 65535:
+    if not (port.isdecimal() and port.isascii() and len(port) <= 5 and int(port) <= 65535):
         raise CSDValueError(f"Invalid --listen: {text!r}; write HOST:PORT, such as 10.0.0.1:29600")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
@@ -171,4 +184,4 @@ def parse_accept(text: str) -> tuple[Role, Path]:
 
 def _print_line(line: str) -> None:
     with contextlib.suppress(OSError):  # serving continues even if the log's disk is full
-        print(line, file=sys.stderr, flush=True)
+        print(printable(line), file=sys.stderr, flush=True)

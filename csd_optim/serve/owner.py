@@ -24,6 +24,7 @@ from ..params.groups import hyperparameters_of, members, restore_hyperparameters
 from ..params.manifest import ignored_by_resume
 from ..params.param_state import DTYPES
 from ..params.summed import Summand
+from ..params.update_rule import FLT_MAX, UpdateRule
 from ..step.spec import NO_SUMS, StepPlan, Sums
 from ..store.format import Record
 from .arrivals import SENT_IN_STEP, Arrival, Arrivals
@@ -40,7 +41,7 @@ from .blocks import (
     whole,
 )
 from .flow import Flow, Layout
-from .request import Group, Param, Request, check_same_model, read_hyper
+from .request import Group, Param, Request, check_groups, check_same_model, read_hyper
 from .star import Contributions, entries_part
 from .values import dtype_named, packed, unpacked
 from .wire import Session
@@ -60,10 +61,8 @@ class Owner:
     `optimizers`: optimizer classes by name; `devices`: this owner's, as an optimizer takes them.
     """
 
-    def __init__(
-        self, optimizers: Mapping[str, Callable[..., Any]], devices: Sequence[str | Path], ranks: Ranks | None
-    ) -> None:
-        self.optimizers: Mapping[str, Callable[..., Any]] = optimizers
+    def __init__(self, optimizers: Mapping[str, type[Any]], devices: Sequence[str | Path], ranks: Ranks | None) -> None:
+        self.optimizers: Mapping[str, type[Any]] = optimizers
         self._devices, self._ranks = devices, ranks
         self.rank: int = ranks.rank if ranks else 0
         self.owners: int = ranks.size if ranks else 1
@@ -214,6 +213,7 @@ class Owner:
         assert self.request
         params = [p for group in groups for p in group.params]
         check_cover([p.name for p in params], [p.shape for p in params], blocks)
+        check_groups(groups, self.optimizer._rule, self.request)
         for group in groups:
             self.optimizer.add_param_group(self._make_group(group))
         self.request = replace(self.request, groups=(*self.request.groups, *groups))
@@ -394,7 +394,7 @@ class Owner:
         """
         if self.optimizer is None or self.request is None or not self._opened:
             raise CSDRankError("a message came before the session's model")
-        check_message(message, self.request, session.trainers)
+        check_message(message, self.request, self.optimizer._rule, session.trainers)
         params = self.params
         received: dict[int, torch.Tensor] = {}
         states: list[torch.Tensor] = []
@@ -634,7 +634,7 @@ def read_blocks(message: dict[str, Any]) -> list[Block]:
     return blocks
 
 
-def check_message(message: dict[str, Any], request: Request, trainers: int) -> None:
+def check_message(message: dict[str, Any], request: Request, rule: UpdateRule, trainers: int) -> None:
     """Check that a message about parameters is complete and valid before it is acted on. Raises CSDRankError."""
     n, op = len(request.params), message["op"]
 
@@ -651,10 +651,12 @@ def check_message(message: dict[str, Any], request: Request, trainers: int) -> N
         if op in ("step", "load"):
             numbers(message["written"])
         if op in ("step", "guess", "load"):
-            read_hyper(message["hyper"], len(request.groups))
+            read_hyper(message["hyper"], len(request.groups), None if op == "load" else rule)
         if op in ("step", "guess"):
-            if len(message["dtypes"]) != len(message["params"]) or type(message["scale"]) is not float:
-                raise ValueError("dtypes or a scale that do not fit")
+            if len(message["dtypes"]) != len(message["params"]):
+                raise ValueError("dtypes that do not fit")
+            if not (type(message["scale"]) is float and abs(message["scale"]) <= FLT_MAX):
+                raise ValueError(f"scale {message['scale']!r}")
             if len(message["pushed"]) != len(message["params"]) or not all(type(n) is int for n in message["pushed"]):
                 raise ValueError("backwards that do not fit")
             if type(message["backwards"]) is not int:
@@ -668,7 +670,8 @@ def check_message(message: dict[str, Any], request: Request, trainers: int) -> N
         if op == "load":
             numbers([index for index, _, _ in message["states"]])
             for _, step, names in message["states"]:
-                if not (isinstance(step, (int, float)) and step >= 0 and all(isinstance(name, str) for name in names)):
+                is_count = isinstance(step, (int, float)) and 0 <= step <= FLT_MAX
+                if not (is_count and all(isinstance(name, str) for name in names)):
                     raise ValueError(f"states {names!r} at step {step!r}")
         if op == "save" and [type(message[name]) for name in ("path", "wait", "snapshot")] != [str, bool, int]:
             raise ValueError(f"path {message['path']!r}")

@@ -14,20 +14,21 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from .. import errors
 from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..engine.engine import Engine
 from ..engine.open_devices import OpenDevices
 from ..engine.states import States
-from ..errors import CSDBusyError, CSDError, CSDOSError, CSDRankError, CSDRuntimeError, CSDValueError, CSDWarning
+from ..errors import CSDBusyError, CSDError, CSDRankError, CSDRuntimeError, CSDValueError, CSDWarning
 from ..errors import users_stacklevel as stacklevel
 from ..signals import interruptible
+from .answers import MAX_COUNT, number_in, owners_in, raise_if_error, raise_if_over
 from .blocks import Block, Bucket, Part, ViewOf, buckets_with_owner, receive_buckets, send_buckets
 from .early import EarlyPushes
 from .request import Request
 from .wire import (
     CONNECT_TIMEOUT,
     COUNTER,
+    END_TIMEOUT,
     LONG_TIMEOUT,
     POLL_SECONDS,
     REASON_TIMEOUT,
@@ -165,8 +166,7 @@ class RemoteEngine(Engine):
             if isinstance(e, CSDError):
                 raise
             raise CSDRankError(f"the optimizer ranks at {self.address} have not answered: {e}") from e
-        _raise_if_error(answer)
-        return number, int(answer["owners"])
+        return number, owners_in(answer)
 
     def call(
         self,
@@ -191,14 +191,15 @@ class RemoteEngine(Engine):
                 session.send_message({"blocks": blocks}, *everybody)
             for parts, view_of in sends:
                 send_buckets(session, self.buckets_with_owners(parts), view_of)
-            reply = _raise_if_over(session.receive_message(session.owner(0), timeout))
+            reply = raise_if_over(session.receive_message(session.owner(0), timeout))
         return self._apply_reply(reply)
 
     def _apply_reply(self, reply: dict[str, Any]) -> dict[str, Any]:
-        _raise_if_error(reply)
-        for text in reply.get("warnings", ()) if self.is_leader else ():
+        raise_if_error(reply)
+        notes = reply.get("warnings")
+        for text in notes if self.is_leader and isinstance(notes, list) else ():
             warnings.warn(str(text), CSDWarning, stacklevel())
-        self.states.committed_step = int(reply.get("committed_step", self.states.committed_step))
+        self.states.committed_step = number_in(reply, "committed_step", 0, MAX_COUNT, self.states.committed_step)
         return reply
 
     def announce(self, message: dict[str, Any]) -> None:
@@ -233,7 +234,7 @@ class RemoteEngine(Engine):
             if self.is_leader:
                 session.send_message(message, *(session.owner(k) for k in range(session.owners)))
             replying = _BackgroundCall(
-                session, lambda: _raise_if_over(session.receive_message(session.owner(0), LONG_TIMEOUT))
+                session, lambda: raise_if_over(session.receive_message(session.owner(0), LONG_TIMEOUT))
             )
             sending = _BackgroundCall(session, lambda: send(session))
             try:
@@ -249,7 +250,10 @@ class RemoteEngine(Engine):
             finally:
                 if replying.failure or sending.failure or not (replying.is_done and sending.is_done):
                     session.abort()
-                    sending.join(REASON_TIMEOUT)  # gradients must not be written to while they are sent
+                    # Gradients must not be written to while they are sent. And if the program ends while a thread
+                    # waits in gloo, the interpreter ends the thread there, and that ends the process with SIGABRT.
+                    sending.end(END_TIMEOUT)
+                    replying.end(END_TIMEOUT)
         return self._apply_reply(reply)
 
     def save(self, path: Path, *, wait: bool) -> Future[Path]:
@@ -271,7 +275,7 @@ class RemoteEngine(Engine):
                         time.sleep(POLL_SECONDS)
                     replies = [parse(store.get(key)) for key in keys]
                 for reply in replies:
-                    _raise_if_error(reply)
+                    raise_if_error(reply)
                 saved.set_result(path)
             except Exception as e:
                 saved.set_exception(e)
@@ -344,7 +348,8 @@ class _BackgroundCall:
                 self._future.set_exception(e)
                 session.abort()
 
-        threading.Thread(target=run, daemon=True, name="csd_optim step").start()
+        self._thread = threading.Thread(target=run, daemon=True, name="csd_optim step")
+        self._thread.start()
 
     @property
     def is_done(self) -> bool:
@@ -356,8 +361,12 @@ class _BackgroundCall:
         return self._future.exception() if self.is_done else None
 
     def join(self, timeout: float | None) -> None:
-        """Wait until it has ended, or `timeout` seconds have passed."""
+        """Wait until the function has ended, or `timeout` seconds have passed."""
         wait([self._future], timeout)
+
+    def end(self, timeout: float) -> None:
+        """Wait until the thread has ended, too, which may still end the session after the function has failed."""
+        self._thread.join(timeout)
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the result. Raises the function's exception, CSDRankError after `timeout` seconds."""
@@ -365,27 +374,3 @@ class _BackgroundCall:
         if not self.is_done:
             raise CSDRankError(f"the optimizer ranks have not answered: Timed out after {timeout:g} s")
         return self._future.result()
-
-
-def error_message(e: BaseException) -> dict[str, Any]:
-    """Encode an error as a message for the other side."""
-    kind = next((c.__name__ for c in type(e).__mro__ if c.__name__ in vars(errors)), "CSDRankError")
-    text = e.strerror if isinstance(e, OSError) and e.strerror else str(e)
-    return {"error": kind, "errno": getattr(e, "errno", None) or 5, "text": text}
-
-
-def _raise_if_over(reply: dict[str, Any]) -> dict[str, Any]:
-    """Return the reply. Raises CSDRankError if it says that the session is over."""
-    if "over" in reply:
-        raise CSDRankError(str(reply["over"]))
-    return reply
-
-
-def _raise_if_error(reply: dict[str, Any]) -> None:
-    if "error" not in reply:
-        return
-    kind = getattr(errors, str(reply["error"]), None)
-    if not (isinstance(kind, type) and issubclass(kind, CSDError)):
-        kind = CSDRankError
-    text = f"{reply.get('text')} (said by the optimizer ranks)"
-    raise kind(int(reply.get("errno", 5)), text) if issubclass(kind, CSDOSError) else kind(text)

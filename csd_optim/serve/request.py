@@ -13,14 +13,16 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ..distributed.sharding import is_replicated
-from ..errors import CSDRankError, CSDRuntimeError, CSDStoreError
-from ..params.groups import Groups, hyperparameters_of, name_of
+from ..errors import CSDError, CSDRankError, CSDRuntimeError, CSDStoreError
+from ..params.groups import Groups, check_state_dtype, hyperparameters_of, name_of
 from ..params.param_state import DTYPES
+from ..params.update_rule import UpdateRule
 from .values import dtype_named
 from .wire import PROTOCOL
 
 MAX_TRAINERS = 4096
 MAX_DIMS = 64  # torch's own limit
+MAX_TILE = 1 << 30  # elements
 MODES = ("new", "resume", "overwrite")
 
 
@@ -140,17 +142,58 @@ def _read_param(fields: dict[str, Any]) -> Param:
         raise ValueError(f"a shape of {len(shape)} and a stride of {len(stride)} dimensions")
     if not all(type(n) is int and 0 <= n < 1 << 48 for n in (*shape, *stride)):
         raise ValueError(f"shape {shape} and stride {stride}")
-    if math.prod(shape) * dtype.itemsize >= 1 << 48:
-        raise ValueError(f"shape {shape}")
+    span = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    if max(math.prod(shape), span) * dtype.itemsize >= 1 << 48:
+        raise ValueError(f"shape {shape} and stride {stride}")
     if fields["trains"] and dtype not in DTYPES:
         raise ValueError(f"a parameter of dtype {dtype}")
     return Param(str(fields["name"])[:1000], bool(fields["named"]), shape, stride, dtype, bool(fields["trains"]))
 
 
-def read_hyper(groups_hyper: Any, groups: int) -> None:
-    """Check the hyperparameters of all groups (or None). Raises ValueError, TypeError, AttributeError."""
-    if groups_hyper is not None and len([_hyperparameters(group) for group in groups_hyper]) != groups:
+def read_hyper(groups_hyper: Any, groups: int, rule: UpdateRule | None) -> None:
+    """Check the hyperparameters of all groups (or None), with `rule` also that a step can be made with them.
+
+    Raises ValueError, TypeError, AttributeError, KeyError.
+    """
+    if groups_hyper is None:
+        return
+    if len(groups_hyper) != groups:
         raise ValueError(f"hyperparameters of {len(groups_hyper)} groups, not {groups}")
+    for group in map(_hyperparameters, groups_hyper):
+        if rule:
+            rule.check(group)
+
+
+def check_groups(groups: Sequence[Group], rule: UpdateRule, request: Request) -> None:
+    """Check for what an optimizer of this rule would refuse new groups. Raises CSDRankError, CSDValueError."""
+    with _Reading():
+        for group in groups:
+            rule.check(group.hyper)
+            check_state_dtype(group.hyper.get("state_dtype", request.options["state_dtype"]), rule=rule)
+            if group.hyper.keys() & {"params", "param_names"} or group.hyper.get("differentiable"):
+                raise ValueError(f"hyperparameters {', '.join(group.hyper)}")
+            decays = [of.get("decoupled_weight_decay", True) for of in (request.defaults, group.hyper)]
+            if not all(isinstance(decay, bool) for decay in decays) or decays == [True, False]:
+                raise ValueError(f"decoupled_weight_decay {decays}")
+        if len({any(p.named for p in group.params) for group in groups}) > 1:
+            raise ValueError("the parameters of some groups have names, and those of others have none")
+
+
+def check_request(request: Request, rule: UpdateRule) -> None:
+    """Check all of a request that needs no store, before it ends the session under way.
+
+    `rule`: of the optimizer that is requested. Raises CSDRankError, CSDValueError.
+    """
+    with _Reading():
+        if not request.groups:
+            raise ValueError("no parameter groups")
+        if "decoupled_weight_decay" in request.defaults and rule.name != "adamw":
+            raise ValueError(f"decoupled_weight_decay for the rule {rule.name}")
+        check_state_dtype(request.options["state_dtype"], rule=rule)
+        tile_size = request.options["tile_size"]
+        if not (tile_size is None or (type(tile_size) is int and 0 < tile_size <= MAX_TILE)):
+            raise ValueError(f"tile_size {tile_size!r}")
+    check_groups(request.groups, rule, request)
 
 
 def _hyperparameters(hyper: dict[str, Any]) -> dict[str, Any]:
@@ -173,7 +216,7 @@ class _Reading:
         pass
 
     def __exit__(self, _: Any, e: BaseException | None, __: Any) -> None:
-        if isinstance(e, (KeyError, TypeError, ValueError, AttributeError)) and not isinstance(e, CSDRankError):
+        if isinstance(e, (KeyError, TypeError, ValueError, AttributeError)) and not isinstance(e, CSDError):
             raise CSDRankError(f"the trainers' request cannot be read: {type(e).__name__}: {e}") from e
 
 

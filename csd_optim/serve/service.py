@@ -25,12 +25,12 @@ from typing import Any
 import torch
 
 from ..distributed.ranks import Ranks, all_ranks_or_none
-from ..errors import CSDError, CSDRankError
+from ..errors import CSDError, CSDRankError, CSDValueError
+from .answers import error_message
 from .blocks import Block, Bucket
 from .flow import Flow
 from .owner import NotUndone, Owner, read_blocks
-from .remote import error_message
-from .request import Group, Request, read_group, read_request
+from .request import Group, Request, check_request, read_group, read_request
 from .wire import (
     COUNTER,
     JOIN_TIMEOUT,
@@ -48,6 +48,7 @@ from .wire import (
 )
 
 REPORT_SECONDS = 10.0  # seconds between two lines about progress
+POLLED_AT_ONCE = 100  # number of sessions
 OPS = ("open", "listen", "guess", "step", "pull", "join", "load", "state", "save", "synchronize", "close")
 CONTINUE, OVER, STOP = range(3)  # votes
 
@@ -97,6 +98,7 @@ class Service:
         token = ranks.gather_objects(token)[0] if ranks else token
         self._current_key, self._stop_key = f"{token}/current", f"{token}/stop"
         self._last_answered = 0  # number of the last session that owner 0 has granted or refused
+        self._last_polled = 0  # numbers up to this one were polled for requests, in the present round over all of them
         self._last_served = 0  # number of the last session that all owners have begun
         self.stopping = False  # set by a signal handler
 
@@ -124,15 +126,25 @@ class Service:
     def _poll_session(self) -> int:
         """Return the number of the current session, which owner 0 grants. Raises _Stop if any owner is to stop."""
         with lost("the first optimizer rank is gone"):
-            if self.stopping:
+            if self.stopping and self._ranks:
                 self._store.set(self._stop_key, "1")
-            if self._store.check([self._stop_key]):
+            # Strangers can find the key and set it, so an owner without others does not look there.
+            if self.stopping or (self._ranks and self._store.check([self._stop_key])):
                 raise _Stop
             if self._owner.rank == 0:
-                for number in range(self._last_answered + 1, self._store.add(COUNTER, 0) + 1):
+                last = self._number_at(COUNTER)
+                first = max(self._last_answered, self._last_polled) + 1
+                end = min(last + 1, first + POLLED_AT_ONCE)  # anybody can set the counter: poll no more before a stop
+                for number in range(first, end):
                     if self._store.check([request_key(number)]):  # trainers take a number first, then set the request
                         self._grant(number)
-            return int(self._store.get(self._current_key)) if self._store.check([self._current_key]) else 0
+                self._last_polled = 0 if end > last else end - 1
+            return self._number_at(self._current_key)
+
+    def _number_at(self, key: str) -> int:
+        """Return the number at a key of the store that anybody can write to; 0 if there is none."""
+        text = self._store.get(key) if self._store.check([key]) else b""
+        return int(text) if text.isdigit() and len(text) < 19 else 0
 
     def _grant(self, number: int) -> None:
         self._last_answered = number
@@ -146,10 +158,12 @@ class Service:
             self._store.set(self._current_key, str(number))
 
     def _read_request(self, number: int) -> Request:
-        """Read the request for a session. Raises CSDRankError if it is missing or malformed."""
+        """Read the request for a session. Raises CSDRankError, CSDValueError if it is missing or malformed."""
         if not self._store.check([request_key(number)]):
             raise CSDRankError("the request of the session is gone")
-        return read_request(parse(self._store.get(request_key(number))), [*self._owner.optimizers])
+        request = read_request(parse(self._store.get(request_key(number))), [*self._owner.optimizers])
+        check_request(request, self._owner.optimizers[request.optimizer]._rule)
+        return request
 
     def _next_session(self) -> int:
         while (number := self._poll_session()) == self._last_served:
@@ -180,7 +194,7 @@ class Service:
             request = self._read_request(number)
             session = self._join(request, number)
             self._owner.begin_session(session)
-        except (CSDRankError, _Stop) as e:
+        except (CSDRankError, CSDValueError, _Stop) as e:  # also if the request was changed since it was granted
             failure = e
         while self._vote(number, failure):
             assert session

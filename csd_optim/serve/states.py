@@ -13,6 +13,7 @@ from ..distributed.sharding import is_replicated
 from ..errors import CSDRankError, CSDRuntimeError
 from ..params.groups import hyperparameters_of
 from ..params.memory_warnings import FETCHED, warn_if_large
+from .answers import check_state_list
 from .blocks import Part, ViewOf
 from .blocks import whole as all_of
 from .model import TrainerModel, TrainerParam, views
@@ -69,7 +70,8 @@ class StatesElsewhere(TrainerModel):
         with all_ranks_or_none(self._ranks):
             self._register_params()
         with engine.lock:
-            state_list = self._remote.call({"op": "state", "to": to})["states"]
+            reply = self._remote.call({"op": "state", "to": to})
+            state_list = check_state_list(reply, len(self._known), self._rule.sections)
             if to is None or not self._ranks or self._ranks.rank == to:
                 states = self._fetch_states(state_list, whole=to is not None)
                 self._fetched = states if to is None else None

@@ -28,6 +28,7 @@ from ..params.param_state import DTYPES, check_param
 from ..step.prepare import clip_to, participants
 from ..step.spec import Participants
 from ..store.file import Mode
+from .answers import check_open_reply, grad_norm_in, reading
 from .blocks import Part, ViewOf, send_buckets
 from .early import EarlyPushes, all_finite, mark_overflow, mean_of
 from .flow import GUESS_FIELDS
@@ -97,6 +98,7 @@ class _Trainer(StatesElsewhere):
             engine = RemoteEngine(self._address, ranks, request)
             self._register_params()
             reply = engine.call({"op": "open"}, blocks=self._blocks(0), timeout=LONG_TIMEOUT)
+            check_open_reply(reply, len(self.param_groups), len(self._known))
         except BaseException as e:
             if engine:
                 engine.abandon()
@@ -135,8 +137,9 @@ class _Trainer(StatesElsewhere):
         reply = self._open_reply
         if not reply["recovered"]:
             return
-        for group, kept in zip(self.param_groups, reply["groups"], strict=True):
-            restore_hyperparameters(group, kept)
+        with reading("hyperparameters"):
+            for group, kept in zip(self.param_groups, reply["groups"], strict=True):
+                restore_hyperparameters(group, kept)
         states = unpacked(reply["user_states"]) or [{}]
         rank, size = (self._ranks.rank, self._ranks.size) if self._ranks else (0, 1)
         self.user_state = states[rank] if len(states) == size else states[0]
@@ -177,6 +180,8 @@ class _Trainer(StatesElsewhere):
         remote = self._remote
         with all_ranks_or_none(self._ranks) as exchanged:
             self._check_topk()
+            for group in self.param_groups:
+                self._rule.check(group, grad_scale)
             self._register_params()
             taking_part = participants(self.param_groups, type(self).__name__, self._sparse_alternatives)
             grads = self._grads(taking_part)
@@ -195,6 +200,7 @@ class _Trainer(StatesElsewhere):
         if self.max_grad_norm is not None and not self._is_star:
             norm = self._norm(params, pushed) * abs(grad_scale)
             grad_scale, self._steps.grad_norm = grad_scale * clip_to(norm, self.max_grad_norm), norm
+            self._rule.check(self.param_groups[0], grad_scale)  # raises on all trainers alike
         if not params:
             return
         if len(self.param_groups) > self._groups_sent:
@@ -245,7 +251,7 @@ class _Trainer(StatesElsewhere):
         self._hyper_sent, self._user_states_sent, self._resumed = hyper_now, states_now, False
         self._guess_next_step(message)
         if self._selection:
-            self._steps.grad_norm = reply["grad_norm"]
+            self._steps.grad_norm = grad_norm_in(reply)
             self._selection.end(feeds_back=self.error_feedback)
         for known in params:
             known.steps += 1
@@ -317,6 +323,11 @@ class _Trainer(StatesElsewhere):
             or self._dirty_params({})
         ):
             return
+        try:
+            for group in self.param_groups:
+                self._rule.check(group)
+        except CSDValueError:
+            return  # step() raises it
         hyper = [hyperparameters_of(group, self._rule.hyperparameters) for group in self.param_groups]
         n = len(self._guessed_message["params"])
         remote.announce(

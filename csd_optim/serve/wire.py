@@ -40,6 +40,7 @@ REQUEST_BYTES = 7 << 20  # maximum length of a request: a TCPStore value is limi
 DEFAULT_TIMEOUT = 600.0  # seconds that the other side may be silent within a step
 CONNECT_TIMEOUT = 60.0  # seconds to reach owner 0
 REASON_TIMEOUT = 2.0  # seconds to wait for the reason why a session is over
+END_TIMEOUT = 10.0  # seconds for a thread to end once its session was aborted; it takes milliseconds
 JOIN_TIMEOUT = 60.0  # seconds to form the process group once all members are known to be running
 # Timeout in seconds where no limit makes sense: a trainer may compute, and an owner may read its store, for any length
 # of time. If the other side's machine vanishes silently, the next session supersedes this one; a thread that still

@@ -289,18 +289,22 @@ def test_what_is_no_request_is_refused_and_a_session_goes_on(owners):
         assert all(torch.equal(a, b) for a, b in zip(image, training.image(), strict=True))
 
 
-def a_request(mode="resume", optimizer="CSDAdam", trainers=1, shape=(3, 3), dtype="float32"):
-    p = {"name": "p", "named": True, "shape": shape, "stride": [1] * len(shape), "dtype": dtype, "trains": True}
-    options = {"state_dtype": "fp32", "tile_size": None}
+HYPER = {"lr": 0.1, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01, "amsgrad": False, "maximize": False}
+
+
+def a_request(mode="resume", optimizer="CSDAdam", trainers=1, hyper=(), options=(), defaults=(), **param):
+    """Return a request for a session with one parameter. `param`: its fields that are not the usual ones."""
+    shape = param.get("shape", (3, 3))
+    p = {"name": "p", "named": True, "shape": shape, "stride": [1] * len(shape), "dtype": "float32", "trains": True}
     return {
         "protocol": PROTOCOL,
         "optimizer": optimizer,
-        "defaults": {"decoupled_weight_decay": True},
-        "options": options,
+        "defaults": {"decoupled_weight_decay": True, **dict(defaults)},
+        "options": {"state_dtype": "fp32", "tile_size": None, **dict(options)},
         "mode": mode,
         "trainers": trainers,
         "who": "a test",
-        "groups": [{"hyper": {}, "params": [p]}],
+        "groups": [{"hyper": {**HYPER, **dict(hyper)}, "params": [{**p, **param}]}],
     }
 
 
