@@ -117,10 +117,10 @@ def goes_on(directory, size=2, step=6, options=None):
 def dies_at(point, step):
     """Kills this process at `point` of a step or its commit."""
 
-    def before_tiles_are_finished(finish, engine, keep=True):
+    def before_tiles_are_finished(finish, engine, keep=True, **of_commit):
         if engine.states.step + 1 == step:
             die()
-        finish(engine, keep)
+        finish(engine, keep, **of_commit)
 
     def on_one_device(publish, store, staged, copy):
         if copy == 0 and staged.superblock.step == step and staged.superblock.device == 1:
@@ -298,6 +298,7 @@ def train_on_a_full_disk(rank, copy):
     return training.image() == uninterrupted(rank, 6), said
 
 
+@pytest.mark.at_hand("reads states of a closed optimizer, which are mapped")
 @pytest.mark.fp32_states("only fp32 states are mapped")
 def test_no_rank_goes_on_when_one_cannot_commit(tmp_path):
     (right_0, said_0), (right_1, said_1) = on_living_ranks(2, train_on_a_full_disk, 0, directory=tmp_path)
