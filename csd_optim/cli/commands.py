@@ -546,6 +546,10 @@ def serve(
         list[str] | None,
         typer.Option(metavar="ROLE=CERT", hidden=True, help="Protocol 4: whom to let in, and as what."),
     ] = None,
+    allow_save: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="DIR", hidden=True, help="Protocol 4: save() may make snapshots below DIR."),
+    ] = None,
 ) -> None:
     """Run an optimizer rank: keep states here for trainers elsewhere, whose devices are serve://HOST:PORT.
 
@@ -558,7 +562,7 @@ def serve(
         from .serving import parse_accept
         from .serving import serve as serve_
 
-        serve_(devices, listen, timeout, protocol, key, [*map(parse_accept, accept or ())])
+        serve_(devices, listen, timeout, protocol, key, [*map(parse_accept, accept or ())], allow_save or ())
 
 
 @app.command(context_settings={"allow_interspersed_args": False})

@@ -41,15 +41,16 @@ def serve(
     protocol: int = 3,
     key: Path | None = None,
     accept: Sequence[tuple[Role, Path]] = (),
+    allow_save: Sequence[Path] = (),
 ) -> None:
     """Serve trainers until SIGTERM or Ctrl-C. Returns when all states are durable.
 
-    `key`, `accept`: see Listener; with protocol 4 only.
+    `key`, `accept`: see Listener; `allow_save`: see Ownership. With protocol 4 only.
     Raises CSDValueError or CSDOSError if it cannot start, CSDRankError if another optimizer rank is lost.
     """
     host, port = parse_listen(address)
     if protocol == 4:
-        return _serve_frames(devices, (host, port), timeout, key, accept)
+        return _serve_frames(devices, (host, port), timeout, key, accept, allow_save)
     if "RANK" in os.environ and not dist.is_initialized():
         dist.init_process_group("gloo")
     ranks = ranks_of(None)
@@ -91,12 +92,13 @@ def _serve_frames(
     timeout: float,
     key: Path | None,
     accept: Sequence[tuple[Role, Path]],
+    allow_save: Sequence[Path],
 ) -> None:
     """Serve trainers with `?protocol=4`: an engine over frames, see serve/owner_session.py."""
     specs = _durable(devices)
     try_to_open(specs)
-    ownership = Ownership(specs)
-    owner = SessionOwner(ownership, timeout, _print_line)
+    ownership = Ownership(specs, allow_save)
+    owner = SessionOwner(ownership, timeout, _write_line)  # its lines are printable
     stopping, woken, reloads = threading.Event(), threading.Event(), threading.Event()
     listener = Listener(address, key=key, accept=accept, on_session=owner.serve, log=_print_line, timeout=timeout)
 
@@ -183,5 +185,9 @@ def parse_accept(text: str) -> tuple[Role, Path]:
 
 
 def _print_line(line: str) -> None:
+    _write_line(printable(line))
+
+
+def _write_line(line: str) -> None:
     with contextlib.suppress(OSError):  # serving continues even if the log's disk is full
-        print(printable(line), file=sys.stderr, flush=True)
+        print(line, file=sys.stderr, flush=True)

@@ -54,24 +54,28 @@ class ControlConnection:
                 self.shutdown()
                 raise
 
-    def receive(self, timeout: float | None = None) -> tuple[dict[str, Any], list[memoryview]]:
+    def receive(
+        self, timeout: float | None = None, most: int = MESSAGE_BYTES
+    ) -> tuple[dict[str, Any], list[memoryview]]:
         """Return the next message and its arrays. `timeout`: seconds until it begins (None: no limit).
+
+        `most`: its maximum length in bytes, if that is less than usual.
 
         Raises ConnectionClosed, also if what was sent is no message.
         """
         try:
             self._stream.wait(timeout)
-            return self._receive()
+            return self._receive(min(most, self._most))
         except BaseException:
             self.shutdown()  # also after Ctrl-C: nobody knows how much of the message was received
             raise
 
-    def _receive(self) -> tuple[dict[str, Any], list[memoryview]]:
+    def _receive(self, most: int) -> tuple[dict[str, Any], list[memoryview]]:
         length, n = LENGTHS.unpack(self._bytes(LENGTHS.size))
-        if n > MOST_ARRAYS or length > self._most:
+        if n > MOST_ARRAYS or length > most:
             raise ConnectionClosed(f"a message was refused: {n} arrays, JSON of {length} bytes")
         sizes = struct.unpack(f"!{n}Q", self._bytes(8 * n))
-        if length + sum(sizes) > self._most:
+        if length + sum(sizes) > most:
             raise ConnectionClosed(f"a message of {length + sum(sizes)} bytes was refused")
         message = parse(self._bytes(length))
         return message, [memoryview(self._bytes(size)) for size in sizes]

@@ -209,8 +209,9 @@ def _places(address: tuple[str, int], key: Key | None) -> list[Any]:
     host, port = address
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as e:
-        raise CSDUnavailableError(errno.EHOSTUNREACH, f"the address of {host} is not known: {e.strerror}") from None
+    except (OSError, UnicodeError) as e:  # UnicodeError: no name of a host can be like that
+        why = getattr(e, "strerror", None) or e
+        raise CSDUnavailableError(errno.EHOSTUNREACH, f"the address of {host!r} is not known: {why}") from None
     for *_, place in found:
         if key is None and not is_loopback(str(place[0])):
             raise CSDValueError(

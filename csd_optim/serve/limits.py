@@ -14,7 +14,6 @@ from .tcp import Tcp
 HANDSHAKES = 64  # at once
 PER_ADDRESS = 8  # of them from one address
 LOG_SECONDS = 10.0  # at most one line about refusals in so much time
-TEXT = 200  # characters of a text from outside in the log
 
 
 class Places:
@@ -113,9 +112,3 @@ def is_loopback(host: str) -> bool:
     address = ipaddress.ip_address(host.partition("%")[0])
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return (mapped or address).is_loopback
-
-
-def escaped(text: str, most: int = TEXT) -> str:
-    """Return a text from outside, fit for a log: one line, at most `most` characters, nothing that a terminal obeys."""
-    cut = text if len(text) <= most else text[:most] + "..."
-    return "".join(c if c.isprintable() and c != "\\" else c.encode("unicode_escape").decode() for c in cut)

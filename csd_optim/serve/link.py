@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ..errors import CSDError, CSDRankError, CSDRuntimeError
 from .frames import DataConnection, Header
-from .messages import MAX_NEWS, NEWS, PARAMS, PROTOCOL, PUSH, Fields, raise_error, refuse, unpack_news
+from .messages import MAX_NEWS, NEWS, PARAMS, PROTOCOL, PUSH, Fields, raise_error, refuse, said, unpack_news
 from .session import Session
 from .tiles_under_way import TilesUnderWay
 
@@ -163,7 +163,7 @@ class Link:
                 if "working" not in fields:
                     break
         except BaseException as e:  # also an interrupt: the answer would be taken for that to the next request
-            lost = e if isinstance(e, CSDRankError) else CSDRankError(f"the optimizer ranks are gone: {e}")
+            lost = e if isinstance(e, CSDRankError) else CSDRankError(f"the optimizer ranks are gone: {said(e)}")
             self._lost(session, lost)
             if isinstance(e, (CSDRankError, OSError)):
                 raise lost from e
@@ -211,7 +211,7 @@ class Link:
                 views, words = travelling.outgoing(tile)
                 nbytes = sum(map(len, views))
                 connection.send(Header(PUSH, tile, travelling.tiles.begin, nbytes, words), views)
-            except (CSDError, OSError) as e:
+            except Exception as e:  # whatever it is: nobody would notice that this thread is gone
                 travelling.tiles.abort_transfer()
                 return self._lost(session, _as_rank_error(e))
             travelling.tiles.note_sent()
@@ -229,7 +229,7 @@ class Link:
                     self._take_params(connection, header)
                 else:
                     refuse(f"a frame of kind {header.kind} with {header.nbytes} bytes")
-        except (CSDError, OSError) as e:
+        except Exception as e:
             self._lost(session, _as_rank_error(e))
 
     def _take_params(self, connection: DataConnection, header: Header) -> None:
@@ -264,4 +264,4 @@ class Link:
 
 
 def _as_rank_error(e: Exception) -> CSDRankError:
-    return e if isinstance(e, CSDRankError) else CSDRankError(f"the optimizer ranks are gone: {e}")
+    return e if isinstance(e, CSDRankError) else CSDRankError(f"the optimizer ranks are gone: {said(e)}")

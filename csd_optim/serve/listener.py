@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import select
 import socket
@@ -23,6 +24,7 @@ from .tcp import ConnectionClosed, Tcp
 
 FIRST_SECONDS = 2.0  # for message 1
 BACKLOG = 128
+PR_SET_DUMPABLE = 4  # of prctl(), for which Python has no function
 TICK = 0.25  # seconds between looks at deadlines, while there are any
 
 
@@ -55,6 +57,8 @@ class Listener:
         if key is None and accept:
             raise CSDValueError("certificates are accepted, but the owner has no key: add --key FILE")
         self._files, self._has_key = (key, accept), key is not None
+        if key is not None:
+            _forbid_core_dumps()
         accepted = None if key is None else Accepted(key, accept)
         self.fingerprint: str = "" if accepted is None else accepted.key.fingerprint  # of this owner
         self._on_session, self._log = on_session, QuietLog(log)
@@ -183,6 +187,11 @@ class Listener:
                 raise
 
 
+def _forbid_core_dumps() -> None:
+    """Keep this process's memory, which has its keys, out of files. No debugger of another user can attach then."""
+    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
 def _listening(address: tuple[str, int], has_key: bool) -> socket.socket:
     """Return a socket that listens at (host, port). Raises CSDOSError; CSDValueError if that address needs a key."""
     host, port = address
@@ -196,10 +205,11 @@ def _listening(address: tuple[str, int], has_key: bool) -> socket.socket:
                 f"127.0.0.1, where everybody on this machine is let in"
             )
         return socket.create_server((str(place[0]), port), family=family, backlog=BACKLOG)
-    except OSError as e:
-        if isinstance(e, CSDError):
-            raise
-        raise CSDOSError(e.errno, f"cannot listen at {host}:{port}: {e.strerror}") from None
+    except CSDError:
+        raise
+    except (OSError, UnicodeError) as e:  # UnicodeError: no name of a host can be like that
+        number, why = getattr(e, "errno", errno.EINVAL), getattr(e, "strerror", None) or e
+        raise CSDOSError(number, f"cannot listen at {host!r}, port {port}: {why}") from None
 
 
 def _send_away(sock: socket.socket) -> None:

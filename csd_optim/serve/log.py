@@ -5,10 +5,10 @@ from __future__ import annotations
 MAX_LINE = 1000  # characters
 
 
-def printable(text: str) -> str:
-    """Return `text` as one line of at most MAX_LINE characters, in which all but printable ones are escaped."""
-    shown = "".join(map(_escaped, text[: MAX_LINE + 1]))
-    return shown if len(shown) <= MAX_LINE else shown[: MAX_LINE - 3] + "..."
+def printable(text: str, most: int = MAX_LINE) -> str:
+    """Return `text` as one line of at most `most` characters, in which all but printable ones are escaped."""
+    shown = "".join(map(_escaped, text[: most + 1]))
+    return shown if len(shown) <= most else shown[: most - 3] + "..."
 
 
 def _escaped(c: str) -> str:

@@ -134,6 +134,9 @@ def unpack_rows(packed: np.ndarray[Any, Any], n_params: int, n_hypers: int) -> n
         ("constants", bool((packed["hyper"] < max(n_hypers, 1)).all())),
         ("dtypes", all(bool(np.isin(packed[f"{of}_dtype"], dtypes).all()) for of in ("grad", "param", "topk"))),
         ("masters", bool(np.isin(packed["master"], MASTERS).all())),
+        # The master of a new parameter is in an image, which only tiles with gradients have.
+        ("new parameters", bool((packed["has_grad"] & packed["in_image"])[packed["master"] == NEW].all())),
+        ("images", bool((packed["has_grad"] >= packed["in_image"]).all())),
         ("flags", bool((packed["has_grad"] <= 1).all() and (packed["in_image"] <= 1).all())),
         ("ratios", bool(((packed["topk"] >= 0) & (packed["topk"] <= 1)).all())),  # false for NaN
         ("reserved bytes", not packed["reserved"].any()),
@@ -189,6 +192,11 @@ def dtype_named(name: str) -> torch.dtype | None:
     if name not in known:
         refuse(f"the dtype {name!r}")
     return known[name]
+
+
+def said(e: BaseException) -> str:
+    """Return the text of an error; with its class if it is none of ours."""
+    return str(e) if isinstance(e, (CSDError, OSError)) else f"{type(e).__name__}: {e}"
 
 
 def error_of(e: BaseException) -> dict[str, Any]:

@@ -17,8 +17,9 @@ from ..checkpoint import snapshot
 from ..checkpoint.files import no_progress
 from ..errors import CSDError, CSDRankError
 from ..store.format import Record
-from ..store.layout import Extent
+from ..store.layout import TILE_ELEMS, Extent
 from ..store.sections import FP32, GROUP, SECTIONS
+from .control import MESSAGE_BYTES
 from .messages import (
     CHUNK,
     MODES,
@@ -38,10 +39,13 @@ from .messages import (
 )
 from .owner_step import WINDOW, Buffers, OwnerStep
 from .ownership import Ownership
+from .save_place import SavePlace
 from .session import Role
 
-MAX_RECORD = 1 << 30  # bytes of a record
+MAX_RECORD = MESSAGE_BYTES  # bytes of a record
 MAX_NUMELS = 1 << 47  # fp32 values that join at once
+MAX_TILE_ELEMS = 1 << 26  # that trainers may choose: the owner has memory for WINDOW tiles
+MAX_TILES, MAX_PARAMS = 1 << 22, 1 << 20  # of a model
 Reply = tuple[dict[str, Any], list[Any]]
 DONE: Reply = ({}, [])
 
@@ -60,15 +64,9 @@ class Hello(NamedTuple):
     store: str  # what the trainer was attached to; "" without attach
     step: int  # the trainer's last step
 
-    def check_role(self, role: Role) -> None:
-        """Raise CSDRankError if this is more than the trainer's key may do."""
-        needed = Role.ADMIN if self.mode == "overwrite" else Role.TRAINER
-        if not role.may(needed):
-            raise CSDRankError(f"{self.mode} needs the role {needed.value}; this key has the role {role.value}")
-
     def check_attach(self, ownership: Ownership) -> None:
-        """Raise CSDRankError if the trainer cannot go on here where it was."""
-        if self.mode == "attach" and self.store != ownership.store_id:
+        """Raise CSDRankError if the trainer cannot go on here where it was, as far as that is known yet."""
+        if self.mode == "attach" and ownership.is_open and self.store != ownership.store_id:
             raise CSDRankError("the optimizer ranks have another store now: start again with resume=True")
 
 
@@ -81,7 +79,7 @@ def check_hello(fields: Fields) -> Hello:
     if fields.integer("trainers", 1, 1 << 12) != 1 or fields.integer("trainer", 0, 0):
         raise CSDRankError("protocol 4 serves one trainer so far: leave out protocol=4")
     fields.text("token")
-    tile_elems = fields.integer("tile_elems", 0, 1 << 31) or None
+    tile_elems = fields.integer("tile_elems", 0, MAX_TILE_ELEMS) or None
     attaches = fields.text("mode", MODES) == "attach"
     return Hello(
         fields.text("mode"),
@@ -98,8 +96,7 @@ class OwnerRequests:
 
     def __init__(self, ownership: Ownership, role: Role, note_step: Callable[[OwnerStep | None], None]) -> None:
         """`role`: the trainer's. `note_step` is called with the step that frames belong to from now on."""
-        self._role = role
-        self._ownership, self._note_step = ownership, note_step
+        self._ownership, self._role, self._note_step = ownership, role, note_step
         self._buffers = Buffers()
         self._step: OwnerStep | None = None
         self._brackets = contextlib.ExitStack()  # of writing() and loading()
@@ -107,7 +104,8 @@ class OwnerRequests:
         self.is_broken: bool = False  # the session must end, and the next one reopens the store
         # By row and section: states with which the next step begins, and how many of their elements have arrived.
         self._edits: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}
-        self._saving: Future[Path] | None = None
+        self._saving: tuple[Future[Path], SavePlace] | None = None
+        self._taken_back = True  # there is no kept step that may still be taken back
         self.begins: int = 0  # number of the last BEGIN
         self.most_bytes: int = 0  # that a frame may have
 
@@ -166,6 +164,9 @@ class OwnerRequests:
             refuse("the names of states")
         if not len(numels) or numels.max() > MAX_NUMELS or int(numels.sum(dtype=object)) > MAX_NUMELS:
             refuse("the sizes of parameters")
+        some = int(numels.sum(dtype=object)) // (engine.tile_elems or TILE_ELEMS)
+        if some > MAX_TILES - len(engine.tiles) or len(numels) > MAX_PARAMS - engine.tiles.n_params:
+            refuse(f"more than {MAX_TILES} tiles, for which a larger tile_size helps, or {MAX_PARAMS} parameters")
         if fields.integer("first_param") != engine.tiles.n_params:
             refuse("new parameters that do not follow those before")
         param_dtype = dtype_named(fields.text("param_dtype"))
@@ -404,20 +405,31 @@ class OwnerRequests:
 
     def _on_save(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
         self._no_step()
-        path = Path(fields.text("path"))
         if not self._role.may(Role.ADMIN):
-            raise CSDRankError(f"save() needs the role admin; this key has the role {self._role.value}")
-        if not path.is_absolute():
-            raise CSDRankError(f"{path} is not absolute: a snapshot is made on the machine of the optimizer ranks")
-        with self._engine.lock:
-            self._saving = snapshot.save(self._engine, path, no_progress, wait=True).future
+            raise CSDRankError(f"save() needs the key of an admin: your key is accepted as {self._role.value}")
+        if self._saving:
+            refuse("a snapshot is being made")
+        place = SavePlace(self._ownership.allow_save, Path(fields.text("path")))
+        try:
+            with self._engine.lock:
+                saving = snapshot.save(self._engine, place.through, no_progress, wait=True).future
+        except BaseException as e:
+            place.close()
+            if isinstance(e, CSDError):
+                raise place.as_named(e) from None
+            raise
+        saving.add_done_callback(lambda _: place.close())
+        self._saving = saving, place
         return DONE
 
     def _on_saved(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
-        saving, self._saving = self._saving, None
-        if saving is None:
+        if self._saving is None:
             refuse("no snapshot is being made")
-        saving.result()
+        (saving, place), self._saving = self._saving, None
+        try:
+            saving.result()
+        except CSDError as e:
+            raise place.as_named(e) from None
         return DONE
 
     def _on_close(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:

@@ -13,14 +13,17 @@ from typing import Any
 from ..errors import CSDError, CSDRankError
 from ..threads import start_thread
 from .frames import Header
-from .limits import escaped
-from .messages import NEWS, PARAMS, PUSH, Fields, error_of, pack_news, refuse
+from .log import printable
+from .messages import NEWS, PARAMS, PUSH, Fields, error_of, pack_news, refuse, said
 from .owner_requests import Closed, OwnerRequests, check_hello
 from .owner_step import OwnerStep
 from .ownership import Ownership
-from .session import Session
+from .session import Role, Session
 
 CLOSE_SECONDS = 5.0  # for which the connections stay open after the answer to a `close`
+HELLO_SECONDS = 60.0  # within which an admitted trainer asks for a session
+HELLO_BYTES = 64 << 10  # maximum length of that request
+LINE, TEXT = 500, 200  # characters of a line in the log, and of a trainer's name
 
 
 class OwnerSession:
@@ -58,17 +61,26 @@ class OwnerSession:
             self._answer(number, *answer)
             while not self._over:
                 self._serve_request()
-        except (CSDError, OSError) as e:
-            self.end(str(e))
+        except Exception as e:  # whatever it is: nobody would notice that this thread is gone
+            self.end(said(e))
         finally:
-            self.end("the owner has failed")
+            try:
+                self._clean_up(threads)
+            finally:
+                self.ended.set()  # whatever has failed: the next session waits for this
+
+    def _clean_up(self, threads: list[threading.Thread]) -> None:
+        self.end("the owner has failed")
+        try:
             self._requests.end()  # before threads end: they may wait for tiles of the step that this undoes
+        except BaseException:
+            self._ownership.in_doubt = True
+            raise
+        finally:
             for thread in threads:
                 if thread.ident is not None:
                     thread.join()
             self._ownership.committer.on_committed = lambda _: None
-            self._session.close()
-            self.ended.set()
 
     def end(self, why: str) -> None:
         """End the session: its connections are shut down. Idempotent."""
@@ -88,22 +100,26 @@ class OwnerSession:
         number = fields.integer("n")
         with self._changed:
             self._answering = number
+        self._check_key()
         try:
             answer, results = self._requests.execute(fields, arrays)
         except Closed:
             self._answer(number, self._commit_fields(), [])
             self._session.control.receive(CLOSE_SECONDS)  # until the trainer has the answer, and ends the connection
         except CSDError as e:
-            self._print_line(f"a request failed: {escaped(str(e))}")
+            self._print_line(f"{fields.text('op')} failed: {e}")
             self._answer(number, error_of(e), [])
             return self.end("states were not written as a whole") if self._requests.is_broken else None
-        except (MemoryError, RuntimeError, OSError, TypeError, ValueError, KeyError) as e:
+        except Exception as e:
             self._ownership.in_doubt = True
-            self._answer(number, error_of(CSDRankError(f"{type(e).__name__}: {e}")), [])
-            raise CSDRankError(f"{type(e).__name__}: {e}") from e
+            self._answer(number, error_of(CSDRankError(said(e))), [])
+            raise CSDRankError(said(e)) from e
         self._answer(number, {**answer, **self._commit_fields()}, results)
-        if self._session.revoked:
-            self.end("its key is not accepted any more")
+
+    def _check_key(self) -> None:
+        """Raise CSDRankError between steps if the trainer's key has lost its role."""
+        if self._session.revoked and self._step is None:
+            raise CSDRankError("its key is no longer accepted")
 
     def _commit_fields(self) -> dict[str, Any]:
         committer = self._ownership.committer
@@ -139,8 +155,8 @@ class OwnerSession:
                 else:
                     step.receive(connection, header)
                     self._tell_failure(step)
-        except (CSDError, OSError) as e:
-            self.end(str(e))
+        except Exception as e:  # whatever it is: nobody would notice that this thread is gone
+            self.end(said(e))
 
     def _check_old(self, header: Header) -> None:
         if header.begin > self._requests.begins or header.nbytes > self._requests.most_bytes:
@@ -161,8 +177,8 @@ class OwnerSession:
                 while not (step.is_over or self._over):
                     step.send_next(device, send)
                 self._tell_failure(step)
-        except (CSDError, OSError) as e:
-            self.end(str(e))
+        except Exception as e:  # whatever it is: nobody would notice that this thread is gone
+            self.end(said(e))
 
     def _next_step(self, last: OwnerStep | None) -> OwnerStep | None:
         """Wait for the step after `last`, and return it; None: the session is over."""
@@ -193,6 +209,8 @@ class OwnerSession:
                         return
                     news, working = [*self._news], self._answering
                     self._news.clear()
+                if working is None:
+                    self._check_key()
                 for stream in range(len(self._session.data)) if not news else ():
                     self._send_news(stream, {"alive": True})
                 for item in news:
@@ -201,8 +219,8 @@ class OwnerSession:
                     with self._control_lock:
                         if self._answering == working:
                             self._session.control.send({"n": working, "working": True})
-        except (CSDError, OSError) as e:
-            self.end(str(e))
+        except Exception as e:  # whatever it is: nobody would notice that this thread is gone
+            self.end(said(e))
 
     def _send_news(self, stream: int, news: dict[str, Any]) -> None:
         data = pack_news(news)
@@ -233,7 +251,9 @@ class Owner:
     """Serves one session after another. A granted HELLO ends the session before it."""
 
     def __init__(self, ownership: Ownership, timeout: float, print_line: Callable[[str], None]) -> None:
-        self._ownership, self._timeout, self._print_line = ownership, timeout, print_line
+        self._ownership, self._timeout = ownership, timeout
+        # Trainers' names and operations are in these lines, and may contain anything.
+        self._print_line: Callable[[str], None] = lambda line: print_line(printable(line, LINE))
         self.current: OwnerSession | None = None
         self._sessions = 0
         self._lock = threading.RLock()  # held while a HELLO is considered
@@ -244,15 +264,15 @@ class Owner:
         own: OwnerSession | None = None
         number = 0
         try:
-            message, _ = session.control.receive()
+            message, _ = session.control.receive(HELLO_SECONDS, HELLO_BYTES)
             fields = Fields(message)
             number = fields.integer("n")
             with _working(session, number, self._timeout / 4):
                 own, answer = self._grant(session, fields)
-        except (CSDError, OSError) as e:
-            self._print_line(f"a request for a session is refused: {escaped(str(e))}")
+        except Exception as e:
+            self._print_line(f"a request for a session is refused: {said(e)}")
             with contextlib.suppress(CSDError, OSError):
-                session.control.send({**error_of(e), "n": number})
+                session.control.send({**error_of(e if isinstance(e, CSDError) else CSDRankError(said(e))), "n": number})
             session.close()
             return
         begun = time.monotonic()
@@ -260,12 +280,21 @@ class Owner:
         self._print_line(f"session {self._sessions} is over after {time.monotonic() - begun:.3g} s: {own.why}")
 
     def _grant(self, session: Session, fields: Fields) -> tuple[OwnerSession, tuple[dict[str, Any], list[Any]]]:
+        if not session.peer.role.may(Role.TRAINER):
+            raise CSDRankError(f"your key is accepted as {session.peer.role.value}, and may not train")
         hello = check_hello(fields)
+        if not session.data:
+            refuse("it has no data connections")
+        if hello.mode == "overwrite" and not session.peer.role.may(Role.ADMIN):
+            raise CSDRankError(
+                "overwrite=True erases states, which needs the key of an admin: your key is accepted as "
+                f"{session.peer.role.value}"
+            )
         with self._lock:
             if self._closed:
                 raise CSDRankError("the optimizer ranks are closing")
-            hello.check_role(session.peer.role)
             self._ownership.check(hello.mode, hello.model)
+            hello.check_attach(self._ownership)
             if before := self.current:
                 before.end("another session has taken over")
                 before.ended.wait()
@@ -277,7 +306,8 @@ class Owner:
                 self.current = None
                 raise
             self._sessions += 1
-            self._print_line(f"session {self._sessions}: {escaped(hello.who)}, {hello.mode}, step {answer[0]['step']}")
+            who = hello.who[:TEXT]
+            self._print_line(f"session {self._sessions}: {who}, {hello.mode}, step {answer[0]['step']}")
             self.current = OwnerSession(self._ownership, session, self._timeout, self._print_line)
             return self.current, answer
 

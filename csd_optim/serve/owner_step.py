@@ -43,7 +43,8 @@ class Buffers:
         """Make them large enough. Not during a step. Raises MemoryError."""
         if tile_elems > self._tile_elems:
             self._free = [
-                Buffer(*(torch.empty(4 * tile_elems, dtype=torch.uint8, device="cpu") for _ in range(2)))
+                # Zeros: what the owner's memory contained before is not for trainers.
+                Buffer(*(torch.zeros(4 * tile_elems, dtype=torch.uint8, device="cpu") for _ in range(2)))
                 for _ in range(WINDOW)
             ]
             self._tile_elems = tile_elems

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,14 +24,20 @@ from .messages import Fields, check_plain, name_of_dtype, refuse
 class Ownership:
     """The engine of an owner, used by one thread at a time."""
 
-    def __init__(self, specs: Sequence[DeviceSpec]) -> None:
+    def __init__(self, specs: Sequence[DeviceSpec], allow_save: Sequence[Path] = ()) -> None:
+        """`allow_save`: directories below which trainers may have snapshots made."""
         self._specs = specs
+        self.allow_save: list[Path] = [path.absolute() for path in allow_save]
         self._engine: Engine | None = None
         self._checked = False  # all states were read and verified since this process has the store
         # Memory may differ from the store in ways that no step has kept: the next session reopens it.
         self.in_doubt: bool = False
         self.rule: str | None = None  # of the described model
         self._model = ""  # its digest_of_entries()
+
+    @property
+    def is_open(self) -> bool:
+        return self._engine is not None
 
     @property
     def engine(self) -> Engine:

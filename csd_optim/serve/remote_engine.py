@@ -53,7 +53,7 @@ def open_remote(address: Address, model: str, *, mode: Mode, tile_elems: int | N
     if address.route != "auto":
         raise CSDRuntimeError(f"protocol=4 of serve:// has no route {address.route} yet: it has one trainer so far")
     check_byte_order()
-    key, owner = resolve(address.key, address.owner)
+    key, owner = resolve(address.key, address.owner)  # a key that is configured is never left out, on loopback neither
 
     def dial() -> Session:
         place, seconds = (address.host, address.port), address.timeout

@@ -202,11 +202,11 @@ def test_encrypted_frames_have_the_bits_of_directories_and_roles_are_kept(tmp_pa
         ours, served = Net(own(tmp_path)), Net(f"{owner.address}&key={files.trainer}{pinned}")
         served.opt.overlap(served.model)
         assert_equal(ours.steps(4), served.steps(4))
-        with pytest.raises(CSDRankError, match="role admin"):
+        with pytest.raises(CSDRankError, match="key of an admin"):
             served.opt.save(tmp_path / "snapshot").result()
         assert_equal(ours.steps(1), served.steps(1))
         for key, options in ((files.trainer, {"overwrite": True}), (files.stranger, {"resume": True})):
-            with pytest.raises(CSDRankError, match="needs the role"):
+            with pytest.raises(CSDRankError, match="your key is accepted as"):
                 Net(f"{owner.address}&key={key}{pinned}", **options)
         with pytest.raises(CSDUnavailableError):
             Net(owner.address, resume=True)

@@ -9,7 +9,10 @@ from csd_optim.serve.ownership import Ownership
 
 
 class OwnerHere:
-    """An owner of the store in `directory`, on loopback. The `with` block closes it."""
+    """An owner of the store in `directory`, on loopback. The `with` block closes it.
+
+    Snapshots may be made beside the store.
+    """
 
     def __init__(self, directory, timeout=20, **options):
         """`options`: the key and whom it accepts, as for Listener."""
@@ -19,7 +22,7 @@ class OwnerHere:
         self.start()
 
     def start(self):
-        self.ownership = Ownership(parse_devices([self.store]))
+        self.ownership = Ownership(parse_devices([self.store]), [self.store.parent])
         self.owner = Owner(self.ownership, self.timeout, self.lines.append)
         self.listener = Listener(
             ("127.0.0.1", self.port),
