@@ -20,6 +20,7 @@ from urllib.parse import parse_qsl, urlsplit
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
+from .. import settings
 from ..errors import CSDError, CSDRankError, CSDUnavailableError, CSDValueError
 
 SCHEME = "serve://"
@@ -109,6 +110,10 @@ def parse_address(text: str) -> Address:
         raise CSDValueError(f"Invalid device: {text!r}; timeout is a number of seconds from 0.1 to {LONG_TIMEOUT:.0f}")
     if protocol not in ("3", "4"):
         raise CSDValueError(f"Invalid device: {text!r}; the protocols are 3 and 4")
+    if protocol == "3" and settings.key() is not None:
+        raise CSDValueError(
+            "CSD_OPTIM_KEY is set, but serve:// goes without keys and encryption: unset it to use serve://"
+        )
     return Address(text, host, port, timeout, route, int(protocol), key, owner)
 
 

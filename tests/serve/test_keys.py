@@ -18,6 +18,7 @@ from csd_optim.serve import init_key, keys
 from csd_optim.serve.accepted import Accepted
 from csd_optim.serve.keys import Key, read_certificates, resolve
 from csd_optim.serve.session import Role
+from csd_optim.serve.wire import parse_address
 
 __all__ = ["files"]
 
@@ -265,3 +266,11 @@ def test_the_file_is_read_once(files, tmp_path, monkeypatch):
     assert key.fingerprint == Key(files.trainer).fingerprint
     with pair("frames", files) as to:
         assert to.admitted(key=key)
+
+
+def test_a_key_is_never_left_out_silently(monkeypatch):
+    """The protocol without keys refuses to go on where one is configured."""
+    monkeypatch.setenv("CSD_OPTIM_KEY", "/etc/csd.pem")
+    with pytest.raises(CSDValueError, match="without keys and encryption"):
+        parse_address("serve://storage:29600")
+    assert parse_address("serve://storage:29600?protocol=4").protocol == 4
