@@ -51,7 +51,7 @@ def open_engine(
             raise CSDUnavailableError(errno.ENODEV, f"torch {torch.__version__} has no accelerator here, for {near[0]}")
         if mode in ("resume", "read") and (temporary := [str(s) for s in others or specs if not s.durable]):
             raise CSDStoreError(f"cannot resume on {temporary[0]}: only a directory keeps its state")
-    engine = None
+    devices = engine = None
     try:
         with all_ranks_or_none(ranks):
             # Updates in memory do not fail, but a step that fails on another rank's disk must be undone here as well.
@@ -74,5 +74,7 @@ def open_engine(
     except BaseException:
         if engine:
             engine.abandon()
+        elif devices:
+            devices.close()
         raise
     return engine
