@@ -16,6 +16,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from support import far as far_away
 from support.backends import BACKENDS, device_strings
 from support.beside import everything
 from support.comparing import assert_same
@@ -270,6 +271,7 @@ ANOTHER = {torch.bfloat16: torch.float16, torch.float16: torch.bfloat16, torch.f
 ANOTHER[torch.complex64] = torch.bfloat16
 
 
+@pytest.mark.at_hand("devices that do not reach parameters read them from the drive")
 @pytest.mark.parametrize("how", ["in reach", "grad_dtype", "far"])
 @pytest.mark.parametrize(
     ("dtype", "amsgrad", "read", "written"),
@@ -318,6 +320,7 @@ with CSDAdam([torch.nn.Parameter(torch.ones(64, dtype=dtype))], devices="ram:", 
 """
 
 
+@pytest.mark.at_hand("such devices keep the parameters, too")
 @pytest.mark.parametrize(
     ("dtype", "each"),
     [("bfloat16", 3.078), ("float32", 2.016), pytest.param("float16", 3.078, marks=pytest.mark.soak)],
@@ -472,6 +475,9 @@ def test_a_forked_child_has_no_states():
 # ---- parameters that are set from outside ---------------------------------------------------------
 
 
+UNCOUNTED = pytest.mark.at_hand("devices that do not reach parameters find only writes that torch counts")
+
+
 def by_data(p):
     p.data[3] = 0.125
 
@@ -487,7 +493,9 @@ def counted(p):
 
 @pytest.mark.parametrize("cache", ["off", "1MiB"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("how", [by_data, by_numpy, counted])
+@pytest.mark.parametrize(
+    "how", [pytest.param(by_data, marks=UNCOUNTED), pytest.param(by_numpy, marks=UNCOUNTED), counted]
+)
 def test_a_parameter_that_is_set_is_the_master(how, dtype, cache):
     """However it is written: a step compares the parameter with its codes. Elsewhere masters keep their bits."""
     twins = [torch.nn.Parameter(torch.linspace(-1, 1, 9000).to(dtype)) for _ in range(2)]
@@ -510,6 +518,7 @@ def of_the_same_groups(elems, numel):
     return groups.repeat_interleave(64)[:numel]
 
 
+@pytest.mark.at_hand("such devices keep the parameters, too")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("how", [by_data, by_numpy, counted])
 def test_in_memory_the_group_around_is_its_16_bits(how, dtype):
@@ -533,6 +542,7 @@ def test_in_memory_the_group_around_is_its_16_bits(how, dtype):
         assert (expected != p.float()).sum() > 8000
 
 
+@pytest.mark.at_hand("such devices keep the parameters, too")
 def test_what_was_set_is_shown_at_once_in_memory():
     """This includes zeros and infinities, whose codes have no correction."""
     p = torch.nn.Parameter(torch.linspace(-1, 1, 200).bfloat16())
@@ -544,7 +554,13 @@ def test_what_was_set_is_shown_at_once_in_memory():
 
 
 def is_section(opt, p):
+    """Return whether a parameter is its own section."""
     return state_map_of(opt).param_states[id(p)].is_section
+
+
+def in_place(devices):
+    """Return whether these devices make parameters their own sections."""
+    return devices == "ram:" and not far_away.assumed()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -560,7 +576,7 @@ def test_masters_that_the_parameters_are_not(dtype, then):
         before = params[0].detach().clone()
         opt.load_state_dict(state)
         assert torch.equal(params[0], before)
-        if devices == "ram:":
+        if in_place(devices):
             assert not is_section(opt, params[0])
             assert is_section(opt, params[1])
         torch.testing.assert_close(opt.state[params[0]]["master"], state["state"][0]["master"], rtol=2**-15, atol=1e-6)
@@ -571,10 +587,10 @@ def test_masters_that_the_parameters_are_not(dtype, then):
         if then == "none":
             params[0].grad = None
         opt.step()
-        if devices == "ram:":
+        if in_place(devices):
             assert is_section(opt, params[0]) == (then != "none")
         found.append(everything(train(opt, 2, 3)))
-        assert devices != "ram:" or is_section(opt, params[0])
+        assert is_section(opt, params[0]) == in_place(devices)
     assert_same(*found)
 
 
@@ -589,7 +605,7 @@ def test_a_parameter_that_gets_another_order_in_memory(dtype):
             p = params[0]
             p.data = p.data.contiguous() if in_order else p.data.t().contiguous().t()
             train(opt, 2, 3)
-        assert devices != "ram:" or is_section(opt, params[0])
+        assert is_section(opt, params[0]) == in_place(devices)
         found.append(everything(opt))
     assert_same(*found)
 
@@ -601,7 +617,7 @@ def test_another_memory_of_the_same_parameter():
     for p in params:
         p.data = p.data.clone()
     assert_same(everything(train(opt, 2, 2)), everything(train(other, 2, 2)))
-    assert all(is_section(opt, p) for p in params)
+    assert all(is_section(opt, p) == in_place("ram:") for p in params)
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------
@@ -962,6 +978,7 @@ def test_what_parameters_were_set_to_belongs_to_the_step(dtype, tmp_path, monkey
         assert torch.equal(q, committed)
 
 
+@UNCOUNTED
 @pytest.mark.parametrize("devices", ["ram:", "file:?cache=off", "file:?cache=1GB"])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.complex64])
 def test_parameters_that_images_have(dtype, devices, far, monkeypatch):
@@ -1015,6 +1032,7 @@ def test_an_edited_master_waits_for_a_gradient(then, dtype, tmp_path):
     assert (p == 5).all()
 
 
+@UNCOUNTED
 def test_a_parameter_set_without_a_gradient_can_be_set_again():
     """Even by a write that torch does not count: the step compares parameter and master."""
     p, q = parameters(torch.bfloat16)[0], parameters(torch.bfloat16, seed=1)[0]

@@ -33,6 +33,9 @@ NAMES = {
 }
 
 
+OF_ADDRESSES = pytest.mark.at_hand("its store is made by the engine alone, with addresses of gradients and parameters")
+
+
 def places(directory, n):
     return [directory / f"csd{d}" for d in range(n)]
 
@@ -92,6 +95,7 @@ def test_codes_that_there_are_not(states, codec, dtype, tmp_path):
 # ---- what is written is read ---------------------------------------------------------------
 
 
+@OF_ADDRESSES
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize("devices", [1, 3])
 def test_states_come_back(devices, amsgrad, tmp_path):
@@ -110,6 +114,7 @@ def test_states_come_back(devices, amsgrad, tmp_path):
     assert contents.record.written_bytes == 3 * sum(slots) + sum(begun)
 
 
+@OF_ADDRESSES
 @pytest.mark.parametrize("order", [(torch.bfloat16, PLAIN), (PLAIN, torch.float16, torch.float32)], ids=str)
 def test_beside_states_in_fp32(order, tmp_path, run):
     """Groups with and without codes: extents of fp32 states do not change."""
@@ -133,6 +138,7 @@ def test_beside_states_in_fp32(order, tmp_path, run):
     assert_loads(CSDAdam.load(places(tmp_path, 2)), again, 3)
 
 
+@OF_ADDRESSES
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_training_goes_on(amsgrad, tmp_path):
     stores = places(tmp_path, 2)
@@ -152,6 +158,7 @@ def test_training_goes_on(amsgrad, tmp_path):
     assert not any(v.damage for v in verify(stores))
 
 
+@OF_ADDRESSES
 def test_an_engine_decodes(tmp_path):
     made([tmp_path / "csd"], amsgrad=True)
     with Coded([tmp_path / "csd"], amsgrad=True, resume=True) as again:
@@ -167,6 +174,7 @@ def test_an_engine_decodes(tmp_path):
                         assert torch.equal(values, found[name, state][first : first + n]), (name, state, param)
 
 
+@OF_ADDRESSES
 def test_a_step_that_fails_leaves_the_one_before(tmp_path):
     made([tmp_path / "csd"])
     before = made([tmp_path / "again"])
@@ -179,6 +187,7 @@ def test_a_step_that_fails_leaves_the_one_before(tmp_path):
 # ---- other readers of stores -----------------------------------------------------------------
 
 
+@OF_ADDRESSES
 def test_snapshots(tmp_path):
     stores = places(tmp_path, 2)
     coded = made(stores)
@@ -188,6 +197,7 @@ def test_snapshots(tmp_path):
     assert_loads(CSDAdam.load(copies), coded, 2)
 
 
+@OF_ADDRESSES
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_exports(amsgrad, tmp_path, run):
     stores = places(tmp_path, 2)
@@ -214,6 +224,7 @@ def test_exports(amsgrad, tmp_path, run):
     assert_loads(CSDAdam.load(tmp_path / "plain"), coded, 2)
 
 
+@OF_ADDRESSES
 def test_snapshots_between_steps(tmp_path):
     before = made([tmp_path / "before"], steps=1)
     with Coded([tmp_path / "csd"]) as coded:
@@ -225,6 +236,7 @@ def test_snapshots_between_steps(tmp_path):
     assert_loads(CSDAdam.load(tmp_path / "csd"), coded, 2)
 
 
+@OF_ADDRESSES
 def test_ranks_are_put_together(tmp_path, monkeypatch):
     monkeypatch.setitem(ALL, torch.bfloat16, {"weight": (90, 110)})
     ranks = [made([tmp_path / f"rank{r}"], [torch.bfloat16], rank=r) for r in range(2)]
@@ -236,6 +248,7 @@ def test_ranks_are_put_together(tmp_path, monkeypatch):
     assert not torch.equal(halves[0], halves[1])
 
 
+@OF_ADDRESSES
 def test_inspect_says_it(tmp_path, run):
     made([tmp_path / "csd"], [torch.bfloat16, torch.float32])
     code, out, _ = run("inspect", tmp_path / "csd")
@@ -252,6 +265,7 @@ def test_inspect_says_it(tmp_path, run):
 # ---- damage ----------------------------------------------------------------------------------
 
 
+@OF_ADDRESSES
 @pytest.mark.parametrize("dtype", NAMES, ids=str)
 def test_damage_is_named(dtype, tmp_path, run):
     whole = tmp_path / "whole"
@@ -280,6 +294,7 @@ def test_damage_is_named(dtype, tmp_path, run):
             export_torch(store, tmp_path / "out.pt")
 
 
+@OF_ADDRESSES
 def test_what_sections_are_padded_with_is_nobodys(tmp_path):
     made([tmp_path / "csd"], [torch.bfloat16])
     tile = tiles_of([read_contents(tmp_path / "csd")])[0]
@@ -316,6 +331,7 @@ def of_sgd(manifest):
         extent["sections"] = ["master", "momentum_buffer"]
 
 
+@OF_ADDRESSES
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -346,12 +362,14 @@ def test_what_cannot_be_is_refused(change, says, store):
         forged(store, change)
 
 
+@OF_ADDRESSES
 def test_a_reader_that_knows_no_codes_says_so(store, monkeypatch):
     monkeypatch.setattr("csd_optim.store.format.FEATURES", {"chunk_sums", "tile_numbers"})
     with pytest.raises(CSDStoreError, match="it has codec, which this csd_optim does not know"):
         forged(store, lambda m, e: None)
 
 
+@OF_ADDRESSES
 def test_no_reader_fails_otherwise(store, tmp_path):
     opened = refused = 0
     for seed in range(1500):

@@ -16,6 +16,7 @@ from csd_optim import CSDAdam
 from csd_optim.bindings import decode
 
 
+@pytest.mark.at_hand("looks at states after the optimizer was closed")
 @pytest.mark.fp32_states("reads fp32 states; codes are read below")
 @pytest.mark.parametrize("kept", [(), ("columns", "late", "half", "weight")])  # parameters with residuals
 @pytest.mark.parametrize("shares", [[1.0], [1.0] * 3, [1.0, 0.3, 2.5]], ids=str)
@@ -172,6 +173,7 @@ def read_tiles(data):
             yield e, number, content
 
 
+@pytest.mark.at_hand("its store is made by the engine alone, with addresses of gradients and parameters")
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_codes_are_what_the_page_says(amsgrad, tmp_path):
     """Decodes stores of two devices, with parameters of all dtypes. Oracle: the same states in plain arrays."""
