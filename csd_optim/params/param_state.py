@@ -304,9 +304,22 @@ class ParamState:
             chunk, now = master[first : first + RESEED_CHUNK], p[first : first + RESEED_CHUNK].to(master.device)
             same = chunk.to(now.dtype) == now
             if always or not same.all():
-                chunk.copy_(torch.where(same, chunk, now.float()))
+                chunk.copy_(torch.where(same, chunk, self._beside(chunk, now)))
         if self.decoded:
             self.decoded.note_rounded(self.index)
+
+    def _beside(self, master: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+        """Return the masters of parameters that are not their rounded masters.
+
+        These are the parameters. But codes that were written without them store a master just above a tie as 127/256
+        of the last place above the parameter below, although it rounds to the one above: it becomes 129/256. Where
+        devices reach parameters, the step does this; see adopt_user_params() in device_cpu.cpp.
+        """
+        exact = param.float()
+        if not self.is_coded or self.reachable or param.dtype is torch.float32:
+            return exact
+        above = master + (exact - master) * (2 / 129)
+        return torch.where(above.to(param.dtype) == param, above, exact)
 
     def restore(self, first: int, values: torch.Tensor, *, is_outside: bool) -> None:
         """Set elements from `first` on, in the order of the states, back to `values` (1-D): a step has changed them.
