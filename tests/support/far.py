@@ -35,7 +35,10 @@ class FarNative(Native):
         for param, tile, *_ in pieces.tolist():
             rows[tile].append(param)
         self._rows += rows
-        return super().extend(tile_elems, n_tiles, sections, file_offsets, pieces, **options)
+        buffers = super().extend(tile_elems, n_tiles, sections, file_offsets, pieces, **options)
+        if self._is_far:  # nobody has windows to write to: what is loaded is verified, as it is at an owner
+            super().remap(open=False)
+        return buffers
 
     def begin(self, params, hypers, tiles, **options):
         if self._is_far:
