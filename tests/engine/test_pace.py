@@ -159,6 +159,7 @@ def test_rate_is_kept(device, seconds):
     assert stats["push_bytes"] == stats["pull_bytes"] == GRADS
 
 
+@pytest.mark.at_hand("devices that do not reach parameters find only writes that torch counts")
 @pytest.mark.parametrize(("options", "reads"), [("", 5), ("&host=1", 3)])
 def test_a_csd_reads_the_parameters_among_8bit_states(options, reads):
     """A CSD cannot reach parameters in host memory, so it reads them from the tile, which the host need not do.
