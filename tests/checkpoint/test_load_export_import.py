@@ -247,7 +247,6 @@ def test_safetensors_are_read_by_the_library(tmp_path, run):
     assert index["metadata"]["csd_optim"]["steps"] == [3.0] * 7
 
 
-@pytest.mark.at_hand("import writes to windows")
 def test_parameters_that_got_another_place_are_left_behind(tmp_path):
     """amsgrad's fourth state takes another extent; the old one is not exported."""
     params, opt = make(tmp_path / "a", 1)

@@ -22,6 +22,7 @@ class FarNative(Native):
         self._is_far = name.__self__.images_only
         self._rows = []  # by tile: the rows of its parameters
         self._has_grad = []  # by row, in the step under way
+        self._has_open_windows = False
 
     def _sent(self, params):
         """Return the table as it could be sent: without addresses, except those of states that were written."""
@@ -35,13 +36,14 @@ class FarNative(Native):
         for param, tile, *_ in pieces.tolist():
             rows[tile].append(param)
         self._rows += rows
-        buffers = super().extend(tile_elems, n_tiles, sections, file_offsets, pieces, **options)
-        if self._is_far:  # nobody has windows to write to: what is loaded is verified, as it is at an owner
-            super().remap(open=False)
-        return buffers
+        self._has_open_windows = True
+        return super().extend(tile_elems, n_tiles, sections, file_offsets, pieces, **options)
 
     def begin(self, params, hypers, tiles, **options):
         if self._is_far:
+            if self._has_open_windows:  # only import writes to them; a tile with open ones would not be verified
+                super().remap(open=False)
+                self._has_open_windows = False
             params = self._sent(params)
             self._has_grad = (params["grad"] != 0).tolist()
         super().begin(params, hypers, tiles, **options)
