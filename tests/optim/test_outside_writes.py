@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from support import far
 from support.backends import TILE
 from support.beside import (
     assert_close,
@@ -74,7 +75,7 @@ def test_a_write_to_a_parameter_counts(backend, devices, dtype, write):
     p.grad = torch.zeros_like(p)
     optimizer.step()
     master[:2] = 5.0
-    if backend == "ram" and assumed() != "fp32":
+    if backend == "ram" and assumed() != "fp32" and not far.assumed():
         master.view(-1)[:64] = p.detach().view(-1)[:64]
     assert torch.equal(optimizer.state[p]["master"], master)
     assert torch.equal(p.detach(), master.to(dtype))
