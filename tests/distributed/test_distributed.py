@@ -557,6 +557,7 @@ def set_half_way(rank, devices, dtype, options):
             assert torch.equal(found, value), name
 
 
+@pytest.mark.at_hand("devices that do not reach parameters find only writes that torch counts")
 @pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("options", [{}, {"grad_dtype": torch.float32}, {"topk": 0.1}], ids=["direct", "cast", "topk"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
