@@ -99,6 +99,7 @@ def test_a_stopped_owner_is_noticed_within_the_timeout(tmp_path):
         served.opt.close()
 
 
+@pytest.mark.ci
 def test_a_stopped_trainer_is_superseded(tmp_path):
     with Owners(tmp_path, protocol=4, timeout=10) as owners:
         code = f"""
@@ -141,6 +142,7 @@ def test_a_forked_child_refuses_and_leaves_the_parents_session_alone(tmp_path):
         net.opt.close()
 
 
+@pytest.mark.ci
 def test_a_process_ends_without_close(tmp_path):
     with Owners(tmp_path, protocol=4, timeout=10) as owners:
         for end in ("", "raise SystemExit(0)", "opt = net.opt; del net"):
