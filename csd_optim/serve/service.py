@@ -100,6 +100,7 @@ class Service:
         self._last_answered = 0  # number of the last session that owner 0 has granted or refused
         self._last_polled = 0  # numbers up to this one were polled for requests, in the present round over all of them
         self._last_served = 0  # number of the last session that all owners have begun
+        self._polled_at = 0.0  # time.monotonic()
         self.stopping = False  # set by a signal handler
 
     def run(self) -> None:
@@ -125,6 +126,7 @@ class Service:
 
     def _poll_session(self) -> int:
         """Return the number of the current session, which owner 0 grants. Raises _Stop if any owner is to stop."""
+        self._polled_at = time.monotonic()
         with lost("the first optimizer rank is gone"):
             if self.stopping and self._ranks:
                 self._store.set(self._stop_key, "1")
@@ -252,9 +254,13 @@ class Service:
 
     def _await(self, future: Future[Any], number: int) -> Any:
         """Return the result of a thread of the session. Raises CSDRankError if the session is over, _Stop."""
-        while not wait([future], POLL_SECONDS).done:
-            self._check_current(number)
-        return future.result()
+        while True:
+            is_done = wait([future], POLL_SECONDS).done
+            # Also if everything is done at once: else nobody could stop or supersede a training with quick steps.
+            if not is_done or time.monotonic() > self._polled_at + POLL_SECONDS:
+                self._check_current(number)
+            if is_done:
+                return future.result()
 
     def _receive_operation(self, session: Session) -> Future[_Operation]:
         """Receive the next message and the tensors that follow it, on a thread."""
