@@ -69,9 +69,11 @@ class StateMap:
     def join(self, engine: Engine, groups: Groups, joining: set[int], grad_dtype: torch.dtype | None) -> None:
         """Give the parameters whose ids are in `joining` a place on the devices, still to be filled.
 
-        Raises CSDRuntimeError for one on the meta device, what check_param() and check_entry() raise, and
-        CSDMemoryError.
+        Raises CSDRuntimeError for one on the meta device, what check_param(), check_entry() and UpdateRule.check()
+        raise, and CSDMemoryError.
         """
+        for k in {k for k, _, p in members(groups) if id(p) in joining}:
+            self.rule.check(groups[k])  # initial values come from its hyperparameters
         by_kind: accelerated.ByKind = {}
         initial: dict[int, dict[str, float]] = {}
         for k, i, p in members(groups):

@@ -270,6 +270,7 @@ def _hypers(
     pairs, hyper_of = np.unique(kinds * 2.0**32 + steps, return_inverse=True)
     ks, ts = np.divmod(pairs, 2.0**32)
     of = [(groups[int(k) // len(plan.layouts)], plan.layouts[int(k) % len(plan.layouts)]) for k in ks]
+    constants = [rule.checked_constants(*kind, t, grad_scale) for kind, t in zip(of, ts.tolist(), strict=True)]
     lacks = np.array([not {*rule.sections_for(group)} <= {*sections} for group, sections in of])
     if (lacking := lacks[hyper_of]).any():
         first = int(lacking.argmax())
@@ -279,7 +280,6 @@ def _hypers(
             f"{turned_on} was turned on after the state of parameter {param_state.name} was made; "
             f"load a state dict with {missing}, or turn it on before the first step"
         )
-    constants = [rule.checked_constants(*kind, t, grad_scale) for kind, t in zip(of, ts.tolist(), strict=True)]
     return np.array(constants, HYPER), hyper_of
 
 

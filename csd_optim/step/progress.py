@@ -23,6 +23,8 @@ from .undo import Rollback, Undo
 class Progress:
     """What a step needs of those before it, and leaves to those after it."""
 
+    engine: Engine  # set when it is open
+
     def __init__(self, state_map: StateMap, ranks: Ranks | None) -> None:
         self.state_map: StateMap = state_map
         self.ranks: Ranks | None = ranks
@@ -32,11 +34,6 @@ class Progress:
         self.in_flight: bool = False  # whether states of the last step may still be on their way
         self.undoing: Undo | Rollback | None = None  # of a step whose parameters are not all restored yet
         self._forward_guard: RemovableHandle | None = None  # while it is set
-
-    @property
-    def open_engine(self) -> Engine | None:
-        """The engine; None if it is not open yet."""
-        return None
 
     def undo(self, undo: Undo) -> None:
         """Undo a step. Raises what finish_undo() raises."""
@@ -49,7 +46,8 @@ class Progress:
 
         Raises what Undo.finish() raises.
         """
-        if (engine := self.open_engine) and engine.states.rolled_back and not engine.closed:
+        engine: Engine | None = getattr(self, "engine", None)
+        if engine and engine.states.rolled_back and not engine.closed:
             self.undoing = Rollback(engine, self.state_map)  # of all parameters, so it replaces another undo
         if (undoing := self.undoing) is None:
             return

@@ -13,7 +13,6 @@ from ..bindings import GRAD_SCALE
 from ..compression.policy import entry_dtype
 from ..compression.selection import TopK
 from ..distributed.ranks import Ranks, all_ranks_or_none
-from ..engine.engine import Engine
 from ..engine.tiles import Pieces
 from ..finalize import call_at_end
 from ..params.groups import Groups, hyperparameters_of, members
@@ -41,7 +40,6 @@ class Steps(Progress):
     Refers to the optimizer weakly: hooks in a model hold this object, and the optimizer may be dropped before them.
     """
 
-    engine: Engine  # set when it is open
     steps_taken: int
 
     def __init__(
@@ -66,10 +64,6 @@ class Steps(Progress):
         self.sums: Sums = NO_SUMS
 
     # ---- the optimizer -----------------------------------------------------------------
-
-    @property
-    def open_engine(self) -> Engine | None:
-        return getattr(self, "engine", None)
 
     @property
     def groups(self) -> Groups:
@@ -216,8 +210,6 @@ class Steps(Progress):
         the real ones arrive one after another.
         """
         engine, groups = self.engine, self.groups
-        for k in {*taking_part.groups_of}:
-            self._rule.check(groups[k], grad_scale)  # before new states get their places and initial values
         bound = bind(engine, self.state_map, groups, taking_part, options.grad_dtype, self.plan)
         if bound is None:
             return None
