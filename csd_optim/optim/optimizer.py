@@ -27,7 +27,6 @@ from ..params.memory_warnings import COPIED, warn_if_large
 from ..params.state_map import StateMap
 from ..params.update_rule import UpdateRule
 from ..serve.early import mean_of
-from ..serve.remote_engine import open_remote
 from ..serve.trainer import address_of, served
 from ..serve.wire import Address
 from ..signals import defer_signals
@@ -163,6 +162,8 @@ class CSDOptimizer(StatesOnDevices, Joinable):
     def _open(self, specs: Sequence[DeviceSpec], ranks: Ranks | None, mode: Mode = "new") -> None:
         tile_elems = self._options["tile_size"]
         if self._owner_address:
+            from ..serve.remote_engine import open_remote  # TLS and encryption, which others need not load
+
             model = digest_of_groups(self.param_groups, self._state_map.part_of)
             engine = open_remote(self._owner_address, model, mode=mode, tile_elems=tile_elems, ranks=ranks)
             return self._set_engine(engine)
