@@ -520,6 +520,17 @@ def plan(
             show_plan(found)
 
 
+def make_key(path: Path | None) -> None:
+    """Make a key file, print its fingerprint, and end the command."""
+    if path is None:
+        return
+    with reported():
+        from ..serve.init_key import init_key
+
+        print(init_key(path))
+    raise typer.Exit
+
+
 @app.command()
 def serve(
     devices: Annotated[
@@ -549,6 +560,12 @@ def serve(
     allow_save: Annotated[
         list[Path] | None,
         typer.Option(metavar="DIR", hidden=True, help="Protocol 4: save() may make snapshots below DIR."),
+    ] = None,
+    init_key: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", hidden=True, is_eager=True, callback=make_key, help="Protocol 4: make a key file, and stop."
+        ),
     ] = None,
 ) -> None:
     """Run an optimizer rank: keep states here for trainers elsewhere, whose devices are serve://HOST:PORT.

@@ -51,6 +51,8 @@ def serve(
     host, port = parse_listen(address)
     if protocol == 4:
         return _serve_frames(devices, (host, port), timeout, key, accept, allow_save)
+    if key or accept or allow_save:
+        raise CSDValueError("keys are for --protocol 4: without it nobody is asked for one")
     if "RANK" in os.environ and not dist.is_initialized():
         dist.init_process_group("gloo")
     ranks = ranks_of(None)

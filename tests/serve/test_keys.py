@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 import stat
+import subprocess
 import sys
 
 import pytest
@@ -274,3 +275,20 @@ def test_a_key_is_never_left_out_silently(monkeypatch):
     with pytest.raises(CSDValueError, match="without keys and encryption"):
         parse_address("serve://storage:29600")
     assert parse_address("serve://storage:29600?protocol=4").protocol == 4
+
+
+def test_the_command_makes_a_key_once(tmp_path):
+    """It is no argument of a server without keys, which would let in everybody all the same."""
+    path, command = tmp_path / "key.pem", [sys.executable, "-m", "csd_optim", "serve"]
+    first, second, without = (
+        subprocess.run([*command, *options], capture_output=True, text=True, timeout=120, check=False)
+        for options in (
+            ["--init-key", path],
+            ["--init-key", path],
+            [tmp_path / "store", "--listen", "127.0.0.1:0", "--key", path],
+        )
+    )
+    assert (first.returncode, first.stdout) == (0, Key(path).fingerprint + "\n")
+    assert second.returncode == without.returncode == 1
+    assert "File exists" in second.stderr
+    assert "--protocol 4" in without.stderr
