@@ -15,7 +15,7 @@ from ..bindings import TO_AND_FRO
 from ..errors import CSDError, CSDRuntimeError, CSDTornError
 from ..signals import defer_signals
 from ..store.format import Contents, Record
-from ..store.layout import SLOTS, Extent
+from ..store.layout import SLOTS, Extent, ExtentRequest
 from ..store.sections import FP32
 from .committer import Committer
 from .decoded import Decoded
@@ -95,16 +95,10 @@ class Engine:
         self.check_open()
         self.committer.before_extend()
         self.states.synced &= codec != FP32 or self.devices.states_on_demand  # else there are windows to write to
-        extent = self.devices.plan(
-            numels,
-            is_copied=is_copied,
-            first_param=self.tiles.n_params,
-            first_tile=len(self.tiles),
-            sections=sections,
-            codec=codec,
-            param_dtype=param_dtype,
-            tile_elems=self.tile_elems,
+        wanted = ExtentRequest(
+            numels, sections, codec, param_dtype, self.tiles.n_params, len(self.tiles), self.tile_elems
         )
+        extent = self.devices.plan(wanted, is_copied=is_copied)
         # Every check comes first; if adding the extent fails all the same, room_for() shrinks the stores again.
         with self.devices.room_for(extent, is_copied=is_copied) as offsets:
             self.states.add(extent, offsets)

@@ -17,7 +17,7 @@ from ..devices.spec import DeviceSpec, shares_of
 from ..errors import CSDError, CSDRuntimeError
 from ..store.file import STATE, Mode, StoreFile
 from ..store.format import Contents
-from ..store.layout import SLOTS, SUM_ELEMS, Extent, plan_extent
+from ..store.layout import SLOTS, SUM_ELEMS, Extent, ExtentRequest, plan_extent
 from ..store.sections import FP32, elem_bytes
 from .on_accelerator import OnAccelerator
 from .open_card import open_card
@@ -217,42 +217,25 @@ class OpenDevices:
         extent = plan_extent(numels, len(self.specs), sections=sections)
         return self.placement.accelerator_fraction(extent, param_bytes)
 
-    def plan(
-        self,
-        numels: Sequence[int],
-        *,
-        is_copied: bool,
-        sections: Sequence[str],
-        codec: str,
-        param_dtype: torch.dtype | None,
-        first_param: int,
-        first_tile: int,
-        tile_elems: int | None,
-    ) -> Extent:
+    def plan(self, wanted: ExtentRequest, *, is_copied: bool) -> Extent:
         """Return the extent of new parameters, its tiles assigned to devices. Raises CSDOSError, CSDMemoryError.
 
-        `is_copied`: see PlacedExtent. The rest: see plan_extent().
+        `is_copied`: see PlacedExtent.
         """
-        if not first_tile:
-            self.tune_for(numels, sections, codec, param_dtype)
+        if not wanted.first_tile:
+            self.tune_for(wanted.numels, wanted.sections, wanted.codec, wanted.param_dtype)
         plan = partial(
             plan_extent,
-            numels,
-            len(self.specs),
+            n_devices=len(self.specs),
             sum_elems=SUM_ELEMS,
             mapped=0 if self.resident else mappings(),
-            sections=sections,
-            codec=codec,
-            param_dtype=param_dtype,
-            first_param=first_param,
-            first_tile=first_tile,
-            tile_elems=tile_elems,
+            **wanted._asdict(),
         )
         extent = plan(shares=self.shares)
         if self.placement and extent.n_tiles:  # empty parameters need no device
             shares = self.placement.shares(extent, is_copied=is_copied)
             extent = self.placement.divide(plan(shares=shares), is_copied=is_copied)
-            if not first_param:  # the first extent may have too few tiles for every device to get one
+            if not wanted.first_param:  # the first extent may have too few tiles for every device to get one
                 self.share_memory([share * extent.n_tiles * extent.slot_bytes for share in shares])
         return extent
 

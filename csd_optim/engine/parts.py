@@ -15,7 +15,7 @@ import torch
 
 from ..bindings import DeviceConfig
 from ..devices.spec import DeviceSpec
-from ..store.layout import Extent
+from ..store.layout import Extent, ExtentRequest
 from .on_accelerator import OnAccelerator
 from .placing import Placement
 
@@ -85,21 +85,10 @@ class Devices(Protocol):
 
     # ---- extents -----------------------------------------------------------------
 
-    def plan(
-        self,
-        numels: Sequence[int],
-        *,
-        is_copied: bool,
-        sections: Sequence[str],
-        codec: str,
-        param_dtype: torch.dtype | None,
-        first_param: int,
-        first_tile: int,
-        tile_elems: int | None,
-    ) -> Extent:
+    def plan(self, wanted: ExtentRequest, *, is_copied: bool) -> Extent:
         """Return the extent of new parameters, its tiles assigned to devices. Raises CSDOSError, CSDMemoryError.
 
-        `numels`: fp32 values of each. `is_copied`: see PlacedExtent. The rest: see plan_extent().
+        `is_copied`: see PlacedExtent.
         """
 
     def room_for(self, extent: Extent, *, is_copied: bool) -> contextlib.AbstractContextManager[list[int]]:

@@ -151,7 +151,7 @@ class RemoteCommitter(Committer):
     # ---- snapshots -----------------------------------------------------------------
 
     def begin_save(self, path: Path) -> Future[Path] | None:
-        """Have the owner make a snapshot at `path` on its machine. The future is done when it is complete."""
+        """Have the owner make a snapshot at `path` on its machine, and wait for it. The future is done."""
         self.states.truth.note_written()
         if self.states.truth.would_be_lost:
             self._write(brackets=True)

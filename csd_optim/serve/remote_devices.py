@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from ..bindings import DeviceConfig
 from ..devices.spec import DeviceSpec
@@ -16,7 +15,7 @@ from ..engine.on_accelerator import OnAccelerator
 from ..engine.parts import NativeEngine
 from ..engine.placing import Placement
 from ..errors import CSDRuntimeError
-from ..store.layout import SUM_ELEMS, Extent, plan_extent
+from ..store.layout import Extent, ExtentRequest, plan_extent
 from .link import Link
 from .messages import WIRE_INDEX, Fields, array, name_of_dtype, number_of, refuse
 
@@ -84,40 +83,20 @@ class RemoteDevices:
 
     # ---- extents -----------------------------------------------------------------
 
-    def plan(
-        self,
-        numels: Sequence[int],
-        *,
-        is_copied: bool,
-        sections: Sequence[str],
-        codec: str,
-        param_dtype: torch.dtype | None,
-        first_param: int,
-        first_tile: int,
-        tile_elems: int | None,
-    ) -> Extent:
+    def plan(self, wanted: ExtentRequest, *, is_copied: bool) -> Extent:
         """Have the owner allocate an extent, and compute the same one here: no piece of it comes from the owner."""
         answer = self._link.request(
             "extend",
-            np.array(numels, ">u8"),
-            sections=[*sections],
-            codec=codec,
-            param_dtype=name_of_dtype(param_dtype),
-            first_param=first_param,
-            tile_elems=tile_elems,
+            np.array(wanted.numels, ">u8"),
+            sections=[*wanted.sections],
+            codec=wanted.codec,
+            param_dtype=name_of_dtype(wanted.param_dtype),
+            first_param=wanted.first_param,
+            tile_elems=wanted.tile_elems,
         )
         (devices,) = number_of(answer.arrays, 1)
-        return extent_of(
-            numels,
-            len(self.names),
-            sections,
-            codec,
-            param_dtype,
-            tile_elems=answer.fields.integer("tile_elems", 1, 1 << 31),
-            devices=array(devices, WIRE_INDEX, "the devices of tiles"),
-            first_param=first_param,
-            first_tile=first_tile,
-        )
+        chosen = wanted._replace(tile_elems=answer.fields.integer("tile_elems", 1, 1 << 31))
+        return extent_of(chosen, len(self.names), array(devices, WIRE_INDEX, "the devices of tiles"))
 
     @contextlib.contextmanager
     def room_for(self, extent: Extent, *, is_copied: bool) -> Iterator[list[int]]:
@@ -167,31 +146,9 @@ def _checked_counts(counts: dict[str, Any]) -> dict[str, Any]:
     return {name: counts[name] for name in COUNTS} | about
 
 
-def extent_of(
-    numels: Sequence[int],
-    n_devices: int,
-    sections: Sequence[str],
-    codec: str,
-    param_dtype: torch.dtype | None,
-    *,
-    tile_elems: int,
-    devices: np.ndarray[Any, Any],
-    first_param: int,
-    first_tile: int,
-) -> Extent:
-    """Return the extent that an owner has laid out, given its tiles' size and devices. Raises CSDRankError."""
-    extent = plan_extent(
-        numels,
-        n_devices,
-        first_param=first_param,
-        first_tile=first_tile,
-        sections=sections,
-        codec=codec,
-        param_dtype=param_dtype,
-        tile_elems=tile_elems,
-        sum_elems=SUM_ELEMS,
-        devices=devices.astype(np.uint32),
-    )
-    if extent.tile_elems != tile_elems or len(devices) != extent.n_tiles or not (devices < n_devices).all():
+def extent_of(described: ExtentRequest, n_devices: int, devices: np.ndarray[Any, Any]) -> Extent:
+    """Return the extent that an owner has laid out, given the devices of its tiles. Raises CSDRankError."""
+    extent = plan_extent(n_devices=n_devices, devices=devices.astype(np.uint32), **described._asdict())
+    if extent.tile_elems != described.tile_elems or len(devices) != extent.n_tiles or not (devices < n_devices).all():
         refuse("the tiles of new parameters")
     return extent

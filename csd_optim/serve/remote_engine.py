@@ -14,7 +14,7 @@ from ..errors import CSDRankError, CSDRuntimeError, CSDStoreError
 from ..store.check import check_param, check_record, is_name, require
 from ..store.file import Mode
 from ..store.format import Contents, Record, Region, Superblock
-from ..store.layout import Extent, plan_extent
+from ..store.layout import Extent, ExtentRequest, plan_extent
 from .dial import connect
 from .keys import resolve
 from .link import Answer, Link
@@ -184,15 +184,6 @@ def _extent_described(
     if not 0 < len(sections) <= 4 or not all(is_name(s) for s in sections):
         refuse("the states of a store")
     tile_elems, codec = fields.integer("tile_elems", 1024, 1 << 31), fields.text("codec")
-    n_tiles = plan_extent(numels, 1, sections=sections, codec=codec, param_dtype=dtype, tile_elems=tile_elems).n_tiles
-    return extent_of(
-        numels,
-        n_devices,
-        sections,
-        codec,
-        dtype,
-        tile_elems=tile_elems,
-        devices=devices[:n_tiles],
-        first_param=engine.tiles.n_params,
-        first_tile=len(engine.tiles),
-    )
+    described = ExtentRequest(numels, sections, codec, dtype, engine.tiles.n_params, len(engine.tiles), tile_elems)
+    n_tiles = plan_extent(n_devices=1, **described._asdict()).n_tiles
+    return extent_of(described, n_devices, devices[:n_tiles])

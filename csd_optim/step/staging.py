@@ -1,10 +1,10 @@
 """Staging buffers: a ring of fixed host buffers for tiles whose gradients the engine cannot read where they lie.
 
-These are all gradients on an accelerator, and all that are pushed in a lower precision than they have; or all of them,
-where devices have `images_only`. Their tiles
-travel as images: contiguous copies of the gradients and the parameters of a tile. For an accelerator the buffers are
-pinned, and the copies run on two side streams, one each way, so that several tiles travel while others are updated.
-Gradients with Top-K travel as entries only, selected on the stream that copies them (see sparse.py).
+These are all gradients on an accelerator, and all that are pushed in a lower precision than they have; where devices
+have `images_only`, all gradients. Their tiles travel as images: contiguous copies of the gradients and the parameters
+of a tile. For an accelerator the buffers are pinned, and the copies run on two side streams, one each way, so that
+several tiles travel while others are updated. Gradients with Top-K travel as entries only, selected on the stream that
+copies them (see sparse.py).
 """
 
 from __future__ import annotations

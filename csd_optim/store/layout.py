@@ -13,7 +13,7 @@ import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -54,6 +54,18 @@ def max_mappings() -> int:
         return int(Path("/proc/sys/vm/max_map_count").read_text()) * 7 // 8
     except (OSError, ValueError):
         return 65530 * 7 // 8
+
+
+class ExtentRequest(NamedTuple):
+    """What is known of an extent before its tiles are laid out: see plan_extent()."""
+
+    numels: Sequence[int]  # fp32 values of each parameter
+    sections: Sequence[str]
+    codec: str
+    param_dtype: torch.dtype | None
+    first_param: int
+    first_tile: int
+    tile_elems: int | None
 
 
 @dataclass(frozen=True)

@@ -117,10 +117,10 @@ def goes_on(directory, size=2, step=6, options=None):
 def dies_at(point, step):
     """Kills this process at `point` of a step or its commit."""
 
-    def before_tiles_are_finished(finish, engine, keep=True, **of_commit):
+    def before_tiles_are_finished(finish, engine, keep=True):
         if engine.states.step + 1 == step:
             die()
-        finish(engine, keep, **of_commit)
+        finish(engine, keep)
 
     def on_one_device(publish, store, staged, copy):
         if copy == 0 and staged.superblock.step == step and staged.superblock.device == 1:
