@@ -134,7 +134,10 @@ def test_beside_a_directory(everywhere):
 
 
 def shards(rank, device, dtype, topk, near=None):
-    """Train shards as FSDP2 makes them: each rank updates its rows, and the gradient norm is that of all."""
+    """Train shards as FSDP2 makes them: each rank updates its rows, and the gradient norm is that of all.
+
+    Gradients are integers, whose squares fp32 adds exactly: every device gets the same norm.
+    """
     mesh = DeviceMesh.from_group(dist.group.WORLD, device)
 
     def sharded(t):
@@ -146,7 +149,7 @@ def shards(rank, device, dtype, topk, near=None):
     optimizer = CSDAdam(params, lr=1e-2, devices=devices_for(device, near), **options)
     for k in range(3):
         for i, p in enumerate(params):
-            p.grad = sharded(randn(p.shape, 100 * k + i))
+            p.grad = sharded((4 * randn(p.shape, 100 * k + i)).round())
         optimizer.step()
         for p in params:
             p.grad = None
