@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from support import cards, emulated, far, phases
+from support import cards, emulated, far, phases, served
 from support.backends import BACKENDS, NEAR, XRT_BACKENDS, device_strings, on_cards
 from support.states import assume, assumed
 from support.tiers import TIERS, of_tier
@@ -31,6 +31,7 @@ def pytest_configure(config):
         os.environ["CSD_OPTIM_TEST_XRT"] = config.getoption("--xrt")
     assume(config.getoption("--state-dtype"))
     far.assume(config.getoption("--far"))
+    served.assume(config.getoption("--served"))
     if config.getoption("--accelerator") and not torch.accelerator.is_available() and not emulated.missing():
         emulated.load()
     # Tests send these signals. A shell ignores them in background processes, and children inherit that.
@@ -56,6 +57,7 @@ def pytest_addoption(parser):
     )
     parser.addoption("--state-dtype", default="fp32", help="CSDAdam's default in tests that do not set it")
     parser.addoption("--far", action="store_true", help="as if every device were on another machine: support/far.py")
+    parser.addoption("--served", action="store_true", help="named directories by an optimizer rank: support/served.py")
     parser.addoption("--tier", default="ci", choices=TIERS, help="which tests: see tests/support/tiers.py")
     parser.addoption("--shuffle", type=int, metavar="SEED", help="run the files in this random order")
     parser.addoption("--beyond", choices=TIERS, help="leave out what this tier runs")
@@ -97,7 +99,7 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if assumed() != "fp32" and (marker := item.get_closest_marker("fp32_states")):
             item.add_marker(pytest.mark.skip(reason=marker.args[0]))
-        if far.assumed() and (marker := item.get_closest_marker("at_hand")):
+        if (far.assumed() or served.assumed()) and (marker := item.get_closest_marker("at_hand")):
             item.add_marker(pytest.mark.skip(reason=marker.args[0]))
 
 

@@ -45,6 +45,8 @@ class RankValues:
 class Ranks:
     """The ranks of a process group with more than one rank; `rank` is this process's."""
 
+    meet_here: bool = True
+
     def __init__(self, group: Any) -> None:
         self.group = group
         self.rank: int = dist.get_rank(group)
@@ -215,7 +217,29 @@ class Ranks:
         raise CSDRankError("; ".join(f"rank {r}: {text}" for r, text in enumerate(texts) if text))
 
 
-def all_ranks_or_none(ranks: Ranks | None) -> contextlib.AbstractContextManager[RankValues]:
+class RanksElsewhere:
+    """The ranks of trainers, as the engine of one of them sees them at an optimizer rank.
+
+    They meet by themselves: here, each method returns this rank's values alone, and a context fails on its own.
+    """
+
+    meet_here: bool = False
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank: int = rank
+        self.size: int = size
+
+    def gather(self, *values: Any) -> list[tuple[Any, ...]]:
+        return [values]
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+    def all_ranks_or_none(self) -> contextlib.AbstractContextManager[RankValues]:
+        return _alone()
+
+
+def all_ranks_or_none(ranks: Ranks | RanksElsewhere | None) -> contextlib.AbstractContextManager[RankValues]:
     """Return Ranks.all_ranks_or_none(), or its equivalent for a single process (`ranks` None)."""
     return ranks.all_ranks_or_none() if ranks else _alone()
 

@@ -146,6 +146,8 @@ class Background:
         self._work: Work | None = None
         self._name = ""
         self._running: Future[None] | None = None
+        self.begun: int = 0  # how often start() was called
+        self.on_end: Callable[[], None] = lambda: None  # called on any thread when what start() has begun has ended
 
     def start(self, name: str, work: Work) -> None:
         """Wait for the previous work, then start `work`, which is retried until it succeeds. Raises as wait()."""
@@ -153,6 +155,8 @@ class Background:
         self._name, self._work = name, work
         with contextlib.suppress(RuntimeError):  # at interpreter shutdown pools take no work: wait() runs it
             self._running = self._pool.submit(work, self._in_parallel)
+            self.begun += 1
+            self._running.add_done_callback(lambda _: self.on_end())
 
     @property
     def idle(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -11,9 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..errors import CSDWarning, users_stacklevel
 from ..store.format import Record
 from ..store.layout import Extent
 from .states import States
+
+NOT_AGREED = "the ranks have not agreed on that step yet. Call synchronize() on all of them first"
 
 
 class Committer:
@@ -146,6 +150,11 @@ class Committer:
     def idle(self) -> bool:
         """Whether no background work is in flight that close() would wait for."""
         return True
+
+    def warn_of_loss(self, reason: str) -> None:
+        """Warn that the engine is closed without what was written to states since the last step."""
+        message = f"what was written to `state` after step {self.states.step} is lost: {reason}, then close() keeps it"
+        warnings.warn(message, CSDWarning, users_stacklevel())
 
     def end_copies(self) -> None:
         """Ask those who copy the last commit, such as snapshots, to hurry; wait until all have finished."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -13,14 +12,14 @@ import numpy as np
 import torch
 
 from ..accelerator import is_on_accelerator, record_event
-from ..distributed.ranks import Ranks, all_ranks_or_none
-from ..errors import CSDError, CSDRuntimeError, CSDWarning, users_stacklevel
+from ..distributed.ranks import Ranks, RanksElsewhere, all_ranks_or_none
+from ..errors import CSDError, CSDRuntimeError
 from ..store.file import StoreFile
 from ..store.format import CLEAN, RESIDUAL_ENTRY, Contents, Record, Region, Superblock
 from ..store.layout import Extent
 from ..store.reader import Tick
 from .commit import Background, Commit, CommitJob, InParallel, Pins
-from .committer import Committer
+from .committer import NOT_AGREED, Committer
 from .manifests import Manifests
 from .open_devices import OpenDevices
 from .recovered import Use, read_recovered
@@ -44,7 +43,7 @@ class DurableCommitter(Committer):
 
     uncommitted: bool
 
-    def __init__(self, states: States, devices: OpenDevices, ranks: Ranks | None) -> None:
+    def __init__(self, states: States, devices: OpenDevices, ranks: Ranks | RanksElsewhere | None) -> None:
         """`devices`: those of the states, with their stores."""
         super().__init__(states)
         states.make_durable()
@@ -58,7 +57,9 @@ class DurableCommitter(Committer):
         self._manifests = Manifests(n_devices, ranks)
         devices.name_tile = self._manifests.params_in_tile
         self._reports = Reports()
-        self.on_committed: Callable[[int], None] = lambda _: None  # called on any thread when a step is durable
+        # Called on any thread when `committed_step` or `commits` has changed.
+        self.on_progress: Callable[[], None] = lambda: None
+        self._background.on_end = lambda: self.on_progress()
         self._sequence = 0  # number of the last commit
         self._changed = False  # something has changed since the store was last closed cleanly
         self._committed_steps = np.zeros(0, np.float32)  # `step` of each parameter in the last commit
@@ -251,7 +252,7 @@ class DurableCommitter(Committer):
     def _mark_recoverable(self, commit: Commit) -> None:
         """Note that a resume after a crash continues from this commit from now on."""
         self.states.committed_step, self._residuals.committed = commit.job.step, commit.job.spaces
-        self.on_committed(commit.job.step)
+        self.on_progress()
 
     def confirm(self) -> None:
         if self.ranks is None:
@@ -261,6 +262,16 @@ class DurableCommitter(Committer):
             if self._makes_round or self._rounds.withdrawn:  # no commit has begun yet, or a withdrawn round is left
                 self.commit()
             self._background.wait()
+        if self.ranks.meet_here:
+            self.note_confirmed()
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether all ranks are known to have the last round."""
+        return not self._rounds.unconfirmed
+
+    def note_confirmed(self) -> None:
+        """Note that all ranks have the last round."""
         if commit := self._rounds.confirm():
             self._mark_recoverable(commit)
             self._background.start(f"step {self.states.committed_step}", commit.complete)
@@ -390,12 +401,11 @@ class DurableCommitter(Committer):
         stateless = truth.empty.any()
         reason = ""
         if unconfirmed and edited:
-            reason = "the ranks have not agreed on that step yet. Call synchronize() on all of them first"
+            reason = NOT_AGREED
         elif stateless and states.step and truth.would_be_lost:
             reason = "the step failed in which parameters joined. Call step() again first"
         if reason:
-            message = f"what was written to `state` after step {states.step} is lost: {reason}, then close() keeps it"
-            warnings.warn(message, CSDWarning, users_stacklevel())
+            self.warn_of_loss(reason)
         self._background.wait()
         if stateless or (self._failed_to_join and not edited):
             return
@@ -422,6 +432,12 @@ class DurableCommitter(Committer):
     @property
     def idle(self) -> bool:
         return self._background.idle and not self.pins
+
+    @property
+    def commits(self) -> tuple[int, int]:
+        """How many commits, or halves of rounds, have begun in the background, and how many of them have ended."""
+        begun = self._background.begun
+        return begun, begun - (not self._background.idle)
 
     def close(self) -> None:
         self._background.close()

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..distributed.ranks import Ranks
+from ..distributed.ranks import Ranks, RanksElsewhere
 from ..store.format import NAMED_FEATURES, features_of, tile_entry, version_of
 from ..store.layout import Extent
 from ..store.reader import params_in_tile
@@ -22,7 +22,7 @@ class Manifests:
     `rooms`, a parameter of several methods: where the existing residuals are stored, by parameter.
     """
 
-    def __init__(self, n_devices: int, ranks: Ranks | None) -> None:
+    def __init__(self, n_devices: int, ranks: Ranks | RanksElsewhere | None) -> None:
         self.written: bool = True  # the stores have the current manifests, or will with the commit in flight
         self.extents_on: list[list[dict[str, Any]]] = [[] for _ in range(n_devices)]  # per device
         self.tiles_bytes: list[int] = [0] * n_devices  # per device: size of the tiles' entries in the table

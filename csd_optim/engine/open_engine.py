@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import get_args
 
 import torch
 
 from ..accelerator import accelerator_type
 from ..devices.spec import DeviceSpec, parse_device
-from ..distributed.ranks import Ranks, all_ranks_or_none
+from ..distributed.ranks import Ranks, RanksElsewhere, all_ranks_or_none
 from ..errors import CSDStoreError, CSDUnavailableError, CSDValueError
 from ..store.file import Mode
+from ..store.recovery import RanksStore
 from .durable import DurableCommitter
 from .engine import Engine
 from .near_copies import NearCopies
@@ -27,25 +28,22 @@ def open_engine(
     *,
     mode: Mode = "new",
     tile_elems: int | None = None,
-    ranks: Ranks | None = None,
+    ranks: Ranks | RanksElsewhere | None = None,
+    choose: Callable[[RanksStore | None], int | None] | None = None,
     kernels: Collection[str] = (),
 ) -> Engine:
     """Return the engine for these devices. With `ranks` this is a collective, and raises on all ranks or on none.
 
-    With mode "resume" or "read" it continues from an existing store: see recover(). `kernels`: see open_card().
+    With mode "resume" or "read" it continues from an existing store: see recover(), also for `choose`. `kernels`: see
+    open_card().
     Raises what the engine raises, CSDStoreError if the stores do not belong together, and CSDValueError if the ranks
     ask for different things.
     """
     durable = any(s.durable for s in specs)
     near = [s for s in specs if s.kind.on_accelerator]
     others = [s for s in specs if not s.kind.on_accelerator]
-    in_memory = all(s.kind.in_memory for s in others)
-    of_ranks = ranks.gather(durable, get_args(Mode).index(mode), in_memory) if ranks else [(durable, 0, in_memory)]
-    if len({(d, m) for d, m, _ in of_ranks}) > 1:
-        raise CSDValueError(
-            "Invalid devices, resume or overwrite: directories keep the state on all ranks or on none, and all ranks "
-            "resume or none"
-        )
+    # Updates in memory do not fail, but a step that fails on another rank's disk must be undone here as well.
+    in_place = agree_on_devices(ranks, mode, durable=durable, in_memory=all(s.kind.in_memory for s in others))
     with all_ranks_or_none(ranks):
         if near and not accelerator_type():
             raise CSDUnavailableError(errno.ENODEV, f"torch {torch.__version__} has no accelerator here, for {near[0]}")
@@ -54,8 +52,6 @@ def open_engine(
     devices = engine = None
     try:
         with all_ranks_or_none(ranks):
-            # Updates in memory do not fail, but a step that fails on another rank's disk must be undone here as well.
-            in_place = all(in_memory for _, _, in_memory in of_ranks)
             # With `gpu:` alone the engine still needs a device, for example for the `step` counts of parameters.
             engine_specs = others or [parse_device("ram:")]
             devices = OpenDevices(engine_specs, mode=mode, in_place=in_place, kernels=kernels)
@@ -68,7 +64,7 @@ def open_engine(
                     engine.truth.copies = NearCopies(engine.native, engine.tiles)
         if committer:
             if mode in ("resume", "read"):
-                recover(engine, committer)
+                recover(engine, committer, choose)
             if ranks and not engine.recovered:
                 committer.store_id = ranks.gather_objects(committer.store_id)[0]
     except BaseException:
@@ -78,3 +74,20 @@ def open_engine(
             devices.close()
         raise
     return engine
+
+
+def agree_on_devices(
+    ranks: Ranks | RanksElsewhere | None, mode: Mode, *, durable: bool, in_memory: bool, elsewhere: bool = False
+) -> bool:
+    """Return whether all ranks' devices are `in_memory`. A collective; raises CSDValueError if they do not go together.
+
+    `elsewhere`: they are optimizer ranks'.
+    """
+    own = durable, get_args(Mode).index(mode), elsewhere, in_memory
+    of_ranks = ranks.gather(*own) if ranks else [own]
+    if len({tuple(others) for *others, _ in of_ranks}) > 1:
+        raise CSDValueError(
+            "Invalid devices, resume or overwrite: directories, or optimizer ranks, keep the state on all ranks or on "
+            "none, and all ranks resume or none"
+        )
+    return all(of_rank for *_, of_rank in of_ranks)

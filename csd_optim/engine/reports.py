@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from ..distributed.ranks import Ranks
+from ..distributed.ranks import Ranks, RanksElsewhere
 from ..store.file import StoreFile
 from ..store.report import ReportFile
 from .states import States
@@ -28,7 +28,7 @@ class Reports:
         *,
         store_id: str,
         training_seconds: float,
-        ranks: Ranks | None,
+        ranks: Ranks | RanksElsewhere | None,
     ) -> None:
         """Report the last step, whose states must all be on their devices, unless it was reported already.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from ..bindings import TILE_STATE
@@ -14,10 +16,13 @@ from .engine import Engine
 from .open_devices import OpenDevices
 
 
-def recover(engine: Engine, committer: DurableCommitter) -> None:
+def recover(
+    engine: Engine, committer: DurableCommitter, choose: Callable[[RanksStore | None], int | None] | None = None
+) -> None:
     """Resume from the last step that all devices of all ranks have, if there is one, and set `engine.recovered`.
 
-    A collective of the ranks; raises CSDStoreError on all of them if the stores do not belong together.
+    A collective of the ranks; raises CSDStoreError on all of them if the stores do not belong together. `choose`: given
+    this rank's store, returns the last round that all ranks have, if they meet elsewhere.
     """
     ranks, stores = committer.ranks, [store for store in committer.devices.stores if store]
     with all_ranks_or_none(ranks):
@@ -27,7 +32,8 @@ def recover(engine: Engine, committer: DurableCommitter) -> None:
         if commits and engine.states.mode == "resume":
             check_slots(commits[0])
     if ranks:
-        chosen = last_round(ranks.gather_objects(RanksStore.of(commits)))
+        own = RanksStore.of(commits)
+        chosen = choose(own) if choose else last_round(ranks.gather_objects(own))
         commits = [recovered for recovered in commits if recovered[0].superblock.round == chosen]
     if commits:
         with all_ranks_or_none(ranks):

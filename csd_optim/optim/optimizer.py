@@ -106,7 +106,7 @@ class CSDOptimizer(StatesOnDevices, Joinable):
         check_state_dtype(state_dtype, rule=self._rule)
         self._init_attributes(ranks_of(process_group), sharded, state_dtype)
         specs: list[DeviceSpec] = []
-        address = address_of(devices)
+        address = address_of(devices, self._ranks)
         if address and address.protocol == 4:
             self._owner_address = address
         elif address:

@@ -6,7 +6,6 @@ A link that is lost is taken up again by the next request, if the owner has the 
 from __future__ import annotations
 
 import os
-import secrets
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -39,11 +38,11 @@ class Link:
     def __init__(self, connect: Callable[[], Session], hello: Mapping[str, Any], streams: int, timeout: float) -> None:
         """`hello`: the fields of each HELLO. `timeout`: seconds without a sign of life, after which it is lost."""
         self._connect, self._streams, self._timeout = connect, streams, timeout
-        self._hello = {"op": "hello", "protocol": PROTOCOL, "token": secrets.token_hex(16), **hello}
+        self._hello = {"op": "hello", "protocol": PROTOCOL, **hello}
         self.pid: int = os.getpid()
         self.changed: threading.Condition = threading.Condition()
         self.committed_step: int = 0
-        self.commit_ended: bool = True  # no commit is under way at the owner
+        self._commits = (0, 0)  # at the owner: begun, and ended
         self.on_committed: Callable[[int], None] = lambda _: None  # called on any thread with the committed step
         # Takes the link up again: returns the fields of a HELLO, and takes the answer. Set once the states are known.
         self.reattach: tuple[Callable[[], dict[str, Any]], Callable[[Answer], None]] | None = None
@@ -57,17 +56,26 @@ class Link:
 
     # ---- open and close ------------------------------------------------------------
 
-    def open(self, **fields: Any) -> Answer:
-        """Connect, and ask for a session. Raises what the owner answers, or CSDUnavailableError if there is none."""
+    def open(self, choose: Callable[[Fields], int | None] | None = None, **fields: Any) -> Answer:
+        """Connect, and ask for a session. Raises what the owner answers, or CSDUnavailableError if there is none.
+
+        `choose`: called with what the owner has of this trainer, if several resume; returns the round that all have.
+        """
         with self._lock:
             self._drop(None)
             session = self._connect()
             try:
                 answer = self._exchange(session, {**self._hello, **fields}, [])
+                if "found" in answer.fields:
+                    if choose is None:
+                        refuse("a choice between steps")
+                    chosen = choose(answer.fields)
+                    answer = self._exchange(session, {"none": chosen is None, "round": chosen}, [], anew=False)
             except BaseException:
                 session.close()
                 raise
             self._session, self._why_lost = session, None
+            self.committed_step, self._commits = 0, (0, 0)
             self.note_committed(answer.fields)
             for stream, connection in enumerate(session.data[: self._streams]):
                 for work in (self._receive, self._send):
@@ -150,8 +158,9 @@ class Link:
             assert self._session
             return self._exchange(self._session, {"op": op, **fields}, [*arrays])
 
-    def _exchange(self, session: Session, message: dict[str, Any], arrays: list[Any]) -> Answer:
-        self._requests += 1
+    def _exchange(self, session: Session, message: dict[str, Any], arrays: list[Any], *, anew: bool = True) -> Answer:
+        """Send a message, a request `anew` or what the last one still needs, and return the answer."""
+        self._requests += anew
         number = self._requests
         try:
             session.control.send({**message, "n": number}, *arrays)
@@ -172,12 +181,19 @@ class Link:
         return Answer(fields, received)
 
     def note_committed(self, fields: Fields) -> None:
-        """Take over the committed step from an answer or news."""
+        """Take over from an answer or news which step is committed. News may come before an older answer is read."""
+        committed, begun, ended = map(fields.integer, ("committed", "begun_commits", "ended_commits"))
         with self.changed:
-            self.committed_step = fields.integer("committed")
-            self.commit_ended = fields.flag("ended") if "ended" in fields else True
+            self.committed_step = max(committed, self.committed_step)
+            self._commits = max(begun, self._commits[0]), max(ended, self._commits[1])
             self.on_committed(self.committed_step)
             self.changed.notify_all()
+
+    @property
+    def commits_at_rest(self) -> bool:
+        """Whether no commit is under way at the owner, as far as is known here."""
+        begun, ended = self._commits
+        return begun == ended
 
     # ---- frames --------------------------------------------------------------------
 

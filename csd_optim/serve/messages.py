@@ -58,6 +58,9 @@ class Fields:
     def __contains__(self, name: str) -> bool:
         return name in self._message
 
+    def is_null(self, name: str) -> bool:
+        return name in self._message and self._message[name] is None
+
     def integer(self, name: str, low: int = 0, high: int = MAX_SIZE) -> int:
         value = self._message.get(name)
         if type(value) is not int or not low <= value <= high:

@@ -18,6 +18,7 @@ from ..checkpoint.files import no_progress
 from ..errors import CSDError, CSDRankError
 from ..store.format import Record
 from ..store.layout import TILE_ELEMS, Extent
+from ..store.recovery import RanksStore
 from ..store.sections import FP32, GROUP, SECTIONS
 from .control import MESSAGE_BYTES
 from .messages import (
@@ -37,7 +38,7 @@ from .messages import (
     unpack_hypers,
     unpack_rows,
 )
-from .owner_step import WINDOW, Buffers, OwnerStep
+from .owner_step import Buffers, OwnerStep
 from .ownership import Ownership
 from .save_place import SavePlace
 from .session import Role
@@ -46,8 +47,11 @@ MAX_RECORD = MESSAGE_BYTES  # bytes of a record
 MAX_NUMELS = 1 << 47  # fp32 values that join at once
 MAX_TILE_ELEMS = 1 << 26  # that trainers may choose: the owner has memory for WINDOW tiles
 MAX_TILES, MAX_PARAMS = 1 << 22, 1 << 20  # of a model
+MAX_TRAINERS = 1 << 12
+ID_BYTES = 16  # of a store's identity
 Reply = tuple[dict[str, Any], list[Any]]
 DONE: Reply = ({}, [])
+CHANGES_NOTHING = ("read", "stats", "close")  # requests
 
 
 class Closed(Exception):
@@ -57,11 +61,14 @@ class Closed(Exception):
 class Hello(NamedTuple):
     """A request for a session."""
 
+    trainer: int
+    trainers: int
+    token: str  # the same for all trainers of a training
     mode: str
     model: str  # see digest_of_entries()
     tile_elems: int | None
     who: str
-    store: str  # what the trainer was attached to; "" without attach
+    store: str  # the identity of the store that the trainer was attached to; without attach, for a new one
     step: int  # the trainer's last step
 
     def check_attach(self, ownership: Ownership) -> None:
@@ -76,19 +83,41 @@ def check_hello(fields: Fields) -> Hello:
         refuse("it is no HELLO")
     if (theirs := fields.integer("protocol")) != PROTOCOL:
         raise CSDRankError(f"trainers speak protocol {theirs} and optimizer ranks {PROTOCOL}: install the same version")
-    if fields.integer("trainers", 1, 1 << 12) != 1 or fields.integer("trainer", 0, 0):
-        raise CSDRankError("protocol 4 serves one trainer so far: leave out protocol=4")
-    fields.text("token")
+    trainers = fields.integer("trainers", 1, MAX_TRAINERS)
+    trainer = fields.integer("trainer", 0, trainers - 1)
+    try:
+        is_id = len(bytes.fromhex(fields.text("store"))) == ID_BYTES
+    except ValueError:
+        is_id = False
+    if not is_id:
+        refuse("the identity of a store")
     tile_elems = fields.integer("tile_elems", 0, MAX_TILE_ELEMS) or None
     attaches = fields.text("mode", MODES) == "attach"
     return Hello(
+        trainer,
+        trainers,
+        fields.text("token"),
         fields.text("mode"),
         fields.text("model"),
         tile_elems,
         fields.text("who"),
-        fields.text("store") if attaches else "",
+        fields.text("store"),
         fields.integer("step") if attaches else 0,
     )
+
+
+def summary_of(store: RanksStore | None) -> dict[str, Any] | None:
+    """Return what trainers learn about the store of one of them, to choose the step that all resume."""
+    if store is None:
+        return None
+    return {
+        "path": store.path,
+        "store": store.store_id.hex(),
+        "rank": store.rank,
+        "world_size": store.world_size,
+        "is_first": store.is_first,
+        "steps": [*store.steps.items()],
+    }
 
 
 class OwnerRequests:
@@ -97,7 +126,7 @@ class OwnerRequests:
     def __init__(self, ownership: Ownership, role: Role, note_step: Callable[[OwnerStep | None], None]) -> None:
         """`role`: the trainer's. `note_step` is called with the step that frames belong to from now on."""
         self._ownership, self._role, self._note_step = ownership, role, note_step
-        self._buffers = Buffers()
+        self._buffers = Buffers(ownership.window)
         self._step: OwnerStep | None = None
         self._brackets = contextlib.ExitStack()  # of writing() and loading()
         self._bracketed = False  # one of them is open
@@ -105,7 +134,6 @@ class OwnerRequests:
         # By row and section: states with which the next step begins, and how many of their elements have arrived.
         self._edits: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}
         self._saving: tuple[Future[Path], SavePlace] | None = None
-        self._taken_back = True  # there is no kept step that may still be taken back
         self.begins: int = 0  # number of the last BEGIN
         self.most_bytes: int = 0  # that a frame may have
 
@@ -115,6 +143,8 @@ class OwnerRequests:
         work: Callable[[Fields, Sequence[memoryview]], Reply] | None = getattr(self, f"_on_{op}", None)
         if work is None or not op.isidentifier():
             refuse(f"the operation {op!r}")
+        if op not in CHANGES_NOTHING:
+            self._ownership.discard_newer()
         with torch.no_grad():
             return work(fields, arrays)
 
@@ -172,6 +202,9 @@ class OwnerRequests:
         param_dtype = dtype_named(fields.text("param_dtype"))
         extent = engine.extend([int(n) for n in numels], sections, codec=codec, param_dtype=param_dtype)
         return {"tile_elems": extent.tile_elems}, [extent.devices.astype(WIRE_INDEX)]
+
+    def _on_discard_newer(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
+        return DONE  # execute() has done it
 
     def _on_describe(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
         self._ownership.describe(fields.object("manifest"))
@@ -321,6 +354,9 @@ class OwnerRequests:
         self._buffers.resize(elems)
         self.most_bytes = 32 * elems + (1 << 16)
         record = Record(user_state=bytes(fields.integer("record_bytes", 0, MAX_RECORD)))
+        if not engine.committer.is_confirmed:
+            refuse("a step before all trainers have the last one")
+        self._ownership.kept_rows = None
         with engine.lock:
             engine.committer.confirm()
             every = engine.begin(table, constants, listed, record, order=order, is_speculative=True, kept_alive=edits)
@@ -331,7 +367,7 @@ class OwnerRequests:
             self._undo_step()
             raise
         self._note_step(step)
-        return {"window": WINDOW}, []
+        return DONE
 
     def _on_reserve(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
         self._engine.committer.reserve(Record(user_state=bytes(fields.integer("record_bytes", 0, MAX_RECORD))))
@@ -368,6 +404,7 @@ class OwnerRequests:
         finally:
             self._note_step(None)
         self._set_counts(steps)
+        self._ownership.kept_rows = step.rows
         answer: dict[str, Any] = {"kept": True, "step": engine.states.step}
         try:
             engine.committer.commit(record)
@@ -376,7 +413,15 @@ class OwnerRequests:
         return answer, []
 
     def _on_take_back(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
-        raise CSDRankError("protocol 4 cannot take a step back yet")
+        """Undo the last kept step: another trainer's has failed."""
+        self._no_step()
+        engine, rows = self._engine, self._ownership.kept_rows
+        if rows is None or fields.integer("step") != engine.states.step:
+            refuse("to take back a step that is not the last one")
+        self._ownership.kept_rows = None
+        with engine.lock:
+            engine.undo_last(rows)
+        return DONE
 
     # ---- commits -------------------------------------------------------------------
 
@@ -387,10 +432,23 @@ class OwnerRequests:
         self._no_step()
         counts, user_state = number_of(arrays, 2)
         record = self._record(fields, user_state)
-        if fields.integer("step") != self._engine.states.step:
+        engine, own = self._engine, self._engine.states.step
+        step = fields.integer("step")
+        if step not in (own, own + 1) or (step > own and self._ownership.trainers == 1):
             refuse("the commit of another step")
         self._set_counts(self._counts(counts))
-        self._engine.committer.commit(record)
+        engine.states.step = step  # one that other trainers have made
+        engine.committer.commit(record)
+        return DONE
+
+    def _on_confirm(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
+        """Make the last step's commit durable. It counts once this is so at all trainers."""
+        self._no_step()
+        self._engine.committer.confirm()
+        return DONE
+
+    def _on_confirmed(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
+        self._engine.committer.note_confirmed()
         return DONE
 
     def _on_wait(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:

@@ -6,19 +6,21 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from ..errors import CSDError, CSDRankError
+from ..store.recovery import RanksStore
 from ..threads import start_thread
 from .frames import Header
 from .log import printable
 from .messages import NEWS, PARAMS, PUSH, Fields, error_of, pack_news, refuse, said
-from .owner_requests import Closed, OwnerRequests, check_hello
+from .owner_requests import Closed, Hello, OwnerRequests, check_hello, summary_of
 from .owner_step import OwnerStep
 from .ownership import Ownership
 from .session import Role, Session
+from .tcp import ConnectionClosed
 
 CLOSE_SECONDS = 5.0  # for which the connections stay open after the answer to a `close`
 HELLO_SECONDS = 60.0  # within which an admitted trainer asks for a session
@@ -54,7 +56,7 @@ class OwnerSession:
         work: list[Callable[[], None]] = [partial(self._receive, s) for s in range(len(self._session.data))]
         work += [partial(self._send, device) for device in range(len(engine.devices.specs))]
         threads = [threading.Thread(target=w, name="csd_optim session", daemon=True) for w in (*work, self._tell)]
-        self._ownership.committer.on_committed = self._note_committed
+        self._ownership.committer.on_progress = self._note_progress
         try:
             for thread in threads:
                 start_thread(thread)
@@ -80,7 +82,7 @@ class OwnerSession:
             for thread in threads:
                 if thread.ident is not None:
                     thread.join()
-            self._ownership.committer.on_committed = lambda _: None
+            self._ownership.committer.on_progress = lambda: None
 
     def end(self, why: str) -> None:
         """End the session: its connections are shut down. Idempotent."""
@@ -104,26 +106,31 @@ class OwnerSession:
         try:
             answer, results = self._requests.execute(fields, arrays)
         except Closed:
-            self._answer(number, self._commit_fields(), [])
-            self._session.control.receive(CLOSE_SECONDS)  # until the trainer has the answer, and ends the connection
+            self._answer(number, self._ownership.commit_fields(), [])
+            self._await_end()
+            return self.end(self.why)
         except CSDError as e:
             self._print_line(f"{fields.text('op')} failed: {e}")
             self._answer(number, error_of(e), [])
-            return self.end("states were not written as a whole") if self._requests.is_broken else None
+            if self._requests.is_broken:
+                self._await_end()
+                self.end("states were not written as a whole")
+            return None
         except Exception as e:
             self._ownership.in_doubt = True
             self._answer(number, error_of(CSDRankError(said(e))), [])
             raise CSDRankError(said(e)) from e
-        self._answer(number, {**answer, **self._commit_fields()}, results)
+        self._answer(number, {**answer, **self._ownership.commit_fields()}, results)
+
+    def _await_end(self) -> None:
+        """Wait until the trainer has the last answer, and ends the connections: else it might see their end first."""
+        with contextlib.suppress(ConnectionClosed):
+            self._session.control.receive(CLOSE_SECONDS)
 
     def _check_key(self) -> None:
         """Raise CSDRankError between steps if the trainer's key has lost its role."""
         if self._session.revoked and self._step is None:
             raise CSDRankError("its key is no longer accepted")
-
-    def _commit_fields(self) -> dict[str, Any]:
-        committer = self._ownership.committer
-        return {"committed": committer.states.committed_step, "ended": committer.idle}
 
     def _answer(self, number: int, fields: dict[str, Any], arrays: list[Any]) -> None:
         with self._control_lock:
@@ -190,9 +197,9 @@ class OwnerSession:
         if step.failure:
             self._add_news({"failed": error_of(step.failure), "begin": step.begin})
 
-    def _note_committed(self, step: int) -> None:
-        """Called on the thread that has made a step durable."""
-        self._add_news({"committed": step, "ended": True})
+    def _note_progress(self) -> None:
+        """Called on a thread that commits."""
+        self._add_news(self._ownership.commit_fields())
 
     def _add_news(self, news: dict[str, Any]) -> None:
         with self._changed:
@@ -248,27 +255,30 @@ def _working(session: Session, number: int, interval: float) -> Iterator[None]:
 
 
 class Owner:
-    """Serves one session after another. A granted HELLO ends the session before it."""
+    """Serves the trainers of one training after another. Another training's HELLO, if granted, ends the one before."""
 
     def __init__(self, ownership: Ownership, timeout: float, print_line: Callable[[str], None]) -> None:
-        self._ownership, self._timeout = ownership, timeout
+        """`ownership`: that of a single trainer; others have their own beside it."""
+        self._timeout = timeout
         # Trainers' names and operations are in these lines, and may contain anything.
         self._print_line: Callable[[str], None] = lambda line: print_line(printable(line, LINE))
-        self.current: OwnerSession | None = None
-        self._sessions = 0
-        self._lock = threading.RLock()  # held while a HELLO is considered
+        self._parts: dict[int, Ownership] = {0: ownership}  # by trainer
+        self.sessions: dict[int, OwnerSession] = {}  # by trainer
+        self._token = ""  # of the training that these belong to
+        self._count = 0
+        self._lock = threading.Lock()  # guards the four above, and `_closed`
+        self._changing = threading.Lock()  # held before it, and while another training ends
         self._closed = False
 
     def serve(self, session: Session) -> None:
-        """Serve a session to its end: for Listener. The engine is used by one session at a time."""
-        own: OwnerSession | None = None
+        """Serve a session to its end: for Listener. An engine is used by one session at a time."""
         number = 0
         try:
             message, _ = session.control.receive(HELLO_SECONDS, HELLO_BYTES)
             fields = Fields(message)
             number = fields.integer("n")
             with _working(session, number, self._timeout / 4):
-                own, answer = self._grant(session, fields)
+                own, answer, count = self._grant(session, fields, number)
         except Exception as e:
             self._print_line(f"a request for a session is refused: {said(e)}")
             with contextlib.suppress(CSDError, OSError):
@@ -277,9 +287,11 @@ class Owner:
             return
         begun = time.monotonic()
         own.run(answer, number)
-        self._print_line(f"session {self._sessions} is over after {time.monotonic() - begun:.3g} s: {own.why}")
+        self._print_line(f"session {count} is over after {time.monotonic() - begun:.3g} s: {own.why}")
 
-    def _grant(self, session: Session, fields: Fields) -> tuple[OwnerSession, tuple[dict[str, Any], list[Any]]]:
+    def _grant(
+        self, session: Session, fields: Fields, number: int
+    ) -> tuple[OwnerSession, tuple[dict[str, Any], list[Any]], int]:
         if not session.peer.role.may(Role.TRAINER):
             raise CSDRankError(f"your key is accepted as {session.peer.role.value}, and may not train")
         hello = check_hello(fields)
@@ -290,32 +302,78 @@ class Owner:
                 "overwrite=True erases states, which needs the key of an admin: your key is accepted as "
                 f"{session.peer.role.value}"
             )
+        part = self._part_of(hello)
+        with part.opening:
+            self._end({hello.trainer}, "another session has taken over")
+            part.open(hello.mode, hello.tile_elems, bytes.fromhex(hello.store), partial(self._choose, session, number))
+            hello.check_attach(part)
+            answer = part.welcome()
+            with self._lock:
+                if self._closed or hello.token != self._token:
+                    raise CSDRankError("another session has taken over")
+                self._count += 1
+                of = f" (trainer {hello.trainer} of {hello.trainers})" if hello.trainers > 1 else ""
+                self._print_line(
+                    f"session {self._count}: {hello.who[:TEXT]}{of}, {hello.mode}, step {answer[0]['step']}"
+                )
+                own = OwnerSession(part, session, self._timeout, self._print_line)
+                self.sessions[hello.trainer] = own
+                return own, answer, self._count
+
+    def _part_of(self, hello: Hello) -> Ownership:
+        """Return what this trainer has here, after the training before its own was ended.
+
+        Raises what Ownership.check() raises, and CSDRankError; then nothing has changed.
+        """
+        with self._changing:
+            with self._lock:
+                if self._closed:
+                    raise CSDRankError("the optimizer ranks are closing")
+                parts = [*self._parts.values()]
+                same = parts if parts[0].trainers == hello.trainers else []
+                part = next((p for p in same if p.trainer == hello.trainer), None)
+                part = part or parts[0].of(hello.trainer, hello.trainers)
+                part.check(hello.mode, hello.model)
+                hello.check_attach(part)
+                ending: set[int] = set()
+                if hello.token != self._token:
+                    ending = {k for k, session in self.sessions.items() if not session.ended.is_set()}
+                    if hello.mode == "attach" and ending:
+                        raise CSDRankError("another session has taken over")
+                    self._token = hello.token
+                self._parts = {p.trainer: p for p in (*same, part)}
+            self._end(ending, "another session has taken over")
+            if not same:
+                _close(parts)
+            return part
+
+    def _choose(self, session: Session, number: int, store: RanksStore | None) -> int | None:
+        """Ask the trainers, which tell each other what each of them has here, for the round that all resume."""
+        session.control.send({"n": number, "found": summary_of(store)})
+        message, _ = session.control.receive(self._timeout, HELLO_BYTES)
+        fields = Fields(message)
+        return None if fields.flag("none") else fields.integer("round", 1)
+
+    def _end(self, trainers: set[int], why: str) -> None:
+        """End sessions of these trainers, and wait until they have ended."""
         with self._lock:
-            if self._closed:
-                raise CSDRankError("the optimizer ranks are closing")
-            self._ownership.check(hello.mode, hello.model)
-            hello.check_attach(self._ownership)
-            if before := self.current:
-                before.end("another session has taken over")
-                before.ended.wait()
-            try:
-                self._ownership.open(hello.mode, hello.tile_elems)
-                hello.check_attach(self._ownership)
-                answer = self._ownership.welcome()
-            except BaseException:
-                self.current = None
-                raise
-            self._sessions += 1
-            who = hello.who[:TEXT]
-            self._print_line(f"session {self._sessions}: {who}, {hello.mode}, step {answer[0]['step']}")
-            self.current = OwnerSession(self._ownership, session, self._timeout, self._print_line)
-            return self.current, answer
+            ending = [self.sessions.pop(k) for k in trainers & self.sessions.keys()]
+        for session in ending:
+            session.end(why)
+        for session in ending:
+            session.ended.wait()
 
     def close(self) -> None:
-        """End the session, and make everything durable. Raises CSDOSError."""
+        """End all sessions, and make everything durable. Raises CSDOSError."""
         with self._lock:
             self._closed = True
-            if current := self.current:
-                current.end("the optimizer rank has ended")
-                current.ended.wait()
-            self._ownership.close(commit=not self._ownership.in_doubt)
+        self._end({*self.sessions}, "the optimizer rank has ended")
+        with self._changing:
+            _close([*self._parts.values()])
+
+
+def _close(parts: Sequence[Ownership]) -> None:
+    """Close all engines, and make everything durable. Raises CSDOSError."""
+    with contextlib.ExitStack() as stack:
+        for part in parts:
+            stack.callback(part.close_when_granted)

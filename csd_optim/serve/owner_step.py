@@ -17,7 +17,6 @@ from . import tile_image
 from .frames import DataConnection, Header
 from .messages import refuse
 
-WINDOW = 16  # tiles of which an owner has gradients or parameters in memory
 SENDING_SECONDS = 10.0  # within which the thread that has sent parameters puts their buffer back
 
 
@@ -35,7 +34,9 @@ class Buffer(NamedTuple):
 class Buffers:
     """The buffers of an owner, made when they are first needed."""
 
-    def __init__(self) -> None:
+    def __init__(self, window: int) -> None:
+        """`window`: how many."""
+        self._window = window
         self._free: list[Buffer] = []
         self._tile_elems = 0
 
@@ -45,7 +46,7 @@ class Buffers:
             self._free = [
                 # Zeros: what the owner's memory contained before is not for trainers.
                 Buffer(*(torch.zeros(4 * tile_elems, dtype=torch.uint8, device="cpu") for _ in range(2)))
-                for _ in range(WINDOW)
+                for _ in range(self._window)
             ]
             self._tile_elems = tile_elems
 
@@ -173,6 +174,11 @@ class OwnerStep:
                 self._in_transfer -= 1
                 self._sent += 1
                 self.changed.notify_all()
+
+    @property
+    def rows(self) -> np.ndarray[Any, Any]:
+        """The parameters that it updates."""
+        return np.flatnonzero(self._table["grad"])
 
     @property
     def is_over(self) -> bool:

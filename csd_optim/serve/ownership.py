@@ -3,37 +3,55 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..devices.spec import DeviceSpec
+from ..distributed.ranks import RanksElsewhere
 from ..engine.durable import DurableCommitter
 from ..engine.engine import Engine
 from ..engine.open_engine import open_engine
-from ..errors import CSDError, CSDRankError, CSDStoreError, CSDStoreExistsError
+from ..errors import CSDError, CSDOSError, CSDRankError, CSDStoreError, CSDStoreExistsError
 from ..params.manifest import digest_of_entries
 from ..store.check import UNNAMED_RULE, check_param, check_record, require
-from ..store.format import Record
+from ..store.format import FILE_NAME, Record
+from ..store.recovery import RanksStore
 from ..store.sections import FP32
 from .messages import Fields, check_plain, name_of_dtype, refuse
 
+WINDOW, LEAST_WINDOW = 16, 4  # tiles of which an owner has gradients or parameters in memory: of all trainers, of each
+
 
 class Ownership:
-    """The engine of an owner, used by one thread at a time."""
+    """What an owner has of one trainer: an engine, used by one thread at a time."""
 
-    def __init__(self, specs: Sequence[DeviceSpec], allow_save: Sequence[Path] = ()) -> None:
-        """`allow_save`: directories below which trainers may have snapshots made."""
-        self._specs = specs
+    def __init__(
+        self, specs: Sequence[DeviceSpec], allow_save: Sequence[Path] = (), trainer: int = 0, trainers: int = 1
+    ) -> None:
+        """`specs`: the owner's devices. `allow_save`: directories below which trainers may have snapshots made."""
+        self._devices, self.trainer, self.trainers = specs, trainer, trainers
+        self._specs = [_part_of(spec, trainer) for spec in specs] if trainers > 1 else specs
+        self._ranks = RanksElsewhere(trainer, trainers) if trainers > 1 else None
+        self.window: int = max(LEAST_WINDOW, WINDOW // trainers)  # tiles
+        self.opening: threading.Lock = threading.Lock()  # held while a session of this trainer is granted
         self.allow_save: list[Path] = [path.absolute() for path in allow_save]
         self._engine: Engine | None = None
         self._checked = False  # all states were read and verified since this process has the store
+        self._has_newer = False  # the stores may have commits after the one that was resumed
         # Memory may differ from the store in ways that no step has kept: the next session reopens it.
         self.in_doubt: bool = False
         self.rule: str | None = None  # of the described model
+        self.kept_rows: np.ndarray[Any, Any] | None = None  # of the last kept step, which may be taken back
         self._model = ""  # its digest_of_entries()
+
+    def of(self, trainer: int, trainers: int) -> Ownership:
+        """Return what the same owner has of another trainer."""
+        return Ownership(self._devices, self.allow_save, trainer, trainers)
 
     @property
     def is_open(self) -> bool:
@@ -62,6 +80,7 @@ class Ownership:
         `model`: see digest_of_entries(). Raises CSDStoreExistsError, CSDStoreError.
         """
         engine = self._engine
+        self._check_others()
         if engine and mode == "resume" and "" not in (model, self._model) and model != self._model:
             raise CSDStoreError("the optimizer ranks have the states of another model")
         if engine and mode == "new" and (engine.tiles.n_params or engine.states.committed_step):
@@ -71,19 +90,53 @@ class Ownership:
                 "erase them with overwrite=True",
             )
 
-    def open(self, mode: str, tile_elems: int | None) -> None:
-        """Open the engine for a session. Raises what open_engine() raises, and CSDStoreError if a state is damaged."""
+    def _check_others(self) -> None:
+        """Raise CSDStoreError if there are states of one trainer, and this is one of several, or the reverse."""
+        for spec in self._devices:
+            if spec.directory is None and self.trainers > 1:
+                raise CSDStoreError(f"{spec} keeps the states of one trainer, and these are {self.trainers}")
+            if spec.directory is None:
+                continue
+            found = spec.directory / FILE_NAME
+            if self.trainers == 1:
+                found = next(spec.directory.glob(f"{PART}*/{FILE_NAME}"), found)
+            if found.exists() and (found.parent == spec.directory) == (self.trainers > 1):
+                raise CSDStoreError(
+                    f"the optimizer ranks have states in {found.parent} of another number of trainers than "
+                    f"{self.trainers}: start as many as before, or combine them with csd-optim export, and begin in "
+                    "other directories"
+                )
+
+    def open(
+        self,
+        mode: str,
+        tile_elems: int | None,
+        store_id: bytes,
+        choose: Callable[[RanksStore | None], int | None] | None = None,
+    ) -> None:
+        """Open the engine for a session. Raises what open_engine() raises, and CSDStoreError if a state is damaged.
+
+        `store_id`: for a new store. `choose`: asks the trainers for the step that all of them resume, see recover().
+        """
         if mode == "attach" and self._engine and not self.in_doubt:
             return
+        if mode == "attach" and self.trainers > 1:  # others may have steps that this one has lost
+            raise CSDRankError("the optimizer ranks have been restarted: start all trainers again with resume=True")
         self.close(commit=mode in ("resume", "attach") and not self.in_doubt)
         opened_as: Any = "resume" if mode == "attach" else mode
         self.rule, self._model = None, ""
-        engine = open_engine(self._specs, mode=opened_as, tile_elems=tile_elems)
+        self._check_others()
+        if self._ranks:
+            for spec in self._specs:
+                _make_directory(spec)
+        engine = open_engine(self._specs, mode=opened_as, tile_elems=tile_elems, ranks=self._ranks, choose=choose)
         try:
+            if not engine.recovered:
+                assert isinstance(engine.committer, DurableCommitter)
+                engine.committer.store_id = store_id
             if engine.recovered:
                 if not self._checked:
                     engine.committer.check_recovered()
-                engine.committer.discard_newer()
                 manifest = engine.recovered[0].manifest
                 self.rule = manifest.get("rule")
                 self._model = digest_of_entries((*manifest["params"], *manifest["waiting"]))
@@ -91,6 +144,15 @@ class Ownership:
             engine.abandon()
             raise
         self._engine, self._checked, self.in_doubt = engine, True, False
+        self._has_newer = bool(engine.recovered)
+        if mode == "attach":
+            self.discard_newer()
+
+    def discard_newer(self) -> None:
+        """Discard what is newer than the commit that was resumed, before anything changes. Raises CSDOSError."""
+        if self._has_newer:
+            self.committer.discard_newer()
+            self._has_newer = False
 
     def close(self, *, commit: bool = True) -> None:
         """Close the engine. `commit`: everything in memory; raises CSDOSError if that fails."""
@@ -104,6 +166,11 @@ class Ownership:
             engine.committer.wait()
         engine.abandon()
 
+    def close_when_granted(self) -> None:
+        """Close the engine once a session that is being granted has been. Raises CSDOSError."""
+        with self.opening:
+            self.close(commit=not self.in_doubt)
+
     # ---- what trainers learn ---------------------------------------------------------
 
     def welcome(self) -> tuple[dict[str, Any], list[Any]]:
@@ -113,14 +180,16 @@ class Ownership:
         fields: dict[str, Any] = {
             "store": self.store_id,
             "step": states.step,
-            "committed": states.committed_step,
             "devices": [str(spec) for spec in engine.devices.specs],
             "recovered": bool(found),
+            "window": self.window,
+            **self.commit_fields(),
         }
         record = states.record
         if found:
             contents = found[0]
-            manifest = {k: v for k, v in contents.manifest.items() if k not in ("extents", "tiles", "features")}
+            of_store = ("extents", "tiles", "features", "rank", "world_size")
+            manifest = {k: v for k, v in contents.manifest.items() if k not in of_store}
             extents = [
                 {
                     "tile_elems": e.tile_elems,
@@ -133,6 +202,11 @@ class Ownership:
             fields |= {"path": contents.path, "manifest": manifest, "extents": extents, "record": head_of(record)}
         devices = np.concatenate([np.zeros(0, np.uint32), *(e.devices for e in engine.tiles.extents)])
         return fields, [states.all_steps().astype(">u4"), devices.astype(">u4"), record.user_state]
+
+    def commit_fields(self) -> dict[str, int]:
+        """Return how far commits are: part of each answer, and of news."""
+        begun, ended = self.committer.commits
+        return {"committed": self.committer.states.committed_step, "begun_commits": begun, "ended_commits": ended}
 
     # ---- what trainers say -------------------------------------------------------------
 
@@ -175,6 +249,27 @@ class Ownership:
         except (CSDStoreError, KeyError, TypeError) as e:
             refuse(f"the record: {e}")
         return record
+
+
+PART = "rank-"  # begins the name of a trainer's directory, where there are several
+
+
+def _part_of(spec: DeviceSpec, trainer: int) -> DeviceSpec:
+    """Return the device on which a trainer's states are, one of several."""
+    if spec.directory is None:
+        return spec
+    directory = spec.directory / f"{PART}{trainer}"
+    return replace(spec, directory=directory, text=spec.text.replace(str(spec.directory), str(directory), 1))
+
+
+def _make_directory(spec: DeviceSpec) -> None:
+    assert spec.directory
+    try:
+        spec.directory.mkdir()
+    except FileExistsError:
+        pass
+    except OSError as e:
+        raise CSDOSError(e.errno, f"cannot make {spec.directory}: {e.strerror}") from e
 
 
 def head_of(record: Record) -> dict[str, Any]:

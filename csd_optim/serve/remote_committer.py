@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.committer import Committer
+from ..distributed.ranks import Ranks, all_ranks_or_none
+from ..engine.committer import NOT_AGREED, Committer
 from ..engine.states import States
-from ..errors import CSDError, CSDRankError, CSDTornError
+from ..errors import CSDError, CSDRankError, CSDTornError, CSDValueError
 from ..store.format import Record
 from .link import Link
 from .messages import pack_counts
@@ -30,12 +31,13 @@ class RemoteCommitter(Committer):
 
     uncommitted = False
 
-    def __init__(self, states: States, native: RemoteNative, link: Link) -> None:
+    def __init__(self, states: States, native: RemoteNative, link: Link, ranks: Ranks | None) -> None:
         super().__init__(states)
         states.make_durable()
-        self._native, self._link = native, link
+        self._native, self._link, self._ranks = native, link, ranks
         self._sent: Record | None = None  # the record that went with the last step
         self._within_loading = False
+        self._unconfirmed = False  # the ranks have not met since the last commit
 
     # ---- commits -----------------------------------------------------------------
 
@@ -57,7 +59,7 @@ class RemoteCommitter(Committer):
 
     def commit(self, record: Record | None = None) -> None:
         record = record or self.states.record
-        self.states.record = record
+        self.states.record, self._unconfirmed = record, self._ranks is not None
         if record is self._sent:
             self._sent = None
             failure, self._native.commit_failure = self._native.commit_failure, None
@@ -69,16 +71,31 @@ class RemoteCommitter(Committer):
         answer = self._link.request("commit", counts, user_state, step=self.states.step, record=head)
         self._link.note_committed(answer.fields)
 
+    def all_ranks_or_none(self) -> contextlib.AbstractContextManager[object]:
+        return all_ranks_or_none(self._ranks)
+
+    def discard_newer(self) -> None:
+        self._link.request("discard_newer")
+
     def confirm(self) -> None:
-        self._link.attach()
+        if self._ranks is None:
+            return self._link.attach()
+        with self.all_ranks_or_none():
+            self._link.request("confirm")
+        self._unconfirmed = False
+        # If it is lost now, the next request finds out, within a context in which the other ranks learn of it.
+        with contextlib.suppress(CSDError):
+            self._link.note_committed(self._link.request("confirmed").fields)
 
     def wait(self) -> None:
-        answer = self._link.request("wait")
-        self._link.note_committed(answer.fields)
+        if self._ranks:
+            self.confirm()
+        with self.all_ranks_or_none():
+            self._link.note_committed(self._link.request("wait").fields)
 
     @property
     def idle(self) -> bool:
-        return self._link.commit_ended or self._link.is_lost
+        return self._link.commits_at_rest or self._link.is_lost
 
     # ---- states written between steps ----------------------------------------------
 
@@ -121,18 +138,19 @@ class RemoteCommitter(Committer):
 
     @contextlib.contextmanager
     def loading(self, record: Record | None = None) -> Iterator[None]:
+        self.confirm()
         self._within_loading = True
         step, before, counts = self.states.step, self.states.record, self.states.all_steps()
         try:
-            yield
-            self.states.truth.note_written()
-            rows = sorted(self.states.decoded.written())
-            self.states.record = record or self.states.record
-            head, user_state = parts_of(self.states.record)
-            self._link.request("loading", user_state, rows=rows, record=head)
-            self._write(brackets=False)
-            answer = self._link.request("loaded", pack_counts(self.states.all_steps()), step=self.states.step)
-            self._link.note_committed(answer.fields)
+            with self.all_ranks_or_none():
+                yield
+            mine = self.states.step, self.states.tiles.n_params
+            of_ranks = self._ranks.gather(*mine) if self._ranks else [mine]
+            self.states.step = max((of_rank for of_rank, n in of_ranks if n), default=self.states.step)
+            if any(n for _, n in of_ranks):
+                with self.all_ranks_or_none():
+                    self._load(record)
+                self.wait()
         except BaseException:
             self._give_up()
             self.states.step, self.states.record = step, before
@@ -143,6 +161,17 @@ class RemoteCommitter(Committer):
         finally:
             self._within_loading = False
 
+    def _load(self, record: Record | None) -> None:
+        """Have everything that was written to states, and `record`, committed at once."""
+        self.states.truth.note_written()
+        rows = sorted(self.states.decoded.written())
+        self.states.record = record or self.states.record
+        head, user_state = parts_of(self.states.record)
+        self._link.request("loading", user_state, rows=rows, record=head)
+        self._write(brackets=False)
+        answer = self._link.request("loaded", pack_counts(self.states.all_steps()), step=self.states.step)
+        self._link.note_committed(answer.fields)
+
     # ---- undo ----------------------------------------------------------------------
 
     def after_undo(self) -> None:
@@ -152,6 +181,8 @@ class RemoteCommitter(Committer):
 
     def begin_save(self, path: Path) -> Future[Path] | None:
         """Have the owner make a snapshot at `path` on its machine, and wait for it. The future is done."""
+        if not path.is_absolute():
+            raise CSDValueError(f"Invalid path: {str(path)!r}; on the optimizer ranks' machine it must be absolute")
         self.states.truth.note_written()
         if self.states.truth.would_be_lost:
             self._write(brackets=True)
@@ -159,7 +190,7 @@ class RemoteCommitter(Committer):
         done: Future[Path] = Future()
         try:
             self._link.request("saved")
-            done.set_result(path)
+            done.set_result(path / f"rank-{self._ranks.rank}" if self._ranks else path)
         except CSDError as e:
             done.set_exception(e)
         return done
@@ -177,7 +208,9 @@ class RemoteCommitter(Committer):
             return
         truth = self.states.truth
         truth.note_written()
-        if truth.would_be_lost and not truth.empty.any():
+        if truth.would_be_lost and self._unconfirmed:
+            self.warn_of_loss(NOT_AGREED)
+        elif truth.would_be_lost and not truth.empty.any():
             self._write(brackets=True)
         with contextlib.suppress(CSDTornError):
             self._link.request("close")

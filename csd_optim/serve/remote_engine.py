@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import secrets
 from typing import Any
 
 import numpy as np
 
-from ..distributed.ranks import Ranks
+from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..engine.engine import Engine
+from ..engine.open_engine import agree_on_devices
 from ..engine.states import States
 from ..errors import CSDRankError, CSDRuntimeError, CSDStoreError
 from ..store.check import check_param, check_record, is_name, require
 from ..store.file import Mode
 from ..store.format import Contents, Record, Region, Superblock
 from ..store.layout import Extent, ExtentRequest, plan_extent
+from ..store.recovery import RanksStore, last_round
 from .dial import connect
 from .keys import resolve
 from .link import Answer, Link
@@ -29,7 +32,6 @@ from .messages import (
     refuse,
     unpack_counts,
 )
-from .owner_step import WINDOW
 from .remote_committer import RemoteCommitter
 from .remote_devices import RemoteDevices, extent_of
 from .remote_native import RemoteNative
@@ -43,46 +45,95 @@ STREAMS = 2  # data connections
 def open_remote(address: Address, model: str, *, mode: Mode, tile_elems: int | None, ranks: Ranks | None) -> Engine:
     """Return an engine whose devices are those of the owner at this address. `model`: see digest_of_groups().
 
+    With `ranks` a collective: each has an engine of its own, there or at another owner.
+
     Raises CSDUnavailableError if no owner answers, what the owner answers if it refuses, CSDRuntimeError for what
     protocol 4 cannot do yet; CSDOSError and CSDValueError if there is something wrong with the key.
     """
-    if ranks:
-        raise CSDRuntimeError(
-            "protocol=4 of serve:// has one trainer so far: leave it out where several train together"
-        )
-    if address.route != "auto":
-        raise CSDRuntimeError(f"protocol=4 of serve:// has no route {address.route} yet: it has one trainer so far")
-    check_byte_order()
-    key, owner = resolve(address.key, address.owner)  # a key that is configured is never left out, on loopback neither
-
-    def dial() -> Session:
-        place, seconds = (address.host, address.port), address.timeout
-        return connect(place, key=key, owner=owner, timeout=seconds, streams=STREAMS, within=min(60.0, seconds))
-
-    hello = {"model": model, "trainer": 0, "trainers": 1, "who": process_name(), "tile_elems": tile_elems or 0}
-    link = Link(dial, hello, STREAMS, address.timeout)
+    link: Link | None = None
+    agree_on_devices(ranks, mode, durable=True, in_memory=False, elsewhere=True)
     try:
-        answer = link.open(mode=mode)
-        devices, native = RemoteDevices(link, str(address)), RemoteNative(link, STREAMS, WINDOW)
-        devices.take(answer.fields)
-        states = States(devices, native, mode=mode)
-        committer = RemoteCommitter(states, native, link)
-        engine = Engine(states, committer, tile_elems=tile_elems)
-        native.tiles_of_engine, native.step = engine.tiles, lambda: states.step
-        if answer.fields.flag("recovered"):
-            _adopt(engine, answer)
-        Attaching(engine, link, native, answer.fields.text("store"))
+        with all_ranks_or_none(ranks) as exchanged:
+            check_byte_order()
+            if address.route not in ("auto", "kept"):
+                raise CSDRuntimeError(f"protocol=4 of serve:// has no route {address.route} yet")
+            # A key that is configured is never left out, on loopback neither.
+            key, owner = resolve(address.key, address.owner)
+            exchanged.own = secrets.token_hex(16), secrets.token_hex(16)
+        token, store = exchanged.by_ranks[0]
+
+        def dial() -> Session:
+            place, seconds = (address.host, address.port), address.timeout
+            return connect(place, key=key, owner=owner, timeout=seconds, streams=STREAMS, within=min(60.0, seconds))
+
+        rank, size = (ranks.rank, ranks.size) if ranks else (0, 1)
+        hello = {"model": model, "trainer": rank, "trainers": size, "token": token, "who": process_name()}
+        link = Link(dial, {**hello, "tile_elems": tile_elems or 0}, STREAMS, address.timeout)
+        answer = _open_together(link, mode, store, ranks)
+        with all_ranks_or_none(ranks):
+            devices, native = RemoteDevices(link, str(address)), RemoteNative(link, STREAMS)
+            devices.take(answer.fields)
+            native.window = answer.fields.integer("window", 1, 1 << 16)
+            states = States(devices, native, mode=mode)
+            committer = RemoteCommitter(states, native, link, ranks)
+            engine = Engine(states, committer, tile_elems=tile_elems)
+            native.tiles_of_engine, native.step = engine.tiles, lambda: states.step
+            if answer.fields.flag("recovered"):
+                _adopt(engine, answer)
+            Attaching(engine, link, native, answer.fields.text("store"), is_alone=ranks is None)
     except BaseException:
-        link.close()
+        if link:
+            link.close()
         raise
     return engine
+
+
+def _open_together(link: Link, mode: Mode, store: str, ranks: Ranks | None) -> Answer:
+    """Ask for a session on all ranks, which resume the last step that all of them have: a collective."""
+    if ranks is None or mode != "resume":
+        with all_ranks_or_none(ranks):
+            return link.open(mode=mode, store=store)
+    has_met = has_chosen = False
+
+    def choose(found: Fields) -> int | None:
+        nonlocal has_met, has_chosen
+        with all_ranks_or_none(ranks) as exchanged:
+            has_met = True
+            exchanged.own = _store_found(found)
+        chosen = last_round(exchanged.by_ranks)  # raises on all ranks alike
+        has_chosen = True
+        return chosen
+
+    try:
+        answer = link.open(choose, mode=mode, store=store)
+    except BaseException as e:
+        if has_chosen or not has_met:  # the others do not know of it yet
+            ranks.agree(e)
+        raise
+    ranks.agree()
+    return answer
+
+
+def _store_found(fields: Fields) -> RanksStore | None:
+    """Return what an owner says about the store of this rank. Raises CSDRankError."""
+    if fields.is_null("found"):
+        return None
+    found = Fields(fields.object("found"))
+    try:
+        store_id = bytes.fromhex(found.text("store"))
+        steps = {int(round): int(step) for round, step in found.listed("steps")}
+    except (TypeError, ValueError):
+        refuse("the steps of a store")
+    where = found.text("path"), store_id, found.integer("rank"), found.integer("world_size", 1)
+    return RanksStore(*where, is_first=found.flag("is_first"), steps=steps)
 
 
 class Attaching:
     """Takes a lost link up again: compares the steps that trainer and owner have made."""
 
-    def __init__(self, engine: Engine, link: Link, native: RemoteNative, store: str) -> None:
-        self._engine, self._native, self._store = engine, native, store
+    def __init__(self, engine: Engine, link: Link, native: RemoteNative, store: str, *, is_alone: bool) -> None:
+        """`is_alone`: no other trainer has to go back to the step that the owner has."""
+        self._engine, self._native, self._store, self._is_alone = engine, native, store, is_alone
         link.reattach = self._hello, self._take
         link.on_committed = self._note_committed
         self._note_committed(link.committed_step)
@@ -105,7 +156,7 @@ class Attaching:
             native.unanswered = None
             if native.is_finishing:
                 return  # LiveStep counts it
-        elif there == here - 1:
+        elif there == here - 1 and self._is_alone:
             states.rolled_back = True
         else:
             raise CSDRankError(

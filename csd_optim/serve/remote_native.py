@@ -23,9 +23,9 @@ class RemoteNative:
     Every tile with a gradient is pushed with images; owners push the others themselves.
     """
 
-    def __init__(self, link: Link, streams: int, window: int) -> None:
-        """`window`: number of tiles for which the owner has buffers."""
-        self._link, self._streams, self._window = link, streams, window
+    def __init__(self, link: Link, streams: int) -> None:
+        self._link, self._streams = link, streams
+        self.window: int = 1  # number of tiles for which the owner has buffers
         self.tiles_of_engine: Tiles = Tiles()  # set when the engine is there
         self.step: Callable[[], int] = int  # returns the number of completed steps; set likewise
         self.begins: int = 0  # number of the last BEGIN
@@ -82,7 +82,7 @@ class RemoteNative:
             self.begins,
             tiles[travelling].tolist(),
             as_pushed=order == AS_PUSHED,
-            window=self._window,
+            window=self.window,
             streams=self._streams,
             changed=self._link.changed,
         )

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.join import JoinHook
 
 from .. import settings
 from ..accelerator import is_on_accelerator, record_event
-from ..devices.spec import DeviceSpec
+from ..devices.spec import DeviceSpec, fill_in
 from ..distributed.grad_norm import global_norm
 from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..distributed.sharding import is_replicated
@@ -50,15 +50,27 @@ DIFFERENT_FORMATS = (
 )
 
 
-def address_of(devices: Any) -> Address | None:
-    """Return the owners' address if `devices` (or CSD_OPTIM_DEVICES, if it is None) names one. Raises CSDValueError."""
+def address_of(devices: Any, ranks: Ranks | None) -> Address | None:
+    """Return the owners' address if `devices` (or CSD_OPTIM_DEVICES, if it is None) names one. Raises CSDValueError.
+
+    Several with protocol 4 are divided among the ranks.
+    """
     named = settings.devices() if devices is None else [devices] if isinstance(devices, str) else devices
     if not isinstance(named, (list, tuple)):
         return None
-    served = [d for d in named if isinstance(d, str) and d.strip().lower().startswith(SCHEME)]
+    served = [fill_in(d.strip()) for d in named if isinstance(d, str) and d.strip().lower().startswith(SCHEME)]
+    addresses = [*map(parse_address, served)]
+    if 1 < len(addresses) == len(named) and all(address.protocol == 4 for address in addresses):
+        rank, size = (ranks.rank, ranks.size) if ranks else (0, 1)
+        if size < len(addresses):
+            raise CSDValueError(
+                f"Invalid devices: {len(addresses)} optimizer ranks and {size} trainer{'s' * (size > 1)}; a trainer has "
+                "its states with one of them"
+            )
+        return addresses[rank % len(addresses)]
     if served and len(named) > 1:
         raise CSDValueError(f"Invalid devices: {served[0]!r} stands for all devices, so it is the only one")
-    return parse_address(served[0].strip()) if served else None
+    return addresses[0] if addresses else None
 
 
 @functools.cache

@@ -9,10 +9,9 @@ from support.owner_here import OwnerHere
 from support.training import Training, resumed
 from support.wires import files
 
-from csd_optim import CSDAdam, CSDRankError, CSDRuntimeError, CSDStoreExistsError, CSDUnavailableError
-from csd_optim.serve import owner_step, remote_engine
+from csd_optim import CSDAdam, CSDRankError, CSDStoreExistsError, CSDUnavailableError
+from csd_optim.serve import ownership
 from csd_optim.serve.session import Role
-from csd_optim.serve.wire import parse_address
 
 __all__ = ["files"]  # a fixture
 
@@ -139,8 +138,8 @@ def test_overlap_has_the_bits_of_directories(owner, tmp_path, mode, dtype):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_window_of_two_tiles_suffices(tmp_path, monkeypatch, mode):
     """Gradients become final from the last layer to the first, and there are many more tiles than buffers."""
-    monkeypatch.setattr(owner_step, "WINDOW", 2)
-    monkeypatch.setattr(remote_engine, "WINDOW", 2)
+    monkeypatch.setattr(ownership, "WINDOW", 2)
+    monkeypatch.setattr(ownership, "LEAST_WINDOW", 2)
     with OwnerHere(tmp_path / "owner") as owner:
         ours, served = Net(own(tmp_path)), Net(owner.address)
         if (options := MODES[mode]) is not None:
@@ -213,8 +212,3 @@ def test_encrypted_frames_have_the_bits_of_directories_and_roles_are_kept(tmp_pa
         assert_equal(ours.steps(1), served.steps(1))
         served.opt.close()
         Net(f"{owner.address}&key={files.owner}", overwrite=True).steps(1).opt.close()
-
-
-def test_several_trainers_are_refused_by_name(owner):
-    with pytest.raises(CSDRuntimeError, match="one trainer so far"):
-        remote_engine.open_remote(parse_address(owner.address), "", mode="new", tile_elems=None, ranks=object())

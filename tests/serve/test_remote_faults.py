@@ -70,7 +70,7 @@ def test_connections_are_cut_between_steps(tmp_path, mode):
             ours.step()
             served.step()
             served.opt.wait()
-            owner.owner.current.end("cut")
+            owner.owner.sessions[0].end("cut")
             while True:
                 try:  # whoever notices first says so
                     served.opt.synchronize()

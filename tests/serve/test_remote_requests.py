@@ -20,6 +20,7 @@ HELLO = {
     "op": "hello",
     "protocol": PROTOCOL,
     "token": "0" * 32,
+    "store": "0" * 32,
     "trainer": 0,
     "trainers": 1,
     "who": "a test",
@@ -82,10 +83,12 @@ def ask(session, message, *arrays):
     [
         ({"protocol": 3}, "protocol 3"),
         ({"protocol": "4"}, "protocol"),
-        ({"trainers": 2}, "one trainer so far"),
+        ({"trainers": 2}, "another number of trainers"),
         ({"trainer": 1}, "trainer"),
         ({"mode": "erase"}, "mode"),
-        ({"mode": "attach"}, "store"),
+        ({"mode": "attach"}, "step"),
+        ({"store": "0" * 31}, "identity"),
+        ({"store": "x" * 32}, "identity"),
         ({"mode": "attach", "store": "0" * 32, "step": 1}, "another store"),
         ({"tile_elems": -1}, "tile_elems"),
         ({"who": None}, "who"),
@@ -118,9 +121,9 @@ def recorded(owner, monkeypatch):
     """Return all requests of a training, with their arrays."""
     requests, real = [], Link._exchange
 
-    def exchange(self, session, message, arrays):
+    def exchange(self, session, message, arrays, **how):
         requests.append((copy.deepcopy(message), [bytes(a) for a in arrays]))
-        return real(self, session, message, arrays)
+        return real(self, session, message, arrays, **how)
 
     with monkeypatch.context() as patch:
         patch.setattr(Link, "_exchange", exchange)

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
-from support import far
+from support import far, served
 from support.states import assume, assumed
 
 # Forked from a server, so that a process inherits neither threads nor anything that a test has done.
@@ -50,6 +50,7 @@ def _begin(function, *arguments):
     gc.freeze()  # the server's objects live on anyway, and a collection would copy their pages
     assume(assumed())
     far.assume(far.assumed())
+    served.assume(served.assumed())
     function(*arguments)
 
 

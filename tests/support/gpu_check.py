@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = [sys.executable, "-m", "pytest", "tests/accelerator", "--accelerator", "-v"]  # a run that is cut says what has failed
+# -v: also a run that is cut names the tests that have failed.
+TESTS = [sys.executable, "-m", "pytest", "tests/accelerator", "--accelerator", "-v"]
 
 ORDERED = "dense or lifetimes or overlap or near"  # tests of the order of accesses among streams
 

@@ -14,15 +14,19 @@ class OwnerHere:
     Snapshots may be made beside the store.
     """
 
-    def __init__(self, directory, timeout=20, **options):
-        """`options`: the key and whom it accepts, as for Listener."""
-        self.store, self.timeout, self.lines, self.options = Path(directory), timeout, [], options
-        self.store.mkdir(exist_ok=True)
+    def __init__(self, directory=None, timeout=20, specs=None, allow_save=None, **options):
+        """`specs`: devices, instead of a directory. `options`: the key and whom it accepts, as for Listener."""
+        self.timeout, self.lines, self.options = timeout, [], options
+        if specs is None:
+            self.store = Path(directory)
+            self.store.mkdir(exist_ok=True)
+        self.specs = specs or parse_devices([self.store])
+        self.allow_save = [allow_save or self.store.parent]
         self.port = 0
         self.start()
 
     def start(self):
-        self.ownership = Ownership(parse_devices([self.store]), [self.store.parent])
+        self.ownership = Ownership(self.specs, self.allow_save)
         self.owner = Owner(self.ownership, self.timeout, self.lines.append)
         self.listener = Listener(
             ("127.0.0.1", self.port),

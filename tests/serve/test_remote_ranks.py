@@ -1,0 +1,240 @@
+"""Several trainers on owners' engines (`?protocol=4`): each has its own there, and they keep steps together."""
+
+import contextlib
+import os
+import signal
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.inside import engine_of
+from support.owner_here import OwnerHere
+from support.owners import Owners
+from support.ranks import on_living_ranks, on_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from csd_optim import CSDAdam, CSDError, CSDOSError, CSDRankError, CSDStoreError, CSDUnavailableError, CSDValueError
+from csd_optim.bindings import Native
+
+pytestmark = pytest.mark.ci
+WRAPS = ("DDP", "FSDP2", "HSDP", "TP")
+
+
+class Net:
+    """A model on several ranks, and its optimizer. Inputs depend on the step and the rank."""
+
+    def __init__(self, rank, devices, wrap="DDP", overlap=None, **options):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 60), nn.Tanh(), nn.Linear(60, 4))
+        if wrap == "DDP":
+            model = DDP(model)
+        elif wrap == "TP":
+            parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        else:
+            shape = (2, 2) if wrap == "HSDP" else (dist.get_world_size(),)
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shards")[-len(shape) :])
+            for part in (*model, model):
+                fully_shard(part, mesh=mesh)
+        self.model, self.rank, self.same = model, rank, wrap == "TP"
+        self.opt = CSDAdam(model.parameters(), lr=0.01, devices=devices, tile_size=1024, **options)
+        if overlap is not None:
+            self.opt.overlap(model, **overlap)
+        self.done = self.opt.user_state.get("done", 0)
+
+    def step(self):
+        generator = torch.Generator().manual_seed(100 * self.done + (0 if self.same else self.rank))
+        self.opt.zero_grad()  # those of a step that has failed
+        self.model(torch.randn(6, 40, generator=generator)).square().sum().backward()
+        self.opt.user_state = {"done": self.done + 1}
+        self.opt.step()
+        self.done += 1
+
+    def until(self, step):
+        while self.done < step:
+            self.step()
+        return self
+
+    def image(self):
+        self.opt.wait()
+        tensors = [p for p in self.model.parameters()]
+        tensors += [t for p in self.model.parameters() for t in self.opt.state[p].values()]
+        local = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+        return [t.detach().clone() for t in local]
+
+
+def assert_equal(a, b):
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.fixture
+def owner(tmp_path):
+    with Owners(tmp_path, protocol=4, timeout=30) as there:
+        yield there
+
+
+def beside(rank, address, wrap, options, overlap):
+    """Train on directories and on an owner, with a resume on the way."""
+    os.makedirs(f"own-{rank}", exist_ok=True)
+    ours = Net(rank, f"own-{rank}", wrap, **options).until(9)
+    with Net(rank, address, wrap, overlap, **options).until(5).opt as opt:
+        opt.synchronize()
+    served = Net(rank, address, wrap, overlap, resume=True, **options)
+    assert served.opt.committed_step == served.done == 5
+    assert_equal(ours.image(), served.until(9).image())
+    assert served.opt.stats()["params"] == ours.opt.stats()["params"]
+    served.opt.close()
+
+
+@pytest.mark.parametrize(
+    ("wrap", "options", "overlap"),
+    [
+        *((wrap, {}, None) for wrap in WRAPS),
+        ("DDP", {"state_dtype": "8bit"}, None),
+        ("FSDP2", {"max_grad_norm": 0.5}, None),
+        ("FSDP2", {}, {}),
+        ("TP", {"state_dtype": "8bit", "topk": 0.1, "error_feedback": False}, None),
+        ("DDP", {"sharded": False}, {}),
+    ],
+    ids=str,
+)
+def test_ranks_have_the_bits_of_directories_and_are_resumed(owner, tmp_path, wrap, options, overlap):
+    on_ranks(4 if wrap == "HSDP" else 2, beside, owner.address, wrap, options, overlap, directory=tmp_path)
+
+
+def on_two_owners(rank, addresses):
+    with Net(rank, addresses).until(3).opt as opt:
+        opt.synchronize()
+        return str(engine_of(opt).devices.specs[0])
+
+
+def test_owners_are_divided_among_trainers(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    with Owners(tmp_path / "a", protocol=4) as first, Owners(tmp_path / "b", protocol=4) as second:
+        addresses = [first.address, second.address]
+        names = on_ranks(3, on_two_owners, addresses, directory=tmp_path)
+        assert [str(second.port) in name for name in names] == [False, True, False]
+        with pytest.raises(CSDValueError, match="2 optimizer ranks and 1 trainer"):
+            CSDAdam([torch.zeros(3, requires_grad=True)], devices=addresses)
+
+
+def refused(rank, address, said):
+    with pytest.raises(CSDError, match=said):
+        Net(rank, address, resume=True)
+
+
+def trains(rank, address, steps, resume=False, overwrite=False):
+    net = Net(rank, address, resume=resume, overwrite=overwrite)
+    begun = net.done
+    with net.until(steps).opt as opt:
+        opt.synchronize()
+        return begun, net.image()
+
+
+def test_another_number_of_trainers_is_refused(owner, tmp_path):
+    on_ranks(2, trains, owner.address, 2, directory=tmp_path)
+    on_ranks(3, refused, owner.address, "store of rank 0 of 2, and these are 3 ranks", directory=tmp_path)
+    with pytest.raises(CSDStoreError, match="another number of trainers"):
+        CSDAdam([torch.zeros(3, requires_grad=True)], devices=owner.address, resume=True)
+    assert [begun for begun, _ in on_ranks(2, trains, owner.address, 4, True, directory=tmp_path)] == [2, 2]
+
+
+def killed_in_a_step(rank, address, victim):
+    net = Net(rank, address).until(3)
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with contextlib.suppress(RuntimeError):
+        net.until(10)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_trainer_is_killed(owner, tmp_path, victim):
+    on_ranks(2, killed_in_a_step, owner.address, victim, directory=tmp_path, may_die=(victim,))
+    said = on_ranks(2, trains, owner.address, 5, True, directory=tmp_path)
+    assert {begun for begun, _ in said} <= {2, 3}
+    os.makedirs(tmp_path / "undisturbed")
+    alone = on_ranks(2, trains, ["undisturbed/rank-{rank}"], 5, directory=tmp_path)
+    for (_, found), (_, wanted) in zip(said, alone, strict=True):
+        assert_equal(found, wanted)
+
+
+def takes_over(rank, address):
+    """An older training of the same ranks is superseded, and changes nothing any more."""
+    old = Net(rank, address).until(2)
+    old.opt.synchronize()
+    new = Net(rank, address, resume=True)
+    dist.barrier()
+    with pytest.raises(CSDRankError, match="another session has taken over"):
+        old.step()
+    with new.until(4).opt as opt:
+        opt.synchronize()
+        assert opt.committed_step == 4
+
+
+def test_a_training_takes_over_from_another_one(owner, tmp_path):
+    on_ranks(2, takes_over, owner.address, directory=tmp_path)
+
+
+def failing_on_one_rank(rank, stage):
+    """A device of rank 1 fails once at its owner, or its connection is cut: both raise, and repeat the step."""
+    os.makedirs(f"own-{rank}", exist_ok=True)
+    with OwnerHere(f"owner-{rank}") as owner:
+        ours, served = Net(rank, f"own-{rank}").until(6), Net(rank, owner.address).until(2)
+        served.opt.synchronize()
+        before = [p.detach().clone() for p in served.model.parameters()]
+        real = getattr(Native, stage) if stage != "cut" else None
+        count = 0
+
+        def fails(native, *arguments, **options):
+            nonlocal count
+            count += 1
+            if count == 2:
+                raise CSDOSError(5, "broken")
+            return real(native, *arguments, **options)
+
+        context = mock.patch.object(Native, stage, fails) if real and rank == 1 else contextlib.nullcontext()
+        if stage == "cut" and rank == 1:
+            owner.owner.sessions[1].end("cut")
+        elif rank == 1:
+            with pytest.raises(CSDError), context:
+                served.step()
+        if stage == "cut":
+            served.step()  # the link is taken up again
+        elif rank == 0:
+            with pytest.raises(CSDRankError, match="broken"):
+                served.step()
+        if stage != "cut":
+            assert_equal(before, [p.detach() for p in served.model.parameters()])
+        assert_equal(ours.image(), served.until(6).image())
+        served.opt.close()
+
+
+@pytest.mark.parametrize("stage", ["push", "params_ready", "cut"])
+def test_one_rank_fails(tmp_path, stage):
+    on_living_ranks(2, failing_on_one_rank, stage, directory=tmp_path)
+
+
+def owner_dies(rank, address, pids):
+    net = Net(rank, address).until(3)
+    net.opt.synchronize()
+    dist.barrier()
+    if rank == 0:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+    dist.barrier()
+    for _ in range(2):
+        with pytest.raises((CSDRankError, CSDUnavailableError)):
+            net.step()
+
+
+def test_the_owner_is_killed_and_all_resume(owner, tmp_path):
+    on_ranks(2, owner_dies, owner.address + "&timeout=2", [p.pid for p in owner.processes], directory=tmp_path)
+    owner.start()
+    said = on_ranks(2, trains, owner.address, 5, True, directory=tmp_path)
+    assert [begun for begun, _ in said] == [3, 3]
+
