@@ -187,7 +187,7 @@ class Admission:
     def _session(self, joining: Joining) -> Session:
         self._deadlines.clear(joining.tcp)
         most = READER_BYTES if joining.peer.role is Role.READER else MESSAGE_BYTES
-        session = Session(ControlConnection(joining.stream, most), joining.data, joining.peer)
+        session = Session(ControlConnection(joining.stream, most, is_owner=True), joining.data, joining.peer)
         session.settimeout(self._timeout)
         with self._lock:
             session.revoked = not self._stands(joining.peer)

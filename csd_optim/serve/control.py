@@ -1,7 +1,8 @@
 """Messages of a control connection: a JSON object, and arrays of bytes after it.
 
 A message begins with two 32-bit numbers, the length of the JSON and how many arrays there are, and the 64-bit length of
-each array. Received data is never unpickled, and its lengths are checked before memory is taken.
+each array. Received data is never unpickled, and its lengths are checked before memory is taken; so is how many values
+the JSON has, since a value of two bytes takes hundreds of them as an object of Python.
 """
 
 from __future__ import annotations
@@ -12,34 +13,63 @@ import re
 import struct
 import threading
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import CSDValueError
 from .tcp import Buffer, ConnectionClosed, Stream, bytes_of
 
 MESSAGE_BYTES = 64 << 20  # maximum length of a message
 MOST_ARRAYS = 64  # in a message
-SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # half a character; alone, it would be an error wherever it is printed
+# Half of a character that is no part of UTF-8. We send characters as they are, so nobody of us sends one.
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 LENGTHS = struct.Struct("!II")
+
+
+class JsonLimits(NamedTuple):
+    """What the JSON of a message may have."""
+
+    nbytes: int
+    values: int  # counted as its commas and opening brackets: cheap, and at most too many
+
+    def check(self, text: bytes | bytearray) -> None:
+        """Raise CSDValueError if a text exceeds them."""
+        values = sum(map(text.count, (b",", b"[", b"{")))
+        if len(text) > self.nbytes or values > self.values:
+            raise CSDValueError(
+                f"the JSON of a message has {len(text)} bytes and {values} values; {self.nbytes} and {self.values} are "
+                f"the limits, enough for {self.values // PARAM_VALUES} parameters: join parameters, give them shorter "
+                f"names, or leave out protocol=4"
+            )
+
+
+# The longest message describes a model: 170 to 330 bytes and 14 to 21 values for a parameter, so some 100,000 of them.
+# Parsed, the worst that fits takes 0.5 GiB (measured: keys and texts of 4 bytes a character).
+PARAM_VALUES = 21
+REQUEST = JsonLimits(32 << 20, 1 << 21)
+# An owner's answer repeats that description beside the last record: what was accepted can be resumed.
+ANSWER = JsonLimits(2 * REQUEST.nbytes, 2 * REQUEST.values)
 
 
 class ControlConnection:
     """Sends and receives messages; one thread at a time receives. Without a key: plain, else TLS 1.3."""
 
-    def __init__(self, stream: Stream, most: int = MESSAGE_BYTES) -> None:
-        """`most`: maximum length in bytes of a message that is received."""
+    def __init__(self, stream: Stream, most: int = MESSAGE_BYTES, *, is_owner: bool = False) -> None:
+        """`most`: maximum length in bytes of a message that is received. `is_owner`: this end sends answers."""
         self._stream, self._most = stream, most
+        self._sends, self._receives = (ANSWER, REQUEST) if is_owner else (REQUEST, ANSWER)
         self._sending = threading.Lock()
 
     def send(self, message: Mapping[str, Any], *arrays: Buffer) -> None:
         """Send a message with the bytes of contiguous arrays, together at most MESSAGE_BYTES.
 
-        Raises CSDValueError, with nothing sent, if it is too long or contains NaN or infinity; ConnectionClosed.
+        Raises CSDValueError, with nothing sent, if it is too long or contains NaN, infinity or half of a character;
+        ConnectionClosed.
         """
         try:
-            text = json.dumps(message, allow_nan=False, separators=(",", ":")).encode()
+            text = json.dumps(message, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
         except (ValueError, TypeError) as e:
             raise CSDValueError(f"a message cannot be sent: {e}") from None
+        self._sends.check(text)
         sizes = [memoryview(a).nbytes for a in arrays]
         if len(text) + sum(sizes) > MESSAGE_BYTES or len(arrays) > MOST_ARRAYS:
             raise CSDValueError(
@@ -72,12 +102,14 @@ class ControlConnection:
 
     def _receive(self, most: int) -> tuple[dict[str, Any], list[memoryview]]:
         length, n = LENGTHS.unpack(self._bytes(LENGTHS.size))
-        if n > MOST_ARRAYS or length > most:
-            raise ConnectionClosed(f"a message was refused: {n} arrays, JSON of {length} bytes")
+        most_text = min(most, self._receives.nbytes)
+        if n > MOST_ARRAYS or length > most_text:
+            limits = f"{MOST_ARRAYS} and {most_text} are the limits"
+            raise ConnectionClosed(f"a message was refused: {n} arrays, JSON of {length} bytes; {limits}")
         sizes = struct.unpack(f"!{n}Q", self._bytes(8 * n))
         if length + sum(sizes) > most:
             raise ConnectionClosed(f"a message of {length + sum(sizes)} bytes was refused")
-        message = parse(self._bytes(length))
+        message = parse(self._bytes(length), self._receives)
         return message, [memoryview(self._bytes(size)) for size in sizes]
 
     def settimeout(self, seconds: float) -> None:
@@ -94,12 +126,15 @@ class ControlConnection:
         return data
 
 
-def parse(data: bytes | bytearray) -> dict[str, Any]:
+def parse(data: bytes | bytearray, limits: JsonLimits) -> dict[str, Any]:
     """Decode a JSON object without NaN and infinity. Raises ConnectionClosed."""
     try:
+        limits.check(data)
+        if SURROGATE.search(data.replace(rb"\\", b"")):  # a backslash that is a character begins no \u
+            raise ValueError
         message = json.loads(data.decode(), parse_constant=_finite, parse_float=_finite)
-        if SURROGATE.search(data):
-            json.dumps(message, ensure_ascii=False).encode()
+    except CSDValueError as e:
+        raise ConnectionClosed(str(e)) from None
     except (ValueError, RecursionError):
         raise ConnectionClosed("a message is no JSON, or has numbers or characters that are none") from None
     if not isinstance(message, dict):
