@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import sys
 import threading
@@ -31,6 +32,7 @@ from ..serve.session import Role
 from ..serve.wire import CONNECT_TIMEOUT, DEFAULT_TIMEOUT, connect, is_local_address, is_wildcard, listen
 from ..store.file import StoreFile
 
+MOST_FILES = 1 << 16  # that an optimizer rank opens at once; a limit beyond that only makes children slow to start
 OPTIMIZERS: dict[str, type[Any]] = {kind.__name__: kind for kind in (CSDAdam, CSDSGD, CSDAdagrad, CSDRMSprop, CSDLion)}
 
 
@@ -97,6 +99,7 @@ def _serve_frames(
     allow_save: Sequence[Path],
 ) -> None:
     """Serve trainers with `?protocol=4`: an engine over frames, see serve/owner_session.py."""
+    raise_file_limit()
     specs = _durable(devices)
     try_to_open(specs)
     ownership = Ownership(specs, allow_save)
@@ -131,6 +134,14 @@ def _serve_frames(
             signal.signal(number, handler)
         listener.close()
         owner.close()
+
+
+def raise_file_limit() -> None:
+    """Raise the limit of open files as far as this user may: it limits how many trainers there can be at once."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < (wanted := min(hard, MOST_FILES)):
+        with contextlib.suppress(OSError, ValueError):  # some containers do not allow it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _durable(devices: list[str]) -> list[DeviceSpec]:

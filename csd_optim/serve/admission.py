@@ -14,7 +14,7 @@ from .control import MESSAGE_BYTES, ControlConnection
 from .frames import DataConnection
 from .handshake import Refusal, Request
 from .keys import fingerprint
-from .limits import Deadlines
+from .limits import Deadlines, most_connections
 from .session import Peer, Role, Session
 from .tcp import Stream, Tcp
 from .tls import Tls
@@ -23,7 +23,7 @@ JOIN_SECONDS = 60.0  # for all data connections, once the control connection is 
 REFUSALS = {  # by the status that the other side is told
     handshake.REFUSED: "of a key that is not accepted, or not for this",
     handshake.OTHER_OWNER: "for another owner",
-    handshake.BUSY: "of too many sessions",
+    handshake.BUSY: "of more sessions than the limit of open files (ulimit -n) or of readers allows",
 }
 SESSIONS, READERS = 4096, 64  # that are open at once, in all and by readers
 READER_BYTES = 64 << 10  # maximum length of a reader's message
@@ -140,12 +140,21 @@ class Admission:
         most = 0 if owners else handshake.MOST_STREAMS
         if request.streams > most or request.flags & ~handshake.NO_FRAMES or (request.prover and not owners):
             return handshake.REFUSED
-        live = [session.peer for session in self._sessions if not session.closed]
-        live += [joining.peer for joining in self._joining.values()]
-        if len(live) >= SESSIONS or (role is Role.READER and sum(p.role is Role.READER for p in live) >= READERS):
+        if not self._has_room(role, 1 + request.streams):
             return handshake.BUSY
         plain = self._accepted is None
         return handshake.GO_ON if plain or (sealed.AVAILABLE and not request.flags) else handshake.GO_ON_IN_TLS
+
+    def _has_room(self, role: Role, connections: int) -> bool:
+        """Return whether there may be another session of so many connections. Called with the lock held."""
+        live = [(session.peer.role, 1 + len(session.data)) for session in self._sessions if not session.closed]
+        live += [(joining.peer.role, 1 + joining.streams) for joining in self._joining.values()]
+        readers = sum(of is Role.READER for of, _ in live)
+        return (
+            len(live) < SESSIONS
+            and (role is not Role.READER or readers < READERS)
+            and connections + sum(n for _, n in live) <= most_connections()
+        )
 
     def _stands(self, peer: Peer) -> bool:
         """Return whether the peer's key has still the role that it was admitted with. Called with the lock held."""

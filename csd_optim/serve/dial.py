@@ -139,7 +139,9 @@ class _Dialler:
                 asked = f": does the owner accept the {self.key}?" if self.key else ""
                 raise _Again(f"the handshake was cut{asked}") from None
             if status == handshake.BUSY:
-                raise BusyError
+                raise BusyError(
+                    "it has as many sessions as it may have: more need a higher limit of open files, ulimit -n"
+                )
             in_tls = status == handshake.GO_ON_IN_TLS
             if status == handshake.REFUSED and self.key is not None:
                 raise Refusal(f"the owner does not accept the key {self.key.fingerprint}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import ipaddress
+import resource
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from .tcp import Tcp
 
 HANDSHAKES = 64  # at once
 PER_ADDRESS = 8  # of them from one address
+RESERVED = 256  # descriptors that sessions leave to the engine, which opens files as it works, and to handshakes
 LOG_SECONDS = 10.0  # at most one line about refusals in so much time
 
 
@@ -97,6 +99,12 @@ class QuietLog:
 
     def __len__(self) -> int:
         return len(self._counts)
+
+
+def most_connections() -> int:
+    """Return how many connections all sessions together may have: what the limit of open files leaves them."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return limit - min(RESERVED, limit // 2)
 
 
 def network(host: str) -> str:

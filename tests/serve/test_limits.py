@@ -10,6 +10,7 @@ import time
 import pytest
 from support.wires import Owner, files, half_open, nothing_left, pair, until, write_certificate
 
+from csd_optim.cli import serving
 from csd_optim.errors import CSDUnavailableError
 from csd_optim.serve import admission, dial, handshake, limits, listener
 from csd_optim.serve.frames import Header
@@ -131,14 +132,60 @@ def test_sessions_and_readers_are_limited(files, monkeypatch):
     monkeypatch.setattr(admission, "READERS", 1)
     with nothing_left(), pair("frames", files, accept=[(Role.READER, files.certificate("trainer"))]) as to:
         session = to.connect(streams=0)
-        with pytest.raises(CSDUnavailableError, match="it is busy"):
+        with pytest.raises(CSDUnavailableError, match="it has as many sessions as it may have"):
             to.connect(streams=0)
         session.close()
         to.owner.settled()
         assert to.admitted(streams=0)
         monkeypatch.setattr(admission, "SESSIONS", 0)
-        with pytest.raises(CSDUnavailableError, match="it is busy"):
+        with pytest.raises(CSDUnavailableError, match="it has as many sessions as it may have"):
             to.connect(streams=0)
+
+
+@contextlib.contextmanager
+def open_files(n):
+    """Return within a limit of open files."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (n, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_more_than_64_trainers_with_the_usual_limit_of_open_files(files):
+    with open_files(1024), nothing_left(), pair("plain", files, streams=2) as to:
+        sessions = [to.connect(within=10) for _ in range(70)]
+        for session in sessions:
+            session.control.send({"a": 1})
+            assert session.control.receive(5) == ({"a": 1}, [])
+            session.close()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_sessions_leave_descriptors_to_the_engine(whole, files, monkeypatch):
+    """Also those that wait for their data connections. Whoever ends gives its place to somebody else."""
+    monkeypatch.setattr(admission, "most_connections", lambda: 10)
+    with nothing_left(), pair("plain", files, streams=2) as to:
+        sessions = [to.connect() if whole else half_open(to)[0] for _ in range(3)]
+        with pytest.raises(CSDUnavailableError, match="more need a higher limit of open files"):
+            to.connect()
+        until(lambda: any("more sessions than the limit of open files (ulimit -n)" in line for line in to.owner.lines))
+        to.connect(streams=0).close()
+        for session in sessions:
+            session.close() if whole else session.shutdown()
+        to.owner.settled()
+        assert to.admitted(within=10)
+
+
+def test_small_and_large_limits_of_open_files():
+    for limit, left in ((1024, 768), (300, 150), (512, 256), (64, 32)):
+        with open_files(limit):
+            assert limits.most_connections() == left
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with open_files(1024):
+        serving.raise_file_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, serving.MOST_FILES), hard)
 
 
 def test_a_peer_that_leaves_before_its_data_connections(files, monkeypatch):
@@ -156,10 +203,8 @@ def test_no_descriptors_left(files):
     with nothing_left(), pair("frames", files) as to:
         session = to.connect()
         until(lambda: to.owner.sessions)
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-        with contextlib.ExitStack() as stack:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 5, limit[1]))
-            filled = []
+        filled = []
+        with contextlib.ExitStack() as stack, open_files(max(map(int, os.listdir("/proc/self/fd"))) + 5):
             try:
                 with contextlib.suppress(OSError):
                     while True:
@@ -170,7 +215,6 @@ def test_no_descriptors_left(files):
                 session.control.send({"a": 1})
                 assert session.control.receive(5) == ({"a": 1}, [])
             finally:
-                resource.setrlimit(resource.RLIMIT_NOFILE, limit)
                 for fd in filled:
                     os.close(fd)
         session.close()
