@@ -81,10 +81,10 @@ class SealedConnection(DataConnection):
                 seal.update_into(piece, self._sealed[filled : filled + len(piece)])
                 filled += len(piece)
                 if filled == len(self._sealed):
-                    self._stream.send(bytes_of([*first, self._sealed]))
+                    self._stream.send(bytes_of([*first, self._sealed]), begins=bool(first))
                     first, filled = [], 0
         seal.finalize()
-        self._stream.send(bytes_of([*first, self._sealed[:filled], seal.tag]))
+        self._stream.send(bytes_of([*first, self._sealed[:filled], seal.tag]), begins=bool(first))
 
     def _receive_head(self) -> bytes:
         sealed = bytearray(HEADER.size + TAG)

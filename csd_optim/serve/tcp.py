@@ -12,6 +12,7 @@ import select
 import socket
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ from ..errors import CSDRankError, CSDRuntimeError
 Buffer = Any  # what memoryview() takes: typing has no name for it before Python 3.12
 MOST_VIEWS = 1000  # in one system call: Linux allows 1024
 ALIVE_SECONDS = 20  # of silence, after which the kernel asks whether the other machine still exists
+SLOWEST = 1e6  # bytes per second of a long message: more time for it has only who is not much slower on the whole
 
 
 _open: weakref.WeakSet[Tcp] = weakref.WeakSet()
@@ -31,9 +33,9 @@ class ConnectionClosed(CSDRankError):
 
 
 class Stream(Protocol):
-    """A connection that carries bytes in both directions: Tcp, or Tls around it."""
+    """A connection that carries bytes in both directions: Tcp, or Tls around it. See Tcp."""
 
-    def send(self, views: Sequence[memoryview]) -> None: ...
+    def send(self, views: Sequence[memoryview], begins: bool = True) -> None: ...
     def receive(self, views: Sequence[memoryview]) -> None: ...
     def wait(self, seconds: float | None) -> None: ...
     def settimeout(self, seconds: float) -> None: ...
@@ -43,6 +45,25 @@ class Stream(Protocol):
 def bytes_of(views: Sequence[Buffer]) -> list[memoryview]:
     """Return views of the bytes of contiguous buffers; empty ones are left out. Raises TypeError."""
     return [view.cast("B") for view in [memoryview(v) for v in views] if view.nbytes]
+
+
+class _Pace:
+    """How long one direction has waited for the other side since a message began, and for how many bytes.
+
+    A limit for each system call would let somebody hold a thread for ever who lets a byte through now and then.
+    """
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Note that a message begins."""
+        self.seconds, self.nbytes = 0.0, 0
+
+    def count(self, began: float, nbytes: int) -> None:
+        """Count a system call since `began` in time.monotonic()."""
+        self.seconds += time.monotonic() - began
+        self.nbytes += nbytes
 
 
 class Tcp:
@@ -55,6 +76,7 @@ class Tcp:
         self._users = 0
         self._over = ""  # why the connection is over
         self._process = os.getpid()
+        self._sent, self._received = _Pace(), _Pace()
         _open.add(self)
         host, port = sock.getpeername()[:2]
         self.address: str = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -69,7 +91,10 @@ class Tcp:
         return bool(self._over)
 
     def settimeout(self, seconds: float) -> None:
-        """Set for how long the other side may be silent within a message, or leave what was sent unacknowledged."""
+        """Set for how long the other side may be silent within a message, or leave what was sent unacknowledged.
+
+        All waiting within one message may take so long once, and 1 s for each MB of it.
+        """
         self._timeout = seconds = max(seconds, 0.001)  # 0 would mean for ever
         every = max(1, min(ALIVE_SECONDS, int(seconds / 3)))
         with self._using() as sock:
@@ -79,35 +104,56 @@ class Tcp:
             for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
                 sock.setsockopt(socket.IPPROTO_TCP, option, every)
 
-    def send(self, views: Sequence[memoryview]) -> None:
-        """Send all bytes of these views, in one system call if the kernel takes them."""
+    def send(self, views: Sequence[memoryview], begins: bool = True) -> None:
+        """Send all bytes of these views, in one system call if the kernel takes them. `begins`: a message does."""
         with self._using() as sock:
+            if begins:
+                self._sent.begin()
             first, left = 0, [*views]
             while first < len(left):
-                first = _skip(left, first, sock.sendmsg(left[first : first + MOST_VIEWS]))
+                began = self._patience(self._sent)
+                n = sock.sendmsg(left[first : first + MOST_VIEWS])
+                self._sent.count(began, n)
+                first = _skip(left, first, n)
 
     def receive(self, views: Sequence[memoryview]) -> None:
         """Fill these views."""
         with self._using() as sock:
             first, left = 0, [*views]
             while first < len(left):
+                began = self._patience(self._received)
                 n = sock.recvmsg_into(left[first : first + MOST_VIEWS], 0, socket.MSG_WAITALL)[0]
-                if not n:
-                    raise ConnectionClosed(self._over or f"{self.address} has closed the connection")
+                self._count_received(began, n)
                 first = _skip(left, first, n)
 
     def receive_some(self, most: int) -> bytes:
         """Return the bytes that have arrived, or arrive next, at most `most`. They are never empty."""
         with self._using() as sock:
-            if not (data := sock.recv(most)):
-                raise ConnectionClosed(self._over or f"{self.address} has closed the connection")
+            began = self._patience(self._received)
+            data = sock.recv(most)
+            self._count_received(began, len(data))
             return data
 
-    def wait(self, seconds: float | None) -> None:
-        """Return when there is something to receive, or the end. Raises ConnectionClosed after `seconds`."""
+    def _patience(self, pace: _Pace) -> float:
+        """Return the time of a system call that begins. Raises ConnectionClosed if a message takes too long."""
+        if pace.seconds > self._timeout + pace.nbytes / SLOWEST:
+            raise ConnectionClosed(f"{self.address} is too slow: {pace.nbytes} bytes in {pace.seconds:.3g} s")
+        return time.monotonic()
+
+    def _count_received(self, began: float, nbytes: int) -> None:
+        if not nbytes:
+            raise ConnectionClosed(self._over or f"{self.address} has closed the connection")
+        self._received.count(began, nbytes)
+
+    def wait(self, seconds: float | None, arrived: bool = False) -> None:
+        """Return when a message begins, or at the end. Raises ConnectionClosed after `seconds`.
+
+        `arrived`: some of it has been received already.
+        """
         with self._using() as sock:
-            if not _arrives(sock, seconds):
+            if not (arrived or _arrives(sock, seconds)):
                 raise ConnectionClosed(f"{self.address} has said nothing for {seconds:g} s")
+            self._received.begin()
 
     def has_news(self) -> bool:
         """Return whether something has arrived, or the connection has ended; it does not wait."""

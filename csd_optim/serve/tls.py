@@ -43,14 +43,15 @@ class Tls:
             self._leave()
             raise
 
-    def send(self, views: Sequence[memoryview]) -> None:
+    def send(self, views: Sequence[memoryview], begins: bool = True) -> None:
         with self._sending:
             for view in views:
                 for at in range(0, len(view), CHUNK):
                     with self._lock:
                         self._write(view[at : at + CHUNK])
                         data = self._leaves.read()
-                    self._tcp.send([memoryview(data)])
+                    self._tcp.send([memoryview(data)], begins)
+                    begins = False
 
     def receive(self, views: Sequence[memoryview]) -> None:
         for view in views:
@@ -68,9 +69,8 @@ class Tls:
 
     def wait(self, seconds: float | None) -> None:
         with self._lock:
-            some = self._tls.pending() or self._arrived.pending
-        if not some:
-            self._tcp.wait(seconds)
+            arrived = bool(self._tls.pending() or self._arrived.pending)
+        self._tcp.wait(seconds, arrived)
 
     def settimeout(self, seconds: float) -> None:
         self._tcp.settimeout(seconds)

@@ -155,9 +155,9 @@ class Meddled(Tcp):
         self.meddler = Meddler(Meddler.tcp)
         Meddler.tcp += 1
 
-    def send(self, views):
+    def send(self, views, begins=True):
         data = self.meddler.meddle("sends", b"".join(views))
-        super().send([memoryview(data)])
+        super().send([memoryview(data)], begins)
         if self.meddler.cut:
             self.shutdown()
 
@@ -181,8 +181,8 @@ class MeddledTls(Tls):
         self.meddler = Meddler(("tls", Meddler.tls))
         Meddler.tls += 1
 
-    def send(self, views):
-        super().send([memoryview(self.meddler.meddle("sends", b"".join(views)))])
+    def send(self, views, begins=True):
+        super().send([memoryview(self.meddler.meddle("sends", b"".join(views)))], begins)
         if self.meddler.cut:
             self.shutdown()
 
