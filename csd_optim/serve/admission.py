@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import secrets
 import threading
 import time
 import weakref
 
 from . import handshake, sealed
-from .accepted import Accepted
 from .control import MESSAGE_BYTES, ControlConnection
 from .frames import DataConnection
 from .handshake import Refusal, Request
-from .keys import fingerprint
-from .limits import Deadlines, most_connections
+from .keys import Accepted, fingerprint
+from .limits import most_connections
 from .session import Peer, Role, Session
 from .tcp import Stream, Tcp
 from .tls import Tls
@@ -31,31 +31,26 @@ READER_BYTES = 64 << 10  # maximum length of a reader's message
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Joining:
-    """An admitted control connection that waits for its data connections."""
+    """A session whose control connection is admitted, and waits for its data connections."""
 
     ticket: bytes = dataclasses.field(repr=False)
-    peer: Peer
-    tcp: Tcp
-    stream: Stream
+    session: Session
+    tcp: Tcp  # of the control connection
     streams: int
     kind: int  # of its data connections
-    data: list[DataConnection]
-
-    def shutdown(self) -> None:
-        self.tcp.shutdown()
-        for connection in self.data:
-            connection.shutdown()
+    until: float  # in time.monotonic()
 
 
 class Admission:
     """Decides about each connection of an owner."""
 
-    def __init__(self, accepted: Accepted | None, number: int, timeout: float, deadlines: Deadlines) -> None:
+    def __init__(self, accepted: Accepted | None, number: int, timeout: float) -> None:
         """`accepted`: None, where no keys are needed. `number`: of this owner. `timeout`: of admitted connections."""
-        self._accepted, self._number, self._timeout, self._deadlines = accepted, number, timeout, deadlines
+        self._accepted, self._number, self._timeout = accepted, number, timeout
         self._lock = threading.Lock()
-        self._joining: dict[bytes, Joining] = {}  # by session
-        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+        self._joining: dict[bytes, Joining] = {}  # by the session's name
+        # How many connections each session has, or will have. Closed ones may be among them.
+        self._sessions: weakref.WeakKeyDictionary[Session, int] = weakref.WeakKeyDictionary()
 
     def admit(self, tcp: Tcp) -> Session | None:
         """Do the handshake of a connection. Returns a session if this connection was the last that it needs.
@@ -64,7 +59,7 @@ class Admission:
         """
         until = time.monotonic() + handshake.DEADLINE
         first = handshake.read(tcp, handshake.PREFACE.size)
-        self._deadlines.set(tcp, until)
+        tcp.finish_by(until)
         magic, version, kind, name = handshake.PREFACE.unpack(first)
         if magic != handshake.MAGIC:
             raise Refusal("of another protocol")
@@ -90,46 +85,49 @@ class Admission:
                 session.revoked |= not self._stands(session.peer)
         self.tidy()
 
-    def tidy(self, everything: bool = False) -> None:
-        """End what waits for data connections but is over or revoked, or everything that waits."""
+    def tidy(self, everything: bool = False) -> int:
+        """End what waits for data connections but is over, late or revoked, or everything. Returns how many wait on."""
+        now = math.inf if everything else time.monotonic()
         with self._lock:
             # Before its data connections are there, a peer says nothing on the control connection.
-            gone = [n for n, j in self._joining.items() if everything or j.tcp.has_news() or not self._stands(j.peer)]
-            ended = [self._joining.pop(name) for name in gone]
-        for joining in ended:
-            self._deadlines.clear(joining.tcp)
-            joining.shutdown()
+            ended = {n: j for n, j in self._joining.items() if now >= j.until or j.tcp.has_news() or j.session.revoked}
+            self._joining = {n: j for n, j in self._joining.items() if n not in ended}
+            waiting = len(self._joining)
+        for joining in ended.values():
+            joining.session.close()
+        return waiting
 
     # ---- control connections ----------------------------------------------------------------
 
     def _control(self, tcp: Tcp, first: bytes, owners: bool, request: Request) -> Session | None:
         accepted = self._accepted
         handshake.say(tcp, handshake.answer(handshake.GO_ON))
-        stream, print_ = self._stream(tcp, accepted)
-        if handshake.read(stream, handshake.PREFACE.size) != first:
-            raise Refusal("with a message that was changed on the way")
+        stream, print_ = self._in_tls(tcp, accepted, first)
         usual = Role.OWNER if owners else Role.ADMIN
         role = usual if accepted is None else accepted.roles.get(print_)
         name, ticket = secrets.token_bytes(handshake.SESSION), secrets.token_bytes(handshake.TICKET)
+        most = READER_BYTES if role is Role.READER else MESSAGE_BYTES
         peer = Peer(role or Role.READER, print_, tcp.address, request.prover)
+        session = Session(ControlConnection(stream, most, is_owner=True), [], peer)
         with self._lock:
             status = self._status(role, peer, owners, request)
-            if status in (handshake.GO_ON, handshake.GO_ON_IN_TLS):
+            if status not in REFUSALS:
+                self._sessions[session] = 1 + request.streams
                 kind = handshake.DATA if status == handshake.GO_ON else handshake.DATA_IN_TLS
-                joining = Joining(ticket, peer, tcp, stream, request.streams, kind, [])
-                if request.streams:
-                    self._joining[name] = joining  # before 5, after which data connections may come
-        if status not in (handshake.GO_ON, handshake.GO_ON_IN_TLS):
+                if request.streams:  # before 5, after which data connections may come
+                    until = time.monotonic() + JOIN_SECONDS
+                    self._joining[name] = Joining(ticket, session, tcp, request.streams, kind, until)
+        if status in REFUSALS:
             handshake.say(stream, handshake.answer(status), bytes(handshake.SESSION + handshake.TICKET))
             raise Refusal(REFUSALS[status])
-        self._deadlines.set(tcp, time.monotonic() + JOIN_SECONDS)
         try:
             handshake.say(stream, handshake.answer(status), request.answered_by_owner() if owners else name, ticket)
         except BaseException:
             with self._lock:
                 self._joining.pop(name, None)
+            session.close()
             raise
-        return None if request.streams else self._session(joining)
+        return None if request.streams else self._whole(session)
 
     def _status(self, role: Role | None, peer: Peer, owners: bool, request: Request) -> int:
         """Return what 5 says. Called with the lock held."""
@@ -140,21 +138,13 @@ class Admission:
         most = 0 if owners else handshake.MOST_STREAMS
         if request.streams > most or request.flags & ~handshake.NO_FRAMES or (request.prover and not owners):
             return handshake.REFUSED
-        if not self._has_room(role, 1 + request.streams):
+        live = {session: n for session, n in self._sessions.items() if not session.closed}
+        readers = sum(session.peer.role is Role.READER for session in live)
+        too_many = len(live) >= SESSIONS or 1 + request.streams + sum(live.values()) > most_connections()
+        if too_many or (role is Role.READER and readers >= READERS):
             return handshake.BUSY
         plain = self._accepted is None
         return handshake.GO_ON if plain or (sealed.AVAILABLE and not request.flags) else handshake.GO_ON_IN_TLS
-
-    def _has_room(self, role: Role, connections: int) -> bool:
-        """Return whether there may be another session of so many connections. Called with the lock held."""
-        live = [(session.peer.role, 1 + len(session.data)) for session in self._sessions if not session.closed]
-        live += [(joining.peer.role, 1 + joining.streams) for joining in self._joining.values()]
-        readers = sum(of is Role.READER for of, _ in live)
-        return (
-            len(live) < SESSIONS
-            and (role is not Role.READER or readers < READERS)
-            and connections + sum(n for _, n in live) <= most_connections()
-        )
 
     def _stands(self, peer: Peer) -> bool:
         """Return whether the peer's key has still the role that it was admitted with. Called with the lock held."""
@@ -170,42 +160,45 @@ class Admission:
         stream: Stream = tcp
         if kind == handshake.DATA_IN_TLS:
             handshake.say(tcp, handshake.answer(handshake.GO_ON))
-            stream, print_ = self._stream(tcp, self._accepted)
-            if print_ != joining.peer.fingerprint or handshake.read(stream, handshake.PREFACE.size) != first:
-                raise Refusal("with a message that was changed on the way")
+            stream, print_ = self._in_tls(tcp, self._accepted, first)
+            if print_ != joining.session.peer.fingerprint:
+                raise Refusal("of another key than its session")
         said = handshake.prove_to_trainer(stream, first, joining.ticket)
         if kind == handshake.DATA_IN_TLS or self._accepted is None:
             connection = DataConnection(stream)
         else:
             up, down = handshake.frame_keys(joining.ticket, said)
             connection = sealed.SealedConnection(tcp, sends=down, receives=up)
+        session = joining.session
         with self._lock:
             if self._joining.get(name) is not joining:
                 raise Refusal("of an unknown session")
-            joining.data.append(connection)
-            if complete := len(joining.data) == joining.streams:
+            session.data.append(connection)
+            if complete := len(session.data) == joining.streams:
                 del self._joining[name]  # and with it the ticket: nothing can join any more
         try:
             handshake.say(stream, handshake.answer(handshake.GO_ON))
-            self._deadlines.clear(tcp)
-            return self._session(joining) if complete else None
         except BaseException:
-            joining.shutdown()
+            session.close()
             raise
+        return self._whole(session) if complete else None
 
-    def _session(self, joining: Joining) -> Session:
-        self._deadlines.clear(joining.tcp)
-        most = READER_BYTES if joining.peer.role is Role.READER else MESSAGE_BYTES
-        session = Session(ControlConnection(joining.stream, most, is_owner=True), joining.data, joining.peer)
-        session.settimeout(self._timeout)
-        with self._lock:
-            session.revoked = not self._stands(joining.peer)
-            self._sessions.add(session)
+    def _whole(self, session: Session) -> Session:
+        """Return a session that has all of its connections, which now have the time that sessions have."""
+        try:
+            session.settimeout(self._timeout)
+        except BaseException:  # a connection has ended already
+            session.close()
+            raise
         return session
 
-    def _stream(self, tcp: Tcp, accepted: Accepted | None) -> tuple[Stream, str]:
-        """Change to TLS if there is a key. Returns the stream, and the fingerprint of the other side."""
-        if accepted is None:
-            return tcp, ""
-        tls = Tls(tcp, accepted.context, server=True)
-        return tls, fingerprint(tls.handshake())
+    def _in_tls(self, tcp: Tcp, accepted: Accepted | None, first: bytes) -> tuple[Stream, str]:
+        """Change to TLS if there is a key, and verify 4. Returns the stream, and the other side's fingerprint."""
+        stream: Stream = tcp
+        print_ = ""
+        if accepted is not None:
+            stream = tls = Tls(tcp, accepted.context, server=True)
+            print_ = fingerprint(tls.handshake())
+        if handshake.read(stream, handshake.PREFACE.size) != first:
+            raise Refusal("with a message that was changed on the way")
+        return stream, print_

@@ -11,12 +11,11 @@ import json
 import math
 import re
 import struct
-import threading
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..errors import CSDValueError
-from .tcp import Buffer, ConnectionClosed, Stream, bytes_of
+from .tcp import Buffer, Connection, ConnectionClosed, Stream, bytes_of
 
 MESSAGE_BYTES = 64 << 20  # maximum length of a message
 MOST_ARRAYS = 64  # in a message
@@ -50,14 +49,14 @@ REQUEST = JsonLimits(32 << 20, 1 << 21)
 ANSWER = JsonLimits(2 * REQUEST.nbytes, 2 * REQUEST.values)
 
 
-class ControlConnection:
-    """Sends and receives messages; one thread at a time receives. Without a key: plain, else TLS 1.3."""
+class ControlConnection(Connection):
+    """Sends and receives messages. Without a key: plain, else TLS 1.3."""
 
     def __init__(self, stream: Stream, most: int = MESSAGE_BYTES, *, is_owner: bool = False) -> None:
         """`most`: maximum length in bytes of a message that is received. `is_owner`: this end sends answers."""
-        self._stream, self._most = stream, most
+        super().__init__(stream)
+        self._most = most
         self._sends, self._receives = (ANSWER, REQUEST) if is_owner else (REQUEST, ANSWER)
-        self._sending = threading.Lock()
 
     def send(self, message: Mapping[str, Any], *arrays: Buffer) -> None:
         """Send a message with the bytes of contiguous arrays, together at most MESSAGE_BYTES.
@@ -77,12 +76,8 @@ class ControlConnection:
                 f"{MESSAGE_BYTES} and {MOST_ARRAYS} are the limits"
             )
         head = LENGTHS.pack(len(text), len(arrays)) + struct.pack(f"!{len(sizes)}Q", *sizes)
-        with self._sending:
-            try:
-                self._stream.send(bytes_of([head, text, *arrays]))
-            except BaseException:
-                self.shutdown()
-                raise
+        with self._sending, self._whole():
+            self._stream.send(bytes_of([head, text, *arrays]))
 
     def receive(
         self, timeout: float | None = None, most: int = MESSAGE_BYTES
@@ -93,12 +88,9 @@ class ControlConnection:
 
         Raises ConnectionClosed, also if what was sent is no message.
         """
-        try:
+        with self._whole():
             self._stream.wait(timeout)
             return self._receive(min(most, self._most))
-        except BaseException:
-            self.shutdown()  # also after Ctrl-C: nobody knows how much of the message was received
-            raise
 
     def _receive(self, most: int) -> tuple[dict[str, Any], list[memoryview]]:
         length, n = LENGTHS.unpack(self._bytes(LENGTHS.size))
@@ -111,19 +103,6 @@ class ControlConnection:
             raise ConnectionClosed(f"a message of {length + sum(sizes)} bytes was refused")
         message = parse(self._bytes(length), self._receives)
         return message, [memoryview(self._bytes(size)) for size in sizes]
-
-    def settimeout(self, seconds: float) -> None:
-        """Set for how long the other side may be silent within a message."""
-        self._stream.settimeout(seconds)
-
-    def shutdown(self) -> None:
-        """End the connection; any thread may do so, and threads that wait on it raise ConnectionClosed."""
-        self._stream.shutdown()
-
-    def _bytes(self, n: int) -> bytearray:
-        data = bytearray(n)
-        self._stream.receive(bytes_of([data]))
-        return data
 
 
 def parse(data: bytes | bytearray, limits: JsonLimits) -> dict[str, Any]:

@@ -9,10 +9,9 @@ import os
 import secrets
 import socket
 import ssl
-import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from ..errors import CSDUnavailableError, CSDValueError, CSDWarning, users_stacklevel
@@ -28,6 +27,7 @@ from .tls import Tls
 
 CONNECT_SECONDS = 60.0
 MOST_DELAY = 2.0  # seconds between attempts
+FULL = "it has as many sessions as it may have: more need a higher limit of open files, ulimit -n"
 NO = {  # what an owner may say instead of going on
     handshake.REFUSED: "the owner refuses the connection",
     handshake.NEEDS_KEY: "the owner has a key, and this side has none: set CSD_OPTIM_KEY or add ?key=FILE",
@@ -67,8 +67,8 @@ def connect(
             for place in _places(address, key):
                 try:
                     return dialler.session(place, until, timeout)
-                except (_Again, BusyError) as e:
-                    seen = str(e) or "it is busy"
+                except ConnectionClosed as e:  # also BusyError
+                    seen = str(e)
         except (Refusal, ssl.SSLError) as e:
             why = getattr(e, "reason", None) or e
             raise CSDUnavailableError(errno.EACCES, f"{address[0]}:{address[1]}: {why}") from None
@@ -81,10 +81,6 @@ def connect(
                 f"no optimizer rank answers at {address[0]}:{address[1]}: is `csd-optim serve` running there? ({seen})",
             )
         time.sleep(pause)
-
-
-class _Again(Exception):
-    """This attempt has failed in a way that may pass."""
 
 
 class _Dialler:
@@ -101,92 +97,76 @@ class _Dialler:
         self.plain = handshake.PLAIN if key is None else 0
 
     def session(self, place: Any, until: float, timeout: float) -> Session:
-        """Open a session at a socket address. Raises _Again, BusyError, Refusal."""
-        control: Stream | None = None
-        data: list[DataConnection] = []
-        try:
-            control, print_, in_tls, session, ticket = self.control(place)
-            for _ in range(self.request.streams):
-                attempt = functools.partial(self.data, place, in_tls, print_, session, ticket)
-                data.append(self.retried(attempt, until))
+        """Open a session at a socket address. Raises ConnectionClosed if that may pass, BusyError, Refusal."""
+        with contextlib.ExitStack() as undo:
+            control, print_, in_tls, name, ticket = self.control(place)
+            undo.callback(control.shutdown)
+            data: list[DataConnection] = []
+            while len(data) < self.request.streams:
+                try:
+                    data.append(self.data(place, in_tls, print_, name, ticket))
+                    undo.callback(data[-1].shutdown)
+                except BusyError:
+                    pause = 0.05 + secrets.randbelow(500) / 1000
+                    if time.monotonic() + pause > until:
+                        raise
+                    time.sleep(pause)
             host, port = place[1][:2]
             peer = Peer(Role.OWNER, print_, f"{host}:{port}", self.request.wanted)
-            opened = Session(ControlConnection(control), data, peer)
-            opened.settimeout(timeout)
-            return opened
-        except BaseException as e:
-            for connection in data:
-                connection.shutdown()
-            if control is not None:
-                control.shutdown()
-            if isinstance(e, ConnectionClosed):
-                raise _Again(str(e)) from None
-            raise
+            session = Session(ControlConnection(control), data, peer)
+            session.settimeout(timeout)
+            undo.pop_all()
+            return session
 
     def control(self, place: Any) -> tuple[Stream, str, bool, bytes, bytes]:
+        """Return the control connection, the owner's fingerprint, whether data goes in TLS, session and ticket."""
         kind = handshake.CONTROL if self.number is None else handshake.OWNERS
         hello = handshake.preface(kind | self.plain, self.request.pack())
         with _dialled(place) as tcp:
             stream, print_ = self.greeted(tcp, hello, self.pins)
             try:
                 handshake.say(stream, hello)
-                status = handshake.status_of(handshake.read(stream, handshake.ANSWER.size))
-                session, ticket = (handshake.read(stream, n) for n in (handshake.SESSION, handshake.TICKET))
+                answer, name, ticket = (handshake.read(stream, n) for n in handshake.ADMITTED)
             except ConnectionClosed as e:
                 # With TLS 1.3 this side has finished before the other side has looked at the certificate.
                 if self.key is not None and "ALERT" in str(e):
-                    raise Refusal(f"the owner does not accept the key {self.key.fingerprint}") from None
+                    raise self.not_accepted() from None
                 asked = f": does the owner accept the {self.key}?" if self.key else ""
-                raise _Again(f"the handshake was cut{asked}") from None
-            if status == handshake.BUSY:
-                raise BusyError(
-                    "it has as many sessions as it may have: more need a higher limit of open files, ulimit -n"
-                )
+                raise ConnectionClosed(f"the handshake was cut{asked}") from None
+            status = handshake.status_of(answer)
             in_tls = status == handshake.GO_ON_IN_TLS
             if status == handshake.REFUSED and self.key is not None:
-                raise Refusal(f"the owner does not accept the key {self.key.fingerprint}")
-            if status not in (handshake.GO_ON, handshake.GO_ON_IN_TLS) or (self.plain and in_tls):
-                raise Refusal(NO.get(status, f"status {status}"))
-            if self.number is not None and session != self.request.answered_by_owner():
+                raise self.not_accepted()
+            if not (status == handshake.GO_ON or (in_tls and not self.plain)):
+                raise _no(status, FULL)
+            if self.number is not None and name != self.request.answered_by_owner():
                 raise Refusal(NO[handshake.OTHER_OWNER])
             if not (sealed.AVAILABLE or in_tls or self.plain):
                 raise Refusal("the owner does not see that `cryptography` is missing here")
             if in_tls and self.request.streams:
                 _warn_of_tls()
-            return stream, print_, in_tls, session, ticket
+            return stream, print_, in_tls, name, ticket
 
-    def data(self, place: Any, in_tls: bool, print_: str, session: bytes, ticket: bytes) -> DataConnection:
+    def data(self, place: Any, in_tls: bool, print_: str, name: bytes, ticket: bytes) -> DataConnection:
         with _dialled(place) as tcp:
-            try:
-                if in_tls:
-                    kind = handshake.DATA_IN_TLS
-                    stream, _ = self.greeted(tcp, handshake.preface(kind, session), {print_})
-                    handshake.prove_to_owner(stream, kind, session, ticket)
-                    return DataConnection(stream)
-                said = handshake.prove_to_owner(tcp, handshake.DATA | self.plain, session, ticket)
-            except ConnectionClosed as e:
-                raise _Again(str(e)) from None
+            if in_tls:
+                stream, _ = self.greeted(tcp, handshake.preface(handshake.DATA_IN_TLS, name), {print_})
+                handshake.prove_to_owner(stream, handshake.DATA_IN_TLS, name, ticket)
+                return DataConnection(stream)
+            said = handshake.prove_to_owner(tcp, handshake.DATA | self.plain, name, ticket)
             up, down = handshake.frame_keys(ticket, said)
             return DataConnection(tcp) if self.plain else sealed.SealedConnection(tcp, sends=up, receives=down)
 
     def greeted(self, tcp: Tcp, hello: bytes, pins: set[str]) -> tuple[Stream, str]:
         """Say message 1, and change to TLS if there is a key. Returns the stream and the owner's fingerprint."""
-        try:
-            handshake.say(tcp, hello)
-            status = handshake.status_of(handshake.read(tcp, handshake.ANSWER.size))
-        except ConnectionClosed as e:  # an owner that has no place may close before it has read
-            raise _Again(str(e)) from None
-        if status == handshake.BUSY:
-            raise BusyError
+        handshake.say(tcp, hello)
+        status = handshake.status_of(handshake.read(tcp, handshake.ANSWER.size))
         if status != handshake.GO_ON:
-            raise Refusal(NO.get(status, f"status {status}"))
+            raise _no(status, handshake.IS_BUSY)
         if self.key is None:
             return tcp, ""
         tls = Tls(tcp, self.key.client, server=False)
-        try:
-            print_ = fingerprint(tls.handshake())
-        except ConnectionClosed as e:
-            raise _Again(str(e)) from None
+        print_ = fingerprint(tls.handshake())
         if print_ not in pins:
             raise Refusal(
                 f"the owner has the key {print_}, not {' or '.join(sorted(pins))}: is this the right machine? "
@@ -194,16 +174,14 @@ class _Dialler:
             )
         return tls, print_
 
-    def retried(self, attempt: Callable[[], DataConnection], until: float) -> DataConnection:
-        """Open a data connection; while the owner is busy, try again."""
-        while True:
-            try:
-                return attempt()
-            except BusyError:
-                pause = 0.05 + secrets.randbelow(500) / 1000
-                if time.monotonic() + pause > until:
-                    raise
-                time.sleep(pause)
+    def not_accepted(self) -> Refusal:
+        assert self.key
+        return Refusal(f"the owner does not accept the key {self.key.fingerprint}")
+
+
+def _no(status: int, busy: str) -> Exception:
+    """Return the error for an answer that ends a handshake."""
+    return BusyError(busy) if status == handshake.BUSY else Refusal(NO.get(status, f"status {status}"))
 
 
 def _places(address: tuple[str, int], key: Key | None) -> list[Any]:
@@ -236,17 +214,13 @@ def _dialled(place: Any) -> Iterator[Tcp]:
         tcp = Tcp(sock, handshake.DEADLINE)
     except (OSError, ConnectionClosed) as e:
         sock.close()
-        raise _Again(getattr(e, "strerror", None) or str(e)) from None
-    timer = threading.Timer(handshake.DEADLINE, tcp.shutdown)
-    timer.daemon = True
-    timer.start()
+        raise ConnectionClosed(getattr(e, "strerror", None) or str(e)) from None
+    tcp.finish_by(time.monotonic() + handshake.DEADLINE)
     try:
         yield tcp
     except BaseException:
         tcp.shutdown()
         raise
-    finally:
-        timer.cancel()
 
 
 @functools.cache

@@ -6,14 +6,12 @@ encrypts them itself.
 
 from __future__ import annotations
 
-import contextlib
 import struct
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..errors import CSDRuntimeError, CSDValueError
-from .tcp import Buffer, ConnectionClosed, Stream, bytes_of
+from .tcp import Buffer, Connection, ConnectionClosed, Stream, bytes_of
 
 HEADER = struct.Struct("!IIQQQ")
 FRAME_BYTES = 1 << 30  # maximum length of a payload
@@ -30,16 +28,15 @@ class Header(NamedTuple):
     entries: int  # 64 bits: words of Top-K entries in it
 
 
-class DataConnection:
-    """Sends and receives frames. Threads may send at the same time; one receives.
+class DataConnection(Connection):
+    """Sends and receives frames.
 
     After receive_header() comes receive() or discard(): the caller has compared the header with what it expects before
     a byte of the payload is received. Any error closes the connection, except where a docstring says otherwise.
     """
 
     def __init__(self, stream: Stream) -> None:
-        self._stream = stream
-        self._sending = threading.Lock()
+        super().__init__(stream)
         self._due: Header | None = None  # the payload that comes next
 
     def send(self, header: Header, views: Sequence[Buffer] = ()) -> None:
@@ -87,23 +84,6 @@ class DataConnection:
             if self._taken(header):
                 self._discard(header.nbytes)
 
-    def settimeout(self, seconds: float) -> None:
-        """Set for how long the other side may be silent within a frame."""
-        self._stream.settimeout(seconds)
-
-    def shutdown(self) -> None:
-        """End the connection; any thread may do so, and threads that wait on it raise ConnectionClosed."""
-        self._stream.shutdown()
-
-    @contextlib.contextmanager
-    def _whole(self) -> Iterator[None]:
-        """End the connection after an error, also Ctrl-C: nobody knows how much of a frame was sent or received."""
-        try:
-            yield
-        except BaseException:
-            self.shutdown()
-            raise
-
     def _parts(self, header: Header, views: Sequence[Buffer]) -> list[memoryview]:
         parts = bytes_of(views)
         if (n := sum(map(len, parts))) != header.nbytes or n > FRAME_BYTES:
@@ -123,9 +103,7 @@ class DataConnection:
         self._stream.send([memoryview(head), *parts])
 
     def _receive_head(self) -> bytes | bytearray:
-        head = bytearray(HEADER.size)
-        self._stream.receive([memoryview(head)])
-        return head
+        return self._bytes(HEADER.size)
 
     def _receive(self, parts: list[memoryview]) -> None:
         self._stream.receive(parts)

@@ -23,7 +23,7 @@ import secrets
 import struct
 from typing import NamedTuple
 
-from .tcp import Stream
+from .tcp import ConnectionClosed, Stream
 
 VERSION = 4
 MAGIC, REPLY = b"csdserve", b"csdowner"
@@ -32,6 +32,8 @@ CONTROL, DATA, DATA_IN_TLS, OWNERS = 1, 2, 3, 4  # kinds of connections. OWNERS:
 PLAIN = 0x100  # added to them without a key
 GO_ON, OTHER_VERSION, BUSY, REFUSED, GO_ON_IN_TLS, NEEDS_KEY, HAS_NO_KEY, OTHER_OWNER = range(8)  # status
 SESSION, TICKET, NONCE, PROOF = 16, 32, 32, 32  # bytes
+ADMITTED = ANSWER.size, SESSION, TICKET  # bytes of the parts of 5
+IS_BUSY = "it is busy"  # with other handshakes
 NO_FRAMES = 1  # flag of a request: whoever connects cannot encrypt frames, so data connections shall use TLS
 MOST_STREAMS = 8  # data connections of a session
 DEADLINE = 10.0  # seconds for the handshake of a connection
@@ -39,6 +41,10 @@ DEADLINE = 10.0  # seconds for the handshake of a connection
 
 class Refusal(Exception):
     """The handshake fails. The text is ours, and contains nothing that the other side has said."""
+
+
+class BusyError(ConnectionClosed):
+    """The owner has too many handshakes or sessions at once: try again."""
 
 
 class Request(NamedTuple):
@@ -96,7 +102,7 @@ def prove_to_owner(stream: Stream, kind: int, session: bytes, ticket: bytes) -> 
     say(stream, said)
     first = read(stream, ANSWER.size)
     if first == answer(BUSY):
-        raise BusyError
+        raise BusyError(IS_BUSY)
     theirs = first + read(stream, NONCE + PROOF - ANSWER.size)
     said += theirs[:NONCE]
     if not hmac.compare_digest(theirs[NONCE:], _proof(ticket, b"owner", said)):
@@ -125,7 +131,3 @@ def frame_keys(ticket: bytes, said: bytes) -> tuple[bytes, bytes]:
 
 def _proof(ticket: bytes, whose: bytes, said: bytes) -> bytes:
     return hmac.digest(ticket, b"csd-optim data 4 " + whose + b"\0" + said, "sha256")  # they differ: no reflection
-
-
-class BusyError(Exception):
-    """The owner has too many handshakes at once: try again."""

@@ -7,17 +7,18 @@ fingerprint. A file that others can read, or that cannot be read, is an error; t
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import os
 import re
 import ssl
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from .. import settings
 from ..errors import CSDOSError, CSDValueError
+from ..store.transfer import opened, sync_directory
+from .session import Role
 
 CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
 PRIVATE = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----")
@@ -64,8 +65,11 @@ class Key:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
         try:
-            with _as_file(self._text) as certificate, _as_file(self._text) as private:
-                context.load_cert_chain(certificate, private, password=self._passphrase)
+            # OpenSSL takes keys from files only, and ours may have changed: this one is in memory.
+            with open(os.memfd_create("key"), "w") as file:
+                file.write(self._text)
+                file.flush()
+                context.load_cert_chain(f"/proc/self/fd/{file.fileno()}", password=self._passphrase)
         except ssl.SSLError as e:
             raise CSDValueError(f"{self.path}: the private key is not that of the certificate ({e.reason})") from None
         except OSError as e:
@@ -82,23 +86,27 @@ class Key:
         raise TypeError("a key is not pickled or copied: read its file where it is needed")
 
 
-@contextlib.contextmanager
-def _as_file(text: str) -> Iterator[str]:
-    """Return a path from which OpenSSL can read a text once: it takes keys from files only, and ours may have changed.
+class Accepted:
+    """An owner's key and the certificates of others, as they were in the files when this was made."""
 
-    A pipe is on no disk. A text that does not fit raises OSError.
-    """
-    reads, writes = os.pipe()
-    try:
-        os.set_blocking(writes, False)
-        if os.write(writes, text.encode()) < len(text):
-            raise OSError(errno.EFBIG, "it is too long")
-        os.close(writes)
-        writes = -1
-        yield f"/proc/self/fd/{reads}"
-    finally:
-        for fd in {reads, writes} - {-1}:
-            os.close(fd)
+    def __init__(self, key: Path, accept: Sequence[tuple[Role, Path]]) -> None:
+        """Read the owner's key file, whose holders are admins, and files of certificates.
+
+        Raises CSDOSError and CSDValueError, also for a certificate with two roles.
+        """
+        self.key: Key = Key(key)
+        self.roles: dict[str, Role] = {self.key.fingerprint: Role.ADMIN}
+        certificates = [self.key.certificate]
+        for role, path in accept:
+            for certificate in read_certificates(path):
+                name = fingerprint(certificate)
+                if self.roles.setdefault(name, role) is not role:
+                    raise CSDValueError(
+                        f"{path}: the certificate {name[7:19]} is accepted as {self.roles[name].value} already, "
+                        f"and cannot also be {role.value}; each owner has a key of its own, whose holders are admins"
+                    )
+                certificates.append(certificate)
+        self.context: ssl.SSLContext = self.key.server(certificates)
 
 
 def certificates_in(text: str) -> list[bytes]:
@@ -153,18 +161,14 @@ def resolve(path: str | None, owner: str | None) -> tuple[Key | None, str | None
 
 def _read(path: Path, secret: bool) -> str:
     try:
-        # Not blocking: the file could be a pipe.
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with opened(path, os.O_NOFOLLOW | os.O_NONBLOCK) as fd:  # not blocking: the file could be a pipe
+            _check(path, os.fstat(fd), secret)
+            data = b""
+            while len(data) <= FILE_BYTES and (more := os.read(fd, FILE_BYTES)):
+                data += more
     except OSError as e:
         link = f"{path} is a link: name the file that it leads to" if path.is_symlink() else f"{path}: {e.strerror}"
         raise CSDOSError(e.errno, f"the key file cannot be read: {link}") from None
-    try:
-        _check(path, os.fstat(fd), secret)
-        data = b""
-        while len(data) <= FILE_BYTES and (more := os.read(fd, FILE_BYTES)):
-            data += more
-    finally:
-        os.close(fd)
     if len(data) > FILE_BYTES:
         raise CSDValueError(f"{path} is no key file: it is too long")
     try:
@@ -197,11 +201,7 @@ def write_new(path: Path, text: bytes) -> None:
             file.write(text)
             file.flush()
             os.fsync(fd)
-        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        sync_directory(path.parent)
     except OSError as e:
         with contextlib.suppress(OSError):
             os.unlink(path)

@@ -1,4 +1,4 @@
-"""What strangers may take from an owner: places for handshakes, time, and lines in its log."""
+"""What strangers may take from an owner: places for handshakes, and lines in its log."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import ipaddress
 import resource
 import threading
 import time
-from collections.abc import Callable
-
-from .tcp import Tcp
+from collections.abc import Callable, Sequence
 
 HANDSHAKES = 64  # at once
 PER_ADDRESS = 8  # of them from one address
@@ -18,53 +16,9 @@ RESERVED = 256  # descriptors that sessions leave to the engine, which opens fil
 LOG_SECONDS = 10.0  # at most one line about refusals in so much time
 
 
-class Places:
-    """Counts handshakes under way, in all and from each address."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._of: collections.Counter[str] = collections.Counter()
-
-    def enter(self, host: str) -> bool:
-        """Take a place. Returns whether there was one."""
-        host = network(host)
-        with self._lock:
-            if self._of.total() >= HANDSHAKES or self._of[host] >= PER_ADDRESS:
-                return False
-            self._of[host] += 1
-            return True
-
-    def leave(self, host: str) -> None:
-        with self._lock:
-            self._of -= collections.Counter([network(host)])  # drops those without any
-
-
-class Deadlines:
-    """Shuts down connections that are not admitted in time. A limit for each read would let slow bytes go on."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._until: dict[Tcp, float] = {}  # in time.monotonic()
-
-    def set(self, tcp: Tcp, until: float) -> None:
-        with self._lock:
-            self._until[tcp] = until
-
-    def clear(self, tcp: Tcp) -> None:
-        with self._lock:
-            self._until.pop(tcp, None)
-
-    def expire(self, now: float | None = None) -> None:
-        """Shut down what is late; without `now`: everything."""
-        with self._lock:
-            late = [tcp for tcp, until in self._until.items() if now is None or until <= now]
-            for tcp in late:
-                del self._until[tcp]
-        for tcp in late:
-            tcp.shutdown()
-
-    def __len__(self) -> int:
-        return len(self._until)
+def has_place(host: str, under_way: Sequence[str]) -> bool:
+    """Return whether another handshake may begin. `under_way`: network() of those that do not end before it."""
+    return len(under_way) < HANDSHAKES and under_way.count(network(host)) < PER_ADDRESS
 
 
 class QuietLog:
@@ -87,18 +41,16 @@ class QuietLog:
             self._counts[reason] += 1
         self.print_counts()
 
-    def print_counts(self) -> None:
-        """Print what has been counted, if it is time."""
+    def print_counts(self) -> int:
+        """Print what has been counted, if it is time. Returns how many reasons are still to be printed."""
         with self._lock:
             if not self._counts or time.monotonic() < self._next:
-                return
+                return len(self._counts)
             text = ", ".join(f"{n} {reason}" for reason, n in self._counts.most_common())
             self._counts.clear()
             self._next = time.monotonic() + LOG_SECONDS
         self.say(f"refused connections: {text}")
-
-    def __len__(self) -> int:
-        return len(self._counts)
+        return 0
 
 
 def most_connections() -> int:

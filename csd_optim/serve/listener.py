@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import select
 import socket
 import ssl
 import threading
@@ -15,12 +14,12 @@ from pathlib import Path
 
 from ..errors import CSDError, CSDOSError, CSDValueError
 from . import handshake, sealed
-from .accepted import Accepted
 from .admission import Admission
 from .handshake import Refusal
-from .limits import Deadlines, Places, QuietLog, is_loopback
+from .keys import Accepted
+from .limits import QuietLog, has_place, is_loopback, network
 from .session import Role, Session
-from .tcp import ConnectionClosed, Tcp
+from .tcp import ConnectionClosed, Tcp, arrives
 
 FIRST_SECONDS = 2.0  # for message 1
 BACKLOG = 128
@@ -62,12 +61,11 @@ class Listener:
         accepted = None if key is None else Accepted(key, accept)
         self.fingerprint: str = "" if accepted is None else accepted.key.fingerprint  # of this owner
         self._on_session, self._log = on_session, QuietLog(log)
-        self._places, self._deadlines = Places(), Deadlines()
-        self._admission = Admission(accepted, number, timeout, self._deadlines)
-        self._handshakes: set[threading.Thread] = set()
+        self._admission = Admission(accepted, number, timeout)
+        # Handshakes under way: connections, and where they come from. Only _accept() adds some.
+        self._handshakes: dict[threading.Thread, tuple[Tcp, str]] = {}
         self._closed = False
         self._sock = _listening(address, self._has_key)
-        self._wake, self._woken = socket.socketpair()
         self.address: tuple[str, int] = self._sock.getsockname()[:2]
         if self._has_key and not sealed.AVAILABLE:
             self._log.say(sealed.SLOW)
@@ -93,38 +91,31 @@ class Listener:
 
     def close(self) -> None:
         """Stop to listen, and end handshakes. Sessions go on."""
-        if not self._closed:
-            self._closed = True
-            self._wake.send(b"\0")
+        self._closed = True
+        with contextlib.suppress(OSError):  # closed before
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._thread.join()
-        while others := {*self._handshakes} - {threading.current_thread()}:
-            self._admission.tidy(everything=True)
-            self._deadlines.expire()
-            for thread in others:
-                thread.join(TICK)
+        while others := {t: tcp for t, (tcp, _) in [*self._handshakes.items()] if t is not threading.current_thread()}:
+            for thread, tcp in others.items():
+                tcp.shutdown()
+                thread.join(TICK)  # it may have become that of a session
         self._admission.tidy(everything=True)
-        for sock in (self._wake, self._woken):
-            sock.close()
 
     def _listen(self) -> None:
-        poll = select.poll()
-        poll.register(self._sock, select.POLLIN)
-        poll.register(self._woken, select.POLLIN)
         with self._sock:
             while not self._closed:
-                waits = len(self._deadlines) or len(self._log)
-                if self._sock.fileno() in dict(poll.poll(TICK * 1000 if waits else None)):
+                # In this order: a handshake is counted until what it leaves is.
+                busy = len(self._handshakes) + self._admission.tidy() + self._log.print_counts()
+                if arrives(self._sock, TICK if busy else None) and not self._closed:
                     self._accept()
-                self._deadlines.expire(time.monotonic())
-                self._admission.tidy()
-                self._log.print_counts()
 
     def _accept(self) -> None:
         try:
             sock, (host, *_) = self._sock.accept()
-        except ConnectionError:
-            return
-        except OSError as e:  # no descriptors or memory: wait until there are some
+        except OSError as e:
+            if self._closed or isinstance(e, ConnectionError):
+                return
+            # There are no descriptors, or no memory: wait until there are some.
             self._log.refused(f"for lack of resources ({errno.errorcode.get(e.errno or 0)})")
             time.sleep(TICK)
             return
@@ -132,48 +123,45 @@ class Listener:
             self._log.refused("from elsewhere, without a key")
             sock.close()
             return
-        if not self._places.enter(host):
+        if not has_place(host, [place for _, place in [*self._handshakes.values()]]):
             self._log.refused("of too many at once")
             _send_away(sock)
             return
-        tcp, thread = None, None
         try:
             tcp = Tcp(sock, handshake.DEADLINE)
-            self._deadlines.set(tcp, time.monotonic() + FIRST_SECONDS)
-            thread = threading.Thread(target=self._welcome, args=(tcp, host), name="csd_optim handshake", daemon=True)
-            self._handshakes.add(thread)
-            thread.start()
-        except (OSError, RuntimeError, MemoryError) as e:  # it has gone already, or the system refuses a thread
+        except (OSError, ConnectionClosed, MemoryError) as e:  # it has gone already
             self._log.refused(f"by {type(e).__name__}")
             sock.close()
-            self._leave(tcp, host, thread)
+            return
+        tcp.finish_by(time.monotonic() + FIRST_SECONDS)
+        thread = threading.Thread(target=self._welcome, args=(tcp,), name="csd_optim handshake", daemon=True)
+        self._handshakes[thread] = tcp, network(host)
+        try:
+            thread.start()
+        except (RuntimeError, MemoryError) as e:  # the system refuses a thread
+            self._refuse(tcp, f"by {type(e).__name__}", thread)
 
-    def _welcome(self, tcp: Tcp, host: str) -> None:
-        session, refused = None, ""
+    def _welcome(self, tcp: Tcp) -> None:
+        thread = threading.current_thread()
         try:
             session = self._admission.admit(tcp)
         except Refusal as e:
-            refused = str(e)
+            return self._refuse(tcp, str(e), thread)
         except ConnectionClosed:
-            refused = "that were cut or late"
+            return self._refuse(tcp, "that were cut or late", thread)
         except ssl.SSLError:
-            refused = "without an accepted certificate, or TLS 1.3"
+            return self._refuse(tcp, "without an accepted certificate, or TLS 1.3", thread)
         except Exception as e:
-            refused = f"by {type(e).__name__}"
-        if refused:
-            self._log.refused(refused)
-        self._leave(tcp if refused else None, host, threading.current_thread())
+            return self._refuse(tcp, f"by {type(e).__name__}", thread)
+        del self._handshakes[thread]
         if session is not None:
             self._run(session)
 
-    def _leave(self, tcp: Tcp | None, host: str, thread: threading.Thread | None) -> None:
-        """Give back what a handshake has taken, and end its connection if it is given."""
-        if tcp is not None:
-            self._deadlines.clear(tcp)
-            tcp.shutdown()
-        self._places.leave(host)
-        if thread is not None:
-            self._handshakes.discard(thread)
+    def _refuse(self, tcp: Tcp, why: str, thread: threading.Thread) -> None:
+        """Count a refusal, end its connection, and give its place to somebody else."""
+        self._log.refused(why)
+        tcp.shutdown()
+        del self._handshakes[thread]
 
     def _run(self, session: Session) -> None:
         threading.current_thread().name = "csd_optim session"

@@ -71,8 +71,7 @@ class SealedConnection(DataConnection):
         seal = self._out.cipher(HEAD, len(head)).encryptor()
         first: list[Buffer] = [seal.update(head) + seal.finalize(), seal.tag]
         if not parts:
-            self._stream.send(bytes_of(first))
-            return
+            return self._stream.send(bytes_of(first))
         nbytes = sum(map(len, parts))
         self._sealed = _room(self._sealed, nbytes)
         seal, filled = self._out.cipher(PAYLOAD, nbytes).encryptor(), 0
@@ -87,8 +86,7 @@ class SealedConnection(DataConnection):
         self._stream.send(bytes_of([*first, self._sealed[:filled], seal.tag]), begins=bool(first))
 
     def _receive_head(self) -> bytes:
-        sealed = bytearray(HEADER.size + TAG)
-        self._stream.receive([memoryview(sealed)])
+        sealed = self._bytes(HEADER.size + TAG)
         self._in.next_frame()
         unseal = self._in.cipher(HEAD, HEADER.size).decryptor()
         head: bytes = unseal.update(sealed[: HEADER.size])

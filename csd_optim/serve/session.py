@@ -49,13 +49,11 @@ class Session:
 
     def settimeout(self, seconds: float) -> None:
         """Set for how long the peer may be silent within a message or frame, or leave data unacknowledged."""
-        self.control.settimeout(seconds)
-        for connection in self.data:
+        for connection in (self.control, *self.data):
             connection.settimeout(seconds)
 
     def close(self) -> None:
         """End all connections; any thread may do so, and threads that wait on them raise ConnectionClosed."""
         self.closed = True
-        self.control.shutdown()
-        for connection in self.data:
+        for connection in (self.control, *self.data):
             connection.shutdown()

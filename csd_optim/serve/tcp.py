@@ -47,6 +47,36 @@ def bytes_of(views: Sequence[Buffer]) -> list[memoryview]:
     return [view.cast("B") for view in [memoryview(v) for v in views] if view.nbytes]
 
 
+class Connection:
+    """Something that is sent and received as a whole, on a stream. Threads may send at the same time; one receives."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._sending = threading.Lock()
+
+    def settimeout(self, seconds: float) -> None:
+        """See Tcp.settimeout()."""
+        self._stream.settimeout(seconds)
+
+    def shutdown(self) -> None:
+        """End the connection; any thread may do so, and threads that wait on it raise ConnectionClosed."""
+        self._stream.shutdown()
+
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        """End the connection after an error, also Ctrl-C: nobody knows how much was sent or received."""
+        try:
+            yield
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _bytes(self, n: int) -> bytearray:
+        data = bytearray(n)
+        self._stream.receive(bytes_of([data]))
+        return data
+
+
 class _Pace:
     """How long one direction has waited for the other side since a message began, and for how many bytes.
 
@@ -85,24 +115,23 @@ class Tcp:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self.settimeout(timeout)
 
-    @property
-    def over(self) -> bool:
-        """Whether the connection has been shut down, or has been found to be broken."""
-        return bool(self._over)
-
     def settimeout(self, seconds: float) -> None:
         """Set for how long the other side may be silent within a message, or leave what was sent unacknowledged.
 
         All waiting within one message may take so long once, and 1 s for each MB of it.
         """
-        self._timeout = seconds = max(seconds, 0.001)  # 0 would mean for ever
+        self._timeout = seconds
+        self._until: float | None = None
         every = max(1, min(ALIVE_SECONDS, int(seconds / 3)))
         with self._using() as sock:
-            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
+            _limit_calls(sock, seconds)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(seconds * 1000)))
             for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
                 sock.setsockopt(socket.IPPROTO_TCP, option, every)
+
+    def finish_by(self, until: float) -> None:
+        """Set when, in time.monotonic(), all is late that is sent and received; settimeout() takes that back."""
+        self._until = until
 
     def send(self, views: Sequence[memoryview], begins: bool = True) -> None:
         """Send all bytes of these views, in one system call if the kernel takes them. `begins`: a message does."""
@@ -135,10 +164,15 @@ class Tcp:
             return data
 
     def _patience(self, pace: _Pace) -> float:
-        """Return the time of a system call that begins. Raises ConnectionClosed if a message takes too long."""
+        """Return the time of a system call that begins. Raises ConnectionClosed if it is late for that."""
+        now = time.monotonic()
+        if self._until is not None:
+            if now >= self._until:
+                raise ConnectionClosed(f"{self.address} takes too long")
+            _limit_calls(self._sock, self._until - now)
         if pace.seconds > self._timeout + pace.nbytes / SLOWEST:
             raise ConnectionClosed(f"{self.address} is too slow: {pace.nbytes} bytes in {pace.seconds:.3g} s")
-        return time.monotonic()
+        return now
 
     def _count_received(self, began: float, nbytes: int) -> None:
         if not nbytes:
@@ -151,7 +185,7 @@ class Tcp:
         `arrived`: some of it has been received already.
         """
         with self._using() as sock:
-            if not (arrived or _arrives(sock, seconds)):
+            if not (arrived or arrives(sock, seconds)):
                 raise ConnectionClosed(f"{self.address} has said nothing for {seconds:g} s")
             self._received.begin()
 
@@ -159,7 +193,7 @@ class Tcp:
         """Return whether something has arrived, or the connection has ended; it does not wait."""
         try:
             with self._using() as sock:
-                return _arrives(sock, 0)
+                return arrives(sock, 0)
         except ConnectionClosed:
             return True
 
@@ -203,24 +237,29 @@ class Tcp:
             if why or self._over:
                 self._end(why)
 
-    def close_in_child(self) -> None:
-        """Close a forked child's descriptor, so that the other side notices the end of the parent."""
-        self._sock.close()
-
     def __del__(self) -> None:
         if hasattr(self, "_sock"):
             self._sock.close()
 
 
 def _close_in_child() -> None:
+    """Close a forked child's descriptors, so that the other side notices the end of the parent."""
     for tcp in [*_open]:
-        tcp.close_in_child()
+        tcp._sock.close()
 
 
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-def _arrives(sock: socket.socket, seconds: float | None) -> bool:
+def _limit_calls(sock: socket.socket, seconds: float) -> None:
+    """Let a system call that sends or receives wait for at most so long."""
+    seconds = max(seconds, 0.001)  # 0 would mean for ever
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
+
+
+def arrives(sock: socket.socket, seconds: float | None) -> bool:
+    """Wait for at most so long until there is something to receive or accept. Returns whether there is."""
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     return bool(poll.poll(None if seconds is None else seconds * 1000))

@@ -16,7 +16,7 @@ from csd_optim.serve import admission, dial, handshake, limits, listener
 from csd_optim.serve.frames import Header
 from csd_optim.serve.init_key import init_key
 from csd_optim.serve.keys import Key
-from csd_optim.serve.limits import HANDSHAKES, PER_ADDRESS, Places, QuietLog, is_loopback, network
+from csd_optim.serve.limits import HANDSHAKES, PER_ADDRESS, QuietLog, has_place, is_loopback, network
 from csd_optim.serve.session import Role
 from csd_optim.serve.tcp import ConnectionClosed, Tcp
 
@@ -389,9 +389,15 @@ def test_addresses():
 
 
 def test_places():
-    places = Places()
-    assert [places.enter("10.0.0.1") for _ in range(9)] == [True] * 8 + [False]
-    places.leave("10.0.0.1")
-    assert places.enter("10.0.0.1")
-    assert sum(places.enter(f"2001:db8::{k}") for k in range(99)) == 8
-    assert sum(places.enter(f"10.0.1.{k}") for k in range(99)) == HANDSHAKES - 16
+    def entered(hosts):
+        for host in hosts:
+            before = len(under_way)
+            under_way.extend([network(host)] * has_place(host, under_way))
+            yield len(under_way) - before
+
+    under_way = []
+    assert [*entered(["10.0.0.1"] * 9)] == [1] * 8 + [0]
+    under_way.remove("10.0.0.1")
+    assert sum(entered(["10.0.0.1"])) == 1
+    assert sum(entered(f"2001:db8::{k}" for k in range(99))) == 8
+    assert sum(entered(f"10.0.1.{k}" for k in range(99))) == HANDSHAKES - 16
