@@ -561,6 +561,10 @@ def serve(
         list[Path] | None,
         typer.Option(metavar="DIR", hidden=True, help="Protocol 4: save() may make snapshots below DIR."),
     ] = None,
+    max_model: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", hidden=True, help="Protocol 4: most bytes of states, for example 500GB."),
+    ] = None,
     init_key: Annotated[
         Path | None,
         typer.Option(
@@ -579,7 +583,8 @@ def serve(
         from .serving import parse_accept
         from .serving import serve as serve_
 
-        serve_(devices, listen, timeout, protocol, key, [*map(parse_accept, accept or ())], allow_save or ())
+        most = None if max_model is None else parse_bytes(max_model)
+        serve_(devices, listen, timeout, protocol, key, [*map(parse_accept, accept or ())], allow_save or (), most)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})

@@ -44,15 +44,18 @@ def serve(
     key: Path | None = None,
     accept: Sequence[tuple[Role, Path]] = (),
     allow_save: Sequence[Path] = (),
+    max_model: int | None = None,
 ) -> None:
     """Serve trainers until SIGTERM or Ctrl-C. Returns when all states are durable.
 
-    `key`, `accept`: see Listener; `allow_save`: see Ownership. With protocol 4 only.
+    `key`, `accept`: see Listener; `allow_save`, `max_model` (bytes): see Ownership. With protocol 4 only.
     Raises CSDValueError or CSDOSError if it cannot start, CSDRankError if another optimizer rank is lost.
     """
     host, port = parse_listen(address)
     if protocol == 4:
-        return _serve_frames(devices, (host, port), timeout, key, accept, allow_save)
+        return _serve_frames(devices, (host, port), timeout, key, accept, allow_save, max_model)
+    if max_model is not None:
+        raise CSDValueError("--max-model is for --protocol 4")
     if key or accept or allow_save:
         raise CSDValueError("keys are for --protocol 4: without it nobody is asked for one")
     if "RANK" in os.environ and not dist.is_initialized():
@@ -97,12 +100,13 @@ def _serve_frames(
     key: Path | None,
     accept: Sequence[tuple[Role, Path]],
     allow_save: Sequence[Path],
+    max_model: int | None,
 ) -> None:
     """Serve trainers with `?protocol=4`: an engine over frames, see serve/owner_session.py."""
     raise_file_limit()
     specs = _durable(devices)
     try_to_open(specs)
-    ownership = Ownership(specs, allow_save)
+    ownership = Ownership(specs, allow_save, max_model)
     owner = SessionOwner(ownership, timeout, _write_line)  # its lines are printable
     stopping, woken, reloads = threading.Event(), threading.Event(), threading.Event()
     listener = Listener(address, key=key, accept=accept, on_session=owner.serve, log=_print_line, timeout=timeout)

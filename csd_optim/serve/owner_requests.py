@@ -200,7 +200,9 @@ class OwnerRequests:
         if fields.integer("first_param") != engine.tiles.n_params:
             refuse("new parameters that do not follow those before")
         param_dtype = dtype_named(fields.text("param_dtype"))
-        extent = engine.extend([int(n) for n in numels], sections, codec=codec, param_dtype=param_dtype)
+        sizes = [int(n) for n in numels]
+        self._ownership.check_room(sizes, sections, codec, param_dtype)
+        extent = engine.extend(sizes, sections, codec=codec, param_dtype=param_dtype)
         return {"tile_elems": extent.tile_elems}, [extent.devices.astype(WIRE_INDEX)]
 
     def _on_discard_newer(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:

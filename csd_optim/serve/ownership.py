@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..devices.spec import DeviceSpec
 from ..distributed.ranks import RanksElsewhere
@@ -20,6 +21,7 @@ from ..errors import CSDError, CSDOSError, CSDRankError, CSDStoreError, CSDStore
 from ..params.manifest import digest_of_entries
 from ..store.check import UNNAMED_RULE, check_param, check_record, require
 from ..store.format import FILE_NAME, Record
+from ..store.layout import plan_extent
 from ..store.recovery import RanksStore
 from ..store.sections import FP32
 from .messages import Fields, check_plain, name_of_dtype, refuse
@@ -31,9 +33,18 @@ class Ownership:
     """What an owner has of one trainer: an engine, used by one thread at a time."""
 
     def __init__(
-        self, specs: Sequence[DeviceSpec], allow_save: Sequence[Path] = (), trainer: int = 0, trainers: int = 1
+        self,
+        specs: Sequence[DeviceSpec],
+        allow_save: Sequence[Path] = (),
+        max_model: int | None = None,
+        trainer: int = 0,
+        trainers: int = 1,
     ) -> None:
-        """`specs`: the owner's devices. `allow_save`: directories below which trainers may have snapshots made."""
+        """`specs`: the owner's devices. `allow_save`: directories below which trainers may have snapshots made.
+
+        `max_model`: bytes of states that all trainers together may have; see check_room().
+        """
+        self._max_model = max_model
         self._devices, self.trainer, self.trainers = specs, trainer, trainers
         self._specs = [_part_of(spec, trainer) for spec in specs] if trainers > 1 else specs
         self._ranks = RanksElsewhere(trainer, trainers) if trainers > 1 else None
@@ -51,7 +62,7 @@ class Ownership:
 
     def of(self, trainer: int, trainers: int) -> Ownership:
         """Return what the same owner has of another trainer."""
-        return Ownership(self._devices, self.allow_save, trainer, trainers)
+        return Ownership(self._devices, self.allow_save, self._max_model, trainer, trainers)
 
     @property
     def is_open(self) -> bool:
@@ -170,6 +181,33 @@ class Ownership:
         """Close the engine once a session that is being granted has been. Raises CSDOSError."""
         with self.opening:
             self.close(commit=not self.in_doubt)
+
+    def check_room(
+        self, numels: Sequence[int], sections: Sequence[str], codec: str, param_dtype: torch.dtype | None
+    ) -> None:
+        """Raise CSDRankError if this trainer's states would take more than its part of `max_model` with these, too.
+
+        Counted are the bytes of tiles on devices, in both slots, to the end of the last tile. Raises CSDValueError as
+        plan_extent() does.
+        """
+        if self._max_model is None:
+            return
+        engine = self.engine
+        wanted = plan_extent(
+            numels,
+            len(self._specs),
+            sections=sections,
+            codec=codec,
+            param_dtype=param_dtype,
+            tile_elems=engine.tile_elems,
+        )
+        nbytes = sum(e.slots * e.slot_bytes * e.n_tiles for e in (*engine.tiles.extents, wanted))
+        if nbytes * self.trainers > self._max_model:
+            raise CSDRankError(
+                f"the states of these parameters would take {nbytes} bytes of each trainer, and the optimizer ranks "
+                f"allow {self._max_model} for all {self.trainers}: start them with a larger --max-model, or use "
+                "state_dtype='8bit'"
+            )
 
     # ---- what trainers learn ---------------------------------------------------------
 

@@ -64,8 +64,8 @@ def address_of(devices: Any, ranks: Ranks | None) -> Address | None:
         rank, size = (ranks.rank, ranks.size) if ranks else (0, 1)
         if size < len(addresses):
             raise CSDValueError(
-                f"Invalid devices: {len(addresses)} optimizer ranks and {size} trainer{'s' * (size > 1)}; a trainer has "
-                "its states with one of them"
+                f"Invalid devices: {len(addresses)} optimizer ranks and {size} trainer{'s' * (size > 1)}; each trainer "
+                "has its states with one of them"
             )
         return addresses[rank % len(addresses)]
     if served and len(named) > 1:

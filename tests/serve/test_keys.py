@@ -291,3 +291,16 @@ def test_the_command_makes_a_key_once(tmp_path):
     assert second.returncode == without.returncode == 1
     assert "File exists" in second.stderr
     assert "--protocol 4" in without.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--max-model", "5GB"], "--max-model is for --protocol 4"),
+        (["--protocol", "4", "--max-model", "many"], "Invalid size: 'many'"),
+    ],
+)
+def test_a_largest_model_that_says_nothing(options, why, tmp_path, run):
+    code, _, err = run("serve", tmp_path / "store", "--listen", "127.0.0.1:0", *options)
+    assert code == 1
+    assert why in " ".join(err.split())

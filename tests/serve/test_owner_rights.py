@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+from collections import deque
 from pathlib import Path
 
 import numpy as np
@@ -234,6 +235,26 @@ def test_no_number_takes_all_memory_or_disk(tile_elems, codec, owner):
         with pytest.raises(CSDError, match="record_bytes"):
             peer.says("reserve", record_bytes=1 << 30)
         peer.extend(1000)
+
+
+@pytest.mark.parametrize(("codec", "most"), [("fp32", 24), ("8bit", 10)])
+def test_the_largest_model(codec, most, tmp_path):
+    """In all, however it is divided: parameters of one element take a tile each. What is there stays, and is used."""
+    about = {"codec": codec, "param_dtype": "float32" if codec == "8bit" else ""}
+    with OwnerHere(tmp_path / "owner", max_model=100_000 * most) as owner:
+        with Peer(owner) as peer:
+            peer.hello(tile_elems=8192)
+            with pytest.raises(CSDError, match=rf"the states .* and the optimizer ranks allow {100_000 * most}:"):
+                peer.extend(200_000, **about)
+            with pytest.raises(CSDError, match="Invalid codec"):
+                peer.extend(1000, codec="other")
+            peer.extend(50_000, 10_000, **about)
+            small = iter(range(100))
+            with pytest.raises(CSDError, match="--max-model"):
+                deque(peer.extend(1, first_param=2 + k, **about) for k in small)
+            assert 1 < next(small) < 7
+        used = sum(file.stat().st_size for file in owner.store.iterdir())
+        assert used < 200_000 * most
 
 
 # ---- snapshots ----------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ class Net:
 
     def image(self):
         self.opt.wait()
-        tensors = [p for p in self.model.parameters()]
+        tensors = [*self.model.parameters()]
         tensors += [t for p in self.model.parameters() for t in self.opt.state[p].values()]
         local = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
         return [t.detach().clone() for t in local]
@@ -237,4 +237,3 @@ def test_the_owner_is_killed_and_all_resume(owner, tmp_path):
     owner.start()
     said = on_ranks(2, trains, owner.address, 5, True, directory=tmp_path)
     assert [begun for begun, _ in said] == [3, 3]
-

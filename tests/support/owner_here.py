@@ -14,9 +14,11 @@ class OwnerHere:
     Snapshots may be made beside the store.
     """
 
-    def __init__(self, directory=None, timeout=20, specs=None, allow_save=None, **options):
-        """`specs`: devices, instead of a directory. `options`: the key and whom it accepts, as for Listener."""
-        self.timeout, self.lines, self.options = timeout, [], options
+    def __init__(self, directory=None, timeout=20, specs=None, allow_save=None, max_model=None, **options):
+        """`specs`: devices, instead of a directory. `allow_save`, `max_model`: see Ownership. `options`: the key and
+        whom it accepts, as for Listener.
+        """
+        self.timeout, self.lines, self.options, self.max_model = timeout, [], options, max_model
         if specs is None:
             self.store = Path(directory)
             self.store.mkdir(exist_ok=True)
@@ -26,7 +28,7 @@ class OwnerHere:
         self.start()
 
     def start(self):
-        self.ownership = Ownership(self.specs, self.allow_save)
+        self.ownership = Ownership(self.specs, self.allow_save, self.max_model)
         self.owner = Owner(self.ownership, self.timeout, self.lines.append)
         self.listener = Listener(
             ("127.0.0.1", self.port),
