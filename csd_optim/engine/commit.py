@@ -146,17 +146,25 @@ class Background:
         self._work: Work | None = None
         self._name = ""
         self._running: Future[None] | None = None
-        self.begun: int = 0  # how often start() was called
-        self.on_end: Callable[[], None] = lambda: None  # called on any thread when what start() has begun has ended
+        # How many commits, or halves of rounds, start() has begun, and how many of these have ended.
+        self.begun: int = 0
+        self.ended: int = 0
+        self.on_progress: Callable[[], None] = lambda: None  # called on any thread when more is durable, or has ended
 
     def start(self, name: str, work: Work) -> None:
         """Wait for the previous work, then start `work`, which is retried until it succeeds. Raises as wait()."""
         self.wait()
         self._name, self._work = name, work
         with contextlib.suppress(RuntimeError):  # at interpreter shutdown pools take no work: wait() runs it
-            self._running = self._pool.submit(work, self._in_parallel)
+            self._running = self._pool.submit(self._run, work)
             self.begun += 1
-            self._running.add_done_callback(lambda _: self.on_end())
+
+    def _run(self, work: Work) -> None:
+        try:
+            work(self._in_parallel)
+        finally:
+            self.ended += 1
+            self.on_progress()
 
     @property
     def idle(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -52,18 +52,15 @@ class DurableCommitter(Committer):
         self.ranks = ranks
         self.store_id: bytes = secrets.token_bytes(16)
         self.pins: Pins = Pins()  # of those who copy the last commit, such as snapshots
-        self._background = Background(n_devices)
+        self.background: Background = Background(n_devices)
         self._residuals = Residuals(n_devices)
         self._manifests = Manifests(n_devices, ranks)
         devices.name_tile = self._manifests.params_in_tile
         self._reports = Reports()
-        # Called on any thread when `committed_step` or `commits` has changed.
-        self.on_progress: Callable[[], None] = lambda: None
-        self._background.on_end = lambda: self.on_progress()
         self._sequence = 0  # number of the last commit
         self._changed = False  # something has changed since the store was last closed cleanly
         self._committed_steps = np.zeros(0, np.float32)  # `step` of each parameter in the last commit
-        self._rounds = Rounds(has_ranks=ranks is not None)
+        self.rounds: Rounds = Rounds(has_ranks=ranks is not None)
         self._recovered: Sequence[Contents] = ()  # that of the resume, by device
         self._within_loading = False  # inside loading()
         self._loaded_record: Record | None = None  # to be committed with the states that are being loaded
@@ -71,8 +68,8 @@ class DurableCommitter(Committer):
     def adopt_commit(self, recovered: Sequence[Contents]) -> None:
         """Continue from the commit found in the stores, given by device; the engine adopts the commit next."""
         block = recovered[0].superblock
-        self.store_id, self._sequence, self._rounds.number = block.store_id, block.sequence, block.round
-        self.states.committed_step = self._rounds.step = block.step
+        self.store_id, self._sequence, self.rounds.number = block.store_id, block.sequence, block.round
+        self.states.committed_step = self.rounds.step = block.step
         self._committed_steps = recovered[0].steps
         self._manifests.adopt(recovered[0].manifest)
         self._residuals.adopt_commit(recovered)
@@ -97,7 +94,7 @@ class DurableCommitter(Committer):
     def before_extend(self) -> None:
         if self.uncommitted:  # the parameters that join must not be part of the last step's commit
             self.commit()
-        self._background.wait()  # the commit may still be allocating space
+        self.background.wait()  # the commit may still be allocating space
         self._changed = True
 
     def after_extend(self, extent: Extent, offsets: list[int]) -> None:
@@ -110,7 +107,7 @@ class DurableCommitter(Committer):
             return
         extent = states.tiles.extent_with(param)
         check_residual(residual, numel := extent.numels[param - extent.first_param])
-        self._background.wait()  # the commit may still be allocating space
+        self.background.wait()  # the commit may still be allocating space
         self._residuals.make_room(param, numel, self.devices.stores)
         self._residuals.mark_replaced(param)
         self._manifests.written &= param in states.residuals
@@ -128,7 +125,7 @@ class DurableCommitter(Committer):
 
     def stats(self) -> list[dict[str, Any]]:
         if self.states.residuals:
-            self._background.wait()
+            self.background.wait()
         return self.states.stats(self._residuals.bytes_on)
 
     def before_step(self, tiles: np.ndarray[Any, Any], record: Record | None) -> np.ndarray[Any, Any]:
@@ -138,7 +135,7 @@ class DurableCommitter(Committer):
         """
         if self.uncommitted:
             self.commit()
-        self._background.wait()  # this step overwrites the slots of the commit before the last one
+        self.background.wait()  # this step overwrites the slots of the commit before the last one
         self.pins.wait_before(self._sequence)
         self.reserve(record)
         written = super().before_step(tiles, record)
@@ -150,11 +147,11 @@ class DurableCommitter(Committer):
         self.uncommitted = True
 
     def before_undo(self) -> None:
-        if self._rounds.unconfirmed:
-            self._background.discard()
+        if self.rounds.unconfirmed:
+            self.background.discard()
 
     def after_undo(self) -> None:
-        self.states.record = self._rounds.withdraw(self.states.step) or self.states.record
+        self.states.record = self.rounds.withdraw(self.states.step) or self.states.record
         self.uncommitted = True
 
     def reserve(self, record: Record | None) -> None:
@@ -185,7 +182,7 @@ class DurableCommitter(Committer):
     @property
     def _makes_round(self) -> bool:
         """Whether the next commit is a round."""
-        return self._rounds.next_is_one(self.states.step)
+        return self.rounds.next_is_one(self.states.step)
 
     def all_ranks_or_none(self) -> contextlib.AbstractContextManager[object]:
         return all_ranks_or_none(self.ranks)
@@ -194,18 +191,18 @@ class DurableCommitter(Committer):
         """Commit as Committer.commit(), in the `background` or before returning. `clean`: the store closes next."""
         states = self.states
         states.check_whole()
-        self._background.wait()
-        if self._rounds.unconfirmed:
+        self.background.wait()
+        if self.rounds.unconfirmed:
             raise CSDRuntimeError("the last round is not confirmed: call confirm() before the next commit")
         before, states.record = states.record, record or self._loaded_record or states.record
         makes_round = self._makes_round
-        commit = Commit(self._job(clean=clean, round=self._rounds.number + makes_round))
-        self._rounds.begin(commit if makes_round else None, states.step, before)
+        commit = Commit(self._job(clean=clean, round=self.rounds.number + makes_round))
+        self.rounds.begin(commit if makes_round else None, states.step, before)
         self._manifests.written, self.uncommitted = True, False
         self._committed_steps = commit.job.steps
         self._residuals.mark_committed(states.residuals)
         states.truth.commit_begins()
-        run = self._background.start if background else self._background.run
+        run = self.background.start if background else self.background.run
         run(f"step {states.step}", partial(self._prepare if makes_round else self._commit_alone, commit))
 
     def _job(self, *, clean: bool, round: int) -> CommitJob:
@@ -252,29 +249,24 @@ class DurableCommitter(Committer):
     def _mark_recoverable(self, commit: Commit) -> None:
         """Note that a resume after a crash continues from this commit from now on."""
         self.states.committed_step, self._residuals.committed = commit.job.step, commit.job.spaces
-        self.on_progress()
+        self.background.on_progress()
 
     def confirm(self) -> None:
         if self.ranks is None:
             return self.states.check_whole()
         with self.all_ranks_or_none():
             self.states.check_whole()
-            if self._makes_round or self._rounds.withdrawn:  # no commit has begun yet, or a withdrawn round is left
+            if self._makes_round or self.rounds.withdrawn:  # no commit has begun yet, or a withdrawn round is left
                 self.commit()
-            self._background.wait()
+            self.background.wait()
         if self.ranks.meet_here:
             self.note_confirmed()
 
-    @property
-    def is_confirmed(self) -> bool:
-        """Whether all ranks are known to have the last round."""
-        return not self._rounds.unconfirmed
-
     def note_confirmed(self) -> None:
         """Note that all ranks have the last round."""
-        if commit := self._rounds.confirm():
+        if commit := self.rounds.confirm():
             self._mark_recoverable(commit)
-            self._background.start(f"step {self.states.committed_step}", commit.complete)
+            self.background.start(f"step {self.states.committed_step}", commit.complete)
 
     @contextlib.contextmanager
     def loading(self, record: Record | None = None) -> Iterator[None]:
@@ -282,7 +274,7 @@ class DurableCommitter(Committer):
         states = self.states
         if states.unmapped.any():
             self._commit_pending_step()
-        self._rounds.is_forced, self._loaded_record, self._within_loading = True, record, True
+        self.rounds.is_forced, self._loaded_record, self._within_loading = True, record, True
         try:
             with self.all_ranks_or_none():
                 yield
@@ -294,14 +286,14 @@ class DurableCommitter(Committer):
                 with self.all_ranks_or_none():
                     self.flush()
                 self.wait()
-            self._rounds.is_forced = False  # still set if there was nothing to commit
+            self.rounds.is_forced = False  # still set if there was nothing to commit
         finally:
             self._loaded_record, self._within_loading = None, False
 
     def wait(self) -> None:
         self.confirm()
         with self.all_ranks_or_none():
-            self._background.wait()
+            self.background.wait()
 
     def flush(self, *, clean: bool = False) -> None:
         """Commit everything, including writes to windows since the last step, and wait. Raises CSDOSError.
@@ -309,7 +301,7 @@ class DurableCommitter(Committer):
         `clean`: the store is closed next.
         """
         states = self.states
-        self._background.wait()
+        self.background.wait()
         self._changed = True
         edited = states.truth.to_flush()
         if len(edited):
@@ -352,7 +344,7 @@ class DurableCommitter(Committer):
             return
         tiles = states.tiles.of(params)
         states.check_whole()
-        self._background.wait()  # the commit closes windows that are still open
+        self.background.wait()  # the commit closes windows that are still open
         unmapped = states.unmapped
         if unmapped.any():
             self._commit_pending_step()
@@ -391,12 +383,12 @@ class DurableCommitter(Committer):
     def before_close(self) -> None:
         self.end_copies()  # a copy may have begun since close() waited for them
         states, truth = self.states, self.states.truth
-        if not states.tiles.extents and not self._rounds.number:
+        if not states.tiles.extents and not self.rounds.number:
             return
         truth.note_written()
         edited = truth.would_be_lost or self._residuals.changed(states.residuals) or self._steps_changed
         # Other ranks may lack this round, or be gone: the last round that all ranks have must not be overwritten.
-        unconfirmed = self._rounds.unconfirmed or self._makes_round
+        unconfirmed = self.rounds.unconfirmed or self._makes_round
         # A step failed in which parameters joined: these have no state yet.
         stateless = truth.empty.any()
         reason = ""
@@ -406,7 +398,7 @@ class DurableCommitter(Committer):
             reason = "the step failed in which parameters joined. Call step() again first"
         if reason:
             self.warn_of_loss(reason)
-        self._background.wait()
+        self.background.wait()
         if stateless or (self._failed_to_join and not edited):
             return
         # If the engine is broken, an earlier call has raised that already.
@@ -431,14 +423,8 @@ class DurableCommitter(Committer):
 
     @property
     def idle(self) -> bool:
-        return self._background.idle and not self.pins
-
-    @property
-    def commits(self) -> tuple[int, int]:
-        """How many commits, or halves of rounds, have begun in the background, and how many of them have ended."""
-        begun = self._background.begun
-        return begun, begun - (not self._background.idle)
+        return self.background.idle and not self.pins
 
     def close(self) -> None:
-        self._background.close()
+        self.background.close()
         self._reports.close()

@@ -356,7 +356,7 @@ class OwnerRequests:
         self._buffers.resize(elems)
         self.most_bytes = 32 * elems + (1 << 16)
         record = Record(user_state=bytes(fields.integer("record_bytes", 0, MAX_RECORD)))
-        if not engine.committer.is_confirmed:
+        if engine.committer.rounds.unconfirmed:
             refuse("a step before all trainers have the last one")
         self._ownership.kept_rows = None
         with engine.lock:

@@ -56,7 +56,7 @@ class OwnerSession:
         work: list[Callable[[], None]] = [partial(self._receive, s) for s in range(len(self._session.data))]
         work += [partial(self._send, device) for device in range(len(engine.devices.specs))]
         threads = [threading.Thread(target=w, name="csd_optim session", daemon=True) for w in (*work, self._tell)]
-        self._ownership.committer.on_progress = self._note_progress
+        self._ownership.committer.background.on_progress = self._note_progress
         try:
             for thread in threads:
                 start_thread(thread)
@@ -82,7 +82,7 @@ class OwnerSession:
             for thread in threads:
                 if thread.ident is not None:
                     thread.join()
-            self._ownership.committer.on_progress = lambda: None
+            self._ownership.committer.background.on_progress = lambda: None
 
     def end(self, why: str) -> None:
         """End the session: its connections are shut down. Idempotent."""

@@ -46,7 +46,7 @@ class Ownership:
         """
         self._max_model = max_model
         self._devices, self.trainer, self.trainers = specs, trainer, trainers
-        self._specs = [_part_of(spec, trainer) for spec in specs] if trainers > 1 else specs
+        self._specs = [part_of(spec, trainer) for spec in specs] if trainers > 1 else specs
         self._ranks = RanksElsewhere(trainer, trainers) if trainers > 1 else None
         self.window: int = max(LEAST_WINDOW, WINDOW // trainers)  # tiles
         self.opening: threading.Lock = threading.Lock()  # held while a session of this trainer is granted
@@ -91,7 +91,7 @@ class Ownership:
         `model`: see digest_of_entries(). Raises CSDStoreExistsError, CSDStoreError.
         """
         engine = self._engine
-        self._check_others()
+        check_others(self._devices, self.trainers)
         if engine and mode == "resume" and "" not in (model, self._model) and model != self._model:
             raise CSDStoreError("the optimizer ranks have the states of another model")
         if engine and mode == "new" and (engine.tiles.n_params or engine.states.committed_step):
@@ -100,23 +100,6 @@ class Ownership:
                 f"the optimizer ranks have states, of step {engine.states.committed_step}: go on with resume=True, or "
                 "erase them with overwrite=True",
             )
-
-    def _check_others(self) -> None:
-        """Raise CSDStoreError if there are states of one trainer, and this is one of several, or the reverse."""
-        for spec in self._devices:
-            if spec.directory is None and self.trainers > 1:
-                raise CSDStoreError(f"{spec} keeps the states of one trainer, and these are {self.trainers}")
-            if spec.directory is None:
-                continue
-            found = spec.directory / FILE_NAME
-            if self.trainers == 1:
-                found = next(spec.directory.glob(f"{PART}*/{FILE_NAME}"), found)
-            if found.exists() and (found.parent == spec.directory) == (self.trainers > 1):
-                raise CSDStoreError(
-                    f"the optimizer ranks have states in {found.parent} of another number of trainers than "
-                    f"{self.trainers}: start as many as before, or combine them with csd-optim export, and begin in "
-                    "other directories"
-                )
 
     def open(
         self,
@@ -136,7 +119,7 @@ class Ownership:
         self.close(commit=mode in ("resume", "attach") and not self.in_doubt)
         opened_as: Any = "resume" if mode == "attach" else mode
         self.rule, self._model = None, ""
-        self._check_others()
+        check_others(self._devices, self.trainers)
         if self._ranks:
             for spec in self._specs:
                 _make_directory(spec)
@@ -204,9 +187,8 @@ class Ownership:
         nbytes = sum(e.slots * e.slot_bytes * e.n_tiles for e in (*engine.tiles.extents, wanted))
         if nbytes * self.trainers > self._max_model:
             raise CSDRankError(
-                f"the states of these parameters would take {nbytes} bytes of each trainer, and the optimizer ranks "
-                f"allow {self._max_model} for all {self.trainers}: start them with a larger --max-model, or use "
-                "state_dtype='8bit'"
+                f"the states of all trainers' parameters would take {nbytes * self.trainers} bytes, and the optimizer "
+                f"ranks allow {self._max_model}: start them with a larger --max-model, or use state_dtype='8bit'"
             )
 
     # ---- what trainers learn ---------------------------------------------------------
@@ -243,7 +225,9 @@ class Ownership:
 
     def commit_fields(self) -> dict[str, int]:
         """Return how far commits are: part of each answer, and of news."""
-        begun, ended = self.committer.commits
+        background = self.committer.background
+        ended = background.ended  # it may begin, and end, meanwhile
+        begun = max(background.begun, ended)
         return {"committed": self.committer.states.committed_step, "begun_commits": begun, "ended_commits": ended}
 
     # ---- what trainers say -------------------------------------------------------------
@@ -292,12 +276,30 @@ class Ownership:
 PART = "rank-"  # begins the name of a trainer's directory, where there are several
 
 
-def _part_of(spec: DeviceSpec, trainer: int) -> DeviceSpec:
+def part_of(spec: DeviceSpec, trainer: int) -> DeviceSpec:
     """Return the device on which a trainer's states are, one of several."""
     if spec.directory is None:
         return spec
     directory = spec.directory / f"{PART}{trainer}"
     return replace(spec, directory=directory, text=spec.text.replace(str(spec.directory), str(directory), 1))
+
+
+def check_others(specs: Sequence[DeviceSpec], trainers: int) -> None:
+    """Raise CSDStoreError if there are states of one trainer, and this is one of several, or the reverse."""
+    for spec in specs:
+        if spec.directory is None and trainers > 1:
+            raise CSDStoreError(f"{spec} keeps the states of one trainer, and these are {trainers}")
+        if spec.directory is None:
+            continue
+        found = spec.directory / FILE_NAME
+        if trainers == 1:
+            found = next(spec.directory.glob(f"{PART}*/{FILE_NAME}"), found)
+        if found.exists() and (found.parent == spec.directory) == (trainers > 1):
+            raise CSDStoreError(
+                f"the optimizer ranks have states in {found.parent} of another number of trainers than "
+                f"{trainers}: start as many as before, or combine them with csd-optim export, and begin in "
+                "other directories"
+            )
 
 
 def _make_directory(spec: DeviceSpec) -> None:

@@ -139,7 +139,7 @@ def dies_at(point, step):
 
     def before_it_says_so(confirm, committer):
         if committer.states.step == step:
-            committer._background.wait()
+            committer.background.wait()
             die()
         confirm(committer)
 

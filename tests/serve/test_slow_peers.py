@@ -19,7 +19,7 @@ from csd_optim.serve.tls import Tls
 
 __all__ = ["files"]
 
-PAUSE, TIMEOUT = 0.05, 0.3  # seconds: nobody is ever silent for too long
+PAUSE, TIMEOUT = 0.05, 1.5  # seconds: nobody is ever silent for too long
 KINDS = ("frames", "sealed", "frames in TLS", "messages", "messages in TLS")
 
 
@@ -115,7 +115,7 @@ def is_too_slow(call, *arguments):
     began = time.monotonic()
     with pytest.raises(ConnectionClosed, match=r"is too slow: \d+ bytes in"):
         call(*arguments)
-    return TIMEOUT < time.monotonic() - began < 3
+    return TIMEOUT < time.monotonic() - began < 60  # a busy machine takes longer
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -163,7 +163,7 @@ def test_a_long_message_has_more_time(kind, files, monkeypatch):
     monkeypatch.setattr(tcp, "SLOWEST", 500)
     with nothing_left(), wire(kind, files, piece=200) as there:
         there.slow.set()
-        with sending(there.one, 2000, times=2):
+        with sending(there.one, 7000, times=2):
             for _ in range(2):
                 began = time.monotonic()
                 receive(there.other)
