@@ -550,32 +550,30 @@ def serve(
         typer.Option(min=0.1, max=86400, metavar="S", help="Seconds that a trainer may be silent within a step."),
     ] = 600,
     protocol: Annotated[
-        int, typer.Option(min=3, max=4, hidden=True, help="4: for one trainer with serve://HOST:PORT?protocol=4.")
+        int, typer.Option(min=3, max=4, help="4: with keys, for trainers with serve://HOST:PORT?protocol=4.")
     ] = 3,
-    key: Annotated[Path | None, typer.Option(metavar="FILE", hidden=True, help="Protocol 4: its key file.")] = None,
+    key: Annotated[Path | None, typer.Option(metavar="FILE", help="Protocol 4: its key file.")] = None,
     accept: Annotated[
         list[str] | None,
-        typer.Option(metavar="ROLE=CERT", hidden=True, help="Protocol 4: whom to let in, and as what."),
+        typer.Option(metavar="ROLE=CERT", help="Protocol 4: whom to let in, and as what."),
     ] = None,
     allow_save: Annotated[
         list[Path] | None,
-        typer.Option(metavar="DIR", hidden=True, help="Protocol 4: save() may make snapshots below DIR."),
+        typer.Option(metavar="DIR", help="Protocol 4: save() may make snapshots below DIR."),
     ] = None,
     max_model: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", hidden=True, help="Protocol 4: most bytes of states, for example 500GB."),
+        typer.Option(metavar="SIZE", help="Protocol 4: most bytes of states, for example 500GB."),
     ] = None,
     init_key: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", hidden=True, is_eager=True, callback=make_key, help="Protocol 4: make a key file, and stop."
-        ),
+        typer.Option(metavar="FILE", is_eager=True, callback=make_key, help="Protocol 4: make a key file, and stop."),
     ] = None,
 ) -> None:
     """Run an optimizer rank: keep states here for trainers elsewhere, whose devices are serve://HOST:PORT.
 
-    Use it on a private network only: connections are not authenticated. SIGTERM or Ctrl-C stops it; started again, it
-    continues when a trainer connects with resume=True.
+    Use it on a private network only: connections are not authenticated, but for --protocol 4. SIGTERM or Ctrl-C stops
+    it; started again, it continues when a trainer connects with resume=True.
 
     For several optimizer ranks: torchrun ... -m csd_optim serve /mnt/nvme{rank} --listen ...
     """
