@@ -22,7 +22,6 @@ from .tls import Tls
 JOIN_SECONDS = 60.0  # for all data connections, once the control connection is admitted
 REFUSALS = {  # by the status that the other side is told
     handshake.REFUSED: "of a key that is not accepted, or not for this",
-    handshake.OTHER_OWNER: "for another owner",
     handshake.BUSY: "of more sessions than the limit of open files (ulimit -n) or of readers allows",
 }
 SESSIONS, READERS = 4096, 64  # that are open at once, in all and by readers
@@ -44,9 +43,9 @@ class Joining:
 class Admission:
     """Decides about each connection of an owner."""
 
-    def __init__(self, accepted: Accepted | None, number: int, timeout: float) -> None:
-        """`accepted`: None, where no keys are needed. `number`: of this owner. `timeout`: of admitted connections."""
-        self._accepted, self._number, self._timeout = accepted, number, timeout
+    def __init__(self, accepted: Accepted | None, timeout: float) -> None:
+        """`accepted`: None, where no keys are needed. `timeout`: of admitted connections."""
+        self._accepted, self._timeout = accepted, timeout
         self._lock = threading.Lock()
         self._joining: dict[bytes, Joining] = {}  # by the session's name
         # How many connections each session has, or will have. Closed ones may be among them.
@@ -71,8 +70,8 @@ class Admission:
             handshake.say(tcp, handshake.answer(handshake.HAS_NO_KEY if accepted is None else handshake.NEEDS_KEY))
             raise Refusal("with a key, and there is none here" if accepted is None else "without a key")
         kind &= ~handshake.PLAIN
-        if kind in (handshake.CONTROL, handshake.OWNERS):
-            return self._control(tcp, first, kind == handshake.OWNERS, Request(*handshake.REQUEST.unpack(name)))
+        if kind == handshake.CONTROL:
+            return self._control(tcp, first, Request(*handshake.REQUEST.unpack(name)))
         if kind in (handshake.DATA, handshake.DATA_IN_TLS):
             return self._data(tcp, first, kind, name)
         raise Refusal("of an unknown kind")
@@ -99,18 +98,17 @@ class Admission:
 
     # ---- control connections ----------------------------------------------------------------
 
-    def _control(self, tcp: Tcp, first: bytes, owners: bool, request: Request) -> Session | None:
+    def _control(self, tcp: Tcp, first: bytes, request: Request) -> Session | None:
         accepted = self._accepted
         handshake.say(tcp, handshake.answer(handshake.GO_ON))
         stream, print_ = self._in_tls(tcp, accepted, first)
-        usual = Role.OWNER if owners else Role.ADMIN
-        role = usual if accepted is None else accepted.roles.get(print_)
+        role = Role.ADMIN if accepted is None else accepted.roles.get(print_)
         name, ticket = secrets.token_bytes(handshake.SESSION), secrets.token_bytes(handshake.TICKET)
         most = READER_BYTES if role is Role.READER else MESSAGE_BYTES
-        peer = Peer(role or Role.READER, print_, tcp.address, request.prover)
+        peer = Peer(role or Role.READER, print_, tcp.address)
         session = Session(ControlConnection(stream, most, is_owner=True), [], peer)
         with self._lock:
-            status = self._status(role, peer, owners, request)
+            status = self._status(role, peer, request)
             if status not in REFUSALS:
                 self._sessions[session] = 1 + request.streams
                 kind = handshake.DATA if status == handshake.GO_ON else handshake.DATA_IN_TLS
@@ -121,7 +119,7 @@ class Admission:
             handshake.say(stream, handshake.answer(status), bytes(handshake.SESSION + handshake.TICKET))
             raise Refusal(REFUSALS[status])
         try:
-            handshake.say(stream, handshake.answer(status), request.answered_by_owner() if owners else name, ticket)
+            handshake.say(stream, handshake.answer(status), name, ticket)
         except BaseException:
             with self._lock:
                 self._joining.pop(name, None)
@@ -129,14 +127,11 @@ class Admission:
             raise
         return None if request.streams else self._whole(session)
 
-    def _status(self, role: Role | None, peer: Peer, owners: bool, request: Request) -> int:
+    def _status(self, role: Role | None, peer: Peer, request: Request) -> int:
         """Return what 5 says. Called with the lock held."""
-        if role is None or owners is not (role is Role.OWNER) or not self._stands(peer):
+        if role is None or not self._stands(peer):
             return handshake.REFUSED
-        if request.wanted != self._number or (owners and request.prover == self._number):
-            return handshake.OTHER_OWNER
-        most = 0 if owners else handshake.MOST_STREAMS
-        if request.streams > most or request.flags & ~handshake.NO_FRAMES or (request.prover and not owners):
+        if request.streams > handshake.MOST_STREAMS or request.flags & ~handshake.NO_FRAMES:
             return handshake.REFUSED
         live = {session: n for session, n in self._sessions.items() if not session.closed}
         readers = sum(session.peer.role is Role.READER for session in live)

@@ -21,7 +21,7 @@ from .frames import DataConnection
 from .handshake import BusyError, Refusal, Request
 from .keys import Key, fingerprint
 from .limits import is_loopback
-from .session import Peer, Role, Session
+from .session import Session
 from .tcp import ConnectionClosed, Stream, Tcp
 from .tls import Tls
 
@@ -32,7 +32,6 @@ NO = {  # what an owner may say instead of going on
     handshake.REFUSED: "the owner refuses the connection",
     handshake.NEEDS_KEY: "the owner has a key, and this side has none: set CSD_OPTIM_KEY or add ?key=FILE",
     handshake.HAS_NO_KEY: "the owner has no key, and this side insists on one: start it with --key FILE",
-    handshake.OTHER_OWNER: "this is another one of the owners: their addresses are mixed up",
 }
 
 
@@ -44,8 +43,6 @@ def connect(
     timeout: float = 600.0,
     streams: int = 1,
     within: float = CONNECT_SECONDS,
-    wanted: int = 0,
-    number: int | None = None,
 ) -> Session:
     """Open a control connection and `streams` data connections (0 to 8) to the owner at (host, port).
 
@@ -54,14 +51,12 @@ def connect(
     timeout      seconds for which the owner may later be silent within a message
     within       seconds for which an owner that does not answer, or is busy, is tried again; 0: only once. A try may
                  take 10 s more.
-    wanted       number of the owner that shall answer
-    number       of the owner that connects; None: a trainer connects
 
     Raises CSDUnavailableError if the owner does not answer or refuses, CSDValueError for a stranger's address without
     a key.
     """
     pins = {*(owner.split(",") if isinstance(owner, str) else owner or ())}
-    dialler, until, delay, seen = _Dialler(key, pins, wanted, number, streams), time.monotonic() + within, 0.1, ""
+    dialler, until, delay, seen = _Dialler(key, pins, streams), time.monotonic() + within, 0.1, ""
     while True:
         try:
             for place in _places(address, key):
@@ -86,14 +81,14 @@ def connect(
 class _Dialler:
     """Attempts to open a session."""
 
-    def __init__(self, key: Key | None, pins: set[str], wanted: int, number: int | None, streams: int) -> None:
+    def __init__(self, key: Key | None, pins: set[str], streams: int) -> None:
         if not 0 <= streams <= handshake.MOST_STREAMS:
             raise CSDValueError(f"Invalid number of data connections: {streams}; it is 0 to {handshake.MOST_STREAMS}")
         if key is not None and not pins:
             raise CSDValueError("the owner's fingerprint is missing: see keys.resolve()")
-        self.key, self.pins, self.number = key, pins, number
+        self.key, self.pins = key, pins
         flags = 0 if sealed.AVAILABLE else handshake.NO_FRAMES
-        self.request = Request(number or 0, wanted, streams, flags)
+        self.request = Request(streams, flags)
         self.plain = handshake.PLAIN if key is None else 0
 
     def session(self, place: Any, until: float, timeout: float) -> Session:
@@ -111,17 +106,14 @@ class _Dialler:
                     if time.monotonic() + pause > until:
                         raise
                     time.sleep(pause)
-            host, port = place[1][:2]
-            peer = Peer(Role.OWNER, print_, f"{host}:{port}", self.request.wanted)
-            session = Session(ControlConnection(control), data, peer)
+            session = Session(ControlConnection(control), data)
             session.settimeout(timeout)
             undo.pop_all()
             return session
 
     def control(self, place: Any) -> tuple[Stream, str, bool, bytes, bytes]:
         """Return the control connection, the owner's fingerprint, whether data goes in TLS, session and ticket."""
-        kind = handshake.CONTROL if self.number is None else handshake.OWNERS
-        hello = handshake.preface(kind | self.plain, self.request.pack())
+        hello = handshake.preface(handshake.CONTROL | self.plain, self.request.pack())
         with _dialled(place) as tcp:
             stream, print_ = self.greeted(tcp, hello, self.pins)
             try:
@@ -139,8 +131,6 @@ class _Dialler:
                 raise self.not_accepted()
             if not (status == handshake.GO_ON or (in_tls and not self.plain)):
                 raise _no(status, FULL)
-            if self.number is not None and name != self.request.answered_by_owner():
-                raise Refusal(NO[handshake.OTHER_OWNER])
             if not (sealed.AVAILABLE or in_tls or self.plain):
                 raise Refusal("the owner does not see that `cryptography` is missing here")
             if in_tls and self.request.streams:

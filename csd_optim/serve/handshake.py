@@ -11,7 +11,7 @@
     8   >   proof that the other side has it                 32
     9   <   2                                                12
 
-`>` is sent by whoever connects. Integers are big-endian. The session in 1 and 4 says who connects to whom.
+`>` is sent by whoever connects. Integers are big-endian. The session in 1 and 4 says what is wanted: see Request.
 Without a key, which is possible on loopback only, the same is said without 3. Its kinds differ: a side that has a key
 never continues without, and a side that has none never pretends to have one.
 """
@@ -27,10 +27,10 @@ from .tcp import ConnectionClosed, Stream
 
 VERSION = 4
 MAGIC, REPLY = b"csdserve", b"csdowner"
-PREFACE, ANSWER, REQUEST = struct.Struct("!8sHH16s"), struct.Struct("!8sHH"), struct.Struct("!IIII")
-CONTROL, DATA, DATA_IN_TLS, OWNERS = 1, 2, 3, 4  # kinds of connections. OWNERS: the control connection of two owners
+PREFACE, ANSWER, REQUEST = struct.Struct("!8sHH16s"), struct.Struct("!8sHH"), struct.Struct("!II8x")
+CONTROL, DATA, DATA_IN_TLS = 1, 2, 3  # kinds of connections
 PLAIN = 0x100  # added to them without a key
-GO_ON, OTHER_VERSION, BUSY, REFUSED, GO_ON_IN_TLS, NEEDS_KEY, HAS_NO_KEY, OTHER_OWNER = range(8)  # status
+GO_ON, OTHER_VERSION, BUSY, REFUSED, GO_ON_IN_TLS, NEEDS_KEY, HAS_NO_KEY = range(7)  # status
 SESSION, TICKET, NONCE, PROOF = 16, 32, 32, 32  # bytes
 ADMITTED = ANSWER.size, SESSION, TICKET  # bytes of the parts of 5
 IS_BUSY = "it is busy"  # with other handshakes
@@ -50,17 +50,11 @@ class BusyError(ConnectionClosed):
 class Request(NamedTuple):
     """The session field of messages 1 and 4 of a control connection: 16 bytes."""
 
-    prover: int  # number of the owner that connects; 0 for trainers
-    wanted: int  # number of the owner that shall answer
     streams: int  # data connections that will follow
     flags: int
 
     def pack(self) -> bytes:
         return REQUEST.pack(*self)
-
-    def answered_by_owner(self) -> bytes:
-        """Return the session in 5 if owners connect: it names who proves that it is there, so it is no reflection."""
-        return REQUEST.pack(self.wanted, self.prover, 0, 0)
 
 
 def preface(kind: int, session: bytes) -> bytes:

@@ -39,7 +39,6 @@ class Listener:
         on_session: Callable[[Session], None],
         log: Callable[[str], None] = print,
         timeout: float = 600.0,
-        number: int = 0,
     ) -> None:
         """Listen at (host, port); port 0: any free one.
 
@@ -49,7 +48,6 @@ class Listener:
                      session; after an exception it is closed here.
         log          prints a line; any thread calls it
         timeout      seconds for which a peer may later be silent within a message
-        number       of this owner
 
         Raises CSDOSError, and CSDValueError if the address is not on loopback and there is no key.
         """
@@ -61,7 +59,7 @@ class Listener:
         accepted = None if key is None else Accepted(key, accept)
         self.fingerprint: str = "" if accepted is None else accepted.key.fingerprint  # of this owner
         self._on_session, self._log = on_session, QuietLog(log)
-        self._admission = Admission(accepted, number, timeout)
+        self._admission = Admission(accepted, timeout)
         # Handshakes under way: connections, and where they come from. Only _accept() adds some.
         self._handshakes: dict[threading.Thread, tuple[Tcp, str]] = {}
         self._closed = False

@@ -1,4 +1,4 @@
-"""An admitted trainer, reader or owner: a control connection, and data connections."""
+"""The connections of an admitted peer: one for control, and some for data."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ class Role(str, enum.Enum):
     READER = "reader"  # statistics
     TRAINER = "trainer"  # train, read and set states
     ADMIN = "admin"  # erase and save
-    OWNER = "owner"  # vote among the owners, and nothing else
 
     def may(self, needed: Role) -> bool:
         """Return whether this role includes what `needed` may do."""
         order = (Role.READER, Role.TRAINER, Role.ADMIN)
-        return self is needed or (self in order and needed in order and order.index(self) > order.index(needed))
+        return order.index(self) >= order.index(needed)
 
 
 class Peer(NamedTuple):
@@ -30,17 +29,20 @@ class Peer(NamedTuple):
     role: Role
     fingerprint: str  # of its certificate, `sha256:...`; empty without a key
     address: str  # `host:port`
-    number: int  # of the owner, if role is OWNER
 
     def __str__(self) -> str:
         who = f"{self.address} as {self.role.value}"
         return f"{who}, key {self.fingerprint[7:19]}" if self.fingerprint else who
 
 
+AN_OWNER = Peer(Role.ADMIN, "", "")  # the peer of whoever has connected to one
+
+
 class Session:
     """The connections of an admitted peer."""
 
-    def __init__(self, control: ControlConnection, data: Sequence[DataConnection], peer: Peer) -> None:
+    def __init__(self, control: ControlConnection, data: Sequence[DataConnection], peer: Peer = AN_OWNER) -> None:
+        """`peer`: at an owner, whom it has admitted."""
         self.control: ControlConnection = control
         self.data: list[DataConnection] = [*data]
         self.peer: Peer = peer

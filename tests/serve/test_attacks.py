@@ -26,7 +26,7 @@ from support.wires import (
 
 from csd_optim.errors import CSDUnavailableError, CSDValueError
 from csd_optim.serve import dial, handshake, init_key, listener, sealed
-from csd_optim.serve.handshake import CONTROL, DATA, OWNERS, PLAIN, Request
+from csd_optim.serve.handshake import CONTROL, DATA, PLAIN, Request
 from csd_optim.serve.keys import Key, fingerprint, read_certificates
 from csd_optim.serve.session import Role
 from csd_optim.serve.tcp import ConnectionClosed, Tcp
@@ -36,7 +36,7 @@ __all__ = ["files"]
 
 ENCRYPTED = [kind for kind in KINDS if kind != "plain"]
 pytestmark = pytest.mark.filterwarnings("ignore:data is encrypted by")
-REQUEST = Request(0, 0, 1, 0)
+REQUEST = Request(1, 0)
 
 
 def refused(to, why, **options):
@@ -100,7 +100,7 @@ def test_tls_1_2_with_the_right_key(kind, files):
 
 def over_tls(to, context):
     """Say messages 1 to 4 with this context, and return what the owner answers."""
-    hello = handshake.preface(OWNERS if "number" in to.options else CONTROL, REQUEST.pack())
+    hello = handshake.preface(CONTROL, REQUEST.pack())
     with raw(to) as sock:
         sock.sendall(hello)
         assert sock.recv(100) == handshake.answer(handshake.GO_ON)
@@ -125,7 +125,7 @@ def test_signed_by_an_accepted_certificate(kind, files, tmp_path):
     authority.cert_pem.write_to_path(tmp_path / "ca.crt")
     write_certificate(tmp_path / "leaf.crt", chain.decode())
     key = Key(tmp_path / "leaf.pem")
-    role = Role.OWNER if kind == "owners" else Role.TRAINER
+    role = Role.READER if kind == "readers" else Role.TRAINER
     with nothing_left():
         with pair(kind, files, accept=[(role, tmp_path / "ca.crt")]) as to:
             refused(to, f"does not accept the key {key.fingerprint}", key=key)
@@ -142,7 +142,7 @@ def test_no_date_counts(kind, begin, end, files, tmp_path, monkeypatch):
     for name in ("owner", "trainer"):
         init_key.init_key(tmp_path / f"{name}.pem")
         write_certificate(tmp_path / f"{name}.crt", (tmp_path / f"{name}.pem").read_text())
-    role = Role.OWNER if kind == "owners" else Role.TRAINER
+    role = Role.READER if kind == "readers" else Role.TRAINER
     with pair(kind, files, key=tmp_path / "owner.pem", accept=[(role, tmp_path / "trainer.crt")]) as to:
         owner = fingerprint(read_certificates(tmp_path / "owner.crt")[0])
         assert to.admitted(key=Key(tmp_path / "trainer.pem"), owner=owner)
@@ -156,23 +156,18 @@ def test_one_key_for_all(files):
         until(lambda: owner.sessions)
         assert owner.sessions[0].peer.role is Role.ADMIN
         session.close()
-        refused(to, "does not accept the key", number=1, streams=0)  # owners have a key each
 
 
 def test_roles(files):
     assert Role.ADMIN.may(Role.TRAINER)
     assert Role.TRAINER.may(Role.READER)
     assert not Role.READER.may(Role.TRAINER)
-    assert not Role.OWNER.may(Role.READER)
-    assert not Role.ADMIN.may(Role.OWNER)
     for role in Role:
         with pair("frames", files, accept=[(role, files.certificate("trainer"))]) as to:
-            if role is Role.OWNER:
-                refused(to, "does not accept the key")
-                assert to.admitted(number=1, streams=0)
-            else:
-                refused(to, "does not accept the key", number=1, streams=0)
-                assert to.admitted()
+            session = to.connect()
+            until(lambda: to.owner.sessions)
+            assert to.owner.sessions[0].peer.role is role
+            session.close()
 
 
 # ---- no way around ----------------------------------------------------------------------------
@@ -264,14 +259,9 @@ def test_unknown_kinds_and_requests(kind, files):
                 sock.sendall(handshake.preface(wrong | plain, bytes(16)) + bytes(32))
                 assert says_nothing(sock)
         with pytest.MonkeyPatch.context() as patch:
-            for request in (Request(0, 0, 9, 0), Request(0, 0, 2**32 - 1, 0), Request(0, 0, 1, 2), Request(1, 0, 1, 0)):
+            for request in (Request(9, 0), Request(2**32 - 1, 0), Request(1, 2)):
                 patch.setattr(dial, "Request", lambda *_, said=request: said)
-                if kind != "owners":
-                    refused(to, "refuses|does not accept")
-            if kind == "owners":
-                for request in (Request(1, 0, 1, 0), Request(1, 0, 0, 2)):
-                    patch.setattr(dial, "Request", lambda *_, said=request: said)
-                    refused(to, "does not accept")
+                refused(to, "refuses|does not accept")
         with pytest.raises(CSDValueError, match="it is 0 to 8"):
             to.connect(streams=9)
 
@@ -433,34 +423,6 @@ def test_another_key_on_the_data_connection(files):
         stream.shutdown()
 
 
-# ---- owners among each other --------------------------------------------------------------
-
-
-def test_owners_say_who_they_are(files):
-    """A connection that is led to another owner, or back to the owner that makes it, is refused by both."""
-    with nothing_left(), pair("owners", files, number=2) as to:
-        assert to.admitted(wanted=2, number=1)
-        refused(to, "another one of the owners", wanted=3, number=1)
-        refused(to, "another one of the owners", wanted=0, number=1)
-        refused(to, "another one of the owners", wanted=2, number=2)
-    with nothing_left(), pair("frames", files, number=2) as to:
-        assert to.admitted(wanted=2)
-        refused(to, "another one of the owners", wanted=0)
-
-
-def test_an_owner_that_does_not_say_who_it_is(files, monkeypatch):
-    """The numbers are in the owner's answer, too: one that answers with another's is refused."""
-    with nothing_left(), pair("owners", files) as to:
-        with monkeypatch.context() as patch:
-            dialled = Request.answered_by_owner
-            patch.setattr(Request, "answered_by_owner", lambda self: dialled(self._replace(prover=7)))
-            # Both sides call it here, so the client's expectation is made the usual one again.
-            calls = iter([lambda request: dialled(request._replace(prover=7)), dialled])
-            patch.setattr(Request, "answered_by_owner", lambda self: next(calls)(self))
-            refused(to, "another one of the owners")
-        assert to.admitted()
-
-
 # ---- nothing secret is said ---------------------------------------------------------------
 
 
@@ -475,9 +437,8 @@ def test_no_secret_in_texts(kind, files, monkeypatch):
         texts = [*to.owner.lines, repr(to.owner.sessions[0]), str(to.owner.sessions[0].peer), repr(session.peer)]
         for thing in (session, session.control, *session.data, to.options["key"], to.owner.listener):
             texts += [repr(thing), str(thing)]
-        for options in ({"wanted": 5}, {"key": Key(files.stranger)} if kind != "plain" else {"streams": 2}):
-            with contextlib.suppress(CSDUnavailableError):
-                to.connect(**options).close()
+        with contextlib.suppress(CSDUnavailableError):
+            to.connect(**({"key": Key(files.stranger)} if kind != "plain" else {"streams": 2})).close()
         session.close()
         with pytest.raises(ConnectionClosed) as error:
             session.control.send({})

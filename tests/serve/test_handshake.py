@@ -17,12 +17,12 @@ IN_CLEAR = {
     "frames": {0: {"sends": 28, "gets": 12}, 1: DATA},
     "ssl": {0: {"sends": 28, "gets": 12}, 1: {"sends": 28, "gets": 12}},
     "plain": {0: CONTROL, 1: DATA},
-    "owners": {0: {"sends": 28, "gets": 12}},
+    "readers": {0: {"sends": 28, "gets": 12}},
 }
 IN_TLS = {  # TLS connection 0 is the control connection
     "frames": {0: {"sends": 28, "gets": 60}},
     "ssl": {1: DATA},
-    "owners": {0: {"sends": 28, "gets": 12 + 16}},  # the ticket is not used
+    "readers": {0: {"sends": 28, "gets": 12}},  # session and ticket are not used
 }
 
 
@@ -40,7 +40,7 @@ def test_admitted(kind, files):
             assert to.admitted()
         with meddling() as carried:
             assert to.admitted()
-        assert len(carried) == {"frames": 6, "ssl": 8, "plain": 4, "owners": 4}[kind]
+        assert len(carried) == {"frames": 6, "ssl": 8, "plain": 4, "readers": 4}[kind]
 
 
 def changes(layout, step=1, of_tls=None):
@@ -72,7 +72,7 @@ def test_every_byte_in_clear(kind, files):
 
 @pytest.mark.filterwarnings("ignore:data is encrypted by")
 @pytest.mark.parametrize(
-    ("kind", "step"), [("frames", 1), ("owners", 1), ("ssl", 8), pytest.param("ssl", 1, marks=pytest.mark.ci)]
+    ("kind", "step"), [("frames", 1), ("readers", 1), ("ssl", 8), pytest.param("ssl", 1, marks=pytest.mark.ci)]
 )
 def test_every_byte_within_tls(kind, step, files):
     """Somebody with an accepted key says something else there."""

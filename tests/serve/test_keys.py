@@ -185,7 +185,7 @@ def test_certificates(files, tmp_path):
     with pytest.raises(CSDValueError, match="accepted as trainer already, and cannot also be reader"):
         Accepted(files.owner, [(Role.TRAINER, both), (Role.READER, files.certificate("trainer"))])
     with pytest.raises(CSDValueError, match="accepted as admin already"):
-        Accepted(files.owner, [(Role.OWNER, files.certificate("owner"))])
+        Accepted(files.owner, [(Role.TRAINER, files.certificate("owner"))])
     with pytest.raises(CSDValueError, match="contains a private key"):
         Accepted(files.owner, [(Role.TRAINER, files.trainer)])
     both.write_text("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")

@@ -18,7 +18,7 @@ from csd_optim.serve.keys import Key
 from csd_optim.serve.tcp import ConnectionClosed, Tcp
 from csd_optim.serve.tls import Tls
 
-KINDS = ("frames", "ssl", "plain", "owners")  # of connections; without `cryptography`, `ssl` carries the data
+KINDS = ("frames", "ssl", "plain", "readers")  # of connections; without `cryptography`, `ssl` carries the data
 
 
 class Files(NamedTuple):
@@ -132,11 +132,11 @@ def pair(kind, files, streams=1, **options):
     with pytest.MonkeyPatch.context() as patch:
         how = {"key": None, "streams": streams}
         if kind != "plain":
-            role = listener.Role.OWNER if kind == "owners" else listener.Role.TRAINER
+            role = listener.Role.READER if kind == "readers" else listener.Role.TRAINER
             options = {"key": files.owner, "accept": [(role, files.certificate("trainer"))]} | options
             how |= {"key": Key(files.trainer), "owner": Key(files.owner).fingerprint}
-        if kind == "owners":
-            how |= {"number": 1, "streams": 0}
+        if kind == "readers":
+            how |= {"streams": 0}
         if kind == "ssl":
             patch.setattr(sealed, "AVAILABLE", False)
         with Owner(**options) as owner:
@@ -271,7 +271,7 @@ def connected(timeout=20):
 
 def half_open(to, streams=2, key=None):
     """Connect without data connections. Returns the control stream, the session and its ticket."""
-    request = handshake.Request(0, 0, streams, 0)
+    request = handshake.Request(streams, 0)
     sock = socket.create_connection(to.owner.address, 5)
     stream = tcp = Tcp(sock, 5)
     hello = handshake.preface(handshake.CONTROL | (0 if key else handshake.PLAIN), request.pack())
