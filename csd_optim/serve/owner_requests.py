@@ -444,10 +444,11 @@ class OwnerRequests:
         return DONE
 
     def _on_confirm(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
-        """Make the last step's commit durable. It counts once this is so at all trainers."""
+        """Make the last step's commit durable. It counts once this is so at all trainers, which compare its number."""
         self._no_step()
-        self._engine.committer.confirm()
-        return DONE
+        committer = self._ownership.committer
+        committer.confirm()
+        return {"round": committer.rounds.number}, []
 
     def _on_confirmed(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
         self._engine.committer.note_confirmed()

@@ -156,8 +156,12 @@ class Ownership:
         if commit:
             engine.close()
             return
-        with contextlib.suppress(CSDError):  # the last step that was kept should not be lost
-            engine.committer.wait()
+        committer = engine.committer
+        assert isinstance(committer, DurableCommitter)
+        # The commit of the last step that was kept should not be lost. No other one begins: not that of states of which
+        # only some are loaded.
+        with contextlib.suppress(CSDError):
+            committer.background.wait()
         engine.abandon()
 
     def close_when_granted(self) -> None:

@@ -80,8 +80,15 @@ class RemoteCommitter(Committer):
     def confirm(self) -> None:
         if self._ranks is None:
             return self._link.attach()
-        with self.all_ranks_or_none():
-            self._link.request("confirm")
+        with all_ranks_or_none(self._ranks) as exchanged:
+            exchanged.own = self._link.request("confirm").fields.integer("round", 0)
+        # If a link is lost as a step ends, or as states are loaded, one rank alone may lack that round. Then the others
+        # must not give up the round before it.
+        if len(rounds := {*exchanged.by_ranks}) > 1:
+            raise CSDRankError(
+                f"the optimizer ranks have not all made the last step, as a link was lost when it ended (rounds "
+                f"{sorted(rounds)}): start all trainers again with resume=True"
+            )
         self._unconfirmed = False
         # If it is lost now, the next request finds out, within a context in which the other ranks learn of it.
         with contextlib.suppress(CSDError):

@@ -134,6 +134,7 @@ class Attaching:
     def __init__(self, engine: Engine, link: Link, native: RemoteNative, store: str, *, is_alone: bool) -> None:
         """`is_alone`: no other trainer has to go back to the step that the owner has."""
         self._engine, self._native, self._store, self._is_alone = engine, native, store, is_alone
+        self._lose = link.lose
         link.reattach = self._hello, self._take
         link.on_committed = self._note_committed
         self._note_committed(link.committed_step)
@@ -159,10 +160,12 @@ class Attaching:
         elif there == here - 1 and self._is_alone:
             states.rolled_back = True
         else:
-            raise CSDRankError(
+            differ = CSDRankError(
                 f"the optimizer ranks are at step {there}, and this trainer is at step {here}: start again with "
                 "resume=True"
             )
+            self._lose(differ)  # the next request raises this, too
+            raise differ
         states.step = there
         for extent, own in zip(self._engine.tiles.extents, states.steps, strict=True):
             own[:] = counts[extent.first_param : extent.first_param + len(own)]
