@@ -264,9 +264,10 @@ class Owner:
         self._print_line: Callable[[str], None] = lambda line: print_line(printable(line, LINE))
         self._parts: dict[int, Ownership] = {0: ownership}  # by trainer
         self.sessions: dict[int, OwnerSession] = {}  # by trainer
+        self._asking: set[Session] = set()  # whose HELLO of that training is being granted
         self._token = ""  # of the training that these belong to
         self._count = 0
-        self._lock = threading.Lock()  # guards the four above, and `_closed`
+        self._lock = threading.Lock()  # guards the five above, and `_closed`
         self._changing = threading.Lock()  # held before it, and while another training ends
         self._closed = False
 
@@ -302,15 +303,27 @@ class Owner:
                 "overwrite=True erases states, which needs the key of an admin: your key is accepted as "
                 f"{session.peer.role.value}"
             )
-        part = self._part_of(hello)
+        try:
+            part = self._part_of(hello, session)
+            return self._open(part, session, hello, number)
+        finally:
+            with self._lock:
+                self._asking.discard(session)
+                if not (self._asking or self.sessions) and hello.token == self._token:
+                    self._token = ""  # nothing was granted: the training before this one may go on
+
+    def _open(
+        self, part: Ownership, session: Session, hello: Hello, number: int
+    ) -> tuple[OwnerSession, tuple[dict[str, Any], list[Any]], int]:
         with part.opening:
+            with self._lock:
+                self._check_current(hello)
             self._end({hello.trainer}, "another session has taken over")
             part.open(hello.mode, hello.tile_elems, bytes.fromhex(hello.store), partial(self._choose, session, number))
             hello.check_attach(part)
             answer = part.welcome()
             with self._lock:
-                if self._closed or hello.token != self._token:
-                    raise CSDRankError("another session has taken over")
+                self._check_current(hello)
                 self._count += 1
                 of = f" (trainer {hello.trainer} of {hello.trainers})" if hello.trainers > 1 else ""
                 self._print_line(
@@ -320,7 +333,12 @@ class Owner:
                 self.sessions[hello.trainer] = own
                 return own, answer, self._count
 
-    def _part_of(self, hello: Hello) -> Ownership:
+    def _check_current(self, hello: Hello) -> None:
+        """Raise CSDRankError if another training has come since. Called with `_lock` held."""
+        if self._closed or hello.token != self._token:
+            raise CSDRankError("another session has taken over")
+
+    def _part_of(self, hello: Hello, session: Session) -> Ownership:
         """Return what this trainer has here, after the training before its own was ended.
 
         Raises what Ownership.check() raises, and CSDRankError; then nothing has changed.
@@ -337,10 +355,13 @@ class Owner:
                 hello.check_attach(part)
                 ending: set[int] = set()
                 if hello.token != self._token:
-                    ending = {k for k, session in self.sessions.items() if not session.ended.is_set()}
-                    if hello.mode == "attach" and ending:
+                    if hello.mode == "attach" and self._token:
                         raise CSDRankError("another session has taken over")
+                    ending, asking, self._asking = {*self.sessions}, self._asking, set()
+                    for other in asking:  # it may wait for its trainer's choice
+                        other.close()
                     self._token = hello.token
+                self._asking.add(session)
                 self._parts = {p.trainer: p for p in (*same, part)}
             self._end(ending, "another session has taken over")
             if not same:
@@ -367,6 +388,8 @@ class Owner:
         """End all sessions, and make everything durable. Raises CSDOSError."""
         with self._lock:
             self._closed = True
+            for session in self._asking:
+                session.close()
         self._end({*self.sessions}, "the optimizer rank has ended")
         with self._changing:
             _close([*self._parts.values()])
