@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from ..errors import CSDError, CSDRankError
+from ..errors import CSDError, CSDRankError, CSDStoreError
 from ..store.recovery import RanksStore
 from ..threads import start_thread
 from .frames import Header
@@ -352,6 +352,11 @@ class Owner:
                 part = next((p for p in same if p.trainer == hello.trainer), None)
                 part = part or parts[0].of(hello.trainer, hello.trainers)
                 part.check(hello.mode, hello.model)
+                if not same and any(p.has_states for p in parts):  # before the training that has them is ended
+                    raise CSDStoreError(
+                        f"the optimizer ranks have states of {parts[0].trainers} trainers, and these are "
+                        f"{hello.trainers}: start as many as before"
+                    )
                 hello.check_attach(part)
                 ending: set[int] = set()
                 if hello.token != self._token:

@@ -69,6 +69,11 @@ class Ownership:
         return self._engine is not None
 
     @property
+    def has_states(self) -> bool:
+        """Whether the open engine has states: else nothing is lost if it is closed."""
+        return self._engine is not None and bool(self._engine.tiles.n_params or self._engine.states.committed_step)
+
+    @property
     def engine(self) -> Engine:
         """The engine of the session. Raises CSDRankError if there is none yet."""
         if self._engine is None:
@@ -94,7 +99,7 @@ class Ownership:
         check_others(self._devices, self.trainers)
         if engine and mode == "resume" and "" not in (model, self._model) and model != self._model:
             raise CSDStoreError("the optimizer ranks have the states of another model")
-        if engine and mode == "new" and (engine.tiles.n_params or engine.states.committed_step):
+        if engine and mode == "new" and self.has_states:
             raise CSDStoreExistsError(
                 17,
                 f"the optimizer ranks have states, of step {engine.states.committed_step}: go on with resume=True, or "
@@ -295,10 +300,9 @@ def check_others(specs: Sequence[DeviceSpec], trainers: int) -> None:
             raise CSDStoreError(f"{spec} keeps the states of one trainer, and these are {trainers}")
         if spec.directory is None:
             continue
-        found = spec.directory / FILE_NAME
-        if trainers == 1:
-            found = next(spec.directory.glob(f"{PART}*/{FILE_NAME}"), found)
-        if found.exists() and (found.parent == spec.directory) == (trainers > 1):
+        files = [spec.directory / FILE_NAME] if trainers > 1 else spec.directory.glob(f"{PART}*/{FILE_NAME}")
+        # An engine without states has an empty file.
+        if found := next((file for file in files if file.exists() and file.stat().st_size), None):
             raise CSDStoreError(
                 f"the optimizer ranks have states in {found.parent} of another number of trainers than "
                 f"{trainers}: start as many as before, or combine them with csd-optim export, and begin in "
