@@ -46,7 +46,7 @@ class Ownership:
         """
         self._max_model = max_model
         self._devices, self.trainer, self.trainers = specs, trainer, trainers
-        self._specs = [part_of(spec, trainer) for spec in specs] if trainers > 1 else specs
+        self._specs = [part_of(spec, trainer, trainers) for spec in specs] if trainers > 1 else specs
         self._ranks = RanksElsewhere(trainer, trainers) if trainers > 1 else None
         self.window: int = max(LEAST_WINDOW, WINDOW // trainers)  # tiles
         self.opening: threading.Lock = threading.Lock()  # held while a session of this trainer is granted
@@ -282,32 +282,34 @@ class Ownership:
         return record
 
 
-PART = "rank-"  # begins the name of a trainer's directory, where there are several
-
-
-def part_of(spec: DeviceSpec, trainer: int) -> DeviceSpec:
+def part_of(spec: DeviceSpec, trainer: int, trainers: int) -> DeviceSpec:
     """Return the device on which a trainer's states are, one of several."""
     if spec.directory is None:
         return spec
-    directory = spec.directory / f"{PART}{trainer}"
+    directory = spec.directory / f"rank-{trainer}-of-{trainers}"
     return replace(spec, directory=directory, text=spec.text.replace(str(spec.directory), str(directory), 1))
 
 
 def check_others(specs: Sequence[DeviceSpec], trainers: int) -> None:
-    """Raise CSDStoreError if there are states of one trainer, and this is one of several, or the reverse."""
+    """Raise CSDStoreError if there are states of another number of trainers."""
     for spec in specs:
         if spec.directory is None and trainers > 1:
             raise CSDStoreError(f"{spec} keeps the states of one trainer, and these are {trainers}")
         if spec.directory is None:
             continue
-        files = [spec.directory / FILE_NAME] if trainers > 1 else spec.directory.glob(f"{PART}*/{FILE_NAME}")
+        several = [path for path in spec.directory.glob("rank-*-of-*") if not path.name.endswith(f"-of-{trainers}")]
+        others = [spec.directory, *several] if trainers > 1 else several
         # An engine without states has an empty file.
-        if found := next((file for file in files if file.exists() and file.stat().st_size), None):
+        if found := next((path for path in others if _size_of(path / FILE_NAME)), None):
             raise CSDStoreError(
-                f"the optimizer ranks have states in {found.parent} of another number of trainers than "
+                f"the optimizer ranks have states in {found} of another number of trainers than "
                 f"{trainers}: start as many as before, or combine them with csd-optim export, and begin in "
                 "other directories"
             )
+
+
+def _size_of(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _make_directory(spec: DeviceSpec) -> None:

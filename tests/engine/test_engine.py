@@ -5,6 +5,7 @@ import gc
 import itertools
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -621,10 +622,17 @@ def test_huge_pages_that_are_refused_are_told(disabled):
             opt.step()
             print(*(d["huge_pages"] for d in opt.stats()["devices"]))
     """
-    said = printed(code).split()
+    refused_before = huge_pages_refused()
+    *large, third, fourth = printed(code).split()
     enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
     huge = not disabled and "[never]" not in enabled
-    assert said == [str(huge)] * 2 + ["None"] * 2
+    assert {*large} == {str(huge)} or (huge and huge_pages_refused() > refused_before)  # memory is in small pieces
+    assert (len(large), third, fourth) == (2, "None", "None")
+
+
+def huge_pages_refused():
+    """How often the kernel has had no huge page for a process that it would have given one."""
+    return int(re.search(r"thp_fault_fallback (\d+)", Path("/proc/vmstat").read_text())[1])
 
 
 def test_constructing_starts_no_threads():

@@ -138,7 +138,7 @@ def trains(rank, address, steps, resume=False, overwrite=False):
 
 def test_another_number_of_trainers_is_refused(owner, tmp_path):
     on_ranks(2, trains, owner.address, 2, directory=tmp_path)
-    on_ranks(3, refused, owner.address, "states of 2 trainers, and these are 3", directory=tmp_path)
+    on_ranks(3, refused, owner.address, "another number of trainers than 3", directory=tmp_path)
     with pytest.raises(CSDStoreError, match="another number of trainers"):
         CSDAdam([torch.zeros(3, requires_grad=True)], devices=owner.address, resume=True)
     assert [begun for begun, _ in on_ranks(2, trains, owner.address, 4, True, directory=tmp_path)] == [2, 2]
