@@ -45,7 +45,9 @@ class Ownership:
         `max_model`: bytes of states that all trainers together may have; see check_room().
         """
         self._max_model = max_model
-        self._devices, self.trainer, self.trainers = specs, trainer, trainers
+        self._devices = specs
+        self.trainer: int = trainer
+        self.trainers: int = trainers
         self._specs = [part_of(spec, trainer, trainers) for spec in specs] if trainers > 1 else specs
         self._ranks = RanksElsewhere(trainer, trainers) if trainers > 1 else None
         self.window: int = max(LEAST_WINDOW, WINDOW // trainers)  # tiles
