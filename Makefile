@@ -12,7 +12,8 @@
 # make aarch64    the native tests built for AArch64, run by QEMU (apt-get install g++-aarch64-linux-gnu qemu-user)
 # make gpu-check  on a machine with a GPU: tests, sanitizers and benches on it, in one archive (docs/gpu-check.md)
 # make soak       tests that take too long for every change: training killed more than 200 times, 4000 power losses, the
-#                 whole suite on cards, and tests that guard data with 8-bit states and on devices that are far
+#                 whole suite on cards, and tests that guard data with 8-bit states, on devices that are far, and with
+#                 optimizer ranks
 # make matrix     the tests that touch torch's interface with other versions of torch and Python: hours, 8 GB of disk
 # Each target first sets up a virtual environment below build/; nothing else on the machine is changed.
 
@@ -97,6 +98,7 @@ soak: $(VENV)/.installed
 	$(BIN)/python -m pytest --tier soak -k "suite_on_cards or soak"
 	$(BIN)/python -m pytest --state-dtype 8bit -n 3 --dist loadfile -m "not serial" $(DATA)
 	$(BIN)/python -m pytest --far -n 3 --dist loadfile -m "not serial" $(DATA)
+	$(BIN)/python -m pytest --served -n 3 --dist loadfile -m "not serial" $(DATA)
 	$(BIN)/python -m pytest --tier soak "--accelerator=late,side first,main first,random=1,random=2" tests/accelerator
 
 # Takes hours, and downloads several GB for most versions of torch. PAIRS="3.13:2.15.0" runs one.

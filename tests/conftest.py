@@ -99,6 +99,8 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if assumed() != "fp32" and (marker := item.get_closest_marker("fp32_states")):
             item.add_marker(pytest.mark.skip(reason=marker.args[0]))
+        if served.assumed() and (marker := item.get_closest_marker("here")):
+            item.add_marker(pytest.mark.skip(reason=marker.args[0]))
         if (far.assumed() or served.assumed()) and (marker := item.get_closest_marker("at_hand")):
             item.add_marker(pytest.mark.skip(reason=marker.args[0]))
 

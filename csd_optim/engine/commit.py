@@ -139,13 +139,18 @@ class Background:
     The threads exist from the constructor on, which raises CSDRuntimeError if the system refuses them: no commit fails
     for lack of one. Only `start()` uses them, and no finalizer may call it: the garbage collector may run a finalizer
     on a thread that holds locks of the pool. `wait()` does work that is left over on the calling thread.
+
+    Ctrl-C may interrupt whoever waits, at any instruction. Waiting for a future, or an event, could then leave its lock
+    locked, and the work would never end. So the work sets a flag; the lock beside it only spares polling.
     """
 
     def __init__(self, n_devices: int) -> None:
         self._pool = running_pool(1 + n_devices, "csd_optim")
         self._work: Work | None = None
         self._name = ""
-        self._running: Future[None] | None = None
+        self._is_running = False  # on the pool; set there to False at the end
+        self._to_retry = False  # the work has failed, or was never started
+        self._end = threading.Lock()  # locked while it runs; a new one each time
         # How many commits, or halves of rounds, start() has begun, and how many of these have ended.
         self.begun: int = 0
         self.ended: int = 0
@@ -155,36 +160,47 @@ class Background:
         """Wait for the previous work, then start `work`, which is retried until it succeeds. Raises as wait()."""
         self.wait()
         self._name, self._work = name, work
-        with contextlib.suppress(RuntimeError):  # at interpreter shutdown pools take no work: wait() runs it
-            self._running = self._pool.submit(self._run, work)
+        end = threading.Lock()
+        end.acquire()
+        self._is_running, self._to_retry, self._end = True, True, end
+        try:
+            self._pool.submit(self._run, work, end)
+        except RuntimeError:  # at interpreter shutdown pools take no work: wait() runs it
+            self._is_running = False
+        else:
             self.begun += 1
 
-    def _run(self, work: Work) -> None:
-        try:
+    def _run(self, work: Work, end: threading.Lock) -> None:
+        with contextlib.suppress(BaseException):  # whatever it is: wait() tries again, and raises what that raises
             work(self._in_parallel)
-        finally:
-            self.ended += 1
-            self.on_progress()
+            self._to_retry = False
+        self.ended += 1
+        self._is_running = False
+        end.release()
+        self.on_progress()
+
+    def _await(self) -> None:
+        """Return when no work is running on the pool."""
+        while self._is_running:
+            if self._end.acquire(timeout=0.1):
+                self._end.release()
 
     @property
     def idle(self) -> bool:
-        return self._running is None or self._running.done()
+        return not self._is_running
 
     def run(self, name: str, work: Work) -> None:
         """Run `work` on the calling thread, after the previous work. Raises CSDOSError."""
         self.wait()
-        self._name, self._work = name, work
+        self._name, self._work, self._to_retry = name, work, True
         self.wait()
 
     def wait(self) -> None:
         """Wait until the last work is done. Raises CSDOSError if it failed; every call tries again."""
         if self._work is None:
             return
-        retry = self._running is None  # the work failed before, or was never started
-        if self._running:
-            wait([self._running])  # an interrupt (KeyboardInterrupt) here leaves the work running
-            retry, self._running = self._running.exception() is not None, None
-        if retry:
+        self._await()  # an interrupt (KeyboardInterrupt) here leaves the work running
+        if self._to_retry:
             try:
                 self._work(lambda calls: [call() for call in calls])
             except CSDLostError:
@@ -193,13 +209,12 @@ class Background:
                 raise CSDOSError(
                     e.errno, f"{self._name} cannot be committed yet: {e.strerror}; the next call tries again"
                 ) from e
-        self._work = None
+        self._work, self._to_retry = None, False
 
     def discard(self) -> None:
         """Wait until no work is running, and drop it: if it failed, it is not retried."""
-        if self._running:
-            wait([self._running])
-        self._work = self._running = None
+        self._await()
+        self._work, self._to_retry = None, False
 
     def _in_parallel(self, calls: Iterable[Callable[[], Any]]) -> list[Any]:
         """Run all calls, even if one fails, and return their results; in the end, raise the first failure."""

@@ -27,6 +27,7 @@ class Committer:
 
     def __init__(self, states: States) -> None:
         self.states: States = states
+        self.committed_steps: np.ndarray[Any, Any] = np.zeros(0, np.float32)  # `step` of each parameter then
 
     # ---- commits: no-ops unless states are durable -------------------------------
 
@@ -150,6 +151,12 @@ class Committer:
     def idle(self) -> bool:
         """Whether no background work is in flight that close() would wait for."""
         return True
+
+    @property
+    def steps_changed(self) -> bool:
+        """Whether a `step` count differs from the last commit's, which is 0 for parameters that joined since."""
+        steps, committed = self.states.all_steps(), self.committed_steps
+        return not np.array_equal(steps[: len(committed)], committed) or bool(steps[len(committed) :].any())
 
     def warn_of_loss(self, reason: str) -> None:
         """Warn that the engine is closed without what was written to states since the last step."""

@@ -59,7 +59,6 @@ class DurableCommitter(Committer):
         self._reports = Reports()
         self._sequence = 0  # number of the last commit
         self._changed = False  # something has changed since the store was last closed cleanly
-        self._committed_steps = np.zeros(0, np.float32)  # `step` of each parameter in the last commit
         self.rounds: Rounds = Rounds(has_ranks=ranks is not None)
         self._recovered: Sequence[Contents] = ()  # that of the resume, by device
         self._within_loading = False  # inside loading()
@@ -70,7 +69,7 @@ class DurableCommitter(Committer):
         block = recovered[0].superblock
         self.store_id, self._sequence, self.rounds.number = block.store_id, block.sequence, block.round
         self.states.committed_step = self.rounds.step = block.step
-        self._committed_steps = recovered[0].steps
+        self.committed_steps = recovered[0].steps
         self._manifests.adopt(recovered[0].manifest)
         self._residuals.adopt_commit(recovered)
         self._recovered = recovered
@@ -199,7 +198,7 @@ class DurableCommitter(Committer):
         commit = Commit(self._job(clean=clean, round=self.rounds.number + makes_round))
         self.rounds.begin(commit if makes_round else None, states.step, before)
         self._manifests.written, self.uncommitted = True, False
-        self._committed_steps = commit.job.steps
+        self.committed_steps = commit.job.steps
         self._residuals.mark_committed(states.residuals)
         states.truth.commit_begins()
         run = self.background.start if background else self.background.run
@@ -386,7 +385,7 @@ class DurableCommitter(Committer):
         if not states.tiles.extents and not self.rounds.number:
             return
         truth.note_written()
-        edited = truth.would_be_lost or self._residuals.changed(states.residuals) or self._steps_changed
+        edited = truth.would_be_lost or self._residuals.changed(states.residuals) or self.steps_changed
         # Other ranks may lack this round, or be gone: the last round that all ranks have must not be overwritten.
         unconfirmed = self.rounds.unconfirmed or self._makes_round
         # A step failed in which parameters joined: these have no state yet.
@@ -407,18 +406,12 @@ class DurableCommitter(Committer):
             self.flush(clean=True)
 
     @property
-    def _steps_changed(self) -> bool:
-        """Whether a `step` count differs from the last commit's, which is 0 for parameters that joined since."""
-        steps, committed = self.states.all_steps(), self._committed_steps
-        return not np.array_equal(steps[: len(committed)], committed) or bool(steps[len(committed) :].any())
-
-    @property
     def _failed_to_join(self) -> bool:
         """Whether the step failed in which parameters joined, so that a resume must find the last commit, without them.
 
         A script that is restarted adds the parameters in that step again.
         """
-        joined = not self._manifests.written or self.states.tiles.n_params > len(self._committed_steps)
+        joined = not self._manifests.written or self.states.tiles.n_params > len(self.committed_steps)
         return joined and 0 < self.states.step == self.states.committed_step
 
     @property

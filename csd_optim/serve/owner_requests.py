@@ -394,9 +394,13 @@ class OwnerRequests:
         if not fields.flag("keep"):
             self._undo_step()
             return {"kept": False, "step": engine.states.step}, []
-        counts, user_state = number_of(arrays, 2)
-        record = self._record(fields, user_state)
-        steps = self._counts(counts)  # before anything is kept
+        try:
+            counts, user_state = number_of(arrays, 2)
+            record = self._record(fields, user_state)
+            steps = self._counts(counts)  # before anything is kept
+        except CSDError:
+            self._undo_step()
+            raise
         self._step = None
         engine.is_speculative = False
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -60,6 +61,7 @@ class RemoteCommitter(Committer):
     def commit(self, record: Record | None = None) -> None:
         record = record or self.states.record
         self.states.record, self._unconfirmed = record, self._ranks is not None
+        self.committed_steps = self.states.all_steps()
         if record is self._sent:
             self._sent = None
             failure, self._native.commit_failure = self._native.commit_failure, None
@@ -132,7 +134,8 @@ class RemoteCommitter(Committer):
                     if address:
                         self._native.write(row, section, view(address, nbytes))
             if brackets:
-                answer = self._link.request("written", pack_counts(self.states.all_steps()))
+                self.committed_steps = self.states.all_steps()
+                answer = self._link.request("written", pack_counts(self.committed_steps))
                 self._link.note_committed(answer.fields)
         except BaseException:
             self._give_up()
@@ -176,7 +179,8 @@ class RemoteCommitter(Committer):
         head, user_state = parts_of(self.states.record)
         self._link.request("loading", user_state, rows=rows, record=head)
         self._write(brackets=False)
-        answer = self._link.request("loaded", pack_counts(self.states.all_steps()), step=self.states.step)
+        self.committed_steps = self.states.all_steps()
+        answer = self._link.request("loaded", pack_counts(self.committed_steps), step=self.states.step)
         self._link.note_committed(answer.fields)
 
     # ---- undo ----------------------------------------------------------------------
@@ -215,13 +219,21 @@ class RemoteCommitter(Committer):
             return
         truth = self.states.truth
         truth.note_written()
-        if truth.would_be_lost and self._unconfirmed:
+        if (truth.would_be_lost or self.steps_changed) and self._unconfirmed:
             self.warn_of_loss(NOT_AGREED)
-        elif truth.would_be_lost and not truth.empty.any():
-            self._write(brackets=True)
+        elif not truth.empty.any():
+            if truth.would_be_lost:
+                self._write(brackets=True)
+            elif self.steps_changed:
+                self.commit()
         with contextlib.suppress(CSDTornError):
             self._link.request("close")
 
 
 def _bytes_of(record: Record) -> int:
+    """Return the size of a record. Raises CSDValueError if it cannot be sent, before a step begins."""
+    try:
+        json.dumps(parts_of(record)[0], allow_nan=False)
+    except (TypeError, ValueError) as e:
+        raise CSDValueError(f"hyperparameters of some group cannot be kept by optimizer ranks: {e}") from None
     return len(record.head()) + len(record.user_state)

@@ -80,6 +80,7 @@ def open_remote(address: Address, model: str, *, mode: Mode, tile_elems: int | N
             native.tiles_of_engine, native.step = engine.tiles, lambda: states.step
             if answer.fields.flag("recovered"):
                 _adopt(engine, answer)
+                committer.committed_steps = states.all_steps()
             Attaching(engine, link, native, answer.fields.text("store"), is_alone=ranks is None)
     except BaseException:
         if link:

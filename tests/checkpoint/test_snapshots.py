@@ -187,6 +187,7 @@ def test_training_goes_on_while_a_snapshot_is_copied(tmp_path, slow):
     again.close()
 
 
+@pytest.mark.here("holds a copy back")
 def test_what_is_copied_is_not_overwritten_by_edits_either(tmp_path, slow):
     """Tiles also change slots between steps, to make room for states from load_state_dict()."""
     params, opt = make(tmp_path / "a", 1)

@@ -159,6 +159,7 @@ def assert_same_in_other_orders(opt, other):
             assert torch.equal(as_contiguous(opt.state[p][key]) if value.dim() else opt.state[p][key], value), key
 
 
+@pytest.mark.here("writes by .data")
 @pytest.mark.parametrize("options", [{}, {"grad_dtype": torch.bfloat16}, {"topk": 0.1}], ids=lambda o: "".join(o))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_parameters_that_are_not_contiguous(dtype, options, tmp_path, monkeypatch):
@@ -914,6 +915,7 @@ def test_resume_does_not_keep_what_it_decodes(tmp_path):
         assert not idle_engine_of(opt).decoded.in_memory
 
 
+@pytest.mark.here("replaces the committer")
 @pytest.mark.parametrize("how", ["load", "assign"])
 def test_a_crash_finds_what_is_committed_beside_fp32_states(how, tmp_path, monkeypatch):
     """Changes of 8-bit and fp32 states that are about to be committed: after a crash, all are there, or none."""

@@ -164,6 +164,7 @@ EDITS = {
 }
 
 
+@pytest.mark.here("compares with masters that are parameters")
 @pytest.mark.sampled(together=2)
 @pytest.mark.parametrize(
     ("name", "edit_bytes"),

@@ -21,6 +21,7 @@ def spoiled(value, bad):
     return (*value[:-1], bad) if isinstance(value, tuple) else bad
 
 
+@pytest.mark.here("a record that cannot be sent is refused")
 @pytest.mark.parametrize("bad", [NAN, INF, -INF, 1e300, "0.1", torch.tensor(NAN)], ids=str)
 @pytest.mark.parametrize("of", PAIRS, ids=str)
 def test_a_hyperparameter_is_a_finite_number(of, bad, tmp_path):

@@ -228,6 +228,7 @@ def test_a_new_parameter_in_the_place_of_an_old_one(devices):
     assert optimizer.state[q]["step"] == 1
 
 
+@pytest.mark.here("replaces States.sync()")
 def test_a_checkpoint_after_one_that_could_not_be_stored(devices, monkeypatch):
     p = leaf(3000)
     optimizer = CSDAdam([p], devices=devices)

@@ -62,6 +62,7 @@ ALL = [
 OTHERS = [pytest.param(JOIN - 1, 3, "crash", 0.02, *of.values, id=of.id, marks=of.marks) for of in rules(FULL)]
 
 
+@pytest.mark.here("residuals are in no store")
 @pytest.mark.parametrize(("at", "n", "end", "topk", "of"), ALL + OTHERS)
 def test_goes_on_bit_for_bit(tmp_path, n, end, at, topk, of):
     """With Top-K, residuals too: of one parameter of `model()`, and of a late one whose group has `topk`."""
@@ -95,6 +96,7 @@ def goes_on_after(device, topk, *, clean):
     assert_same(training.steps(1).close(), never_stopped(7, topk))
 
 
+@pytest.mark.here("residuals are in no store")
 @pytest.mark.parametrize("topk", [None, 0.02])
 def test_a_process_that_is_killed(tmp_path, topk):
     [device] = named_devices(tmp_path, 1)
@@ -104,6 +106,7 @@ def test_a_process_that_is_killed(tmp_path, topk):
     goes_on_after(device, topk, clean=False)
 
 
+@pytest.mark.here("residuals are in no store")
 @pytest.mark.ci
 @pytest.mark.fp32_states("another process, which takes fp32")
 def test_an_interpreter_that_ends_without_close(tmp_path):
@@ -332,6 +335,7 @@ def test_committed_step(tmp_path, monkeypatch):
         assert opt.committed_step == 91
 
 
+@pytest.mark.here("only the owner knows the rating of its drive")
 @pytest.mark.fp32_states("counts tiles, bytes or elements of fp32 states")
 def test_written_bytes_accumulate(tmp_path, run):
     [device] = named_devices(tmp_path, 1)

@@ -106,6 +106,7 @@ def outlive(tmp_path, monkeypatch, times, seed):
     assert executed > 5 * times
 
 
+@pytest.mark.ci
 def test_requests_in_a_wrong_order(tmp_path, monkeypatch):
     outlive(tmp_path, monkeypatch, 60, 1)
 

@@ -19,6 +19,8 @@ from csd_optim.serve.tls import Tls
 
 __all__ = ["files"]
 
+pytestmark = pytest.mark.ci
+
 PAUSE, TIMEOUT = 0.05, 1.5  # seconds: nobody is ever silent for too long
 KINDS = ("frames", "sealed", "frames in TLS", "messages", "messages in TLS")
 

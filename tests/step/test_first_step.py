@@ -107,6 +107,7 @@ def test_it_reads_nothing_and_changes_no_bit(kind, options, tmp_path, monkeypatc
         assert not find_damage([read_contents(tmp_path / "new")])
 
 
+@pytest.mark.here("an owner ends the session if it lacks memory")
 @pytest.mark.parametrize("kind", ["store", "scratch"])
 @pytest.mark.parametrize("options", [{}, {"topk": 0.05}, {"grad_dtype": torch.bfloat16}], ids=["plain", "topk", "cast"])
 @pytest.mark.parametrize("after", [0, 5, 20])
@@ -126,6 +127,7 @@ def test_undone_it_leaves_nothing_and_comes_again(kind, options, after, tmp_path
             assert_same(image(opt, params), wanted[step])
 
 
+@pytest.mark.here("an owner ends the session if it lacks memory")
 @pytest.mark.parametrize("kind", ["store", "scratch"])
 @pytest.mark.parametrize("then", ["without a gradient", "set", "moved", "loading", "saved"])
 @pytest.mark.fp32_states("counts tiles, bytes or elements of fp32 states")
@@ -163,6 +165,7 @@ def test_what_happens_between_an_undone_one_and_the_next(kind, then, tmp_path, m
         assert_same(image(opt, all_params), image(reference, others))
 
 
+@pytest.mark.here("an owner ends the session if it lacks memory")
 @pytest.mark.fp32_states("counts tiles, bytes or elements of fp32 states")
 def test_closed_after_an_undone_one_there_is_no_store(tmp_path, monkeypatch):
     params = model()
@@ -172,6 +175,7 @@ def test_closed_after_an_undone_one_there_is_no_store(tmp_path, monkeypatch):
         CSDAdam(model(), devices=tmp_path, resume=True).close()
 
 
+@pytest.mark.here("an owner ends the session if it lacks memory")
 def test_parameters_that_join_later_after_an_undone_step(tmp_path, monkeypatch):
     """The store stays at the previous step, without the parameters that joined."""
     p, q = (torch.nn.Parameter(torch.full((5000,), value)) for value in (1.0, 2.0))

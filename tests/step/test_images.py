@@ -146,6 +146,7 @@ def test_what_is_owed_is_sent_when_it_goes_dense_again(runs, travelled):
     assert_same(*(run.bits() for run in runs))
 
 
+@pytest.mark.here("residuals are in no store")
 @pytest.mark.parametrize("topk", [0.01, 0.3])
 @pytest.mark.parametrize("when", ["in the middle", "at the end"])
 @pytest.mark.fp32_states("counts tiles, bytes or elements of fp32 states")

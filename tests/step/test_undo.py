@@ -540,6 +540,7 @@ def strikes(training, at, error):
     return strike
 
 
+@pytest.mark.here("counts the calls of the native engine")
 @every_mode
 @every_dtype
 @every_device
