@@ -88,11 +88,7 @@ def merge(ranks: list[list[Contents]]) -> Consolidated:
         for row, p in enumerate(recovered[0].manifest["params"]):
             if p["group"] < 0:  # the parameter moved to another place later
                 continue
-            if "of" in p and p["of"] is None:
-                raise CSDStoreError(
-                    f"{recovered[0].path}: {p['name']} is a shard of FSDP1, which alone can put it together: save it "
-                    "with FSDP.optim_state_dict() or torch.distributed.checkpoint"
-                )
+            refuse_flat(p, recovered[0].path)
             place = p["group"], p["position"]
             if place not in row_of:
                 row_of[place] = len(params)
@@ -103,9 +99,20 @@ def merge(ranks: list[list[Contents]]) -> Consolidated:
                 params[row_of[place]]["residual"] = p["residual"]
     first = ranks[0][0]
     waiting = [p for p in first.manifest["waiting"] if (p["group"], p["position"]) not in row_of]
+    for p in waiting:
+        refuse_flat(p, first.path)
     manifest = {**first.manifest, "params": params, "waiting": [_whole_entry(p) for p in waiting]}
     contents = replace(first, manifest=manifest, steps=torch.tensor(steps).numpy())
     return Consolidated(contents, list(zip(ranks, rows, strict=True)))
+
+
+def refuse_flat(p: dict[str, Any], path: str) -> None:
+    """Raise CSDStoreError for a flat parameter of FSDP1, or a shard of it, in the store `path`."""
+    if "of" in p and p["of"] is None:
+        raise CSDStoreError(
+            f"{path}: {p['name']} is a shard of FSDP1, which alone can put it together: save it "
+            "with FSDP.optim_state_dict() or torch.distributed.checkpoint"
+        )
 
 
 def _whole_entry(p: dict[str, Any]) -> dict[str, Any]:

@@ -328,6 +328,59 @@ def import_(
                 )
 
 
+@app.command()
+def reshard(
+    stores: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="OLD...",
+            help="The directories of all devices of all ranks, or of a process on its own.",
+            show_default=False,
+        ),
+    ],
+    ranks: Annotated[int, typer.Option(min=1, metavar="M", help="Number of new ranks; 1: a process on its own.")],
+    to: Annotated[
+        list[str],
+        typer.Option(
+            metavar="NEW{rank}",
+            help="Directory of each new rank; {rank} is filled in. Several devices: several --to, or commas.",
+        ),
+    ],
+    sharding: Annotated[
+        str | None,
+        typer.Option(
+            help="How new ranks divide parameters: none (sharded=False), ddp or fsdp2 (rows).",
+            show_default="as the old ones do",
+        ),
+    ] = None,
+    tile_size: Annotated[int | None, typer.Option(min=1, help="Elements per tile.", show_default="automatic")] = None,
+    as_json: Json = False,
+) -> None:
+    """Make the stores of M ranks from those of N: resume=True continues from them on another number of processes.
+
+    For DDP, FSDP2 and a process on its own. The states keep all bits. Old stores are only read, and everything is
+    checked first. If it was stopped, run it again.
+    """
+    with reported():
+        from ..checkpoint.files import progress_bar
+        from ..checkpoint.reshard import reshard as make_stores
+        from .output import number
+
+        described = make_stores(stores, to, ranks, sharding=sharding, tile_elems=tile_size, progress=progress_bar)
+        if as_json:
+            print_json("reshard", **described)
+        else:
+            was, now = (f"{n} rank{'s' * (n > 1)}" for n in (described["of_ranks"], ranks))
+            print(
+                f"step {described['step']}, {number(described['params'])} parameters of {was} on {now}"
+                f"{', made before' if described['made_before'] else ''}; continue with resume=True"
+            )
+            if described["user_states_differ"]:
+                print(
+                    "user_state differs between the old ranks: a new rank has that of the same rank, or else of rank 0"
+                )
+
+
 @app.command(hidden=True, context_settings={"ignore_unknown_options": True})
 def convert(_: Annotated[list[str] | None, typer.Argument()] = None) -> None:
     """Refuse a command that there once was."""

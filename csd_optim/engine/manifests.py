@@ -35,8 +35,12 @@ class Manifests:
         return bool(self._params)
 
     def describe(self, params: dict[str, Any]) -> None:
-        """Set the description of the parameters, as params.manifest makes it; the same for all devices."""
-        self._params, self.written = params, False
+        """Set the description of the parameters, as params.manifest makes it; the same for all devices.
+
+        The store keeps its origin, if it has one.
+        """
+        kept = {key: value for key, value in self._params.items() if key == "origin"}
+        self._params, self.written = {**kept, **params}, False
 
     def adopt(self, manifest: dict[str, Any]) -> None:
         """Continue from the manifest of a store. The caller adds its extents."""
@@ -67,7 +71,8 @@ class Manifests:
         return version_of(self._features(0, rooms))
 
     def _features(self, device: int, rooms: Mapping[int, Room]) -> set[str]:
-        return features_of(self.extents_on[device], residuals=bool(rooms), rule="rule" in self._params)
+        rule, origin = "rule" in self._params, "origin" in self._params
+        return features_of(self.extents_on[device], residuals=bool(rooms), rule=rule, origin=origin)
 
     def pack(self, device: int, rooms: Mapping[int, Room]) -> bytes:
         return json.dumps(self._manifest_of(device, rooms)).encode()

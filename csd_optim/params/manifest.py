@@ -119,6 +119,10 @@ def first_difference(stored: dict[str, Any], groups: Groups, part_of: PartOf) ->
         for what in ("shape", "dtype"):
             if a[what] != b[what] and None not in (a[what], b[what]):
                 return f"{what} of parameter {b['name']} is {a[what]} there and {b[what]} here"
+        there_of, here_of = a.get("of"), b.get("of")
+        if there_of and here_of and there_of != here_of and 0 not in (a["shape"] or ()):  # of FSDP2 and HSDP, say
+            parts = (f"of {of['shape']} from {of['first']} on" for of in (there_of, here_of))
+            return f"the part of parameter {b['name']} is {' there, and '.join(parts)} here"
     return None
 
 

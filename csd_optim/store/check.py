@@ -123,6 +123,17 @@ def check_param(p: Any, devices: int, *, is_waiting: bool = False) -> tuple[int,
     return base, base + 2 * room
 
 
+def check_origin(origin: Any) -> None:
+    """Check what a manifest says of the stores that its store was made from. Raises CSDStoreError."""
+    valid = type(origin) is dict and {*origin} == {"store_id", "round", "step", "world_size", "sequences"}
+    store_id = origin["store_id"] if valid else None
+    valid = valid and type(store_id) is str and len(store_id) == 32 and {*store_id} <= {*"0123456789abcdef"}
+    valid = valid and all(is_int(origin[key], 0) for key in ("round", "step")) and is_int(origin["world_size"], 1)
+    sequences = origin["sequences"] if valid else None
+    valid = type(sequences) is list and len(sequences) == origin["world_size"] and all(is_int(n, 1) for n in sequences)
+    require(valid, f"the origin {origin!r}")
+
+
 def check_record(record: dict[str, Any], rule: str | None) -> None:
     """Check the fields of a Record. `rule`: the update rule that its store names. Raises CSDStoreError."""
     for key in ("groups", "given"):

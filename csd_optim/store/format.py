@@ -31,7 +31,16 @@ import numpy as np
 from ..bindings import crc32c
 from ..errors import CSDStoreError
 from . import sections
-from .check import MAX_REGION_BYTES, MAX_SIZE, MAX_TILES, check_extent, check_param, check_record, require
+from .check import (
+    MAX_REGION_BYTES,
+    MAX_SIZE,
+    MAX_TILES,
+    check_extent,
+    check_origin,
+    check_param,
+    check_record,
+    require,
+)
 from .sections import GROUP, sections_of, size_of
 from .transfer import opened, read
 
@@ -43,11 +52,12 @@ MAGIC = b"CSDOPTIM"
 VERSION = NAMED_FEATURES = 4
 CODEC = "codec"  # extents[].codec and .param_dtype: tiles hold codes of the states. Without it they hold fp32
 CHUNK_SUMS = "chunk_sums"  # extents[].sum_elems: a checksum covers that many elements of a section, not all of them
+ORIGIN = "origin"  # origin: the stores of another number of ranks that this one was made from; see Contents.origin
 RESIDUALS = "residuals"  # params[].residual
 RULE = "rule"  # rule: the update rule, which defines the sections. Without it the rule is AdamW
 SHARES = "shares"  # extents[].shares
 TILE_NUMBERS = "tile_numbers"  # extents[].tile_numbers: the tiles of this device. Without it they follow from shares
-FEATURES = frozenset({CHUNK_SUMS, CODEC, RESIDUALS, RULE, SHARES, TILE_NUMBERS})
+FEATURES = frozenset({CHUNK_SUMS, CODEC, ORIGIN, RESIDUALS, RULE, SHARES, TILE_NUMBERS})
 ENDIAN = 0x01020304
 PAGE = sections.PAGE
 CLEAN = 1  # flag: the store was closed properly, and nothing was written since
@@ -144,11 +154,15 @@ def _json(data: bytes) -> Any:
     return json.loads(data, object_pairs_hook=without_duplicates)
 
 
-def features_of(extents: Sequence[dict[str, Any]], *, residuals: bool, rule: bool) -> set[str]:
-    """Return the features that readers of a store with these extents must support. `rule`: one is in the manifest."""
+def features_of(extents: Sequence[dict[str, Any]], *, residuals: bool, rule: bool, origin: bool) -> set[str]:
+    """Return the features that readers of a store with these extents must support.
+
+    `rule`, `origin`: the manifest has one.
+    """
     uses = {
         CHUNK_SUMS: any("sum_elems" in e for e in extents),
         CODEC: any("codec" in e for e in extents),
+        ORIGIN: origin,
         RESIDUALS: residuals,
         RULE: rule,
         SHARES: any("shares" in e for e in extents),
@@ -262,6 +276,12 @@ class Contents:
         """The number of processes that train together."""
         return int(self.manifest.get("world_size", 1))
 
+    @property
+    def origin(self) -> dict[str, Any] | None:
+        """The commit of other stores that this one was made from, by `csd-optim reshard`; None: it began as itself."""
+        origin: dict[str, Any] | None = self.manifest.get("origin")
+        return origin
+
     def slots(self) -> Iterator[tuple[dict[str, Any], int, int]]:
         """Yield each tile's extent, number in it over all devices, and offset of its slot, in the order of `tiles`."""
         entries = iter(self.tiles["slot"].tolist())
@@ -303,6 +323,9 @@ def checked_manifest(manifest: dict[str, Any], block: Superblock, size: int) -> 
     rule = manifest.get("rule")
     require((rule is not None) == (RULE in features), "it names a rule, but its features lack 'rule', or the reverse")
     require(rule is None or (type(rule) is str and rule.isidentifier()), f"the rule {rule!r}")
+    require(("origin" in manifest) == (ORIGIN in features), "it has an origin, but not as a feature, or the reverse")
+    if "origin" in manifest:
+        check_origin(manifest["origin"])
     require(block.device < block.devices <= 1 << 16, f"it is device {block.device} of {block.devices}")
     require(max(block.sequence, block.step, block.round) < 1 << 53, "its sequence, step or round is too large")
     rank, world_size = manifest.get("rank", 0), manifest.get("world_size", 1)

@@ -11,6 +11,8 @@ from .file import StoreFile
 from .format import UNDER_WAY, Contents
 from .layout import SLOTS
 
+AGAIN = ": csd-optim reshard was stopped before all new stores were there. Run it again; the old stores are unchanged"
+
 
 def common_commit(stores: Sequence[StoreFile]) -> list[Contents]:
     """Return the newest of common_commits(); empty if there is none."""
@@ -23,12 +25,16 @@ def common_commits(stores: Sequence[StoreFile]) -> list[list[Contents]]:
     Returns an empty list if there is no commit, or only a first one that not all stores have. Raises CSDStoreError if a
     store is missing, if they are not the devices of one optimizer, or if they have no step in common.
     """
-    # Killed before all of them had the first commit: there is nothing to continue from.
-    if not all(s.recovered for s in stores) and all(c.superblock.sequence == 1 for s in stores for c in s.recovered):
-        return []
-    for store in stores:
-        if not store.recovered:
-            raise CSDStoreError(f"{store.path} holds no store, but {next(s.path for s in stores if s.recovered)} does")
+    found = [s.recovered[0] for s in stores if s.recovered]
+    resharded = any(c.origin and c.superblock.sequence == 1 for c in found)
+    if len(found) < len(stores):
+        # Killed before all of them had the first commit: there is nothing to continue from. But where that commit
+        # has an origin, a new training must not begin.
+        if all(c.superblock.sequence == 1 for s in stores for c in s.recovered) and not resharded:
+            return []
+        empty = next(s for s in stores if not s.recovered)
+        where = f", of rank {found[0].rank}," if found[0].world_size > 1 else ""
+        raise CSDStoreError(f"{empty.path} holds no store, but {found[0].path}{where} does{AGAIN if resharded else ''}")
     newest = [s.recovered[0].superblock for s in stores]
     first = newest[0]
     for store, block in zip(stores, newest, strict=True):
@@ -54,18 +60,18 @@ def common_commits(stores: Sequence[StoreFile]) -> list[list[Contents]]:
     if not common:
         steps = ", ".join(f"{s.path}: {[c.superblock.step for c in s.recovered]}" for s in stores)
         raise CSDStoreError(f"the devices have no step in common ({steps}); go back to a snapshot or a checkpoint")
-    found: list[list[Contents]] = []
+    chosen: list[list[Contents]] = []
     for sequence in common:
         recovered = [commits[sequence] for commits in known]
         if any(c.superblock.flags & UNDER_WAY for c in recovered):  # the commit before it is overwritten
-            if found:
+            if chosen:
                 break
             raise CSDStoreError(
                 f"{recovered[0].path}: a step after step {recovered[0].superblock.step} was cut short, and with "
                 "one slot per tile (shadow=False) that leaves a mix of two steps; go back to a snapshot or a checkpoint"
             )
-        found.append(recovered)
-    return found
+        chosen.append(recovered)
+    return chosen
 
 
 def check_slots(recovered: Sequence[Contents]) -> None:
@@ -90,8 +96,9 @@ class RanksStore:
     store_id: bytes
     rank: int
     world_size: int
-    is_first: bool  # whether the newest commit is the first one
+    is_first: bool  # whether the newest commit is the first one of a new training
     steps: dict[int, int]  # by round, the newest first
+    is_resharded: bool = False  # whether it is the first one that `csd-optim reshard` has made; only for messages
 
     @classmethod
     def of(cls, commits: list[list[Contents]]) -> RanksStore | None:
@@ -102,7 +109,8 @@ class RanksStore:
         block = newest.superblock
         steps = {c[0].superblock.round: c[0].superblock.step for c in commits}
         where = newest.path, block.store_id, newest.rank, newest.world_size
-        return cls(*where, is_first=block.sequence == 1, steps=steps)
+        is_first, is_resharded = block.sequence == 1, newest.origin is not None
+        return cls(*where, is_first and not is_resharded, steps, is_first and is_resharded)
 
 
 def last_round(stores: Sequence[RanksStore | None]) -> int | None:
@@ -121,7 +129,10 @@ def last_round(stores: Sequence[RanksStore | None]) -> int | None:
         if all(store.is_first for store in present.values()):  # killed before all of them had the first commit
             return None
         without = ", ".join(str(rank) for rank in range(size) if rank not in present)
-        raise CSDStoreError(f"no store on rank {without}, but rank {min(present)} has {present[min(present)].path}")
+        again = AGAIN if any(store.is_resharded for store in present.values()) else ""
+        raise CSDStoreError(
+            f"no store on rank {without}, but rank {min(present)} has {present[min(present)].path}{again}"
+        )
     for rank, store in present.items():
         if store.store_id != present[0].store_id:
             raise CSDStoreError(f"rank {rank}: {store.path} is of another run than rank 0's {present[0].path}")
@@ -141,6 +152,6 @@ def other_world_size(store: RanksStore | Contents, size: int) -> str:
     )
     return (
         f"{store.path} is the store of {was}, and {now}: the states are divided otherwise. To continue from it, start "
-        "as many processes as before. To change their number, combine their stores with `csd-optim export`, or save "
-        "with torch.distributed.checkpoint there, and load that here (docs/distributed.md)"
+        "as many processes as before. To change their number, make new stores of theirs with `csd-optim reshard`, or "
+        "save with torch.distributed.checkpoint there, and load that here (docs/distributed.md)"
     )

@@ -331,7 +331,8 @@ def an_optimizer_whose_gradients_stay(reading):
 def an_export(reading):
     """The snippet loads the export of another run, which the command before it makes, and has that run's states."""
     names, other = reading.names, given()["model"]
-    (export,) = (s for s in snippets("sh") if s.page == reading.snippet.page)
+    page = reading.snippet.page
+    (export,) = (s for s in snippets("sh") if s.page == page and s.text.startswith("csd-optim export"))
     run_commands(export, reading.directory, reading.run, other)
     with torch.no_grad():
         for p in names["parameters"]:

@@ -1,0 +1,139 @@
+"""The whole parameters in the stores of all ranks: what each rank has of them, and whether that fits together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import CSDStoreError
+from ..store.format import Contents
+from ..store.reader import tiles_of
+from ..store.sections import FP32, PARAM_DTYPES
+from .consolidate import Consolidated, refuse_flat
+from .new_stores import Kind
+from .parts import Rows, Whole, check_divided, memory_order
+
+
+@dataclass(frozen=True)
+class OldParam:
+    """A whole parameter, and which parts of it are read from which rank."""
+
+    entry: dict[str, Any]  # of the whole, as in a manifest
+    whole: Whole
+    kind: Kind
+    extent: int  # of the first rank: parameters that share one share one again
+    step: float
+    is_divided: bool  # each rank has its rows; else each has everything
+    has_residual: bool
+    sources: dict[int, tuple[int, Rows]]  # by rank: the row in its manifest, and its part
+
+    @property
+    def name(self) -> str:
+        return str(self.entry["name"])
+
+
+def old_params(source: Consolidated) -> list[OldParam]:
+    """Return all parameters that have states, in the order of the first rank. Raises CSDStoreError, naming one.
+
+    With rows as DDP and FSDP2 divide them, and a part on every rank, the parts cover the whole, each element once.
+    """
+    _check_complete(source)
+    rows: dict[int, dict[int, int]] = {}  # by row of the whole: row by rank
+    for rank, (_, row_of) in enumerate(source.ranks):
+        for row, whole in row_of.items():
+            rows.setdefault(whole, {})[rank] = row
+    described = source.contents.manifest["params"]
+    found = [_param(source, of_rank) for whole, of_rank in sorted(rows.items()) if described[whole]["group"] >= 0]
+    if len(source.ranks) > 1 and not any(p.is_divided for p in found):
+        _check_replicas(source)
+    return found
+
+
+def is_divided(p: dict[str, Any], size: int) -> bool:
+    """Return whether a parameter, or its part, is one that ranks divide. `p`: its entry; a process on its own: no."""
+    return "of" in p and size > 1 and bool(p["of"]["shape"])
+
+
+def _check_complete(source: Consolidated) -> None:
+    stores = [recovered[0] for recovered, _ in source.ranks]
+    first = stores[0]
+    if len(stores) != first.world_size:
+        raise CSDStoreError(
+            f"{first.path} is the store of rank {first.rank} of {first.world_size}: name those of all ranks"
+        )
+    for contents in stores:
+        if contents.record.groups != first.record.groups:
+            raise CSDStoreError(f"{contents.path} and {first.path} have different hyperparameters")
+        if contents.manifest.get("rule") != first.manifest.get("rule"):
+            raise CSDStoreError(f"{contents.path} and {first.path} have states of different rules")
+        for p in (*contents.manifest["params"], *contents.manifest["waiting"]):
+            refuse_flat(p, contents.path)
+
+
+def _param(source: Consolidated, rows: dict[int, int]) -> OldParam:
+    """Return the parameter that is in these rows. `rows`: by rank."""
+    stores = [recovered[0] for recovered, _ in source.ranks]
+    size, first = len(stores), min(rows)
+    entries = {rank: stores[rank].manifest["params"][row] for rank, row in rows.items()}
+    p = entries[first]
+    name, shape = p["name"], p["of"]["shape"] if "of" in p else p["shape"]
+    if len(rows) < size:
+        without = ", ".join(str(rank) for rank in range(size) if rank not in rows)
+        raise CSDStoreError(f"{stores[first].path} has a state of {name}, and rank {without} has none")
+    for rank, other in entries.items():
+        here = other["name"], other["of"]["shape"] if "of" in other else other["shape"], other["dtype"], "of" in other
+        if here != (name, shape, p["dtype"], "of" in p):
+            raise CSDStoreError(
+                f"{name} is parameter {p['position']} of group {p['group']} in {stores[first].path}; in "
+                f"{stores[rank].path} that is {here[0]}, {here[1]} {here[2]}: these are no ranks of one model"
+            )
+        if "of" in other:
+            check_divided(other, rank, size, stores[rank].path)
+        if _kind(stores[rank], rows[rank]) != _kind(stores[first], rows[first]):
+            raise CSDStoreError(f"the states of {name} are other ones on rank {rank} than on rank {first}")
+    divided = is_divided(p, size)
+    whole = Whole(shape, memory_order([*entries.values()]), 2 if p["dtype"] == "complex64" else 1)
+    ranks = range(size) if divided else [first]  # of replicas, those of one rank and never a mix
+    sources = {rank: (rows[rank], whole.of_rank(rank, size, divided=divided)) for rank in ranks}
+    steps = {rank: float(stores[rank].steps[rows[rank]]) for rank in entries}
+    if len({steps[rank] for rank, (_, part) in sources.items() if part.numel}) > 1:
+        raise CSDStoreError(f"{name} has made different numbers of steps on the ranks: {steps}")
+    return OldParam(
+        entry={**p, "shape": shape},
+        whole=whole,
+        kind=_kind(stores[first], rows[first]),
+        extent=p["extent"],
+        step=next((steps[rank] for rank, (_, part) in sources.items() if part.numel), steps[first]),
+        is_divided=divided,
+        has_residual=any("residual" in entries[rank] for rank in sources),
+        sources=sources,
+    )
+
+
+def _kind(contents: Contents, row: int) -> Kind:
+    extent = contents.manifest["extents"][contents.manifest["params"][row]["extent"]]
+    dtype = PARAM_DTYPES.get(extent.get("param_dtype", ""))
+    return tuple(extent["sections"]), extent.get("codec", FP32), dtype
+
+
+def _check_replicas(source: Consolidated) -> None:
+    """Raise CSDStoreError if ranks with the same layout, each of which has everything, have different states.
+
+    With `sharded=False` they may be parts of one model, such as experts, rather than replicas. They are compared by
+    their checksums.
+    """
+    wanted = None
+    for rank, (recovered, _) in enumerate(source.ranks):
+        tiles = tiles_of(recovered)
+        layout = [(t.extent, t.number, t.elems, t.sum_elems, t.sections, t.summed) for t in tiles]
+        sums = [t.sums for t in tiles]
+        if wanted is None:
+            wanted = layout, sums
+        elif wanted[0] == layout and not all(map(np.array_equal, wanted[1], sums)):
+            raise CSDStoreError(
+                f"{recovered[0].path}: rank {rank} has other states than rank 0, and neither has a part of a larger "
+                "parameter: with sharded=False these are parts of one model, or models of their own, which go on with "
+                "as many ranks as before"
+            )

@@ -1,0 +1,674 @@
+"""csd-optim reshard: stores of N ranks become those of M, to the bit. Every training here has a twin, alone, in memory.
+
+Gradients are given, the same for every division of the parameters, so a training has the same bits on any number of
+ranks. A kill at any call that writes leaves old stores, and either no new ones or ones that say what to do.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from support.comparing import assert_same
+from support.forked import process
+from support.ranks import on_living_ranks
+from support.replacing import replaced
+from support.stores import flip
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import csd_optim.store.format
+from csd_optim import (
+    CSDSGD,
+    CSDAdagrad,
+    CSDAdam,
+    CSDBusyError,
+    CSDError,
+    CSDLion,
+    CSDOSError,
+    CSDRMSprop,
+    CSDStoreError,
+    CSDStoreExistsError,
+    CSDValueError,
+)
+from csd_optim.checkpoint.export import export_torch
+from csd_optim.checkpoint.parts import Whole, check_divided
+from csd_optim.checkpoint.reshard import reshard
+from csd_optim.checkpoint.verify import verify
+from csd_optim.distributed.sharding import rows_of
+from csd_optim.params.manifest import first_difference
+from csd_optim.store.check import check_origin
+from csd_optim.store.file import StoreFile
+from csd_optim.store.format import FILE_NAME, read_contents
+from csd_optim.store.recovery import RanksStore, common_commits, last_round
+
+pytestmark = [pytest.mark.at_hand("reshard reads and makes the stores"), pytest.mark.fp32_states("names its codecs")]
+
+TILE = 1024
+DENSE = {"weight": (43, 37), "rows": (130,), "one": (1, 7), "late": (12, 30), "waiting": (9, 5)}
+KINDS = {  # FSDP2 shards contiguous parameters of one dtype only
+    "fsdp2": DENSE,
+    "any": {**DENSE, "columns": (70, 33), "bits16": (37, 40), "phase": (7, 3), "scalar": (), "empty": (0, 3)},
+    "groups": {"weight": (12, 64), "rows": (6, 4, 32), "vector": (256,)},  # 8-bit: 2, 3 and 4 ranks have whole groups
+    "odd": {"weight": (12, 64), "odd": (13, 37)},
+    "large": {"weight": (90, 50), "columns": (70, 60), "small": (5,)},  # Top-K divides no small ones
+    "tiny": {"weight": (12, 64), "small": (3,)},
+}
+RULES = {
+    "AdamW": (CSDAdam, {}),
+    "amsgrad": (CSDAdam, {"amsgrad": True}),
+    "8bit": (CSDAdam, {"state_dtype": "8bit"}),
+    "Top-K": (CSDAdam, {"topk": 0.1}),
+    "SGD": (CSDSGD, {"momentum": 0.9}),
+    "Adagrad": (CSDAdagrad, {}),
+    "RMSprop": (CSDRMSprop, {"centered": True}),
+    "Lion": (CSDLion, {}),
+}
+
+
+# ---- trainings -----------------------------------------------------------------------
+
+
+class DividedTraining:
+    """A rank's training: `division` says how parameters are divided over `size` ranks, `rule` is a key of RULES."""
+
+    def __init__(self, kind, division, rank=0, size=1, devices="ram:", rule="AdamW", **options):
+        self.rank, self.size, self.division = rank, size, division
+        self.model = torch.nn.ParameterDict()
+        for name, shape in KINDS[kind].items():
+            value = _noise(shape, name)
+            if name == "columns":
+                value = _noise(shape[::-1], name).t()
+            self.model[name] = value.to({"bits16": torch.bfloat16, "phase": torch.complex64}.get(name, torch.float32))
+        if division == "fsdp2":
+            fully_shard(self.model)
+        elif division == "columns":
+            for name in self.model:
+                mesh = dist.device_mesh.init_device_mesh("cpu", (size,))
+                self.model[name] = torch.nn.Parameter(distribute_tensor(self.model[name].detach(), mesh, [Shard(1)]))
+        class_, own = RULES[rule]
+        options = {"tile_size": TILE, "sharded": division != "none", **own, **options}
+        self.opt = class_(self.model.named_parameters(), lr=0.01, devices=devices, **options)
+        self.done = self.opt.committed_step if self.opt.state else 0
+
+    def until(self, step):
+        while self.done < step:
+            for name, p in self.model.items():
+                if name == "waiting" or (name == "late" and self.done < 2):
+                    continue
+                grad = _noise(p.shape, f"{name} {self.done}").to(p.dtype)
+                p.grad = distribute_tensor(grad, p.device_mesh, p.placements) if isinstance(p, DTensor) else grad
+            self.opt.user_state = {"rank": self.rank}
+            self.opt.step()
+            self.done += 1
+        return self
+
+    def image(self):
+        """This rank's part of all states, its parameters, and their `step`."""
+        found = {}
+        for name, p in self.model.items():
+            for key, value in {"itself": p.detach(), **self.opt.state.get(p, {})}.items():
+                value = value.to_local() if isinstance(value, DTensor) else value
+                own = key == "itself" and self.division == "ddp" and p.dim()
+                found[name, key] = self._rows(value, p).clone() if own else value.clone()
+        return found
+
+    def of_twin(self, image):
+        """This rank's part of what a training alone has."""
+        divided = self.division != "none"
+        return {
+            (name, key): self._rows(value, value) if divided and value.dim() and key != "step" else value
+            for (name, key), value in image.items()
+        }
+
+    def _rows(self, value, p):
+        return value.narrow(0, *rows_of(p.shape[0], self.size, self.rank))
+
+
+def _noise(shape, name):
+    seed = torch.Generator().manual_seed(sum(ord(c) * 31**i for i, c in enumerate(name)) % 2**31)
+    return torch.randn(shape, generator=seed)
+
+
+@functools.cache
+def twin(kind, step, rule="AdamW"):
+    training = DividedTraining(kind, "alone", rule=rule)
+    return training.until(step).image()
+
+
+def places(run, rank, n=1):
+    return [f"{run}-{rank}-{d}" for d in range(n)]
+
+
+def names(run, size, n=1):
+    """The directories of all ranks."""
+    return [place for rank in range(size) for place in places(run, rank, n)]
+
+
+def to(run, n=1):
+    return [f"{run}-{{rank}}-{d}" for d in range(n)]
+
+
+def begins(rank, size, kind, division, run, step, n, rule="AdamW", options=None):
+    training = DividedTraining(kind, division, rank, size, places(run, rank, n), rule, **(options or {}))
+    training.until(step).opt.synchronize()
+    training.opt.close()
+
+
+def goes_on(rank, size, kind, division, run, n, rule, twins):
+    """Resumes, compares with a training alone, and does so again after more steps. `twins`: its images, by step."""
+    training = DividedTraining(kind, division, rank, size, places(run, rank, n), rule, resume=True)
+    with training.opt as opt:
+        assert opt.committed_step == training.done == min(twins)
+        for last, image in twins.items():
+            training.until(last)
+            assert_same(training.image(), training.of_twin(image))
+        opt.synchronize()
+        return opt.user_state["rank"]
+
+
+def on(size, function, *arguments, directory):
+    if size > 1:
+        return on_living_ranks(size, function, size, *arguments, directory=directory)
+    with _chdir(directory):
+        return [function(0, 1, *arguments)]
+
+
+@contextlib.contextmanager
+def _chdir(directory):
+    before = os.getcwd()
+    os.chdir(directory)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def resumed(size, kind, division, run, step, n=1, rule="AdamW", *, directory):
+    """Resume, and compare: see goes_on()."""
+    twins = {last: twin(kind, last, rule) for last in (step, step + 2)}
+    return on(size, goes_on, kind, division, run, n, rule, twins, directory=directory)
+
+
+def files(directory, run):
+    return {path.name: (path / FILE_NAME).read_bytes() for path in sorted(directory.glob(f"{run}-*"))}
+
+
+def exported(directory, run, size, n=1):
+    [out] = export_torch([directory / name for name in names(run, size, n)], directory / f"{run}.pt")
+    found = torch.load(out)
+    del found["csd_optim"]["user_state"]
+    for p in found["csd_optim"]["params"]:
+        del p["stride"]  # of ranks' stores, an export is in index order
+    return found
+
+
+# ---- exact, whatever the numbers -----------------------------------------------------
+
+CHANGES = {
+    "DDP 3 to 2": ("any", ("ddp", 3, 1), ("ddp", 2, 1), None),
+    "DDP 2 to 3, with other devices": ("any", ("ddp", 2, 2), ("ddp", 3, 1), None),
+    "FSDP2 2 to 3": ("fsdp2", ("fsdp2", 2, 1), ("fsdp2", 3, 2), None),
+    "FSDP2 3 to DDP 2": ("fsdp2", ("fsdp2", 3, 1), ("ddp", 2, 1), "ddp"),
+    "DDP 2 to FSDP2 3": ("fsdp2", ("ddp", 2, 1), ("fsdp2", 3, 1), None),
+    "one to 3": ("any", ("alone", 1, 2), ("ddp", 3, 1), None),
+    "2 to one": ("any", ("ddp", 2, 1), ("alone", 1, 3), None),
+    "one to replicas": ("any", ("alone", 1, 1), ("none", 2, 1), "none"),
+    "replicas to 3": ("any", ("none", 2, 1), ("none", 3, 1), None),
+    "replicas to rows": ("any", ("none", 2, 1), ("ddp", 3, 1), "fsdp2"),
+    "the same number": ("any", ("ddp", 2, 1), ("ddp", 2, 2), None),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_goes_on_to_the_bit(change, tmp_path):
+    kind, (division, size, n), (now, new_size, m), sharding = CHANGES[change]
+    on(size, begins, kind, division, "old", 3, n, directory=tmp_path)
+    before = files(tmp_path, "old")
+    with _chdir(tmp_path):
+        said = reshard(names("old", size, n), to("new", m), new_size, sharding=sharding, tile_elems=2048)
+    assert (said["step"], said["ranks"], said["of_ranks"], said["made_before"]) == (3, new_size, size, False)
+    assert said["user_states_differ"] == (size > 1 and size != new_size)
+    assert files(tmp_path, "old") == before
+    assert not any(v.damage or v.unchecked for v in verify([tmp_path / name for name in names("new", new_size, m)]))
+    new = read_contents(tmp_path / "new-0-0")
+    old = read_contents(tmp_path / "old-0-0").superblock
+    assert new.origin == {
+        **{"store_id": old.store_id.hex(), "round": old.round, "step": 3, "world_size": size},
+        "sequences": [read_contents(tmp_path / f"old-{rank}-0").superblock.sequence for rank in range(size)],
+    }
+    assert (new.superblock.sequence, "origin" in new.manifest["features"]) == (1, True)
+    if division != "fsdp2":
+        assert_same(exported(tmp_path, "new", new_size, m), exported(tmp_path, "old", size, n))
+    users = resumed(new_size, kind, now, "new", 3, m, directory=tmp_path)
+    assert len(users) == new_size
+    assert read_contents(tmp_path / "new-0-0").origin == new.origin  # parameters that join leave it there
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule not in ("AdamW", "8bit", "Top-K")])
+def test_states_of_every_rule(rule, tmp_path):
+    on(2, begins, "any", "ddp", "old", 3, 1, rule, directory=tmp_path)
+    with _chdir(tmp_path):
+        reshard(names("old", 2), to("new"), 3)
+    resumed(3, "any", "ddp", "new", 3, 1, rule, directory=tmp_path)
+
+
+def test_there_and_back(tmp_path, run):
+    """By the command line: 2 ranks, a process on its own, 3 ranks, with training in between."""
+    on(2, begins, "any", "ddp", "old", 2, 1, directory=tmp_path)
+    old = [tmp_path / name for name in names("old", 2)]
+    code, out, err = run("reshard", *old, "--ranks", 1, "--to", tmp_path / "one-0-0")
+    assert (code, err) == (0, "")
+    assert out.startswith("step 2, ")
+    assert "of 2 ranks on 1 rank; continue with resume=True\nuser_state differs between the old ranks" in out
+    resumed(1, "any", "alone", "one", 2, 1, directory=tmp_path)
+    devices = [f"{tmp_path}/many-{{rank}}-0,{tmp_path}/many-{{rank}}-1"]
+    code, out, err = run("reshard", tmp_path / "one-0-0", "--ranks", 3, "--to", *devices, "--tile-size", 4096, "--json")
+    assert (code, err) == (0, "")
+    said = json.loads(out)
+    assert (said["schema"], said["step"], said["ranks"], len(said["devices"])) == ("csd_optim.reshard/1", 4, 3, 3)
+    assert read_contents(tmp_path / "many-2-1").manifest["extents"][0]["tile_elems"] == 4096
+    resumed(3, "any", "ddp", "many", 4, 2, directory=tmp_path)
+
+
+def test_residuals(tmp_path):
+    """They keep their bits, though Top-K then selects in other tiles."""
+    on(3, begins, "large", "ddp", "old", 3, 1, "Top-K", directory=tmp_path)
+    with _chdir(tmp_path):
+        reshard(names("old", 3), to("new", 2), 2)
+    old, new = exported(tmp_path, "old", 3), exported(tmp_path, "new", 2, 2)
+    assert [bool(state["residual"].any()) for state in old["state"].values() if "residual" in state] == [True, True]
+    assert_same(new, old)
+    assert not any(v.damage for v in verify([tmp_path / name for name in names("new", 2, 2)]))
+
+
+def test_the_steps_that_all_ranks_have(tmp_path):
+    """One rank was restored from the round before."""
+    on(2, begins, "any", "ddp", "old", 3, 1, directory=tmp_path)
+    file = tmp_path / "old-1-0" / FILE_NAME
+    shutil.copy(file, tmp_path / "newest")
+    resumed(2, "any", "ddp", "old", 3, directory=tmp_path)
+    shutil.copy(tmp_path / "newest", file)
+    with _chdir(tmp_path), pytest.raises(CSDStoreError, match=r"no step in common \(rank 0: \[5.*rank 1: \[3"):
+        reshard(names("old", 2), to("new"), 3)
+    assert not [*tmp_path.glob("new-*")]
+
+
+# ---- 8 bits --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "new_size"), [(2, 3), (1, 2), (4, 1)])
+def test_codes_that_line_up(size, new_size, tmp_path):
+    if size == 4:  # made here, as four processes are not worth it
+        on(1, begins, "groups", "alone", "first", 3, 1, "8bit", directory=tmp_path)
+        with _chdir(tmp_path):
+            reshard(names("first", 1), to("old"), 4)
+    else:
+        on(size, begins, "groups", "ddp" if size > 1 else "alone", "old", 3, 1, "8bit", directory=tmp_path)
+    with _chdir(tmp_path):
+        if (size, new_size) == (2, 3):  # 256 elements in three parts are no whole groups
+            with pytest.raises(CSDStoreError, match="8bit states of vector would have to be encoded anew"):
+                reshard(names("old", size), to("new"), new_size)
+            new_size = 4
+        reshard(names("old", size), to("new", 2), new_size, tile_elems=4096)
+    assert not any(v.damage or v.unchecked for v in verify([tmp_path / name for name in names("new", new_size, 2)]))
+    assert_same(exported(tmp_path, "new", new_size, 2), exported(tmp_path, "old", size))
+    if new_size < 3:
+        division = "ddp" if new_size > 1 else "alone"
+        resumed(new_size, "groups", division, "new", 3, 2, "8bit", directory=tmp_path)
+
+
+def test_codes_that_do_not_line_up(tmp_path):
+    on(2, begins, "odd", "ddp", "old", 1, 1, "8bit", directory=tmp_path)
+    with _chdir(tmp_path):
+        with pytest.raises(CSDStoreError, match=r"8bit states of odd would have to be encoded anew.*export and import"):
+            reshard(names("old", 2), to("new"), 3)
+        assert not [*tmp_path.glob("new-*")]
+        reshard(names("old", 2), to("new", 2), 2)  # nothing moves within a parameter
+    assert_same(exported(tmp_path, "new", 2, 2), exported(tmp_path, "old", 2))
+
+
+# ---- parts ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [1, 0, 2], [2, 1, 0]])
+@pytest.mark.parametrize("scale", [1, 2])
+def test_shared_elements(order, scale):
+    """Of any two parts, and any range, against NumPy's indices."""
+    shape = [7, 3, 2]
+    numbers = np.arange(scale * 42).reshape(*shape, scale)
+    whole = Whole(shape, order, scale)
+    rng = np.random.default_rng(0)
+    for size, new_size in [(1, 3), (2, 3), (3, 2), (4, 4), (9, 2), (5, 1)]:
+        for rank, new_rank in np.ndindex(size, new_size):
+            parts = []
+            for k, n in ((rank, size), (new_rank, new_size)):
+                first, rows = rows_of(7, n, k)
+                in_memory = numbers[first : first + rows].transpose([*order, 3]).reshape(-1)
+                parts.append((whole.of_rank(k, n, divided=True), in_memory))
+            (old, here), (new, there) = parts
+            assert (old.numel, new.numel) == (len(here), len(there))
+            first = int(rng.integers(0, old.numel + 1))
+            n = int(rng.integers(0, old.numel - first + 1))
+            found = {}
+            for at, to_, count in old.shared(new, first, n):
+                assert first <= at
+                assert at + count <= first + n
+                assert (here[at : at + count] == there[to_ : to_ + count]).all()
+                found |= dict.fromkeys(range(at, at + count))
+            assert [*found] == [i for i in range(first, first + n) if here[i] in there]
+
+
+def entry(shape, whole, first):
+    return {"name": "p", "shape": shape, "of": {"shape": whole, "first": first}}
+
+
+@pytest.mark.parametrize(
+    "p",
+    [
+        entry([4, 5], [8, 5], [4, 0]),  # HSDP: rank 1 of 2 x 2 has a quarter from elsewhere, or with sharded=False half
+        entry([2, 5], [8, 5], [4, 0]),
+        entry([8, 2], [8, 5], [0, 2]),  # tensor parallelism
+        entry([8, 5], [8, 5], [0, 0]),  # Replicate()
+        entry([], [], []),
+    ],
+)
+def test_parts_that_are_no_rows(p):
+    with pytest.raises(CSDStoreError, match="p is divided otherwise than DDP and FSDP2 divide rows: rank 1 of 4"):
+        check_divided(p, 1, 4, "store")
+    check_divided(entry([2, 5], [8, 5], [2, 0]), 1, 4, "store")
+    check_divided(entry([0, 5], [1, 5], [7, 0]), 1, 4, "store")
+
+
+def test_tensor_parallelism(tmp_path):
+    on(2, begins, "odd", "columns", "old", 1, 1, directory=tmp_path)
+    with _chdir(tmp_path), pytest.raises(CSDStoreError, match="weight is divided otherwise than DDP and FSDP2"):
+        reshard(names("old", 2), to("new"), 3)
+
+
+# ---- what is refused -----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """Stores of 2 ranks. To be copied, not changed."""
+    directory = tmp_path_factory.mktemp("two")
+    on(1, begins, "any", "alone", "one", 3, 1, directory=directory)
+    with _chdir(directory):
+        reshard(names("one", 1), to("old"), 2, tile_elems=TILE)
+    return directory
+
+
+@pytest.fixture
+def old(two, tmp_path, monkeypatch):
+    """The names of 2 ranks' stores in the current directory."""
+    for name in names("old", 2):
+        shutil.copytree(two / name, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    return names("old", 2)
+
+
+def refused(old, message, *, error=CSDStoreError, ranks=3, new=None, **options):
+    before = files(_here(), "old")
+    with pytest.raises(error, match=message):
+        reshard(old, new or to("new"), ranks, **options)
+    assert files(_here(), "old") == before
+
+
+def _here():
+    return Path.cwd()
+
+
+def nothing_new():
+    return not [*_here().glob("new-*/*")]
+
+
+def test_wrong_stores(old, two):
+    refused(old[:1], "the store of rank 0 of 2: name those of all ranks")
+    refused([*old, old[1]], "named twice", error=CSDValueError)
+    shutil.copytree(old[1], "twice")
+    refused([*old, "twice"], "name all 1 of them, each once, not 2")
+    refused([], "Invalid devices", error=CSDValueError)
+    refused([old[0], "gone"], "there is no store in", error=CSDOSError)
+    with _chdir(_here()):
+        reshard([two / "one-0-0"], to("foreign"), 2)
+    refused([old[0], "foreign-1-0"], "is of another run than rank 0's")
+    assert nothing_new()
+
+
+def test_a_store_in_use(old):
+    store = StoreFile(_here() / old[1], durable=True, mode="resume")
+    try:
+        refused(old, "is in use", error=CSDBusyError)
+    finally:
+        store.close()
+
+
+def test_a_damaged_tile(old):
+    flip(_here() / old[1], "exp_avg")
+    refused(old, "old-1-0.*exp_avg of tile 0 is damaged: elements 0 to .* of weight")
+    assert nothing_new()
+    (_here() / old[0] / FILE_NAME).write_bytes(b"nothing")
+    refused(old, "no csd_optim store")
+
+
+def test_wrong_names(old):
+    refused(old, "named for rank 0 and rank 1; write {rank}", error=CSDValueError, new=["new"])
+    refused(old, "'ram:|ram: keeps nothing", error=CSDValueError, new=["ram:"])
+    refused(old, "is one of the old stores", error=CSDValueError, ranks=2, new=["old-{rank}-0"])
+    refused(old, "there is no directory", error=CSDOSError, new=["not/there-{rank}"])
+    refused(old, "Invalid sharding: 'tensor'", error=CSDValueError, sharding="tensor")
+    refused(old, "Invalid ranks: 0", error=CSDValueError, ranks=0)
+    assert nothing_new()
+
+
+def test_targets_that_exist(old):
+    shutil.copytree(old[0], "new-1-0")
+    before = files(_here(), "new")
+    refused(old, "new-1-0.*holds a store of step 3, and nothing is overwritten", error=CSDStoreExistsError)
+    assert files(_here(), "new") == before
+    (_here() / "new-1-0" / FILE_NAME).write_bytes(b"a letter to my mother")
+    refused(old, "is no csd_optim store; move it away|no csd_optim store", error=CSDError)
+    assert (_here() / "new-1-0" / FILE_NAME).read_bytes() == b"a letter to my mother"
+    shutil.rmtree("new-1-0")
+    (_here() / "new-1-0").write_text("a file")
+    refused(old, "new-1-0 is a file; a device is a directory", error=CSDOSError)
+
+
+def test_no_room(old):
+    def full(statvfs, path):
+        return os.statvfs_result((4096, 4096, 10, 2, 2, 9, 9, 9, 0, 255))
+
+    with replaced(os, "statvfs", full):
+        refused(old, "no room in .*0.00 GB are free", error=CSDOSError)
+    assert nothing_new()
+
+
+def own_parameters(rank):
+    with CSDAdam([torch.nn.Parameter(torch.full((50, 20), rank + 1.0))], devices="old-{rank}-0", sharded=False) as opt:
+        opt.param_groups[0]["params"][0].grad = torch.ones(50, 20)
+        opt.step()
+        opt.synchronize()
+
+
+def test_ranks_that_have_parts_of_one_model(tmp_path, monkeypatch):
+    """With sharded=False: their states may have the same names and shapes."""
+    monkeypatch.chdir(tmp_path)
+    on_living_ranks(2, own_parameters, directory=tmp_path)
+    refused(names("old", 2), "rank 1 has other states than rank 0")
+
+
+def flat_parameters(rank):
+    model = FullyShardedDataParallel(torch.nn.Linear(20, 30), device_id=torch.device("cpu"))
+    with CSDAdam(model.parameters(), devices="old-{rank}-0") as opt:
+        model(torch.ones(2, 20)).sum().backward()
+        opt.step()
+        opt.synchronize()
+
+
+def test_flat_parameters(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    on_living_ranks(2, flat_parameters, directory=tmp_path)
+    refused(names("old", 2), "is a shard of FSDP1, which alone can put it together")
+
+
+def test_parts_of_equal_shapes(old):
+    """A resume compares where a part begins: FSDP2's and HSDP's may have the same shape."""
+
+    class Part:
+        def __init__(self, first):
+            self.first = first
+
+        def of(self, p):
+            return p[:2]
+
+        def manifest_fields(self):
+            return {"of": {"shape": [8, 5], "first": [self.first, 0]}}
+
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(8, 5))]}]
+    entry = {"name": "0.0", "group": 0, "position": 0, "shape": [2, 5], "dtype": "float32", **Part(2).manifest_fields()}
+    stored = {"params": [entry], "waiting": []}
+    assert first_difference(stored, groups, lambda _: Part(2)) is None
+    assert "from [2, 0] on there, and of [8, 5] from [4, 0] on here" in first_difference(
+        stored, groups, lambda _: Part(4)
+    )
+
+
+def test_older_versions_refuse(old, monkeypatch):
+    known = csd_optim.store.format.FEATURES - {"origin"}
+    monkeypatch.setattr("csd_optim.store.format.FEATURES", known)
+    with pytest.raises(CSDStoreError, match="it has origin, which this csd_optim does not know"):
+        read_contents(_here() / old[0])
+
+
+ORIGIN = {"store_id": "0" * 32, "round": 1, "step": 1, "world_size": 2, "sequences": [4, 5]}
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        None,
+        {},
+        *({**ORIGIN, **wrong} for wrong in ({"store_id": "0" * 31}, {"step": -1}, {"more": 1}, {"sequences": [4]})),
+    ],
+)
+def test_impossible_origins(origin):
+    with pytest.raises(CSDStoreError, match="the origin"):
+        check_origin(origin)
+
+
+# ---- kills ---------------------------------------------------------------------------
+
+
+def dies(directory, at):
+    """Reshards, and is killed before the `at`-th call that writes, flushes, or makes or removes a name."""
+    os.chdir(directory)
+    left = at
+
+    def counted(call, *arguments, **named):
+        nonlocal left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*arguments, **named)
+
+    for name in ("pwrite", "fdatasync", "fsync", "posix_fallocate", "ftruncate", "replace", "mkdir", "unlink"):
+        setattr(os, name, functools.partial(counted, getattr(os, name)))
+    reshard(names("old", 1), to("new", 2), 2)
+
+
+def found(run, size, n):
+    """What ranks that resume find: "nothing", "all", or the error."""
+    summaries = []
+    with contextlib.ExitStack() as stack:
+        try:
+            for rank in range(size):
+                stores = []
+                for place in places(run, rank, n):
+                    if (_here() / place / FILE_NAME).exists():
+                        stores.append(StoreFile(_here() / place, durable=True, mode="read"))
+                        stack.callback(stores[-1].close)
+                some = any(store.recovered for store in stores)
+                if some and len(stores) < n:
+                    return "some"
+                summaries.append(RanksStore.of(common_commits(stores)) if some else None)
+            return "nothing" if last_round(summaries) is None else "all"
+        except CSDStoreError as e:
+            return str(e)
+
+
+def test_killed_at_every_write(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    on(1, begins, "tiny", "alone", "old", 3, 1, directory=tmp_path)
+    old, before, want = names("old", 1), files(_here(), "old"), exported(_here(), "old", 1)
+    outcomes = []
+    at = 1
+    while True:
+        child = process(dies, os.getcwd(), at)
+        child.join()
+        outcomes.append(found("new", 2, 2))
+        assert files(_here(), "old") == before
+        if child.exitcode == 0:
+            break
+        assert child.exitcode == -signal.SIGKILL
+        made_before = reshard(old, to("new", 2), 2)["made_before"]
+        assert made_before == (outcomes[-1] == "all")
+        assert found("new", 2, 2) == "all"
+        assert_same(exported(_here(), "new", 2, 2), want)
+        (_here() / "new.pt").unlink()
+        for place in names("new", 2, 2):
+            shutil.rmtree(place)
+        at += 1 if outcomes[-1] != "nothing" else 3  # until the first commit one call is like another
+    assert outcomes[-1] == "all"
+    kinds = {outcome if len(outcome) < 10 else "error" for outcome in outcomes}
+    assert kinds == {"nothing", "error", "all"}
+    errors = [outcome for outcome in outcomes if len(outcome) > 10]
+    assert all("csd-optim reshard was stopped" in e and "Run it again" in e and "rank" in e for e in errors)
+    assert outcomes == sorted(outcomes, key=lambda o: {"nothing": 0, "all": 2}.get(o, 1))
+
+
+def resumes(rank, size):
+    with pytest.raises(CSDError) as caught:
+        DividedTraining("any", "ddp", rank, size, places("new", rank), resume=True)
+    return str(caught.value)
+
+
+def test_ranks_do_not_begin_anew_beside_a_store_that_was_made(old):
+    reshard(old, to("new"), 2)
+    shutil.rmtree("new-1-0")
+    for text in on(2, resumes, directory=_here()):
+        assert "no store on rank 1, but rank 0 has" in text
+        assert "csd-optim reshard was stopped before all new stores were there. Run it again" in text
+    assert not reshard(old, to("new"), 2)["made_before"]
+    assert reshard(old, to("new"), 2)["made_before"]
+    resumed(2, "any", "ddp", "new", 3, 1, directory=_here())
+    refused(old, "holds a store of step 5, and nothing is overwritten", error=CSDStoreExistsError, ranks=2)
+
+
+def test_devices_do_not_begin_anew(old):
+    reshard(old, to("new", 2), 1)
+    shutil.rmtree("new-0-1")
+    with pytest.raises(CSDStoreError, match=r"holds no store, but .* does: csd-optim reshard was stopped"):
+        DividedTraining("any", "alone", devices=places("new", 0, 2), resume=True)
+
+
+def test_a_disk_that_fails_while_it_is_written(old):
+    """Nothing of the new stores is left."""
+    calls = 0
+
+    def fails(publish, store, staged, copy):
+        nonlocal calls
+        calls += 1
+        raise CSDOSError(5, "the disk is broken")
+
+    with replaced(StoreFile, "publish", fails):
+        refused(old, "the disk is broken", error=CSDOSError)
+    assert calls == 1
+    assert nothing_new()
