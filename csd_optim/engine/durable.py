@@ -42,6 +42,7 @@ class DurableCommitter(Committer):
     """
 
     uncommitted: bool
+    committed_steps: np.ndarray[Any, Any]
 
     def __init__(self, states: States, devices: OpenDevices, ranks: Ranks | RanksElsewhere | None) -> None:
         """`devices`: those of the states, with their stores."""

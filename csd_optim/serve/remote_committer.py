@@ -31,6 +31,7 @@ class RemoteCommitter(Committer):
     """See Committer. The record of a step leaves with the message that completes it, so commit() has little to do."""
 
     uncommitted = False
+    committed_steps: np.ndarray[Any, Any]
 
     def __init__(self, states: States, native: RemoteNative, link: Link, ranks: Ranks | None) -> None:
         super().__init__(states)
