@@ -304,9 +304,8 @@ def check_others(specs: Sequence[DeviceSpec], trainers: int) -> None:
         # An engine without states has an empty file.
         if found := next((path for path in others if _size_of(path / FILE_NAME)), None):
             raise CSDStoreError(
-                f"the optimizer ranks have states in {found} of another number of trainers than "
-                f"{trainers}: start as many as before, or combine them with csd-optim export, and begin in "
-                "other directories"
+                f"the optimizer ranks have states in {found} of another number of trainers than {trainers}: start as "
+                f"many as before, or make stores of {trainers} with csd-optim reshard, and move the others away"
             )
 
 
