@@ -211,6 +211,7 @@ def test_what_is_copied_is_not_overwritten_by_edits_either(tmp_path, slow):
     opt.close()
 
 
+@pytest.mark.here("the owner copies")
 def test_close_waits_for_a_copy(tmp_path, slow):
     _, opt = make(tmp_path / "a", 1)
     future = opt.save(tmp_path / "snap", wait=False)
@@ -224,6 +225,7 @@ def test_close_waits_for_a_copy(tmp_path, slow):
     assert (tmp_path / "snap").exists()
 
 
+@pytest.mark.here("the owner copies")
 def test_a_copy_rests_while_a_step_is_under_way(tmp_path, monkeypatch):
     params, opt = make(tmp_path / "a", 1)
     copied, read, finish = [], tiles._read, Native.finish
@@ -258,6 +260,7 @@ def test_a_copy_rests_while_a_step_is_under_way(tmp_path, monkeypatch):
     assert len(copied) == n
 
 
+@pytest.mark.here("the owner copies")
 def test_interrupted_save_leaves_nothing(tmp_path, slow, monkeypatch):
     _, opt = make(tmp_path / "a", 1)
     monkeypatch.setattr(checkpoint.Saving, "wait", interrupted(checkpoint.Saving.wait, slow))
@@ -286,6 +289,7 @@ def interrupted(wait, slow):
     return interrupt
 
 
+@pytest.mark.here("the owner copies")
 def test_two_snapshots_at_a_time(tmp_path, slow):
     params, opt = make(tmp_path / "a", 1)
     before = state_of(opt, params)
@@ -318,6 +322,7 @@ def reflinks(monkeypatch):
     return made
 
 
+@pytest.mark.here("the owner copies")
 def test_reflinks_hold_up_nothing(tmp_path, reflinks, monkeypatch):
     params, opt = make(tmp_path / "a", 2)
     monkeypatch.setattr(checkpoint, "each_tile", lambda held, *_, **__: pytest.fail("copies") if held else None)
@@ -360,6 +365,7 @@ def test_copy_takes_half_the_room(tmp_path):
     assert 12 << 20 <= 512 * b.st_blocks < 13 << 20 < 24 << 20 <= 512 * a.st_blocks
 
 
+@pytest.mark.here("the owner copies")
 @pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("call", ["pwrite", "fsync", "ioctl"])
 def test_failing_copy_leaves_nothing(tmp_path, monkeypatch, call, wait):
@@ -404,6 +410,7 @@ def test_no_room_is_seen_before(tmp_path, monkeypatch):
     opt.close()
 
 
+@pytest.mark.here("the owner copies")
 def test_save_overwrites_nothing(tmp_path):
     _, opt = make(tmp_path / "a", 1)
     (tmp_path / "file").write_text("mine")

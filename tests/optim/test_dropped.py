@@ -130,6 +130,7 @@ def test_edits_survive_a_step_that_was_undone(tmp_path, monkeypatch, what, then)
         assert ((b if what == "parameter" else opt.state[b]["exp_avg"]) == 7).all()
 
 
+@pytest.mark.here("what fails is at the owner")
 def test_a_resume_that_fails_half_way(tmp_path, monkeypatch):
     [device] = named_devices(tmp_path, 1)
 
@@ -153,6 +154,7 @@ def test_a_resume_that_fails_half_way(tmp_path, monkeypatch):
     assert made == closed
 
 
+@pytest.mark.here("what fails is at the owner")
 def test_a_join_that_fails_half_way(tmp_path, monkeypatch):
     [device] = named_devices(tmp_path, 1)
 

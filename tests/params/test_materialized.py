@@ -97,6 +97,7 @@ def test_state_that_stays_in_files_or_is_small(any_size, tmp_path, monkeypatch):
         opt.load_state_dict(torch.load("state.pt"))
 
 
+@pytest.mark.here("saves at a relative path")
 @pytest.mark.parametrize("use", [step, lambda opt: opt.save("saved")], ids=["step", "save"])
 def test_state_that_was_replaced(any_size, tmp_path, use):
     opt = after_a_step(devices=named_devices(tmp_path, 1))
