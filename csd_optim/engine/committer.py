@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..distributed.ranks import Ranks, RanksElsewhere
 from ..errors import CSDWarning, users_stacklevel
 from ..store.format import Record
 from ..store.layout import Extent
@@ -157,6 +158,16 @@ class Committer:
         """Whether a `step` count differs from the last commit's, which is 0 for parameters that joined since."""
         steps, committed = self.states.all_steps(), self.committed_steps
         return not np.array_equal(steps[: len(committed)], committed) or bool(steps[len(committed) :].any())
+
+    def meet_at_highest_step(self, ranks: Ranks | RanksElsewhere | None) -> bool:
+        """Continue from the highest step of all ranks: some may have parameters that have made more steps.
+
+        Returns whether any rank has parameters. A collective.
+        """
+        own = self.states.step, self.states.tiles.n_params
+        of_ranks = ranks.gather(*own) if ranks else [own]
+        self.states.step = max((step for step, n in of_ranks if n), default=self.states.step)
+        return any(n for _, n in of_ranks)
 
     def warn_of_loss(self, reason: str) -> None:
         """Warn that the engine is closed without what was written to states since the last step."""

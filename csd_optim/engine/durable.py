@@ -278,11 +278,7 @@ class DurableCommitter(Committer):
         try:
             with self.all_ranks_or_none():
                 yield
-            own = states.step, states.tiles.n_params
-            of_ranks = self.ranks.gather(*own) if self.ranks else [own]
-            # Continue from the highest step of all ranks: parameters on one rank may have made more steps than others.
-            states.step = max((step for step, n in of_ranks if n), default=states.step)
-            if any(n for _, n in of_ranks):
+            if self.meet_at_highest_step(self.ranks):
                 with self.all_ranks_or_none():
                     self.flush()
                 self.wait()

@@ -126,7 +126,6 @@ class Ownership:
         self.close(commit=mode in ("resume", "attach") and not self.in_doubt)
         opened_as: Any = "resume" if mode == "attach" else mode
         self.rule, self._model = None, ""
-        check_others(self._devices, self.trainers)
         if self._ranks:
             for spec in self._specs:
                 _make_directory(spec)

@@ -155,10 +155,7 @@ class RemoteCommitter(Committer):
         try:
             with self.all_ranks_or_none():
                 yield
-            mine = self.states.step, self.states.tiles.n_params
-            of_ranks = self._ranks.gather(*mine) if self._ranks else [mine]
-            self.states.step = max((of_rank for of_rank, n in of_ranks if n), default=self.states.step)
-            if any(n for _, n in of_ranks):
+            if self.meet_at_highest_step(self._ranks):
                 with self.all_ranks_or_none():
                     self._load(record)
                 self.wait()
@@ -234,7 +231,7 @@ class RemoteCommitter(Committer):
 def _bytes_of(record: Record) -> int:
     """Return the size of a record. Raises CSDValueError if it cannot be sent, before a step begins."""
     try:
-        json.dumps(parts_of(record)[0], allow_nan=False)
+        head = json.dumps(parts_of(record)[0], allow_nan=False)  # as Record.head() has it, after its length
     except (TypeError, ValueError) as e:
         raise CSDValueError(f"hyperparameters of some group cannot be kept by optimizer ranks: {e}") from None
-    return len(record.head()) + len(record.user_state)
+    return 4 + len(head) + len(record.user_state)
