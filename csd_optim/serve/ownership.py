@@ -122,7 +122,10 @@ class Ownership:
         if mode == "attach" and self._engine and not self.in_doubt:
             return
         if mode == "attach" and self.trainers > 1:  # others may have steps that this one has lost
-            raise CSDRankError("the optimizer ranks have been restarted: start all trainers again with resume=True")
+            raise CSDRankError(
+                "the optimizer ranks have been restarted, or go back to what they had committed: start all trainers "
+                "again with resume=True"
+            )
         self.close(commit=mode in ("resume", "attach") and not self.in_doubt)
         opened_as: Any = "resume" if mode == "attach" else mode
         self.rule, self._model = None, ""
