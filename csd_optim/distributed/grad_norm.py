@@ -17,14 +17,17 @@ def global_norm(params: Iterable[tuple[torch.Tensor, Partition]]) -> float:
 
     A collective of the process groups over which the parameters are divided.
     """
-    return norm_of((None if p.grad is None else part.local(p.grad), part) for p, part in params)
+    return norm_of((None if p.grad is None else part.local(p.grad), part.groups()) for p, part in params)
 
 
-def norm_of(grads: Iterable[tuple[torch.Tensor | None, Partition]]) -> float:
-    """Return the same norm from this process's part of each gradient (None: it has no gradient)."""
+def norm_of(grads: Iterable[tuple[torch.Tensor | None, tuple[Any, ...]]]) -> float:
+    """Return the same norm from this process's part of each gradient (None: it has no gradient).
+
+    With each: the process groups over which the squares of such parts add up, in order; see Partition.groups().
+    """
     norms: dict[tuple[Any, ...], list[torch.Tensor]] = {}
-    for g, part in grads:
-        of_groups = norms.setdefault(part.groups(), [])
+    for g, groups in grads:
+        of_groups = norms.setdefault(groups, [])
         if g is not None:
             of_groups.append(torch.linalg.vector_norm(g, dtype=torch.complex64 if g.is_complex() else torch.float32))
     totals = [_over_groups(groups, _combine(of_groups)) for groups, of_groups in norms.items()]

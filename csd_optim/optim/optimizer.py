@@ -26,7 +26,6 @@ from ..params.manifest import digest_of_groups
 from ..params.memory_warnings import COPIED, warn_if_large
 from ..params.state_map import StateMap
 from ..params.update_rule import UpdateRule
-from ..serve.early import mean_of
 from ..serve.trainer import address_of, served
 from ..serve.wire import Address
 from ..signals import defer_signals
@@ -221,6 +220,8 @@ class CSDOptimizer(StatesOnDevices, Joinable):
             steps.has_updated, steps.grad_norm = self._mode.under_way, None
             scale = None if grad_scale is None else float(grad_scale)
             failure = steps.why_undo_fails()
+            if not (self._skipped or self._joined):
+                failure = failure or steps.why_grads_changed(unscaled=found_inf is not None and scale is None)
             if failure and not self._ranks:
                 raise failure
             if self._ranks:
@@ -236,6 +237,7 @@ class CSDOptimizer(StatesOnDevices, Joinable):
                     overlaps=self._mode.overlaps,
                     scale=scale,
                     failure=failure,
+                    reduced=steps.reduced,
                 )
                 self._skipped, steps.descending, scale = agreed.skips, agreed.descending, agreed.scale
             if not self._skipped:
@@ -328,8 +330,8 @@ class CSDOptimizer(StatesOnDevices, Joinable):
         self._mode = make()
 
     def _reduce_bucket(self, bucket: Any) -> Any:
-        """Reduce a DDP bucket for push() to the mean over the ranks, as DDP does without a hook."""
-        return mean_of(self._ranks, bucket.buffer())
+        """Reduce a DDP bucket for push(): this rank gets its rows of the mean gradients."""
+        return self._steps.reduce_bucket(bucket)
 
     def wait(self) -> None:
         """Return once all parameters of this process are those of the last step. Raises CSDOSError if it failed.
@@ -341,6 +343,7 @@ class CSDOptimizer(StatesOnDevices, Joinable):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, as in torch. A step in flight goes on; with `set_to_none=False` this first waits for it."""
+        self._steps.reduced.clear()
         if not self._mode.clear_gradients(set_to_none=set_to_none):
             super().zero_grad(set_to_none)
 

@@ -1,4 +1,4 @@
-"""A communication hook of DistributedDataParallel that hands gradients to optimizer ranks while backward goes on."""
+"""A communication hook of DistributedDataParallel that gives each rank only its rows of the mean gradients."""
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations, which must be objects, not strings.
 
@@ -10,12 +10,12 @@ from .optimizer import CSDOptimizer
 
 
 def push(optimizer: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Push a DDP bucket: the hook for ``ddp.register_comm_hook(optimizer, csd_optim.push)``.
+    """Reduce a DDP bucket: the hook for ``ddp.register_comm_hook(optimizer, csd_optim.push)``.
 
-    Register it right after both were constructed. With ``devices="serve://..."`` gradients leave for the optimizer
-    ranks during backward, and `.grad` then holds this process's own gradient, not the mean: see
-    docs/optimizer-ranks.md. With other devices, or ``?route=kept``, DDP reduces as it does without a hook. Raises
-    CSDTypeError if `optimizer` is not one of this package.
+    Register it right after both were constructed. Each rank then gets its rows of the mean gradients, which step()
+    uses, and `.grad` is this rank's own gradient: see docs/distributed.md. With ``sharded=False``, DDP reduces as it
+    does without a hook. Raises CSDTypeError if `optimizer` is not one of this package, and CSDRankError if ranks are
+    gone.
     """
     unwrapped = getattr(optimizer, "optimizer", optimizer)  # unwraps the optimizer from a trainer's wrapper
     if not isinstance(unwrapped, CSDOptimizer):

@@ -57,12 +57,14 @@ def agree_on_step(
     overlaps: bool,
     scale: float | None,
     failure: CSDError | None,
+    reduced: Container[int] = (),
 ) -> StepAgreement:
     """Agree on a step with all ranks, before anything is changed; a collective.
 
     `placed`: the ids of parameters that have taken part before. `descending`: tiles would flow from the last to the
     first. `scale`: that of a GradScaler, which ranks that have `joined` lack. `failure`: why this rank cannot take a
-    step; it is raised, and CSDRankError on the other ranks.
+    step; it is raised, and CSDRankError on the other ranks. `reduced`: the ids of parameters whose gradients a hook of
+    DDP has reduced, which has to be so on all ranks.
 
     Raises CSDRankError, on all ranks, if they cannot take this step together. In particular, replicas of a parameter
     that takes part for the first time must be equal.
@@ -77,7 +79,7 @@ def agree_on_step(
         vote = _Vote(skips, taken, joined, names, new, descending, overlaps, failure is not None)
         return [_Vote(*numbers) for numbers in ranks.gather(*vote)]
 
-    replicated = _with_gradients(groups) if sharded and failure is None else []
+    replicated = _with_gradients(groups, reduced) if sharded and failure is None else []
     votes = exchange_votes()
     if any(vote.failed for vote in votes):
         ranks.agree(failure)
@@ -88,7 +90,7 @@ def agree_on_step(
     if any(vote.joined for vote in votes):
         leader = [vote.joined for vote in votes].index(0)
         scale = copy_from_leader(ranks, leader, groups, scale, joined=joined)
-        replicated = _with_gradients(groups) if sharded else []
+        replicated = _with_gradients(groups, reduced) if sharded else []
         votes = exchange_votes()
     if len({vote.names for vote in votes}) > 1:
         difference = ranks.first_difference([(name,) for name, _ in replicated])
@@ -121,6 +123,10 @@ def _checksum(names: list[str]) -> int:
     return zlib.crc32("\n".join(names).encode())
 
 
-def _with_gradients(groups: Groups) -> list[tuple[str, torch.Tensor]]:
-    """Return the replicated parameters that have a gradient, with their names."""
-    return [(name_of(groups, k, i), p) for k, i, p in members(groups) if p.grad is not None and is_replicated(p)]
+def _with_gradients(groups: Groups, reduced: Container[int]) -> list[tuple[str, torch.Tensor]]:
+    """Return the replicated parameters that have a gradient, with their names; see agree_on_step()."""
+    return [
+        (name_of(groups, k, i) + " (reduced by csd_optim.push)" * (id(p) in reduced), p)
+        for k, i, p in members(groups)
+        if p.grad is not None and is_replicated(p)
+    ]

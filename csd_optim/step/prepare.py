@@ -23,7 +23,6 @@ from ..bindings import DTYPE_CODES, HYPER, PARAM
 from ..compression.policy import entry_dtype, ratios
 from ..compression.selection import inverse_of
 from ..distributed.grad_norm import norm_of
-from ..distributed.sharding import Partition
 from ..engine.engine import Engine
 from ..errors import CSDRuntimeError, CSDValueError
 from ..params.grad_source import GradSource
@@ -32,7 +31,7 @@ from ..params.param_state import ParamState
 from ..params.state_map import StateMap
 from ..params.summed import table_of, total
 from ..params.update_rule import UpdateRule
-from .spec import NO_SUMS, BoundStep, GradOptions, Participants, StepPlan, StepSpec, Sums
+from .spec import NO_ROWS, NO_SUMS, BoundStep, GradOptions, Participants, Rows, StepPlan, StepSpec, Sums
 
 # fp32 bytes of masters that were written from outside since the last step. Up to this limit they stay in memory until
 # the step writes them; beyond it they are written to the devices at once, and committed separately.
@@ -62,20 +61,27 @@ def participants(groups: Groups, optimizer: str, for_sparse: str) -> Participant
 
 
 def clip_scale(
-    groups: Groups, state_map: StateMap, grad_scale: float, max_norm: float, sums: Sums = NO_SUMS
+    groups: Groups,
+    state_map: StateMap,
+    grad_scale: float,
+    max_norm: float,
+    sums: Sums = NO_SUMS,
+    reduced: Rows = NO_ROWS,
 ) -> tuple[float, float]:
     """Return the factor that clips gradients to `max_norm`, and their norm: as torch's clip_grad_norm_(), but in fp32.
 
     A collective of the process groups over which parameters are sharded.
     """
 
-    def grads() -> Iterator[tuple[torch.Tensor | None, Partition]]:
+    def grads() -> Iterator[tuple[torch.Tensor | None, tuple[Any, ...]]]:
         for _, _, p in members(groups):
             part = state_map.part(p)
             if id(p) in sums:
-                yield total(sums[id(p)], part.local(p)), part  # one at a time: all sums may not fit in memory
+                yield total(sums[id(p)], part.local(p)), part.groups()  # one at a time: all may not fit in memory
+            elif part.replicas and id(p) in reduced:
+                yield reduced[id(p)], (part.replicas.group,)
             else:
-                yield None if p.grad is None else part.local(p.grad), part
+                yield None if p.grad is None else part.local(p.grad), part.groups()
 
     norm = norm_of(grads()) * abs(grad_scale)
     return clip_to(norm, max_norm), norm
@@ -188,7 +194,7 @@ def specify(
     UpdateRule.checked_constants(); CSDRuntimeError if a group needs a state that one of its parameters does not have.
     """
     plan, (_, grads, groups_of) = bound.plan, bound.participants
-    grads = [g if state.part.is_whole else state.part.of(g) for state, g in zip(plan.param_states, grads, strict=True)]
+    grads = [_own_part(state, g, options.reduced) for state, g in zip(plan.param_states, grads, strict=True)]
     steps = np.concatenate(engine.states.steps)
     steps[plan.rows] += 1
     table = plan.table.copy()
@@ -220,6 +226,14 @@ def specify(
         unscaled,
         summands=summands,
     )
+
+
+def _own_part(state: ParamState, g: torch.Tensor, reduced: Rows) -> torch.Tensor:
+    """Return the gradient of the part that this process updates. `g`: that of the whole parameter."""
+    rows = reduced.get(id(state.param))
+    if rows is not None:
+        return rows
+    return g if state.part.is_whole else state.part.of(g)
 
 
 def foresee(

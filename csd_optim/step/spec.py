@@ -20,6 +20,9 @@ from ..params.summed import Summand
 # By id of a parameter: the summands of its gradient. Its `grad` is a placeholder then.
 Sums = Mapping[int, Sequence[Summand]]
 NO_SUMS: Sums = MappingProxyType({})
+# By id of a parameter: this rank's rows of the mean gradient. Its `grad` is what this rank alone has computed.
+Rows = Mapping[int, torch.Tensor]
+NO_ROWS: Rows = MappingProxyType({})
 
 
 class Arguments(Protocol):
@@ -43,6 +46,7 @@ class GradOptions(NamedTuple):
     error_feedback: bool
     sums: Sums = NO_SUMS
     max_grad_norm: float | None = None
+    reduced: Rows = NO_ROWS
 
 
 class Participants(NamedTuple):

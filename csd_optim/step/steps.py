@@ -13,9 +13,11 @@ from ..bindings import GRAD_SCALE
 from ..compression.policy import entry_dtype
 from ..compression.selection import TopK
 from ..distributed.ranks import Ranks, all_ranks_or_none
+from ..distributed.reduce_scatter import ReducedGrads
 from ..engine.tiles import Pieces
+from ..errors import CSDError, CSDRuntimeError
 from ..finalize import call_at_end
-from ..params.groups import Groups, hyperparameters_of, members
+from ..params.groups import Groups, hyperparameters_of, members, name_of
 from ..params.state_map import StateMap
 from ..params.strides import flat
 from ..params.update_rule import UpdateRule
@@ -62,6 +64,7 @@ class Steps(Progress):
         # On an owner: the trainers' factor on gradients beside the loss scale; their gradients.
         self.grad_factor: float = 1.0
         self.sums: Sums = NO_SUMS
+        self.reduced: ReducedGrads = ReducedGrads(ranks)
 
     # ---- the optimizer -----------------------------------------------------------------
 
@@ -82,12 +85,31 @@ class Steps(Progress):
 
     @property
     def options(self) -> GradOptions:
-        a = self._alive()
-        return GradOptions(a.grad_dtype, a.topk, a.topk_warmup, a.error_feedback, self.sums, a.max_grad_norm)
+        a, rows = self._alive(), self.reduced.rows
+        return GradOptions(a.grad_dtype, a.topk, a.topk_warmup, a.error_feedback, self.sums, a.max_grad_norm, rows)
 
     def call_at_end(self, function: Callable[[], None]) -> weakref.finalize[Any, Any]:
         """Return a finalizer that calls `function` once the optimizer is gone, before its engine closes."""
         return call_at_end(self.arguments, function)  # finalizers run last made, first called
+
+    def reduce_bucket(self, bucket: Any) -> Any:
+        """Reduce a DDP bucket, as its communication hook: see ReducedGrads.handle_bucket(). Needs no lock."""
+
+        def divided() -> set[int]:
+            params = (p for group in self.groups for p in list.__iter__(group["params"]))  # with overlap(), waits not
+            return {id(p) for p in params if self.ranks and self.state_map.part(p).replicas is self.ranks}
+
+        return self.reduced.handle_bucket(bucket, divided)
+
+    def why_grads_changed(self, *, unscaled: bool) -> CSDError | None:
+        """Return why a step cannot take the gradients that were reduced in backward; None: it can.
+
+        `unscaled`: GradScaler has unscaled them.
+        """
+        for k, i, p in members(self.groups) if self.reduced.rows else ():
+            if why := self.reduced.why_changed(p, unscaled=unscaled):
+                return CSDRuntimeError(f"the gradient of {name_of(self.groups, k, i)} {why}")
+        return None
 
     def record(self) -> Record | None:
         """Return the next commit's record; None where nothing is durable.
@@ -126,7 +148,7 @@ class Steps(Progress):
                 step = self._prepare(taking_part, grad_scale, options, mode.compare)
         if options.max_grad_norm is not None:  # clip_scale() is a collective: call it only when no rank has raised
             scale, self.grad_norm = clip_scale(
-                self.groups, self.state_map, grad_scale, options.max_grad_norm, options.sums
+                self.groups, self.state_map, grad_scale, options.max_grad_norm, options.sums, options.reduced
             )
             with all_ranks_or_none(self.ranks):
                 step = self._prepare(taking_part, grad_scale * scale, options, mode.compare)

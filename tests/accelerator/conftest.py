@@ -4,6 +4,8 @@ import contextlib
 
 import pytest
 from support import emulated
+from support.on_accelerator import on_both
+from support.ranks import on_ranks
 
 REAL = "real device"
 
@@ -21,6 +23,13 @@ def schedule(request):
     """The schedule by which queued work of streams runs."""
     with contextlib.nullcontext() if request.param == REAL else emulated.schedule(request.param):
         yield request.param
+
+
+@pytest.fixture
+def everywhere(request, tmp_path):
+    """Run a function on two ranks, under all schedules in the same processes."""
+    said = request.config.getoption("--accelerator").split(",") if emulated.loaded() else None
+    return lambda *call: on_ranks(2, on_both, said, *call, directory=tmp_path)
 
 
 @pytest.fixture

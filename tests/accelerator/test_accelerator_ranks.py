@@ -14,7 +14,7 @@ from support import emulated, through_host
 from support.backends import TILE
 from support.exact import Linear
 from support.inside import mode_of
-from support.on_accelerator import DTYPES, NEAR
+from support.on_accelerator import DTYPES, NEAR, on_both
 from support.ranks import on_ranks
 from support.replacing import failing
 from torch import nn
@@ -60,28 +60,6 @@ def shares(rank, device, dtype, strided, topk, near=None):
         for p in params:
             p.grad.fill_(torch.nan)
     return [t.cpu() for t in seen]
-
-
-def on_both(rank, schedules, function, *arguments):
-    """Return a function's results on this rank, on the CPU and on the accelerator under each schedule."""
-    expected = function(rank, "cpu", *arguments)
-    if schedules is None:
-        found = [function(rank, torch.accelerator.current_accelerator().type, *arguments)]
-    else:
-        emulated.load()
-        found = []
-        for name in schedules:
-            with emulated.schedule(name):
-                found.append(function(rank, "emu", *arguments))
-    for one in found:
-        assert [k for k, (a, b) in enumerate(zip(one, expected, strict=True)) if not torch.equal(a, b)] == [], arguments
-
-
-@pytest.fixture
-def everywhere(request, tmp_path):
-    """Run a function on two ranks, under all schedules in the same processes."""
-    said = request.config.getoption("--accelerator").split(",") if emulated.loaded() else None
-    return lambda *call: on_ranks(2, on_both, said, *call, directory=tmp_path)
 
 
 @pytest.mark.one_schedule

@@ -235,9 +235,6 @@ MUTANTS = {
         "engine/near_copies.py", "wait_for(events.pop())", "events.pop()", DURABLE
     ),
     "gpu: states fill what is still emptied": in_staging("used[device].wait_event(event)", tests=DURABLE),
-    "push: what is made in backward is not waited for": Mutant(
-        "serve/early.py", "torch.accelerator.current_stream(device).wait_event(grads_ready)", "pass", "accelerator_push"
-    ),
     "waiting takes a core": Mutant("accelerator.py", "time.sleep(POLL_SECONDS)", "pass", "counters"),
     "captured steps go on": Mutant("accelerator.py", 'getattr(stream, "is_capturing", bool)()', "False", "refusals"),
 }

@@ -15,6 +15,25 @@ def leaf(*shape, dtype=torch.float32, device=DEVICE):
     return torch.randn(shape, dtype=dtype, device=device).requires_grad_()
 
 
+def on_both(rank, schedules, function, *arguments):
+    """Compare a function's results on this rank on the CPU with those on the accelerator, under each schedule.
+
+    `schedules`: None on a real device.
+    """
+    if schedules is not None:
+        emulated.load()  # before the first backward, which starts autograd's threads
+    expected = function(rank, "cpu", *arguments)
+    if schedules is None:
+        found = [function(rank, torch.accelerator.current_accelerator().type, *arguments)]
+    else:
+        found = []
+        for name in schedules:
+            with emulated.schedule(name):
+                found.append(function(rank, "emu", *arguments))
+    for one in found:
+        assert [k for k, (a, b) in enumerate(zip(one, expected, strict=True)) if not torch.equal(a, b)] == [], arguments
+
+
 def keep_busy():
     """Give the current stream of a real device some 10 ms of work; the emulated one is as slow as its schedule says."""
     if not emulated.loaded():

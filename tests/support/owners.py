@@ -123,14 +123,17 @@ def _own(rank, size, store, meet, log, timeout, host, small, before, protocol, p
 class UnderDDP:
     """A model under DDP. `devices`: owners, to which its hook pushes gradients, or other devices."""
 
-    def __init__(self, model, devices, *, ddp=None, **options):
-        """Make the model and its optimizer. `ddp`: arguments of DDP. `options`: arguments of CSDAdam."""
+    def __init__(self, model, devices, *, ddp=None, hooked=False, **options):
+        """Make the model and its optimizer. `ddp`: arguments of DDP. `options`: arguments of CSDAdam.
+
+        `hooked`: csd_optim.push is DDP's hook, also where no owners are.
+        """
         served = devices.startswith("serve:")
         options |= {"overwrite": True} if served else {}
         self.model = model
         self.opt = CSDAdam(model.parameters(), devices=devices, **options)
         self.ddp = DistributedDataParallel(model, **(ddp or {}))
-        if served:
+        if served or hooked:
             self.ddp.register_comm_hook(self.opt, push)
 
     def step(self):

@@ -1,0 +1,290 @@
+"""The reduce-scatter of gradients in backward (ZeRO-2): each rank gets its rows of the mean gradients, and no others.
+
+DDP hands over one bucket after another. A bucket is sent in rounds, each a single all-to-all, which go on while
+backward does. A round is copied out of the bucket, because DDP reuses that memory; the rows of one gradient in a round
+are a `Strip`. There is no thread: a round is summed when ROUNDS others wait, or at the end of backward.
+
+Each rank divides its gradients by the number of ranks, as DDP does. Sums are taken in rank order; 16-bit gradients are
+summed in fp32 and rounded once. So the bits do not depend on timing, and with two ranks they equal DDP's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ..accelerator import on
+from .buckets import aligned, pack, view_in
+from .ranks import Ranks
+from .sharding import rows_of
+
+ROUND_BYTES = 16 << 20  # maximum size of a round: what a rank sends to all ranks together
+ROUNDS = 3  # rounds under way at the same time
+SUM_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # in which 16-bit gradients are summed
+
+GRAD_CHANGED = (
+    "DDP's communication hook csd_optim.push has reduced it in backward, and step() uses this rank's rows of the mean, "
+    "of which `.grad` holds nothing. Clip by the optimizer's max_grad_norm=, and let GradScaler unscale in its step(). "
+    "Before a backward without DDP, call the optimizer's own zero_grad() (docs/distributed.md)"
+)
+
+
+class Strip(NamedTuple):
+    """Rows [first, first + n) of each rank's rows of a gradient; the last ranks may have fewer of them, or none."""
+
+    grad: torch.Tensor
+    own: torch.Tensor  # this rank's rows of the mean, to be filled
+    first: int
+    n: int
+
+    def of_rank(self, ranks: int, k: int) -> torch.Tensor:
+        begin, rows = rows_of(len(self.grad), ranks, k)
+        first = min(self.first, rows)
+        return self.grad.narrow(0, begin + first, min(self.n, rows - first))
+
+    @property
+    def target(self) -> torch.Tensor:
+        first = min(self.first, len(self.own))
+        return self.own.narrow(0, first, min(self.n, len(self.own) - first))
+
+
+def rounds_of(grads: Sequence[tuple[torch.Tensor, torch.Tensor]], ranks: int) -> list[list[Strip]]:
+    """Cut gradients, each with this rank's rows of its mean, into rounds of strips: the same on all ranks."""
+    sizes = [
+        (rows_of(len(grad), ranks, 0)[1], ranks * grad.element_size() * math.prod(grad.shape[1:])) for grad, _ in grads
+    ]
+    return [[Strip(*grads[cut.item], cut.first, cut.rows) for cut in cuts] for cuts in pack(sizes, ROUND_BYTES, 1)]
+
+
+class _Round:
+    """A reduce-scatter under way of strips on one device."""
+
+    def __init__(self, strips: Sequence[Strip], ranks: Ranks, free: list[torch.Tensor]) -> None:
+        """`free`: memory of the host from finished rounds, uint8; finish() puts its own there."""
+        self._ranks, self._strips, self._free, size = ranks, strips, free, ranks.size
+        of_ranks = [[strip.of_rank(size, k) for strip in strips] for k in range(size)]
+        sizes = [sum(aligned(rows.nbytes) for rows in of_rank) for of_rank in of_ranks]
+        device = strips[0].grad.device
+        # Its buffers belong to the stream that is current now, so finish() uses the same.
+        self._stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
+        if device.type not in ranks.device_types:
+            device = ranks.device
+        self._sizes = [sizes[ranks.rank]] * size
+        nbytes = sum(sizes) + sum(self._sizes)
+        buffer = free.pop() if free and device.type == "cpu" else None
+        if buffer is None or len(buffer) < nbytes:
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._buffer = buffer
+        sent, self._received = torch.split(buffer[:nbytes], [sum(sizes), sum(self._sizes)])
+        for to_rank, of_rank in zip(torch.split(sent, sizes), of_ranks, strict=True):
+            for rows, values in zip(of_rank, _views(to_rank, of_rank), strict=True):
+                if rows.device == values.device:
+                    torch.mul(rows, 1 / size, out=values)
+                else:
+                    values.copy_(rows).mul_(1 / size)
+        self._work = ranks.all_to_all(self._received, self._sizes, sent, sizes)
+
+    def finish(self) -> list[torch.Tensor]:
+        """Wait for the round, and fill this rank's rows of the means. Returns what it has filled, without empty ones.
+
+        Raises CSDRankError if ranks are gone.
+        """
+        with on(self._stream):
+            self._ranks.wait([self._work])
+            targets = [strip.target for strip in self._strips]
+            by_rank = [_views(buffer, targets) for buffer in torch.split(self._received, self._sizes)]
+            for target, values in zip(targets, zip(*by_rank, strict=True), strict=True):
+                target.copy_(sum_in_order(values))
+        if self._buffer.device.type == "cpu":  # an accelerator's allocator reuses memory by itself, stream by stream
+            self._free.append(self._buffer)
+        return [target for target in targets if target.numel()]
+
+
+def _views(buffer: torch.Tensor, like: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return views of a buffer (uint8, 1-D), one after another, with these tensors' shapes and dtypes."""
+    views, offset = [], 0
+    for t in like:
+        views.append(view_in(buffer, offset, t.dtype, t.shape))
+        offset += aligned(t.nbytes)
+    return views
+
+
+def sum_in_order(values: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of tensors of one dtype: of 16-bit ones in fp32, not rounded. Overwrites the first if it is not.
+
+    The sum is in the memory order of the first.
+    """
+    first, *others = values
+    total = first.to(SUM_DTYPES.get(first.dtype, first.dtype))
+    for value in others:
+        total.add_(value)
+    return total
+
+
+class _GradIdentity:
+    """The identity of a `.grad` at the end of backward, by which later writes and replacements are detected."""
+
+    def __init__(self, grad: torch.Tensor | None) -> None:
+        self._grad = None if grad is None else weakref.ref(grad)
+        self._version = _version_key(grad)
+
+    def is_unchanged(self, grad: torch.Tensor) -> bool:
+        return self._grad is not None and self._grad() is grad and self._version == _version_key(grad)
+
+
+def _version_key(grad: torch.Tensor | None) -> tuple[int, int] | None:
+    """Return a key that changes with each counted in-place operation, and when `.data` is replaced."""
+    return None if grad is None else (grad._version, grad.data_ptr())
+
+
+@dataclass
+class _Reduced:
+    """A gradient that was reduced in backward."""
+
+    param: torch.Tensor  # keeps its id unique
+    rows: torch.Tensor  # this rank's rows of the mean, in memory of their own, which nothing writes to after backward
+    identity: _GradIdentity | None = None  # `.grad` at the end of backward; None until then
+
+
+class ReducedGrads(Container[int]):
+    """The gradients that were reduced in backward, by id of the parameter, until others replace them or clear().
+
+    The rows outlive that while a step uses them. No lock is held, and nothing here is called concurrently.
+    """
+
+    def __init__(self, ranks: Ranks | None) -> None:
+        self._ranks = ranks
+        self._reduced: dict[int, _Reduced] = {}
+        self._divided: Container[int] = ()
+        self._free: list[torch.Tensor] = []  # the memory of ROUNDS rounds at most, as new memory costs page faults
+        # Of a backward under way:
+        self._rounds: deque[_Round] = deque()
+        self._filled: list[tuple[torch.Tensor, torch.Tensor]] = []  # rows of the mean, and their norm in their dtype
+        self._left: list[tuple[_Reduced, torch.Tensor]] = []  # what was reduced, and this rank's gradient in the bucket
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._reduced
+
+    @property
+    def rows(self) -> dict[int, torch.Tensor]:
+        """This rank's rows of the mean gradient, by id of the parameter, of all that have a `.grad`."""
+        return {key: reduced.rows for key, reduced in self._reduced.items() if reduced.param.grad is not None}
+
+    @property
+    def under_way(self) -> int:
+        """Number of rounds that were begun and are not summed yet."""
+        return len(self._rounds)
+
+    def clear(self) -> None:
+        """Forget all gradients, because they were cleared: those made later are used as they are."""
+        self._reduced.clear()
+
+    def why_changed(self, p: torch.Tensor, *, unscaled: bool) -> str | None:
+        """Return why step() cannot take a parameter's gradient as it was reduced, to follow its name; None: it can.
+
+        `unscaled`: GradScaler has unscaled it.
+        """
+        reduced = self._reduced.get(id(p))
+        if reduced is None or p.grad is None:
+            return None
+        if reduced.identity is None:
+            return "is not there: the backward that computes it has not finished"
+        if unscaled or not reduced.identity.is_unchanged(p.grad):
+            return f"was changed, which the step would not notice: {GRAD_CHANGED}"
+        return None
+
+    def handle_bucket(self, bucket: Any, divided: Callable[[], Container[int]]) -> Any:
+        """Reduce a bucket, as DDP's communication hook: a collective. Returns the future that DDP expects.
+
+        `divided` returns the ids of the parameters of which each rank updates some rows. Of these `.grad` stays this
+        rank's own gradient; others are averaged as DDP does it. Raises CSDRankError if ranks are gone.
+        """
+        if self._ranks is None:
+            return mean_of(None, bucket.buffer())
+        if bucket.index() == 0:
+            self._divided = divided()
+        size, rank = self._ranks.size, self._ranks.rank
+        grads: list[tuple[torch.Tensor, torch.Tensor]] = []
+        others = []
+        for p, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            if id(p) not in self._divided or grad.dtype is not p.dtype or not grad.numel():
+                others.append(grad)  # a complex one, too: DDP's buckets hold them as real numbers
+                continue
+            own_rows = p.detach().narrow(0, *rows_of(len(p), size, rank))
+            reduced = self._reduced[id(p)] = _Reduced(p, torch.empty_like(own_rows))
+            grad = _in_order_of(p, grad)
+            grads.append((grad, reduced.rows))
+            self._left.append((reduced, grad))
+        for strips in rounds_of(grads, size):
+            if len(self._rounds) == ROUNDS:
+                self._finish_round()
+            self._rounds.append(_Round(strips, self._ranks, self._free))
+        future = mean_of(self._ranks, bucket.buffer(), others if grads else None)
+        if bucket.is_last():
+            self._end_backward(self._ranks)
+        return future
+
+    def _finish_round(self) -> None:
+        for rows in self._rounds.popleft().finish():
+            # In the rows' own dtype this is fast, but it overflows early: an infinite one says little.
+            self._filled.append((rows, torch.linalg.vector_norm(rows)))
+
+    def _end_backward(self, ranks: Ranks) -> None:
+        """Finish a backward: wait for all rounds. If a mean is not finite on any rank, mark all gradients on all ranks.
+
+        So each rank's GradScaler, which examines `.grad`, finds the overflow. All gradients are marked because DDP
+        does not copy those of unused parameters to `.grad`.
+        """
+        while self._rounds:
+            self._finish_round()
+        (filled, self._filled), (left, self._left) = (self._filled, []), (self._left, [])
+        finite = all(bool(norm.isfinite()) or bool(rows.isfinite().all()) for rows, norm in filled)
+        if not all(vote for (vote,) in ranks.gather(finite)):
+            for _, grad in left:
+                grad[(0,) * grad.dim()] = math.nan
+
+        def set_identities() -> None:
+            for reduced, _ in left:
+                reduced.identity = _GradIdentity(reduced.param.grad)
+
+        # DDP writes `.grad` in a callback that runs after the one queued here, which therefore queues set_identities().
+        engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+        with contextlib.suppress(RuntimeError):  # no backward is running: this rank has run out of data (Join)
+            engine.queue_callback(lambda: engine.queue_callback(set_identities))
+
+
+def _in_order_of(p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Return a gradient in DDP's bucket in its parameter's memory order, which DDP keeps in the bucket if `p` is dense.
+
+    GradBucket.gradients() returns all gradients as if they were in row order.
+    """
+    is_dense = torch.empty_like(p, device="meta").stride() == p.stride()
+    return grad.as_strided(p.shape, p.stride()) if is_dense else grad
+
+
+def mean_of(ranks: Ranks | None, buffer: torch.Tensor, views: Sequence[torch.Tensor] | None = None) -> Any:
+    """Return a future of `buffer` averaged over the ranks as DDP does it; with `views`, only these parts of it are."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    if ranks is None or (views is not None and not views):
+        future.set_result(buffer)
+        return future
+    values = buffer if views is None else torch.cat([view.reshape(-1) for view in views])
+    values.mul_(1 / ranks.size)
+    reduced = ranks.all_reduce(values).get_future()
+    if views is None:
+        return reduced.then(lambda done: done.value()[0])
+
+    def put_back(done: Any) -> torch.Tensor:
+        done.wait()
+        for view, mean in zip(views, torch.split(values, [view.numel() for view in views]), strict=True):
+            view.copy_(mean.view(view.shape))
+        return buffer
+
+    return reduced.then(put_back)
