@@ -18,6 +18,9 @@ the same for both. Within our step, updates overlap with reading and writing sta
 counts until all states are written, although in a training the end overlaps with the next forward; the time until
 step() returns is shown as well.
 
+At last, backward under DDP without the hook csd_optim.push and with it: its time, and the bytes that the loopback
+device has carried, divided by the ranks; the least of all runs, since other programs use it, too.
+
 Bytes are per rank: ours are counted where they are moved, ZeRO's are what the other ranks own. All processes share this
 machine's cores, memory and disk: the figures compare ways with each other and say nothing about scaling.
 
@@ -45,10 +48,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 from bench.step import machine_facts, say, span
-from csd_optim import CSDAdam, bindings
+from csd_optim import CSDAdam, bindings, push
 from csd_optim.cli.benchmark import DTYPES, TOLERANCE, WARM_UP, scratch
 from csd_optim.devices import machine
 from csd_optim.devices.spec import parse_devices
@@ -73,18 +77,20 @@ def main() -> None:
         "back_end": "gloo",
     }
     say("  ".join(f"{k}: {v}" for k, v in facts.items()))
-    rows = [row for size in arguments.processes for row in on_processes(size, arguments)]
+    found = [on_processes(size, arguments) for size in arguments.processes]
     if arguments.json:
-        json.dump({"schema": "csd_optim.bench.distributed/1", "machine": facts, "rows": rows}, sys.stdout, indent=1)
+        rows = {kind: [row for of_size in found for row in of_size[kind]] for kind in ("rows", "backward")}
+        json.dump({"schema": "csd_optim.bench.distributed/1", "machine": facts, **rows}, sys.stdout, indent=1)
         print()
 
 
-def on_processes(size: int, arguments: argparse.Namespace) -> list[Row]:
+def on_processes(size: int, arguments: argparse.Namespace) -> dict[str, list[Row]]:
+    """Return the rows of steps, "rows", and of backwards, "backward"."""
     with tempfile.TemporaryDirectory() as meeting:
         # Forked, so that torch is imported once. Nothing was computed here yet, so there are no threads to lose.
         torch.multiprocessing.start_processes(work, (size, meeting, arguments), size, start_method="fork")
-        rows: list[Row] = json.loads(Path(meeting, "rows").read_text())
-    return rows
+        found: dict[str, list[Row]] = json.loads(Path(meeting, "found").read_text())
+    return found
 
 
 def work(rank: int, size: int, meeting: str, arguments: argparse.Namespace) -> None:
@@ -94,6 +100,7 @@ def work(rank: int, size: int, meeting: str, arguments: argparse.Namespace) -> N
     bindings.threads_use(threads)
     dist.init_process_group("gloo", init_method=f"file://{meeting}/store", rank=rank, world_size=size)
     rows: list[Row] = []
+    backwards: list[Row] = []
     for name in arguments.dtype:
         dtype = DTYPES[name]
         for way, options in WAYS.items():
@@ -109,8 +116,12 @@ def work(rank: int, size: int, meeting: str, arguments: argparse.Namespace) -> N
             rows.append({"what": f"AdamW, {way}", "processes": size, "threads": threads, "dtype": name, **row})
             if rank == 0:
                 say(describe(rows[-1]))
+        for hooked in (False, True) if size > 1 else ():
+            backwards.append({"processes": size, "dtype": name, "hooked": hooked, **backward(dtype, hooked, arguments)})
+            if rank == 0:
+                say(describe_backward(backwards[-1]))
     if rank == 0:
-        Path(meeting, "rows").write_text(json.dumps(rows))
+        Path(meeting, "found").write_text(json.dumps({"rows": rows, "backward": backwards}))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -226,6 +237,49 @@ def measure(way: str, make: Callable[[Params], Optimizer], dtype: torch.dtype, a
     return row
 
 
+class Given(nn.Module):
+    """A model whose gradients are given."""
+
+    def __init__(self, params: Params) -> None:
+        super().__init__()
+        self.params = nn.ParameterList(params)
+
+    def forward(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([(p * g).sum() for p, g in zip(self.params, gradients, strict=True)]).sum()
+
+
+def backward(dtype: torch.dtype, hooked: bool, arguments: argparse.Namespace) -> Row:
+    """Time backwards under DDP, with csd_optim.push if `hooked`, and count what the loopback device carries in them."""
+    params = parameters(arguments.params, dtype, "DDP")
+    gradients = [torch.randn_like(p) for p in params]
+    seconds, nbytes = [], []
+    with CSDAdam(params, devices="ram:") as opt:
+        ddp = DistributedDataParallel(Given(params), gradient_as_bucket_view=True)
+        if hooked:
+            ddp.register_comm_hook(opt, push)
+        for _ in range(WARM_UP + arguments.runs):
+            loss = ddp(gradients)
+            before = loopback_bytes()  # of the barrier, too, but no other rank has begun
+            dist.barrier()
+            began = time.perf_counter()
+            loss.backward()
+            seconds.append(time.perf_counter() - began)
+            dist.barrier()
+            nbytes.append(loopback_bytes() - before)
+            opt.zero_grad()
+    slowest = torch.tensor(seconds[WARM_UP:], dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    elements = sum(p.numel() for p in params)
+    each = min(nbytes[WARM_UP:]) / dist.get_world_size() / elements
+    return {"params": elements, "seconds": slowest.tolist(), "bytes_per_parameter_and_rank": each}
+
+
+def loopback_bytes() -> int:
+    """Return the number of bytes that this machine's loopback device has carried."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.lstrip().startswith("lo:"))
+
+
 def others_own(peer: ZeroRedundancyOptimizer) -> int:
     """Return the bytes of the parameters that the other ranks update and send."""
     owned = [group for r, groups in enumerate(peer._partition_parameters()) if r != dist.get_rank() for group in groups]
@@ -263,6 +317,15 @@ def describe(row: Row) -> str:
         lines.append(f"bytes per parameter and rank: {each}; ZeRO gathered {zeros:.2f}")
         lines.append(f"verified: off AdamW's by {row['largest_relative_difference']:.1e} at most, alike on all ranks")
     return "\n    ".join(lines)
+
+
+def describe_backward(row: Row) -> str:
+    what = "csd_optim.push" if row["hooked"] else "DDP's all-reduce"
+    return (
+        f"{row['processes']} processes, {row['dtype']}, {row['params'] / 1e6:.1f} M parameters: backward with {what}\n"
+        f"    {span([1e3 * s for s in row['seconds']], 1)} ms; bytes per parameter and rank: "
+        f"{row['bytes_per_parameter_and_rank']:.2f}"
+    )
 
 
 def parse() -> argparse.Namespace:

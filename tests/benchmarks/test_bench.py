@@ -338,6 +338,10 @@ def test_distributed(tmp_path):
             gathered = 2 * (1 - share) if what == "CSDAdam, DDP sharded" else 0
             assert each["gathered"] == pytest.approx(gathered, rel=0.02)
     assert done.stderr.count("verified: off AdamW's by") == len(ours)
+    plain, hooked = result["backward"]
+    assert (plain["processes"], plain["hooked"], hooked["hooked"]) == (2, False, True)
+    assert plain["bytes_per_parameter_and_rank"] >= 2  # at least: other programs use the loopback device, too
+    assert hooked["bytes_per_parameter_and_rank"] >= 1
     assert list(tmp_path.iterdir()) == []
 
 
