@@ -74,6 +74,7 @@ def test_two_ranks_have_the_bits_of_ddp(tmp_path, dtype):
 
 
 @pytest.mark.ci
+@pytest.mark.here("has an owner of its own")
 def test_an_owner_gets_the_same_rows(tmp_path):
     with Owners(tmp_path, protocol=4) as owner:
         images = [
