@@ -52,10 +52,9 @@ PARAM = np.dtype(
             ("master", "u4"),
         ),
         *(("topk", "f8"), ("residual", "u8"), ("topk_dtype", "u4"), ("seed", "u4")),
-        *(("first", "u4"), ("in_image", "u4"), ("edited", "u8", 4), ("summands", "u8"), ("n_summands", "u8")),
+        *(("first", "u4"), ("in_image", "u4"), ("edited", "u8", 4)),
     ]
 )
-SUMMAND = np.dtype([("values", "u8"), ("dtype", "u4"), ("run_words", "u4"), ("run_elems", "u8")])
 HYPER = np.dtype([("rule", "u4"), ("c", "f4", 9)])
 CODECS = {"fp32": lib.CSD_FP32, "8bit": lib.CSD_8BIT}
 EVENT_KINDS = ("read", "update", "write")
@@ -65,7 +64,6 @@ TILE_STATE = np.dtype([("slot", "u4"), ("summed", "u4")])
 for _dtype, _struct in (
     (PIECE, "csd_piece"),
     (PARAM, "csd_param"),
-    (SUMMAND, "csd_summand"),
     (HYPER, "csd_hyper"),
     (TILE_STATE, "csd_tile_state"),
     (EVENT, "csd_event"),
@@ -569,17 +567,6 @@ def topk_select(
         selected,
     )
     return indices[: selected[0]], values[: selected[0]]
-
-
-def sum_up(summands: np.ndarray[Any, Any], isa: str, first: int, out: torch.Tensor) -> None:
-    """Write the sum of `summands` (dtype SUMMAND) over elements [first, first + len(out)) to `out`.
-
-    `out`: fp32, contiguous, 1-D. Raises CSDValueError for malformed entries.
-    """
-    assert summands.dtype == SUMMAND
-    address = ffi.cast("float *", out.data_ptr())
-    table = _array(summands, "csd_summand *")
-    _call(lib.csd_sum, table, len(summands), ISAS[isa], first, out.numel(), address)
 
 
 def isas() -> list[str]:

@@ -18,7 +18,6 @@ SOURCES = [
     "transfer",
     "updater",
     "topk",
-    "summands",
     "crc32c",
     "memory",
     "numa",

@@ -45,20 +45,14 @@ FLOORS = {  # the floor of each folder, and of each file beside them
 HIDDEN = {  # files that hide whom they need
     "imports for type checkers only": [
         "__init__",  # loads what it names when it is first used
-        "serve.arrivals",
-        "serve.flow",
-        "serve.model",
     ],
     "weakref.proxy": [],
-    "self.__class__ =": ["optim.optimizer"],
+    "self.__class__ =": [],
 }
-TANGLED = [  # modules that need one another, imports for type checkers included
-    {"optim.optimizer", "serve.model", "serve.states", "serve.trainer"},
-    {"serve.arrivals", "serve.flow", "serve.owner"},
-]
+TANGLED: list[set[str]] = []  # modules that need one another, imports for type checkers included
 
 LONGEST = 400  # lines of a class
-LONGER = ["serve.owner.Owner", "serve.trainer._Trainer"]
+LONGER: list[str] = []
 
 
 def modules(package):

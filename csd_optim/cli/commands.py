@@ -602,40 +602,37 @@ def serve(
         float,
         typer.Option(min=0.1, max=86400, metavar="S", help="Seconds that a trainer may be silent within a step."),
     ] = 600,
-    protocol: Annotated[
-        int, typer.Option(min=3, max=4, help="4: with keys, for trainers with serve://HOST:PORT?protocol=4.")
-    ] = 3,
-    key: Annotated[Path | None, typer.Option(metavar="FILE", help="Protocol 4: its key file.")] = None,
+    key: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Its key file; without one it listens on loopback only.")
+    ] = None,
     accept: Annotated[
         list[str] | None,
-        typer.Option(metavar="ROLE=CERT", help="Protocol 4: whom to let in, and as what."),
+        typer.Option(metavar="ROLE=CERT", help="Whom to let in beside its own key, and as what."),
     ] = None,
     allow_save: Annotated[
         list[Path] | None,
-        typer.Option(metavar="DIR", help="Protocol 4: save() may make snapshots below DIR."),
+        typer.Option(metavar="DIR", help="save() may make snapshots below DIR."),
     ] = None,
     max_model: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Protocol 4: most bytes of states, for example 500GB."),
+        typer.Option(metavar="SIZE", help="Most bytes of states, for example 500GB."),
     ] = None,
     init_key: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", is_eager=True, callback=make_key, help="Protocol 4: make a key file, and stop."),
+        typer.Option(metavar="FILE", is_eager=True, callback=make_key, help="Make a key file, and stop."),
     ] = None,
 ) -> None:
     """Run an optimizer rank: keep states here for trainers elsewhere, whose devices are serve://HOST:PORT.
 
-    Use it on a private network only: connections are not authenticated, but for --protocol 4. SIGTERM or Ctrl-C stops
-    it; started again, it continues when a trainer connects with resume=True.
-
-    For several optimizer ranks: torchrun ... -m csd_optim serve /mnt/nvme{rank} --listen ...
+    With --key, connections are authenticated and encrypted; make the file with --init-key, and copy it to the trainers.
+    SIGTERM or Ctrl-C stops it; started again, it continues when a trainer connects with resume=True.
     """
     with reported():
         from .serving import parse_accept
         from .serving import serve as serve_
 
         most = None if max_model is None else parse_bytes(max_model)
-        serve_(devices, listen, timeout, protocol, key, [*map(parse_accept, accept or ())], allow_save or (), most)
+        serve_(devices, listen, timeout, key, [*map(parse_accept, accept or ())], allow_save or (), most)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})

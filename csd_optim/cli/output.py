@@ -128,10 +128,7 @@ def show_top(found: list[dict[str, Any]]) -> Group:
 def describe_training(devices: list[dict[str, Any]]) -> str:
     """Return the line about a training. `devices`: those of one process, which may have ended."""
     d = devices[0]
-    kind = "rank" if d["trainers"] is None else "owner"
-    rank = f", {kind} {d['rank']} of {d['world_size']}" if d["world_size"] > 1 else ""
-    if d["trainers"] is not None:
-        rank += f", of {d['trainers']} trainer{'s' * (d['trainers'] > 1)}"
+    rank = f", rank {d['rank']} of {d['world_size']}" if d["world_size"] > 1 else ""
     who = "no process trains here now" if d["pid"] is None else f"process {d['pid']}"
     text = f"[bold]{who}{rank}[/]: step {d['committed_step'] if d['step'] is None else d['step']}, "
     text += f"committed {min(e['committed_step'] for e in devices)}"
@@ -154,8 +151,6 @@ WAITING = {
     "update": "the update",
     "write": "writes",
     "ranks": "ranks not listed here, gradients or the model",
-    "network": "gradients and parameters in transit",
-    "trainers": "trainers",
 }
 
 

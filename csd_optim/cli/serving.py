@@ -1,9 +1,8 @@
-"""`csd-optim serve`: this process becomes an optimizer rank (an owner); torchrun starts several that work together."""
+"""`csd-optim serve`: this process becomes an optimizer rank, which keeps states for trainers elsewhere."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import resource
 import signal
 import sys
@@ -12,35 +11,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from ..devices.spec import DeviceSpec, parse_devices
-from ..distributed.ranks import Ranks, all_ranks_or_none, ranks_of
-from ..errors import CSDOSError, CSDValueError
-from ..optim.adagrad import CSDAdagrad
-from ..optim.adamw import CSDAdam
-from ..optim.lion import CSDLion
-from ..optim.rmsprop import CSDRMSprop
-from ..optim.sgd import CSDSGD
+from ..errors import CSDValueError
+from ..serve.address import DEFAULT_TIMEOUT
 from ..serve.listener import Listener
 from ..serve.log import printable
-from ..serve.owner import Owner
-from ..serve.owner_session import Owner as SessionOwner
+from ..serve.owner_session import Owner
 from ..serve.ownership import Ownership
-from ..serve.service import Service
 from ..serve.session import Role
-from ..serve.wire import CONNECT_TIMEOUT, DEFAULT_TIMEOUT, connect, is_local_address, is_wildcard, listen
 from ..store.file import StoreFile
 
 MOST_FILES = 1 << 16  # that an optimizer rank opens at once; a limit beyond that only makes children slow to start
-OPTIMIZERS: dict[str, type[Any]] = {kind.__name__: kind for kind in (CSDAdam, CSDSGD, CSDAdagrad, CSDRMSprop, CSDLion)}
 
 
 def serve(
     devices: list[str],
     address: str,
     timeout: float = DEFAULT_TIMEOUT,
-    protocol: int = 3,
     key: Path | None = None,
     accept: Sequence[tuple[Role, Path]] = (),
     allow_save: Sequence[Path] = (),
@@ -48,68 +35,17 @@ def serve(
 ) -> None:
     """Serve trainers until SIGTERM or Ctrl-C. Returns when all states are durable.
 
-    `key`, `accept`: see Listener; `allow_save`, `max_model` (bytes): see Ownership. With protocol 4 only.
-    Raises CSDValueError or CSDOSError if it cannot start, CSDRankError if another optimizer rank is lost.
+    `timeout`: seconds that a trainer may be silent within a step. `key`, `accept`: see Listener; `allow_save`,
+    `max_model` (bytes): see Ownership. Raises CSDValueError or CSDOSError if it cannot start.
     """
-    host, port = parse_listen(address)
-    if protocol == 4:
-        return _serve_frames(devices, (host, port), timeout, key, accept, allow_save, max_model)
-    if max_model is not None:
-        raise CSDValueError("--max-model is for --protocol 4")
-    if key or accept or allow_save:
-        raise CSDValueError("keys are for --protocol 4: without it nobody is asked for one")
-    if "RANK" in os.environ and not dist.is_initialized():
-        dist.init_process_group("gloo")
-    ranks = ranks_of(None)
-    with all_ranks_or_none(ranks):
-        specs = _durable(devices)
-        try_to_open(specs)
-    reach, port, store = _meet(host, port, ranks)
-    owner = Owner(OPTIMIZERS, devices, ranks)
-    service = Service(
-        owner,
-        ranks,
-        lambda: connect(reach, port, CONNECT_TIMEOUT),
-        # Other owners get the same --listen: bind to its host only if that is an address of this machine.
-        host=host if not is_wildcard(host) and is_local_address(host) else "",
-        timeout=timeout,
-        print_line=_print_line,
-    )
-
-    def stop(*_: Any) -> None:
-        service.stopping = True
-
-    before = [(s, signal.signal(s, stop)) for s in (signal.SIGTERM, signal.SIGINT)]
-    try:
-        if owner.rank == 0:
-            shown = f"{'[' + host + ']' if ':' in host else host}:{port}"
-            _print_line(
-                f"{owner.owners} optimizer rank{'s' * (owner.owners > 1)} with {', '.join(map(str, specs))}, at {shown}"
-            )
-        service.run()
-    finally:
-        for number, handler in before:
-            signal.signal(number, handler)
-        del store
-
-
-def _serve_frames(
-    devices: list[str],
-    address: tuple[str, int],
-    timeout: float,
-    key: Path | None,
-    accept: Sequence[tuple[Role, Path]],
-    allow_save: Sequence[Path],
-    max_model: int | None,
-) -> None:
-    """Serve trainers with `?protocol=4`: an engine over frames, see serve/owner_session.py."""
+    place = parse_listen(address)
     raise_file_limit()
     specs = _durable(devices)
     try_to_open(specs)
     ownership = Ownership(specs, allow_save, max_model)
-    owner = SessionOwner(ownership, timeout, _write_line)  # its lines are printable
+    owner = Owner(ownership, timeout, _write_line)  # its lines are printable
     stopping, woken, reloads = threading.Event(), threading.Event(), threading.Event()
-    listener = Listener(address, key=key, accept=accept, on_session=owner.serve, log=_print_line, timeout=timeout)
+    listener = Listener(place, key=key, accept=accept, on_session=owner.serve, log=_print_line, timeout=timeout)
 
     def stop(*_: Any) -> None:
         stopping.set()
@@ -124,7 +60,7 @@ def _serve_frames(
     try:
         host, port = listener.address
         shown = f"{'[' + host + ']' if ':' in host else host}:{port}"
-        _print_line(f"1 optimizer rank with {', '.join(map(str, specs))}, at {shown}")
+        _print_line(f"optimizer rank with {', '.join(map(str, specs))}, at {shown}")
         if listener.fingerprint:
             _print_line(f"its certificate is {listener.fingerprint}")
         while not stopping.is_set():
@@ -154,23 +90,6 @@ def _durable(devices: list[str]) -> list[DeviceSpec]:
     if temporary := [str(spec) for spec in specs if not spec.durable]:
         raise CSDValueError(f"Invalid device: {temporary[0]!r}; optimizer ranks keep states in named directories")
     return specs
-
-
-def _meet(host: str, port: int, ranks: Ranks | None) -> tuple[str, int, Any]:
-    """Start owner 0's rendezvous store. Returns the host and port where it is reached, and on owner 0 the store."""
-    store: Any = None
-    with all_ranks_or_none(ranks):
-        if ranks is None or ranks.rank == 0:
-            try:
-                store, port = listen(host, port)
-            except OSError as e:
-                raise CSDOSError(e.errno, f"cannot listen on {host or '*'}:{port}: {e.strerror}") from e
-    reach = host
-    if is_wildcard(host):
-        reach = os.environ.get("MASTER_ADDR", "127.0.0.1") if ranks else "127.0.0.1"
-    if ranks:
-        reach, port = ranks.gather_objects((reach, port))[0]
-    return reach, port, store
 
 
 def try_to_open(specs: Sequence[DeviceSpec]) -> None:

@@ -78,7 +78,7 @@ def described(directory: Path) -> dict[str, Any]:
     report, block = read_report(directory) or {}, blocks[0][1] if blocks else None
     if block is None or report.get("store_id") != block.store_id.hex():
         report = {}  # it belongs to an earlier store in this directory
-    keys = ("step", "at", "step_seconds", "iteration_seconds", "transfer_seconds", "params", "seconds", "backend")
+    keys = ("step", "at", "step_seconds", "iteration_seconds", "params", "seconds", "backend")
     of_drive = ("flash_read_bytes", "flash_write_bytes", "written_bytes", "tbw_bytes")
     known = {key: report.get(key) for key in (*keys, *of_drive)}
     tbw, written, trained = (report.get(key) for key in ("tbw_bytes", "written_bytes", "training_seconds"))
@@ -87,7 +87,6 @@ def described(directory: Path) -> dict[str, Any]:
         "device": block.device if block else 0,
         "rank": report.get("rank", 0),
         "world_size": report.get("world_size", 1),
-        "trainers": report.get("trainers"),
         "pid": pid,
         "committed_step": block.step if block else 0,
         **known,
@@ -109,7 +108,7 @@ def waits_for(devices: Iterable[dict[str, Any]]) -> str | None:
     each rank waits for the slowest one.
 
     "read", "update" or "write", followed by the device's directory; "gradients" if they came more slowly than the
-    devices take them; or "model". For owners (optimizer ranks): "network", between owners and trainers, or "trainers".
+    devices take them; or "model".
     "ranks": possibly ranks that are not among `devices`. None: unknown.
     """
     known = [d for d in devices if d["seconds"] and d["pid"] is not None]
@@ -117,12 +116,8 @@ def waits_for(devices: Iterable[dict[str, Any]]) -> str | None:
         return None
     step, iteration = (max(d[f"{what}_seconds"] for d in known) for what in ("step", "iteration"))
     most, kind, directory = max((s, kind, d["directory"]) for d in known for kind, s in d["seconds"].items())
-    served = known[0]["trainers"] is not None  # an owner begins its step only when all gradients have arrived
-    if step >= 0.5 * iteration and (served or most > WAITS * step):
+    if step >= 0.5 * iteration and most > WAITS * step:
         return f"{kind} {directory}"
     if len({d["rank"] for d in known}) < known[0]["world_size"]:
         return "ranks"
-    if served:
-        moving = max(d["transfer_seconds"] for d in known)
-        return "network" if moving > iteration - step - moving else "trainers"
     return "gradients" if step >= 0.5 * iteration else "model"

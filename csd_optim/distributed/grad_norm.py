@@ -9,21 +9,13 @@ import torch
 import torch.distributed as dist
 
 from .ranks import device_of
-from .sharding import Partition
-
-
-def global_norm(params: Iterable[tuple[torch.Tensor, Partition]]) -> float:
-    """Return the fp32 2-norm of the gradients of these parameters as one vector; a parameter may have no gradient.
-
-    A collective of the process groups over which the parameters are divided.
-    """
-    return norm_of((None if p.grad is None else part.local(p.grad), part.groups()) for p, part in params)
 
 
 def norm_of(grads: Iterable[tuple[torch.Tensor | None, tuple[Any, ...]]]) -> float:
-    """Return the same norm from this process's part of each gradient (None: it has no gradient).
+    """Return the fp32 2-norm of gradients as one vector, from this process's part of each (None: it has no gradient).
 
-    With each: the process groups over which the squares of such parts add up, in order; see Partition.groups().
+    With each part: the process groups over which the squares of such parts add up, in order; see Partition.groups().
+    A collective of these groups.
     """
     norms: dict[tuple[Any, ...], list[torch.Tensor]] = {}
     for g, groups in grads:

@@ -83,6 +83,9 @@ class Devices(Protocol):
 
     def close(self) -> None: ...
 
+    def interruptible(self) -> contextlib.AbstractContextManager[None]:
+        """Let Ctrl-C, deferred inside, soon end waits for other machines: see signals.interruptible()."""
+
     # ---- extents -----------------------------------------------------------------
 
     def plan(self, wanted: ExtentRequest, *, is_copied: bool) -> Extent:

@@ -47,7 +47,6 @@ class Reports:
             "devices": len(stats),
             "rank": ranks.rank if ranks else 0,
             "world_size": ranks.size if ranks else 1,
-            **states.served,
         }
         self._step, self._ended = states.step, ended
         for d, store in stores.items():

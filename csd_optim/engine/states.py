@@ -50,7 +50,6 @@ class States:
         self.torn: bool = False  # a step that writes in place was cut short
         self.synced: bool = True  # writes to open windows have been flushed to the devices
         self.lost: str = ""  # if such writes are lost for good: the error message that says why
-        self.served: dict[str, float] = {}  # on an owner: what reports tell `csd-optim top` about its trainers
 
     def make_durable(self) -> None:
         """Let windows be private mappings, except while they are open. Call it before any are handed out."""

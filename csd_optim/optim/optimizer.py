@@ -6,7 +6,7 @@ import inspect
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -26,8 +26,7 @@ from ..params.manifest import digest_of_groups
 from ..params.memory_warnings import COPIED, warn_if_large
 from ..params.state_map import StateMap
 from ..params.update_rule import UpdateRule
-from ..serve.trainer import address_of, served
-from ..serve.wire import Address
+from ..serve.address import Address, address_of
 from ..signals import defer_signals
 from ..step.agreement import agree_on_step
 from ..step.joining import StepHook
@@ -71,7 +70,7 @@ class CSDOptimizer(StatesOnDevices, Joinable):
     _rule: UpdateRule
     _sparse_alternatives = "SGD, Adagrad or SparseAdam of torch.optim"  # what an error message recommends
     _step_supports_amp_scaling: bool
-    _owner_address: Address | None  # of an optimizer rank that is an engine (?protocol=4)
+    _owner_address: Address | None  # of the optimizer rank whose devices it uses
     sharded: bool
 
     def __init__(
@@ -105,13 +104,8 @@ class CSDOptimizer(StatesOnDevices, Joinable):
         check_state_dtype(state_dtype, rule=self._rule)
         self._init_attributes(ranks_of(process_group), sharded, state_dtype)
         specs: list[DeviceSpec] = []
-        address = address_of(devices, self._ranks)
-        if address and address.protocol == 4:
-            self._owner_address = address
-        elif address:
-            self._address = address
-            self.__class__ = served(type(self))  # the subclass whose states live on optimizer ranks
-        else:
+        self._owner_address = address_of(devices, self._ranks)
+        if self._owner_address is None:
             specs = parse_devices(devices)
         for spec in specs:
             if spec.kind.rules is not None and self._rule.name not in spec.kind.rules:
@@ -165,11 +159,9 @@ class CSDOptimizer(StatesOnDevices, Joinable):
 
             model = digest_of_groups(self.param_groups, self._state_map.part_of)
             engine = open_remote(self._owner_address, model, mode=mode, tile_elems=tile_elems, ranks=ranks)
-            return self._set_engine(engine)
-        kernel = kernel_for(self._rule.name, self.state_dtype)
-        self._set_engine(open_engine(specs, mode=mode, tile_elems=tile_elems, ranks=ranks, kernels=[kernel]))
-
-    def _set_engine(self, engine: Engine) -> None:
+        else:
+            kernel = kernel_for(self._rule.name, self.state_dtype)
+            engine = open_engine(specs, mode=mode, tile_elems=tile_elems, ranks=ranks, kernels=[kernel])
         self._engine = self._steps.engine = engine
         # Closes the engine silently if the optimizer is garbage-collected or still open at exit.
         self._finalizer = call_at_end(self, close_quietly, engine)
@@ -214,7 +206,7 @@ class CSDOptimizer(StatesOnDevices, Joinable):
         engine.check_open()
         self._skipped = found_inf is not None and bool(found_inf.item())
         self._mode.before_step(skips=self._skipped, scaled=found_inf is not None or grad_scale is not None)
-        with defer_signals(), self._mode.around_step(), engine.lock:
+        with defer_signals(), engine.devices.interruptible(), self._mode.around_step(), engine.lock:
             engine.committer.confirm()
             steps = self._steps
             steps.has_updated, steps.grad_norm = self._mode.under_way, None
@@ -227,7 +219,7 @@ class CSDOptimizer(StatesOnDevices, Joinable):
             if self._ranks:
                 agreed = agree_on_step(
                     self._ranks,
-                    self._placed,
+                    self._state_map.param_states,
                     self.param_groups,
                     sharded=self.sharded,
                     descending=engine.descending,
@@ -241,7 +233,7 @@ class CSDOptimizer(StatesOnDevices, Joinable):
                 )
                 self._skipped, steps.descending, scale = agreed.skips, agreed.descending, agreed.scale
             if not self._skipped:
-                self._update(engine, steps.grad_factor if scale is None else steps.grad_factor / scale)
+                steps.take(self._mode, 1.0 if scale is None else 1.0 / scale)
             self._step_seconds = time.perf_counter() - start
         return loss
 
@@ -346,16 +338,6 @@ class CSDOptimizer(StatesOnDevices, Joinable):
         self._steps.reduced.clear()
         if not self._mode.clear_gradients(set_to_none=set_to_none):
             super().zero_grad(set_to_none)
-
-    # ---- the step ----------------------------------------------------------------
-
-    @property
-    def _placed(self) -> Container[int]:
-        """The ids of the parameters that have taken part in a step."""
-        return self._state_map.param_states
-
-    def _update(self, engine: Engine, grad_scale: float) -> None:
-        self._steps.take(self._mode, grad_scale)
 
     # ---- commit and resume -------------------------------------------------------------
 

@@ -188,8 +188,7 @@ class StatesOnDevices(Optimizer):
         A collective, for torch.save() on one rank and for trainers that know it from ZeroRedundancyOptimizer. Rank `to`
         needs memory for all states, the others for the largest one. States of FSDP1 stay as they are.
 
-        `to=None`: state_dict() of each rank has that rank's part. That is the default except with optimizer ranks under
-        DDP: there, call this once, and all ranks call state_dict() together from then on.
+        `to=None`: state_dict() of each rank has that rank's part, which is the default.
         """
         self._forget_consolidated()
         if to is None:

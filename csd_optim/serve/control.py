@@ -37,7 +37,7 @@ class JsonLimits(NamedTuple):
             raise CSDValueError(
                 f"the JSON of a message has {len(text)} bytes and {values} values; {self.nbytes} and {self.values} are "
                 f"the limits, enough for {self.values // PARAM_VALUES} parameters: join parameters, give them shorter "
-                f"names, or leave out protocol=4"
+                f"names"
             )
 
 

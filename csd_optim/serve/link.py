@@ -5,12 +5,14 @@ A link that is lost is taken up again by the next request, if the owner has the 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ..errors import CSDError, CSDRankError, CSDRuntimeError
+from ..signals import interruptible
 from .frames import DataConnection, Header
 from .messages import MAX_NEWS, NEWS, PARAMS, PROTOCOL, PUSH, Fields, raise_error, refuse, said, unpack_news
 from .session import Session
@@ -53,6 +55,7 @@ class Link:
         self._requests = 0
         self._why_lost: CSDError | None = None
         self._closed = False
+        self._given_up = False  # after Ctrl-C: it is not taken up again meanwhile
 
     # ---- open and close ------------------------------------------------------------
 
@@ -125,6 +128,21 @@ class Link:
             if self._session:
                 self._lost(self._session, why)
 
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Give up the session if the owner is silent after Ctrl-C: see signals.interruptible()."""
+
+        def give_up() -> None:
+            self._given_up = True
+            if session := self._session:
+                self._lost(session, CSDRankError("the optimizer ranks were silent, and Ctrl-C has ended the wait"))
+
+        try:
+            with interruptible(give_up):
+                yield
+        finally:
+            self._given_up = False
+
     @property
     def is_lost(self) -> bool:
         return self._session is None or self._why_lost is not None
@@ -136,7 +154,7 @@ class Link:
                 raise CSDRuntimeError("this optimizer is closed")
             if not self.is_lost:
                 return
-            if self.reattach is None:
+            if self.reattach is None or self._given_up:
                 raise self._why_lost or CSDRankError("there is no session")
             fields, take = self.reattach
             answer = self.open(mode="attach", **fields())

@@ -1,4 +1,4 @@
-"""The messages of protocol 4: what trainers and owners say to each other, and how everything in them is checked.
+"""The messages of optimizer ranks: what trainers and owners say to each other, and how everything in them is checked.
 
 docs/development.md lists them. Requests and their answers are JSON with raw arrays; gradients and parameters travel in
 frames on data connections, see frames.py. Nothing is unpickled, and no number is an address. Integers in arrays are

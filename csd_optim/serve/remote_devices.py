@@ -81,6 +81,9 @@ class RemoteDevices:
         self._is_open = False
         self._link.close()
 
+    def interruptible(self) -> contextlib.AbstractContextManager[None]:
+        return self._link.interruptible()
+
     # ---- extents -----------------------------------------------------------------
 
     def plan(self, wanted: ExtentRequest, *, is_copied: bool) -> Extent:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
 import secrets
 from typing import Any
 
@@ -12,12 +14,13 @@ from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..engine.engine import Engine
 from ..engine.open_engine import agree_on_devices
 from ..engine.states import States
-from ..errors import CSDRankError, CSDRuntimeError, CSDStoreError
+from ..errors import CSDRankError, CSDStoreError
 from ..store.check import check_param, check_record, is_name, require
 from ..store.file import Mode
 from ..store.format import Contents, Record, Region, Superblock
 from ..store.layout import Extent, ExtentRequest, plan_extent
 from ..store.recovery import RanksStore, last_round
+from .address import Address
 from .dial import connect
 from .keys import resolve
 from .link import Answer, Link
@@ -35,9 +38,7 @@ from .messages import (
 from .remote_committer import RemoteCommitter
 from .remote_devices import RemoteDevices, extent_of
 from .remote_native import RemoteNative
-from .request import process_name
 from .session import Session
-from .wire import Address
 
 STREAMS = 2  # data connections
 
@@ -47,16 +48,14 @@ def open_remote(address: Address, model: str, *, mode: Mode, tile_elems: int | N
 
     With `ranks` a collective: each has an engine of its own, there or at another owner.
 
-    Raises CSDUnavailableError if no owner answers, what the owner answers if it refuses, CSDRuntimeError for what
-    protocol 4 cannot do yet; CSDOSError and CSDValueError if there is something wrong with the key.
+    Raises CSDUnavailableError if no owner answers, what the owner answers if it refuses; CSDOSError and CSDValueError
+    if there is something wrong with the key.
     """
     link: Link | None = None
     agree_on_devices(ranks, mode, durable=True, in_memory=False, elsewhere=True)
     try:
         with all_ranks_or_none(ranks) as exchanged:
             check_byte_order()
-            if address.route not in ("auto", "kept"):
-                raise CSDRuntimeError(f"protocol=4 of serve:// has no route {address.route} yet")
             # A key that is configured is never left out, on loopback neither.
             key, owner = resolve(address.key, address.owner)
             exchanged.own = secrets.token_hex(16), secrets.token_hex(16)
@@ -67,7 +66,8 @@ def open_remote(address: Address, model: str, *, mode: Mode, tile_elems: int | N
             return connect(place, key=key, owner=owner, timeout=seconds, streams=STREAMS, within=min(60.0, seconds))
 
         rank, size = (ranks.rank, ranks.size) if ranks else (0, 1)
-        hello = {"model": model, "trainer": rank, "trainers": size, "token": token, "who": process_name()}
+        hello = {"model": model, "trainer": rank, "trainers": size, "token": token}
+        hello["who"] = f"{platform.node()}, process {os.getpid()}"
         link = Link(dial, {**hello, "tile_elems": tile_elems or 0}, STREAMS, address.timeout)
         answer = _open_together(link, mode, store, ranks)
         with all_ranks_or_none(ranks):

@@ -76,9 +76,6 @@ class Countdown:
         """The tiles of the step that were not pushed yet, in flow order."""
         return [*self._left]
 
-    def were_pushed(self, tiles: Iterable[int]) -> bool:
-        return self._left.keys().isdisjoint(tiles)
-
     def rank(self) -> np.ndarray[Any, Any]:
         """Return a tile_rank for the next step, whose gradients are expected in the same order: int64, by tile."""
         rank = np.full(len(self._missing), NEVER)

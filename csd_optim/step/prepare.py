@@ -29,9 +29,8 @@ from ..params.grad_source import GradSource
 from ..params.groups import Groups, members
 from ..params.param_state import ParamState
 from ..params.state_map import StateMap
-from ..params.summed import table_of, total
 from ..params.update_rule import UpdateRule
-from .spec import NO_ROWS, NO_SUMS, BoundStep, GradOptions, Participants, Rows, StepPlan, StepSpec, Sums
+from .spec import NO_ROWS, BoundStep, GradOptions, Participants, Rows, StepPlan, StepSpec
 
 # fp32 bytes of masters that were written from outside since the last step. Up to this limit they stay in memory until
 # the step writes them; beyond it they are written to the devices at once, and committed separately.
@@ -61,14 +60,11 @@ def participants(groups: Groups, optimizer: str, for_sparse: str) -> Participant
 
 
 def clip_scale(
-    groups: Groups,
-    state_map: StateMap,
-    grad_scale: float,
-    max_norm: float,
-    sums: Sums = NO_SUMS,
-    reduced: Rows = NO_ROWS,
+    groups: Groups, state_map: StateMap, grad_scale: float, max_norm: float, reduced: Rows = NO_ROWS
 ) -> tuple[float, float]:
     """Return the factor that clips gradients to `max_norm`, and their norm: as torch's clip_grad_norm_(), but in fp32.
+
+    If the norm is NaN, so is the factor.
 
     A collective of the process groups over which parameters are sharded.
     """
@@ -76,20 +72,13 @@ def clip_scale(
     def grads() -> Iterator[tuple[torch.Tensor | None, tuple[Any, ...]]]:
         for _, _, p in members(groups):
             part = state_map.part(p)
-            if id(p) in sums:
-                yield total(sums[id(p)], part.local(p)), part.groups()  # one at a time: all may not fit in memory
-            elif part.replicas and id(p) in reduced:
+            if part.replicas and id(p) in reduced:
                 yield reduced[id(p)], (part.replicas.group,)
             else:
                 yield None if p.grad is None else part.local(p.grad), part.groups()
 
     norm = norm_of(grads()) * abs(grad_scale)
-    return clip_to(norm, max_norm), norm
-
-
-def clip_to(norm: float, max_norm: float) -> float:
-    """Return the factor that clips gradients of this norm to `max_norm`; NaN if the norm is NaN."""
-    return min(1.0, max_norm / (norm + 1e-6)) if norm == norm else norm
+    return min(1.0, max_norm / (norm + 1e-6)) if norm == norm else norm, norm
 
 
 # ---- places ----------------------------------------------------------------------------
@@ -204,7 +193,6 @@ def specify(
     _fill_codes(engine, bound.coded, steps, table)
     sources = _locate_gradients(plan, grads, table, options.grad_dtype)
     may_have_residual = options.error_feedback and bool(engine.states.residuals)
-    summands = _mark_sums(plan, options.sums, table)
     residual_mask = np.array([may_have_residual and state.residual is not None for state in plan.param_states])
     topk = ratios(plan.params, residual_mask, groups_of, groups, steps[plan.rows], options.topk, options.topk_warmup)
     if engine.accelerator:  # also refuse what is dense only until the end of a warm-up
@@ -224,7 +212,6 @@ def specify(
         with_residual,
         options.error_feedback,
         unscaled,
-        summands=summands,
     )
 
 
@@ -320,18 +307,6 @@ def _locate_gradients(
         row["grad_dtype"], row["param_dtype"] = DTYPE_CODES[source.grad_dtype], DTYPE_CODES[source.param.dtype]
     table["grad"][plan.rows] = np.array(pointers, np.uint64)
     return sources
-
-
-def _mark_sums(plan: StepPlan, sums: Sums, table: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
-    """Mark summed gradients in the table. Returns the tables of their summands, to keep until the step is over."""
-    tables = []
-    for param_state in plan.param_states:
-        if summands := sums.get(id(param_state.param)):
-            row = table[param_state.index]
-            tables.append(table_of(summands))
-            row["grad_dtype"] = DTYPE_CODES[torch.float32]
-            row["summands"], row["n_summands"] = tables[-1].ctypes.data, len(summands)
-    return tables
 
 
 def _check_near(plan: StepPlan, topk: np.ndarray[Any, Any], residual_mask: np.ndarray[Any, Any]) -> None:

@@ -5,7 +5,7 @@ How its gradients and parameters travel is in prepared.py, and what happens to i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -15,11 +15,7 @@ import torch
 
 from ..params.grad_source import GradSource
 from ..params.param_state import ParamState
-from ..params.summed import Summand
 
-# By id of a parameter: the summands of its gradient. Its `grad` is a placeholder then.
-Sums = Mapping[int, Sequence[Summand]]
-NO_SUMS: Sums = MappingProxyType({})
 # By id of a parameter: this rank's rows of the mean gradient. Its `grad` is what this rank alone has computed.
 Rows = Mapping[int, torch.Tensor]
 NO_ROWS: Rows = MappingProxyType({})
@@ -44,7 +40,6 @@ class GradOptions(NamedTuple):
     topk: float | None
     topk_warmup: int
     error_feedback: bool
-    sums: Sums = NO_SUMS
     max_grad_norm: float | None = None
     reduced: Rows = NO_ROWS
 
@@ -98,4 +93,3 @@ class StepSpec:
     unscaled: bool  # grad_scale is invertible: a gradient that is sent whole leaves no residual
     # By row: values set from outside where the step itself detects the write (codes); an undone step restores them.
     outside_values: dict[int, torch.Tensor] = field(default_factory=dict)
-    summands: list[np.ndarray[Any, Any]] = field(default_factory=list)  # keeps alive what the table points to

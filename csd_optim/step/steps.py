@@ -32,7 +32,7 @@ from .prepare import add_residuals, apply_outside_writes, bind, clip_scale, fore
 from .prepared import PreparedStep
 from .progress import Progress
 from .resume import Resume
-from .spec import NO_SUMS, Arguments, GradOptions, Participants, StepPlan, StepSpec, Sums
+from .spec import Arguments, GradOptions, Participants, StepPlan, StepSpec
 from .staging import BUFFERS_PER_DEVICE, StagingRing
 
 
@@ -61,9 +61,6 @@ class Steps(Progress):
         self.grad_scale: float = 1.0
         self.grad_norm: float | None = None
         self.descending: bool = False  # the ranks exchange updated parameters of this step from the last to the first
-        # On an owner: the trainers' factor on gradients beside the loss scale; their gradients.
-        self.grad_factor: float = 1.0
-        self.sums: Sums = NO_SUMS
         self.reduced: ReducedGrads = ReducedGrads(ranks)
 
     # ---- the optimizer -----------------------------------------------------------------
@@ -86,7 +83,7 @@ class Steps(Progress):
     @property
     def options(self) -> GradOptions:
         a, rows = self._alive(), self.reduced.rows
-        return GradOptions(a.grad_dtype, a.topk, a.topk_warmup, a.error_feedback, self.sums, a.max_grad_norm, rows)
+        return GradOptions(a.grad_dtype, a.topk, a.topk_warmup, a.error_feedback, a.max_grad_norm, rows)
 
     def call_at_end(self, function: Callable[[], None]) -> weakref.finalize[Any, Any]:
         """Return a finalizer that calls `function` once the optimizer is gone, before its engine closes."""
@@ -148,7 +145,7 @@ class Steps(Progress):
                 step = self._prepare(taking_part, grad_scale, options, mode.compare)
         if options.max_grad_norm is not None:  # clip_scale() is a collective: call it only when no rank has raised
             scale, self.grad_norm = clip_scale(
-                self.groups, self.state_map, grad_scale, options.max_grad_norm, options.sums, options.reduced
+                self.groups, self.state_map, grad_scale, options.max_grad_norm, options.reduced
             )
             with all_ranks_or_none(self.ranks):
                 step = self._prepare(taking_part, grad_scale * scale, options, mode.compare)
@@ -167,13 +164,6 @@ class Steps(Progress):
         self.engine.states.step += 1
         self.state_map.describe(self.engine, self.groups)
         self.engine.committer.commit(record)
-
-    def prepare(self) -> LiveStep | None:
-        """Return a step of the gradients that are known now, to begin before step(); None if there are none."""
-        self.grad_scale, record = self.grad_factor, self.record()
-        self.resume.begin_step(self.engine, self.groups)
-        step = self._prepare(self._taking_part(), self.grad_factor, self.options)
-        return self.live(step, record) if step else None
 
     def prepare_without_gradients(self) -> LiveStep:
         """Return a step of all parameters that require gradients, to begin before there are gradients.

@@ -245,17 +245,6 @@ enum csd_master {
   CSD_GIVEN = 6
 };
 
-/* One of several gradients that add up to a parameter's gradient. It covers the same elements as csd_param.grad. */
-typedef struct csd_summand {
-  const void *values;
-  uint32_t dtype; /* csd_dtype; 16 bits for entries */
-  /* 0: `values` is dense, one value per element. Otherwise `values` holds entries (Top-K, csd_kernel.h), in runs: each
-   * `run_elems` elements are laid out like a tile of their own and take up `run_words` words. An element without an
-   * entry counts as zero. */
-  uint32_t run_words;
-  uint64_t run_elems;
-} csd_summand;
-
 /* One parameter in this step. With `grad` NULL it has no gradient and keeps every bit. */
 typedef struct csd_param {
   const void *grad; /* read; must stay valid until csd_engine_finish */
@@ -282,12 +271,6 @@ typedef struct csd_param {
    * states, also without a gradient; codes of them are rounded to nearest. An edited master is kept even if the
    * parameter is not its rounded value, except with CSD_UNLESS_SET */
   const float *edited[4];
-  /* If `n_summands` > 0, the gradient is the sum of these summands, computed in fp32 in their order. Then `grad` is any
-   * non-NULL address, and `grad_dtype` is CSD_F32, the dtype of the sum. The sum is not stored: each tile's update
-   * computes its part. Not allowed with Top-K, images or csd_push.grads. The array and the values must stay valid as
-   * long as `grad`. */
-  const csd_summand *summands;
-  uint64_t n_summands;
 } csd_param;
 
 /* The order in which a device processes its tiles. The engine keeps in its buffers the tiles that the next step is
@@ -322,7 +305,7 @@ typedef struct csd_push {
   uint64_t n_entries;
   /* Instead of images: for each piece of the tile in order, the address that csd_param.grad would have. It may be
    * unknown at csd_engine_begin, while backward is still producing it. NULL: the parameter has no gradient after all,
-   * and keeps every bit. Not for parameters with Top-K, `n_summands`, `in_image` or CSD_GIVEN; and a parameter whose
+   * and keeps every bit. Not for parameters with Top-K, `in_image` or CSD_GIVEN; and a parameter whose
    * csd_param.grad is NULL has none here. The array itself is copied. */
   const void *const *grads;
   /* Pushes the tile *early*, as part of a guess (see below): memory of csd_engine_hold_bytes bytes, aligned for any
@@ -560,10 +543,6 @@ int32_t csd_isa_used(void);
 /* Number of update threads, shared by all engines of the process. Default: the number of CPUs it may run on. */
 int csd_threads_use(uint32_t n, csd_error *error);
 uint32_t csd_threads_used(void);
-
-/* Adds up elements [first, first + n) of `n_summands` gradients (at least one), on the calling thread. */
-int csd_sum(const csd_summand *summands, uint64_t n_summands, int32_t isa, uint64_t first, uint64_t n, float *sum,
-            csd_error *error);
 
 /* Returns how many of the `n` gradients of a piece Top-K sends: max(1, round(n * ratio)), ties to even, at most n; 0 if
  * n is 0. */

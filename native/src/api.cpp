@@ -15,7 +15,6 @@
 #include "engine.h"
 #include "float_mode.h"
 #include "pool.h"
-#include "summands.h"
 #include "topk.h"
 #include "updater.h"
 
@@ -261,15 +260,6 @@ uint32_t csd_threads_used(void) {
   uint32_t n = 0;
   guarded(nullptr, [&] { n = csd::Pool::updates().size(); });
   return n;
-}
-
-int csd_sum(const csd_summand *summands, uint64_t n_summands, int32_t isa, uint64_t first, uint64_t n, float *sum,
-            csd_error *error) {
-  return guarded(error, [&] {
-    require_isa(isa);
-    csd::check_summands(summands, n_summands);
-    csd::sum_up(summands, n_summands, first, n, sum, isa);
-  });
 }
 
 uint64_t csd_topk_count(double ratio, uint64_t n) { return csd::topk_count(ratio, n); }

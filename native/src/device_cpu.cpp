@@ -8,7 +8,6 @@
 #include "float16.h"
 #include "memory.h"
 #include "pool.h"
-#include "summands.h"
 #include "topk.h"
 #include "updater.h"
 
@@ -21,7 +20,7 @@ constexpr uint64_t kBlock = 16 * 1024;
 float *floats(char *section, uint64_t first) { return reinterpret_cast<float *>(section) + first; }
 
 // Makes the span for elements [first, first + n) of the tile, which are part of `piece`: its constants, gradients and
-// parameters. `scratch` receives gradients that are entries or sums. Adds the span to the statistics in `work`.
+// parameters. `scratch` receives gradients that are entries. Adds the span to the statistics in `work`.
 template <typename Span>
 Span span_of(const csd_piece &piece, uint64_t first, uint64_t n, const Tile &tile, Work &work, Entries &entries,
              float *scratch) {
@@ -37,12 +36,6 @@ Span span_of(const csd_piece &piece, uint64_t first, uint64_t n, const Tile &til
     entries.expand(first, n, dense);
     span.grad = dense;
     span.grad_dtype = p.topk_dtype;
-  } else if (p.n_summands) {
-    sum_up(p.summands, p.n_summands, piece.param_first + in_piece, n, scratch,
-           current_isa.load(std::memory_order_relaxed));
-    span.grad = scratch;
-    span.grad_dtype = p.grad_dtype;
-    work.pushed += dtype_bytes(p.grad_dtype) * n;
   } else {
     span.grad = grad_at(piece, tile, work, in_piece);
     span.grad_dtype = p.grad_dtype;

@@ -22,7 +22,6 @@
 #include "crc32c.h"
 #include "csd_kernel.h"
 #include "device_file.h"
-#include "summands.h"
 #include "topk.h"
 #include "updater.h"
 
@@ -293,10 +292,7 @@ class XrtDevice : public FileDevice {
                                     coded ? key_of(param, p->param_first) : 0};
       if (!sparse) {
         char *const to = frame.grad.bytes() + uint64_t{kWordBytes} * input.grad_words;
-        if (param.n_summands)
-          sum_up(param.summands, param.n_summands, p->param_first, p->elems, reinterpret_cast<float *>(to),
-                 current_isa);
-        else memcpy(to, grad_at(*p, tile, work, 0), p->elems * dtype_bytes(param.grad_dtype));
+        memcpy(to, grad_at(*p, tile, work, 0), p->elems * dtype_bytes(param.grad_dtype));
         input.grad_words += words(p->elems, param.grad_dtype);
       }
       input.param_words += words(p->elems, param.param_dtype);

@@ -7,7 +7,6 @@
 
 #include "memory.h"
 #include "pool.h"
-#include "summands.h"
 #include "topk.h"
 #include "updater.h"
 
@@ -69,12 +68,6 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_hyper *
                (params[i].topk == 0 || params[i].topk_dtype == CSD_F16 || params[i].topk_dtype == CSD_BF16)))
       throw Failure{CSD_EINVAL, "Top-K of parameter " + std::to_string(i) +
                                     " is not a share from 0 to 1, or sends no values of 16 bits"};
-    else if (params[i].grad && params[i].n_summands) {
-      check_summands(params[i].summands, params[i].n_summands);
-      if (params[i].grad_dtype != CSD_F32 || params[i].topk != 0)
-        throw Failure{CSD_EINVAL,
-                      "parameter " + std::to_string(i) + " is summed, which needs fp32 gradients without Top-K"};
-    }
   std::vector<bool> named(tiles_.size());
   for (uint32_t i = 0; i < n_tiles; i++) {
     if (tiles[i] >= tiles_.size()) throw Failure{CSD_EINVAL, "no tile " + std::to_string(tiles[i])};
@@ -334,11 +327,10 @@ void Engine::check_push(const Job &job, const csd_push &how) const {
   if (how.grads) {
     for (uint64_t i = 0; i < t.n_pieces; i++)
       if (const csd_param &row = params_[t.pieces[i].param];
-          is_sparse(row) || row.n_summands || row.in_image || row.master == CSD_GIVEN || (how.grads[i] && !row.grad))
-        throw Failure{
-            CSD_EINVAL,
-            "parameter " + std::to_string(t.pieces[i].param) +
-                " has Top-K, is summed, is CSD_GIVEN, lies in an image, or has a gradient here and none in the step"};
+          is_sparse(row) || row.in_image || row.master == CSD_GIVEN || (how.grads[i] && !row.grad))
+        throw Failure{CSD_EINVAL,
+                      "parameter " + std::to_string(t.pieces[i].param) +
+                          " has Top-K, is CSD_GIVEN, lies in an image, or has a gradient here and none in the step"};
   }
   if (!how.states != !n_given_pieces(t, params_.data()))
     refuse(how.states ? "has no CSD_GIVEN parameters, so no states are supplied for it"
@@ -348,8 +340,6 @@ void Engine::check_push(const Job &job, const csd_push &how) const {
                        : "has sparse gradients in an image, and no entries");
   if (!how.grad && any([](const csd_param &p) { return p.in_image != 0; }))
     refuse("has parameters in an image, and no image");
-  if (how.grad && any([](const csd_param &p) { return p.n_summands != 0; }))
-    refuse("has summed gradients, which cannot lie in an image");
 }
 
 void Engine::drop_grads(const uint32_t *params, uint32_t n) {

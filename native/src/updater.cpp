@@ -8,7 +8,6 @@
 #include "codec.h"
 #include "float16.h"
 #include "rules.h"
-#include "summands.h"
 #include "topk.h"
 
 #if defined(__x86_64__)
@@ -19,7 +18,7 @@
 #define CSD_X86 0
 #endif
 
-// updater_loop.h, codec_loop.h, summands_loop.h and topk_loop.h are compiled once per instruction set. The compiler
+// updater_loop.h, codec_loop.h and topk_loop.h are compiled once per instruction set. The compiler
 // vectorises the rules; only the 16-bit conversions and the like, for which it has no pattern, are written with
 // intrinsics. Because of -ffp-contract=off and IEEE division and square root, all instruction sets compute the same
 // bits.
@@ -29,7 +28,6 @@ namespace csd::scalar {
 #include "updater_loop.h"
 // the next ones use it
 #include "codec_loop.h"
-#include "summands_loop.h"
 #include "topk_loop.h"
 }  // namespace csd::scalar
 #undef CSD_SIMD
@@ -46,7 +44,6 @@ namespace csd::avx2 {
 #include "updater_loop.h"
 // the next ones use it
 #include "codec_loop.h"
-#include "summands_loop.h"
 #include "topk_loop.h"
 }  // namespace csd::avx2
 #if defined(__clang__)
@@ -67,7 +64,6 @@ namespace csd::avx512 {
 #include "updater_loop.h"
 // the next ones use it
 #include "codec_loop.h"
-#include "summands_loop.h"
 #include "topk_loop.h"
 }  // namespace csd::avx512
 #if defined(__clang__)
@@ -110,10 +106,6 @@ SectionRange sections_of(uint32_t rule) noexcept {
     default:
       return {};
   }
-}
-
-void add_dense(const void *values, uint32_t dtype, uint64_t n, bool first, float *sum, int32_t isa) {
-  CSD_IN(isa, add_dense(values, dtype, n, first, sum));
 }
 
 uint64_t update(const Span &span, int32_t isa) { return CSD_IN(isa, update(span)); }

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from support.owners import Owners
+from support.owners import Owner
 from support.ranks import on_living_ranks
 from support.training import train
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -105,34 +105,27 @@ def test_ranks(run, tmp_path):
         assert [(d["pid"], d["params"]) for d in found] == [(pid, params) for pid, params, _ in ranks]
         assert found[0]["store_id"] == found[1]["store_id"]
         assert found[0]["waits_for"] == found[1]["waits_for"] is not None
-        assert all(d["trainers"] is None and d["transfer_seconds"] is None for d in found)
     code, out, _ = run("top", *places, "--interval", 0.1)
     assert code == 0
     for rank in range(2):
         assert f"no process trains here now, rank {rank} of 2: step 3, committed 3; a step" in " ".join(out.split())
 
 
-def test_owners(run, tmp_path):
+def test_an_optimizer_rank(run, tmp_path):
     params = [torch.nn.Parameter(torch.randn(60, 70))]
-    with Owners(tmp_path, 2) as owners:
-        with CSDAdam(params, devices=owners.address, tile_size=1024) as opt:
+    with Owner(tmp_path) as owner:
+        with CSDAdam(params, devices=owner.address, tile_size=1024) as opt:
             train(opt, 3).synchronize()
-            code, out, _ = run("top", *owners.stores, "--json", "-n", 1, "--interval", 0.1)
+            code, out, _ = run("top", owner.store, "--json", "-n", 1, "--interval", 0.1)
             assert code == 0
-            found = json.loads(out)["devices"]
-            for k, d in enumerate(found):
-                assert (d["rank"], d["world_size"], d["pid"], d["trainers"]) == (k, 2, owners.pids[k], 1)
-                assert (d["step"], d["committed_step"], d["params"]) == (3, 3, 2100)
-                assert 0 < d["transfer_seconds"] < d["iteration_seconds"]
-            assert found[0]["waits_for"] == found[1]["waits_for"] is not None
-            code, out, _ = run("top", *owners.stores, "--interval", 0.1)
-            assert code == 0
-            for k, pid in enumerate(owners.pids):
-                assert f"process {pid}, owner {k} of 2, of 1 trainer: step 3, committed 3; a" in " ".join(out.split())
-        owners.stop()
-    code, out, _ = run("top", *owners.stores, "--interval", 0.1)
+            (d,) = json.loads(out)["devices"]
+            assert (d["rank"], d["world_size"], d["pid"]) == (0, 1, owner.pid)
+            assert (d["step"], d["committed_step"], d["params"]) == (3, 3, 4200)
+            assert d["waits_for"] is not None
+        owner.stop()
+    code, out, _ = run("top", owner.store, "--interval", 0.1)
     assert code == 0
-    assert "no process trains here now, owner 1 of 2, of 1 trainer: step 3, committed 3" in " ".join(out.split())
+    assert "no process trains here now: step 3, committed 3" in " ".join(out.split())
 
 
 def test_where_no_store_is(run, tmp_path):
@@ -191,21 +184,10 @@ def test_what_ranks_wait_for(world_size, steps, slowest, said):
     assert top.waits_for([first, second | {"pid": None}]) == "ranks"
 
 
-@pytest.mark.parametrize(
-    ("step", "moving", "said"),
-    [(9.0, 0.5, "read second"), (4.0, 3.5, "network"), (4.0, 2.0, "trainers")],
-)
-def test_what_owners_wait_for(step, moving, said):
-    owners = {"world_size": 2, "trainers": 4}
-    first = device("first", 1.0, (0.1, 0.1, 0.1), transfer_seconds=0.1, **owners)
-    second = device("second", step, (4.0, 3.0, 3.5), transfer_seconds=moving, rank=1, pid=2, **owners)
-    assert top.waits_for([first, second]) == said
-
-
 def device(name, step, seconds, **other):
     parts = dict(zip(("read", "update", "write"), seconds, strict=True))
     told = {"directory": name, "step_seconds": step, "iteration_seconds": 10.0, "seconds": parts}
-    return {**told, "pid": 1, "rank": 0, "world_size": 1, "trainers": None, **other}
+    return {**told, "pid": 1, "rank": 0, "world_size": 1, **other}
 
 
 def test_rates_are_those_between_two_looks():

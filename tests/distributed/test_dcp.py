@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from support.memory import memory_limit
-from support.owners import Owners
+from support.owners import Owner
 from support.ranks import on_living_ranks
 from support.states import assumed
 from test_distributed import (
@@ -44,7 +44,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from csd_optim import CSDAdam
-from csd_optim.serve.trainer import _Trainer
 
 
 def alone():
@@ -71,18 +70,12 @@ def made(model, kind, rank, size, name="CSDAdam"):
 
 
 def state_of(model, optimizer, **options):
-    if isinstance(optimizer, _Trainer):
-        optimizer.consolidate_state_dict(None)  # collects the states, which is explicit under DDP
     parts = get_state_dict(model, optimizer, options=StateDictOptions(**options))
     return dict(zip(("model", "optimizer"), parts, strict=True))
 
 
 def seen(model, optimizer):
-    held = states(optimizer, model.parameters())
-    if isinstance(optimizer, _Trainer):  # `state` of trainers has no data
-        entries = optimizer.state_dict()["state"]
-        held = [dict(zip(entry, whole(entry.values()), strict=True)) for _, entry in sorted(entries.items())]
-    return whole(model.parameters()), held
+    return whole(model.parameters()), states(optimizer, model.parameters())
 
 
 def goes_on(model, optimizer):
@@ -134,7 +127,7 @@ def owners(tmp_path):
     """Starts optimizer ranks, and returns their address."""
     with contextlib.ExitStack() as stack:
         directories = (tmp_path / f"owners-{k}" for k in itertools.count())
-        yield lambda: stack.enter_context(Owners(next(directories), 2)).address
+        yield lambda: stack.enter_context(Owner(next(directories))).address
 
 
 @pytest.mark.ci

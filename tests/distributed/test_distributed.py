@@ -15,7 +15,7 @@ import torch.distributed.checkpoint
 from support.comparing import assert_same
 from support.inside import engine_of
 from support.optimizers import ADAMW, FULL
-from support.owners import Owners
+from support.owners import Owner
 from support.ranks import KILLED, on_living_ranks, on_ranks
 from support.states import assumed
 from torch import nn
@@ -904,7 +904,7 @@ def joins(rank, size, state_dtype, devices):
 def test_uneven_inputs_with_join(state_dtype, devices, tmp_path):
     with contextlib.ExitStack() as stack:
         if devices == "serve:":
-            devices = stack.enter_context(Owners(tmp_path / "owners")).address
+            devices = stack.enter_context(Owner(tmp_path / "owners")).address
         ranks = on_living_ranks(3, joins, 3, state_dtype, devices, directory=tmp_path)
     for params, step in ranks:
         assert step == 3

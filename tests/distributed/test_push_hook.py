@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from support.exact import Linear
 from support.inside import steps_of
-from support.owners import Owners, UnderDDP
+from support.owners import Owner
 from support.ranks import on_living_ranks
 from support.replacing import failing
 from torch.distributed.algorithms.join import Join
@@ -28,12 +28,22 @@ def net(seed=0, dtype=torch.float32, wide=33):
     return torch.nn.Sequential(Linear(7, wide), torch.nn.Tanh(), Linear(wide, 5)).to(dtype)
 
 
-class Trained(UnderDDP):
-    """A model that learns from data which depend on rank and step. `hooked`: csd_optim.push reduces its gradients."""
+class Trained:
+    """A model under DDP, and data that depend on rank and step. `hooked`: csd_optim.push reduces its gradients."""
 
     def __init__(self, devices, dtype=torch.float32, hooked=True, **options):
-        ddp = {"gradient_as_bucket_view": hooked}
-        super().__init__(net(dtype=dtype), devices, ddp=ddp, hooked=hooked, lr=0.05, tile_size=1024, **options)
+        self.model = net(dtype=dtype)
+        self.opt = CSDAdam(self.model.parameters(), devices=devices, lr=0.05, tile_size=1024, **options)
+        self.ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=hooked)
+        if hooked:
+            self.ddp.register_comm_hook(self.opt, push)
+
+    def step(self):
+        self.opt.step()
+        self.opt.zero_grad()
+
+    def image(self):
+        return [p.detach().clone() for p in self.model.parameters()]
 
     def backward(self, rank, i, sync=True, factor=1.0):
         torch.manual_seed(100 * i + rank)
@@ -76,7 +86,7 @@ def test_two_ranks_have_the_bits_of_ddp(tmp_path, dtype):
 @pytest.mark.ci
 @pytest.mark.here("has an owner of its own")
 def test_an_owner_gets_the_same_rows(tmp_path):
-    with Owners(tmp_path, protocol=4) as owner:
+    with Owner(tmp_path) as owner:
         images = [
             image
             for devices in (owner.address, f"{tmp_path}/{{rank}}")

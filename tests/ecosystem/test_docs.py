@@ -25,13 +25,11 @@ import torch
 import torch.distributed as dist
 from support.cards import needs_xrt
 from support.forked import module
-from support.owners import Owners
+from support.owners import Owner
 from support.ranks import on_ranks
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from trainers import library, llama, texts
 
-import csd_optim
 from csd_optim import CSDAdam, CSDError, CSDOSError
 from csd_optim.cli import benchmark, facts
 from csd_optim.trainers import log_stats, scalars
@@ -344,31 +342,17 @@ def an_export(reading):
 
 
 @starts("docs/optimizer-ranks.md", "serve://")
-def owners(reading):
-    with Owners(reading.directory) as there:
+def an_owner(reading):
+    with Owner(reading.directory) as there:
 
         def served(*arguments, devices, **options):
-            return CSDAdam(*arguments, devices=devices.replace("serve://storage0:29600", there.address), **options)
+            return CSDAdam(
+                *arguments, devices=devices.replace("serve://storage0:29600?key=owner.pem", there.address), **options
+            )
 
         reading.names["CSDAdam"] = served
         with trains(reading):
             yield
-
-
-@starts("docs/optimizer-ranks.md", "register_comm_hook")
-def the_hook(reading):
-    names = reading.names | {"csd_optim": csd_optim, "DistributedDataParallel": DistributedDataParallel}
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with Owners(reading.directory) as there:
-            opt = names["opt"] = CSDAdam(names["model"].parameters(), devices=there.address)
-            reading.names.update(names)
-            yield
-            train_model(reading.names["ddp"], opt, 2)
-            assert opt.stats()["route"] == "slices"
-            opt.close()
-    finally:
-        dist.destroy_process_group()
 
 
 @starts("docs/plan.md", "engine_rate(")

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from support.memory import LIMIT, memory_limit
-from support.owners import Owners
+from support.owners import Owner
 from test_scripts import LanguageModel, next_token_loss
 from torch.optim import AdamW
 from trainers import (
@@ -111,10 +111,10 @@ def test_the_same_on_named_devices(trainer, option, tmp_path):
 @pytest.mark.parametrize("trainer", [hugging_face_class, accelerate, lightning])
 def test_the_same_on_optimizer_ranks_by_the_environment_alone(trainer, tmp_path, monkeypatch):
     whole = uninterrupted(trainer)[0]
-    with Owners(tmp_path) as owners:
-        monkeypatch.setenv("CSD_OPTIM_DEVICES", owners.address)
+    with Owner(tmp_path) as owner:
+        monkeypatch.setenv("CSD_OPTIM_DEVICES", owner.address)
         run, resumed = trainer(CSDAdam, {}, tmp_path), trainer(CSDAdam, {"overwrite": True}, tmp_path, resume=True)
-        owners.stop()
+        owner.stop()
     assert run.losses == whole.losses
     assert resumed.losses == whole.losses[-len(resumed.losses) :]
     for name, p in whole.params.items():

@@ -27,7 +27,6 @@ from csd_optim.devices.machine import numa_node
 from csd_optim.devices.spec import parse_devices
 from csd_optim.engine.open_engine import open_engine
 from csd_optim.optim.adamw import ADAMW
-from csd_optim.params.summed import Summand, table_of
 from csd_optim.store.layout import ALIGN, GRAIN, MAX_MAPPINGS, TILE_ELEMS, TILES_PER_DEVICE, max_mappings, plan_extent
 
 pytestmark = pytest.mark.at_hand("drives the engine, by windows and addresses")
@@ -177,35 +176,6 @@ def test_bad_step_is_refused_before_it_begins(driven):
             driven.engine.finish()
     assert same(driven.image(), before)
     driven.step()
-
-
-def test_sums_that_cannot_be_are_refused(file):
-    before = file.image()
-    of = {name: table_of([Summand(file.grads[0], *how)]) for name, how in {"dense": (), "runs": (None, 9, 0)}.items()}
-
-    def table(name, **changed):
-        rows = file.table()
-        for field, value in {"summands": of[name].ctypes.data, "n_summands": 1, **changed}.items():
-            rows[field][0] = value
-        return rows
-
-    for rows, message in [
-        (table("runs"), "a dtype that cannot be summed"),
-        (table("dense", topk=0.1, topk_dtype=1), "summed, which needs fp32 gradients without Top-K"),
-        (table("dense", grad_dtype=1), "summed, which needs fp32"),
-    ]:
-        with pytest.raises(CSDValueError, match=message):
-            file.begin(params=rows)
-    image = torch.zeros(4096)
-    file.begin(params=table("dense"))
-    with pytest.raises(CSDValueError, match="summed gradients, which cannot lie in an image"):
-        file.engine.native.push(0, images=(image.data_ptr(), image.data_ptr()))
-    grads = [file.grads[0].data_ptr()] * len(file.engine.tiles.pieces_of(0))
-    for hold in (0, image.data_ptr()):
-        with pytest.raises(CSDValueError, match="is summed"):
-            file.engine.native.push(0, grads=grads, hold=hold)
-    file.engine.finish(keep=False)
-    assert same(file.image(), before)
 
 
 def test_calls_out_of_order(driven):

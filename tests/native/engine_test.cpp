@@ -1400,26 +1400,6 @@ void out_of_memory_in_guesses() {
   }
 }
 
-// Entries from a network are not trusted: whatever they contain, only words of the runs are read, and only the sum is
-// written.
-void sums() {
-  constexpr uint64_t kElems = 70'000, kWords = 33;  // two runs, each of which has a block and a bit
-  std::mt19937 random(1);
-  const std::vector<float> dense(2 * kElems, 1.0f);
-  for (int i = 0; i < 2000; i++) {
-    std::vector<uint32_t> words(2 * kWords);
-    for (uint32_t &word : words) word = i % 2 ? static_cast<uint32_t>(random()) : random() % 16;
-    const csd_summand of[] = {{dense.data(), CSD_F32, 0, 0}, {words.data(), CSD_BF16, kWords, kElems}};
-    const uint64_t first = random() % (2 * kElems), n = random() % (2 * kElems - first) + 1;
-    std::vector<float> sum(n);
-    csd_error error;
-    for (int32_t isa = 0; isa <= csd_isa_best(); isa++) {
-      const int status = csd_sum(of, 2, isa, first, n, sum.data(), &error);
-      CHECK(status == CSD_OK || (status == CSD_EINVAL && strstr(error.text, "more entries than words")));
-    }
-  }
-}
-
 void many_engines_and_threads() {
   std::vector<std::thread> threads;
   for (int t = 0; t < 4; t++)
@@ -1467,7 +1447,6 @@ int main(int argc, char **argv) {
                {"failing writes", failing_writes},
                {"close in flight", close_in_flight},
                {"paced devices", paced_devices},
-               {"sums", sums},
                {"out of memory", out_of_memory},
                {"no memory for guesses", out_of_memory_in_guesses},
                {"many engines and threads", many_engines_and_threads}};

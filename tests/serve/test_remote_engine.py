@@ -1,4 +1,4 @@
-"""The ordinary optimizer on an owner's engine (`?protocol=4`) has the bits of directories, in whatever it can do."""
+"""The ordinary optimizer on an owner's engine has the bits of directories, in whatever it can do."""
 
 import copy
 

@@ -1,20 +1,22 @@
-"""Faults around an owner of protocol 4: full disks, connections that are cut or silent, forks, ends of processes."""
+"""Faults around an owner: full disks, connections that are cut or silent, forks, ends of processes."""
 
+import contextlib
 import copy
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import pytest
 import torch
 from support.owner_here import OwnerHere
-from support.owners import Owners
+from support.owners import Owner
 from test_remote_engine import Net, assert_equal, own
 
-from csd_optim import CSDError, CSDOSError, CSDRuntimeError
+from csd_optim import CSDError, CSDOSError, CSDRankError, CSDRuntimeError, signals
 from csd_optim.engine.durable import DurableCommitter
 from csd_optim.store.file import StoreFile
 
@@ -82,9 +84,9 @@ def test_connections_are_cut_between_steps(tmp_path, mode):
 
 
 def test_a_stopped_owner_is_noticed_within_the_timeout(tmp_path):
-    with Owners(tmp_path, protocol=4, timeout=2) as owners:
-        served = Net(owners.address).steps(2)
-        (pid,) = owners.pids
+    with Owner(tmp_path, timeout=2) as owner:
+        served = Net(owner.address).steps(2)
+        pid = owner.pid
         os.kill(pid, signal.SIGSTOP)
         try:
             begun = time.monotonic()
@@ -99,14 +101,35 @@ def test_a_stopped_owner_is_noticed_within_the_timeout(tmp_path):
         served.opt.close()
 
 
+def test_ctrl_c_ends_the_wait_for_a_stopped_owner(tmp_path, monkeypatch):
+    monkeypatch.setattr(signals, "GRACE", 0.0)  # the first Ctrl-C is enough
+    with Owner(tmp_path, timeout=60) as owner:
+        ours, served = Net(own(tmp_path)).steps(2), Net(owner.address).steps(2)
+        served.opt.synchronize()
+        os.kill(owner.pid, signal.SIGSTOP)
+        ctrl_c = threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT))
+        ctrl_c.start()
+        begun = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            served.step()
+        assert time.monotonic() - begun < 20
+        os.kill(owner.pid, signal.SIGCONT)
+        with contextlib.suppress(CSDRankError):  # says, if so, that a step has been lost
+            served.opt.wait()
+        served.opt.zero_grad()
+        assert_equal(ours, served)
+        assert_equal(ours.steps(2), served.steps(2))
+        served.opt.close()
+
+
 @pytest.mark.ci
 def test_a_stopped_trainer_is_superseded(tmp_path):
-    with Owners(tmp_path, protocol=4, timeout=10) as owners:
+    with Owner(tmp_path, timeout=10) as owner:
         code = f"""
             import sys, time
             sys.path[:0] = {sys.path!r}
             from test_remote_engine import Net
-            net = Net({owners.address!r}, overwrite=True).steps(2)
+            net = Net({owner.address!r}, overwrite=True).steps(2)
             net.opt.synchronize()
             print("ready", flush=True)
             time.sleep(60)
@@ -115,7 +138,7 @@ def test_a_stopped_trainer_is_superseded(tmp_path):
         try:
             assert trainer.stdout.readline() == "ready\n"
             trainer.send_signal(signal.SIGSTOP)
-            net = Net(owners.address, resume=True)
+            net = Net(owner.address, resume=True)
             assert net.opt.committed_step == 2
             net.steps(1)
             net.opt.close()
@@ -144,17 +167,17 @@ def test_a_forked_child_refuses_and_leaves_the_parents_session_alone(tmp_path):
 
 @pytest.mark.ci
 def test_a_process_ends_without_close(tmp_path):
-    with Owners(tmp_path, protocol=4, timeout=10) as owners:
+    with Owner(tmp_path, timeout=10) as owner:
         for end in ("", "raise SystemExit(0)", "opt = net.opt; del net"):
             code = f"""
                 import sys
                 sys.path[:0] = {sys.path!r}
                 from test_remote_engine import Net
-                net = Net({owners.address!r}, overwrite=True).steps(3)
+                net = Net({owner.address!r}, overwrite=True).steps(3)
                 {end}
             """
             done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], timeout=60, capture_output=True)
             assert (done.returncode, done.stderr) == (0, b"")
-        net = Net(owners.address, resume=True)
+        net = Net(owner.address, resume=True)
         assert net.opt.committed_step == 3
         net.opt.close()

@@ -1,4 +1,4 @@
-"""An owner or a trainer of protocol 4 is killed anywhere in a step: no durable step is lost, and none is mixed.
+"""An owner or a trainer is killed anywhere in a step: no durable step is lost, and none is mixed.
 
 The trainer repeats what its owner has lost; a new trainer resumes. Either way all bits are those of a run that nobody
 has disturbed. The soak tier kills each side 200 times.
@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from support.forked import process
-from support.owners import Owners
+from support.owners import Owner
 from test_remote_engine import Net
 
 from csd_optim import CSDError
@@ -80,7 +80,7 @@ class Killing:
     def __init__(self, path):
         self.path = path
 
-    def __call__(self, rank):
+    def __call__(self):
         if self.path.exists():
             name, call = self.path.read_text().rsplit(" ", 1)
             self.path.unlink()
@@ -115,14 +115,14 @@ def done_of(net):
 
 
 @contextlib.contextmanager
-def restarting(owners):
+def restarting(owner):
     """Start the owner again whenever it ends."""
     stop = threading.Event()
 
     def watch():
         while not stop.wait(0.01):
-            if not owners.processes[0].is_alive():
-                owners.start()
+            if not owner.process.is_alive():
+                owner.start()
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -163,13 +163,13 @@ def test_a_trainer_goes_on_when_its_owner_was_killed(tmp_path, name):
     order = tmp_path / "kill"
     call = random.Random(name).randint(2, 4)
     order.write_text(f"{name} {call * (5 if 'PUSH' in name or 'PARAMS' in name else 1) + 1}")
-    with Owners(tmp_path, before=Killing(order), protocol=4, timeout=10) as owners, restarting(owners):
-        net = Net(owners.address)
+    with Owner(tmp_path, before=Killing(order), timeout=10) as owner, restarting(owner):
+        net = Net(owner.address)
         persist(net, images, 8)
-        assert owners.runs == 2, owners.said
+        assert owner.runs == 2, owner.said
         states = net.opt.state_dict()["state"]
         net.opt.close()
-        again = Net(owners.address, resume=True)
+        again = Net(owner.address, resume=True)
         for k, entry in again.opt.state_dict()["state"].items():
             assert all(torch.equal(value, states[k][n]) for n, value in entry.items())
         again.opt.close()
@@ -198,21 +198,21 @@ def kill_trainers(directory, names, seed):
     images = directory / "images.pt"
     torch.save(expected(directory / "undisturbed"), images)
     chance = random.Random(seed)
-    with Owners(directory, protocol=4, timeout=10) as owners:
-        Net(owners.address).steps(1).opt.close()
-        (pid,) = owners.pids
+    with Owner(directory, timeout=10) as owner:
+        Net(owner.address).steps(1).opt.close()
+        pid = owner.pid
         kills = 0
         for name in names:
             failure = directory / "failure"
             call = chance.randint(1, 4 if "BEGIN" in name or "FINISH" in name else 40)
-            trainer = process(train_in_process, owners.address, name, call, images, failure)
+            trainer = process(train_in_process, owner.address, name, call, images, failure)
             trainer.join(PATIENCE)
             assert not failure.exists(), failure.read_text()
             assert trainer.exitcode in (0, -signal.SIGKILL)
             kills += trainer.exitcode != 0
-            assert owners.pids == [pid]
+            assert owner.pid == pid
             if trainer.exitcode == 0:
-                Net(owners.address, overwrite=True).steps(1).opt.close()
+                Net(owner.address, overwrite=True).steps(1).opt.close()
         return kills
 
 
@@ -233,20 +233,20 @@ def test_an_owner_is_killed_200_times(tmp_path):
     order, kills = tmp_path / "kill", 0
     places = [name for _ in range(22) for name in OWNER]
     net = None
-    with Owners(tmp_path, before=Killing(order), protocol=4, timeout=10) as owners:
+    with Owner(tmp_path, before=Killing(order), timeout=10) as owner:
         for name in places:
             if net is None or net.done > STEPS - 10:
                 if net:
                     net.opt.close()
-                net = Net(owners.address, overwrite=True).steps(1)
+                net = Net(owner.address, overwrite=True).steps(1)
                 net.opt.synchronize()  # an owner that has nothing durable cannot go on
             many = 25 if "PUSH" in name or "PARAMS" in name else 5
             order.write_text(f"{name} {chance.randint(2, many)}")
-            owners.stop()
-            before = owners.runs
-            owners.start()
-            with restarting(owners):
+            owner.stop()
+            before = owner.runs
+            owner.start()
+            with restarting(owner):
                 persist(net, images, net.done + 7)
-                kills += owners.runs > before + 1
+                kills += owner.runs > before + 1
         net.opt.close()
     assert kills >= 200

@@ -1,4 +1,4 @@
-"""Several trainers on owners' engines (`?protocol=4`): each has its own there, and they keep steps together."""
+"""Several trainers on owners' engines: each has its own there, and they keep steps together."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from support.inside import engine_of
 from support.owner_here import OwnerHere
-from support.owners import Owners
+from support.owners import Owner
 from support.ranks import on_living_ranks, on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -73,7 +73,7 @@ def assert_equal(a, b):
 
 @pytest.fixture
 def owner(tmp_path):
-    with Owners(tmp_path, protocol=4, timeout=30) as there:
+    with Owner(tmp_path, timeout=30) as there:
         yield there
 
 
@@ -115,7 +115,7 @@ def on_two_owners(rank, addresses):
 def test_owners_are_divided_among_trainers(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    with Owners(tmp_path / "a", protocol=4) as first, Owners(tmp_path / "b", protocol=4) as second:
+    with Owner(tmp_path / "a") as first, Owner(tmp_path / "b") as second:
         addresses = [first.address, second.address]
         names = on_ranks(3, on_two_owners, addresses, directory=tmp_path)
         assert [str(second.port) in name for name in names] == [False, True, False]
@@ -221,13 +221,12 @@ def test_one_rank_fails(tmp_path, stage):
     on_living_ranks(2, failing_on_one_rank, stage, directory=tmp_path)
 
 
-def owner_dies(rank, address, pids):
+def owner_dies(rank, address, pid):
     net = Net(rank, address).until(3)
     net.opt.synchronize()
     dist.barrier()
     if rank == 0:
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
     dist.barrier()
     for _ in range(2):
         with pytest.raises((CSDRankError, CSDUnavailableError)):
@@ -235,7 +234,7 @@ def owner_dies(rank, address, pids):
 
 
 def test_the_owner_is_killed_and_all_resume(owner, tmp_path):
-    on_ranks(2, owner_dies, owner.address + "&timeout=2", [p.pid for p in owner.processes], directory=tmp_path)
+    on_ranks(2, owner_dies, owner.address + "&timeout=2", owner.pid, directory=tmp_path)
     owner.start()
     said = on_ranks(2, trains, owner.address, 5, True, directory=tmp_path)
     assert [begun for begun, _ in said] == [3, 3]

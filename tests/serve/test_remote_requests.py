@@ -1,4 +1,4 @@
-"""Whatever is said to an owner of protocol 4, it answers or ends the session, and goes on."""
+"""Whatever is said to an owner, it answers or ends the session, and goes on."""
 
 import copy
 import random

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from support.owners import Owners
+from support.owners import Owner
 from test_remote_engine import Net
 from test_remote_requests import HELLO
 
@@ -92,13 +92,13 @@ def outlive(tmp_path, monkeypatch, times, seed):
     for trainers in (1, 2):
         place = tmp_path / str(trainers)
         place.mkdir()
-        with Owners(place, protocol=4, timeout=10) as owner:
+        with Owner(place, timeout=10) as owner:
             (tmp_path / f"alone-{trainers}").mkdir()
-            with Owners(tmp_path / f"alone-{trainers}", protocol=4) as undisturbed:
+            with Owner(tmp_path / f"alone-{trainers}") as undisturbed:
                 sent, image = recorded(undisturbed, monkeypatch)
             for _ in range(times):
                 executed += play(owner, trainers, disordered(chance, sent))
-                assert owner.pids
+                assert owner.pid
             if trainers == 1:
                 _, again = recorded(owner, monkeypatch)
                 assert all(torch.equal(a, b) for a, b in zip(image, again, strict=True))

@@ -33,8 +33,6 @@ def test_what_was_pushed_and_what_is_left():
         countdown.note_pushed(tile)
     assert countdown.left == [0]
     assert countdown.pushed == [2, 3]
-    assert countdown.were_pushed([1, 2, 3])
-    assert not countdown.were_pushed([0, 2])
     assert countdown.rank().tolist() == [NEVER, NEVER, 0, 1]
 
 

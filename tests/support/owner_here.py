@@ -1,4 +1,4 @@
-"""An optimizer rank of protocol 4 on threads of this process: quick to start, and its inside can be looked at."""
+"""An optimizer rank on threads of this process: quick to start, and its inside can be looked at."""
 
 from pathlib import Path
 
@@ -41,7 +41,7 @@ class OwnerHere:
 
     @property
     def address(self):
-        return f"serve://127.0.0.1:{self.port}?protocol=4&timeout={self.timeout}"
+        return f"serve://127.0.0.1:{self.port}?timeout={self.timeout}"
 
     def stop(self):
         self.listener.close()

@@ -1,4 +1,4 @@
-"""pytest --served: runs whole suites with named directories served by an optimizer rank of protocol 4.
+"""pytest --served: runs whole suites with named directories served by an optimizer rank.
 
 Each optimizer gets one of its own, on threads of its process, so that whatever tests replace in the engine is replaced
 at the owner. The store lies where the test has named it.
@@ -12,8 +12,8 @@ from support.owner_here import OwnerHere
 from csd_optim.engine import open_engine as opening
 from csd_optim.optim import optimizer
 from csd_optim.serve import ownership
+from csd_optim.serve.address import parse_address
 from csd_optim.serve.remote_engine import open_remote
-from csd_optim.serve.wire import parse_address
 
 VARIABLE = "CSD_OPTIM_TEST_SERVED"
 

@@ -1,11 +1,10 @@
-"""Models wrapped for several ranks, trained with accumulation, clipping, GradScaler etc.: same bits as directories."""
+"""Wrapped models with accumulation, clipping, GradScaler and two optimizers: an owner has the bits of directories."""
 
 import contextlib
-import itertools
 
 import pytest
 import torch
-from support.owners import Owners
+from support.owners import Owner
 from support.ranks import on_living_ranks
 from torch import nn
 from torch.amp import GradScaler
@@ -18,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import ExponentialLR
 
-from csd_optim import CSDSGD, CSDAdam, CSDRankError, CSDStoreError
+from csd_optim import CSDSGD, CSDAdam
 
 STEPS = 6
 JOINS = 2  # a group is added before this step
@@ -110,7 +109,7 @@ def without_reducing(model):
         yield
 
 
-def trains(rank, kind, devices, options):
+def trains(rank, kind, devices):
     """Train. Returns the whole parameters, on rank 0 the states of both optimizers, and what each of them says.
 
     The latter is the committed step, the loss scale, and the bytes pushed in the last step.
@@ -119,8 +118,8 @@ def trains(rank, kind, devices, options):
     net = Net()
     model = wrap(net)
     places = [d.format(rank=rank) for d in devices]
-    first = CSDAdam(net.groups(1), lr=0.05, devices=places[0], tile_size=1024, max_grad_norm=0.3, **options)
-    second = CSDSGD(net.head.parameters(), lr=0.1, momentum=0.9, devices=places[1], tile_size=1024, **options)
+    first = CSDAdam(net.groups(1), lr=0.05, devices=places[0], tile_size=1024, max_grad_norm=0.3)
+    second = CSDSGD(net.head.parameters(), lr=0.1, momentum=0.9, devices=places[1], tile_size=1024)
     optimizers = first, second
     schedules = [ExponentialLR(optimizer, 0.8) for optimizer in optimizers]
     scaler = GradScaler("cpu", init_scale=256.0)
@@ -159,37 +158,15 @@ def whole(model):
         return [p.full_tensor() if isinstance(p, DTensor) else p.detach().clone() for p in model.parameters()]
 
 
-def resumes(rank, kind, address):
-    net = Net()
-    with torch.no_grad():
-        for p in net.body.parameters():
-            p.zero_()
-    model = KINDS[kind][1](net)
-    try:
-        with CSDAdam(net.groups(2), devices=address, tile_size=1024, resume=True) as optimizer:
-            return whole(model), optimizer.committed_step
-    except CSDStoreError as e:
-        return str(e)
-    except CSDRankError:  # another rank has raised CSDStoreError
-        return ""
-
-
-@pytest.fixture(scope="module")
-def owners(tmp_path_factory):
-    """Two owners for the first optimizer, and one for the second."""
-    with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(Owners(tmp_path_factory.mktemp("owners"), size)) for size in (2, 1)]
-
-
 @pytest.mark.ci
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.filterwarnings("ignore:lr of group")
-def test_wrapped_models_have_the_bits_of_devices_of_their_own(kind, owners, tmp_path):
+def test_wrapped_models_have_the_bits_of_directories(kind, tmp_path):
     size = KINDS[kind][0]
-    served = [there.address for there in owners]
     places = [f"{tmp_path}/{{rank}}-{k}" for k in range(2)]
-    own = on_living_ranks(size, trains, kind, places, {}, directory=tmp_path)
-    theirs = on_living_ranks(size, trains, kind, served, {"overwrite": True}, directory=tmp_path)
+    own = on_living_ranks(size, trains, kind, places, directory=tmp_path)
+    with Owner(tmp_path / "first") as first, Owner(tmp_path / "second") as second:
+        theirs = on_living_ranks(size, trains, kind, [first.address, second.address], directory=tmp_path)
     for (ours, _, said), (params, _, also_said) in zip(own, theirs, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, params, strict=True))
         assert [*map(tuple, said)] == [*map(tuple, also_said)]
@@ -198,26 +175,3 @@ def test_wrapped_models_have_the_bits_of_devices_of_their_own(kind, owners, tmp_
         assert ours.keys() == states.keys()
         for k, entry in ours.items():
             assert all(torch.equal(value, states[k][name]) for name, value in entry.items()), k
-    # Replicated data is sent only once, except parameters which a mesh neither shards nor names as replicas.
-    net = Net()
-    more = {"tensor parallel": net.late.bias.nbytes, "FSDP2 and tensor parallel": net.head.weight.nbytes}.get(kind, 0)
-    if kind == "FSDP1":  # it pads two flat parameters to an even number of elements
-        more = 2 + 4
-    nbytes = sum(p.nbytes for p in net.parameters() if p.requires_grad)
-    assert sum(pushed for *_, said in theirs for *_, pushed in said) == nbytes + more
-    if kind.startswith("FSDP1"):
-        resumed = [on_living_ranks(n, resumes, kind, served[0], directory=tmp_path) for n in (2, 4)]
-        if kind == "FSDP1":
-            assert "there and (72,) here" in resumed[1][0]
-            assert "FSDP1 pads its flat parameters" in resumed.pop()[0]
-        for params, step in itertools.chain(*resumed):
-            assert step == STEPS - 1
-            assert all(torch.equal(a, b) for a, b in zip(params[:-1], theirs[0][0][:-1], strict=True))  # without `head`
-        return
-    # A single process can resume, however the model was divided.
-    with (
-        CSDAdam(net.groups(2), devices=served[0], tile_size=1024, resume=True) as first,
-        CSDSGD(net.head.parameters(), devices=served[1], momentum=0.9, tile_size=1024, resume=True) as second,
-    ):
-        assert first.committed_step == second.committed_step == STEPS - 1
-        assert all(torch.equal(a, p) for a, p in zip(theirs[0][0], net.parameters(), strict=True))
