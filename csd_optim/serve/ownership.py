@@ -214,6 +214,7 @@ class Ownership:
             "store": self.store_id,
             "step": states.step,
             "devices": [str(spec) for spec in engine.devices.specs],
+            "tbw": [spec.tbw_bytes or 0 for spec in engine.devices.specs],
             "recovered": bool(found),
             "window": self.window,
             **self.commit_fields(),

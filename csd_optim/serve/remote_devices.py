@@ -40,7 +40,13 @@ class RemoteDevices:
         self.names = fields.texts("devices")
         if not 0 < len(self.names) <= MAX_DEVICES:
             refuse(f"{len(self.names)} devices")
-        self.specs = [DeviceSpec(f"{self._address}, {name}", "file", durable=True) for name in self.names]
+        ratings = fields.integers("tbw")
+        if len(ratings) != len(self.names):
+            refuse(f"{len(ratings)} ratings of devices")
+        self.specs = [
+            DeviceSpec(f"{self._address}, {name}", "file", durable=True, tbw_bytes=rating or None)
+            for name, rating in zip(self.names, ratings, strict=True)
+        ]
 
     # ---- capabilities ------------------------------------------------------------
 

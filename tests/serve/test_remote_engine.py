@@ -10,6 +10,7 @@ from support.training import Training, resumed
 from support.wires import files
 
 from csd_optim import CSDAdam, CSDRankError, CSDStoreExistsError, CSDUnavailableError
+from csd_optim.devices.spec import parse_devices
 from csd_optim.serve import ownership
 from csd_optim.serve.session import Role
 
@@ -149,6 +150,18 @@ def test_a_window_of_two_tiles_suffices(tmp_path, monkeypatch, mode):
             served.step()
             served.opt.synchronize()
         assert_equal(ours, served)
+        served.opt.close()
+
+
+def test_days_left_are_those_of_the_owners_drives(tmp_path):
+    rated, other = (
+        parse_devices([f"file:{tmp_path / name}{rating}"])[0] for name, rating in (("a", "?tbw=1GB"), ("b", ""))
+    )
+    with OwnerHere(specs=[rated, other], allow_save=tmp_path) as owner:
+        served = Net(owner.address).steps(2)
+        first, second = served.opt.stats()["devices"]
+        assert first["days_left"] > 0
+        assert second["days_left"] is None
         served.opt.close()
 
 

@@ -46,12 +46,15 @@ def wire(kind, files, piece, memory=4096):
     one, near, other, far = sockets
     for sock in sockets:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, memory)
-    ends = [Tcp(one, TIMEOUT), Tcp(other, TIMEOUT)]
+    ends = [Tcp(one, 60), Tcp(other, 60)]
     threads = [threading.Thread(target=carry, args=(*way, piece, slow)) for way in ((near, far), (far, near))]
     for thread in threads:
         thread.start()
     try:
-        yield Wire(*connections(kind, files, ends), slow)
+        made = connections(kind, files, ends)  # which may take a while on a busy machine
+        for end in ends:
+            end.settimeout(TIMEOUT)
+        yield Wire(*made, slow)
     finally:
         for end in ends:
             end.shutdown()

@@ -69,6 +69,7 @@ void emu_schedule(int which, uint64_t seed) {
   Guard().synchronizeDevice(-1);
   order = static_cast<Order>(which);
   dice.seed(seed);
+  for (auto &[key, queue] : queues()) queue.awake = order == kRandom && dice() % 2;  // not as the last schedule left it
 }
 void emu_capture(int on) {
   LOCKED;
