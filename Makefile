@@ -88,10 +88,8 @@ rest-%: TIER = --tier ci --beyond test
 tables: $(VENV)/.installed
 	$(BIN)/python -m bench.tables docs/performance.md
 
-# Tests that guard data; `make soak` also runs them with 8-bit states, on devices that are far, and those of SERVED with
-# optimizer ranks.
-SERVED := $(addprefix tests/,checkpoint params step optim overlap distributed)
-DATA := $(addprefix tests/,store engine compression) $(SERVED)
+# Tests that guard data; `make soak` also runs them with 8-bit states, on devices that are far, and with optimizer ranks.
+DATA := $(addprefix tests/,store engine compression checkpoint params step optim overlap distributed)
 
 # SOAK="--seed 7" repeats one run; a failure reports its seed.
 soak: $(VENV)/.installed
@@ -100,7 +98,7 @@ soak: $(VENV)/.installed
 	$(BIN)/python -m pytest --tier soak -k "suite_on_cards or soak"
 	$(BIN)/python -m pytest --state-dtype 8bit -n 3 --dist loadfile -m "not serial" $(DATA)
 	$(BIN)/python -m pytest --far -n 3 --dist loadfile -m "not serial" $(DATA)
-	$(BIN)/python -m pytest --served -n 3 --dist loadfile -m "not serial" $(SERVED)
+	$(BIN)/python -m pytest --served -n 3 --dist loadfile -m "not serial" $(DATA)
 	$(BIN)/python -m pytest --tier soak "--accelerator=late,side first,main first,random=1,random=2" tests/accelerator
 
 # Takes hours, and downloads several GB for most versions of torch. PAIRS="3.13:2.15.0" runs one.

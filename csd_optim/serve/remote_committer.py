@@ -217,7 +217,9 @@ class RemoteCommitter(Committer):
             return
         truth = self.states.truth
         truth.note_written()
-        if (truth.would_be_lost or self.steps_changed) and self._unconfirmed:
+        if self.states.rolled_back:
+            pass  # what was written belongs to a step that the owner has lost
+        elif (truth.would_be_lost or self.steps_changed) and self._unconfirmed:
             self.warn_of_loss(NOT_AGREED)
         elif not truth.empty.any():
             if truth.would_be_lost:

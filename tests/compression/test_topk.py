@@ -850,6 +850,7 @@ def test_malformed_entries_are_refused(pushed, words):
     push_entries(pushed, entries([(0, ONE)], []))  # the next step works
 
 
+@pytest.mark.here("a tile with entries is an image")
 def test_entries_and_no_sparse_parameter(pushed):
     engine = idle_engine_of(pushed)
     table = np.zeros(engine.tiles.n_params, bindings.PARAM)

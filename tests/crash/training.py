@@ -8,7 +8,7 @@ import random
 import warnings
 
 import torch
-from support import emulated
+from support import emulated, served
 from support.optimizers import ADAMW, FULL
 from torch.nn.functional import dropout, embedding
 
@@ -82,7 +82,8 @@ class StoppedTraining:
         self.of = OPTIMIZERS[seed // (len(STATE_DTYPES) * len(OVERLAP)) % len(OPTIMIZERS)]
         self.state_dtypes = STATE_DTYPES[seed % len(STATE_DTYPES) if self.of.rule.has_codes else 0]
         self.overlap = OVERLAP[seed // len(STATE_DTYPES) % len(OVERLAP)]
-        self.topk = TOPK if self.overlap in (None, FORWARD) else {}
+        # With optimizer ranks, residuals are in no store.
+        self.topk = TOPK if self.overlap in (None, FORWARD) and not served.assumed() else {}
         self.resumes = devices != WITHOUT_A_STORE
         self.place, self.with_room = "cpu", ""
         if _accelerator:

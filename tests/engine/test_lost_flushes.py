@@ -157,6 +157,7 @@ def test_a_lost_step_is_told_again_and_again(at_once, tmp_path):
     small.opt.close()
 
 
+@pytest.mark.here("an owner goes back to its store, and the session goes on")
 def test_what_is_loaded_is_lost(tmp_path):
     with LosingDisk(tmp_path) as disk:
         small = Small(tmp_path / "csd0")
@@ -173,6 +174,7 @@ def test_what_is_loaded_is_lost(tmp_path):
         assert torch.equal(opt.state[opt.param_groups[0]["params"][0]]["exp_avg"], kept)
 
 
+@pytest.mark.here("an owner goes back to its store, and the session goes on")
 @pytest.mark.parametrize("looked_at", [False, True])
 def test_without_direct_io_what_is_in_memory_proves_nothing(looked_at, tmp_path, monkeypatch):
     """Mapped pages stay in the page cache, whatever is on the disk. Codes are not mapped, nor what is far away."""

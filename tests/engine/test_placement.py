@@ -160,6 +160,7 @@ def test_room_is_for_all_that_joins(tmp_path, rates):
         assert sum(d["params"] for d in opt.stats()["placement"]["devices"]) == 88 * TILE
 
 
+@pytest.mark.here("the owner chooses where its states are")
 def test_where_directories_keep_it_memory_is_cache_and_resume_keeps_the_layout(tmp_path, rates, caplog):
     drives = [str(tmp_path / "csd0"), str(tmp_path / "csd1")]
     devices = ["auto", "ram:?room=3MB", *drives]
@@ -191,6 +192,7 @@ def test_where_directories_keep_it_memory_is_cache_and_resume_keeps_the_layout(t
     assert now == kept
 
 
+@pytest.mark.here("the owner chooses where its states are")
 def test_a_small_extent_that_is_first_does_not_take_the_cache(tmp_path, rates):
     """The first extent's only tile is on one drive. What joins later is on both drives, and so both get a cache."""
     drives = [str(tmp_path / "csd0"), str(tmp_path / "csd1")]
@@ -210,6 +212,7 @@ def test_a_small_extent_that_is_first_does_not_take_the_cache(tmp_path, rates):
         assert [s.cache_bytes for s in engine_of(opt).devices.specs] == pytest.approx([1e6, 2e6], rel=0.05)
 
 
+@pytest.mark.here("the owner chooses where its states are")
 @pytest.mark.parametrize("devices", [["ram:?room=1MB", "file:"], ["ram:?room=1MB", "durable"]])
 def test_empty_parameters_are_nowhere(tmp_path, monkeypatch, rates, devices):
     monkeypatch.chdir(tmp_path)
@@ -223,6 +226,7 @@ def test_empty_parameters_are_nowhere(tmp_path, monkeypatch, rates, devices):
         assert placement["cache_bytes"] == (1_000_000 if "durable" in devices else 0)
 
 
+@pytest.mark.here("the owner chooses where its states are")
 def test_a_drive_without_room_has_nothing_and_is_resumed(tmp_path, rates):
     drives = [f"file:{tmp_path / 'csd0'}?room=4kB", str(tmp_path / "csd1")]
     p, opt = placed(["auto", *drives], steps=2)

@@ -12,11 +12,12 @@ import time
 
 import pytest
 import torch
+from support.inside import engine_of
 from support.owner_here import OwnerHere
 from support.owners import Owner
 from test_remote_engine import Net, assert_equal, own
 
-from csd_optim import CSDError, CSDOSError, CSDRankError, CSDRuntimeError, signals
+from csd_optim import CSDError, CSDLostError, CSDOSError, CSDRankError, CSDRuntimeError, signals
 from csd_optim.engine.durable import DurableCommitter
 from csd_optim.store.file import StoreFile
 
@@ -99,6 +100,33 @@ def test_a_stopped_owner_is_noticed_within_the_timeout(tmp_path):
         served.opt.zero_grad()
         served.steps(2)
         served.opt.close()
+
+
+def test_what_was_written_after_a_lost_step_is_lost_with_it(tmp_path, monkeypatch):
+    """It is not put into the states of the step before, to which the owner goes back."""
+    with OwnerHere(tmp_path / "owner") as owner:
+        served = Net(owner.address).steps(3)
+        served.opt.synchronize()
+        image, real = served.image(), StoreFile.stage
+
+        def lost(self, *arguments):
+            raise CSDLostError(5, f"{self.path}: Input/output error")
+
+        monkeypatch.setattr(StoreFile, "stage", lost)
+        served.step()  # its commit is in the background
+        first = next(served.model.parameters())
+        served.opt.state[first]["exp_avg"].mul_(2)
+        with contextlib.suppress(CSDLostError):
+            owner.stop()
+        monkeypatch.setattr(StoreFile, "stage", real)
+        owner.start()
+        with pytest.raises(CSDRankError, match="have lost step 4"):
+            engine_of(served.opt).committer.confirm()
+        engine_of(served.opt).close()  # as when the optimizer is dropped
+        again = Net(owner.address, resume=True)
+        assert again.opt.committed_step == 3
+        assert all(torch.equal(a, b) for a, b in zip(image, again.image(), strict=True))
+        again.opt.close()
 
 
 def test_ctrl_c_ends_the_wait_for_a_stopped_owner(tmp_path, monkeypatch):

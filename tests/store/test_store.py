@@ -157,6 +157,7 @@ def test_directory_that_cannot_be_had(tmp_path):
         CSDAdam(parameters((5,)), devices=[str(tmp_path / "file")])
 
 
+@pytest.mark.here("what an owner says ends with that it does")
 @pytest.mark.parametrize(("module", "what"), [(Path, "mkdir"), (os, "open")], ids=["mkdir", "open"])
 def test_directory_of_somebody_else(module, what, tmp_path, monkeypatch):
     def denied(*_, **__):

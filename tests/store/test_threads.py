@@ -48,6 +48,7 @@ def test_a_pool_has_all_its_threads_or_none(refuse, after):
     assert threading.active_count() == before
 
 
+@pytest.mark.here("an owner starts threads of its own")
 def test_an_optimizer_says_so_when_it_is_made(refuse, tmp_path):
     refuse()
     with pytest.raises(CSDRuntimeError, match="can't start new thread"):
