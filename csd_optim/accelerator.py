@@ -30,8 +30,8 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def accelerator_type() -> str:
-    """Return the type of the process's accelerator, such as "cuda"; "" if it has none."""
-    current = torch.accelerator.current_accelerator()
+    """Return the type of the process's accelerator, such as "cuda"; "" if it has none, whatever torch was built for."""
+    current = torch.accelerator.current_accelerator(check_available=True)
     return current.type if current else ""
 
 
@@ -57,9 +57,14 @@ def record_event(stream: Any) -> Any:
     return event
 
 
+def has_completed(event: Any) -> bool:
+    """Return whether everything that the event is recorded behind has completed. Does not wait."""
+    return bool(event.query())
+
+
 def wait_for(event: Any) -> None:
     """Wait until the event has completed. Polls, because event.synchronize() would spin on a core that updates need."""
-    while not event.query():
+    while not has_completed(event):
         time.sleep(POLL_SECONDS)
 
 

@@ -32,7 +32,10 @@ def pytest_configure(config):
     assume(config.getoption("--state-dtype"))
     far.assume(config.getoption("--far"))
     served.assume(config.getoption("--served"))
-    if config.getoption("--accelerator") and not torch.accelerator.is_available() and not emulated.missing():
+    if not config.getoption("--accelerator"):
+        # A GPU changes defaults, such as where FSDP2's parameters are. In effect as CUDA is not initialized yet.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    elif not torch.accelerator.is_available() and not emulated.missing():
         emulated.load()
     # Tests send these signals. A shell ignores them in background processes, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..accelerator import is_on_accelerator, on, record_event, wait_for
+from ..accelerator import has_completed, is_on_accelerator, on, record_event, wait_for
 from ..engine.engine import Engine
 from ..params.grad_source import GradSource
 from .given_states import GivenStates
@@ -42,7 +42,7 @@ class StagingBuffer:
     under_way: list[Any] = field(default_factory=list)  # events: the last copies from or to this buffer
 
     def arrived(self) -> bool:
-        return all(event.query() for event in self.under_way)
+        return all(map(has_completed, self.under_way))
 
     def wait(self) -> None:
         for event in self.under_way:

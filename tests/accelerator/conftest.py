@@ -4,7 +4,6 @@ import contextlib
 
 import pytest
 from support import emulated
-from support.on_accelerator import on_both
 from support.ranks import on_ranks
 
 REAL = "real device"
@@ -28,6 +27,8 @@ def schedule(request):
 @pytest.fixture
 def everywhere(request, tmp_path):
     """Run a function on two ranks, under all schedules in the same processes."""
+    from support.on_accelerator import on_both  # not before the emulated one is loaded
+
     said = request.config.getoption("--accelerator").split(",") if emulated.loaded() else None
     return lambda *call: on_ranks(2, on_both, said, *call, directory=tmp_path)
 

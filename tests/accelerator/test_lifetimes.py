@@ -65,6 +65,7 @@ def test_all_devices_and_the_host_in_one_optimizer(devices, current, side_stream
     places = [*DEVICES, "cpu", *DEVICES]
     before = torch.accelerator.current_device_index(), [torch.accelerator.current_stream(d) for d in DEVICES]
     params, optimizer = made(places, devices=devices)
+    torch.accelerator.synchronize()  # they were made on the default streams
     try:
         for device in DEVICES if side_stream else ():
             torch.accelerator.set_stream(torch.Stream(device))

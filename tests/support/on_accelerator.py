@@ -1,14 +1,29 @@
 """Helpers of tests with parameters on the accelerator."""
 
+import os
+
 import torch
 from support import emulated
 
+from csd_optim import accelerator
 from csd_optim.accelerator import accelerator_type
+from csd_optim.step import staging
 
 DEVICE = accelerator_type()  # "" if there is none; tests that use it are then not run
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SCRATCH = [["file:"], ["ram:"], ["ram:", "file:"], ["file:"] * 3]
 NEAR = [["gpu:"], ["gpu:", "file:"]]  # all states on the accelerator, or those of some parameters
+
+if os.environ.get("TORCH_CUDA_SANITIZER"):
+    # torch's stream sanitizer takes note of waits for an event, but not of a query that says that it has completed.
+    asked = accelerator.has_completed
+
+    def has_completed(event):
+        if done := asked(event):
+            event.synchronize()
+        return done
+
+    accelerator.has_completed = staging.has_completed = has_completed
 
 
 def leaf(*shape, dtype=torch.float32, device=DEVICE):
