@@ -1,7 +1,6 @@
 """The benchmarks at tiny size: they run, verify, and report what they promise. Speed is not tested."""
 
 import json
-import re
 import statistics
 from pathlib import Path
 
@@ -9,9 +8,7 @@ import pytest
 from support.cards import emulated_python, needs_xrt
 from support.forked import module, python, running
 
-from bench.ranks_model import LINKS
-from bench.studies import paced_network, ranks_table
-from bench.studies.optimizer_ranks import ROUTES
+from bench import paced_network
 
 ROOT = Path(__file__).parents[2]
 
@@ -347,49 +344,32 @@ def test_distributed(tmp_path):
 
 @pytest.mark.parametrize("paced", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["paced", "loopback"])
 def test_optimizer_ranks(tmp_path, paced):
-    """All ways must end with the same parameters, or nothing is reported. On a paced network, bytes match the formulas.
-
-    If no such network can be made, loopback is tested.
-    """
-    network = "paced" if paced and not paced_network.missing() else "loopback"
-    more = ["--unpaced"] if network == "loopback" else []
-    done = run("bench.studies.optimizer_ranks", "--quick", f"--directory={tmp_path}", "--json", *more)
+    """All ways must end with the same parameters, or nothing is reported. On loopback if no network can be made."""
+    paced = paced and not paced_network.missing()
+    more = [] if paced else ["--unpaced"]
+    done = run("bench.optimizer_ranks", "--quick", f"--directory={tmp_path}", "--json", *more)
     result = json.loads(done.stdout)
-    assert result["schema"] == "csd_optim.bench.optimizer_ranks/1"
-    assert result["machine"]["network"].startswith("loopback, unpaced" if more else "network namespaces")
-    rows = {row["way"]: row for row in result["rows"]}
-    assert list(rows) == ["adamw", "zero", "local", *ROUTES]
-    assert all(len(row["seconds"]) == len(row["after_backward"]) == 5 for row in rows.values())
-    assert "ours those of one process, to the last bit" in done.stderr
-    for way, row in rows.items():
-        assert bool(row["predicted"]) == (network == "paced" and way != "zero")
-        assert row.get("bytes_ratio", {}) == pytest.approx(dict.fromkeys(row.get("bytes_ratio", {}), 1), abs=0.04)
-    assert set(rows["kept"].get("bytes_ratio", {})) == ({*LINKS} if network == "paced" else set())
+    assert result["schema"] == "csd_optim.bench.optimizer_ranks/2"
+    assert result["machine"]["network"].startswith("network namespaces" if paced else "loopback only")
+    assert done.stderr.count("have the same parameters on all trainers") == 2 * (4 if paced else 2)
+    ways = [(row["way"], row["trainers"]) for row in result["rows"]]
+    on_loopback = [(way, n) for n in (1, 2) for way in ("local", "plain", "encrypted")]
+    assert ways == on_loopback + paced * [(way, n) for n in (1, 2) for way in ("local", "encrypted")]
+    for row in result["rows"]:
+        assert all(len(row[name]) == 5 for name in ("seconds", "durable_seconds", "trainer_cpu_seconds"))
+        gathered = 2 * row["params"] if row["trainers"] > 1 else 0
+        assert row["bytes"] == {
+            "push_bytes": 2 * row["params"],
+            "pull_bytes": 2 * row["params"],
+            "gathered_bytes": gathered,
+        }
+        if row["way"] != "local":
+            assert row["owner_memory_bytes"] > 0
+            assert row["cpu_seconds_per_gb_with_update"] > 0
+        if "owner_link_bytes" in row:
+            assert [*row["owner_link_bytes"].values()] == pytest.approx([2 * row["params"]] * 2, rel=0.1)
+            assert len(row["ratio_to_limit"]) == 5
     assert list(tmp_path.iterdir()) == []
-
-
-def test_optimizer_ranks_while_trainers_are_killed(tmp_path):
-    done = run("bench.studies.optimizer_ranks", "--kills", "--quick", "--unpaced", f"--directory={tmp_path}", "--json")
-    result = json.loads(done.stdout)
-    assert result["schema"] == "csd_optim.bench.optimizer_ranks_kills/1"
-    rows = {row["way"]: row for row in result["rows"]}
-    assert list(rows) == ["adamw", "local", *ROUTES]
-    for way, row in rows.items():
-        assert row["steps"] == 8
-        assert row["kills"] >= len(row["steps_lost"]) == len(row["seconds_to_next_step"])
-        assert max(row["steps_lost"], default=0) <= {"adamw": 3}.get(way, 1)
-        assert row["goodput"] == pytest.approx(8 * row["step_seconds"] / row["seconds"])
-    assert all(row["kills"] for row in rows.values())
-    assert "ours have the parameters of as many steps" in done.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_tables_of_optimizer_ranks():
-    """The tables of docs/optimizer-ranks.md are those of the result files that it names."""
-    page = (ROOT / "docs/optimizer-ranks.md").read_text()
-    for name, table in (("optimizer-ranks-xeon", ranks_table.of_ways), ("optimizer-ranks-kills", ranks_table.of_kills)):
-        (file,) = {*re.findall(rf"`(bench/results/{name}[^`]+json)`", page)}
-        assert table(json.loads((ROOT / file).read_text())) in page
 
 
 @needs_xrt

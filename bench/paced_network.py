@@ -61,6 +61,7 @@ class Network:
     """A network of machines. `rates`: bytes per second each way, by the machine's name (at most 13 letters)."""
 
     def __init__(self, rates: dict[str, float]) -> None:
+        self._switch = os.open("/proc/self/ns/net", os.O_RDONLY)
         self._namespaces: dict[str, int] = {}  # open files
         self._addresses = {name: f"{SUBNET}.{k}" for k, name in enumerate(rates, 1)}
         with tempfile.NamedTemporaryFile("w") as hosts:  # gloo and TCPStore resolve names, without DNS
@@ -88,6 +89,10 @@ class Network:
         paced = f"root tbf rate {int(rate * 8)}bit burst {BURST} latency {QUEUE_MS}ms"
         _run(["tc", *f"qdisc replace dev {name} {paced}".split()])
         self._within(name, ["tc", *f"qdisc replace dev eth0 {paced}".split()])
+
+    def plug(self, name: str, is_in: bool) -> None:
+        """Plug the cable of a machine in, or pull it out. Any process of the network may do so."""
+        _run(["ip", "link", "set", name, "up" if is_in else "down"], namespace=self._switch)
 
     def move_in(self, name: str) -> None:
         """Move this process, and those it starts later, to machine `name`."""
