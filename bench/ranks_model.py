@@ -1,7 +1,7 @@
 """A model of how long a step takes with optimizer ranks (owners), which update for trainers over a network.
 
     Fleet        the number of trainers and owners, and the rates of their links
-    ROUTES       the stages that a bucket of gradients passes on each route: collectives, links, drives
+    WAYS         the stages that a bucket of gradients passes in each way: collectives, links, drives
     simulate()   a discrete-event simulation of the buckets
     at_least()   bytes divided by rates: a lower bound of any simulation
 
@@ -29,7 +29,6 @@ from csd_optim.rates import Rates
 BUCKET_BYTES = 25e6  # DDP's
 MOST = 256  # buckets at most: more change nothing but the time of the simulation
 HIDDEN = 1.05  # owners are enough if an iteration takes at most so many times what it takes with infinitely fast owners
-MOST_OWNERS = 4096  # the search for enough owners ends here
 MOST_DRIVES = 64  # the search for enough drives in a trainer ends here
 
 TRAINER_OUT, TRAINER_IN = "trainer out", "trainer in"
@@ -43,7 +42,7 @@ class Fleet:
     """How many trainers and owners there are, and how fast their links are."""
 
     trainers: int
-    owners: int
+    owners: int  # at most as many as trainers, each of which has one
     trainer_link: float  # bytes per second each way; math.inf: no bound
     owner_link: float
 
@@ -51,31 +50,31 @@ class Fleet:
     def link(self) -> dict[str, float]:
         return {name: self.trainer_link if name.startswith("trainer") else self.owner_link for name in LINKS}
 
+    @property
+    def of_owner(self) -> int:
+        """The trainers of the owner that has most of them."""
+        return math.ceil(self.trainers / self.owners)
+
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of a route, with what all buckets together need there: bytes over links, seconds of other resources."""
+    """A stage of a way, with what all buckets together need there: bytes over links, seconds of other resources."""
 
     name: str
     bytes: dict[str, float]
     seconds: dict[str, float]
-    # The earlier stage (its index, or BACKWARD) that all buckets must have passed before this one begins; None: none.
-    after: int | None = None
-    # How many buckets may be in this stage at the same time; None: any number.
-    window: int | None = None
+    after: int | None = None  # the earlier stage that all buckets must have passed before this one begins; None: none
+    window: int | None = None  # how many buckets may be in this stage at the same time; None: any number
 
     def busy(self, fleet: Fleet) -> dict[str, float]:
         """Return the seconds that the stage keeps each resource busy."""
         return {**{name: n / fleet.link[name] for name, n in self.bytes.items()}, **self.seconds}
 
 
-# ---- routes ----------------------------------------------------------------------
+# ---- ways ------------------------------------------------------------------------
 #
-# In csd_optim, owners update each bucket as soon as its gradients have arrived, and parameters come back by buckets.
-# But they come back only after trainers have reduced all buckets and called step(), because backward still reads the
-# old parameters. With `flowing` they come back at once: what the links alone would allow.
-BACKWARD = -1
-ROUNDS = 3  # buckets that trainers reduce at the same time
+# Gradients are reduced while backward goes on. In step(), when all are reduced, each bucket proceeds as soon as it can.
+ROUNDS = 3  # buckets that csd_optim.push reduces at the same time
 
 
 def _collective(name: str, r: Request, fleet: Fleet, times: int) -> Stage:
@@ -87,22 +86,12 @@ def _collective(name: str, r: Request, fleet: Fleet, times: int) -> Stage:
     return Stage(name, {TRAINER_OUT: n, TRAINER_IN: n}, {})
 
 
-def _push(fleet: Fleet, sent: float, after: int | None = None) -> Stage:
-    """Return the stage that sends gradients to owners. `sent`: bytes of each trainer, to all owners together."""
-    return Stage("push", {TRAINER_OUT: sent, OWNER_IN: sent * fleet.trainers / fleet.owners}, {}, after)
-
-
-def _pull(fleet: Fleet, received: float, after: int | None = None) -> Stage:
-    """Return the stage that brings parameters back. `received`: bytes of each trainer, from all owners together."""
-    return Stage("pull", {OWNER_OUT: received * fleet.trainers / fleet.owners, TRAINER_IN: received}, {}, after)
-
-
-def _update(r: Request, machines: int, after: int | None = None) -> Stage:
-    """Return the stage that updates on the drives of `machines` machines."""
+def _update(r: Request, share: float, after: int | None = None) -> Stage:
+    """Return the stage in which machines update, each a `share` of all parameters."""
     device: Rates = r.drive if r.on == "drive" else r.csd
     found = predict(
         "csdadam",
-        r.params / machines,
+        r.params * share,
         r.devices,
         device,
         Host(update=r.host.update, link=r.host.link),
@@ -128,47 +117,43 @@ def size(r: Request) -> float:
     return float(ITEM_BYTES[r.dtype] * r.params)
 
 
-def _adamw(r: Request, fleet: Fleet, flowing: bool) -> list[Stage]:
-    return [_collective("all-reduce", r, fleet, 2)]
+def _all_reduce(r: Request, fleet: Fleet) -> Stage:
+    return _collective("all-reduce", r, fleet, 2)
 
 
-def _local(r: Request, fleet: Fleet, flowing: bool) -> list[Stage]:
-    gather = _collective("all-gather", r, fleet, 1)
-    return [*_adamw(r, fleet, flowing), _update(r, fleet.trainers, None if flowing else 0), gather]
+def _reduce_scatter(r: Request, fleet: Fleet) -> Stage:
+    return replace(_collective("reduce-scatter", r, fleet, 1), window=ROUNDS)
 
 
-def _kept(r: Request, fleet: Fleet, flowing: bool) -> list[Stage]:
-    share, gather = size(r) / fleet.trainers, _collective("all-gather", r, fleet, 1)
-    push, pull = _push(fleet, share, after=0), _pull(fleet, share)
-    return [*_adamw(r, fleet, flowing), push, _update(r, fleet.owners), pull, gather]
+def _local(r: Request, fleet: Fleet) -> list[Stage]:
+    return [_update(r, 1 / fleet.trainers, after=0), _collective("all-gather", r, fleet, 1)]
 
 
-def _slices(r: Request, fleet: Fleet, flowing: bool) -> list[Stage]:
-    share = size(r) / fleet.trainers
-    scatter = replace(_collective("reduce-scatter", r, fleet, 1), window=ROUNDS)
-    gather = _collective("all-gather", r, fleet, 1)
-    pull = _pull(fleet, share, None if flowing else 0)
-    return [scatter, _push(fleet, share), _update(r, fleet.owners), pull, gather]
+def _owners(r: Request, fleet: Fleet) -> list[Stage]:
+    """Return what follows the reduction: each trainer pushes its rows to its owner, and gets their parameters back."""
+    rows, many = size(r) / fleet.trainers, fleet.of_owner
+    push = Stage("push", {TRAINER_OUT: rows, OWNER_IN: many * rows}, {}, after=0)
+    pull = Stage("pull", {OWNER_OUT: many * rows, TRAINER_IN: rows}, {})
+    return [push, _update(r, many / fleet.trainers), pull, _collective("all-gather", r, fleet, 1)]
 
 
-def _star(r: Request, fleet: Fleet, flowing: bool) -> list[Stage]:
-    pull = _pull(fleet, size(r), None if flowing else BACKWARD)
-    return [_push(fleet, size(r)), _update(r, fleet.owners), pull]
-
-
-Way = Callable[[Request, Fleet, bool], list[Stage]]
-ROUTES: dict[str, Way] = {"kept": _kept, "slices": _slices, "star": _star}
+Way = Callable[[Request, Fleet], list[Stage]]
+OWNERS: dict[str, Way] = {
+    "owners": lambda r, fleet: [_all_reduce(r, fleet), *_owners(r, fleet)],
+    "owners hook": lambda r, fleet: [_reduce_scatter(r, fleet), *_owners(r, fleet)],
+}
 BESIDE: dict[str, Way] = {
-    "adamw": _adamw,
-    "local": _local,
-}  # without owners: AdamW in memory, and drives in the trainers
-WAYS: dict[str, Way] = {**BESIDE, **ROUTES}
+    "adamw": lambda r, fleet: [_all_reduce(r, fleet)],
+    "local": lambda r, fleet: [_all_reduce(r, fleet), *_local(r, fleet)],
+    "local hook": lambda r, fleet: [_reduce_scatter(r, fleet), *_local(r, fleet)],
+}  # without owners
+WAYS: dict[str, Way] = {**BESIDE, **OWNERS}
 SHOWN: dict[str, str] = {
     "adamw": "AdamW in the trainers' memory",
     "local": "CSDAdam, drives in the trainers",
-    "kept": "owners, kept: slices, after all-reduce",
-    "slices": "owners, slices: after reduce-scatter",
-    "star": "owners, star: all from each trainer",
+    "local hook": "the same, csd_optim.push reduces",
+    "owners": "CSDAdam, owners",
+    "owners hook": "the same, csd_optim.push reduces",
 }
 BOUNDS: dict[str, str] = {
     COMPUTE: "forward and backward",
@@ -194,9 +179,7 @@ def simulate(stages: Sequence[Stage], fleet: Fleet, arrivals: Sequence[float]) -
     seconds = [{name: s / buckets for name, s in stage.busy(fleet).items()} for stage in stages]
     free: dict[str, float] = defaultdict(float)  # when each resource is free again
     through: list[list[float]] = [[] for _ in stages]  # when each bucket left each stage
-    opens = {
-        k: max(arrivals) if s.after == BACKWARD else 0.0 for k, s in enumerate(stages) if s.after in (None, BACKWARD)
-    }
+    opens = {k: 0.0 for k, stage in enumerate(stages) if stage.after is None}
     room = [math.inf if stage.window is None else stage.window for stage in stages]
     waiting = [0] * len(stages)  # buckets before each stage
     # (time, stage, buckets that arrive there, room that becomes free there); both are 0 when the stage opens.
@@ -235,7 +218,7 @@ def arrivals(r: Request) -> list[float]:
 def busy(way: str, r: Request, fleet: Fleet) -> dict[str, float]:
     """Return the seconds of an iteration in which each resource is busy."""
     total = {COMPUTE: r.accumulate * (r.forward + r.backward)}
-    for stage in WAYS[way](r, fleet, False):
+    for stage in WAYS[way](r, fleet):
         for name, s in stage.busy(fleet).items():
             total[name] = total.get(name, 0.0) + s
     return total
@@ -246,53 +229,47 @@ def at_least(way: str, r: Request, fleet: Fleet) -> float:
     return max(busy(way, r, fleet).values())
 
 
-def iteration(way: str, r: Request, fleet: Fleet, flowing: bool = False) -> float:
+def iteration(way: str, r: Request, fleet: Fleet) -> float:
     """Return the seconds from the beginning of a step's first batch until trainers have the new parameters."""
-    return simulate(WAYS[way](r, fleet, flowing), fleet, arrivals(r))
+    return simulate(WAYS[way](r, fleet), fleet, arrivals(r))
 
 
 # ---- a plan ----------------------------------------------------------------------
 
 
-def plan_ranks(r: Request, fleet: Fleet, route: str = "auto") -> dict[str, Any]:
+def plan_ranks(r: Request, fleet: Fleet) -> dict[str, Any]:
     """Return all that bench/ranks_plan.py shows as plain values; None stands for no bound.
 
     `r`: the model, the GPUs' times, and each owner's hardware: `r.devices` drives and a CPU that updates
-    `r.host.update` parameters per second. `route`: one of ROUTES, or "auto": the one with the shortest iteration, of
-    equal ones the first. Raises CSDValueError.
+    `r.host.update` parameters per second. Raises CSDValueError.
     """
     check(r)
-    for name in ("trainers", "owners"):
-        if not 1 <= getattr(fleet, name) <= 10**6:
-            raise CSDValueError(f"Invalid {name}: {getattr(fleet, name)!r}; it is a number from 1 to 1000000")
+    if not 1 <= fleet.trainers <= 10**6:
+        raise CSDValueError(f"Invalid trainers: {fleet.trainers!r}; it is a number from 1 to 1000000")
+    if not 1 <= fleet.owners <= fleet.trainers:
+        raise CSDValueError(f"Invalid owners: {fleet.owners!r}; each trainer has one, so there are 1 to as many")
     for name in ("trainer_link", "owner_link"):
         if not getattr(fleet, name) > 0:
             raise CSDValueError(f"Invalid rate: {name} {getattr(fleet, name)!r}; it is more than 0")
-    if route not in (*ROUTES, "auto"):
-        raise CSDValueError(f"Invalid route: {route!r}; there are auto, {', '.join(ROUTES)}")
     if r.topk is not None:
         raise CSDValueError(f"Invalid topk: {r.topk!r}; plans with optimizer ranks are for dense gradients only")
-    times = {way: iteration(way, r, fleet) for way in WAYS}
-    chosen = min(ROUTES, key=lambda way: times[way]) if route == "auto" else route
     computing = r.accumulate * (r.forward + r.backward)
     rows = []
     for way, build in WAYS.items():
-        keeps_busy = busy(way, r, fleet)
+        keeps_busy, seconds = busy(way, r, fleet), iteration(way, r, fleet)
         moved: dict[str, float] = defaultdict(float)
-        for stage in build(r, fleet, False):
+        for stage in build(r, fleet):
             for link, n in stage.bytes.items():
                 moved[link] += n
         rows.append(
             {
                 "way": way,
-                "step": times[way] - computing,  # from the end of backward until trainers have the parameters
-                "iteration": times[way],
-                "iteration_flowing": iteration(way, r, fleet, flowing=True),
+                "step": seconds - computing,  # from the end of backward until trainers have the parameters
+                "iteration": seconds,
                 "at_least": max(keeps_busy.values()),
                 "bound": max(keeps_busy, key=lambda name: keeps_busy[name]),
                 "busy": keeps_busy,
                 "bytes": dict(moved),
-                "chosen": way == chosen,
             }
         )
     links = {name: rate if math.isfinite(rate) else None for name, rate in fleet.link.items()}
@@ -307,35 +284,28 @@ def plan_ranks(r: Request, fleet: Fleet, route: str = "auto") -> dict[str, Any]:
             "owners": fleet.owners,
             "trainer_link": links[TRAINER_OUT],
             "owner_link": links[OWNER_IN],
-            "route": route,
         },
         "ways": rows,
-        "enough_owners": {how: enough_owners(chosen, r, fleet, how == "flowing") for how in ("built", "flowing")},
-        "break_even": break_even(chosen, r, fleet),
+        "enough_owners": {way: enough_owners(way, r, fleet) for way in OWNERS},
+        "drives_per_trainer": {way: drives_per_trainer(way, r, fleet) for way in OWNERS},
     }
 
 
-def enough_owners(way: str, r: Request, fleet: Fleet, flowing: bool = False) -> int | None:
+def enough_owners(way: str, r: Request, fleet: Fleet) -> int | None:
     """Return the least number of owners that are enough: an iteration takes at most HIDDEN times what it takes with
-    infinitely fast owners. None: more than MOST_OWNERS.
+    infinitely fast owners. None: not even one for each trainer.
     """
     alone = replace(r, host=Host(update=math.inf), on="csd", csd=Rates(math.inf, math.inf, math.inf))
-    target = HIDDEN * iteration(way, alone, replace(fleet, owner_link=math.inf), flowing)
-    return _first(MOST_OWNERS, lambda n: iteration(way, r, replace(fleet, owners=n), flowing) <= target)
+    target = HIDDEN * iteration(way, alone, replace(fleet, owner_link=math.inf))
+    return _first(fleet.trainers, lambda n: iteration(way, r, replace(fleet, owners=n)) <= target)
 
 
-def break_even(way: str, r: Request, fleet: Fleet) -> dict[str, int | None]:
-    """Compare owners with drives in the trainers.
-
-    `owners`: the least number with which an iteration takes no longer than with an owner's number of drives in each
-    trainer. `drives_per_trainer`: the least number of drives in each trainer that is as fast as these owners. None if
-    even the largest number that is tried is slower.
+def drives_per_trainer(way: str, r: Request, fleet: Fleet) -> int | None:
+    """Return the least number of drives in each trainer that is as fast as these owners, if gradients are reduced in
+    the same way. None: more than MOST_DRIVES.
     """
-    local, ours = (iteration(name, r, fleet) for name in ("local", way))
-    return {
-        "owners": _first(MOST_OWNERS, lambda n: iteration(way, r, replace(fleet, owners=n)) <= local),
-        "drives_per_trainer": _first(MOST_DRIVES, lambda n: iteration("local", replace(r, devices=n), fleet) <= ours),
-    }
+    beside, ours = way.replace("owners", "local"), iteration(way, r, fleet)
+    return _first(MOST_DRIVES, lambda n: iteration(beside, replace(r, devices=n), fleet) <= ours)
 
 
 def _first(most: int, good: Callable[[int], bool]) -> int | None:

@@ -1,9 +1,9 @@
-"""Plans with optimizer ranks (owners): how long an iteration takes on each route, and how many owners are enough.
+"""Plans with optimizer ranks (owners): how long an iteration takes with them, and how many owners are enough.
 
     python -m bench.ranks_plan --params 7B --devices 4 --trainers 8 --owners 2
 
 --devices, --drive, --csd and --cpu describe the hardware of each owner, as for `csd-optim plan`. docs/plan.md explains
-the model (bench/ranks_model.py). --json prints schema csd_optim.bench.ranks_plan/1.
+the model (bench/ranks_model.py). --json prints schema csd_optim.bench.ranks_plan/2.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +38,7 @@ def main() -> None:
     except (CSDValueError, BadParameter) as e:
         parser.error(str(e))
     if arguments.json:
-        print(json.dumps({"schema": "csd_optim.bench.ranks_plan/1", **found}))
+        print(json.dumps({"schema": "csd_optim.bench.ranks_plan/2", **found}))
     else:
         show(found)
 
@@ -63,7 +64,7 @@ def planned(arguments: argparse.Namespace) -> dict[str, Any]:
     if not arguments.cpu:
         r = replace(r, host=replace(r.host, update=engine_rate(DTYPES[r.dtype], states, sections, hyper)))
     links = parse_link(arguments.trainer_link), parse_link(arguments.owner_link)
-    return plan_ranks(r, Fleet(arguments.trainers, arguments.owners, *links), arguments.route)
+    return plan_ranks(r, Fleet(arguments.trainers, arguments.owners, *links))
 
 
 def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
@@ -73,7 +74,6 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser.add_argument("--owners", type=int, default=1, help="optimizer ranks, each with these devices")
     parser.add_argument("--trainer-link", default="100Gb/s", help="rate of a trainer's network link, each way")
     parser.add_argument("--owner-link", default="100Gb/s", help="rate of an owner's network link, each way")
-    parser.add_argument("--route", default="auto", help="kept, slices, star, or auto, the fastest of them")
     parser.add_argument("--devices", type=int, default=1, help="of each owner")
     for name in ("drive", "csd", "link", "cpu", "optimizer", "state-dtype", "dtype"):
         defaults = {"drive": "gen4", "optimizer": "CSDAdam", "state-dtype": "fp32", "dtype": "bf16"}
@@ -86,9 +86,8 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
 
 
 def show(found: dict[str, Any]) -> None:
-    """Print a plan with optimizer ranks_model. `found`: the result of plan_ranks()."""
+    """Print a plan with optimizer ranks. `found`: the result of plan_ranks()."""
     out, r = console(), found["request"]
-    chosen = next(row for row in found["ways"] if row["chosen"])
     kind = {"drive": "plain drives", "csd": "CSDs"}[r["on"]]
     states = "" if r["state_dtype"] == "fp32" else " with 8-bit states"
     out.print(
@@ -108,13 +107,11 @@ def show(found: dict[str, Any]) -> None:
         )
     )
     table = Table(box=box.SIMPLE_HEAD)
-    for head in ("seconds", "step", "iteration", "flowing", "lower bound", "busiest"):
+    for head in ("seconds", "step", "iteration", "lower bound", "busiest"):
         table.add_column(head, justify="left" if head in ("seconds", "busiest") else "right")
     for row in found["ways"]:
-        times = (row["step"], row["iteration"], row["iteration_flowing"], row["at_least"])
-        bound = ranks_model.BOUNDS[row["bound"]]
-        name = ranks_model.SHOWN[row["way"]]
-        table.add_row(name, *map(_seconds, times), bound, style="bold" if row["chosen"] else None)
+        times = (row["step"], row["iteration"], row["at_least"])
+        table.add_row(ranks_model.SHOWN[row["way"]], *map(_seconds, times), ranks_model.BOUNDS[row["bound"]])
     out.print(table)
     table = Table(box=box.SIMPLE_HEAD)
     for head in ("bytes per step", "trainer out", "trainer in", "owner in", "owner out"):
@@ -122,25 +119,23 @@ def show(found: dict[str, Any]) -> None:
     for row in found["ways"]:
         moved = [row["bytes"].get(link, 0.0) for link in ranks_model.LINKS]
         cells = [short(n) if n else "" for n in moved]
-        table.add_row(ranks_model.SHOWN[row["way"]], *cells, style="bold" if row["chosen"] else None)
+        table.add_row(ranks_model.SHOWN[row["way"]], *cells)
     out.print(table)
-    out.print(facts([("route", ranks_model.SHOWN[chosen["way"]].removeprefix("owners, ")), *_owners_rows(found)]))
+    out.print(facts(_owners_rows(found)))
 
 
 def _owners_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     """Return rows that say how many owners are worth having, and how drives in the trainers compare."""
-    enough, even, r = found["enough_owners"], found["break_even"], found["request"]
-    least, flowing = (f"from {n} on" if n else f"never (up to {ranks_model.MOST_OWNERS})" for n in enough.values())
-    off = f"{ranks_model.HIDDEN - 1:.0%}"
-    rows = [("hidden", f"owners add less than {off} to an iteration: {least}; as `flowing`: {flowing}")]
-    of_owners = (
-        f"from {even['owners']} owners on" if even["owners"] else f"never (up to {ranks_model.MOST_OWNERS} owners)"
-    )
-    rows.append(("break even", f"owners are as fast as {r['devices']} of these drives in each trainer: {of_owners}"))
-    most = ranks_model.MOST_DRIVES
-    local = f"from {n} on" if (n := even["drives_per_trainer"]) else f"never (up to {most})"
-    rows.append(("", f"drives in each trainer are as fast as these owners: {local}"))
-    return rows
+    enough, local = (_both(found[name].values()) for name in ("enough_owners", "drives_per_trainer"))
+    return [
+        ("enough", f"owners add less than {ranks_model.HIDDEN - 1:.0%} to an iteration: {enough}"),
+        ("break even", f"drives in each trainer are as fast as these owners: {local}"),
+    ]
+
+
+def _both(numbers: Iterable[int | None]) -> str:
+    plain, hook = (f"from {n} on" if n else "never" for n in numbers)
+    return plain if plain == hook else f"{plain}; with csd_optim.push {hook}"
 
 
 def _link(rate: float | None) -> str:
