@@ -58,7 +58,6 @@ from csd_optim.serve.init_key import init_key
 
 Row = dict[str, Any]
 Place = Callable[[], None]  # moves a process to a machine
-SERVE, SERVED = ["--protocol", "4"], "protocol=4"
 WARM_UP = 2  # steps: states are created, buffers are made
 STATE_BYTES = 24  # that drives read and write per parameter and step
 NETWORK = f"network namespaces, veth and tbf, frames of {paced_network.MTU} bytes, TCP {paced_network.CONGESTION}"
@@ -334,7 +333,7 @@ class Owner:
     """`csd-optim serve` in a process of its own. `key`: its key file, which trainers have, too; None: plain."""
 
     def __init__(self, device: str, key: Path | None, host: str, log: Path, place: Place) -> None:
-        command = [sys.executable, "-m", "csd_optim", "serve", device, "--listen", f"{host}:0", *SERVE]
+        command = [sys.executable, "-m", "csd_optim", "serve", device, "--listen", f"{host}:0"]
         command += ["--key", str(key)] if key else []
         with log.open("wb") as file:
             self._process = subprocess.Popen(command, stderr=file, preexec_fn=lambda: settle(place))
@@ -342,7 +341,7 @@ class Owner:
             if self._process.poll() is not None:
                 raise SystemExit(f"the owner has ended: {log.read_text()}")
             time.sleep(0.02)
-        self.address: str = f"serve://{host}:{said[1]}?{SERVED}" + (f"&key={key}" if key else "")
+        self.address: str = f"serve://{host}:{said[1]}" + (f"?key={key}" if key else "")
         self.idle_memory: int = self.memory()
 
     def cpu(self) -> float:

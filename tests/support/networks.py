@@ -150,7 +150,7 @@ class ServedThere:
         os.makedirs(store, exist_ok=True)
         self.timeout, self.log, self.host = timeout, Path(f"{store}.log").absolute(), machines.address("owner")
         command = [sys.executable, "-m", "csd_optim", "serve", store, "--listen", f"{self.host}:0"]
-        command += ["--protocol", "4", "--key", "key.pem", "--timeout", str(timeout)]
+        command += ["--key", "key.pem", "--timeout", str(timeout)]
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
                 command,
@@ -162,7 +162,7 @@ class ServedThere:
 
     @property
     def address(self):
-        return f"serve://{self.host}:{self.port}?protocol=4&timeout={self.timeout}&key={Path('key.pem').absolute()}"
+        return f"serve://{self.host}:{self.port}?timeout={self.timeout}&key={Path('key.pem').absolute()}"
 
     def until(self, pattern, seconds=STARTS):
         """Wait until its output matches `pattern`, and return the first match."""
