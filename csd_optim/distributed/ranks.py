@@ -11,8 +11,10 @@ import functools
 import hashlib
 import itertools
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from operator import and_
 from typing import Any
 
 import torch
@@ -22,7 +24,12 @@ from ..accelerator import on_device
 from ..errors import CSDRankError, CSDValueError
 
 LINGER_SECONDS = 0.1  # seconds to wait at exit
+MAX_LENT = 62  # groups that may be lent again: one bit each, of an int64
 EXCHANGE_TAG = 0x435344  # tag of exchange(): an arbitrary number, so that other messages do not match it
+
+
+# By process group: the groups of the same ranks that borrow() has made, in the same order on all of them.
+_LENT: weakref.WeakKeyDictionary[Any, list[Ranks]] = weakref.WeakKeyDictionary()
 
 
 @functools.cache
@@ -54,6 +61,8 @@ class Ranks:
         self.device_types: list[str] = [device.type for device in group._device_types]
         self.device: torch.device = device_of(group)
         self.lost: bool = False  # a rank is gone, so communication is no longer possible
+        # Of a borrowed group: nobody here needs it any more; a collective is under way on it. See borrow().
+        self.returned, self.busy = False, False
         self._replicas: dict[Any, tuple[Ranks, Any]] = {}
         _linger_at_exit()
 
@@ -88,6 +97,25 @@ class Ranks:
     def _is_gloo(self) -> bool:
         """Whether gloo transfers tensors in host memory. Other backends may lack all_to_all."""
         return self.device.type == "cpu" and bool(self.group._get_backend(self.device).name() == "gloo")
+
+    def borrow(self) -> Ranks:
+        """Return the same ranks with a gloo group of their own, on which another thread may communicate. A collective.
+
+        Collectives pair by their order, so each thread needs a group for itself. Set `returned` when the group is no
+        longer needed: it is lent again once all ranks have returned it, and none is `busy`. No group is destroyed: its
+        name, and with it addresses, would be used again.
+        """
+        lent = _LENT.setdefault(self.group, [])
+        free = sum(1 << k for k, r in enumerate(lent[:MAX_LENT]) if r.returned and not (r.busy or r.lost))
+        common: int = functools.reduce(and_, (there for (there,) in self.gather(free)))
+        if common:
+            k = common.bit_length() - 1
+            lent[k] = again = Ranks(lent[k].group)
+            return again
+        members = dist.get_process_group_ranks(self.group)
+        with self._marking_lost():
+            lent.append(Ranks(dist.new_group(members, backend="gloo", use_local_synchronization=True)))
+        return lent[-1]
 
     @property
     def is_world(self) -> bool:

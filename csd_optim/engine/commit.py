@@ -6,7 +6,7 @@ copy 0    is written after all tiles and residuals are on the disk (after a fail
 copy 1    is written after copy 0 is on all disks; from then on the slots of the previous step may be overwritten
 
 When several ranks commit a step together, each writes copy 1 only after the ranks have told each other that all of them
-have copy 0: see Committer.confirm().
+have copy 0: see rounds.py.
 """
 
 from __future__ import annotations
@@ -210,6 +210,11 @@ class Background:
                     e.errno, f"{self._name} cannot be committed yet: {e.strerror}; the next call tries again"
                 ) from e
         self._work, self._to_retry = None, False
+
+    def succeeds(self) -> bool:
+        """Return whether the last work has succeeded, once it has ended; tries nothing again. On any thread."""
+        self._await()
+        return not self._to_retry
 
     def discard(self) -> None:
         """Wait until no work is running, and drop it: if it failed, it is not retried."""

@@ -49,6 +49,21 @@ class Committer:
         elsewhere. Nothing has been touched then, and the next call tries again.
         """
 
+    def await_round(self) -> int | None:
+        """Wait until this rank has the last round, and return its number; None if only confirm() can tell.
+
+        Needs no lock: any thread may call it. If all ranks return the same number, call note_confirmed().
+        """
+        return 0
+
+    def note_confirmed(self) -> None:
+        """Note that all ranks have the last round, as confirm() does."""
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether all ranks have the last round, so that a step may overwrite the one before it."""
+        return True
+
     def wait(self) -> None:
         """Wait until the last step is durable. Raises CSDOSError. All ranks call it, and it raises on all."""
 

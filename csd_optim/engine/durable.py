@@ -262,8 +262,15 @@ class DurableCommitter(Committer):
         if self.ranks.meet_here:
             self.note_confirmed()
 
+    def await_round(self) -> int | None:
+        committed = self.background.succeeds() and not self._makes_round and self.rounds.unconfirmed
+        return self.rounds.number if committed else None
+
+    @property
+    def is_confirmed(self) -> bool:
+        return not (self.rounds.unconfirmed or self.rounds.withdrawn or self._makes_round)
+
     def note_confirmed(self) -> None:
-        """Note that all ranks have the last round."""
         if commit := self.rounds.confirm():
             self._mark_recoverable(commit)
             self.background.start(f"step {self.states.committed_step}", commit.complete)

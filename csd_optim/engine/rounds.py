@@ -1,9 +1,10 @@
 """Rounds: commits of a step that several ranks make together.
 
-Each rank writes copy 0 during the next forward. In `confirm()`, which comes before anything overwrites the previous
-round, the ranks tell each other that all have copy 0; from then on the round counts. They exchange nothing else, and
-nothing in the background: whichever rank dies, at any time, all ranks have one round in common. Between two rounds a
-rank may commit alone (what was written to its windows); such a commit belongs to the earlier round.
+Each rank writes copy 0 during the next forward. Before anything overwrites the previous round, the ranks tell each
+other that all have copy 0; from then on the round counts. They do so in `confirm()` or, if the step goes on behind the
+program, in a vote in the background (overlap/together.py). They exchange nothing else: whichever rank dies, at any
+time, all ranks have one round in common. Between two rounds a rank may commit alone (what was written to its windows);
+such a commit belongs to the earlier round.
 """
 
 from __future__ import annotations

@@ -110,16 +110,20 @@ class Overlap(ConcurrentMode):
         awaited = [state for state in step.spec.plan.param_states if state.index not in near]
         sources = step.spec.sources
         copy_back = {state.index: s for state in awaited if (s := sources.get(state.index)) and s.param_and_copy}
+        flight: Flight | None = None
         try:
             if guess:
                 self._early_elems = sum(map(engine.tiles.elems_of, guess.pushed))
                 early_buffers = guess.keep(step, record)
             else:
                 live.launch()
-            self._flight = Flight(engine, live, self._pieces_now(), early_buffers)
+            self._flight = flight = Flight(engine, live, self._pieces_now(), early_buffers)
         except BaseException as failure:
             live.undo()
             return self._note_outcome(live, failure)
+        finally:
+            if self._together:
+                self._together.launched(live, flight)
         self._unguarded = [state.index for state in awaited if id(state.param) not in guarded]
         self._to_copy_back = copy_back
         self.active: bool = True

@@ -1,20 +1,27 @@
 """Overlap with several ranks: a step that fails on one rank is undone on all of them when they meet next.
 
 A rank whose step failed must not raise alone, because the others would wait for it in their next collective. It goes on
-with the parameters it has, as do the ranks whose step is complete. They meet in the next call that is a collective.
+with the parameters it has, as do the ranks whose step is complete. Meanwhile, once the step has ended on a rank, that
+rank tells the others in the background whether it is complete there: one vote of each rank on each step that all have
+launched. They meet in the next call that is a collective. Only if the vote is bad do they exchange anything there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
+from enum import Enum, auto
 
 from ..distributed.ranks import Ranks
 from ..engine.engine import Engine
-from ..errors import CSDError, CSDRuntimeError
+from ..errors import CSDError, CSDRankError, CSDRuntimeError
 from ..params.groups import Groups, members, name_of
 from ..params.state_map import StateMap
 from ..signals import defer_signals
-from ..step.live import LiveStep
+from ..step.live import LiveStep, Phase
+from .flight import Flight
+
+POLL_SECONDS = 0.1  # between two looks whether a vote is over: an interrupt may have left the lock of one locked
 
 
 def check_ranks(groups: Groups, state_map: StateMap, *, backward: bool) -> None:
@@ -36,61 +43,140 @@ def check_ranks(groups: Groups, state_map: StateMap, *, backward: bool) -> None:
             )
 
 
+class Verdict(Enum):
+    """What is known of a launched step."""
+
+    VOTING = auto()  # it is under way here, or some rank has not voted yet
+    KEPT = auto()  # all ranks have completed it; nothing undoes it any more
+    MUST_MEET = auto()  # it has failed on some rank, or a rank is lost: agree() undoes it, and raises
+
+
+class Vote:
+    """The vote of all ranks on one step that all of them have launched."""
+
+    def __init__(self, control: Ranks, engine: Engine, live: LiveStep, flight: Flight | None) -> None:
+        """`control`: ranks on a group that no other thread uses. `flight`: None if the step failed as it was launched.
+
+        This rank votes once the step has ended here: on a daemon thread, since a program may end before other ranks
+        vote, and must not wait for them.
+        """
+        self.live: LiveStep = live
+        self.verdict: Verdict = Verdict.VOTING
+        self.loss: str = ""  # set if a rank is lost: what torch says
+        self._control, self._engine, self._flight = control, engine, flight
+        self._end = threading.Lock()  # locked while it is VOTING: spares polling, see Background
+        self._end.acquire()
+
+    def begin(self) -> None:
+        """Vote on a thread; if the interpreter shuts down and has no more threads to give, before returning."""
+        self._control.busy = True
+        try:
+            threading.Thread(target=self._vote, name="csd_optim votes on a step", daemon=True).start()
+        except RuntimeError:
+            self._vote()
+
+    def _vote(self) -> None:
+        verdict = Verdict.MUST_MEET
+        try:
+            if self._flight:
+                self.live.ended.wait()
+            complete = not self.live.is_undone
+            round = self._engine.committer.await_round() if complete else None
+            votes = self._gather(complete, round is not None, round or 0)
+            if votes and all(vote[0] for vote in votes):
+                verdict = Verdict.KEPT
+                self._keep(has_round=round is not None and len({*votes}) == 1)
+        finally:
+            self._control.busy = False
+            self.verdict = verdict
+            self._end.release()
+
+    def _gather(self, *vote: int) -> list[tuple[int, ...]]:
+        """Return all votes; none if a rank is lost, or if the program has destroyed all groups."""
+        try:
+            return self._control.gather(*vote)
+        except Exception as e:
+            self.loss = str(e)
+            return []
+
+    def _keep(self, *, has_round: bool) -> None:
+        """Keep the step. `has_round`: all ranks have its commit; otherwise the next confirm() asks them again."""
+        self.live.keep()
+        with self._engine.lock:  # whoever holds it waits for no vote, and for no other rank while one is under way
+            if has_round and not self._engine.closed:
+                self._engine.committer.note_confirmed()
+
+    def wait(self) -> None:
+        """Return when all ranks have voted, or one is lost."""
+        while self.verdict is Verdict.VOTING:
+            if self._end.acquire(timeout=POLL_SECONDS):
+                self._end.release()
+
+
 class Together:
-    """The outcome of the last step on this rank, until the ranks have told each other theirs."""
+    """The vote on the last launched step, until the ranks meet."""
 
     def __init__(self, ranks: Ranks, engine: Engine) -> None:
         self._ranks, self._engine = ranks, engine
-        # A step that has ended here but was not agreed on yet, and the exception that made it fail here, if any.
-        self._unagreed: tuple[LiveStep, BaseException | None] | None = None
+        self._control: Ranks | None = None  # made in the first step, in which it is known that all ranks overlap
+        self._vote: Vote | None = None
+        self._failure: BaseException | None = None  # made the step fail here
 
     def all_can(self, can: bool) -> bool:
         """Return whether all ranks can launch their step. A collective."""
-        return all(there for (there,) in self._ranks.gather(can))
+        can = all(there for (there,) in self._ranks.gather(can))
+        if can and self._control is None:
+            self._control = self._ranks.borrow()
+        return can
+
+    def launched(self, live: LiveStep, flight: Flight | None) -> None:
+        """Begin to vote on a step, after all_can(). `flight`: None if this rank could not launch it."""
+        assert self._control
+        self._vote = Vote(self._control, self._engine, live, flight)
+        self._vote.begin()
 
     def note_outcome(self, live: LiveStep, failure: BaseException | None) -> None:
         """Note that a launched step has ended here: it is complete, or `failure` made it undo its states."""
         live.spec.sources = {}  # frees gradients, which are no longer needed
-        self._unagreed = live, failure
+        self._failure = failure
 
     def raise_failure(self) -> None:
         """Raise the failure of the last step here, as long as the ranks have not met.
 
         Called before parameters are saved, since they may not be those of a complete step.
         """
-        if self._unagreed and (failure := self._unagreed[1]):
-            raise failure
+        if self._failure:
+            raise self._failure
 
     def agree(self) -> None:
         """Agree on the last step, a collective. If the step failed on any rank, it is undone on all of them.
 
         Then this raises on all ranks: the failure where it happened, CSDRankError elsewhere.
         """
-        if self._unagreed is None:
+        if (vote := self._vote) is None:
             return
-        live, failure = self._unagreed
+        vote.wait()
+        if vote.verdict is Verdict.KEPT:
+            self._vote = None
+            return
+        if vote.loss:  # it is unknown whether the others have the step
+            self._ranks.lost = True
+            raise self._failure or CSDRankError(vote.loss)
         with defer_signals():
             try:
-                self._ranks.agree(failure)
-            except BaseException:
-                if not self._ranks.lost:  # with a rank lost, it is unknown whether the others have the step
-                    self._take_back(live)
-                raise
-            self._finalize()
+                self._ranks.agree(self._failure)
+            finally:
+                if not self._ranks.lost:
+                    self._vote = self._failure = None
+                    vote.live.take_back()
 
     def leave(self) -> None:
-        """End the meetings of this rank: a step that failed here is undone here."""
-        if self._unagreed and self._unagreed[1] and not self._engine.closed:
+        """End the meetings of this rank, whatever the others do: a step that failed here is undone here."""
+        vote, self._vote, self._failure = self._vote, None, None
+        if vote and vote.live.phase is Phase.FAILED and not self._engine.closed:
             with contextlib.suppress(CSDError):
-                self._take_back(self._unagreed[0])
-        self._finalize()
-
-    def _finalize(self) -> None:
-        """Free what was kept to undo the last step, which is final now."""
-        if self._unagreed:
-            self._unagreed[0].keep()
-        self._unagreed = None
-
-    def _take_back(self, live: LiveStep) -> None:
-        self._unagreed = None
-        live.take_back()
+                vote.live.take_back()
+        elif vote and vote.live.phase is Phase.LANDED:
+            vote.live.keep()
+        if self._control:
+            self._control.returned = True

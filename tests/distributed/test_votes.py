@@ -1,0 +1,282 @@
+"""After each step that goes on behind the program, the ranks vote in the background: nobody waits who need not."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import on_living_ranks, on_ranks
+from support.replacing import failing, replaced
+from test_distributed import raised_by
+from test_overlap_on_ranks import STEPS, now, training_on
+
+from csd_optim import CSDOSError
+from csd_optim.bindings import Native
+from csd_optim.distributed.ranks import Ranks
+from csd_optim.engine.commit import Commit
+from csd_optim.engine.engine import Engine
+from csd_optim.errors import CSDRankError
+from csd_optim.store.file import StoreFile
+from csd_optim.store.format import read_commits
+
+SECONDS = 30  # after which a wait has failed
+
+
+def until(condition):
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "it never became true"
+        time.sleep(1e-3)
+
+
+def slow(owner, method, rank, seconds=0.3):
+    """Make every call of a method take long on rank 1."""
+
+    def sleeps(call, *args, **kwargs):
+        time.sleep(seconds if rank == 1 else 0)
+        return call(*args, **kwargs)
+
+    return replaced(owner, method, sleeps)
+
+
+# ---- a step counts without another step() ------------------------------------------------------
+
+
+def counts_by_itself(rank, slows):
+    with slow(*slows, rank) if slows else contextlib.nullcontext():
+        training = training_on(rank, "this", {}, named=True)
+        opt = training.opt
+        for k in range(1, STEPS):
+            training.step()
+            if k > 1:  # the first step lands within step(), and counts from the next one on
+                until(lambda k=k: opt.committed_step == k)
+        with Path(f"this-{rank}/csd0/csd_optim.store").open("rb") as f:
+            until(lambda: [c.superblock.step for c in read_commits(f.fileno(), "")] == [STEPS - 1])  # both copies
+        opt.close()
+
+
+@pytest.mark.parametrize("slows", [None, (Engine, "finish"), (StoreFile, "publish"), (Commit, "prepare")], ids=str)
+def test_a_step_counts_as_soon_as_all_ranks_have_it(slows, tmp_path):
+    on_living_ranks(2, counts_by_itself, slows, directory=tmp_path)
+
+
+def counts_votes(rank):
+    """One vote for each step that was launched, whether it fails or not, and no other message but those of step()."""
+    training = training_on(rank, "this", {})
+    votes = 0
+
+    def counted(gather, ranks, *values):
+        nonlocal votes
+        votes += threading.current_thread() is not threading.main_thread()
+        return gather(ranks, *values)
+
+    training.step()
+    with replaced(Ranks, "gather", counted):
+        for k, method in enumerate([None, "begin", "finish", None]):
+            with failing(Engine, method, int(rank == 1), "unplugged") if method else contextlib.nullcontext():
+                training.step()
+                training.opt.wait() if rank == 0 or not method else raised_by(training.opt.wait)
+            until(lambda k=k: votes == k + 1)
+            if method:
+                raised_by(training.opt.synchronize)
+        training.opt.synchronize()
+        time.sleep(0.05)
+        assert votes == 4
+    training.opt.close()
+
+
+def test_one_vote_for_each_step(tmp_path):
+    on_living_ranks(2, counts_votes, directory=tmp_path)
+
+
+def three(rank):
+    """Ranks that take turns in being slow have the bits of steps that are not hidden."""
+    seen = []
+    for name, overlap in ("without", None), ("with", {}):
+        training = training_on(rank, name, overlap, max_grad_norm=0.5)
+        for k in range(STEPS):
+            if k % 3 == rank:
+                time.sleep(0.1)
+            training.step()
+        seen.append(now(training))
+        training.opt.close()
+    assert seen[0] == seen[1]
+
+
+def test_three_ranks(tmp_path):
+    on_living_ranks(3, three, directory=tmp_path)
+
+
+def turns(rank):
+    """Two optimizers vote at the same time, each on a group of its own; groups of closed optimizers serve again."""
+    for k in range(3):
+        trainings = [training_on(rank, f"{k}-{name}", {}) for name in "ab"]
+        for _ in range(STEPS):
+            for training in trainings:
+                training.step()
+        for training in trainings:
+            training.opt.synchronize()
+            training.opt.close()
+    return len(dist.distributed_c10d._world.pg_names)
+
+
+def test_groups_are_used_again(tmp_path):
+    for n in on_ranks(2, turns, directory=tmp_path):
+        assert n <= 1 + 2 + 1  # all ranks, two that vote; and those of FSDP's mesh
+
+
+# ---- what fails ----------------------------------------------------------------------------------
+
+
+def cannot_commit(rank):
+    """A step that one rank cannot make durable is kept, but the next one waits, and both raise."""
+    training = training_on(rank, "this", {}, named=True)
+    opt, full = training.opt, False
+
+    def publish(call, store, staged, copy):
+        if full and rank == 1:
+            raise CSDOSError(28, "the disk is full")
+        call(store, staged, copy)
+
+    for _ in range(2):
+        training.step()
+    opt.synchronize()
+    with replaced(StoreFile, "publish", publish):
+        full = True
+        training.step()
+        training.backward()
+        for _ in range(2):
+            said = raised_by(opt.step)
+            assert isinstance(said, CSDOSError if rank == 1 else CSDRankError)
+            assert "step 3 cannot be committed yet" in str(said)
+            assert opt.committed_step == 2
+        full = False
+        opt.step()
+    opt.synchronize()
+    assert opt.committed_step == 4
+    other = training_on(rank, "other", None)
+    for _ in range(4):
+        other.step()
+    assert now(training) == now(other)
+    opt.close()
+
+
+def test_a_rank_that_cannot_commit(tmp_path):
+    on_living_ranks(2, cannot_commit, directory=tmp_path)
+
+
+def vote_fails(rank):
+    """The message of a vote is lost: it is unknown what the others have, so nobody goes on."""
+    training = training_on(rank, "this", {}, named=True)
+    for _ in range(2):
+        training.step()
+    training.opt.synchronize()
+
+    def lost(gather, ranks, *values):
+        if rank == 1 and threading.current_thread() is not threading.main_thread():
+            ranks.lost = True
+            raise CSDRankError("rank 1 has lost the others: cut")
+        return gather(ranks, *values)
+
+    with replaced(Ranks, "gather", lost):
+        training.step()
+        if rank == 1:
+            for call in (training.opt.synchronize, training.opt.step):
+                assert "cut" in str(raised_by(call))
+            training.opt.close()
+            return
+    said = str(raised_by(training.opt.synchronize))  # once rank 1 has ended
+    assert "has lost the others" in said
+    training.opt.close()
+
+
+def test_a_vote_is_lost(tmp_path):
+    on_ranks(2, vote_fails, directory=tmp_path)
+    assert on_ranks(2, resumes, directory=tmp_path) == [3, 3]
+
+
+def resumes(rank):
+    with training_on(rank, "this", {}, named=True, resume=True).opt as opt:
+        return opt.committed_step
+
+
+def interrupted_waiting(rank):
+    """Ctrl-C while a rank waits for the vote of another one."""
+    training = training_on(rank, "this", {})
+    training.step()
+    with slow(Native, "finish", rank, 1.0):
+        training.step()
+        if rank == 0:
+            main = threading.main_thread().ident
+            threading.Timer(0.2, lambda: __import__("signal").pthread_kill(main, 2)).start()
+            with pytest.raises(KeyboardInterrupt):
+                training.opt.synchronize()
+        training.opt.synchronize()
+        training.step()
+    training.opt.synchronize()
+    training.opt.close()
+
+
+def test_interrupted_as_it_waits_for_a_vote(tmp_path):
+    on_living_ranks(2, interrupted_waiting, directory=tmp_path)
+
+
+# ---- how a script ends while a vote is pending ---------------------------------------------------
+
+
+def script(rank, how):
+    """A whole program. Rank 1 lands its last step two seconds late."""
+    dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/meet", rank=int(rank), world_size=2)
+    training = training_on(int(rank), "this", {}, named=True)
+    for _ in range(2):
+        training.step()
+    training.opt.synchronize()
+    with slow(Native, "finish", int(rank), 2.0):
+        training.step()
+        if how == "dies" and rank == "1":
+            os.kill(os.getpid(), 9)
+        if how in ("destroyed", "destroyed and closed"):
+            dist.destroy_process_group()
+        if how in ("closed", "destroyed and closed"):
+            training.opt.close()
+        elif how == "destroyed":
+            del training
+        if how != "closed":
+            return
+    dist.destroy_process_group()
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("how", ["plain", "closed", "destroyed", "destroyed and closed", "dies"])
+def test_a_script_ends_while_a_vote_is_pending(how, tmp_path):
+    """In interpreters of their own, as a daemon thread has to survive the end of one."""
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(rank), how], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=120)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    codes = [rank.returncode for rank in ranks]
+    assert codes == [0, -9 if how == "dies" else 0], said
+    assert "Traceback" not in said[0]
+    steps = on_ranks(2, resumes, directory=tmp_path)
+    assert steps in ([2, 2], [3, 3])
+    assert how == "dies" or steps == [3, 3]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    script(*sys.argv[1:])
