@@ -52,6 +52,10 @@ class Partition:
         """Return this process's part of a parameter or gradient: detached, and a view where the tensor permits it."""
         return self.of_rank(t, self.replicas.rank) if self.replicas else self.local(t)
 
+    def is_here(self, t: torch.Tensor) -> bool:
+        """Return whether of() returns the part of this gradient without communication."""
+        return True
+
     def of_state(self, value: torch.Tensor) -> torch.Tensor:
         """Return this process's part of a value of the parameter's shape that was assigned in `state`."""
         return value
@@ -141,6 +145,9 @@ class DTensorShard(_BlockOfTensor):
 
     def local(self, t: torch.Tensor) -> torch.Tensor:
         return local_of(t.detach(), self.mesh, self.placements)
+
+    def is_here(self, t: Any) -> bool:
+        return t.device_mesh == self.mesh and tuple(t.placements) == self.placements
 
     def version(self, p: Any) -> int:  # a DTensor and its local tensor have separate counters
         count: int = p._version + p._local_tensor._version

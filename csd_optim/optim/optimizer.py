@@ -205,7 +205,7 @@ class CSDOptimizer(StatesOnDevices, Joinable):
         engine = self._engine
         engine.check_open()
         self._skipped = found_inf is not None and bool(found_inf.item())
-        self._mode.before_step(skips=self._skipped, scaled=found_inf is not None or grad_scale is not None)
+        self._mode.before_step(scaled=found_inf is not None or grad_scale is not None)
         with defer_signals(), engine.devices.interruptible(), self._mode.around_step(), engine.lock:
             engine.committer.confirm()
             steps = self._steps
@@ -232,7 +232,9 @@ class CSDOptimizer(StatesOnDevices, Joinable):
                     reduced=steps.reduced,
                 )
                 self._skipped, steps.descending, scale = agreed.skips, agreed.descending, agreed.scale
-            if not self._skipped:
+            if self._skipped:
+                self._mode.skip()
+            else:
                 steps.take(self._mode, 1.0 if scale is None else 1.0 / scale)
             self._step_seconds = time.perf_counter() - start
         return loss
@@ -305,13 +307,14 @@ class CSDOptimizer(StatesOnDevices, Joinable):
 
         Where ranks train together, all of them call it; it supports FSDP2, DTensors and sharded=False. If a step fails
         on one rank, the others go on with its result until the next step(), which raises on all, with the failed step
-        undone on all.
+        undone on all. Ranks keep or undo what they have begun in backward independently of each other.
 
         Parameters whose states `gpu:` keeps are updated on the accelerator's streams, and nothing waits for them.
 
         Raises CSDValueError if a device has no second copy of the states (`ram:`, `null:`), which `backward` and
         `free_gradients` need (the latter also with `gpu:` alone), and if `free_gradients` is not possible. Raises
-        CSDRuntimeError for these two where ranks train together, and if ranks share updates.
+        CSDRuntimeError for the latter where ranks train together, for `backward` with DistributedDataParallel, and if
+        ranks share updates.
         """
         nbytes = hold_bytes(hold, backward=backward, free_gradients=free_gradients)
         engine = self._settled_engine()

@@ -111,12 +111,12 @@ class EarlySteps:
             return False
         if not all(future.done() for future in self._hold_futures):  # a late copy would overwrite parameters in `hold`
             return False
+        pieces = self._may_begin()
+        if pieces is None:
+            return False
         live = self._steps.foresee()
         if live is None:
             self._impossible = True  # do not retry at each gradient: foresee() looks at all parameters
-            return False
-        pieces = self._may_begin()
-        if pieces is None:
             return False
         step, engine = live.step, self._engine
         with defer_signals():  # no Ctrl-C between the start of the guess and self._guess
@@ -131,9 +131,11 @@ class EarlySteps:
         return True
 
     def _offer_gradient(self, p: torch.Tensor) -> None:
-        """Pass the parameter's gradient to the guess if the gradient is final."""
+        """Pass the gradient of this rank's part to the guess if the gradient is final."""
         if self._guess and p.grad is not None and self._fired[id(p)] == self._expected[id(p)]:
-            self._guess.add_gradient(self._state_map.param_states[id(p)].index, p.grad, self._ready_events.get(id(p)))
+            state = self._state_map.param_states[id(p)]
+            if state.part.is_here(p.grad):
+                self._guess.add_gradient(state.index, state.part.of(p.grad), self._ready_events.get(id(p)))
 
     # ---- in step() -------------------------------------------------------------
 

@@ -246,7 +246,7 @@ class StepsInBackward(ConcurrentMode):
     def under_way(self) -> bool:
         return self._live is not None
 
-    def before_step(self, *, skips: bool, scaled: bool) -> None:
+    def before_step(self, *, scaled: bool) -> None:
         """Undo the step, and raise CSDRuntimeError, if step() cannot take it: see _mismatch()."""
         if self._spans:
             self._spans.append_spans()

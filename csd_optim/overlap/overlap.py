@@ -25,7 +25,7 @@ from .early import EarlySteps
 from .flight import Flight
 from .mode import ConcurrentMode
 from .order import by_next_use
-from .together import Together
+from .together import Together, has_ddp
 
 NOTED_FORWARDS = 2  # forwards whose order of use is noted: the first may be atypical
 
@@ -41,7 +41,7 @@ class Overlap(ConcurrentMode):
         """With several ranks, either all of them overlap, or none does. `hold`: given if steps begin in backward."""
         super().__init__(steps, model)
         self._flight: Flight | None = None
-        self._together = Together(steps.ranks, steps.engine) if steps.ranks else None
+        self.together: Together | None = Together(steps.ranks, steps.engine) if steps.ranks else None
         # By row of a parameter: how many others the current forward used before it. None: not noted any more.
         self._use_order: dict[int, int] | None = {}
         self._forwards_to_note = NOTED_FORWARDS
@@ -50,6 +50,8 @@ class Overlap(ConcurrentMode):
         self._to_copy_back: dict[int, GradSource] = {}  # by row: parameters ordered unlike their states in memory
         self._waited, self._early_elems = 0.0, 0  # of the last step: seconds waited, elements pushed in backward
         self._warned = False  # whether the user was warned that the model has changed
+        # DDP reuses the memory of gradients even after `p.grad` is cleared.
+        self._reuses_gradients = self.together is not None and has_ddp(model)
         trainable = self._trainable_params()
         self._hooks += [
             p.register_hook(partial(self._before_grad, weakref.ref(p)))  # type: ignore[no-untyped-call]
@@ -61,23 +63,24 @@ class Overlap(ConcurrentMode):
         try:
             self.drain(collective=False)
         finally:
-            if self._together:
-                self._together.leave()
+            if self.together:
+                self.together.leave()
             if self._early:
                 self._early.end()
             super().close()
 
     # ---- step() ----------------------------------------------------------------
 
-    def before_step(self, *, skips: bool, scaled: bool) -> None:
+    def before_step(self, *, scaled: bool) -> None:
         """End the last step. From here on only a guess at the new step may be under way."""
         if self._spans:
             self._spans.append_spans()
         self._agree()
         if self._early:
             self._early.before_step()
-            if skips:
-                self._early.undo("overflow")
+
+    def skip(self) -> None:
+        self._undo_early("overflow")
 
     def check(self, taking_part: Participants) -> None:
         if self._early:
@@ -89,8 +92,8 @@ class Overlap(ConcurrentMode):
 
     def launch(self, step: PreparedStep | None, record: Record | None) -> bool:
         can = step is not None and self._steps.can_land_later(step)
-        if self._together:
-            can = self._together.all_can(can and bool(self._guards.guarded))
+        if self.together:
+            can = self.together.all_can(can and bool(self._guards.guarded))
         if can and step is not None:
             self._fly(step, record)
         else:
@@ -104,7 +107,7 @@ class Overlap(ConcurrentMode):
         self._note_order()
         self._waited, self._early_elems = 0.0, 0
         guess = self._early.take_guess() if self._early else None
-        live = guess.live if guess else self._steps.live(step, record, meets=bool(self._together))
+        live = guess.live if guess else self._steps.live(step, record, meets=bool(self.together))
         early_buffers: dict[int, StagingBuffer] = {}
         near = step.near.rows if step.near else ()
         awaited = [state for state in step.spec.plan.param_states if state.index not in near]
@@ -114,7 +117,7 @@ class Overlap(ConcurrentMode):
         try:
             if guess:
                 self._early_elems = sum(map(engine.tiles.elems_of, guess.pushed))
-                early_buffers = guess.keep(step, record)
+                early_buffers = guess.keep(step, record, meets=bool(self.together))
             else:
                 live.launch()
             self._flight = flight = Flight(engine, live, self._pieces_now(), early_buffers)
@@ -122,8 +125,8 @@ class Overlap(ConcurrentMode):
             live.undo()
             return self._note_outcome(live, failure)
         finally:
-            if self._together:
-                self._together.launched(live, flight)
+            if self.together:
+                self.together.launched(live, flight)
         self._unguarded = [state.index for state in awaited if id(state.param) not in guarded]
         self._to_copy_back = copy_back
         self.active: bool = True
@@ -198,6 +201,9 @@ class Overlap(ConcurrentMode):
         """Return, in backward, the pieces if the order of use is known and no step is under way, else None."""
         if self._engine.tile_rank is None or (self._flight and (not self._flight.landed or self._flight.failure)):
             return None
+        # It overwrites what the other ranks may have to go back to. They have told each other in the background.
+        if self.together and not (self.together.has_met and self._engine.committer.is_confirmed):
+            return None
         self.land()
         return self._pieces_now()
 
@@ -231,7 +237,7 @@ class Overlap(ConcurrentMode):
         p = to()
         if not (self.active and self._flight) or p is None:
             return
-        if self._together:  # DDP reuses the memory of gradients even after `p.grad` is cleared
+        if self._reuses_gradients:
             self.land()
             return
         if p.grad is None:
@@ -259,8 +265,8 @@ class Overlap(ConcurrentMode):
 
     def _note_outcome(self, live: LiveStep, failure: BaseException | None) -> None:
         """Note that a step is complete here or has failed; raise why, unless other ranks have to be told first."""
-        if self._together:
-            self._together.note_outcome(live, failure)
+        if self.together:
+            self.together.note_outcome(live, failure)
             self.active |= failure is not None  # so that saving the parameters raises it: see settle()
         elif failure:
             raise failure
@@ -268,8 +274,8 @@ class Overlap(ConcurrentMode):
     def settle(self) -> None:
         """Do as land(); with several ranks also raise why a step failed here, before they have met."""
         self.land()
-        if self._together:
-            self._together.raise_failure()
+        if self.together:
+            self.together.raise_failure()
         self._finish_undo()
 
     def drain(self, *, collective: bool) -> None:
@@ -279,9 +285,9 @@ class Overlap(ConcurrentMode):
     def _agree(self) -> None:
         """Do as land(), but for all ranks: a collective, which raises on all of them if the step failed on any."""
         self.land()
-        if self._together:
+        if self.together:
             try:
-                self._together.agree()
+                self.together.agree()
             finally:
                 self.active = self._has_to_wait
 

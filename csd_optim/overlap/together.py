@@ -12,6 +12,9 @@ import contextlib
 import threading
 from enum import Enum, auto
 
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
 from ..distributed.ranks import Ranks
 from ..engine.engine import Engine
 from ..errors import CSDError, CSDRankError, CSDRuntimeError
@@ -24,15 +27,16 @@ from .flight import Flight
 POLL_SECONDS = 0.1  # between two looks whether a vote is over: an interrupt may have left the lock of one locked
 
 
-def check_ranks(groups: Groups, state_map: StateMap, *, backward: bool) -> None:
-    """Raise CSDRuntimeError if overlap() does not support these options with several ranks.
-
-    `backward`: steps begin in backward.
-    """
-    if backward:
+def check_ranks(
+    groups: Groups, state_map: StateMap, model: torch.nn.Module, *, backward: bool, free_gradients: bool
+) -> None:
+    """Raise CSDRuntimeError if overlap() does not support these options with several ranks."""
+    if free_gradients:
+        raise CSDRuntimeError("overlap(free_gradients=True) works in a single process only")
+    if backward and has_ddp(model):
         raise CSDRuntimeError(
-            "overlap() with backward=True or free_gradients=True works in a single process only: with several ranks "
-            "call overlap(model), which hides the step behind the next forward"
+            "overlap(backward=True) does not work with DistributedDataParallel, where a parameter's hooks see its "
+            "gradient before the ranks have reduced it: call overlap(model), or use fully_shard (FSDP2)"
         )
     for k, i, p in members(groups):
         if p.requires_grad and state_map.part(p).replicas:
@@ -41,6 +45,11 @@ def check_ranks(groups: Groups, state_map: StateMap, *, backward: bool) -> None:
                 "fully_shard (FSDP2, on a mesh without replicas), or construct the optimizer with sharded=False, "
                 "where each rank updates all that it holds"
             )
+
+
+def has_ddp(model: torch.nn.Module) -> bool:
+    """Return whether DistributedDataParallel reduces gradients of the model, or of a part of it."""
+    return any(isinstance(module, DistributedDataParallel) for module in model.modules())
 
 
 class Verdict(Enum):
@@ -114,12 +123,12 @@ class Vote:
 
 
 class Together:
-    """The vote on the last launched step, until the ranks meet."""
+    """The meetings of the ranks of one optimizer."""
 
     def __init__(self, ranks: Ranks, engine: Engine) -> None:
         self._ranks, self._engine = ranks, engine
         self._control: Ranks | None = None  # made in the first step, in which it is known that all ranks overlap
-        self._vote: Vote | None = None
+        self.vote: Vote | None = None  # on the last launched step, until the ranks have met
         self._failure: BaseException | None = None  # made the step fail here
 
     def all_can(self, can: bool) -> bool:
@@ -129,11 +138,16 @@ class Together:
             self._control = self._ranks.borrow()
         return can
 
+    @property
+    def has_met(self) -> bool:
+        """Whether nothing undoes the last step any more. Another step may begin if all have its commit, too."""
+        return self.vote is None or self.vote.verdict is Verdict.KEPT
+
     def launched(self, live: LiveStep, flight: Flight | None) -> None:
         """Begin to vote on a step, after all_can(). `flight`: None if this rank could not launch it."""
         assert self._control
-        self._vote = Vote(self._control, self._engine, live, flight)
-        self._vote.begin()
+        self.vote = Vote(self._control, self._engine, live, flight)
+        self.vote.begin()
 
     def note_outcome(self, live: LiveStep, failure: BaseException | None) -> None:
         """Note that a launched step has ended here: it is complete, or `failure` made it undo its states."""
@@ -153,11 +167,11 @@ class Together:
 
         Then this raises on all ranks: the failure where it happened, CSDRankError elsewhere.
         """
-        if (vote := self._vote) is None:
+        if (vote := self.vote) is None:
             return
         vote.wait()
         if vote.verdict is Verdict.KEPT:
-            self._vote = None
+            self.vote = None
             return
         if vote.loss:  # it is unknown whether the others have the step
             self._ranks.lost = True
@@ -167,12 +181,12 @@ class Together:
                 self._ranks.agree(self._failure)
             finally:
                 if not self._ranks.lost:
-                    self._vote = self._failure = None
+                    self.vote = self._failure = None
                     vote.live.take_back()
 
     def leave(self) -> None:
         """End the meetings of this rank, whatever the others do: a step that failed here is undone here."""
-        vote, self._vote, self._failure = self._vote, None, None
+        vote, self.vote, self._failure = self.vote, None, None
         if vote and vote.live.phase is Phase.FAILED and not self._engine.closed:
             with contextlib.suppress(CSDError):
                 vote.live.take_back()

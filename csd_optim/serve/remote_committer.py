@@ -40,6 +40,7 @@ class RemoteCommitter(Committer):
         self._sent: Record | None = None  # the record that went with the last step
         self._within_loading = False
         self._unconfirmed = False  # the ranks have not met since the last commit
+        self._round = 0  # the last one that this rank has told the others
 
     # ---- commits -----------------------------------------------------------------
 
@@ -84,7 +85,9 @@ class RemoteCommitter(Committer):
         if self._ranks is None:
             return self._link.attach()
         with all_ranks_or_none(self._ranks) as exchanged:
-            exchanged.own = self._link.request("confirm").fields.integer("round", 0)
+            if not self._native.is_stepping:  # a guess has begun only after all have that round
+                self._round = self._link.request("confirm").fields.integer("round", 0)
+            exchanged.own = self._round
         # If a link is lost as a step ends, or as states are loaded, one rank alone may lack that round. Then the others
         # must not give up the round before it.
         if len(rounds := {*exchanged.by_ranks}) > 1:
@@ -92,6 +95,22 @@ class RemoteCommitter(Committer):
                 f"the optimizer ranks have not all made the last step, as a link was lost when it ended (rounds "
                 f"{sorted(rounds)}): start all trainers again with resume=True"
             )
+        self.note_confirmed()
+
+    def await_round(self) -> int | None:
+        if self._link.is_lost:  # to attach again changes states, which only confirm() may do
+            return None
+        try:
+            self._round = self._link.request("confirm").fields.integer("round", 0)
+        except CSDError:
+            return None
+        return self._round
+
+    @property
+    def is_confirmed(self) -> bool:
+        return not self._unconfirmed
+
+    def note_confirmed(self) -> None:
         self._unconfirmed = False
         # If it is lost now, the next request finds out, within a context in which the other ranks learn of it.
         with contextlib.suppress(CSDError):

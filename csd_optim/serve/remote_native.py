@@ -47,6 +47,11 @@ class RemoteNative:
     def is_open(self) -> bool:
         return self._is_open
 
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a step is under way: the owner answers no other requests."""
+        return self._stepping
+
     def open(self, devices: Sequence[DeviceConfig]) -> None:
         self._is_open = True
 

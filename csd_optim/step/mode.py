@@ -25,11 +25,14 @@ class InStep:
         """End a step that began in backward. `record`: for its commit. Raises what a step raises."""
         raise NotImplementedError
 
-    def before_step(self, *, skips: bool, scaled: bool) -> None:
-        """Get ready, first in step(). `skips`: this step is a no-op (overflow); `scaled`: a GradScaler takes part.
+    def before_step(self, *, scaled: bool) -> None:
+        """Get ready, first in step(). `scaled`: a GradScaler takes part.
 
         Raises why the previous step failed, with several ranks on all of them: a collective.
         """
+
+    def skip(self) -> None:
+        """Do without this step, in which some rank has found an overflow."""
 
     def check(self, taking_part: Participants) -> None:
         """Examine what takes part in a step, before any part of the step uses the engine."""

@@ -248,7 +248,7 @@ def foresee(
     ):
         return None
     group_of = {id(p): k for k, _, p in members(groups)}
-    stand_ins = [state.local for state in plan.param_states]
+    stand_ins = [state.local if state.part.is_whole else state.param.detach() for state in plan.param_states]
     taking_part = Participants(plan.params, stand_ins, [group_of.get(id(p), 0) for p in plan.params])
     spec = specify(engine, rule, BoundStep(plan, taking_part, [], [], state_map.coded), groups, grad_scale, options)
     rounded = any(s.param_and_copy or s.grad_dtype is not s.grad.dtype for s in spec.sources.values())

@@ -97,6 +97,7 @@ def beside(rank, address, wrap, options, overlap):
         ("DDP", {"state_dtype": "8bit"}, None),
         ("FSDP2", {"max_grad_norm": 0.5}, None),
         ("FSDP2", {}, {}),
+        ("FSDP2", {}, {"backward": True}),
         ("TP", {"state_dtype": "8bit", "topk": 0.1, "error_feedback": False}, None),
         ("DDP", {"sharded": False}, {}),
     ],

@@ -35,6 +35,16 @@ def flight_of(opt):
     return mode_of(opt)._flight
 
 
+def together_of(opt):
+    """Return how ranks agree on the steps that go on behind the program."""
+    return mode_of(opt).together
+
+
+def vote_of(opt):
+    """Return the vote on the last step that went on behind the program, until the ranks have met."""
+    return together_of(opt).vote
+
+
 def images_back(flight):
     """Return the tiles of a step whose parameters have come back from their images."""
     return {*flight.live.step.images} - flight.live._not_pulled

@@ -1,0 +1,410 @@
+"""overlap(backward=True) with several ranks: each keeps or undoes its guess alone, with the bits of blocking steps."""
+
+import contextlib
+import os
+import random
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from support.inside import engine_of, guess_of, together_of, vote_of
+from support.ranks import on_living_ranks, on_ranks
+from support.replacing import failing, replaced
+from test_distributed import MODELS, net, raised_by
+from test_overlap_on_ranks import now, training_on
+from test_rank_commits import die
+from test_votes import slow, until
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.utils import clip_grad_norm_
+
+from csd_optim import CSDAdam, CSDOSError, CSDRuntimeError
+from csd_optim.bindings import Native
+from csd_optim.engine.durable import DurableCommitter
+from csd_optim.engine.engine import Engine
+from csd_optim.errors import CSDRankError
+from csd_optim.overlap.early import EarlySteps
+from csd_optim.overlap.guess import Guess
+from csd_optim.overlap.together import Verdict
+from csd_optim.store.file import StoreFile
+
+STEPS = 10
+EARLY = {"backward": True}
+
+
+def ready(training):
+    """Wait until a guess may begin: all ranks have the last step, and its commit is over."""
+    training.opt.wait()
+    together = together_of(training.opt)
+    until(lambda: together.has_met and engine_of(training.opt).idle)
+
+
+def early_step(training, change=None):
+    """A step that can begin early: each forward waits for the vote. `change`: called between backward and step()."""
+    training.backward()
+    if change:
+        change(training)
+    training.opt.step()
+    training.opt.zero_grad()
+    if training.overlap is not None:
+        ready(training)
+
+
+def local(t):
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
+def clips(training):
+    clip_grad_norm_(training.model.parameters(), 1e-2)
+
+
+def changes_lr(training):
+    training.opt.param_groups[0]["lr"] *= 0.9
+
+
+def changes_gradients_of_one_rank(training):
+    if training.rank == 1:
+        for p in training.model.parameters():
+            local(p.grad).mul_(0.5)
+
+
+# What happens in every third step, and why the guess is then undone: on rank 0, on the others.
+CHANGES = {
+    "nothing": (None, "", ""),
+    "clip_grad_norm_": (clips, "gradients", "gradients"),
+    "lr": (changes_lr, "constants", "constants"),
+    "gradients of one rank": (changes_gradients_of_one_rank, "", "gradients"),
+    "two backward passes": (lambda training: training.backward(), "more backward passes", "more backward passes"),
+}
+
+
+def guesses(rank, change, options):
+    change, *why = CHANGES[change]
+    for overlap in None, EARLY:
+        training = training_on(rank, str(overlap), overlap, **options)
+        early = []
+        for k in range(STEPS):
+            early_step(training, change if k % 3 == 2 else None)
+            early.append(overlap and training.opt.stats()["overlap"]["early_params"])
+        if overlap is None:
+            blocking = training
+            continue
+        assert training.seen() == blocking.seen()
+        redone = training.opt.stats()["overlap"]["redone"]
+        assert {*redone} == {*filter(None, [why[rank > 0]])}
+        assert any(early)
+        assert early[0] == early[1] == 0  # the first step is no flight
+        training.opt.close()
+    blocking.opt.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"named": True}, {"named": True, "state_dtype": "8bit"}], ids=str)
+@pytest.mark.parametrize("change", CHANGES)
+def test_guesses_have_the_bits_of_blocking_steps(change, options, tmp_path):
+    on_living_ranks(2, guesses, change, options, directory=tmp_path)
+
+
+def norm_is_clipped(rank):
+    """max_grad_norm clips some steps: their guesses have other constants, on all ranks."""
+    for overlap in None, EARLY:
+        training = training_on(rank, str(overlap), overlap, named=True, max_grad_norm=50.0)
+        for k in range(STEPS):
+            training.backward(1e-3 if k % 3 else 1e3)
+            training.opt.step()
+            training.opt.zero_grad()
+            if overlap is not None:
+                ready(training)
+        if overlap is None:
+            blocking = training.seen()
+        else:
+            assert training.seen() == blocking
+            assert {*training.opt.stats()["overlap"]["redone"]} == {"constants"}
+        training.opt.close()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_norms(size, tmp_path):
+    on_living_ranks(size, norm_is_clipped, directory=tmp_path)
+
+
+def paced(rank, size):
+    """Ranks are slow by turns, on drives of different speed, and do not wait for votes."""
+    choose = random.Random(rank)
+    for overlap in None, EARLY:
+        training = training_on(rank, str(overlap), overlap, named=True, max_grad_norm=20.0, **PACES[rank])
+        with slow(StoreFile, "publish", rank, 0.02):
+            for k in range(STEPS):
+                training.backward()
+                time.sleep(0.05 * choose.random() if k % size == rank else 0)
+                if k % 4 == 3:
+                    clips(training)
+                training.opt.step()
+                training.opt.zero_grad()
+        if overlap is None:
+            blocking = training.seen()
+        else:
+            assert training.seen() == blocking
+        training.opt.close()
+
+
+PACES = [{"devices": 1}, {"devices": 2}, {"devices": 1}]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_of_different_speed(size, tmp_path):
+    on_living_ranks(size, paced, size, directory=tmp_path)
+
+
+def tensor_parallel(rank):
+    """Gradients that have other placements than their parameters are left to step()."""
+    nets = []
+    for overlaps in False, True:
+        model = MODELS["tensor parallel"]()
+        with CSDAdam(model.parameters(), lr=0.02, tile_size=1024, devices="file:", sharded=False) as opt:
+            if overlaps:
+                opt.overlap(model, backward=True)
+            early = 0
+            for k in range(STEPS):
+                torch.manual_seed(k)
+                x, y = torch.randn(8, 3, 4, 4), torch.randint(0, 3, (8,))
+                nn.functional.cross_entropy(model(x), y).backward()
+                opt.step()
+                opt.zero_grad()
+                if overlaps:
+                    opt.wait()
+                    until(lambda opt=opt: together_of(opt).has_met and engine_of(opt).idle)
+                    early += opt.stats()["overlap"]["early_params"]
+            entries = opt.state_dict()["state"].values()
+            held = [*model.parameters(), *(t for entry in entries for t in entry.values())]
+            nets.append([t.detach().clone() for t in map(local, held)])
+            assert not overlaps or early
+    assert all(map(torch.equal, *nets))
+
+
+def test_tensor_parallel(tmp_path):
+    on_living_ranks(2, tensor_parallel, directory=tmp_path)
+
+
+# ---- when a guess may begin ----------------------------------------------------------------------
+
+
+def waits_for_the_vote(rank):
+    """Rank 0 begins no guess before rank 1 has the last step, durable; then it does."""
+    training = training_on(rank, "this", EARLY, named=True)
+    for _ in range(2):
+        early_step(training)
+    training.backward()
+    with slow(StoreFile, "publish", rank, 1.0):
+        training.opt.step()
+        training.opt.zero_grad()
+        training.opt.wait()
+        assert not together_of(training.opt).has_met
+        training.backward()
+        assert guess_of(training.opt) is None
+        training.opt.step()
+    training.opt.zero_grad()
+    ready(training)
+    training.backward()
+    assert guess_of(training.opt)
+    training.opt.step()
+    training.opt.close()
+
+
+def test_no_guess_before_the_vote(tmp_path):
+    on_living_ranks(2, waits_for_the_vote, directory=tmp_path)
+
+
+def no_guess_after_a_failure(rank):
+    training = training_on(rank, "this", EARLY, named=True)
+    for _ in range(3):
+        early_step(training)
+    training.opt.synchronize()
+    before = now(training)
+    training.backward()
+    with failing(Engine, "finish", int(rank == 1), "unplugged"):
+        training.opt.step()
+        training.opt.zero_grad()
+        training.backward()
+        until(lambda: vote_of(training.opt).verdict is Verdict.MUST_MEET)
+        training.backward()
+        assert guess_of(training.opt) is None
+        said = raised_by(training.opt.step)
+    assert isinstance(said, CSDOSError if rank == 1 else CSDRankError)
+    assert now(training) == before
+    training.opt.close()
+
+
+def test_no_guess_after_a_step_that_failed(tmp_path):
+    on_living_ranks(2, no_guess_after_a_failure, directory=tmp_path)
+
+
+def overflows(rank):
+    """An overflow on rank 1 alone: all skip the step, and undo their guesses."""
+    seen = []
+    for overlap in None, EARLY:
+        training = training_on(rank, str(overlap), overlap, named=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+        for k in range(STEPS):
+            training.backward(scaler.scale(torch.ones(())).item())
+            if k in (5, 6) and rank == 1:
+                local(next(training.model.parameters()).grad).view(-1)[:1].fill_(float("inf"))
+            scaler.step(training.opt)
+            scaler.update(1024.0)
+            training.opt.zero_grad()
+            if overlap is not None:
+                ready(training)
+        seen.append(training.seen())
+        if overlap is not None:
+            redone = training.opt.stats()["overlap"]["redone"]
+            assert redone.get("overflow") or redone.get("gradients") if rank == 1 else redone["overflow"]
+        training.opt.close()
+    assert seen[0] == seen[1]
+
+
+def test_an_overflow_on_another_rank(tmp_path):
+    on_living_ranks(2, overflows, directory=tmp_path)
+
+
+# ---- failures on one rank -----------------------------------------------------------------------
+
+
+def fails(rank, owner, method, number, raises):
+    """What fails in backward costs a guess, on that rank alone; what fails in step() costs a step, on all."""
+    seen = []
+    for overlap in None, EARLY:
+        training = training_on(rank, str(overlap), overlap, named=True)
+        opt = training.opt
+        for _ in range(3):
+            early_step(training)
+        if overlap is not None:
+            opt.synchronize()
+            before, done = now(training), training.steps
+            with failing(owner, method, number * (rank == 1), "unplugged"):
+                training.backward()
+                assert rank == 1 or guess_of(opt)
+                opt.step()
+                opt.zero_grad()
+                said = raised_by(opt.synchronize) if raises else opt.synchronize()
+            if raises:
+                assert "unplugged" in str(said)
+                assert isinstance(said, CSDOSError if rank == 1 else CSDRankError)
+                assert now(training) == before
+                training.steps = done
+        while training.steps < STEPS:
+            early_step(training)
+        opt.synchronize()
+        seen.append(now(training))
+        opt.close()
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "number", "raises"),
+    [
+        (Guess, "begin", 1, False),
+        (Engine, "begin", 1, False),
+        (Guess, "add_gradient", 2, False),
+        (Native, "push", 2, False),
+        (Guess, "wrong", 1, False),
+        (Engine, "release", 1, True),
+        (DurableCommitter, "reserve", 2, True),
+        (Engine, "finish", 1, True),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_a_failure_on_one_rank(owner, method, number, raises, tmp_path):
+    on_living_ranks(2, fails, owner, method, number, raises, directory=tmp_path)
+
+
+def foresees_nothing(rank):
+    """Rank 1 makes no guess at all, and pushes all in step(): the others need not know."""
+    seen = []
+    for overlap in None, EARLY:
+        training = training_on(rank, str(overlap), overlap)
+        hooks = replaced(EarlySteps, "_begin", lambda begin, early: rank != 1 and begin(early))
+        with hooks if overlap is not None else contextlib.nullcontext():
+            for _ in range(STEPS):
+                early_step(training)
+        seen.append(now(training))
+        training.opt.close()
+    assert seen[0] == seen[1]
+
+
+def test_ranks_with_and_without_guesses(tmp_path):
+    on_living_ranks(3, foresees_nothing, directory=tmp_path)
+
+
+# ---- a rank is killed ----------------------------------------------------------------------------
+
+
+class Killed:
+    """Six layers with FSDP2, and guesses."""
+
+    def __init__(self, rank, overlap=EARLY):
+        self.training = training_on(rank, "killed", overlap, named=True, resume=True)
+        self.training.steps = self.training.opt.committed_step
+
+    def until(self, step):
+        while self.training.steps < step:
+            self.training.step()
+        self.training.opt.synchronize()
+        return now(self.training)
+
+
+def trains_until_killed(rank, seed, victim):
+    ours = Killed(rank)
+    begun = ours.training.opt.committed_step
+    if rank == victim:
+        threading.Timer(random.Random(seed).uniform(0.0, 0.4), die).start()
+    with contextlib.suppress(RuntimeError):
+        ours.until(10**6)
+    if random.Random(seed + rank).random() < 0.5:
+        ours.training.opt.close()
+    return begun
+
+
+def ends(rank, more):
+    ours = Killed(rank)
+    step = ours.training.opt.committed_step
+    image = ours.until(step + more)
+    ours.training.opt.close()
+    (Path("alone") / str(step)).mkdir(parents=True, exist_ok=True)
+    never = training_on(rank, f"alone/{step}/{more}", None)
+    while never.steps < step + more:
+        never.step()
+    assert image == now(never)
+    never.opt.close()
+    return step
+
+
+@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 12), marks=pytest.mark.soak)], ids=str)
+def test_killed_again_and_again(seeds, tmp_path):
+    os.makedirs(tmp_path / "killed-0")
+    os.makedirs(tmp_path / "killed-1")
+    last = 0
+    for seed in seeds:
+        on_ranks(2, trains_until_killed, seed, seed % 2, directory=tmp_path, may_die=(0, 1))
+        steps = on_living_ranks(2, ends, 2, directory=tmp_path)
+        assert steps[0] == steps[1] >= last
+        last = steps[0]
+    assert last
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+
+def refused(rank):
+    model = DDP(net(used=True))
+    for sharded_ in True, False:
+        with (
+            CSDAdam(model.parameters(), devices="file:", sharded=sharded_) as opt,
+            pytest.raises(CSDRuntimeError, match="DistributedDataParallel"),
+        ):
+            opt.overlap(model, backward=True)
+
+
+def test_what_is_refused(tmp_path):
+    on_living_ranks(2, refused, directory=tmp_path)
