@@ -62,7 +62,8 @@ class Ranks:
         self.device: torch.device = device_of(group)
         self.lost: bool = False  # a rank is gone, so communication is no longer possible
         # Of a borrowed group: nobody here needs it any more; a collective is under way on it. See borrow().
-        self.returned, self.busy = False, False
+        self.returned: bool = False
+        self.busy: bool = False
         self._replicas: dict[Any, tuple[Ranks, Any]] = {}
         _linger_at_exit()
 
@@ -156,16 +157,10 @@ class Ranks:
         # gloo's all_gather allocates memory each time, and has at most two broadcasts in flight at once. Direct sends
         # between all pairs are all in flight at once, which is faster where links are the limit.
         others = [(self.rank + k) % self.size for k in range(1, self.size)]  # ranks begin with different receivers
-        with self._marking_lost():
+        with self._marking_lost():  # by the group itself: a program may destroy all groups while a step goes on
             return [
-                *(
-                    dist.irecv(rows[rank], self._global_rank(rank), group=self.group, tag=EXCHANGE_TAG)
-                    for rank in others
-                ),
-                *(
-                    dist.isend(rows[self.rank], self._global_rank(rank), group=self.group, tag=EXCHANGE_TAG)
-                    for rank in others
-                ),
+                *(self.group.recv([rows[rank]], rank, EXCHANGE_TAG) for rank in others),
+                *(self.group.send([rows[self.rank]], rank, EXCHANGE_TAG) for rank in others),
             ]
 
     def _global_rank(self, rank: int) -> int:

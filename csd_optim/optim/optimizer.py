@@ -305,16 +305,15 @@ class CSDOptimizer(StatesOnDevices, Joinable):
         in backward; step() completes that, and zero_grad() undoes it. What needs all gradients at once, such as
         clipping, accumulation and a GradScaler, is not possible and raises CSDRuntimeError: see docs/overlap.md.
 
-        Where ranks train together, all of them call it; it supports FSDP2, DTensors and sharded=False. If a step fails
-        on one rank, the others go on with its result until the next step(), which raises on all, with the failed step
-        undone on all. Ranks keep or undo what they have begun in backward independently of each other.
+        Where ranks train together, all of them call it. If a step fails on one rank, the others go on with its result
+        until the next step(), which raises on all, with the failed step undone on all. Ranks keep or undo what they
+        have begun in backward independently of each other.
 
         Parameters whose states `gpu:` keeps are updated on the accelerator's streams, and nothing waits for them.
 
         Raises CSDValueError if a device has no second copy of the states (`ram:`, `null:`), which `backward` and
         `free_gradients` need (the latter also with `gpu:` alone), and if `free_gradients` is not possible. Raises
-        CSDRuntimeError for the latter where ranks train together, for `backward` with DistributedDataParallel, and if
-        ranks share updates.
+        CSDRuntimeError for the latter where ranks train together, and for `backward` with DistributedDataParallel.
         """
         nbytes = hold_bytes(hold, backward=backward, free_gradients=free_gradients)
         engine = self._settled_engine()

@@ -54,6 +54,7 @@ class Flight:
         self._in_step[self._tiles] = True
         self._copy_events: dict[int, Any] = {}  # events, by row: the last copy to a parameter on an accelerator
         engine.completed_event = live.ended
+        live.await_buckets()
         live.mark_synced()  # before it can fail: then values that the program had set count as written again
         try:
             threading.Thread(target=self._land, name="csd_optim lands a step").start()
@@ -71,6 +72,7 @@ class Flight:
         tiles = self._pieces.tiles_of(rows)
         try:
             self.live.arrived(tiles[self._in_step[tiles]], wait=True)  # the step does not change the others
+            self.live.wait_for_others(rows)
         except CSDError:  # the step has failed; or it has just landed, and all parameters have arrived
             self.join()
         if self.landed and self.failure:
@@ -110,6 +112,7 @@ class Flight:
         try:
             with torch.no_grad(), ring.on_separate_streams() if ring else contextlib.nullcontext():
                 try:
+                    self._exchange()
                     self._free_used_gradients()
                     with self._engine.lock:
                         self.live.land()
@@ -125,15 +128,41 @@ class Flight:
             self.landed_at = time.perf_counter()
             self.live.note_ended()
 
+    def _exchange(self) -> None:
+        """Copy the tiles that travel as images, and exchange parameters whose updates the ranks share.
+
+        All buckets leave, even if it fails here, since the other ranks wait for them.
+        """
+        step, live, gather = self.live.step, self.live, self.live.step.gather
+        if gather:
+            moved = {row: source for row, source in step.spec.sources.items() if source.param_and_copy}
+            gather.begin(live.arrived, moved, received=self._note_received)
+        try:
+            if step.ring is not None:
+                pulled = self._note_pulled
+                step.ring.run(self._engine, step.images, step.spec.sources, pulled, self._early_buffers)
+                step.ring.wait_for_copies()
+            if gather:
+                gather.advance(wait=True)
+        finally:
+            if gather:
+                gather.finish()
+
+    def _note_received(self, rows: list[int]) -> None:
+        for device in {self._param_device(row) for row in rows}:
+            if device.type != "cpu":  # readers wait on the host, for any stream
+                torch.accelerator.current_stream(device).synchronize()
+        self.live.note_received(rows)
+
+    def _param_device(self, row: int) -> torch.device:
+        return self.live.progress.state_map.by_index[row].local.device
+
     def _free_used_gradients(self) -> None:
         """Free gradients as soon as they have been used. Raises CSDRuntimeError if one was changed before its use.
 
         Then the step has to be undone.
         """
         step, last = self.live.step, last_places(self._pieces, self._engine.tiles.n_params, self._tiles)
-        if step.ring is not None:
-            step.ring.run(self._engine, step.images, step.spec.sources, self._note_pulled, self._early_buffers)
-            step.ring.wait_for_copies()
         for batch in np.array_split(np.arange(len(self._tiles)), BATCHES):
             if not len(batch):
                 continue
@@ -155,6 +184,8 @@ class Flight:
             if (source := self.live.spec.sources.get(row)) and source.copy_event:
                 self._copy_events[row] = source.copy_event
         self.live.note_pulled(tile)
+        if gather := self.live.step.gather:
+            gather.advance(wait=False)
         for row in rows:
             if self.live.arrived(self._pieces.tiles_of([row]), wait=False):
                 self._free_gradient(row)

@@ -41,7 +41,7 @@ class Overlap(ConcurrentMode):
         """With several ranks, either all of them overlap, or none does. `hold`: given if steps begin in backward."""
         super().__init__(steps, model)
         self._flight: Flight | None = None
-        self.together: Together | None = Together(steps.ranks, steps.engine) if steps.ranks else None
+        self.together: Together | None = Together(steps.ranks, steps.engine, steps.carriers) if steps.ranks else None
         # By row of a parameter: how many others the current forward used before it. None: not noted any more.
         self._use_order: dict[int, int] | None = {}
         self._forwards_to_note = NOTED_FORWARDS
@@ -65,6 +65,7 @@ class Overlap(ConcurrentMode):
         finally:
             if self.together:
                 self.together.leave()
+                self._steps.gather = None  # the next one does not go over the groups of this mode
             if self._early:
                 self._early.end()
             super().close()
@@ -93,7 +94,8 @@ class Overlap(ConcurrentMode):
     def launch(self, step: PreparedStep | None, record: Record | None) -> bool:
         can = step is not None and self._steps.can_land_later(step)
         if self.together:
-            can = self.together.all_can(can and bool(self._guards.guarded))
+            gather = step.gather if step else None
+            can = self.together.all_can(can and bool(self._guards.guarded), gather)
         if can and step is not None:
             self._fly(step, record)
         else:

@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Collection
 from enum import Enum, auto
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ..distributed.ranks import Ranks
+from ..distributed.sharding import is_replicated
 from ..engine.engine import Engine
 from ..errors import CSDError, CSDRankError, CSDRuntimeError
 from ..params.groups import Groups, members, name_of
 from ..params.state_map import StateMap
 from ..signals import defer_signals
+from ..step.all_gather import ParamAllGather
 from ..step.live import LiveStep, Phase
 from .flight import Flight
 
@@ -38,12 +41,12 @@ def check_ranks(
             "overlap(backward=True) does not work with DistributedDataParallel, where a parameter's hooks see its "
             "gradient before the ranks have reduced it: call overlap(model), or use fully_shard (FSDP2)"
         )
-    for k, i, p in members(groups):
-        if p.requires_grad and state_map.part(p).replicas:
+    for k, i, p in members(groups) if backward else ():
+        if p.requires_grad and is_replicated(p) and state_map.part(p).replicas:
             raise CSDRuntimeError(
-                f"overlap() cannot hide the exchange of {name_of(groups, k, i)}, whose updates the ranks share: use "
-                "fully_shard (FSDP2, on a mesh without replicas), or construct the optimizer with sharded=False, "
-                "where each rank updates all that it holds"
+                f"overlap(backward=True): {name_of(groups, k, i)} is the same on all ranks, which reduce its gradient, "
+                "and its hooks do not see when: call overlap(model), or use fully_shard (FSDP2), or construct the "
+                "optimizer with sharded=False if each rank has a gradient of its own"
             )
 
 
@@ -63,8 +66,11 @@ class Verdict(Enum):
 class Vote:
     """The vote of all ranks on one step that all of them have launched."""
 
-    def __init__(self, control: Ranks, engine: Engine, live: LiveStep, flight: Flight | None) -> None:
-        """`control`: ranks on a group that no other thread uses. `flight`: None if the step failed as it was launched.
+    def __init__(
+        self, control: Ranks, carriers: Collection[Ranks], engine: Engine, live: LiveStep, flight: Flight | None
+    ) -> None:
+        """`control`: ranks on a group that no other thread uses; `carriers`: those on which parameters are exchanged.
+        `flight`: None if the step failed as it was launched.
 
         This rank votes once the step has ended here: on a daemon thread, since a program may end before other ranks
         vote, and must not wait for them.
@@ -72,23 +78,38 @@ class Vote:
         self.live: LiveStep = live
         self.verdict: Verdict = Verdict.VOTING
         self.loss: str = ""  # set if a rank is lost: what torch says
-        self._control, self._engine, self._flight = control, engine, flight
+        self._control, self._groups = control, [control, *carriers]
+        self._engine, self._flight = engine, flight
         self._end = threading.Lock()  # locked while it is VOTING: spares polling, see Background
         self._end.acquire()
 
     def begin(self) -> None:
         """Vote on a thread; if the interpreter shuts down and has no more threads to give, before returning."""
-        self._control.busy = True
+        self._mark(busy=True)
         try:
             threading.Thread(target=self._vote, name="csd_optim votes on a step", daemon=True).start()
         except RuntimeError:
             self._vote()
+
+    def _mark(self, *, busy: bool) -> None:
+        for ranks in self._groups:
+            ranks.busy = busy
+
+    def _exchange(self) -> None:
+        """Send all that the other ranks wait for, with its present content, as this rank could not launch the step."""
+        if gather := self.live.step.gather:
+            with torch.no_grad():
+                gather.begin()
+                gather.finish()
 
     def _vote(self) -> None:
         verdict = Verdict.MUST_MEET
         try:
             if self._flight:
                 self.live.ended.wait()
+            else:
+                with contextlib.suppress(Exception):
+                    self._exchange()
             complete = not self.live.is_undone
             round = self._engine.committer.await_round() if complete else None
             votes = self._gather(complete, round is not None, round or 0)
@@ -96,12 +117,15 @@ class Vote:
                 verdict = Verdict.KEPT
                 self._keep(has_round=round is not None and len({*votes}) == 1)
         finally:
-            self._control.busy = False
+            self._mark(busy=False)
             self.verdict = verdict
             self._end.release()
 
     def _gather(self, *vote: int) -> list[tuple[int, ...]]:
         """Return all votes; none if a rank is lost, or if the program has destroyed all groups."""
+        if any(ranks.lost for ranks in self._groups):  # the ranks could not exchange the old parameters, either
+            self.loss = "this rank has lost the others while they exchanged parameters"
+            return []
         try:
             return self._control.gather(*vote)
         except Exception as e:
@@ -125,17 +149,23 @@ class Vote:
 class Together:
     """The meetings of the ranks of one optimizer."""
 
-    def __init__(self, ranks: Ranks, engine: Engine) -> None:
-        self._ranks, self._engine = ranks, engine
+    def __init__(self, ranks: Ranks, engine: Engine, carriers: dict[Ranks, Ranks]) -> None:
+        """`carriers`: by ranks that share updates, their group for the thread that lands a step; filled here."""
+        self._ranks, self._engine, self._carriers = ranks, engine, carriers
         self._control: Ranks | None = None  # made in the first step, in which it is known that all ranks overlap
         self.vote: Vote | None = None  # on the last launched step, until the ranks have met
         self._failure: BaseException | None = None  # made the step fail here
 
-    def all_can(self, can: bool) -> bool:
-        """Return whether all ranks can launch their step. A collective."""
+    def all_can(self, can: bool, gather: ParamAllGather | None) -> bool:
+        """Return whether all ranks can launch their step. A collective. `gather`: of parameters that they share."""
         can = all(there for (there,) in self._ranks.gather(can))
         if can and self._control is None:
             self._control = self._ranks.borrow()
+        if can and gather:
+            for ranks in gather.groups:
+                if ranks not in self._carriers.values():
+                    self._carriers[ranks] = ranks.borrow()
+            gather.travel_by(self._carriers)
         return can
 
     @property
@@ -146,7 +176,7 @@ class Together:
     def launched(self, live: LiveStep, flight: Flight | None) -> None:
         """Begin to vote on a step, after all_can(). `flight`: None if this rank could not launch it."""
         assert self._control
-        self.vote = Vote(self._control, self._engine, live, flight)
+        self.vote = Vote(self._control, self._carriers.values(), self._engine, live, flight)
         self.vote.begin()
 
     def note_outcome(self, live: LiveStep, failure: BaseException | None) -> None:
@@ -189,8 +219,10 @@ class Together:
         vote, self.vote, self._failure = self.vote, None, None
         if vote and vote.live.phase is Phase.FAILED and not self._engine.closed:
             with contextlib.suppress(CSDError):
-                vote.live.take_back()
+                vote.live.take_back(alone=True)
         elif vote and vote.live.phase is Phase.LANDED:
             vote.live.keep()
-        if self._control:
-            self._control.returned = True
+        for ranks in (self._control, *self._carriers.values()):
+            if ranks:
+                ranks.returned = True
+        self._carriers.clear()

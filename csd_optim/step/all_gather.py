@@ -9,7 +9,7 @@ waits for a bucket that never comes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -69,6 +69,11 @@ class _Bucket:
     buffer: torch.Tensor = field(init=False)  # begins with one row of `bytes` per rank
 
     @property
+    def rows(self) -> list[int]:
+        """The indices of its parameters, each once."""
+        return [*dict.fromkeys(piece.param_state.index for piece in self.pieces)]
+
+    @property
     def bytes(self) -> int:
         return aligned(self.pieces[-1].offset + self.pieces[-1].bytes)
 
@@ -105,7 +110,8 @@ class ParamAllGather:
             bucket.buffer = torch.empty(size * n, dtype=torch.uint8, device=device)
         for piece in bucket.pieces:
             for rank in range(size):
-                share = piece.param_state.part.of_rank(piece.param_state.param, rank)
+                # Not counted as writes: whoever takes the step counts one, when its parameters begin to change.
+                share = piece.param_state.part.of_rank(piece.param_state.param, rank).data
                 if piece.first is not None:
                     share = flat(share)[piece.first : piece.first + piece.n]
                 if not share.numel():
@@ -116,18 +122,36 @@ class ParamAllGather:
                 else:
                     bucket.receive_copies.append((share, staged))
 
+    @property
+    def groups(self) -> list[Ranks]:
+        """The groups over which it exchanges, each once, in the same order on all ranks."""
+        return [*dict.fromkeys(bucket.ranks for bucket in self.buckets)]
+
+    def travel_by(self, carriers: Mapping[Ranks, Ranks]) -> None:
+        """Exchange from now on over other groups of the same ranks, those that `carriers` has for the present ones."""
+        for k, bucket in enumerate(self.buckets):
+            if bucket.ranks not in carriers:
+                continue
+            bucket.ranks = carriers[bucket.ranks]
+            bucket.send_copies.clear()
+            bucket.receive_copies.clear()
+            self._bind(bucket, self.buckets[k - IN_FLIGHT] if k >= IN_FLIGHT else None)
+
     def begin(
         self,
         arrived: Arrived | None = None,
         sources: Mapping[int, GradSource] = MappingProxyType({}),
         *,
         descending: bool = False,
+        received: Callable[[list[int]], None] | None = None,
     ) -> None:
         """Begin a step. `arrived`: given unless advance() will not be called.
 
         `sources`: by index, parameters whose new values have to be copied back into them before they leave.
         `descending`: the last bucket leaves first, since the last tile flows first; the same on all ranks.
+        `received`: called for each bucket that has arrived, with the indices of its parameters, which are awaited.
         """
+        self._received = received
         self._to_send = deque(reversed(self.buckets) if descending else self.buckets)
         self._arrived, self._sources = arrived, sources
         self._in_flight: deque[tuple[_Bucket, list[Any]]] = deque()
@@ -137,8 +161,12 @@ class ParamAllGather:
         assert self._arrived
         while self._to_send:
             tiles = self._to_send[0].tiles
-            if len(tiles) and not self._arrived(tiles, wait=wait):
-                return
+            receives = wait and bool(self._received and self._in_flight)
+            if len(tiles) and not self._arrived(tiles, wait=wait and not receives):
+                if not wait:
+                    return
+                self._receive_next()  # before the wait for tiles, which may take longer
+                continue
             for piece in self._to_send[0].pieces:
                 if source := self._sources.get(piece.param_state.index):
                     source.copy_back()
@@ -170,6 +198,8 @@ class ParamAllGather:
         bucket, collectives = self._in_flight.popleft()
         bucket.ranks.wait(collectives)
         _copy(bucket.receive_copies)
+        if self._received:
+            self._received(bucket.rows)
 
 
 def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

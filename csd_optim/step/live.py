@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum, auto
 from functools import partial
@@ -112,7 +113,8 @@ class LiveStep:
         self.tiles: np.ndarray[Any, Any] = step.tiles  # uint32, in flow order; begin() adds those of the committer
         self.ended: threading.Event = threading.Event()  # set if a thread has landed it, and undone it if that failed
         self._not_pulled: set[int] = {*step.images}  # tiles whose parameters were not copied back from their images yet
-        self._changed = threading.Condition()  # notified when `ended` or `_not_pulled` changes
+        self._not_received: Counter[int] = Counter()  # by row: buckets of other ranks' parts that are still awaited
+        self._changed = threading.Condition()  # notified when `ended` or one of these two changes
 
     @property
     def spec(self) -> StepSpec:
@@ -235,6 +237,23 @@ class LiveStep:
             with self._changed:
                 self._changed.wait_for(lambda: self.ended.is_set() or missing.isdisjoint(self._not_pulled))
         return self.engine.native.params_ready(tiles, wait=wait)
+
+    def await_buckets(self) -> None:
+        """Note that other ranks' parts of the parameters will arrive after step(), when it is launched."""
+        if self.step.gather:
+            self._not_received.update(row for bucket in self.step.gather.buckets for row in bucket.rows)
+
+    def note_received(self, rows: Sequence[int]) -> None:
+        """Note that a bucket with other ranks' parts of these rows has arrived."""
+        with self._changed:
+            self._not_received.subtract(rows)
+            self._changed.notify_all()
+
+    def wait_for_others(self, rows: Sequence[int]) -> None:
+        """Return when all other ranks' parts of these rows have arrived, or it has `ended`. Needs no lock."""
+        if self.step.gather:
+            with self._changed:
+                self._changed.wait_for(lambda: self.ended.is_set() or not any(self._not_received[row] for row in rows))
 
     def note_pulled(self, tile: int) -> None:
         """Note that the last copies from the image of a tile to its parameters were queued."""
@@ -400,17 +419,19 @@ class LiveStep:
             elif (has_begun and not engine.closed) or exchanged:
                 progress.undo(Undo(engine, progress.state_map, self.step, has_begun=has_begun, gather=exchanged))
 
-    def take_back(self) -> None:
-        """LANDED or FAILED to UNDONE, because it has failed on some rank. Raises what undo() raises.
+    def take_back(self, *, alone: bool = False) -> None:
+        """LANDED or FAILED to UNDONE, because it has failed on some rank. Raises what undo() raises. A collective.
 
         Also undoes writes to its parameters from outside since then, because these may differ from rank to rank.
+        `alone`: no collective; parts that other ranks have updated keep their values.
         """
         with defer_signals(), self.engine.lock, torch.no_grad():
             assert self.phase in (Phase.LANDED, Phase.FAILED)
             landed = self.phase is Phase.LANDED
             self.phase = Phase.UNDONE
             self.progress.steps_taken -= landed
-            self.progress.undo(Undo(self.engine, self.progress.state_map, self.step, landed=landed))
+            gather = None if alone else self.step.gather
+            self.progress.undo(Undo(self.engine, self.progress.state_map, self.step, landed=landed, gather=gather))
 
     @property
     def is_undone(self) -> bool:

@@ -57,6 +57,7 @@ class Steps(Progress):
         self.plan: StepPlan | None = None  # of the last step that was prepared
         self.ring: StagingRing | None = None  # made when first needed
         self.gather: ParamAllGather | None = None  # of the parameters of `plan` whose updates the ranks share; likewise
+        self.carriers: dict[Ranks, Ranks] = {}  # over which group these ranks exchange them, if not their own
         # Of the last step: the factor on its gradients; their norm, if they were clipped.
         self.grad_scale: float = 1.0
         self.grad_norm: float | None = None
@@ -311,17 +312,21 @@ class Steps(Progress):
         if self.gather is None and self.ranks:
             shared = [state for state in plan.param_states if state.part.replicas]
             self.gather = ParamAllGather(self.ranks, shared, Pieces(self.engine.tiles)) if shared else None
+            if self.gather:
+                self.gather.travel_by(self.carriers)
         return self.gather
 
     # ---- a step that lands later: see overlap/ -----------------------------------------
 
     def can_land_later(self, step: PreparedStep) -> bool:
-        """Return whether the step can go on without this thread. It cannot if other ranks wait for its updates.
+        """Return whether the step can go on without this thread.
 
-        With several ranks it also has to be a step that LiveStep.take_back() can undo.
+        With several ranks it has to be a step that LiveStep.take_back() can undo. Shared rows that are updated on the
+        accelerator leave within step(), on the streams that update them.
         """
-        can = bool(len(step.tiles)) and step.gather is None
-        return can and (self.ranks is None or self.can_undo(step))
+        if step.near and (step.gather or not len(step.tiles)):
+            return False
+        return self.can_undo(step) if self.ranks else bool(len(step.tiles))
 
     def can_undo(self, step: PreparedStep) -> bool:
         """Return whether the step can be undone at any time, even after it is complete."""

@@ -45,37 +45,49 @@ def devices_for(device, near):
     return near if near and device != "cpu" else "file:"
 
 
-def shares(rank, device, dtype, strided, topk, near=None):
-    """Train replicas: each rank updates its share, and after each step all ranks have all parameters."""
+def shares(rank, device, dtype, strided, topk, near=None, overlap=False):
+    """Train replicas: each rank updates its share, and after each step all ranks have all parameters.
+
+    `overlap`: these arrive later, and whoever reads one waits for it. With `gpu:` they do not.
+    """
     if near:  # so that more work is queued than the file has tiles
         near_updates.CHUNK = 128
-    params = made(device, dtype, strided)
+    model = nn.ParameterList(map(nn.Parameter, made(device, dtype, strided)))
+    params = [*model]
     optimizer = CSDAdam(params, lr=1e-2, devices=devices_for(device, near), tile_size=TILE, topk=topk)
+    if overlap and device != "cpu":
+        optimizer.overlap(model)
+    launch, goes_on = mode_of(optimizer).launch, []
+    mode_of(optimizer).launch = lambda *step: goes_on.append(launch(*step)) or goes_on[-1]
     seen = []
     for k in range(3):
         for i, p in enumerate(params):
             p.grad = randn(p.shape, 100 * k + i).to(device, dtype)
         optimizer.step()
-        seen += [p.detach().clone() for p in params]  # what the next forward reads
+        seen += [p.detach().clone() for p in model.parameters()]  # what the next forward reads
         for p in params:
             p.grad.fill_(torch.nan)
+    assert goes_on == [False, *2 * [overlap and device != "cpu" and near is None]]
     return [t.cpu() for t in seen]
 
 
 @pytest.mark.one_schedule
 @pytest.mark.parametrize(
-    ("dtype", "strided", "topk", "near"),
+    ("dtype", "strided", "topk", "near", "overlap"),
     [
-        (DTYPES[0], False, None, None),
-        (DTYPES[2], True, None, None),
-        (DTYPES[2], False, 0.1, None),
-        (DTYPES[2], True, None, NEAR[0]),
-        (DTYPES[2], True, None, NEAR[1]),
+        (DTYPES[0], False, None, None, False),
+        (DTYPES[2], True, None, None, False),
+        (DTYPES[2], False, 0.1, None, False),
+        (DTYPES[2], True, None, NEAR[0], False),
+        (DTYPES[2], True, None, NEAR[1], False),
+        (DTYPES[0], False, None, None, True),
+        (DTYPES[2], True, None, None, True),
+        (DTYPES[2], True, None, NEAR[1], True),
     ],
     ids=str,
 )
-def test_shares_are_gathered(everywhere, dtype, strided, topk, near):
-    everywhere(shares, dtype, strided, topk, near)
+def test_shares_are_gathered(everywhere, dtype, strided, topk, near, overlap):
+    everywhere(shares, dtype, strided, topk, near, overlap)
 
 
 def beside_a_directory(rank, device):

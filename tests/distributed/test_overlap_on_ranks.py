@@ -13,7 +13,7 @@ from support.inside import flight_of, mode_of
 from support.ranks import KILLED, on_living_ranks, on_ranks
 from support.replacing import class_with, failing, replaced
 from support.twins import Twin, assert_twins
-from test_distributed import MODELS, hybrid, net, raised_by, train_model
+from test_distributed import MODELS, raised_by, train_model
 from test_rank_commits import POINTS, ShardTraining, die, dies_at, goes_on, train_until_death, uninterrupted
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -41,7 +41,8 @@ def unplugged(rank, method):
 
 def training_on(rank, name, overlap=None, **options):
     Path(f"{name}-{rank}").mkdir(exist_ok=True)
-    return Twin(Path(f"{name}-{rank}"), overlap, wrap=sharded, rank=rank, latency="50us", **options)
+    options = {"wrap": sharded, "latency": "50us", **options}
+    return Twin(Path(f"{name}-{rank}"), overlap, rank=rank, **options)
 
 
 def now(training):
@@ -73,20 +74,20 @@ WRAPS = {
 }
 
 
-def trains_branches(rank, kind):
+def trains_branches(rank, kind, shared):
     def script(training):
         for _ in range(STEPS):
             training.step()
 
     Path(f"{rank}").mkdir()
-    options = {"wrap": WRAPS[kind], "rank": rank, "sharded": kind == "FSDP2", "depth": 5}
+    options = {"wrap": WRAPS[kind], "rank": rank, "sharded": shared, "depth": 5}
     assert_twins(Path(f"{rank}"), {}, script, **options).opt.close()
 
 
-@pytest.mark.parametrize("kind", WRAPS)
-def test_a_layer_that_is_not_used_each_time(kind, tmp_path):
+@pytest.mark.parametrize(("kind", "shared"), [("FSDP2", True), ("DDP", False), ("DDP", True)])
+def test_a_layer_that_is_not_used_each_time(kind, shared, tmp_path):
     """DDP writes to the memory of the unused layer's gradient, which the step may still read."""
-    on_living_ranks(2, trains_branches, kind, directory=tmp_path)
+    on_living_ranks(2, trains_branches, kind, shared, directory=tmp_path)
 
 
 def local(t):
@@ -306,11 +307,6 @@ def test_a_rank_dies(tmp_path):
 # ---- what lands within step(), and what is refused -----------------------------------------
 
 
-def one_row(model):
-    """A model whose only parameter has no elements on rank 1."""
-    return fully_shard(nn.Sequential(nn.Linear(48, 1, bias=False)))
-
-
 def lands_within(rank, options):
     """The steps land within step(), with the same bits."""
     written = options.pop("written", False)
@@ -331,22 +327,11 @@ def lands_within(rank, options):
 
 @pytest.mark.parametrize(
     "options",
-    [{"topk": 0.1, "width": 96}, {"wrap": one_row}, {"written": True, "named": True}],
-    ids=["topk", "nothing on a rank", "written"],
+    [{"topk": 0.1, "width": 96}, {"written": True, "named": True}],
+    ids=["topk", "written"],
 )
 def test_what_cannot_be_taken_back_lands_within_the_step(options, tmp_path):
     on_living_ranks(2, lands_within, options, directory=tmp_path)
-
-
-def refused(rank, kind):
-    model = {"DDP": lambda: DDP(net(used=True)), "HSDP": hybrid}[kind]()
-    with CSDAdam(model.parameters(), devices="file:") as opt, pytest.raises(CSDRuntimeError, match="sharded=False"):
-        opt.overlap(model)
-
-
-@pytest.mark.parametrize(("kind", "size"), [("DDP", 2), ("HSDP", 4)])
-def test_updates_that_ranks_share_are_refused(kind, size, tmp_path):
-    on_living_ranks(size, refused, kind, directory=tmp_path)
 
 
 def misused(rank):

@@ -242,11 +242,11 @@ def test_ranks_are_killed_again_and_again(tmp_path):
     assert last > 5
 
 
-def train_replicas(rank, step, point=None):
+def train_replicas(rank, step, overlap, point=None):
     """Trains with sharded updates. Returns committed step and parameters at the beginning, and those at the end."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "there is no store")
-        training = ShardTraining(rank, own=0, topk=None, sharded=True, resume=True)
+        training = ShardTraining(rank, own=0, topk=None, sharded=True, resume=True, overlap=overlap)
     with dies_at(point, 3) if point and rank == 1 else contextlib.nullcontext():
         first = training.opt.committed_step, [p.detach().clone() for p in training.params]
         try:
@@ -257,10 +257,11 @@ def train_replicas(rank, step, point=None):
         return *first, [p.detach() for p in training.params]
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("point", POINTS)
-def test_ranks_that_share_the_updates_are_killed(point, tmp_path):
-    on_ranks(2, train_replicas, 6, point, directory=tmp_path, may_die=(0, 1))
-    said = on_living_ranks(2, train_replicas, 5, directory=tmp_path)
+def test_ranks_that_share_the_updates_are_killed(point, overlap, tmp_path):
+    on_ranks(2, train_replicas, 6, overlap, point, directory=tmp_path, may_die=(0, 1))
+    said = on_living_ranks(2, train_replicas, 5, overlap, directory=tmp_path)
     alone = ShardTraining(0, ["ram:"], topk=None).until(POINTS[point])
     begun = [p.detach().clone() for p in alone.params]
     end = alone.until(5).params

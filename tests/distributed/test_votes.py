@@ -15,6 +15,7 @@ from support.ranks import on_living_ranks, on_ranks
 from support.replacing import failing, replaced
 from test_distributed import raised_by
 from test_overlap_on_ranks import STEPS, now, training_on
+from torch.nn.parallel import DistributedDataParallel
 
 from csd_optim import CSDOSError
 from csd_optim.bindings import Native
@@ -22,6 +23,7 @@ from csd_optim.distributed.ranks import Ranks
 from csd_optim.engine.commit import Commit
 from csd_optim.engine.engine import Engine
 from csd_optim.errors import CSDRankError
+from csd_optim.step.all_gather import ParamAllGather
 from csd_optim.store.file import StoreFile
 from csd_optim.store.format import read_commits
 
@@ -201,11 +203,11 @@ def vote_fails(rank):
 
 def test_a_vote_is_lost(tmp_path):
     on_ranks(2, vote_fails, directory=tmp_path)
-    assert on_ranks(2, resumes, directory=tmp_path) == [3, 3]
+    assert on_ranks(2, resumes, {}, directory=tmp_path) == [3, 3]
 
 
-def resumes(rank):
-    with training_on(rank, "this", {}, named=True, resume=True).opt as opt:
+def resumes(rank, options):
+    with training_on(rank, "this", {}, named=True, resume=True, **options).opt as opt:
         return opt.committed_step
 
 
@@ -233,14 +235,14 @@ def test_interrupted_as_it_waits_for_a_vote(tmp_path):
 # ---- how a script ends while a vote is pending ---------------------------------------------------
 
 
-def script(rank, how):
-    """A whole program. Rank 1 lands its last step two seconds late."""
+def script(rank, how, kind):
+    """A whole program. Rank 1 lands its last step two seconds late; under DDP, rank 0 has to wait for its rows."""
     dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/meet", rank=int(rank), world_size=2)
-    training = training_on(int(rank), "this", {}, named=True)
+    training = training_on(int(rank), "this", {}, named=True, **WRAPS[kind])
     for _ in range(2):
         training.step()
     training.opt.synchronize()
-    with slow(Native, "finish", int(rank), 2.0):
+    with slow(*SLOW_IN[kind], int(rank), 2.0):
         training.step()
         if how == "dies" and rank == "1":
             os.kill(os.getpid(), 9)
@@ -255,15 +257,24 @@ def script(rank, how):
     dist.destroy_process_group()
 
 
+WRAPS = {"FSDP2": {}, "DDP": {"wrap": DistributedDataParallel}}
+SLOW_IN = {"FSDP2": (Native, "finish"), "DDP": (ParamAllGather, "begin")}
+
+
 @pytest.mark.ci
+@pytest.mark.parametrize("kind", WRAPS)
 @pytest.mark.parametrize("how", ["plain", "closed", "destroyed", "destroyed and closed", "dies"])
-def test_a_script_ends_while_a_vote_is_pending(how, tmp_path):
+def test_a_script_ends_while_a_vote_is_pending(how, kind, tmp_path):
     """In interpreters of their own, as a daemon thread has to survive the end of one."""
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, __file__, str(rank), how], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+            [sys.executable, __file__, str(rank), how, kind],
+            cwd=tmp_path,
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in range(2)
     ]
@@ -275,7 +286,7 @@ def test_a_script_ends_while_a_vote_is_pending(how, tmp_path):
     codes = [rank.returncode for rank in ranks]
     assert codes == [0, -9 if how == "dies" else 0], said
     assert "Traceback" not in said[0]
-    steps = on_ranks(2, resumes, directory=tmp_path)
+    steps = on_ranks(2, resumes, WRAPS[kind], directory=tmp_path)
     assert steps in ([2, 2], [3, 3])
     assert how == "dies" or steps == [3, 3]
 

@@ -41,6 +41,7 @@ WRAPS = {
     "FSDP2": fsdp2,
     "FSDP2 bf16": lambda model: fsdp2(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
     "DDP": DDP,
+    "DDP, whole": DDP,
     "DDP with views": lambda model: DDP(model, gradient_as_bucket_view=True, static_graph=True),
 }
 
@@ -55,7 +56,7 @@ def histories_on_ranks(rank, kind, seeds):
             options |= {"state_dtype": choose.choice(["fp32", "8bit"]), "latency": choose.choice(["50us", "1ms"])}
             directory = Path(f"{seed}-{rank}")
             directory.mkdir()
-            options |= {"wrap": WRAPS[kind], "rank": rank, "sharded": "FSDP2" in kind}
+            options |= {"wrap": WRAPS[kind], "rank": rank, "sharded": "whole" not in kind}
             assert_twins(directory, {}, History(seed), **options).opt.close()
     return landed.call_count
 

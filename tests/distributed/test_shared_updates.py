@@ -1,0 +1,298 @@
+"""overlap() where ranks share updates (DDP, HSDP): rows travel behind the program, with the bits of blocking steps."""
+
+import contextlib
+import random
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from support.inside import flight_of
+from support.ranks import on_living_ranks, on_ranks
+from support.replacing import failing, replaced
+from support.twins import Twin
+from test_distributed import raised_by
+from test_overlap_on_ranks import now
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.utils import clip_grad_norm_
+
+from csd_optim import CSDAdam, CSDOSError
+from csd_optim.bindings import Native
+from csd_optim.distributed.ranks import Ranks
+from csd_optim.engine.engine import Engine
+from csd_optim.errors import CSDRankError
+from csd_optim.step.all_gather import ParamAllGather
+from csd_optim.step.live import LiveStep
+
+STEPS = 8
+
+
+def hybrid(model):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    for layer in (*model, model):
+        fully_shard(layer, mesh=mesh)
+    return model
+
+
+WRAPS = {"DDP": DDP, "views": lambda model: DDP(model, gradient_as_bucket_view=True), "HSDP": hybrid}
+
+
+def training_on(rank, name, overlap=None, kind="DDP", **options):
+    Path(f"{name}-{rank}").mkdir(exist_ok=True)
+    return Twin(Path(f"{name}-{rank}"), overlap, wrap=WRAPS[kind], rank=rank, latency="200us", **options)
+
+
+def trains(rank, size, kind, overlap, options):
+    """Ranks are slow by turns; every third step is clipped."""
+    for how in None, overlap:
+        choose = random.Random(rank)
+        training = training_on(rank, str(how), how, kind, **options)
+        flights = 0
+        for k in range(STEPS):
+            training.backward()
+            time.sleep(0.05 * choose.random() if k % size == rank else 0)
+            if k % 3 == 2:
+                clip_grad_norm_(training.model.parameters(), 1e-1)
+            training.opt.step()
+            flights += how is not None and flight_of(training.opt) is not None
+            training.opt.zero_grad()
+        if how is None:
+            blocking = training.seen()
+        else:
+            assert training.seen() == blocking
+            assert flights == STEPS - 1
+        training.opt.close()
+
+
+CASES = [
+    (2, "DDP", {}, {}),
+    (3, "DDP", {}, {"named": True}),
+    (2, "views", {}, {"named": True, "state_dtype": "8bit"}),
+    (2, "DDP", {}, {"dtype": torch.bfloat16, "max_grad_norm": 1.0}),
+    (4, "HSDP", {}, {"named": True}),
+    (4, "HSDP", {"backward": True}, {"named": True}),
+]
+
+
+@pytest.mark.parametrize(("size", "kind", "overlap", "options"), CASES, ids=str)
+def test_the_bits_of_blocking_steps(size, kind, overlap, options, tmp_path):
+    on_living_ranks(size, trains, size, kind, overlap, options, directory=tmp_path)
+
+
+class Few(nn.Module):
+    """Parameters with fewer rows than ranks, without rows, and 0-dim."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.row, self.two = nn.Linear(30, 1), nn.Linear(1, 2)
+        self.empty, self.scale = nn.Parameter(torch.zeros(0, 4)), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return self.two(self.row(x)) * self.scale + self.empty.sum()
+
+
+class Row(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.row = nn.Linear(30, 1, bias=False)
+
+    def forward(self, x):
+        return self.row(x)
+
+
+def few_rows(rank, make, size):
+    seen = []
+    for how in None, {}:
+        model = DDP(make())
+        Path(f"{how}-{rank}").mkdir()
+        opt = CSDAdam(model.parameters(), lr=1e-2, devices=f"{how}-{rank}", tile_size=1024)
+        if how is not None:
+            opt.overlap(model)
+        flights = 0
+        for k in range(STEPS):
+            fails = how is not None and k in (3, 5)
+            torch.manual_seed(k * size + rank)
+            model(torch.randn(3, 30)).square().sum().backward()
+            with failing(Engine, "finish", int(fails and rank == k % 2), "unplugged"):
+                opt.step()
+                flights += how is not None and flight_of(opt) is not None
+                opt.zero_grad()
+                if fails:  # on a rank with or without tiles
+                    assert raised_by(opt.synchronize)
+            if fails:
+                torch.manual_seed(k * size + rank)
+                model(torch.randn(3, 30)).square().sum().backward()
+                opt.step()
+                opt.zero_grad()
+        opt.synchronize()
+        assert opt.committed_step == STEPS
+        assert how is None or flights == STEPS - 1
+        entries = opt.state.values()
+        held = [t.to_local() if hasattr(t, "to_local") else t for entry in entries for t in entry.values()]
+        seen.append([t.detach().clone() for t in (*model.parameters(), *held)])
+        opt.close()
+    assert all(map(torch.equal, *seen))
+
+
+@pytest.mark.parametrize("make", [Few, Row])
+def test_fewer_rows_than_ranks(make, tmp_path):
+    on_living_ranks(3, few_rows, make, 3, directory=tmp_path)
+
+
+def one_lands_late(rank):
+    """A parameter is read when its rows of the other rank are there, not later than that, and no earlier."""
+    training = training_on(rank, "this", {}, named=True)
+    for _ in range(2):
+        training.step()
+    before = [p.detach().clone() for p in training.model.parameters()]
+
+    def sleeps(begin, gather, *args, **kwargs):
+        time.sleep(0.5 if rank == 1 else 0)
+        begin(gather, *args, **kwargs)
+
+    training.backward()
+    with replaced(ParamAllGather, "begin", sleeps):
+        began = time.monotonic()
+        training.opt.step()
+        assert time.monotonic() - began < 0.4
+        (weight := training.model.module[0].inner.weight).sum()
+        assert time.monotonic() - began > 0.4
+    for rows in before[0].chunk(2), weight.detach().chunk(2):
+        assert len(rows) == 2
+    changed = [(a != b).any(1).all() for a, b in zip(before[0].chunk(2), weight.detach().chunk(2), strict=True)]
+    assert all(changed)
+    training.opt.close()
+
+
+def test_a_parameter_waits_for_the_rows_of_other_ranks(tmp_path):
+    on_living_ranks(2, one_lands_late, directory=tmp_path)
+
+
+# ---- failures ------------------------------------------------------------------------------------
+
+
+def fails_on_one(rank, size, kind, owner, method, number):
+    never = training_on(rank, "other", None, kind)
+    for _ in range(STEPS):
+        never.step()
+    training = training_on(rank, "this", {}, kind, named=True)
+    opt = training.opt
+    for _ in range(2):
+        training.step()
+    opt.synchronize()
+    before = now(training)
+    for _ in range(2):
+        training.backward()
+        with failing(owner, method, number * (rank == 1), "unplugged"):
+            opt.step()
+            opt.zero_grad()
+            training.backward()  # goes on with the present parameters
+            with torch.no_grad():
+                for p in training.model.parameters():
+                    p.mul_(0.5)
+            said = raised_by(opt.step)
+        assert isinstance(said, CSDOSError if rank == 1 else CSDRankError)
+        assert "unplugged" in str(said)
+        assert now(training) == before
+        assert opt.committed_step == 2
+        opt.zero_grad()
+        training.steps = 2
+    while training.steps < STEPS:
+        training.step()
+    opt.synchronize()
+    assert opt.committed_step == STEPS
+    assert now(training) == now(never)
+    opt.close()
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "number"),
+    [
+        (Engine, "begin", 1),
+        (Native, "push", 3),
+        (Engine, "finish", 1),
+        (LiveStep, "launch_near", 1),
+        (ParamAllGather, "advance", 1),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+@pytest.mark.parametrize(("size", "kind"), [(2, "DDP"), (3, "views"), (4, "HSDP")])
+def test_a_failure_on_one_rank(size, kind, owner, method, number, tmp_path):
+    on_living_ranks(size, fails_on_one, size, kind, owner, method, number, directory=tmp_path)
+
+
+def loses_the_others(rank):
+    """The exchange itself fails on rank 1: nobody goes on, and all resume at the same step."""
+    training = training_on(rank, "this", {}, named=True)
+    for _ in range(3):
+        training.step()
+    training.opt.synchronize()
+
+    def cut(exchange, ranks, rows):
+        ranks.lost = True
+        raise CSDRankError("rank 1 has lost the others: cut")
+
+    training.backward()
+    with replaced(Ranks, "exchange", cut) if rank == 1 else contextlib.nullcontext():
+        training.opt.step()
+        if rank == 1:
+            for call in training.opt.synchronize, training.opt.step:
+                assert "cut" in str(raised_by(call))
+            return
+    assert "lost the others" in str(raised_by(training.opt.step))  # when rank 1 has ended
+    assert "lost the others" in str(raised_by(training.opt.step))
+
+
+def resumes(rank):
+    with training_on(rank, "this", {}, named=True, resume=True).opt as opt:
+        return opt.committed_step
+
+
+def test_an_exchange_that_is_cut(tmp_path):
+    on_ranks(2, loses_the_others, directory=tmp_path)
+    assert on_ranks(2, resumes, directory=tmp_path) == [3, 3]
+
+
+def takes_turns(rank):
+    """Overlap ends and begins again, on DDP and between other exchanges: no group is mistaken for another."""
+    seen = []
+    for how in None, {}:
+        training = training_on(rank, str(how), how)
+        for k in range(12):
+            training.step()
+            if how is not None and k % 2:
+                training.opt.overlap(None if k % 4 == 1 else training.model)
+            if k == 5:  # moves on one rank, which then plans anew
+                p = training.model.module[0].inner.weight
+                p.data = p.data.clone() if rank else p.data
+        seen.append(training.seen())
+        training.opt.close()
+    assert seen[0] == seen[1]
+
+
+def test_overlap_is_turned_off_and_on(tmp_path):
+    on_living_ranks(2, takes_turns, directory=tmp_path)
+
+
+def uneven(rank):
+    """Rank 1 runs out of data, and goes on updating its rows."""
+    seen = []
+    for how in None, {}:
+        training = training_on(rank, str(how), how)
+        with Join([training.model, training.opt]):
+            for _ in range(STEPS if rank == 0 else STEPS // 2):
+                training.step()
+        training.opt.synchronize()
+        seen.append(now(training))
+        training.opt.close()
+    assert seen[0] == seen[1]
+
+
+def test_uneven_inputs(tmp_path):
+    on_living_ranks(2, uneven, directory=tmp_path)
