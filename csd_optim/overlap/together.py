@@ -17,11 +17,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ..distributed.ranks import Ranks
-from ..distributed.sharding import is_replicated
 from ..engine.engine import Engine
 from ..errors import CSDError, CSDRankError, CSDRuntimeError
-from ..params.groups import Groups, members, name_of
-from ..params.state_map import StateMap
 from ..signals import defer_signals
 from ..step.all_gather import ParamAllGather
 from ..step.live import LiveStep, Phase
@@ -30,9 +27,7 @@ from .flight import Flight
 POLL_SECONDS = 0.1  # between two looks whether a vote is over: an interrupt may have left the lock of one locked
 
 
-def check_ranks(
-    groups: Groups, state_map: StateMap, model: torch.nn.Module, *, backward: bool, free_gradients: bool
-) -> None:
+def check_ranks(model: torch.nn.Module, *, backward: bool, free_gradients: bool) -> None:
     """Raise CSDRuntimeError if overlap() does not support these options with several ranks."""
     if free_gradients:
         raise CSDRuntimeError("overlap(free_gradients=True) works in a single process only")
@@ -41,13 +36,6 @@ def check_ranks(
             "overlap(backward=True) does not work with DistributedDataParallel, where a parameter's hooks see its "
             "gradient before the ranks have reduced it: call overlap(model), or use fully_shard (FSDP2)"
         )
-    for k, i, p in members(groups) if backward else ():
-        if p.requires_grad and is_replicated(p) and state_map.part(p).replicas:
-            raise CSDRuntimeError(
-                f"overlap(backward=True): {name_of(groups, k, i)} is the same on all ranks, which reduce its gradient, "
-                "and its hooks do not see when: call overlap(model), or use fully_shard (FSDP2), or construct the "
-                "optimizer with sharded=False if each rank has a gradient of its own"
-            )
 
 
 def has_ddp(model: torch.nn.Module) -> bool:

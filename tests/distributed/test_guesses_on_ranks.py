@@ -163,7 +163,7 @@ def tensor_parallel(rank):
     nets = []
     for overlaps in False, True:
         model = MODELS["tensor parallel"]()
-        with CSDAdam(model.parameters(), lr=0.02, tile_size=1024, devices="file:", sharded=False) as opt:
+        with CSDAdam(model.parameters(), lr=0.02, tile_size=1024, devices="file:") as opt:
             if overlaps:
                 opt.overlap(model, backward=True)
             early = 0
