@@ -205,13 +205,15 @@ class CSDOptimizer(StatesOnDevices, Joinable):
         engine = self._engine
         engine.check_open()
         self._skipped = found_inf is not None and bool(found_inf.item())
-        self._mode.before_step(scaled=found_inf is not None or grad_scale is not None)
+        failure = self._mode.before_step(scaled=found_inf is not None or grad_scale is not None)
+        if failure and not self._ranks:
+            raise failure
         with defer_signals(), engine.devices.interruptible(), self._mode.around_step(), engine.lock:
             engine.committer.confirm()
             steps = self._steps
             steps.has_updated, steps.grad_norm = self._mode.under_way, None
             scale = None if grad_scale is None else float(grad_scale)
-            failure = steps.why_undo_fails()
+            failure = steps.why_undo_fails() or failure
             if not (self._skipped or self._joined):
                 failure = failure or steps.why_grads_changed(unscaled=found_inf is not None and scale is None)
             if failure and not self._ranks:
@@ -227,6 +229,7 @@ class CSDOptimizer(StatesOnDevices, Joinable):
                     taken=steps.steps_taken,
                     joined=self._joined,
                     overlaps=self._mode.overlaps,
+                    under_way=self._mode.under_way,
                     scale=scale,
                     failure=failure,
                     reduced=steps.reduced,
@@ -313,7 +316,7 @@ class CSDOptimizer(StatesOnDevices, Joinable):
 
         Raises CSDValueError if a device has no second copy of the states (`ram:`, `null:`), which `backward` and
         `free_gradients` need (the latter also with `gpu:` alone), and if `free_gradients` is not possible. Raises
-        CSDRuntimeError for the latter where ranks train together, and for `backward` with DistributedDataParallel.
+        CSDRuntimeError for these two with DistributedDataParallel.
         """
         nbytes = hold_bytes(hold, backward=backward, free_gradients=free_gradients)
         engine = self._settled_engine()

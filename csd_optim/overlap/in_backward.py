@@ -17,11 +17,13 @@ from ..params.groups import Groups, hyperparameters_of, members, name_of
 from ..params.param_state import ParamState
 from ..signals import defer_signals
 from ..step.live import LiveStep
+from ..step.prepared import PreparedStep
 from ..step.spec import GradOptions
 from ..step.steps import Steps
 from ..store.format import Record
 from .lent import LentGradients
 from .mode import ConcurrentMode
+from .together import Together
 
 _CHANGED = (
     "with overlap(free_gradients=True) backward has changed parameters already: they and the states cannot be read "
@@ -54,6 +56,9 @@ class StepsInBackward(ConcurrentMode):
     def __init__(self, steps: Steps, model: torch.nn.Module, max_lent_bytes: int) -> None:
         """`max_lent_bytes`: bytes of gradients that may be in flight; backward waits while there are more."""
         super().__init__(steps, model)
+        self.together: Together | None = Together(steps.ranks, steps.engine, {}) if steps.ranks else None
+        self._failure: CSDError | None = None  # made the last backward fail here; with several ranks step() raises it
+        self._is_taken = False  # the ranks have agreed on the step that step() takes
         self._finalizer = steps.call_at_end(self._undo_quietly)
         self._max_lent_bytes = max_lent_bytes
         self._waited, self._early_elems = 0.0, 0  # of the last step: seconds waited, elements pushed in backward
@@ -82,6 +87,8 @@ class StepsInBackward(ConcurrentMode):
             self.undo()
         finally:
             self._finalizer.detach()
+            if self.together:
+                self.together.leave()
             super().close()
 
     def _undo_quietly(self) -> None:
@@ -92,9 +99,14 @@ class StepsInBackward(ConcurrentMode):
     # ---- in backward -----------------------------------------------------------
 
     def _on_grad(self, p: torch.Tensor) -> None:
-        """Take a final gradient, as a hook. Raises what a step raises, and CSDRuntimeError; then the step is undone."""
+        """Take a final gradient, as a hook. Raises what a step raises, and CSDRuntimeError; then the step is undone.
+
+        With several ranks step() raises that, on all of them, because the others wait for this rank's backward.
+        """
         optimizer = self._steps.arguments  # which is not dropped meanwhile
-        if optimizer is None or p.grad is None:
+        if optimizer is None or p.grad is None or self._failure:
+            return
+        if self._live is None and not self._may_begin():
             return
         with self._engine.lock, torch.no_grad():  # several threads may run backward
             task = torch._C._current_graph_task_id()
@@ -107,9 +119,23 @@ class StepsInBackward(ConcurrentMode):
                     self._begin(task)
                 self._take(p, p.grad)
                 self._waited += self._lent.free_used() if self._lent else 0.0
-            except BaseException:  # Ctrl-C, too
+            except BaseException as failure:  # Ctrl-C, too
                 self.undo()
-                raise
+                if not (self.together and isinstance(failure, CSDError)):
+                    raise
+                self._failure = failure
+
+    def _may_begin(self) -> bool:
+        """Return whether all ranks have the last step, durable: its predecessor may be overwritten. Waits for that.
+
+        Otherwise no gradient is taken: step() says why, on all ranks, or takes them as usual. So does the first step of
+        several ranks, which compare their parameters in it.
+        """
+        if not self.together:
+            return True
+        if vote := self.together.vote:
+            vote.wait()
+        return self._steps.plan is not None and self.together.has_met and self._engine.committer.is_confirmed
 
     def _begin(self, task: int) -> None:
         engine = self._engine
@@ -139,6 +165,12 @@ class StepsInBackward(ConcurrentMode):
         param_state = self._awaited.get(id(p))
         if param_state is None:
             raise CSDRuntimeError("a parameter got a gradient that required none when this backward began")
+        if not param_state.part.is_here(grad):
+            raise CSDRuntimeError(
+                f"overlap(free_gradients=True): the gradient of {param_state.name} is a DTensor with other placements "
+                "than its parameter, and ranks would have to exchange parts of it in backward"
+            )
+        grad = param_state.part.of(grad)
         dtype = param_state.local.dtype
         if grad.dtype is not dtype or grad.layout is not torch.strided:
             raise CSDTypeError(
@@ -203,8 +235,11 @@ class StepsInBackward(ConcurrentMode):
 
     def drain(self, *, collective: bool) -> None:
         self.settle()
+        if collective and self.together:  # no vote outlives this mode: it would be taken for that on a later commit
+            self.together.agree()
 
     def clear_gradients(self, *, set_to_none: bool) -> bool:
+        self._failure = None
         self.undo() if set_to_none else self.settle()
         return False
 
@@ -246,16 +281,35 @@ class StepsInBackward(ConcurrentMode):
     def under_way(self) -> bool:
         return self._live is not None
 
-    def before_step(self, *, scaled: bool) -> None:
-        """Undo the step, and raise CSDRuntimeError, if step() cannot take it: see _mismatch()."""
+    def before_step(self, *, scaled: bool) -> CSDError | None:
+        """Undo the step, and return CSDRuntimeError, if step() cannot take it: see _mismatch()."""
         if self._spans:
             self._spans.append_spans()
+        if self.together:
+            self.together.agree()
         self._wait_for_failure()
+        failure, self._failure, self._is_taken = self._failure, None, False
         if self._live and self._is_backward_done and self._gradients_cleared():
             self.undo()
-        if why := self._mismatch(scaled=scaled):
-            self.undo()
-            raise CSDRuntimeError(f"overlap(free_gradients=True) cannot take this step, and it is undone: {why}")
+        if failure or not (why := self._mismatch(scaled=scaled)):
+            return failure
+        self.undo()
+        return CSDRuntimeError(f"overlap(free_gradients=True) cannot take this step, and it is undone: {why}")
+
+    def launch(self, step: PreparedStep | None, record: Record | None) -> bool:
+        self._get_ready()
+        return False
+
+    def _get_ready(self) -> None:
+        """Get ready to vote on the step that all ranks are about to take."""
+        self._is_taken = True
+        if self.together:
+            self.together.get_ready()
+
+    def wait_for_unguarded(self) -> None:
+        """The step is complete on all ranks: they vote on its commit in the background, before the next backward."""
+        if self.together and self._is_taken:
+            self.together.completed()
 
     def _mismatch(self, *, scaled: bool) -> str:
         """Return why step() cannot take the step under way; "" if it can."""
@@ -295,22 +349,27 @@ class StepsInBackward(ConcurrentMode):
         spec, self._early_elems = live.spec, lent.pushed_elems
         fired = {taken.param_state.index for taken in self._taken.values()}
         without = [state.index for state in spec.plan.param_states if state.index not in fired]
-        try:
+        self._get_ready()
+
+        def push_rest() -> None:
             live.request(record, without)
             lent.push_rest()
             took_part = [state for state in spec.plan.param_states if state.index in fired]
             params = [state.param for state in took_part]
             spec.plan = dataclasses.replace(spec.plan, params=params, param_states=took_part)
-            live.land()
+
+        try:
+            live.run(descending=True, pushed=push_rest)  # backward makes the last gradients first
         except BaseException:
             self.undo()
             raise
-        live.mark_synced()
         self._engine.tile_rank = lent.rank()  # the next backward makes gradients in the same order
         lent.clear()
         self._reset()
 
     def note_undo(self) -> None:
+        if self.together and not self._is_taken:  # skipped, or some rank cannot take it: on all of them
+            self.undo()
         self.active |= self._steps.undoing is not None
 
     def stats(self) -> dict[str, Any]:

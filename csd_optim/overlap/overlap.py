@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..engine.tiles import Pieces
-from ..errors import CSDWarning, users_stacklevel
+from ..errors import CSDError, CSDWarning, users_stacklevel
 from ..params.grad_source import GradSource
 from ..signals import defer_signals
 from ..step.live import LiveStep
@@ -72,13 +72,14 @@ class Overlap(ConcurrentMode):
 
     # ---- step() ----------------------------------------------------------------
 
-    def before_step(self, *, scaled: bool) -> None:
+    def before_step(self, *, scaled: bool) -> CSDError | None:
         """End the last step. From here on only a guess at the new step may be under way."""
         if self._spans:
             self._spans.append_spans()
         self._agree()
         if self._early:
             self._early.before_step()
+        return None
 
     def skip(self) -> None:
         self._undo_early("overflow")

@@ -29,12 +29,11 @@ POLL_SECONDS = 0.1  # between two looks whether a vote is over: an interrupt may
 
 def check_ranks(model: torch.nn.Module, *, backward: bool, free_gradients: bool) -> None:
     """Raise CSDRuntimeError if overlap() does not support these options with several ranks."""
-    if free_gradients:
-        raise CSDRuntimeError("overlap(free_gradients=True) works in a single process only")
-    if backward and has_ddp(model):
+    if (backward or free_gradients) and has_ddp(model):
         raise CSDRuntimeError(
-            "overlap(backward=True) does not work with DistributedDataParallel, where a parameter's hooks see its "
-            "gradient before the ranks have reduced it: call overlap(model), or use fully_shard (FSDP2)"
+            f"overlap({'backward' if backward else 'free_gradients'}=True) does not work with DistributedDataParallel, "
+            "where a parameter's hooks see its gradient before the ranks have reduced it: call overlap(model), or use "
+            "fully_shard (FSDP2)"
         )
 
 
@@ -52,18 +51,18 @@ class Verdict(Enum):
 
 
 class Vote:
-    """The vote of all ranks on one step that all of them have launched."""
+    """The vote of all ranks on one step that all of them have launched, or completed."""
 
     def __init__(
-        self, control: Ranks, carriers: Collection[Ranks], engine: Engine, live: LiveStep, flight: Flight | None
+        self, control: Ranks, carriers: Collection[Ranks], engine: Engine, live: LiveStep | None, flight: Flight | None
     ) -> None:
         """`control`: ranks on a group that no other thread uses; `carriers`: those on which parameters are exchanged.
-        `flight`: None if the step failed as it was launched.
+        `live`: None if all ranks have it, and vote only on its commit. `flight`: None if it failed as it was launched.
 
         This rank votes once the step has ended here: on a daemon thread, since a program may end before other ranks
         vote, and must not wait for them.
         """
-        self.live: LiveStep = live
+        self.live: LiveStep | None = live
         self.verdict: Verdict = Verdict.VOTING
         self.loss: str = ""  # set if a rank is lost: what torch says
         self._control, self._groups = control, [control, *carriers]
@@ -85,7 +84,7 @@ class Vote:
 
     def _exchange(self) -> None:
         """Send all that the other ranks wait for, with its present content, as this rank could not launch the step."""
-        if gather := self.live.step.gather:
+        if self.live and (gather := self.live.step.gather):
             with torch.no_grad():
                 gather.begin()
                 gather.finish()
@@ -94,11 +93,11 @@ class Vote:
         verdict = Verdict.MUST_MEET
         try:
             if self._flight:
-                self.live.ended.wait()
+                self._flight.join()
             else:
                 with contextlib.suppress(Exception):
                     self._exchange()
-            complete = not self.live.is_undone
+            complete = not (self.live and self.live.is_undone)
             round = self._engine.committer.await_round() if complete else None
             votes = self._gather(complete, round is not None, round or 0)
             if votes and all(vote[0] for vote in votes):
@@ -122,7 +121,8 @@ class Vote:
 
     def _keep(self, *, has_round: bool) -> None:
         """Keep the step. `has_round`: all ranks have its commit; otherwise the next confirm() asks them again."""
-        self.live.keep()
+        if self.live:
+            self.live.keep()
         with self._engine.lock:  # whoever holds it waits for no vote, and for no other rank while one is under way
             if has_round and not self._engine.closed:
                 self._engine.committer.note_confirmed()
@@ -147,14 +147,19 @@ class Together:
     def all_can(self, can: bool, gather: ParamAllGather | None) -> bool:
         """Return whether all ranks can launch their step. A collective. `gather`: of parameters that they share."""
         can = all(there for (there,) in self._ranks.gather(can))
-        if can and self._control is None:
-            self._control = self._ranks.borrow()
+        if can:
+            self.get_ready()
         if can and gather:
             for ranks in gather.groups:
                 if ranks not in self._carriers.values():
                     self._carriers[ranks] = ranks.borrow()
             gather.travel_by(self._carriers)
         return can
+
+    def get_ready(self) -> None:
+        """Make what votes need, in the first step in which it is known that all ranks overlap: a collective."""
+        if self._control is None:
+            self._control = self._ranks.borrow()
 
     @property
     def has_met(self) -> bool:
@@ -165,6 +170,12 @@ class Together:
         """Begin to vote on a step, after all_can(). `flight`: None if this rank could not launch it."""
         assert self._control
         self.vote = Vote(self._control, self._carriers.values(), self._engine, live, flight)
+        self.vote.begin()
+
+    def completed(self) -> None:
+        """Begin to vote on the commit of a step that all ranks have completed, after get_ready() and agree()."""
+        assert self._control
+        self.vote = Vote(self._control, (), self._engine, None, None)
         self.vote.begin()
 
     def note_outcome(self, live: LiveStep, failure: BaseException | None) -> None:
@@ -200,16 +211,17 @@ class Together:
             finally:
                 if not self._ranks.lost:
                     self.vote = self._failure = None
-                    vote.live.take_back()
+                    if vote.live:
+                        vote.live.take_back()
 
     def leave(self) -> None:
         """End the meetings of this rank, whatever the others do: a step that failed here is undone here."""
         vote, self.vote, self._failure = self.vote, None, None
-        if vote and vote.live.phase is Phase.FAILED and not self._engine.closed:
+        if (live := vote and vote.live) and live.phase is Phase.FAILED and not self._engine.closed:
             with contextlib.suppress(CSDError):
-                vote.live.take_back(alone=True)
-        elif vote and vote.live.phase is Phase.LANDED:
-            vote.live.keep()
+                live.take_back(alone=True)
+        elif live and live.phase is Phase.LANDED:
+            live.keep()
         for ranks in (self._control, *self._carriers.values()):
             if ranks:
                 ranks.returned = True

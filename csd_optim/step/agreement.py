@@ -32,6 +32,7 @@ class _Vote(NamedTuple):
     new: int  # likewise of those among them that take part for the first time; 0: there are none
     descending: int  # its tiles would flow from the last to the first
     overlaps: int  # overlap() was called
+    under_way: int  # the step has begun in backward, and only has to be ended
     failed: int  # it cannot take a step
 
 
@@ -55,6 +56,7 @@ def agree_on_step(
     taken: int,
     joined: bool,
     overlaps: bool,
+    under_way: bool,
     scale: float | None,
     failure: CSDError | None,
     reduced: Container[int] = (),
@@ -76,10 +78,11 @@ def agree_on_step(
     def exchange_votes() -> list[_Vote]:
         names = _checksum([name for name, _ in replicated])
         new = _checksum([name for name, p in replicated if not is_bound(p)])
-        vote = _Vote(skips, taken, joined, names, new, descending, overlaps, failure is not None)
+        vote = _Vote(skips, taken, joined, names, new, descending, overlaps, under_way, failure is not None)
         return [_Vote(*numbers) for numbers in ranks.gather(*vote)]
 
-    replicated = _with_gradients(groups, reduced) if sharded and failure is None else []
+    # In backward no parameter has joined, and these have changed already.
+    replicated = _with_gradients(groups, reduced) if sharded and failure is None and not under_way else []
     votes = exchange_votes()
     if any(vote.failed for vote in votes):
         ranks.agree(failure)
@@ -87,6 +90,8 @@ def agree_on_step(
         raise CSDRankError(f"ranks have taken different numbers of steps: {sorted(steps)}. Resume from the store")
     if len({vote.overlaps for vote in votes}) > 1:
         raise CSDRankError("overlap() was called on some of the ranks: call it on all of them, or on none")
+    if len({vote.under_way for vote in votes}) > 1:
+        raise CSDRankError("backward has begun the step on some of the ranks only: they need gradients alike")
     if any(vote.joined for vote in votes):
         leader = [vote.joined for vote in votes].index(0)
         scale = copy_from_leader(ranks, leader, groups, scale, joined=joined)

@@ -271,8 +271,8 @@ class LiveStep:
     def run(self, *, descending: bool, pushed: Callable[[], None] | None = None) -> None:
         """READY to KEPT, or UNDONE if it fails on any rank: a collective.
 
-        `descending`: ranks exchange the last bucket first. `pushed`: given if it is OPEN, without images: requests it,
-        returns when all tiles are pushed, and raises what a step raises.
+        `descending`: ranks exchange the last bucket first. `pushed`: given if it is OPEN: requests it, returns when all
+        tiles are pushed, and those of images have arrived, and raises what a step raises.
         """
         step, gather = self.step, self.step.gather
         if gather:
@@ -299,10 +299,20 @@ class LiveStep:
 
     def _flow(self, pushed: Callable[[], None] | None) -> None:
         """Return when all parameters that other ranks wait for have left, and those of images have arrived."""
-        engine, step, ring, gather = self.engine, self.step, self.step.ring, self.step.gather
+        engine, step, gather = self.engine, self.step, self.step.gather
         if pushed:
             pushed()
-        elif len(step.tiles):
+        else:
+            self._launch_all()
+        if gather and (len(step.tiles) or step.near):
+            gather.advance(wait=True)
+        if len(step.tiles) and self.progress.ranks:
+            engine.native.params_ready(self.tiles[~np.isin(self.tiles, step.images)], wait=True)
+
+    def _launch_all(self) -> None:
+        """Begin it, queue all updates on the accelerator, and return when those of images have arrived."""
+        engine, step, ring, gather = self.engine, self.step, self.step.ring, self.step.gather
+        if len(step.tiles):
             self.launch()
         elif step.near:
             engine.begin_without_tiles()
@@ -316,10 +326,6 @@ class LiveStep:
             on_pulled = partial(self._pulled, gather) if gather else None
             ring.run(engine, step.images, step.spec.sources, on_pulled, meanwhile=launching)
             _exhaust(launching)
-        if gather and (len(step.tiles) or step.near):
-            gather.advance(wait=True)
-        if len(step.tiles) and self.progress.ranks:
-            engine.native.params_ready(self.tiles[~np.isin(self.tiles, step.images)], wait=True)
 
     def _pulled(self, gather: ParamAllGather, tile: int) -> None:
         self.note_pulled(tile)

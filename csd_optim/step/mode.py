@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from ..errors import CSDError
 from ..store.format import Record
 from .prepared import PreparedStep
 from .spec import Participants, StepSpec
@@ -25,11 +26,12 @@ class InStep:
         """End a step that began in backward. `record`: for its commit. Raises what a step raises."""
         raise NotImplementedError
 
-    def before_step(self, *, scaled: bool) -> None:
-        """Get ready, first in step(). `scaled`: a GradScaler takes part.
+    def before_step(self, *, scaled: bool) -> CSDError | None:
+        """Get ready, first in step(). Returns why this rank cannot take the step. `scaled`: a GradScaler takes part.
 
         Raises why the previous step failed, with several ranks on all of them: a collective.
         """
+        return None
 
     def skip(self) -> None:
         """Do without this step, in which some rank has found an overflow."""

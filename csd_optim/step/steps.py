@@ -136,7 +136,9 @@ class Steps(Progress):
         """
         self.grad_scale = grad_scale
         if mode.under_way:
-            return mode.end_step(self.record())
+            with all_ranks_or_none(self.ranks):
+                record = self.record()
+            return mode.end_step(record)
         with all_ranks_or_none(self.ranks):
             record = self.record()
             self.resume.begin_step(self.engine, self.groups)
@@ -172,7 +174,8 @@ class Steps(Progress):
         The parameters themselves stand in for their gradients. Raises as step().
         """
         self.finish_undo()
-        self.engine.committer.confirm()
+        if not self.ranks:  # else it is confirmed
+            self.engine.committer.confirm()
         record = self.record()
         self.resume.begin_step(self.engine, self.groups)
         taking_part = Participants([], [], [])

@@ -341,9 +341,9 @@ def test_ranks_with_and_without_guesses(tmp_path):
 
 
 class Killed:
-    """Six layers with FSDP2, and guesses."""
+    """A training with FSDP2 that is resumed."""
 
-    def __init__(self, rank, overlap=EARLY):
+    def __init__(self, rank, overlap):
         self.training = training_on(rank, "killed", overlap, named=True, resume=True)
         self.training.steps = self.training.opt.committed_step
 
@@ -354,8 +354,8 @@ class Killed:
         return now(self.training)
 
 
-def trains_until_killed(rank, seed, victim):
-    ours = Killed(rank)
+def trains_until_killed(rank, seed, victim, overlap):
+    ours = Killed(rank, overlap)
     begun = ours.training.opt.committed_step
     if rank == victim:
         threading.Timer(random.Random(seed).uniform(0.0, 0.4), die).start()
@@ -366,8 +366,8 @@ def trains_until_killed(rank, seed, victim):
     return begun
 
 
-def ends(rank, more):
-    ours = Killed(rank)
+def ends(rank, more, overlap):
+    ours = Killed(rank, overlap)
     step = ours.training.opt.committed_step
     image = ours.until(step + more)
     ours.training.opt.close()
@@ -381,13 +381,14 @@ def ends(rank, more):
 
 
 @pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 12), marks=pytest.mark.soak)], ids=str)
-def test_killed_again_and_again(seeds, tmp_path):
+@pytest.mark.parametrize("overlap", [EARLY, {"free_gradients": True}, {}], ids=str)
+def test_killed_again_and_again(overlap, seeds, tmp_path):
     os.makedirs(tmp_path / "killed-0")
     os.makedirs(tmp_path / "killed-1")
     last = 0
     for seed in seeds:
-        on_ranks(2, trains_until_killed, seed, seed % 2, directory=tmp_path, may_die=(0, 1))
-        steps = on_living_ranks(2, ends, 2, directory=tmp_path)
+        on_ranks(2, trains_until_killed, seed, seed % 2, overlap, directory=tmp_path, may_die=(0, 1))
+        steps = on_living_ranks(2, ends, 2, overlap, directory=tmp_path)
         assert steps[0] == steps[1] >= last
         last = steps[0]
     assert last

@@ -12,7 +12,7 @@ from support.ranks import on_living_ranks, on_ranks
 from support.replacing import failing, replaced
 from support.twins import Twin
 from test_distributed import raised_by
-from test_overlap_on_ranks import now
+from test_overlap_on_ranks import now, sharded
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
@@ -38,7 +38,12 @@ def hybrid(model):
     return model
 
 
-WRAPS = {"DDP": DDP, "views": lambda model: DDP(model, gradient_as_bucket_view=True), "HSDP": hybrid}
+WRAPS = {
+    "DDP": DDP,
+    "views": lambda model: DDP(model, gradient_as_bucket_view=True),
+    "HSDP": hybrid,
+    "FSDP2": sharded,
+}
 
 
 def training_on(rank, name, overlap=None, kind="DDP", **options):

@@ -1,0 +1,235 @@
+"""overlap(free_gradients=True) with several ranks: gradients are used in backward, with the bits of blocking steps."""
+
+import pytest
+import torch
+from support.ranks import on_living_ranks
+from support.replacing import failing, replaced
+from test_distributed import MODELS, net, raised_by
+from test_guesses_on_ranks import local
+from test_overlap_on_ranks import now
+from test_shared_updates import training_on
+from test_votes import slow
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from csd_optim import CSDAdam, CSDOSError, CSDRuntimeError
+from csd_optim.bindings import Native
+from csd_optim.engine.engine import Engine
+from csd_optim.errors import CSDRankError
+from csd_optim.overlap.in_backward import TakenGradient
+from csd_optim.overlap.lent import LentGradients
+from csd_optim.store.file import StoreFile
+
+STEPS = 6
+FREE = {"free_gradients": True}
+
+
+def trains(rank, kind, options):
+    seen = []
+    for overlap in None, FREE:
+        training = training_on(rank, str(overlap), overlap, kind, **options)
+        params = [*training.model.parameters()]
+        with slow(StoreFile, "publish", rank, 0.01):
+            for k in range(STEPS):
+                training.backward()
+                taken = [isinstance(p.grad, TakenGradient) for p in params]
+                assert all(taken) if overlap and k else not any(taken)  # not in the first step
+                training.opt.step()
+                training.opt.zero_grad()
+        assert overlap is None or training.opt.stats()["overlap"]["early_params"] > 0
+        training.opt.synchronize()
+        assert training.opt.committed_step == (STEPS if options.get("named") else 0)
+        seen.append(training.seen())
+        training.opt.close()
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize(
+    ("size", "kind", "options"),
+    [
+        (2, "FSDP2", {}),
+        (3, "FSDP2", {"named": True}),
+        (2, "FSDP2", {"named": True, "state_dtype": "8bit", "dtype": torch.bfloat16}),
+        (4, "HSDP", {"named": True}),
+    ],
+    ids=str,
+)
+def test_the_bits_of_blocking_steps(size, kind, options, tmp_path):
+    on_living_ranks(size, trains, kind, options, directory=tmp_path)
+
+
+def tensor_parallel(rank):
+    nets = []
+    for overlaps in False, True:
+        model = MODELS["tensor parallel"]()
+        with CSDAdam(model.parameters(), lr=0.02, tile_size=1024, devices="file:") as opt:
+            if overlaps:
+                opt.overlap(model, free_gradients=True)
+            params = [*model.parameters()]
+            for k in range(STEPS):
+                torch.manual_seed(k)
+                x, y = torch.randn(8, 3, 4, 4), torch.randint(0, 3, (8,))
+                nn.functional.cross_entropy(model(x), y).backward()
+                assert not (overlaps and k) or any(isinstance(p.grad, TakenGradient) for p in params)
+                opt.step()
+                opt.zero_grad()
+            entries = opt.state_dict()["state"].values()
+            held = [*model.parameters(), *(t for entry in entries for t in entry.values())]
+            nets.append([t.detach().clone() for t in map(local, held)])
+    assert all(map(torch.equal, *nets))
+
+
+def test_tensor_parallel(tmp_path):
+    on_living_ranks(2, tensor_parallel, directory=tmp_path)
+
+
+def fails_on_one(rank, size, kind, owner, method, number):
+    """What fails in backward is raised by step(), on all ranks, and nothing has changed."""
+    never = training_on(rank, "other", None, kind)
+    for _ in range(STEPS):
+        never.step()
+    training = training_on(rank, "this", FREE, kind, named=True)
+    opt = training.opt
+    for _ in range(2):
+        training.step()
+    opt.synchronize()
+    before = now(training)
+    for _ in range(2):
+        with failing(owner, method, number * (rank == 1), "unplugged"):
+            training.backward()
+            said = raised_by(opt.step)
+        assert isinstance(said, CSDOSError if rank == 1 else CSDRankError)
+        assert "unplugged" in str(said)
+        assert now(training) == before
+        assert opt.committed_step == 2
+        opt.zero_grad()
+        training.steps = 2
+    while training.steps < STEPS:
+        training.step()
+    opt.synchronize()
+    assert opt.committed_step == STEPS
+    assert now(training) == now(never)
+    opt.close()
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "number"),
+    [
+        (Engine, "begin", 1),
+        (Native, "push", 1),
+        (Native, "push", 2),
+        (LentGradients, "take", 3),
+        (LentGradients, "push_rest", 1),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+@pytest.mark.parametrize(("size", "kind"), [(2, "FSDP2"), (4, "HSDP")])
+def test_a_failure_on_one_rank(size, kind, owner, method, number, tmp_path):
+    on_living_ranks(size, fails_on_one, size, kind, owner, method, number, directory=tmp_path)
+
+
+def cannot_commit(rank):
+    """A rank cannot commit: no gradient of the next backward is taken, and its step raises on all, until it can."""
+    never = training_on(rank, "other", None, "FSDP2")
+    for _ in range(4):
+        never.step()
+    training = training_on(rank, "this", FREE, "FSDP2", named=True)
+    opt, full = training.opt, False
+
+    def publish(call, store, staged, copy):
+        if full and rank == 1:
+            raise CSDOSError(28, "the disk is full")
+        call(store, staged, copy)
+
+    for _ in range(2):
+        training.step()
+    opt.synchronize()
+    with replaced(StoreFile, "publish", publish):
+        full = True
+        training.step()
+        params = [*training.model.parameters()]
+        training.backward()
+        assert not any(isinstance(p.grad, TakenGradient) for p in params)
+        for _ in range(2):
+            said = raised_by(opt.step)
+            assert isinstance(said, CSDOSError if rank == 1 else CSDRankError)
+            assert "step 3 cannot be committed yet" in str(said)
+        full = False
+        opt.step()
+    opt.synchronize()
+    assert opt.committed_step == 4
+    assert now(training) == now(never)
+    opt.close()
+
+
+def test_a_rank_that_cannot_commit(tmp_path):
+    on_living_ranks(2, cannot_commit, directory=tmp_path)
+
+
+def differs(rank, how):
+    """What one rank alone does between backward and step() makes all of them raise, and undo the step."""
+    training = training_on(rank, "this", FREE, "FSDP2", named=True)
+    for _ in range(2):
+        training.step()
+    training.opt.synchronize()
+    before = now(training)
+    training.backward()
+    if rank == 1:
+        if how == "lr":
+            training.opt.param_groups[0]["lr"] *= 2
+        else:
+            training.opt.zero_grad()
+    said = raised_by(training.opt.step)
+    assert isinstance(said, CSDRuntimeError | CSDRankError)
+    if rank == 1 and how == "lr":
+        training.opt.param_groups[0]["lr"] /= 2
+    assert now(training) == before
+    training.opt.zero_grad()
+    training.steps = 2
+    training.step()
+    training.opt.synchronize()
+    assert training.opt.committed_step == 3
+    training.opt.close()
+
+
+@pytest.mark.parametrize("how", ["lr", "zero_grad"])
+def test_a_rank_that_does_something_else(how, tmp_path):
+    on_living_ranks(2, differs, how, directory=tmp_path)
+
+
+def refused(rank):
+    model = DDP(net(used=True))
+    with (
+        CSDAdam(model.parameters(), devices="file:") as opt,
+        pytest.raises(CSDRuntimeError, match=r"free_gradients=True.* DistributedDataParallel"),
+    ):
+        opt.overlap(model, free_gradients=True)
+
+
+def test_ddp_is_refused(tmp_path):
+    on_living_ranks(2, refused, directory=tmp_path)
+
+
+def takes_turns(rank):
+    """All modes follow each other, with a commit under way each time."""
+    seen = []
+    for changes in False, True:
+        training = training_on(rank, str(changes), {} if changes else None, "FSDP2", named=True)
+        with slow(StoreFile, "publish", rank, 0.01):
+            for k in range(3 * len(MODES_IN_TURN)):
+                if changes and k % 3 == 0:
+                    mode = MODES_IN_TURN[k // 3]
+                    training.opt.overlap(None if mode is None else training.model, **(mode or {}))
+                training.step()
+        training.opt.synchronize()
+        assert training.opt.committed_step == 3 * len(MODES_IN_TURN)
+        seen.append(now(training))
+        training.opt.close()
+    assert seen[0] == seen[1]
+
+
+MODES_IN_TURN = [FREE, {"backward": True}, FREE, None, FREE, {}, {"backward": True}]
+
+
+def test_modes_in_turn(tmp_path):
+    on_living_ranks(2, takes_turns, directory=tmp_path)
