@@ -58,9 +58,11 @@ def assert_same_images(images):
 
 
 @small_rounds
-def five_steps(rank, devices, dtype, hooked):
+def five_steps(rank, devices, dtype, hooked, overlaps=False):
     """Train five steps, with an abandoned and an accumulated backward among them."""
     training = Trained(devices.format(rank=rank), dtype, hooked)
+    if overlaps:
+        training.opt.overlap(training.ddp)
     for i in range(5):
         if i == 2:  # abandoned
             training.backward(rank, 50)
@@ -80,6 +82,14 @@ def test_two_ranks_have_the_bits_of_ddp(tmp_path, dtype):
     images = []
     for hooked in (True, False):
         images += on_living_ranks(2, five_steps, f"{tmp_path}/{hooked}-{{rank}}", dtype, hooked, directory=tmp_path)
+    assert_same_images(images)
+
+
+def test_steps_that_land_later_have_the_same_bits(tmp_path):
+    images = []
+    for overlaps in (True, False):
+        place = f"{tmp_path}/{overlaps}-{{rank}}"
+        images += on_living_ranks(3, five_steps, place, torch.float32, True, overlaps, directory=tmp_path)
     assert_same_images(images)
 
 
