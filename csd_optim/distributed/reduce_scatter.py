@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -36,11 +37,39 @@ GRAD_CHANGED = (
 )
 
 
+class _GradIdentity:
+    """The identity of a `.grad` at the end of backward, by which later writes and replacements are detected."""
+
+    def __init__(self, grad: torch.Tensor | None) -> None:
+        self._grad = None if grad is None else weakref.ref(grad)
+        self._version = _version_key(grad)
+
+    def is_unchanged(self, grad: torch.Tensor) -> bool:
+        return self._grad is not None and self._grad() is grad and self._version == _version_key(grad)
+
+
+def _version_key(grad: torch.Tensor | None) -> tuple[int, int] | None:
+    """Return a key that changes with each counted in-place operation, and when `.data` is replaced."""
+    return None if grad is None else (grad._version, grad.data_ptr())
+
+
+@dataclass
+class _Reduced:
+    """A gradient that was reduced in backward."""
+
+    param: torch.Tensor  # keeps its id unique
+    rows: (
+        torch.Tensor
+    )  # this rank's rows of the mean, in memory of their own, which nothing writes to once they are final
+    strips: int = 0  # number of those that are not in `rows` yet
+    identity: _GradIdentity | None = None  # `.grad` at the end of backward; None until then
+
+
 class Strip(NamedTuple):
     """Rows [first, first + n) of each rank's rows of a gradient; the last ranks may have fewer of them, or none."""
 
     grad: torch.Tensor
-    own: torch.Tensor  # this rank's rows of the mean, to be filled
+    reduced: _Reduced
     first: int
     n: int
 
@@ -51,12 +80,13 @@ class Strip(NamedTuple):
 
     @property
     def target(self) -> torch.Tensor:
-        first = min(self.first, len(self.own))
-        return self.own.narrow(0, first, min(self.n, len(self.own) - first))
+        own = self.reduced.rows
+        first = min(self.first, len(own))
+        return own.narrow(0, first, min(self.n, len(own) - first))
 
 
-def rounds_of(grads: Sequence[tuple[torch.Tensor, torch.Tensor]], ranks: int) -> list[list[Strip]]:
-    """Cut gradients, each with this rank's rows of its mean, into rounds of strips: the same on all ranks."""
+def rounds_of(grads: Sequence[tuple[torch.Tensor, _Reduced]], ranks: int) -> list[list[Strip]]:
+    """Cut gradients, each with what it is reduced to, into rounds of strips: the same on all ranks."""
     sizes = [
         (rows_of(len(grad), ranks, 0)[1], ranks * grad.element_size() * math.prod(grad.shape[1:])) for grad, _ in grads
     ]
@@ -68,12 +98,13 @@ class _Round:
 
     def __init__(self, strips: Sequence[Strip], ranks: Ranks, free: list[torch.Tensor]) -> None:
         """`free`: memory of the host from finished rounds, uint8; finish() puts its own there."""
-        self._ranks, self._strips, self._free, size = ranks, strips, free, ranks.size
+        self.strips: Sequence[Strip] = strips
+        self._ranks, self._free, size = ranks, free, ranks.size
         of_ranks = [[strip.of_rank(size, k) for strip in strips] for k in range(size)]
         sizes = [sum(aligned(rows.nbytes) for rows in of_rank) for of_rank in of_ranks]
         device = strips[0].grad.device
         # Its buffers belong to the stream that is current now, so finish() uses the same.
-        self._stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
+        self.stream: Any = None if device.type == "cpu" else torch.accelerator.current_stream(device)
         if device.type not in ranks.device_types:
             device = ranks.device
         self._sizes = [sizes[ranks.rank]] * size
@@ -94,14 +125,13 @@ class _Round:
     def finish(self) -> list[torch.Tensor]:
         """Wait for the round, and fill this rank's rows of the means. Returns what it has filled, without empty ones.
 
-        Raises CSDRankError if ranks are gone.
+        Call it with `stream` as the current one. Raises CSDRankError if ranks are gone.
         """
-        with on(self._stream):
-            self._ranks.wait([self._work])
-            targets = [strip.target for strip in self._strips]
-            by_rank = [_views(buffer, targets) for buffer in torch.split(self._received, self._sizes)]
-            for target, values in zip(targets, zip(*by_rank, strict=True), strict=True):
-                target.copy_(sum_in_order(values))
+        self._ranks.wait([self._work])
+        targets = [strip.target for strip in self.strips]
+        by_rank = [_views(buffer, targets) for buffer in torch.split(self._received, self._sizes)]
+        for target, values in zip(targets, zip(*by_rank, strict=True), strict=True):
+            target.copy_(sum_in_order(values))
         if self._buffer.device.type == "cpu":  # an accelerator's allocator reuses memory by itself, stream by stream
             self._free.append(self._buffer)
         return [target for target in targets if target.numel()]
@@ -128,31 +158,6 @@ def sum_in_order(values: Iterable[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-class _GradIdentity:
-    """The identity of a `.grad` at the end of backward, by which later writes and replacements are detected."""
-
-    def __init__(self, grad: torch.Tensor | None) -> None:
-        self._grad = None if grad is None else weakref.ref(grad)
-        self._version = _version_key(grad)
-
-    def is_unchanged(self, grad: torch.Tensor) -> bool:
-        return self._grad is not None and self._grad() is grad and self._version == _version_key(grad)
-
-
-def _version_key(grad: torch.Tensor | None) -> tuple[int, int] | None:
-    """Return a key that changes with each counted in-place operation, and when `.data` is replaced."""
-    return None if grad is None else (grad._version, grad.data_ptr())
-
-
-@dataclass
-class _Reduced:
-    """A gradient that was reduced in backward."""
-
-    param: torch.Tensor  # keeps its id unique
-    rows: torch.Tensor  # this rank's rows of the mean, in memory of their own, which nothing writes to after backward
-    identity: _GradIdentity | None = None  # `.grad` at the end of backward; None until then
-
-
 class ReducedGrads(Container[int]):
     """The gradients that were reduced in backward, by id of the parameter, until others replace them or clear().
 
@@ -161,6 +166,8 @@ class ReducedGrads(Container[int]):
 
     def __init__(self, ranks: Ranks | None) -> None:
         self._ranks = ranks
+        # Called with a parameter whose rows are final, with the stream that has filled them as the current one.
+        self.on_final: Callable[[torch.Tensor], None] | None = None
         self._reduced: dict[int, _Reduced] = {}
         self._divided: Container[int] = ()
         self._free: list[torch.Tensor] = []  # the memory of ROUNDS rounds at most, as new memory costs page faults
@@ -176,6 +183,11 @@ class ReducedGrads(Container[int]):
     def rows(self) -> dict[int, torch.Tensor]:
         """This rank's rows of the mean gradient, by id of the parameter, of all that have a `.grad`."""
         return {key: reduced.rows for key, reduced in self._reduced.items() if reduced.param.grad is not None}
+
+    def rows_of(self, p: torch.Tensor) -> torch.Tensor | None:
+        """Return this rank's rows of a parameter's mean gradient; None if they are not there, or not final yet."""
+        reduced = self._reduced.get(id(p))
+        return reduced.rows if reduced and not reduced.strips else None
 
     @property
     def under_way(self) -> int:
@@ -211,7 +223,7 @@ class ReducedGrads(Container[int]):
         if bucket.index() == 0:
             self._divided = divided()
         size, rank = self._ranks.size, self._ranks.rank
-        grads: list[tuple[torch.Tensor, torch.Tensor]] = []
+        grads: list[tuple[torch.Tensor, _Reduced]] = []
         others = []
         for p, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
             if id(p) not in self._divided or grad.dtype is not p.dtype or not grad.numel():
@@ -220,9 +232,12 @@ class ReducedGrads(Container[int]):
             own_rows = p.detach().narrow(0, *rows_of(len(p), size, rank))
             reduced = self._reduced[id(p)] = _Reduced(p, torch.empty_like(own_rows))
             grad = _in_order_of(p, grad)
-            grads.append((grad, reduced.rows))
+            grads.append((grad, reduced))
             self._left.append((reduced, grad))
-        for strips in rounds_of(grads, size):
+        rounds = rounds_of(grads, size)
+        for strip in chain.from_iterable(rounds):
+            strip.reduced.strips += 1
+        for strips in rounds:
             if len(self._rounds) == ROUNDS:
                 self._finish_round()
             self._rounds.append(_Round(strips, self._ranks, self._free))
@@ -232,9 +247,15 @@ class ReducedGrads(Container[int]):
         return future
 
     def _finish_round(self) -> None:
-        for rows in self._rounds.popleft().finish():
-            # In the rows' own dtype this is fast, but it overflows early: an infinite one says little.
-            self._filled.append((rows, torch.linalg.vector_norm(rows)))
+        round = self._rounds.popleft()
+        with on(round.stream):
+            for rows in round.finish():
+                # In the rows' own dtype this is fast, but it overflows early: an infinite one says little.
+                self._filled.append((rows, torch.linalg.vector_norm(rows)))
+            for strip in round.strips:
+                strip.reduced.strips -= 1
+                if not strip.reduced.strips and self.on_final:
+                    self.on_final(strip.reduced.param)
 
     def _end_backward(self, ranks: Ranks) -> None:
         """Finish a backward: wait for all rounds. If a mean is not finite on any rank, mark all gradients on all ranks.

@@ -316,7 +316,7 @@ class CSDOptimizer(StatesOnDevices, Joinable):
 
         Raises CSDValueError if a device has no second copy of the states (`ram:`, `null:`), which `backward` and
         `free_gradients` need (the latter also with `gpu:` alone), and if `free_gradients` is not possible. Raises
-        CSDRuntimeError for these two with DistributedDataParallel.
+        CSDRuntimeError with DistributedDataParallel for `free_gradients`, and for `backward` without csd_optim.push.
         """
         nbytes = hold_bytes(hold, backward=backward, free_gradients=free_gradients)
         engine = self._settled_engine()

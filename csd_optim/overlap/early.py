@@ -29,7 +29,8 @@ FIRST_SHARE = 0.5  # fraction of the tiles that flow in backward until the durat
 class EarlySteps:
     """Begins the steps of one optimizer in backward: each is a Guess, begun as soon as the first gradient is final.
 
-    A gradient counts as final once it was accumulated as many times as in the last step.
+    A gradient counts as final once it was accumulated as many times as in the last step. Under DDP, this rank's rows of
+    it count, each time that csd_optim.push has reduced them.
     """
 
     def __init__(
@@ -38,6 +39,8 @@ class EarlySteps:
         params: Iterable[torch.Tensor],
         may_begin: Callable[[], Pieces | None],
         hold: torch.Tensor,
+        *,
+        under_ddp: bool,
     ) -> None:
         """`may_begin` returns None if no step may begin now.
 
@@ -60,10 +63,13 @@ class EarlySteps:
         self._wrong_in_a_row = 0
         self._pause = 0  # number of coming steps without a guess
         self._impossible = False  # since the last step a guess was tried, and foresee() found it impossible
+        self._under_ddp = under_ddp
+        if under_ddp:  # parameters' own hooks see gradients that are not reduced yet
+            steps.reduced.on_final = self._on_grad
         self._hooks = [
             p.register_post_accumulate_grad_hook(self._on_grad)  # type: ignore[no-untyped-call]
             for p in params
-            if p.requires_grad
+            if p.requires_grad and not under_ddp
         ]
 
     def end(self) -> None:
@@ -73,6 +79,8 @@ class EarlySteps:
         self._pusher.shutdown(wait=False)
         for hook in self._hooks:
             hook.remove()
+        if self._under_ddp:
+            self._steps.reduced.on_final = None
         self._hold = self._hold.new_empty(0)  # frees it now, not at the next garbage collection
 
     def _stop(self) -> None:
@@ -134,8 +142,12 @@ class EarlySteps:
         """Pass the gradient of this rank's part to the guess if the gradient is final."""
         if self._guess and p.grad is not None and self._fired[id(p)] == self._expected[id(p)]:
             state = self._state_map.param_states[id(p)]
-            if state.part.is_here(p.grad):
-                self._guess.add_gradient(state.index, state.part.of(p.grad), self._ready_events.get(id(p)))
+            if self._under_ddp:
+                grad = self._steps.reduced.rows_of(p)  # None: DDP reduces it, and that may be under way
+            else:
+                grad = state.part.of(p.grad) if state.part.is_here(p.grad) else None
+            if grad is not None:
+                self._guess.add_gradient(state.index, grad, self._ready_events.get(id(p)))
 
     # ---- in step() -------------------------------------------------------------
 

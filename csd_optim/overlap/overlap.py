@@ -57,7 +57,8 @@ class Overlap(ConcurrentMode):
             p.register_hook(partial(self._before_grad, weakref.ref(p)))  # type: ignore[no-untyped-call]
             for p in trainable
         ]
-        self._early = None if hold is None else EarlySteps(steps, trainable, self._may_begin, hold)
+        under_ddp, may_begin = self._reuses_gradients, self._may_begin
+        self._early = None if hold is None else EarlySteps(steps, trainable, may_begin, hold, under_ddp=under_ddp)
 
     def close(self) -> None:
         try:

@@ -27,19 +27,32 @@ from .flight import Flight
 POLL_SECONDS = 0.1  # between two looks whether a vote is over: an interrupt may have left the lock of one locked
 
 
-def check_ranks(model: torch.nn.Module, *, backward: bool, free_gradients: bool) -> None:
+def check_ranks(optimizer: object, model: torch.nn.Module, *, backward: bool, free_gradients: bool) -> None:
     """Raise CSDRuntimeError if overlap() does not support these options with several ranks."""
-    if (backward or free_gradients) and has_ddp(model):
+    if free_gradients and has_ddp(model):
         raise CSDRuntimeError(
-            f"overlap({'backward' if backward else 'free_gradients'}=True) does not work with DistributedDataParallel, "
-            "where a parameter's hooks see its gradient before the ranks have reduced it: call overlap(model), or use "
-            "fully_shard (FSDP2)"
+            "overlap(free_gradients=True) does not work with DistributedDataParallel, whose buckets hold all gradients "
+            "until backward ends: call overlap(model), or use fully_shard (FSDP2)"
         )
+    if backward and not all(_is_hooked(ddp, optimizer) for ddp in _ddps(model)):
+        raise CSDRuntimeError(
+            "overlap(backward=True) with DistributedDataParallel needs gradients as soon as they are reduced: call "
+            "ddp.register_comm_hook(optimizer, csd_optim.push) before it (docs/distributed.md)"
+        )
+
+
+def _ddps(model: torch.nn.Module) -> list[DistributedDataParallel]:
+    return [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+
+
+def _is_hooked(ddp: DistributedDataParallel, optimizer: object) -> bool:
+    """Return whether csd_optim.push, whose state is an optimizer or a trainer's wrapper of it, is DDP's hook."""
+    return any(getattr(state, "optimizer", state) is optimizer for _, state in getattr(ddp, "_comm_hooks", ()))
 
 
 def has_ddp(model: torch.nn.Module) -> bool:
     """Return whether DistributedDataParallel reduces gradients of the model, or of a part of it."""
-    return any(isinstance(module, DistributedDataParallel) for module in model.modules())
+    return bool(_ddps(model))
 
 
 class Verdict(Enum):

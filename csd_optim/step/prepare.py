@@ -250,6 +250,7 @@ def foresee(
     group_of = {id(p): k for k, _, p in members(groups)}
     stand_ins = [state.local if state.part.is_whole else state.param.detach() for state in plan.param_states]
     taking_part = Participants(plan.params, stand_ins, [group_of.get(id(p), 0) for p in plan.params])
+    options = options._replace(reduced=NO_ROWS)  # those are of an earlier backward
     spec = specify(engine, rule, BoundStep(plan, taking_part, [], [], state_map.coded), groups, grad_scale, options)
     rounded = any(s.param_and_copy or s.grad_dtype is not s.grad.dtype for s in spec.sources.values())
     return None if rounded or spec.table["topk"].any() else spec

@@ -7,10 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.exact import Linear
-from support.inside import steps_of
+from support.inside import engine_of, steps_of, together_of
 from support.owners import Owner
 from support.ranks import on_living_ranks
 from support.replacing import failing
+from test_votes import until
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
@@ -83,6 +84,76 @@ def test_two_ranks_have_the_bits_of_ddp(tmp_path, dtype):
     for hooked in (True, False):
         images += on_living_ranks(2, five_steps, f"{tmp_path}/{hooked}-{{rank}}", dtype, hooked, directory=tmp_path)
     assert_same_images(images)
+
+
+def changes_lr(training, rank, k):
+    training.opt.param_groups[0]["lr"] *= 0.9
+
+
+def goes_backward_again(training, rank, k):
+    training.backward(rank, 100 + k)
+
+
+def adds_up(training, rank, k):
+    """In this order, so that only the second backward is reduced, and the guess is right."""
+    training.opt.zero_grad()
+    training.backward(rank, 200 + k, sync=False)
+    training.backward(rank, k)
+
+
+CHANGES = {  # after backward in every third step, and why the guess is undone then
+    "nothing": (None, None),
+    "learning rate": (changes_lr, "constants"),
+    "another backward": (goes_backward_again, "more backward passes"),
+    "cleared": (adds_up, "cleared gradients"),
+}
+
+
+def ready(opt):
+    """Wait until a guess may begin: all ranks have the last step, and its commit is over."""
+    opt.wait()
+    until(lambda: together_of(opt).has_met and engine_of(opt).idle)
+
+
+def local(t):
+    return t.to_local() if hasattr(t, "to_local") else t
+
+
+@small_rounds
+def guesses(rank, change, options):
+    change, why = CHANGES[change]
+    seen = []
+    for overlap in None, {"backward": True}:
+        training, early = Trained(f"{overlap}-{rank}", **options), 0
+        if overlap:
+            training.opt.overlap(training.ddp, **overlap)
+        for k in range(9):
+            training.backward(rank, k)
+            if change and k % 3 == 2:
+                change(training, rank, k)
+            training.step()
+            if overlap:
+                ready(training.opt)
+                early += training.opt.stats()["overlap"]["early_params"]
+        seen.append(training.image() + [local(t) for t in training.opt.state[training.model[0].weight].values()])
+        if overlap:
+            assert early
+            assert {*training.opt.stats()["overlap"]["redone"]} == {*filter(None, [why])}
+        training.opt.close()
+    assert_same_images(seen)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("change", CHANGES)
+def test_steps_begin_in_backward(change, size, tmp_path):
+    on_living_ranks(size, guesses, change, {}, directory=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "options", [{"state_dtype": "8bit"}, {"max_grad_norm": 1e9}, {"dtype": torch.bfloat16}], ids=str
+)
+def test_steps_begin_in_backward_with(options, tmp_path):
+    on_living_ranks(2, guesses, "nothing", options, directory=tmp_path)
 
 
 def test_steps_that_land_later_have_the_same_bits(tmp_path):
