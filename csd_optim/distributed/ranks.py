@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from operator import and_
 from typing import Any
 
@@ -25,6 +26,7 @@ from ..errors import CSDRankError, CSDValueError
 
 LINGER_SECONDS = 0.1  # seconds to wait at exit
 MAX_LENT = 62  # groups that may be lent again: one bit each, of an int64
+CREATED_WITHIN = timedelta(seconds=60)  # all ranks make a group at the same time: later, one of them has died
 EXCHANGE_TAG = 0x435344  # tag of exchange(): an arbitrary number, so that other messages do not match it
 
 
@@ -115,7 +117,9 @@ class Ranks:
             return again
         members = dist.get_process_group_ranks(self.group)
         with self._marking_lost():
-            lent.append(Ranks(dist.new_group(members, backend="gloo", use_local_synchronization=True)))
+            made = dist.new_group(members, CREATED_WITHIN, backend="gloo", use_local_synchronization=True)
+            dist.distributed_c10d._set_pg_timeout(dist.default_pg_timeout, made)
+        lent.append(Ranks(made))
         return lent[-1]
 
     @property
