@@ -26,8 +26,8 @@ from .mode import ConcurrentMode
 from .together import Together
 
 _CHANGED = (
-    "with overlap(free_gradients=True) backward has changed parameters already: they and the states cannot be read "
-    "until step() completes these updates, or zero_grad() undoes them"
+    "with overlap(free_gradients=True) backward has changed parameters already: they and the states cannot be read, as "
+    "another forward or GradScaler does, until step() completes these updates, or zero_grad() undoes them"
 )
 _AGAIN = (
     "a second backward before step(), or a checkpoint with use_reentrant=True, which runs several: with "
