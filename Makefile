@@ -4,7 +4,7 @@
 # make quick      the tests of one back end, in one process: 70 s
 # make test       every back end and every kind of test, sampled; lint and types: 6 minutes
 # make ci         what CI runs: make test, the other cases, sanitizers, docs: about 20 minutes
-# make tables     the table of bytes per parameter in docs/performance.md, counted anew
+# make tables     the tables in docs/performance.md, bytes per parameter, and docs/distributed.md, what works together
 # make docs       the pages as a site, build/site/index.html
 # make types      checks that every public name has a type, as users' type checkers see it
 # make numbers    how the code is laid out: circles among its files, its longest classes, its lines
@@ -87,6 +87,7 @@ rest-%: TIER = --tier ci --beyond test
 
 tables: $(VENV)/.installed
 	$(BIN)/python -m bench.tables docs/performance.md
+	PYTHONPATH=.:tests $(BIN)/python tests/distributed/test_combinations.py docs/distributed.md
 
 # Tests that guard data; `make soak` also runs them with 8-bit states, on devices that are far, and with optimizer ranks.
 DATA := $(addprefix tests/,store engine compression checkpoint params step optim overlap distributed)
