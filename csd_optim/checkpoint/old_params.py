@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from ..store.reader import tiles_of
 from ..store.sections import FP32, PARAM_DTYPES
 from .consolidate import Consolidated, refuse_flat
 from .new_stores import Kind
-from .parts import Rows, Whole, check_divided, memory_order
+from .parts import Rows, Whole, block_of, memory_order, ranks_that_cover
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class OldParam:
     kind: Kind
     extent: int  # of the first rank: parameters that share one share one again
     step: float
-    is_divided: bool  # each rank has its rows; else each has everything
+    is_divided: bool  # else each rank has everything
     has_residual: bool
     sources: dict[int, tuple[int, Rows]]  # by rank: the row in its manifest, and its part
 
@@ -37,7 +38,7 @@ class OldParam:
 def old_params(source: Consolidated) -> list[OldParam]:
     """Return all parameters that have states, in the order of the first rank. Raises CSDStoreError, naming one.
 
-    With rows as DDP and FSDP2 divide them, and a part on every rank, the parts cover the whole, each element once.
+    Each rank has some rows of each, and those that are read cover the whole, each element once.
     """
     _check_complete(source)
     rows: dict[int, dict[int, int]] = {}  # by row of the whole: row by rank
@@ -51,9 +52,13 @@ def old_params(source: Consolidated) -> list[OldParam]:
     return found
 
 
-def is_divided(p: dict[str, Any], size: int) -> bool:
-    """Return whether a parameter, or its part, is one that ranks divide. `p`: its entry; a process on its own: no."""
-    return "of" in p and size > 1 and bool(p["of"]["shape"])
+def is_divided(entries: Mapping[int, dict[str, Any]]) -> bool:
+    """Return whether ranks divide a parameter. `entries`: its manifests' entries, by rank.
+
+    A part that is all of a tensor with elements is a replica, or the only part.
+    """
+    parts = [p for p in entries.values() if p.get("of") is not None and p["of"]["shape"]]
+    return any(p["of"]["shape"] != p["shape"] or 0 in p["shape"] for p in parts)
 
 
 def _check_complete(source: Consolidated) -> None:
@@ -89,14 +94,17 @@ def _param(source: Consolidated, rows: dict[int, int]) -> OldParam:
                 f"{name} is parameter {p['position']} of group {p['group']} in {stores[first].path}; in "
                 f"{stores[rank].path} that is {here[0]}, {here[1]} {here[2]}: these are no ranks of one model"
             )
-        if "of" in other:
-            check_divided(other, rank, size, stores[rank].path)
         if _kind(stores[rank], rows[rank]) != _kind(stores[first], rows[first]):
             raise CSDStoreError(f"the states of {name} are other ones on rank {rank} than on rank {first}")
-    divided = is_divided(p, size)
     whole = Whole(shape, memory_order([*entries.values()]), 2 if p["dtype"] == "complex64" else 1)
-    ranks = range(size) if divided else [first]  # of replicas, those of one rank and never a mix
-    sources = {rank: (rows[rank], whole.of_rank(rank, size, divided=divided)) for rank in ranks}
+    blocks = {rank: block_of(entries[rank], stores[rank].path, rank, size) for rank in rows}
+    ranks = ranks_that_cover(blocks, whole.rows)
+    if ranks is None:
+        raise CSDStoreError(
+            f"{stores[first].path}: the rows of {name} on the ranks overlap, or do not make up all {whole.rows}: "
+            f"{', '.join(f'rank {rank}: {n} from {at} on' for rank, (at, n) in blocks.items())}"
+        )
+    sources = {rank: (rows[rank], whole.part(*blocks[rank])) for rank in ranks}
     steps = {rank: float(stores[rank].steps[rows[rank]]) for rank in entries}
     if len({steps[rank] for rank, (_, part) in sources.items() if part.numel}) > 1:
         raise CSDStoreError(f"{name} has made different numbers of steps on the ranks: {steps}")
@@ -106,7 +114,7 @@ def _param(source: Consolidated, rows: dict[int, int]) -> OldParam:
         kind=_kind(stores[first], rows[first]),
         extent=p["extent"],
         step=next((steps[rank] for rank, (_, part) in sources.items() if part.numel), steps[first]),
-        is_divided=divided,
+        is_divided=is_divided(entries),
         has_residual=any("residual" in entries[rank] for rank in sources),
         sources=sources,
     )

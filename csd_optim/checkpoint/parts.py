@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..distributed.sharding import rows_of
 from ..errors import CSDStoreError
@@ -89,31 +89,66 @@ class Whole:
     scale: int
 
     def part(self, first: int, rows: int) -> Rows:
+        """Return these rows of it; without dimensions, all of it."""
         if not self.shape:
             return Rows(1, 0, 1, self.scale)
         at = self.order.index(0)
         sizes = [self.shape[dim] for dim in self.order]
         return Rows(math.prod(sizes[:at]), first, rows, math.prod(sizes[at + 1 :]) * self.scale)
 
-    def of_rank(self, rank: int, size: int, *, divided: bool) -> Rows:
-        """Return the part that DDP and FSDP2 give a rank; with `divided` False, everything."""
-        if divided and self.shape:
-            return self.part(*rows_of(self.shape[0], size, rank))
-        return self.part(0, self.shape[0] if self.shape else 1)
+    @property
+    def rows(self) -> int:
+        return self.shape[0] if self.shape else 1
 
 
-def check_divided(p: dict[str, Any], rank: int, size: int, path: str) -> None:
-    """Raise CSDStoreError unless a parameter's part on a rank is its rows as DDP and FSDP2 divide them.
+class Division(NamedTuple):
+    """How ranks divide the rows of a parameter: into `shards`, and each of these among its `replicas`, as HSDP does.
 
-    `p`: its entry in the manifest of the store `path`, with `of`.
+    Rank r * shards + s has the r-th part of shard s. DDP and FSDP2 divide rows alike: as many shards as ranks.
     """
-    whole, first = p["of"]["shape"], p["of"]["first"]
-    at, rows = rows_of(whole[0], size, rank) if whole else (0, 0)
-    wanted = [rows, *whole[1:]]
-    empty = 0 in wanted and 0 in p["shape"]  # where it begins means nothing then
-    if not whole or p["shape"] != wanted or not (empty or first == [at, *[0] * (len(whole) - 1)]):
+
+    shards: int
+    replicas: int = 1
+
+    def rows_of(self, rows: int, rank: int) -> tuple[int, int]:
+        """Return the first row and the number of rows that a rank has of a parameter with `rows` rows."""
+        first, n = rows_of(rows, self.shards, rank % self.shards)
+        more, n = rows_of(n, self.replicas, rank // self.shards)
+        return first + more, n
+
+
+def block_of(p: dict[str, Any], path: str, rank: int, size: int) -> tuple[int, int]:
+    """Return the first row and the number of rows of a rank's part of a parameter.
+
+    `p`: its entry in the manifest of the store `path`. Raises CSDStoreError if the part is no whole rows.
+    """
+    shape, of = p["shape"], p.get("of")
+    if of is None or not of["shape"]:
+        return 0, shape[0] if shape else 1
+    whole, first = of["shape"], of["first"]
+    if shape[1:] != whole[1:] or (shape[0] and any(first[1:])):
         raise CSDStoreError(
-            f"{path}: {p['name']} is divided otherwise than DDP and FSDP2 divide rows: rank {rank} of {size} has "
-            f"{p['shape']} of {whole}, from {first} on, as with HSDP or tensor parallelism. Save it with "
-            "torch.distributed.checkpoint, or `csd-optim export` the stores"
+            f"{path}: {p['name']} is not divided by rows: rank {rank} of {size} has {shape} of {whole}, from {first} "
+            "on, as with tensor parallelism. Save it with torch.distributed.checkpoint, or `csd-optim export` the "
+            "stores of all ranks"
         )
+    return first[0], shape[0]
+
+
+def ranks_that_cover(blocks: Mapping[int, tuple[int, int]], rows: int) -> list[int] | None:
+    """Return ranks whose blocks are all `rows` rows, each once; None if blocks overlap, or leave out a row.
+
+    `blocks`: by rank, the first row and the number of rows. Ranks with the same block are replicas: the first one
+    counts. Each block may be only the place of the first of a rank's rows, and their number: if the blocks cover all
+    rows, then there is no room for rows in between that are another rank's.
+    """
+    owners: dict[tuple[int, int], int] = {}
+    for rank, block in sorted(blocks.items()):
+        if block[1]:
+            owners.setdefault(block, rank)
+    end = 0
+    for first, n in sorted(owners):
+        if first != end:
+            return None
+        end += n
+    return sorted(owners.values()) if end == rows else None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeGuard
 
 from ..devices.spec import DeviceSpec, parse_devices
-from ..errors import CSDOSError, CSDStoreExistsError, CSDValueError
+from ..errors import CSDOSError, CSDValueError
 from ..store.file import StoreFile
 from ..store.format import FILE_NAME, Contents
 from .files import check_free_space
@@ -28,9 +28,7 @@ def specs_of_ranks(names: Sequence[str], size: int) -> list[list[DeviceSpec]]:
     found: dict[Path, int] = {}
     for rank, of_rank in enumerate(specs):
         for spec in of_rank:
-            if spec.directory is None or not spec.durable:
-                raise CSDValueError(f"{spec} keeps nothing; name a directory for the store")
-            if (other := found.setdefault(spec.directory.resolve(), rank)) != rank:
+            if (other := found.setdefault(directory_of(spec).resolve(), rank)) != rank:
                 raise CSDValueError(
                     f"Invalid devices: {spec} is named for rank {other} and rank {rank}; write {{rank}} where their "
                     "names differ"
@@ -38,38 +36,37 @@ def specs_of_ranks(names: Sequence[str], size: int) -> list[list[DeviceSpec]]:
     return specs
 
 
-def are_made(specs: Sequence[Sequence[DeviceSpec]], old: Sequence[Contents], origin: dict[str, Any]) -> bool:
-    """Return whether all new stores are there already, made from `origin` and not trained with since.
+def commits_at(specs: Sequence[DeviceSpec], old: Collection[Path]) -> list[Contents | None]:
+    """Return the newest commit at each device of a new rank; None: there is no store, or it was never committed.
 
-    False: there is nothing, or what an attempt left that was stopped, which may be overwritten. Raises
-    CSDStoreExistsError for anything else, CSDValueError for an old store, CSDBusyError, CSDStoreError.
+    `old`: the old stores' directories, resolved. Raises CSDValueError for a device that is one of them, or keeps
+    nothing; CSDStoreExistsError, CSDBusyError, CSDStoreError, CSDOSError.
     """
-    old_places = {Path(contents.path).resolve() for contents in old}
-    ids: set[bytes] = set()
-    is_missing = False
-    for rank, of_rank in enumerate(specs):
-        for spec in of_rank:
-            assert spec.directory is not None
-            file = spec.directory.resolve() / FILE_NAME
-            if file in old_places:
-                raise CSDValueError(f"Invalid devices: {spec} is one of the old stores, which are only read")
-            contents = _first_commit(file)
-            if contents is None:
-                is_missing = True
-                continue
-            block = contents.superblock
-            same_rank = (contents.rank, contents.world_size) == (rank, len(specs))
-            if block.sequence > 1 or contents.origin != origin or not same_rank:
-                raise CSDStoreExistsError(
-                    errno.EEXIST,
-                    f"{file} holds a store of step {block.step}, and nothing is overwritten; name another directory",
-                )
-            is_missing |= block.devices != len(of_rank)
-            ids.add(block.store_id)
-    return not is_missing and len(ids) == 1
+    found = []
+    for spec in specs:
+        directory = directory_of(spec).resolve()
+        if directory in old:
+            raise CSDValueError(f"Invalid devices: {spec} is one of the old stores, which are only read")
+        found.append(_newest_commit(directory / FILE_NAME))
+    return found
 
 
-def _first_commit(file: Path) -> Contents | None:
+def is_complete(commits: Sequence[Contents | None]) -> TypeGuard[Sequence[Contents]]:
+    """Return whether these are the commits of all devices of one optimizer."""
+    blocks = [c.superblock for c in commits if c]
+    return len(blocks) == len(commits) and {(b.store_id, b.devices) for b in blocks} == {
+        (blocks[0].store_id, len(commits))
+    }
+
+
+def directory_of(spec: DeviceSpec) -> Path:
+    """Return the directory of a device. Raises CSDValueError if it keeps nothing there."""
+    if spec.directory is None or not spec.durable:
+        raise CSDValueError(f"{spec} keeps nothing; name a directory for the store")
+    return spec.directory
+
+
+def _newest_commit(file: Path) -> Contents | None:
     """Return the newest commit of a store; None if there is no store, or it was never committed."""
     directory = file.parent
     if not file.exists():
@@ -91,8 +88,7 @@ def check_room(places: Sequence[tuple[DeviceSpec, int]]) -> None:
     """Raise CSDOSError if some file system has not enough room. `places`: devices and the bytes that each will take."""
     needed: dict[int, tuple[Path, int]] = {}  # by file system
     for spec, size in places:
-        assert spec.directory is not None
-        directory = spec.directory.resolve()
+        directory = directory_of(spec).resolve()
         existing = directory if directory.exists() else directory.parent
         system = os.stat(existing).st_dev
         file = directory / FILE_NAME

@@ -349,8 +349,8 @@ def reshard(
     sharding: Annotated[
         str | None,
         typer.Option(
-            help="How new ranks divide parameters: none (sharded=False), ddp or fsdp2 (rows).",
-            show_default="as the old ones do",
+            help="How new ranks divide parameters: none (sharded=False), ddp, fsdp2 (rows), or hsdp:RxS.",
+            show_default="rows if the old ones do",
         ),
     ] = None,
     tile_size: Annotated[int | None, typer.Option(min=1, help="Elements per tile.", show_default="automatic")] = None,
@@ -358,7 +358,7 @@ def reshard(
 ) -> None:
     """Make the stores of M ranks from those of N: resume=True continues from them on another number of processes.
 
-    For DDP, FSDP2 and a process on its own. The states keep all bits. Old stores are only read, and everything is
+    For DDP, FSDP2, HSDP and a process on its own. The states keep all bits. Old stores are only read, and everything is
     checked first. If it was stopped, run it again.
     """
     with reported():

@@ -136,9 +136,12 @@ def residuals_of(recovered: Iterable[Contents]) -> list[Residual]:
     ]
 
 
-def total_bytes(recovered: Iterable[Contents]) -> int:
+def total_bytes(recovered: Iterable[Contents], takes: Callable[[Tile | Residual], bool] = lambda _: True) -> int:
+    """Return the bytes that each_tile() reads."""
     recovered = list(recovered)
-    return sum(t.size for t in tiles_of(recovered)) + sum(r.size for r in residuals_of(recovered))
+    return sum(t.size for t in tiles_of(recovered) if takes(t)) + sum(
+        r.size for r in residuals_of(recovered) if takes(r)
+    )
 
 
 def stored_bytes(contents: Contents, *, decoded: bool = False) -> int:
@@ -164,14 +167,17 @@ def each_tile(
     damaged: Callable[[list[Damage]], None] = _raise_damage,
     gate: Callable[[], None] = lambda: None,
     tick: Tick = lambda _: None,
+    takes: Callable[[Tile | Residual], bool] = lambda _: True,
 ) -> None:
     """Read and verify every tile, and pass it to `use`, on a pool of threads; data None: a hole, all zeros.
 
     Residuals are passed to `use_residual` in parts, each with the byte at which it begins; their damage shows only
     after the last part. `gate` is called before each read. `damaged` is called if a checksum does not match, for a tile
-    instead of `use`; by default it raises CSDStoreError. Raises CSDOSError.
+    instead of `use`; by default it raises CSDStoreError. Tiles and residuals that `takes` declines are not read. Raises
+    CSDOSError.
     """
-    tiles, residuals = tiles_of(recovered), [r for r in residuals_of(recovered) if r.size]
+    tiles = [t for t in tiles_of(recovered) if takes(t)]
+    residuals = [r for r in residuals_of(recovered) if r.size and takes(r)]
     sizes = [*(t.size for t in tiles), *(min(round_up(r.size, PAGE), CHUNK) for r in residuals)]
     largest = max(sizes, default=0)
     free: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()

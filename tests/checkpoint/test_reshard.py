@@ -15,31 +15,39 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from support.comparing import assert_same
+from support.divided import (
+    CHANGES,
+    RULES,
+    TILE,
+    DividedTraining,
+    begins,
+    exported,
+    files,
+    inside,
+    names,
+    on,
+    places,
+    resumed,
+    to,
+)
 from support.forked import process
 from support.ranks import on_living_ranks
 from support.replacing import replaced
 from support.stores import flip
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import csd_optim.store.format
 from csd_optim import (
-    CSDSGD,
-    CSDAdagrad,
     CSDAdam,
     CSDBusyError,
     CSDError,
-    CSDLion,
     CSDOSError,
-    CSDRMSprop,
     CSDStoreError,
     CSDStoreExistsError,
     CSDValueError,
 )
-from csd_optim.checkpoint.export import export_torch
-from csd_optim.checkpoint.parts import Whole, check_divided
+from csd_optim.checkpoint.parts import Division, Whole, block_of, ranks_that_cover
 from csd_optim.checkpoint.reshard import reshard
 from csd_optim.checkpoint.verify import verify
 from csd_optim.distributed.sharding import rows_of
@@ -51,180 +59,8 @@ from csd_optim.store.recovery import RanksStore, common_commits, last_round
 
 pytestmark = [pytest.mark.at_hand("reshard reads and makes the stores"), pytest.mark.fp32_states("names its codecs")]
 
-TILE = 1024
-DENSE = {"weight": (43, 37), "rows": (130,), "one": (1, 7), "late": (12, 30), "waiting": (9, 5)}
-KINDS = {  # FSDP2 shards contiguous parameters of one dtype only
-    "fsdp2": DENSE,
-    "any": {**DENSE, "columns": (70, 33), "bits16": (37, 40), "phase": (7, 3), "scalar": (), "empty": (0, 3)},
-    "groups": {"weight": (12, 64), "rows": (6, 4, 32), "vector": (256,)},  # 8-bit: 2, 3 and 4 ranks have whole groups
-    "odd": {"weight": (12, 64), "odd": (13, 37)},
-    "large": {"weight": (90, 50), "columns": (70, 60), "small": (5,)},  # Top-K divides no small ones
-    "tiny": {"weight": (12, 64), "small": (3,)},
-}
-RULES = {
-    "AdamW": (CSDAdam, {}),
-    "amsgrad": (CSDAdam, {"amsgrad": True}),
-    "8bit": (CSDAdam, {"state_dtype": "8bit"}),
-    "Top-K": (CSDAdam, {"topk": 0.1}),
-    "SGD": (CSDSGD, {"momentum": 0.9}),
-    "Adagrad": (CSDAdagrad, {}),
-    "RMSprop": (CSDRMSprop, {"centered": True}),
-    "Lion": (CSDLion, {}),
-}
-
-
-# ---- trainings -----------------------------------------------------------------------
-
-
-class DividedTraining:
-    """A rank's training: `division` says how parameters are divided over `size` ranks, `rule` is a key of RULES."""
-
-    def __init__(self, kind, division, rank=0, size=1, devices="ram:", rule="AdamW", **options):
-        self.rank, self.size, self.division = rank, size, division
-        self.model = torch.nn.ParameterDict()
-        for name, shape in KINDS[kind].items():
-            value = _noise(shape, name)
-            if name == "columns":
-                value = _noise(shape[::-1], name).t()
-            self.model[name] = value.to({"bits16": torch.bfloat16, "phase": torch.complex64}.get(name, torch.float32))
-        if division == "fsdp2":
-            fully_shard(self.model)
-        elif division == "columns":
-            for name in self.model:
-                mesh = dist.device_mesh.init_device_mesh("cpu", (size,))
-                self.model[name] = torch.nn.Parameter(distribute_tensor(self.model[name].detach(), mesh, [Shard(1)]))
-        class_, own = RULES[rule]
-        options = {"tile_size": TILE, "sharded": division != "none", **own, **options}
-        self.opt = class_(self.model.named_parameters(), lr=0.01, devices=devices, **options)
-        self.done = self.opt.committed_step if self.opt.state else 0
-
-    def until(self, step):
-        while self.done < step:
-            for name, p in self.model.items():
-                if name == "waiting" or (name == "late" and self.done < 2):
-                    continue
-                grad = _noise(p.shape, f"{name} {self.done}").to(p.dtype)
-                p.grad = distribute_tensor(grad, p.device_mesh, p.placements) if isinstance(p, DTensor) else grad
-            self.opt.user_state = {"rank": self.rank}
-            self.opt.step()
-            self.done += 1
-        return self
-
-    def image(self):
-        """This rank's part of all states, its parameters, and their `step`."""
-        found = {}
-        for name, p in self.model.items():
-            for key, value in {"itself": p.detach(), **self.opt.state.get(p, {})}.items():
-                value = value.to_local() if isinstance(value, DTensor) else value
-                own = key == "itself" and self.division == "ddp" and p.dim()
-                found[name, key] = self._rows(value, p).clone() if own else value.clone()
-        return found
-
-    def of_twin(self, image):
-        """This rank's part of what a training alone has."""
-        divided = self.division != "none"
-        return {
-            (name, key): self._rows(value, value) if divided and value.dim() and key != "step" else value
-            for (name, key), value in image.items()
-        }
-
-    def _rows(self, value, p):
-        return value.narrow(0, *rows_of(p.shape[0], self.size, self.rank))
-
-
-def _noise(shape, name):
-    seed = torch.Generator().manual_seed(sum(ord(c) * 31**i for i, c in enumerate(name)) % 2**31)
-    return torch.randn(shape, generator=seed)
-
-
-@functools.cache
-def twin(kind, step, rule="AdamW"):
-    training = DividedTraining(kind, "alone", rule=rule)
-    return training.until(step).image()
-
-
-def places(run, rank, n=1):
-    return [f"{run}-{rank}-{d}" for d in range(n)]
-
-
-def names(run, size, n=1):
-    """The directories of all ranks."""
-    return [place for rank in range(size) for place in places(run, rank, n)]
-
-
-def to(run, n=1):
-    return [f"{run}-{{rank}}-{d}" for d in range(n)]
-
-
-def begins(rank, size, kind, division, run, step, n, rule="AdamW", options=None):
-    training = DividedTraining(kind, division, rank, size, places(run, rank, n), rule, **(options or {}))
-    training.until(step).opt.synchronize()
-    training.opt.close()
-
-
-def goes_on(rank, size, kind, division, run, n, rule, twins):
-    """Resumes, compares with a training alone, and does so again after more steps. `twins`: its images, by step."""
-    training = DividedTraining(kind, division, rank, size, places(run, rank, n), rule, resume=True)
-    with training.opt as opt:
-        assert opt.committed_step == training.done == min(twins)
-        for last, image in twins.items():
-            training.until(last)
-            assert_same(training.image(), training.of_twin(image))
-        opt.synchronize()
-        return opt.user_state["rank"]
-
-
-def on(size, function, *arguments, directory):
-    if size > 1:
-        return on_living_ranks(size, function, size, *arguments, directory=directory)
-    with _chdir(directory):
-        return [function(0, 1, *arguments)]
-
-
-@contextlib.contextmanager
-def _chdir(directory):
-    before = os.getcwd()
-    os.chdir(directory)
-    try:
-        yield
-    finally:
-        os.chdir(before)
-
-
-def resumed(size, kind, division, run, step, n=1, rule="AdamW", *, directory):
-    """Resume, and compare: see goes_on()."""
-    twins = {last: twin(kind, last, rule) for last in (step, step + 2)}
-    return on(size, goes_on, kind, division, run, n, rule, twins, directory=directory)
-
-
-def files(directory, run):
-    return {path.name: (path / FILE_NAME).read_bytes() for path in sorted(directory.glob(f"{run}-*"))}
-
-
-def exported(directory, run, size, n=1):
-    [out] = export_torch([directory / name for name in names(run, size, n)], directory / f"{run}.pt")
-    found = torch.load(out)
-    del found["csd_optim"]["user_state"]
-    for p in found["csd_optim"]["params"]:
-        del p["stride"]  # of ranks' stores, an export is in index order
-    return found
-
 
 # ---- exact, whatever the numbers -----------------------------------------------------
-
-CHANGES = {
-    "DDP 3 to 2": ("any", ("ddp", 3, 1), ("ddp", 2, 1), None),
-    "DDP 2 to 3, with other devices": ("any", ("ddp", 2, 2), ("ddp", 3, 1), None),
-    "FSDP2 2 to 3": ("fsdp2", ("fsdp2", 2, 1), ("fsdp2", 3, 2), None),
-    "FSDP2 3 to DDP 2": ("fsdp2", ("fsdp2", 3, 1), ("ddp", 2, 1), "ddp"),
-    "DDP 2 to FSDP2 3": ("fsdp2", ("ddp", 2, 1), ("fsdp2", 3, 1), None),
-    "one to 3": ("any", ("alone", 1, 2), ("ddp", 3, 1), None),
-    "2 to one": ("any", ("ddp", 2, 1), ("alone", 1, 3), None),
-    "one to replicas": ("any", ("alone", 1, 1), ("none", 2, 1), "none"),
-    "replicas to 3": ("any", ("none", 2, 1), ("none", 3, 1), None),
-    "replicas to rows": ("any", ("none", 2, 1), ("ddp", 3, 1), "fsdp2"),
-    "the same number": ("any", ("ddp", 2, 1), ("ddp", 2, 2), None),
-}
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -232,7 +68,7 @@ def test_goes_on_to_the_bit(change, tmp_path):
     kind, (division, size, n), (now, new_size, m), sharding = CHANGES[change]
     on(size, begins, kind, division, "old", 3, n, directory=tmp_path)
     before = files(tmp_path, "old")
-    with _chdir(tmp_path):
+    with inside(tmp_path):
         said = reshard(names("old", size, n), to("new", m), new_size, sharding=sharding, tile_elems=2048)
     assert (said["step"], said["ranks"], said["of_ranks"], said["made_before"]) == (3, new_size, size, False)
     assert said["user_states_differ"] == (size > 1 and size != new_size)
@@ -245,17 +81,17 @@ def test_goes_on_to_the_bit(change, tmp_path):
         "sequences": [read_contents(tmp_path / f"old-{rank}-0").superblock.sequence for rank in range(size)],
     }
     assert (new.superblock.sequence, "origin" in new.manifest["features"]) == (1, True)
-    if division != "fsdp2":
+    if not division.startswith(("fsdp2", "hsdp")):
         assert_same(exported(tmp_path, "new", new_size, m), exported(tmp_path, "old", size, n))
     users = resumed(new_size, kind, now, "new", 3, m, directory=tmp_path)
-    assert len(users) == new_size
+    assert users == [r if r < size else 0 for r in range(new_size)]
     assert read_contents(tmp_path / "new-0-0").origin == new.origin  # parameters that join leave it there
 
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule not in ("AdamW", "8bit", "Top-K")])
 def test_states_of_every_rule(rule, tmp_path):
     on(2, begins, "any", "ddp", "old", 3, 1, rule, directory=tmp_path)
-    with _chdir(tmp_path):
+    with inside(tmp_path):
         reshard(names("old", 2), to("new"), 3)
     resumed(3, "any", "ddp", "new", 3, 1, rule, directory=tmp_path)
 
@@ -281,7 +117,7 @@ def test_there_and_back(tmp_path, run):
 def test_residuals(tmp_path):
     """They keep their bits, though Top-K then selects in other tiles."""
     on(3, begins, "large", "ddp", "old", 3, 1, "Top-K", directory=tmp_path)
-    with _chdir(tmp_path):
+    with inside(tmp_path):
         reshard(names("old", 3), to("new", 2), 2)
     old, new = exported(tmp_path, "old", 3), exported(tmp_path, "new", 2, 2)
     assert [bool(state["residual"].any()) for state in old["state"].values() if "residual" in state] == [True, True]
@@ -296,7 +132,7 @@ def test_the_steps_that_all_ranks_have(tmp_path):
     shutil.copy(file, tmp_path / "newest")
     resumed(2, "any", "ddp", "old", 3, directory=tmp_path)
     shutil.copy(tmp_path / "newest", file)
-    with _chdir(tmp_path), pytest.raises(CSDStoreError, match=r"no step in common \(rank 0: \[5.*rank 1: \[3"):
+    with inside(tmp_path), pytest.raises(CSDStoreError, match=r"no step in common \(rank 0: \[5.*rank 1: \[3"):
         reshard(names("old", 2), to("new"), 3)
     assert not [*tmp_path.glob("new-*")]
 
@@ -308,11 +144,11 @@ def test_the_steps_that_all_ranks_have(tmp_path):
 def test_codes_that_line_up(size, new_size, tmp_path):
     if size == 4:  # made here, as four processes are not worth it
         on(1, begins, "groups", "alone", "first", 3, 1, "8bit", directory=tmp_path)
-        with _chdir(tmp_path):
+        with inside(tmp_path):
             reshard(names("first", 1), to("old"), 4)
     else:
         on(size, begins, "groups", "ddp" if size > 1 else "alone", "old", 3, 1, "8bit", directory=tmp_path)
-    with _chdir(tmp_path):
+    with inside(tmp_path):
         if (size, new_size) == (2, 3):  # 256 elements in three parts are no whole groups
             with pytest.raises(CSDStoreError, match="8bit states of vector would have to be encoded anew"):
                 reshard(names("old", size), to("new"), new_size)
@@ -327,7 +163,7 @@ def test_codes_that_line_up(size, new_size, tmp_path):
 
 def test_codes_that_do_not_line_up(tmp_path):
     on(2, begins, "odd", "ddp", "old", 1, 1, "8bit", directory=tmp_path)
-    with _chdir(tmp_path):
+    with inside(tmp_path):
         with pytest.raises(CSDStoreError, match=r"8bit states of odd would have to be encoded anew.*export and import"):
             reshard(names("old", 2), to("new"), 3)
         assert not [*tmp_path.glob("new-*")]
@@ -352,7 +188,7 @@ def test_shared_elements(order, scale):
             for k, n in ((rank, size), (new_rank, new_size)):
                 first, rows = rows_of(7, n, k)
                 in_memory = numbers[first : first + rows].transpose([*order, 3]).reshape(-1)
-                parts.append((whole.of_rank(k, n, divided=True), in_memory))
+                parts.append((whole.part(first, rows), in_memory))
             (old, here), (new, there) = parts
             assert (old.numel, new.numel) == (len(here), len(there))
             first = int(rng.integers(0, old.numel + 1))
@@ -373,23 +209,55 @@ def entry(shape, whole, first):
 @pytest.mark.parametrize(
     "p",
     [
-        entry([4, 5], [8, 5], [4, 0]),  # HSDP: rank 1 of 2 x 2 has a quarter from elsewhere, or with sharded=False half
-        entry([2, 5], [8, 5], [4, 0]),
         entry([8, 2], [8, 5], [0, 2]),  # tensor parallelism
-        entry([8, 5], [8, 5], [0, 0]),  # Replicate()
-        entry([], [], []),
+        entry([4, 2], [8, 5], [4, 0]),
+        entry([2, 5], [8, 5], [4, 1]),  # made up
     ],
 )
 def test_parts_that_are_no_rows(p):
-    with pytest.raises(CSDStoreError, match="p is divided otherwise than DDP and FSDP2 divide rows: rank 1 of 4"):
-        check_divided(p, 1, 4, "store")
-    check_divided(entry([2, 5], [8, 5], [2, 0]), 1, 4, "store")
-    check_divided(entry([0, 5], [1, 5], [7, 0]), 1, 4, "store")
+    with pytest.raises(CSDStoreError, match="p is not divided by rows: rank 1 of 4"):
+        block_of(p, "store", 1, 4)
+    assert block_of(entry([2, 5], [8, 5], [2, 0]), "store", 1, 4) == (2, 2)
+    assert block_of(entry([0, 5], [1, 5], [7, 3]), "store", 1, 4) == (7, 0)
+    assert block_of(entry([], [], []), "store", 1, 4) == (0, 1)
+    assert block_of({"name": "p", "shape": [3, 2]}, "store", 1, 4) == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "owners"),
+    [
+        ([(0, 3), (3, 2)], [0, 1]),
+        ([(3, 2), (0, 3)], [0, 1]),
+        ([(0, 3), (3, 2), (0, 3), (3, 2)], [0, 1]),  # HSDP with sharded=False: replicas
+        ([(0, 2), (3, 1), (2, 1), (4, 1)], [0, 1, 2, 3]),  # HSDP
+        ([(0, 5), (0, 5)], [0]),
+        ([(0, 5), (5, 0), (9, 0)], [0]),
+        ([(0, 3), (2, 3)], None),
+        ([(0, 3), (3, 1)], None),
+        ([(0, 2), (3, 2), (0, 2)], None),  # a replica hides no hole
+        ([(0, 5), (0, 3)], None),
+        ([(1, 4)], None),
+    ],
+)
+def test_blocks_that_cover_all_rows(blocks, owners):
+    assert ranks_that_cover(dict(enumerate(blocks)), 5) == owners
+
+
+@pytest.mark.parametrize(("replicas", "shards"), [(1, 3), (2, 2), (3, 1), (2, 3)])
+def test_rows_of_a_division(replicas, shards):
+    for rows in (0, 1, 3, 7, 12, 40):
+        blocks = {rank: Division(shards, replicas).rows_of(rows, rank) for rank in range(replicas * shards)}
+        owners = ranks_that_cover(blocks, rows)
+        assert owners is not None
+        assert sorted(owners) == [rank for rank, (_, n) in blocks.items() if n]
 
 
 def test_tensor_parallelism(tmp_path):
     on(2, begins, "odd", "columns", "old", 1, 1, directory=tmp_path)
-    with _chdir(tmp_path), pytest.raises(CSDStoreError, match="weight is divided otherwise than DDP and FSDP2"):
+    with (
+        inside(tmp_path),
+        pytest.raises(CSDStoreError, match=r"weight is not divided by rows: rank 0 of 2"),
+    ):
         reshard(names("old", 2), to("new"), 3)
 
 
@@ -401,7 +269,7 @@ def two(tmp_path_factory):
     """Stores of 2 ranks. To be copied, not changed."""
     directory = tmp_path_factory.mktemp("two")
     on(1, begins, "any", "alone", "one", 3, 1, directory=directory)
-    with _chdir(directory):
+    with inside(directory):
         reshard(names("one", 1), to("old"), 2, tile_elems=TILE)
     return directory
 
@@ -437,7 +305,7 @@ def test_wrong_stores(old, two):
     refused([*old, "twice"], "name all 1 of them, each once, not 2")
     refused([], "Invalid devices", error=CSDValueError)
     refused([old[0], "gone"], "there is no store in", error=CSDOSError)
-    with _chdir(_here()):
+    with inside(_here()):
         reshard([two / "one-0-0"], to("foreign"), 2)
     refused([old[0], "foreign-1-0"], "is of another run than rank 0's")
     assert nothing_new()
@@ -465,6 +333,7 @@ def test_wrong_names(old):
     refused(old, "is one of the old stores", error=CSDValueError, ranks=2, new=["old-{rank}-0"])
     refused(old, "there is no directory", error=CSDOSError, new=["not/there-{rank}"])
     refused(old, "Invalid sharding: 'tensor'", error=CSDValueError, sharding="tensor")
+    refused(old, "'hsdp:2x2' is a mesh of 4 ranks, not of 3", error=CSDValueError, sharding="hsdp:2x2")
     refused(old, "Invalid ranks: 0", error=CSDValueError, ranks=0)
     assert nothing_new()
 
@@ -630,7 +499,7 @@ def test_killed_at_every_write(tmp_path, monkeypatch):
     kinds = {outcome if len(outcome) < 10 else "error" for outcome in outcomes}
     assert kinds == {"nothing", "error", "all"}
     errors = [outcome for outcome in outcomes if len(outcome) > 10]
-    assert all("csd-optim reshard was stopped" in e and "Run it again" in e and "rank" in e for e in errors)
+    assert all("was stopped before all new stores" in e and "Run it again" in e and "rank" in e for e in errors)
     assert outcomes == sorted(outcomes, key=lambda o: {"nothing": 0, "all": 2}.get(o, 1))
 
 
@@ -645,7 +514,7 @@ def test_ranks_do_not_begin_anew_beside_a_store_that_was_made(old):
     shutil.rmtree("new-1-0")
     for text in on(2, resumes, directory=_here()):
         assert "no store on rank 1, but rank 0 has" in text
-        assert "csd-optim reshard was stopped before all new stores were there. Run it again" in text
+        assert "was stopped before all new stores were there. Run it again" in text
     assert not reshard(old, to("new"), 2)["made_before"]
     assert reshard(old, to("new"), 2)["made_before"]
     resumed(2, "any", "ddp", "new", 3, 1, directory=_here())
@@ -655,7 +524,7 @@ def test_ranks_do_not_begin_anew_beside_a_store_that_was_made(old):
 def test_devices_do_not_begin_anew(old):
     reshard(old, to("new", 2), 1)
     shutil.rmtree("new-0-1")
-    with pytest.raises(CSDStoreError, match=r"holds no store, but .* does: csd-optim reshard was stopped"):
+    with pytest.raises(CSDStoreError, match=r"holds no store, but .* does: csd-optim reshard.* was stopped"):
         DividedTraining("any", "alone", devices=places("new", 0, 2), resume=True)
 
 
