@@ -43,13 +43,17 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 def directories(paths: Paths) -> list[Path]:
-    """Return the directories of all devices in `paths`: stores, named by their directory or file, and snapshots."""
+    """Return the directories of all devices in `paths`: stores, named by their directory or file, and snapshots.
+
+    A snapshot of several ranks has those of all ranks that were saved there.
+    """
     found: list[Path] = []
     for path in [paths] if isinstance(paths, (str, os.PathLike)) else paths:
         place = Path(path).expanduser()
         if place.is_dir() and not (place / FILE_NAME).exists():
-            inside = [file.parent for file in place.glob(f"device-*/{FILE_NAME}")]
-            found += sorted(inside, key=lambda d: (len(d.name), d.name)) or [place]
+            names = f"device-*/{FILE_NAME}", f"rank-*/device-*/{FILE_NAME}"
+            inside = [file.parent for name in names for file in place.glob(name)]
+            found += sorted(inside, key=lambda d: (len(d.parts), *((len(n), n) for n in d.parts))) or [place]
         elif place.is_dir():
             found.append(place)
         elif place.name == FILE_NAME:

@@ -77,17 +77,23 @@ def open_engine(
 
 
 def agree_on_devices(
-    ranks: Ranks | RanksElsewhere | None, mode: Mode, *, durable: bool, in_memory: bool, elsewhere: bool = False
+    ranks: Ranks | RanksElsewhere | None,
+    mode: Mode,
+    *,
+    durable: bool,
+    in_memory: bool,
+    elsewhere: bool = False,
+    from_others: bool = False,
 ) -> bool:
     """Return whether all ranks' devices are `in_memory`. A collective; raises CSDValueError if they do not go together.
 
-    `elsewhere`: they are optimizer ranks'.
+    `elsewhere`: they are optimizer ranks'. `from_others`: their stores are made from others first (resume_from).
     """
-    own = durable, get_args(Mode).index(mode), elsewhere, in_memory
+    own = durable, get_args(Mode).index(mode), elsewhere, from_others, in_memory
     of_ranks = ranks.gather(*own) if ranks else [own]
     if len({tuple(others) for *others, _ in of_ranks}) > 1:
         raise CSDValueError(
             "Invalid devices, resume or overwrite: directories, or optimizer ranks, keep the state on all ranks or on "
-            "none, and all ranks resume or none"
+            "none, and all ranks resume or none, with resume_from or without"
         )
     return all(of_rank for *_, of_rank in of_ranks)

@@ -105,6 +105,9 @@ class CSDAdam(CSDOptimizer, _AdamOrAdamW):
         max_grad_norm: scale gradients so that their global 2-norm, in fp32, is at most this.
         resume: go on from the last committed step of the store in these directories, with its parameters,
             hyperparameters, states and `user_state`. Where there is no store yet, a new one is created.
+        resume_from: with ``resume=True``, the directories of all devices of all ranks of an earlier run, on any number
+            of ranks, or a snapshot: each rank makes its own stores from them, which its `devices` name, and goes on
+            from there. Old stores are only read. Where the new stores are there already, they count.
         overwrite: erase a store that a named directory already holds.
         tile_size: elements per tile (unit of I/O and update), rounded up to whole pages; None: chosen automatically.
         process_group: the ranks that train together; None: all of torch.distributed's, if that is initialised. They
@@ -134,7 +137,8 @@ class CSDAdam(CSDOptimizer, _AdamOrAdamW):
 
     In named directories every step is committed in the background, while training goes on: `committed_step` is the
     last one that is durable. `user_state`, a small dict of plain values and tensors (epoch, position in the data, RNG
-    state), is committed with the step() that follows its assignment.
+    state), is committed with the step() that follows its assignment. `resumed_user_states` is a list of what was
+    resumed: with `resume_from` each old rank's, by rank, until the first step; else this process's alone.
 
     A value that is written to a parameter from outside becomes its new master, if torch counts the write: write under
     ``torch.no_grad()``. Writes through ``p.data`` or NumPy are noticed for fp32 parameters in host memory only, and not

@@ -72,6 +72,7 @@ class CSDOptimizer(StatesOnDevices, Joinable):
     _step_supports_amp_scaling: bool
     _owner_address: Address | None  # of the optimizer rank whose devices it uses
     sharded: bool
+    resumed_user_states: list[dict[str, Any]]
 
     def __init__(
         self,
@@ -83,6 +84,7 @@ class CSDOptimizer(StatesOnDevices, Joinable):
         topk_warmup: int = 0,
         max_grad_norm: float | None = None,
         resume: bool = False,
+        resume_from: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
         overwrite: bool = False,
         tile_size: int | None = None,
         process_group: Any = None,
@@ -100,7 +102,7 @@ class CSDOptimizer(StatesOnDevices, Joinable):
         self.sharded = sharded
         self._options = {"tile_size": tile_size}
         shadow = kwargs.pop("shadow", True)
-        check_options(self, tile_size, resume=resume, overwrite=overwrite, shadow=shadow)
+        check_options(self, tile_size, resume=resume, resume_from=resume_from, overwrite=overwrite, shadow=shadow)
         check_state_dtype(state_dtype, rule=self._rule)
         self._init_attributes(ranks_of(process_group), sharded, state_dtype)
         specs: list[DeviceSpec] = []
@@ -119,10 +121,12 @@ class CSDOptimizer(StatesOnDevices, Joinable):
         # Declares that step() handles the loss scale itself; GradScaler then accepts fp16 gradients.
         self._step_supports_amp_scaling = True
         mode: Mode = "resume" if resume else "overwrite" if overwrite else "new"
+        user_states = [] if resume_from is None else self._make_stores(resume_from, specs)
         self._open(specs, self._ranks, mode)
         if resume:
             try:
                 self._adopt_store()
+                self.resumed_user_states = user_states or [self.user_state]
             except BaseException:
                 self.close()
                 raise
@@ -144,6 +148,7 @@ class CSDOptimizer(StatesOnDevices, Joinable):
         self._skipped = False
         self._last_start: float | None = None  # when it began
         self.user_state: dict[str, Any] = {}
+        self.resumed_user_states = [self.user_state]
 
     def _adopt_store(self) -> None:
         engine, steps = self._settled_engine(), self._steps

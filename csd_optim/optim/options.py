@@ -27,6 +27,7 @@ class Options(TypedDict, total=False):
     topk_warmup: int
     max_grad_norm: float | None
     resume: bool
+    resume_from: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
     overwrite: bool
     tile_size: int | None
     process_group: Any
@@ -34,7 +35,7 @@ class Options(TypedDict, total=False):
     state_dtype: str
 
 
-def check_options(a: Any, tile_size: Any, *, resume: bool, overwrite: bool, shadow: bool) -> None:
+def check_options(a: Any, tile_size: Any, *, resume: bool, resume_from: object, overwrite: bool, shadow: bool) -> None:
     """Raise CSDValueError for an invalid one. `a`: the optimizer, which has the others as attributes.
 
     `shadow`: an option that there once was; False kept one copy of the states instead of two.
@@ -54,6 +55,8 @@ def check_options(a: Any, tile_size: Any, *, resume: bool, overwrite: bool, shad
         raise CSDValueError(f"Invalid sharded: {a.sharded!r}; it is True or False")
     if resume and overwrite:
         raise CSDValueError("resume=True and overwrite=True exclude each other")
+    if resume_from is not None and not resume:
+        raise CSDValueError("resume_from needs resume=True: it says from which other stores these are to continue")
     if not shadow:
         raise CSDValueError(
             "Invalid shadow: False; there are two copies of the states, so that every step can be undone. To save "

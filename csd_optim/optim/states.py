@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from torch.utils.hooks import RemovableHandle
 from ..checkpoint import files
 from ..checkpoint import snapshot as checkpoint
 from ..checkpoint import state_dict as stored
+from ..checkpoint.resume_from import make_own_stores
+from ..devices.spec import DeviceSpec
 from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..distributed.sharding import whole_of
 from ..engine.engine import Engine
@@ -25,6 +27,7 @@ from ..params.decoded_entry import DecodedEntry
 from ..params.memory_warnings import DECODED, FETCHED, warn_if_large
 from ..params.state_map import StateMap
 from ..params.update_rule import UpdateRule
+from ..serve.address import Address
 from ..signals import defer_signals
 from ..step.mode import InStep
 from ..step.steps import Steps
@@ -37,11 +40,23 @@ class StatesOnDevices(Optimizer):
     grad_dtype: torch.dtype | None
     _rule: UpdateRule
     _ranks: Ranks | None
+    _options: dict[str, Any]
+    _owner_address: Address | None
     _engine: Engine | None
     _state_map: StateMap
     _steps: Steps
     _mode: InStep
     _consolidated_hook: RemovableHandle | None  # puts all ranks' states into state_dict()
+
+    def _make_stores(self, old: checkpoint.Paths, specs: Sequence[DeviceSpec]) -> list[dict[str, Any]]:
+        """Make the stores on these devices from others: see make_own_stores()."""
+        if self._owner_address:
+            raise CSDValueError(
+                "resume_from makes stores in directories of this process, and serve:// has an owner: run csd-optim "
+                "reshard on the owner's machine (docs/optimizer-ranks.md)"
+            )
+        tile_elems = self._options["tile_size"]
+        return make_own_stores(old, specs, self.param_groups, self._state_map, self._ranks, tile_elems)
 
     # ---- with no step in flight --------------------------------------------------------
 

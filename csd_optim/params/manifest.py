@@ -31,11 +31,11 @@ def manifest(
     params = []
     for state, (extent, start) in zip(param_states, state_map, strict=True):
         k, i = place_of.get(id(state.param), (-1, -1)) if state.alive else (-1, -1)
-        about = {"name": state.name, "group": k, "position": i, **_describe_param(state.param, state.part)}
+        about = {"name": state.name, "group": k, "position": i, **describe_param(state.param, state.part)}
         params.append(about | {"stride": list(state.stride), "extent": extent, "start": start, "numel": state.numel})
     placed = {id(state.param) for state in param_states if state.alive}
     waiting = [
-        {"name": name_of(groups, k, i), "group": k, "position": i, **_describe_param(p, part_of(p))}
+        {"name": name_of(groups, k, i), "group": k, "position": i, **describe_param(p, part_of(p))}
         for k, i, p in members(groups)
         if id(p) not in placed
     ]
@@ -83,7 +83,8 @@ def codec_difference(stored: dict[str, Any], groups: Groups, codec_of: CodecOf) 
     return None
 
 
-def _describe_param(p: torch.Tensor, part: Partition) -> dict[str, Any]:
+def describe_param(p: torch.Tensor, part: Partition) -> dict[str, Any]:
+    """Return what the manifest says of a parameter's part on this process: shape, dtype, and of what it is a part."""
     shape = None if is_lazy(p) else list(part.of(p).shape)
     return {"shape": shape, "dtype": str(p.dtype).removeprefix("torch."), **part.manifest_fields()}
 
@@ -91,7 +92,7 @@ def _describe_param(p: torch.Tensor, part: Partition) -> dict[str, Any]:
 def digest_of_groups(groups: Groups, part_of: PartOf) -> str:
     """Return what identifies a model: digest_of_entries() of the manifest that these groups have."""
     return digest_of_entries(
-        {"group": k, "position": i, **_describe_param(p, part_of(p))} for k, i, p in members(groups)
+        {"group": k, "position": i, **describe_param(p, part_of(p))} for k, i, p in members(groups)
     )
 
 
@@ -105,7 +106,7 @@ def first_difference(stored: dict[str, Any], groups: Groups, part_of: PartOf) ->
     """Describe the first difference between a manifest and the optimizer's groups; None if they agree."""
     placed = {(e["group"], e["position"]) for e in stored["params"]}
     there = {(e["group"], e["position"]): e for e in (*stored["params"], *stored["waiting"]) if e["group"] >= 0}
-    here = {(k, i): {"name": name_of(groups, k, i), **_describe_param(p, part_of(p))} for k, i, p in members(groups)}
+    here = {(k, i): {"name": name_of(groups, k, i), **describe_param(p, part_of(p))} for k, i, p in members(groups)}
     for k, i in sorted({*there, *here}):
         a, b, by_place = there.get((k, i)), here.get((k, i)), f"{k}.{i}"
         if a is None or b is None:

@@ -278,7 +278,7 @@ class Contents:
 
     @property
     def origin(self) -> dict[str, Any] | None:
-        """The commit of other stores that this one was made from, by `csd-optim reshard`; None: it began as itself."""
+        """The commit of other stores that this one was made from (reshard, resume_from); None: it began as itself."""
         origin: dict[str, Any] | None = self.manifest.get("origin")
         return origin
 

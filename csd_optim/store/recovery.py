@@ -11,7 +11,10 @@ from .file import StoreFile
 from .format import UNDER_WAY, Contents
 from .layout import SLOTS
 
-AGAIN = ": csd-optim reshard was stopped before all new stores were there. Run it again; the old stores are unchanged"
+AGAIN = (
+    ": csd-optim reshard, or resume_from, was stopped before all new stores were there. Run it again; the old stores "
+    "are unchanged"
+)
 
 
 def common_commit(stores: Sequence[StoreFile]) -> list[Contents]:
@@ -98,7 +101,7 @@ class RanksStore:
     world_size: int
     is_first: bool  # whether the newest commit is the first one of a new training
     steps: dict[int, int]  # by round, the newest first
-    is_resharded: bool = False  # whether it is the first one that `csd-optim reshard` has made; only for messages
+    is_resharded: bool = False  # whether it is the first one of a store made from others; only for messages
 
     @classmethod
     def of(cls, commits: list[list[Contents]]) -> RanksStore | None:
@@ -152,6 +155,6 @@ def other_world_size(store: RanksStore | Contents, size: int) -> str:
     )
     return (
         f"{store.path} is the store of {was}, and {now}: the states are divided otherwise. To continue from it, start "
-        "as many processes as before. To change their number, make new stores of theirs with `csd-optim reshard`, or "
-        "save with torch.distributed.checkpoint there, and load that here (docs/distributed.md)"
+        "as many processes as before. To change their number, make new stores of theirs with `resume_from` or "
+        "`csd-optim reshard`, or save with torch.distributed.checkpoint there, and load that here (docs/distributed.md)"
     )

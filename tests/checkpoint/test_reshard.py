@@ -84,7 +84,7 @@ def test_goes_on_to_the_bit(change, tmp_path):
     if not division.startswith(("fsdp2", "hsdp")):
         assert_same(exported(tmp_path, "new", new_size, m), exported(tmp_path, "old", size, n))
     users = resumed(new_size, kind, now, "new", 3, m, directory=tmp_path)
-    assert users == [r if r < size else 0 for r in range(new_size)]
+    assert users == [(r if r < size else 0, [r if r < size else 0]) for r in range(new_size)]
     assert read_contents(tmp_path / "new-0-0").origin == new.origin  # parameters that join leave it there
 
 

@@ -7,6 +7,7 @@ ranks.
 import contextlib
 import functools
 import os
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -166,17 +167,21 @@ def begins(rank, size, kind, division, run, step, n, rule="AdamW", options=None)
 def goes_on(rank, size, kind, division, run, n, rule, twins, options):
     """Resumes, compares with a training alone, and does so again after more steps. `twins`: its images, by step.
 
-    Returns whose `user_state` it has.
+    Returns whose `user_state` it has, and whose all those are that were resumed.
     """
-    training = DividedTraining(kind, division, rank, size, places(run, rank, n), rule, resume=True, **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "user_state differs")
+        training = DividedTraining(kind, division, rank, size, places(run, rank, n), rule, resume=True, **options)
     with training.opt as opt:
+        resumed_user_states = [state["rank"] for state in opt.resumed_user_states]
+        assert opt.user_state["rank"] in resumed_user_states
         own = opt.user_state["rank"]
         assert opt.committed_step == training.done == min(twins)
         for last, image in twins.items():
             training.until(last)
             assert_same(training.image(), training.of_twin(image))
         opt.synchronize()
-        return own
+        return own, resumed_user_states
 
 
 def on(size, function, *arguments, directory):

@@ -1,0 +1,352 @@
+"""resume_from: each rank makes its own stores from those of any number of ranks, with the bits of csd-optim reshard.
+
+Whatever is wrong is refused by all ranks before anything is written. A kill at any call leaves the old stores as they
+are, and the same script, started again, goes on: whether the new stores were made, half made, or trained with since.
+"""
+
+import functools
+import os
+import shutil
+import signal
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from support.comparing import assert_same
+from support.divided import (
+    CHANGES,
+    TILE,
+    DividedTraining,
+    begins,
+    exported,
+    files,
+    inside,
+    names,
+    on,
+    places,
+    resumed,
+    to,
+    twin,
+)
+from support.forked import process
+from support.ranks import KILLED, on_living_ranks, on_ranks
+from support.stores import flip
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from csd_optim import CSDSGD, CSDAdam, CSDError, CSDOSError, CSDStoreError, CSDValueError, CSDWarning
+from csd_optim.checkpoint.reshard import reshard
+from csd_optim.checkpoint.verify import verify
+from csd_optim.store.file import StoreFile
+from csd_optim.store.format import FILE_NAME, read_contents
+
+pytestmark = [
+    pytest.mark.at_hand("resume_from reads and makes stores in directories"),
+    pytest.mark.fp32_states("names its codecs"),
+]
+
+
+def makes(rank, size, kind, division, n, options):
+    """Makes the stores, and takes no step."""
+    DividedTraining(kind, division, rank, size, places("new", rank, n), resume=True, **options).opt.close()
+
+
+@pytest.mark.filterwarnings("ignore:user_state differs")
+@pytest.mark.parametrize("change", CHANGES)
+def test_goes_on_to_the_bit(change, tmp_path):
+    kind, (division, size, n), (now, new_size, m), sharding = CHANGES[change]
+    on(size, begins, kind, division, "old", 3, n, directory=tmp_path)
+    before, old = files(tmp_path, "old"), names("old", size, n)
+    on(new_size, makes, kind, now, m, {"resume_from": old}, directory=tmp_path)
+    new = [tmp_path / name for name in names("new", new_size, m)]
+    assert not any(v.damage or v.unchecked for v in verify(new))
+    with inside(tmp_path):
+        reshard(old, to("offline", m), new_size, sharding=sharding, tile_elems=TILE)
+    for name in names("new", new_size, m):
+        here, there = (read_contents(tmp_path / name.replace("new", run)).manifest for run in ("new", "offline"))
+        assert here == there
+    assert_same(exported(tmp_path, "new", new_size, m), exported(tmp_path, "offline", new_size, m))
+    users = resumed(new_size, kind, now, "new", 3, m, resume_from=old, directory=tmp_path)
+    assert users == [(r if r < size else 0, [*range(size)]) for r in range(new_size)]
+    users = resumed(new_size, kind, now, "new", 5, m, resume_from=old, directory=tmp_path)  # they have gone on
+    assert users == [(r, [r]) for r in range(new_size)]
+    assert files(tmp_path, "old") == before
+    assert len({read_contents(path).superblock.store_id for path in new}) == 1
+
+
+def test_residuals(tmp_path):
+    on(3, begins, "large", "ddp", "old", 3, 1, "Top-K", directory=tmp_path)
+    before = exported(tmp_path, "old", 3)
+    on(2, makes, "large", "ddp", 2, {"resume_from": names("old", 3), "topk": 0.1}, directory=tmp_path)
+    assert_same(exported(tmp_path, "new", 2, 2), before)
+
+
+def test_a_snapshot(tmp_path):
+    on(2, saves_and_goes_on, directory=tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("snapshot/*")) == ["rank-0", "rank-1"]
+    users = resumed(3, "any", "ddp", "new", 3, resume_from="snapshot", directory=tmp_path)
+    assert users == [(0, [0, 1]), (1, [0, 1]), (0, [0, 1])]
+    assert read_contents(tmp_path / "new-2-0").origin["world_size"] == 2
+
+
+def saves_and_goes_on(rank, size):
+    training = DividedTraining("any", "ddp", rank, size, places("old", rank, 2))
+    training.until(3).opt.save("snapshot")
+    training.until(4).opt.close()
+
+
+# ---- what is refused -----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """Stores of 2 ranks, and of a process alone. To be copied, not changed."""
+    directory = tmp_path_factory.mktemp("two")
+    on(1, begins, "any", "alone", "one", 3, 1, directory=directory)
+    with inside(directory):
+        reshard(names("one", 1), to("old"), 2, tile_elems=TILE)
+    return directory
+
+
+@pytest.fixture
+def old(two, tmp_path, monkeypatch):
+    """The names of 2 ranks' stores in the current directory."""
+    for name in names("old", 2):
+        shutil.copytree(two / name, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    return names("old", 2)
+
+
+def started(old, **options):
+    """A training alone that resumes from old stores."""
+    devices = options.pop("devices", places("new", 0))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "user_state differs")
+        return DividedTraining("any", "alone", devices=devices, resume=True, resume_from=old, **options)
+
+
+def refused(old, message, *, error=CSDStoreError, **options):
+    before = files(Path.cwd(), "old"), files(Path.cwd(), "new")
+    with pytest.raises(error, match=message):
+        started(old, **options)
+    assert (files(Path.cwd(), "old"), files(Path.cwd(), "new")) == before
+
+
+def test_wrong_old_stores(old, two):
+    refused(old[:1], "the store of rank 0 of 2: name those of all ranks")
+    refused([*old, old[1]], "named twice", error=CSDValueError)
+    refused([], "Invalid devices", error=CSDValueError)
+    refused([old[0], "gone"], "there is no store in", error=CSDOSError)
+    refused("old-{rank}-0", "there is no store in", error=CSDOSError)
+    with inside(Path.cwd()):
+        reshard([two / "one-0-0"], to("foreign"), 2)
+    refused([old[0], "foreign-1-0"], "is of another run than rank 0's")
+    flip(Path(old[1]), "exp_avg")
+    refused(old, "old-1-0.*exp_avg of tile 0 is damaged: elements 0 to .* of weight")
+    assert not [*Path.cwd().glob("new-*/*")]
+
+
+def test_wrong_arguments(old):
+    with pytest.raises(CSDValueError, match="resume_from needs resume=True"):
+        CSDAdam([torch.nn.Parameter(torch.zeros(3))], devices="new-0-0", resume_from=old)
+    refused(old, "resume_from makes a store on each device, and cannot on 'ram:'", error=CSDValueError, devices="ram:")
+    refused(old, "is one of the old stores", error=CSDValueError, devices=[old[1]])
+    refused(old, "run csd-optim reshard on the owner's machine", error=CSDValueError, devices="serve://127.0.0.1:9")
+    assert not [*Path.cwd().glob("new-*")]
+
+
+def test_another_model(old):
+    refused(old, "cannot be resumed: its states are those of the rule adamw", rule="SGD")
+    refused(old, "states of parameter weight are fp32 there, and state_dtype says 8bit", rule="8bit")
+    with pytest.raises(CSDStoreError, match="is the store of another model: "):
+        DividedTraining("groups", "alone", devices=places("new", 0), resume=True, resume_from=old)
+    assert not [*Path.cwd().glob("new-*")]
+
+
+def test_codes_that_do_not_line_up(tmp_path):
+    on(2, begins, "odd", "ddp", "old", 1, 1, "8bit", directory=tmp_path)
+    with inside(tmp_path), pytest.raises(CSDStoreError, match="8bit states of odd would have to be encoded anew"):
+        DividedTraining("odd", "alone", devices=places("new", 0), rule="8bit", resume=True, resume_from=names("old", 2))
+    assert not [*tmp_path.glob("new-*")]
+
+
+def error_of(rank, size, division, kind, options):
+    """The error with which a rank ends; `options` by rank."""
+    with pytest.raises(CSDError) as caught:
+        DividedTraining(kind, division, rank, size, places("new", rank), resume=True, **options[rank])
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def flat_parameters(rank, old):
+    model = FullyShardedDataParallel(torch.nn.Linear(20, 30), device_id=torch.device("cpu"))
+    with pytest.raises(CSDError) as caught:
+        CSDAdam(model.parameters(), devices=f"new-{rank}-0", resume=True, resume_from=old)
+    return str(caught.value)
+
+
+def test_all_ranks_refuse(old):
+    """Before any of them has written anything."""
+    from_old = {"resume_from": old}
+    on(1, begins, "odd", "alone", "matrices", 1, 1, directory=Path.cwd())
+    texts = on(2, error_of, "columns", "odd", [{"resume_from": "matrices-0-0"}] * 2, directory=Path.cwd())
+    assert all("this model: weight is not divided by rows: rank" in t for t in texts)
+    assert all("is a shard of FSDP1 here" in t for t in on_living_ranks(2, flat_parameters, old, directory=Path.cwd()))
+    texts = on(2, error_of, "ddp", "any", [from_old, {}], directory=Path.cwd())
+    assert all("all ranks resume or none, with resume_from or without" in text for text in texts)
+    texts = on(2, error_of, "ddp", "any", [from_old, {"resume_from": old[:1]}], directory=Path.cwd())
+    assert all("name those of all ranks" in text for text in texts)
+    shutil.copytree("old-0-0", "copy-0-0")
+    shutil.copytree("old-1-0", "copy-1-0")
+    goes_on_alone(names("copy", 2))
+    texts = on(2, error_of, "ddp", "any", [from_old, {"resume_from": ["alone-0-0"]}], directory=Path.cwd())
+    assert all("the ranks do not see the same old stores" in text for text in texts)
+    assert not [*Path.cwd().glob("new-*")]
+
+
+def goes_on_alone(old, step=4, place="alone-0-0"):
+    """Makes stores of a process alone, and trains with them."""
+    training = started(old, devices=[place])
+    training.until(step).opt.close()
+
+
+# ---- new stores that are there -------------------------------------------------------
+
+
+def test_stores_of_another_origin(old, two):
+    shutil.copytree(two / "one-0-0", "new-0-0")
+    refused(old, r"new-0-0.*holds a store of step 3 that was not made from .*old-0-0.*To go on with it, leave")
+    shutil.rmtree("new-0-0")
+    shutil.copytree("old-0-0", "new-0-0")  # it was made from the process alone
+    refused(old, r"new-0-0.*that was made from other stores than .*old-0-0")
+    shutil.rmtree("new-0-0")
+    reshard(old, to("new"), 2)
+    refused(old, "for rank 0 of 2, and this is rank 0 of 1")
+
+
+def test_old_stores_that_have_gone_on(old):
+    started(old).until(4).opt.close()
+    resumed(2, "any", "ddp", "old", 3, directory=Path.cwd())
+    refused(old, r"new-0-0.*step 4 that was made from .*old-0-0.* at step 3, which has gone on since, to step 5")
+    assert started(names("old", 2), devices=["other"]).opt.committed_step == 5
+
+
+def test_old_stores_that_are_gone(old):
+    started(old).until(4).opt.close()
+    for name in old:
+        shutil.rmtree(name)
+    with pytest.warns(CSDWarning, match="there are no stores in .* any more; going on with those that were made"):
+        training = started(old)
+    assert training.opt.committed_step == 4
+    training.opt.close()
+    refused(old, "there is no store in", error=CSDOSError, devices=places("other", 0))
+
+
+def test_half_made_stores_are_made_anew(old):
+    reshard(old, to("new", 2), 2, tile_elems=TILE)
+    shutil.rmtree("new-1-0")
+    flip(Path("new-0-0"), "master")  # so it has to be made anew, too
+    assert [own for own, _ in resumed(2, "any", "ddp", "new", 3, 2, resume_from=old, directory=Path.cwd())] == [0, 0]
+
+
+def test_stores_that_have_gone_on_are_not_made_anew(old):
+    resumed(2, "any", "ddp", "new", 3, resume_from=old, directory=Path.cwd())
+    shutil.rmtree("new-1-0")
+    before = files(Path.cwd(), "new")
+    texts = on(2, error_of, "ddp", "any", [{"resume_from": old}] * 2, directory=Path.cwd())
+    assert all("no store on rank 1, but rank 0 has" in text for text in texts)
+    assert files(Path.cwd(), "new")["new-0-0"] == before["new-0-0"]
+
+
+def test_user_states(tmp_path):
+    on(2, begins, "tiny", "ddp", "old", 1, 1, directory=tmp_path)
+    with inside(tmp_path), pytest.warns(CSDWarning, match="differs between the 2 old ranks: this rank has that of old"):
+        training = DividedTraining("tiny", "alone", devices="new", resume=True, resume_from=names("old", 2))
+    assert training.opt.resumed_user_states == [{"rank": 0}, {"rank": 1}]
+    assert training.opt.user_state == {"rank": 0}
+    training.opt.close()
+    alone = CSDSGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1, momentum=0.9, devices="ram:")
+    assert alone.resumed_user_states == [{}]
+    alone.close()
+
+
+# ---- kills ---------------------------------------------------------------------------
+
+
+def dies(directory, at):
+    """Starts, and is killed before the `at`-th call that writes, flushes, or makes or removes a name."""
+    os.chdir(directory)
+    left = at
+
+    def counted(call, *arguments, **named):
+        nonlocal left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*arguments, **named)
+
+    for name in ("pwrite", "fdatasync", "fsync", "posix_fallocate", "ftruncate", "replace", "mkdir", "unlink"):
+        setattr(os, name, functools.partial(counted, getattr(os, name)))
+    again("new")
+
+
+def again(run):
+    """Starts the script: the same one at every start."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "user_state differs")
+        return DividedTraining("tiny", "alone", devices=places(run, 0, 2), resume=True, resume_from=names("old", 2))
+
+
+def test_killed_at_every_write(tmp_path, monkeypatch):
+    """One process of two devices: the commits are those of two ranks that meet."""
+    on(2, begins, "tiny", "ddp", "old", 3, 1, directory=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    before, want, at, half = files(tmp_path, "old"), twin("tiny", 5), 1, 0
+    while True:
+        child = process(dies, os.getcwd(), at)
+        child.join(60)
+        assert files(tmp_path, "old") == before
+        if child.exitcode == 0:
+            break
+        assert child.exitcode == -signal.SIGKILL
+        made = [path for path in tmp_path.glob(f"new-*/{FILE_NAME}") if path.read_bytes()[:4] == b"CSDO"]
+        half += len(made) == 1
+        training = again("new")
+        assert training.done == 3
+        assert_same(training.until(5).image(), want)
+        training.opt.close()
+        for place in places("new", 0, 2):
+            shutil.rmtree(place)
+        at += 1 if made else 3  # until the first commit one call is like another
+    assert half
+
+
+def dies_as_rank(rank, size, old, call, when):
+    """Starts; rank 1 is killed before or after its `call`-th publish."""
+    calls, publish = 0, StoreFile.publish
+
+    def counted(store, staged, copy):
+        nonlocal calls
+        calls += 1
+        if calls == call and when == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        publish(store, staged, copy)
+        if calls == call and when == "after":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank:
+        StoreFile.publish = counted
+    with pytest.raises(CSDError) as caught:
+        DividedTraining("any", "ddp", rank, size, places("new", rank), resume=True, resume_from=old)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("call", "when"), [(1, "before"), (1, "after"), (2, "before"), (2, "after")])
+def test_a_rank_is_killed_as_it_commits(call, when, old):
+    before = files(Path.cwd(), "old")
+    text, other = on_ranks(2, dies_as_rank, 2, old, call, when, directory=Path.cwd(), may_die=[1])
+    assert other == KILLED
+    assert "lost the others" in text
+    assert files(Path.cwd(), "old") == before
+    assert [all_ for _, all_ in resumed(2, "any", "ddp", "new", 3, resume_from=old, directory=Path.cwd())] == [
+        [0, 0]
+    ] * 2
