@@ -243,6 +243,7 @@ def describe_store(path: Path, tbw_bytes: int | None = None) -> dict[str, Any]:
         "rank": contents.rank,
         "world_size": contents.world_size,
         "share": share,
+        "origin": contents.origin,
         "step": block.step,
         "clean": bool(block.flags & CLEAN),
         "torn": bool(block.flags & UNDER_WAY),

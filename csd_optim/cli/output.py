@@ -202,7 +202,10 @@ def show_store(described: dict[str, Any], everything: bool) -> None:
     owner = f", in use by process {described['owner']}" if described["owner"] is not None else ""
     closed = describe_end(described)
     of_rank = f", of rank {described['rank']} of {described['world_size']}" if described["world_size"] > 1 else ""
-    tiles, params = described["tiles"], described["params"]
+    tiles, params, origin = described["tiles"], described["params"], described["origin"]
+    if origin:
+        was = f"{origin['world_size']} ranks" if origin["world_size"] > 1 else "a process on its own"
+        origin = f"made from store {origin['store_id']} of {was}, at step {origin['step']}"
     kept = described["residuals"]
     residuals = f"{kept['count']} here, {size(kept['bytes'])} in bf16, two spaces for each"
     sizes = sorted({e["tile_elems"] for e in described["extents"]})
@@ -216,6 +219,7 @@ def show_store(described: dict[str, Any], everything: bool) -> None:
                     f"{described['device']} of {described['devices']}{of_rank}, with {described['share']:.0%} of the "
                     "parameters",
                 ),
+                *([("origin", origin)] if origin else []),
                 ("step", f"{described['step']}{owner or ', ' + closed}"),
                 ("model", f"{len(params)} parameters of {number(described['total_params'])} elements on all devices"),
                 *zip(("states", *[""] * len(described["states"])), states_text(described["states"]), strict=False),

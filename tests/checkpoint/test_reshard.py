@@ -110,7 +110,16 @@ def test_there_and_back(tmp_path, run):
     assert (code, err) == (0, "")
     said = json.loads(out)
     assert (said["schema"], said["step"], said["ranks"], len(said["devices"])) == ("csd_optim.reshard/1", 4, 3, 3)
-    assert read_contents(tmp_path / "many-2-1").manifest["extents"][0]["tile_elems"] == 4096
+    made = read_contents(tmp_path / "many-2-1")
+    assert made.manifest["extents"][0]["tile_elems"] == 4096
+    made_from = made.origin["store_id"]
+    text = " ".join(run("inspect", tmp_path / "many-2-1")[1].split())
+    assert f"made from store {made_from} of a process on its own, at step 4" in text
+    text = " ".join(run("inspect", tmp_path / "one-0-0")[1].split())
+    assert f"made from store {read_contents(old[0]).superblock.store_id.hex()} of 2 ranks, at step 2" in text
+    assert json.loads(run("inspect", tmp_path / "many-2-1", "--json")[1])["origin"] == made.origin
+    assert json.loads(run("inspect", old[0], "--json")[1])["origin"] is None
+    assert "made from" not in run("inspect", old[0])[1]
     resumed(3, "any", "ddp", "many", 4, 2, directory=tmp_path)
 
 
