@@ -18,7 +18,6 @@ from typing import Any
 
 from ..devices.spec import DeviceSpec
 from ..distributed.ranks import Ranks, all_ranks_or_none
-from ..errors import CSDStoreError
 from ..store.format import Contents, Record
 from ..store.layout import Extent, extents_of
 from ..store.reader import Residual, Tick, Tile, each_tile, total_bytes
@@ -28,6 +27,7 @@ from .files import Progress
 from .new_stores import NewStores
 from .old_params import OldParam, is_divided, old_params
 from .parts import Rows, stride_of
+from .regroup import Regroup
 from .snapshot import Paths
 from .targets import check_room
 
@@ -99,6 +99,7 @@ class NewRank:
     parts: list[Rows]
     extents: list[int]
     starts: list[int]
+    regroups: dict[int, Regroup]  # of the parameters whose codes cannot be copied as they are
     described: dict[str, Any]  # the manifest, but for extents and rank
 
 
@@ -111,6 +112,7 @@ def lay_out(
     parts = [p.whole.part(*block or (0, p.whole.rows)) for p, block in zip(old.params, blocks, strict=True)]
     extents: list[int] = []
     starts: list[int] = []
+    regroups: dict[int, Regroup] = {}
     described: list[dict[str, Any]] = []
     kinds = [(p.extent, p.kind) for p in old.params]
     for e, kind in enumerate(dict.fromkeys(kinds)):
@@ -122,12 +124,14 @@ def lay_out(
             described.append({**about, "stride": stride, "extent": e, "start": start, "numel": parts[i].numel})
             extents.append(e)
             starts.append(start)
+            if kind[1][1] != FP32 and not all(p.keeps_groups(parts[i]) for _, p in old.params[i].sources.values()):
+                regroups[i] = stores.add_regroup(e, start, parts[i].numel)
             if old.params[i].has_residual:
                 stores.add_residual(i, parts[i].numel)
     manifest = old.source.ranks[0][0][0].manifest
     rule = {"rule": manifest["rule"]} if "rule" in manifest else {}
     about = {"origin": old.origin, **rule, "params": described, "waiting": _waiting(old, rows_for)}
-    return NewRank(rank, stores, parts, extents, starts, about)
+    return NewRank(rank, stores, parts, extents, starts, regroups, about)
 
 
 def _waiting(old: Old, rows_for: Divide) -> list[dict[str, Any]]:
@@ -166,7 +170,6 @@ def make_stores(old: Old, new: Sequence[NewRank], ranks: Ranks | None, size: int
     """
     with ExitStack() as stack:
         with all_ranks_or_none(ranks):
-            _check_codes(old.params, new, size)
             check_room([(s, r.stores.bytes_on(d)) for r in new for d, s in enumerate(r.stores.specs)])
         with all_ranks_or_none(ranks):
             for r in new:
@@ -190,17 +193,6 @@ def make_stores(old: Old, new: Sequence[NewRank], ranks: Ranks | None, size: int
             with all_ranks_or_none(ranks):
                 for r in new:
                     r.stores.publish(number)
-
-
-def _check_codes(params: Sequence[OldParam], new: Sequence[NewRank], size: int) -> None:
-    """Raise CSDStoreError if codes cannot be copied, as groups of 64 elements begin elsewhere in the new parts."""
-    for i, p in enumerate(params):
-        if p.kind[1] != FP32 and not all(part.keeps_groups(r.parts[i]) for _, part in p.sources.values() for r in new):
-            raise CSDStoreError(
-                f"the {p.kind[1]} states of {p.name} would have to be encoded anew, since the parts of "
-                f"{size} ranks do not begin with groups of the old ones, which reshard does not do: use "
-                "csd-optim export and import, or torch.distributed.checkpoint"
-            )
 
 
 class _Copy:
@@ -247,7 +239,10 @@ class _Copy:
             return
         for row, first, at, n in self._pieces(tile):
             for r, i, here, there, count in self._runs(row, first, n):
-                r.stores.fill(r.extents[i], r.starts[i] + there, count, tile, data, at + here - first)
+                to, begin, regroup = r.starts[i] + there, at + here - first, r.regroups.get(i)
+                r.stores.fill(r.extents[i], to, count, tile, data, begin, regrouped=regroup is not None)
+                if regroup:
+                    regroup.collect(tile, data, begin, there, count)
 
     def _copy_residual(self, residual: Residual, begin: int, data: memoryview) -> None:
         if residual.row in self._parts:

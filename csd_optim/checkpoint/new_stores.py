@@ -22,8 +22,9 @@ from ..store.file import Staged, StoreFile
 from ..store.format import CLEAN, PAGE, RESIDUAL_BYTES, TILE_STATE, Record, Superblock, pack_table, pack_tiles
 from ..store.layout import Extent, plan_extent, round_up
 from ..store.reader import CHUNK, Tick, Tile
-from ..store.sections import FP32, GROUP
+from ..store.sections import FP32, GROUPED
 from ..store.transfer import read_into, write
+from .regroup import Regroup
 
 Kind = tuple[tuple[str, ...], str, torch.dtype | None]  # the sections of an extent, its codec and parameters' dtype
 
@@ -42,6 +43,7 @@ class NewStores:
         self._offsets: list[list[int]] = []  # per extent and device
         self._numbers: list[np.ndarray[Any, Any]] = []  # per extent: the number of each tile on its device
         self._residual_numels: dict[int, int] = {}  # by row
+        self._regroups: list[tuple[int, int, Regroup]] = []  # with the extent, and where the part begins there
         self._residuals = Residuals(len(specs))
         self._manifests = Manifests(len(specs), RanksElsewhere(rank, size) if size > 1 else None)
         self._stores: list[StoreFile] = []
@@ -76,10 +78,19 @@ class NewStores:
         """Give a parameter a residual, of zeros until it is filled."""
         self._residual_numels[row] = numel
 
+    def add_regroup(self, e: int, start: int, numel: int) -> Regroup:
+        """Take the second moments of a part decoded, whose codes have other groups here: see Regroup."""
+        extent = self._extents[e]
+        assert extent.param_dtype
+        regroup = Regroup(numel, extent.sections, extent.param_dtype)
+        self._regroups.append((e, start, regroup))
+        return regroup
+
     def bytes_on(self, device: int) -> int:
         """Return at least how many bytes the extents and residuals will take on a device."""
         residuals = sum(2 * round_up(RESIDUAL_BYTES * n, PAGE) for n in self._residual_numels.values())
-        return sum(extent.device_bytes(device) for extent in self._extents) + residuals // len(self.specs)
+        decoded = sum(regroup.nbytes for *_, regroup in self._regroups) if device == 0 else 0
+        return sum(e.device_bytes(device) for e in self._extents) + residuals // len(self.specs) + decoded
 
     def open(self) -> None:
         """Open and lock the stores. Raises CSDStoreExistsError, CSDBusyError, CSDOSError."""
@@ -97,14 +108,19 @@ class NewStores:
             self._manifests.add(extent, offsets)
         for row, numel in self._residual_numels.items():
             self._residuals.make_room(row, numel, self._stores)
+        for *_, regroup in self._regroups:
+            regroup.allocate(self._stores[0])
         self._manifests.describe(described)
 
     # ---- content ---------------------------------------------------------------------
 
-    def fill(self, e: int, flat: int, n: int, tile: Tile, data: memoryview, first: int) -> None:
+    def fill(
+        self, e: int, flat: int, n: int, tile: Tile, data: memoryview, first: int, *, regrouped: bool = False
+    ) -> None:
         """Copy elements [first, first + n) of an old tile to element `flat` of extent `e` on. Any thread may call it.
 
-        `data`: the old tile's slot. With codes, all elements given are the first of a group.
+        `data`: the old tile's slot. With codes, all elements given are the first of a group; with `regrouped` they need
+        not be, and the sections for which that matters are left out.
         """
         extent = self._extents[e]
         while n:
@@ -112,11 +128,25 @@ class NewStores:
             count = min(n, extent.tile_elems - at)
             store, slot = self._slot(e, number)
             for old, new in zip(tile.sections, extent.slot, strict=True):
+                if regrouped and old.name in GROUPED:
+                    continue
                 begin = old.at(first)
-                part = data[begin : begin - (-count * old.group_bytes // GROUP)]
+                part = data[begin : begin + old.bytes_of(count)]
                 with store.wrapping_errors("write"):
                     write(store.fd, part, slot + new.at(at))
             flat, first, n = flat + count, first + count, n - count
+
+    def _fill_regrouped(self, e: int, start: int, regroup: Regroup) -> None:
+        extent, first = self._extents[e], 0
+        while first < regroup.numel:
+            number, at = divmod(start + first, extent.tile_elems)
+            n = min(regroup.numel - first, extent.tile_elems - at)
+            store, slot = self._slot(e, number)
+            sections = {section.name: section for section in extent.slot}
+            for name, codes in regroup.codes(first, n):
+                with store.wrapping_errors("write"):
+                    write(store.fd, codes, slot + sections[name].at(at))
+            first += n
 
     def fill_residual(self, row: int, first: int, data: memoryview) -> None:
         """Write a residual from element `first` on."""
@@ -148,6 +178,8 @@ class NewStores:
 
         `block`: with the store id, step and round. `steps`: by row.
         """
+        for e, start, regroup in self._regroups:
+            self._fill_regrouped(e, start, regroup)
         for store in self._stores:
             store.sync()
         with mmap.mmap(-1, max([CHUNK, *(extent.slot_bytes for extent in self._extents)])) as buffer:

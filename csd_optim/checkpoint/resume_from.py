@@ -52,7 +52,7 @@ def make_own_stores(
     rank, size = (ranks.rank, ranks.size) if ranks else (0, 1)
     with ExitStack() as stack:
         with all_ranks_or_none(ranks) as said:
-            _check_places(others)
+            _check_places(others or specs)
             places = _places_left(paths)
             own = commits_at(others, places)
             old, user_states = None, []

@@ -59,14 +59,14 @@ class Tile(NamedTuple):
         """Return the range [from, to) of elements of each section that checksum `number` covers."""
         return number * self.sum_elems, min((number + 1) * self.sum_elems, self.elems)
 
-    def decode(self, data: memoryview, first: int, states: Sequence[torch.Tensor]) -> None:
-        """Decode its states from element `first` on into fp32 tensors of equal length, on the CPU.
+    def decode(self, data: memoryview, first: int, states: Sequence[torch.Tensor | None]) -> None:
+        """Decode its states from element `first` on into fp32 tensors of equal length, on the CPU. None: skip that one.
 
-        `data`: its slot, of codes. `first`: the beginning of a parameter, or of the tile.
+        `data`: its slot, of codes. `first`: the beginning of a group.
         """
         dtype = self.codes_of
         assert dtype
-        end = first + round_up(states[0].numel(), GROUP)
+        end = first + round_up(next(s.numel() for s in states if s is not None), GROUP)
         parts = [(section.at(first), section.at(end)) for section in self.sections]
         codes = [torch.frombuffer(data, dtype=torch.uint8, offset=at, count=to - at) for at, to in parts]
         decode(isa_used(), codes, dtype, [*states, *[None] * (len(SECTIONS) - len(states))])

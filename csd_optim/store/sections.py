@@ -21,6 +21,7 @@ from ..bindings import CODECS
 PAGE = 4096  # each section begins on one
 GROUP = 64  # elements that share an exponent
 FP32, EIGHT_BIT = CODECS
+GROUPED = ("root", "exponent", "peak", "peak exponent")  # sections whose codes mean nothing outside their group
 SECTIONS = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")  # AdamW's states; without amsgrad the first three
 PARAM_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}  # supported by codes
 
@@ -32,8 +33,12 @@ class Section(NamedTuple):
     size: int  # bytes, including the zeros up to the next page
 
     def at(self, elem: int) -> int:
-        """Return the byte of the slot at which an element begins. With codes, `elem` has to be the first of a group."""
+        """Return the byte of the slot at which an element begins. In GROUPED sections it has to be a group's first."""
         return self.first + elem * self.group_bytes // GROUP
+
+    def bytes_of(self, n: int) -> int:
+        """Return the bytes that `n` elements take, the first of which begins a group if the section needs that."""
+        return -(-n * self.group_bytes // GROUP)
 
 
 def _section_sizes(states: Sequence[str], codec: str, param_dtype: torch.dtype | None) -> list[tuple[str, int]]:

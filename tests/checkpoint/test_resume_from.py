@@ -149,7 +149,8 @@ def test_wrong_old_stores(old, two):
 def test_wrong_arguments(old):
     with pytest.raises(CSDValueError, match="resume_from needs resume=True"):
         CSDAdam([torch.nn.Parameter(torch.zeros(3))], devices="new-0-0", resume_from=old)
-    refused(old, "resume_from makes a store on each device, and cannot on 'ram:'", error=CSDValueError, devices="ram:")
+    for device in ("ram:", "gpu:", "xrt:0"):
+        refused(old, f"makes a store on each device, and cannot on '{device}'", error=CSDValueError, devices=device)
     refused(old, "is one of the old stores", error=CSDValueError, devices=[old[1]])
     refused(old, "run csd-optim reshard on the owner's machine", error=CSDValueError, devices="serve://127.0.0.1:9")
     assert not [*Path.cwd().glob("new-*")]
@@ -164,10 +165,15 @@ def test_another_model(old):
 
 
 def test_codes_that_do_not_line_up(tmp_path):
-    on(2, begins, "odd", "ddp", "old", 1, 1, "8bit", directory=tmp_path)
-    with inside(tmp_path), pytest.raises(CSDStoreError, match="8bit states of odd would have to be encoded anew"):
-        DividedTraining("odd", "alone", devices=places("new", 0), rule="8bit", resume=True, resume_from=names("old", 2))
-    assert not [*tmp_path.glob("new-*")]
+    """The ranks encode the same codes as one process for all of them."""
+    on(1, begins, "odd", "alone", "old", 3, 1, "8bit", {"spread": True}, directory=tmp_path)
+    with inside(tmp_path):
+        reshard(names("old", 1), to("offline"), 2, tile_elems=TILE)
+    on(2, makes, "odd", "ddp", 1, {"resume_from": names("old", 1), "state_dtype": "8bit"}, directory=tmp_path)
+    assert_same(exported(tmp_path, "new", 2), exported(tmp_path, "offline", 2))
+    for rank in range(2):
+        here, there = (read_contents(tmp_path / f"{run}-{rank}-0").sums for run in ("new", "offline"))
+        assert [sums.tolist() for sums in here] == [sums.tolist() for sums in there]
 
 
 def error_of(rank, size, division, kind, options):

@@ -36,6 +36,7 @@ RULES = {
     "AdamW": (CSDAdam, {}),
     "amsgrad": (CSDAdam, {"amsgrad": True}),
     "8bit": (CSDAdam, {"state_dtype": "8bit"}),
+    "8bit amsgrad": (CSDAdam, {"state_dtype": "8bit", "amsgrad": True}),
     "Top-K": (CSDAdam, {"topk": 0.1}),
     "SGD": (CSDSGD, {"momentum": 0.9}),
     "Adagrad": (CSDAdagrad, {}),
@@ -63,16 +64,23 @@ CHANGES = {
 
 
 class DividedTraining:
-    """A rank's training: `division` says how parameters are divided over `size` ranks, `rule` is a key of RULES."""
+    """A rank's training: `division` says how parameters are divided over `size` ranks, `rule` is a key of RULES.
 
-    def __init__(self, kind, division, rank=0, size=1, devices="ram:", rule="AdamW", **options):
-        self.rank, self.size, self.division = rank, size, division
+    `dtype`: of most parameters. `spread`: gradients of one parameter are of very different sizes.
+    """
+
+    def __init__(
+        self, kind, division, rank=0, size=1, devices="ram:", rule="AdamW", *, dtype="float32", spread=False, **options
+    ):
+        self.rank, self.size, self.division, self.spread = rank, size, division, spread
         self.model = torch.nn.ParameterDict()
         for name, shape in KINDS[kind].items():
             value = noise(shape, name)
             if name == "columns":
                 value = noise(shape[::-1], name).t()
-            self.model[name] = value.to({"bits16": torch.bfloat16, "phase": torch.complex64}.get(name, torch.float32))
+            self.model[name] = value.to(
+                {"bits16": torch.bfloat16, "phase": torch.complex64}.get(name, getattr(torch, dtype))
+            )
         if division == "fsdp2":
             fully_shard(self.model)
         elif division.startswith("hsdp"):
@@ -93,7 +101,8 @@ class DividedTraining:
             for name, p in self.model.items():
                 if name == "waiting" or (name == "late" and self.done < 2):
                     continue
-                grad = noise(p.shape, f"{name} {self.done}").to(p.dtype)
+                grad = noise(p.shape, f"{name} {self.done}")
+                grad = (grad * 10 ** (1.2 * noise(p.shape, name) - 2) if self.spread else grad).to(p.dtype)
                 p.grad = distribute_tensor(grad, p.device_mesh, p.placements) if isinstance(p, DTensor) else grad
             self.opt.user_state = {"rank": self.rank}
             self.opt.step()

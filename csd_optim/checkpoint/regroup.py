@@ -1,0 +1,71 @@
+"""Second moments in 8-bit codes whose groups of 64 elements are others in a new part than they were in the old one.
+
+The code of a root is relative to its group's exponent. So it is decoded, and encoded again in its new group, rounded to
+nearest. All other codes belong to one element each, and are copied: `master` and the ratio of `exp_avg` to the root
+keep their bits. A root keeps its value unless a much larger one has joined its group.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ..bindings import encode, isa_used
+from ..store.file import StoreFile
+from ..store.reader import Tile
+from ..store.sections import EIGHT_BIT, GROUP, GROUPED, SECTIONS, Section, slot_of
+
+FLOAT = 4  # bytes
+
+
+class Regroup:
+    """The second moments of one new part, decoded, in a nameless file beside a store: 4 bytes per element each."""
+
+    def __init__(self, numel: int, states: Sequence[str], dtype: torch.dtype) -> None:
+        """`states`, `dtype`: of the part's extent."""
+        self.numel = numel
+        self._states, self._dtype = tuple(states), dtype
+        self._moments = len(states) - SECTIONS.index("exp_avg_sq")  # exp_avg_sq, and max_exp_avg_sq if it is there
+        self._values = torch.empty(self._moments, 0)
+
+    @property
+    def nbytes(self) -> int:
+        return FLOAT * self._moments * self.numel
+
+    def allocate(self, store: StoreFile) -> None:
+        """Reserve the file beside a store. Raises CSDOSError: the disk is full."""
+        if self.numel:
+            with (
+                store.wrapping_errors("make room for decoded states"),
+                tempfile.TemporaryFile(dir=store.path.parent) as file,
+            ):
+                os.posix_fallocate(file.fileno(), 0, self.nbytes)
+                shape = self._moments, self.numel
+                self._values = torch.from_numpy(np.memmap(file, np.float32, "r+", shape=shape))
+
+    def collect(self, tile: Tile, data: memoryview, at: int, to: int, n: int) -> None:
+        """Decode elements [at, at + n) of an old tile, which are those from `to` on here. Any thread may call it."""
+        before = at % GROUP
+        moments = [torch.empty(before + n, dtype=torch.float32, device="cpu") for _ in range(self._moments)]
+        tile.decode(data, at - before, [None, None, *moments])
+        for value, moment in zip(self._values, moments, strict=True):
+            value[to : to + n] = moment[before:]
+
+    def codes(self, first: int, n: int) -> list[tuple[str, memoryview]]:
+        """Return the codes of elements [first, first + n), by the section that they belong to.
+
+        `first`: the beginning of a group.
+        """
+        sections: tuple[Section, ...] = slot_of(n, self._states, EIGHT_BIT, self._dtype)
+        codes = [torch.zeros(section.size, dtype=torch.uint8, device="cpu") for section in sections]
+        moments = [value[first : first + n].contiguous() for value in self._values]
+        encode(isa_used(), [None, None, *moments, *[None] * (2 - len(moments))], self._dtype, codes)
+        return [
+            (section.name, code.numpy().data[: section.bytes_of(n)])
+            for section, code in zip(sections, codes, strict=True)
+            if section.name in GROUPED
+        ]
