@@ -31,6 +31,7 @@ from support.divided import (
 )
 from support.forked import process
 from support.ranks import KILLED, on_living_ranks, on_ranks
+from support.replacing import replaced
 from support.stores import flip
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -84,6 +85,7 @@ def test_residuals(tmp_path):
 def test_a_snapshot(tmp_path):
     on(2, saves_and_goes_on, directory=tmp_path)
     assert sorted(path.name for path in tmp_path.glob("snapshot/*")) == ["rank-0", "rank-1"]
+    assert [Path(v.file).parent.name for v in verify([tmp_path / "snapshot"])] == ["device-0", "device-1"] * 2
     users = resumed(3, "any", "ddp", "new", 3, resume_from="snapshot", directory=tmp_path)
     assert users == [(0, [0, 1]), (1, [0, 1]), (0, [0, 1])]
     assert read_contents(tmp_path / "new-2-0").origin["world_size"] == 2
@@ -273,6 +275,28 @@ def test_user_states(tmp_path):
     alone = CSDSGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1, momentum=0.9, devices="ram:")
     assert alone.resumed_user_states == [{}]
     alone.close()
+
+
+def fails_as_rank(rank, size, old, method):
+    """Starts; on rank 1 a method of its first new store fails."""
+
+    def fails(original, store, *arguments):
+        if rank and store.path.parent.name == "new-1-0":
+            raise CSDOSError(5, "the disk is broken")
+        return original(store, *arguments)
+
+    with replaced(StoreFile, method, fails), pytest.raises(CSDError) as caught:
+        DividedTraining("any", "ddp", rank, size, places("new", rank), resume=True, resume_from=old)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("method", ["allocate", "sync", "publish"])
+def test_a_disk_fails(method, old):
+    """It fails on all ranks, and the next start makes all stores."""
+    texts = on(2, fails_as_rank, old, method, directory=Path.cwd())
+    assert all("the disk is broken" in text for text in texts)
+    assert not Path("new-1-0", FILE_NAME).exists()
+    assert len(resumed(2, "any", "ddp", "new", 3, resume_from=old, directory=Path.cwd())) == 2
 
 
 # ---- kills ---------------------------------------------------------------------------
