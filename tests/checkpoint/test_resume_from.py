@@ -75,6 +75,13 @@ def test_goes_on_to_the_bit(change, tmp_path):
     assert len({read_contents(path).superblock.store_id for path in new}) == 1
 
 
+def test_replicas_of_shards(tmp_path):
+    """HSDP with sharded=False, which csd-optim reshard has no name for: each replica keeps all of its shard."""
+    on(3, begins, "fsdp2", "fsdp2", "old", 3, 1, directory=tmp_path)
+    users = resumed(4, "fsdp2", "hsdp replicas", "new", 3, resume_from=names("old", 3), directory=tmp_path)
+    assert [own for own, _ in users] == [0, 1, 2, 0]
+
+
 def test_residuals(tmp_path):
     on(3, begins, "large", "ddp", "old", 3, 1, "Top-K", directory=tmp_path)
     before = exported(tmp_path, "old", 3)
