@@ -202,23 +202,24 @@ class Engine:
         elif self.devices.resident:
             self.truth.undone_in_place()
 
-    def undo_last(self, params: np.ndarray[Any, Any]) -> None:
+    def undo_last(self, params: np.ndarray[Any, Any], *, had_tiles: bool = True) -> None:
         """Undo the last finished step, even if this rank has committed it, because another rank failed to.
 
-        `params`: the parameters that took part in the step. Since then, nothing but writes to windows may have changed
-        states. Raises CSDValueError if the step began with such writes. Afterwards Native.undone() answers as after
-        finish().
+        `params`: the parameters that took part in the step. `had_tiles`: it was one of begin(). Since then, nothing but
+        writes to windows may have changed states. Raises CSDValueError if the step began with such writes, or was
+        the first of a tile. Afterwards Native.undone() answers as after finish().
         """
         self.committer.before_undo()
-        self.truth.note_written()
-        self.truth.forget_copies()
-        self.native.take_back()
+        if had_tiles:
+            self.truth.note_written()
+            self.truth.forget_copies()
+            self.native.take_back()
+            self.truth.taken_back()
         self.states.timeline.is_undone = True
         self.states.step -= 1
         for extent, steps in zip(self.tiles.extents, self.states.steps, strict=True):
             here = params[(params >= extent.first_param) & (params < extent.first_param + len(steps))]
             steps[here - extent.first_param] -= 1
-        self.truth.taken_back()
         self.committer.after_undo()
 
     @contextlib.contextmanager

@@ -2,8 +2,8 @@
 
 Whoever drives a step decides only when it does what, and carries the gradients to the engine.
 
-    READY ── begin ──> GUESS ── confirm ──> STEP ── land ──> KEPT            one process, or ranks that voted in run()
-      │                OPEN  ── request ──>  │  └── land ──> LANDED ── keep ──> KEPT           ranks that meet later
+    READY ── begin ──> GUESS ── confirm ──> STEP ── land ──> LANDED ── keep ──> KEPT
+      │                OPEN  ── request ──>  │               (at once; after a vote in run(); or once ranks have met)
       └──────────────── begin ───────────────┘
     undo():       READY, GUESS, OPEN, STEP ──> UNDONE; with ranks that meet later ──> FAILED
     take_back():  LANDED, FAILED ──> UNDONE
@@ -29,7 +29,7 @@ import torch
 from ..bindings import SAME_ORDER, TO_AND_FRO
 from ..distributed.ranks import all_ranks_or_none
 from ..engine.engine import Engine
-from ..errors import CSDError
+from ..errors import CSDError, CSDTornError
 from ..signals import defer_signals
 from ..store.format import Record
 from .all_gather import ParamAllGather
@@ -91,7 +91,7 @@ class Phase(Enum):
     GUESS = auto()  # under way, not requested: both old, as new parameters are held back
     OPEN = auto()  # under way, not requested: parameters become new one after another
     STEP = auto()  # under way, requested by step(): likewise
-    LANDED = auto()  # complete here; the ranks have not met since, and may take it back
+    LANDED = auto()  # complete here: both new; if ranks have not met since, they may take it back
     FAILED = auto()  # states old, parameters mixed until the ranks meet
     KEPT = auto()  # both new
     UNDONE = auto()  # both old, except for what Progress.undoing has still to restore
@@ -112,6 +112,7 @@ class LiveStep:
         self.phase: Phase = Phase.READY
         self.tiles: np.ndarray[Any, Any] = step.tiles  # uint32, in flow order; begin() adds those of the committer
         self.ended: threading.Event = threading.Event()  # set if a thread has landed it, and undone it if that failed
+        self._had_tiles = False  # it has ended, and the engine has begun it
         self._not_pulled: set[int] = {*step.images}  # tiles whose parameters were not copied back from their images yet
         self._not_received: Counter[int] = Counter()  # by row: buckets of other ranks' parts that are still awaited
         self._changed = threading.Condition()  # notified when `ended` or one of these two changes
@@ -277,7 +278,6 @@ class LiveStep:
         step, gather = self.step, self.step.gather
         if gather:
             gather.begin(self.arrived, step.spec.sources, descending=descending)
-        exchanged = gather  # until all ranks have all parameters
         try:
             with all_ranks_or_none(self.progress.ranks):
                 try:
@@ -285,11 +285,18 @@ class LiveStep:
                 finally:
                     if gather:
                         gather.finish()
-            exchanged = None
-            self._end()
+            # An owner may fail until here. This is not part of the vote before, as not every step can be taken back.
+            with all_ranks_or_none(self.progress.ranks):
+                self._end()
         except BaseException:
-            self.undo(exchanged)
+            if self.phase is not Phase.LANDED:
+                self.undo(gather)
+            else:  # if the ranks are lost, that is what has to be told
+                ranks = self.progress.ranks
+                with contextlib.suppress(CSDTornError) if ranks and ranks.lost else contextlib.nullcontext():
+                    self.take_back()
             raise
+        self.keep()
         try:
             self._complete()
         finally:  # the step is complete, and parameters have new values
@@ -343,12 +350,15 @@ class LiveStep:
         except BaseException:
             self.undo()
             raise
+        if not self.meets:  # else it keeps what undoes its updates on the accelerator
+            self.keep()
         with contextlib.suppress(CSDError) if self.meets else contextlib.nullcontext():
             self._complete()
 
     def _end(self) -> None:
-        """STEP to LANDED or KEPT: wait until it is complete."""
+        """STEP to LANDED: wait until it is complete."""
         engine, step = self.engine, self.step
+        self._had_tiles = engine.stepping
         if step.near and engine.states.timeline.near_spans is not None:
             engine.states.timeline.near_spans += step.near.spans
         if engine.stepping:
@@ -358,9 +368,10 @@ class LiveStep:
             engine.end_without_tiles()
         elif self.progress.ranks:
             engine.states.step += 1  # that of the others
-        self.phase = Phase.LANDED if self.meets else Phase.KEPT
-        if step.near and not self.meets:  # until the ranks have met, it keeps what undoes its updates
-            step.near.end()
+        for extent, own in zip(engine.tiles.extents, engine.states.steps, strict=True):
+            own[:] = step.spec.steps[extent.first_param : extent.first_param + len(own)]
+        self.progress.steps_taken += 1
+        self.phase = Phase.LANDED
 
     def _complete(self) -> None:
         """Update residuals after a complete step, and commit it."""
@@ -371,7 +382,6 @@ class LiveStep:
             step.given.keep()
             step.near.commit_bytes = step.given.nbytes
         state_map.mark_filled()
-        self.progress.steps_taken += 1
         try:
             if step.ring is not None:
                 step.ring.feed_back()
@@ -382,8 +392,6 @@ class LiveStep:
             elif spec.unscaled:
                 all_sent = [state for state in spec.with_residual if spec.table["topk"][state.index] == 1]
                 state_map.drop_residual(engine, all_sent)
-            for extent, own in zip(engine.tiles.extents, engine.states.steps, strict=True):
-                own[:] = spec.steps[extent.first_param : extent.first_param + len(own)]
             engine.committer.commit(self._record)
 
     def mark_synced(self) -> None:
@@ -436,8 +444,11 @@ class LiveStep:
             landed = self.phase is Phase.LANDED
             self.phase = Phase.UNDONE
             self.progress.steps_taken -= landed
-            gather = None if alone else self.step.gather
-            self.progress.undo(Undo(self.engine, self.progress.state_map, self.step, landed=landed, gather=gather))
+            had_tiles, gather = self._had_tiles, None if alone else self.step.gather
+            undo = Undo(
+                self.engine, self.progress.state_map, self.step, landed=landed, had_tiles=had_tiles, gather=gather
+            )
+            self.progress.undo(undo)
 
     @property
     def is_undone(self) -> bool:

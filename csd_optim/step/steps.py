@@ -163,6 +163,8 @@ class Steps(Progress):
         """Count and commit a step of the other ranks, for which this rank has no gradients."""
         with all_ranks_or_none(self.ranks):
             self.state_map.fill(self.engine)
+        with all_ranks_or_none(self.ranks):  # the others end the step, as LiveStep.run() does
+            pass
         self.steps_taken += 1
         self.engine.states.step += 1
         self.state_map.describe(self.engine, self.groups)

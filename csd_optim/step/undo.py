@@ -20,7 +20,7 @@ import torch
 from ..bindings import TORN
 from ..distributed.ranks import all_ranks_or_none
 from ..engine.engine import Engine
-from ..errors import CSDError, CSDTornError
+from ..errors import CSDError, CSDTornError, CSDValueError
 from ..params.param_state import ParamState
 from ..params.state_map import StateMap
 from ..params.strides import flat, ordered
@@ -56,9 +56,10 @@ class Undo:
         has_begun: bool = True,
         gather: ParamAllGather | None = None,
         landed: bool | None = None,
+        had_tiles: bool = True,
     ) -> None:
         """`has_begun`: there is something to undo on this rank. `landed`: given if the step has ended here: whether it
-        was complete then.
+        was complete then. `had_tiles`: if it was, the engine had begun it.
 
         `gather`: the ranks have exchanged new parameters with it, and exchange the restored ones in a collective
         finish().
@@ -66,6 +67,7 @@ class Undo:
         self.engine = engine
         self.is_done: bool = False
         self._state_map, self._step, self._gather, self._landed = state_map, step, gather, landed
+        self._had_tiles = had_tiles
         self._found = not has_begun  # whether the next two are complete
         self._in_tiles: dict[int, list[Span]] = {}  # what is still to be restored, by tile
         self._on_accelerator: list[ParamState] = []  # likewise: those whose masters are there alone
@@ -147,11 +149,22 @@ class Undo:
         undo_states(self.engine, self._step)
 
     def _take_back(self) -> None:
+        engine, step = self.engine, self._step
         if self._landed:
-            self.engine.undo_last(self._step.spec.plan.rows)
+            try:
+                if step.spec.with_residual or (step.near and not step.near.undoes):  # these have a single copy
+                    raise CSDValueError("residuals, and states of gpu: alone, have a single copy")
+                engine.undo_last(step.spec.plan.rows, had_tiles=self._had_tiles)
+            except CSDValueError as e:
+                engine.mark_torn()
+                raise CSDTornError(
+                    errno.EIO,
+                    f"a step has failed at its end on another rank, and cannot be undone here: {e}. Start all ranks "
+                    "again, with resume=True or from a snapshot or a checkpoint",
+                ) from e
             self._landed = False
-        if self._step.near:
-            self._step.near.undo()
+        if step.near:
+            step.near.undo()
 
     def _find(self) -> None:
         """Find the parameters that have new values; the others are known from here on."""

@@ -197,7 +197,9 @@ def failing_on_one_rank(rank, stage):
         def fails(native, *arguments, **options):
             nonlocal count
             count += 1
-            if count == 2:
+            if count == (1 if stage == "finish" else 2):
+                if stage == "finish":
+                    real(native, keep=False)  # it raises when the step is undone
                 raise CSDOSError(5, "broken")
             return real(native, *arguments, **options)
 
@@ -220,7 +222,7 @@ def failing_on_one_rank(rank, stage):
         served.opt.close()
 
 
-@pytest.mark.parametrize("stage", ["push", "params_ready", "cut"])
+@pytest.mark.parametrize("stage", ["push", "params_ready", "finish", "cut"])
 def test_one_rank_fails(tmp_path, stage):
     on_living_ranks(2, failing_on_one_rank, stage, directory=tmp_path)
 

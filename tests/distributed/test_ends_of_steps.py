@@ -1,0 +1,117 @@
+"""A step within step() that fails at its very end, on one rank, is undone on all of them."""
+
+import contextlib
+
+import pytest
+import torch
+from support.ranks import on_living_ranks
+from support.replacing import failing
+from test_distributed import raised_by
+from test_overlap_on_ranks import now
+from test_overlap_on_ranks import training_on as training_with
+from test_shared_updates import training_on
+
+from csd_optim import CSDOSError, CSDTornError
+from csd_optim.engine.engine import Engine
+from csd_optim.errors import CSDRankError
+
+STEPS, AT = 5, 2  # steps in all; taken before the one that fails
+FREE = {"free_gradients": True}
+
+
+def fails_at_its_end(rank, kind, overlap, options):
+    seen = []
+    for failures in 0, 2:
+        training = training_on(rank, str(failures), overlap, kind, **options)
+        opt = training.opt
+        for _ in range(AT):
+            training.step()
+        opt.synchronize()
+        before = now(training)
+        for _ in range(failures):
+            training.backward()
+            with failing(Engine, "finish", int(rank == 1), "unplugged"):
+                said = raised_by(opt.step)
+            assert isinstance(said, CSDOSError if rank == 1 else CSDRankError)
+            assert "unplugged" in str(said)
+            opt.zero_grad()
+            assert now(training) == before
+            opt.synchronize()
+            assert opt.committed_step == (AT if options.get("named") else 0)
+            training.steps = AT
+        while training.steps < STEPS:
+            training.step()
+        opt.synchronize()
+        assert opt.committed_step == (STEPS if options.get("named") else 0)
+        seen.append(now(training))
+        opt.close()
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize(
+    ("size", "kind", "overlap", "options"),
+    [
+        (2, "DDP", None, {"named": True}),
+        (3, "DDP", None, {"dtype": torch.bfloat16}),
+        (2, "DDP", None, {"named": True, "state_dtype": "8bit", "dtype": torch.bfloat16}),
+        (2, "FSDP2", None, {"named": True}),
+        (2, "FSDP2", FREE, {"named": True}),
+    ],
+    ids=str,
+)
+def test_no_rank_keeps_it(size, kind, overlap, options, tmp_path):
+    on_living_ranks(size, fails_at_its_end, kind, overlap, options, directory=tmp_path, seconds=60)
+
+
+def has_no_gradients(rank):
+    """A rank that has no gradients, and counts the others' step, does not count one that they have undone."""
+    training = training_with(rank, "this", wrap=lambda model: model, sharded=False, named=True)
+    opt = training.opt
+    for _ in range(AT):
+        training.step()
+    before = now(training)
+    for failed in True, False:
+        if rank == 1:
+            training.backward()
+        with failing(Engine, "finish", int(rank == 1 and failed), "unplugged"):
+            if failed:
+                assert isinstance(raised_by(opt.step), CSDOSError if rank == 1 else CSDRankError)
+                assert now(training) == before
+            else:
+                opt.step()
+        opt.zero_grad()
+        opt.synchronize()
+        assert opt.committed_step == AT + (not failed)
+    opt.close()
+
+
+def test_a_rank_without_gradients(tmp_path):
+    on_living_ranks(2, has_no_gradients, directory=tmp_path, seconds=60)
+
+
+def has_residuals(rank):
+    """Top-K has changed the only copy of its residuals: the other rank cannot go back, and says so at once."""
+    training = training_on(rank, "this", None, "DDP", named=True, topk=0.1, width=96)
+    opt = training.opt
+    for _ in range(AT):
+        training.step()
+    opt.synchronize()
+    training.backward()
+    with failing(Engine, "finish", int(rank == 1), "unplugged"):
+        said = raised_by(opt.step)
+    assert isinstance(said, CSDRankError if rank == 1 else CSDTornError)
+    for _ in range(2):
+        said = raised_by(opt.step)
+        assert isinstance(said, CSDRankError if rank == 1 else CSDTornError)
+    assert opt.committed_step == AT
+    with contextlib.suppress(CSDOSError, CSDRankError):
+        opt.close()
+    again = training_on(rank, "this", None, "DDP", named=True, topk=0.1, width=96, resume=True)
+    assert again.opt.committed_step == AT
+    again.steps = AT
+    again.step()
+    again.opt.close()
+
+
+def test_what_cannot_be_undone_is_torn_on_all(tmp_path):
+    on_living_ranks(2, has_residuals, directory=tmp_path, seconds=60)
