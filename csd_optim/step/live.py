@@ -341,10 +341,7 @@ class LiveStep:
     # ---- the end ---------------------------------------------------------------------
 
     def land(self) -> None:
-        """STEP to KEPT or LANDED: wait until it is complete, and commit it. It is undone if that fails.
-
-        If ranks meet later, a commit that fails is left to Committer.confirm().
-        """
+        """STEP to KEPT or LANDED: wait until it is complete, and commit it. It is undone if it does not complete."""
         try:
             self._end()
         except BaseException:
@@ -352,8 +349,7 @@ class LiveStep:
             raise
         if not self.meets:  # else it keeps what undoes its updates on the accelerator
             self.keep()
-        with contextlib.suppress(CSDError) if self.meets else contextlib.nullcontext():
-            self._complete()
+        self._complete()
 
     def _end(self) -> None:
         """STEP to LANDED: wait until it is complete."""
@@ -392,7 +388,7 @@ class LiveStep:
             elif spec.unscaled:
                 all_sent = [state for state in spec.with_residual if spec.table["topk"][state.index] == 1]
                 state_map.drop_residual(engine, all_sent)
-            engine.committer.commit(self._record)
+            self.progress.commit(self._record)
 
     def mark_synced(self) -> None:
         """Count its writes to its parameters. Any later write is one from outside."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import weakref
@@ -16,6 +17,7 @@ from ..engine.engine import Engine
 from ..errors import CSDError, CSDTornError
 from ..params.state_map import StateMap
 from ..signals import defer_signals
+from ..store.format import Record
 from .near_updates import NearUpdates
 from .undo import Rollback, Undo
 
@@ -34,6 +36,14 @@ class Progress:
         self.in_flight: bool = False  # whether states of the last step may still be on their way
         self.undoing: Undo | Rollback | None = None  # of a step whose parameters are not all restored yet
         self._forward_guard: RemovableHandle | None = None  # while it is set
+
+    def commit(self, record: Record | None) -> None:
+        """Begin to commit a complete step. Raises CSDOSError.
+
+        One of several ranks does not raise alone: Committer.confirm() commits then, and raises on all.
+        """
+        with contextlib.suppress(CSDError) if self.ranks else contextlib.nullcontext():
+            self.engine.committer.commit(record)
 
     def undo(self, undo: Undo) -> None:
         """Undo a step. Raises what finish_undo() raises."""

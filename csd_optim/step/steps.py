@@ -168,7 +168,7 @@ class Steps(Progress):
         self.steps_taken += 1
         self.engine.states.step += 1
         self.state_map.describe(self.engine, self.groups)
-        self.engine.committer.commit(record)
+        self.commit(record)
 
     def prepare_without_gradients(self) -> LiveStep:
         """Return a step of all parameters that require gradients, to begin before there are gradients.

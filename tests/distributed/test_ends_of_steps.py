@@ -12,6 +12,7 @@ from test_overlap_on_ranks import training_on as training_with
 from test_shared_updates import training_on
 
 from csd_optim import CSDOSError, CSDTornError
+from csd_optim.engine.durable import DurableCommitter
 from csd_optim.engine.engine import Engine
 from csd_optim.errors import CSDRankError
 
@@ -61,6 +62,26 @@ def fails_at_its_end(rank, kind, overlap, options):
 )
 def test_no_rank_keeps_it(size, kind, overlap, options, tmp_path):
     on_living_ranks(size, fails_at_its_end, kind, overlap, options, directory=tmp_path, seconds=60)
+
+
+def cannot_begin_to_commit(rank, kind, overlap):
+    """The step is complete, so no rank raises alone: the next one commits it before it begins."""
+    training = training_on(rank, "this", overlap, kind, named=True)
+    opt = training.opt
+    for _ in range(AT):
+        training.step()
+    opt.synchronize()
+    with failing(DurableCommitter, "commit", int(rank == 1), "the disk is full"):
+        training.step()
+        training.step()
+    opt.synchronize()
+    assert opt.committed_step == AT + 2
+    opt.close()
+
+
+@pytest.mark.parametrize(("kind", "overlap"), [("DDP", None), ("FSDP2", FREE)], ids=str)
+def test_a_commit_that_does_not_begin(kind, overlap, tmp_path):
+    on_living_ranks(2, cannot_begin_to_commit, kind, overlap, directory=tmp_path, seconds=60)
 
 
 def has_no_gradients(rank):
