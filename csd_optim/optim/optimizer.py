@@ -233,7 +233,7 @@ class CSDOptimizer(StatesOnDevices, Joinable):
                     skips=self._skipped,
                     taken=steps.steps_taken,
                     joined=self._joined,
-                    overlaps=self._mode.overlaps,
+                    mode=self._mode.kind,
                     under_way=self._mode.under_way,
                     scale=scale,
                     failure=failure,

@@ -140,15 +140,12 @@ class Guess:
         unchanged = self._images.unchanged(spec) and self._engine.native.unchanged(table)
         return "" if unchanged else "gradients"
 
-    def keep(self, step: PreparedStep, record: Record | None, *, meets: bool) -> dict[int, StagingBuffer]:
+    def keep(self, step: PreparedStep, record: Record | None) -> dict[int, StagingBuffer]:
         """Keep a right guess: it goes on as `step`, whose commit has `record`. Returns the buffers of pushed images.
-
-        `meets`: as in LiveStep. Until now the guess has concerned this rank alone.
 
         Raises CSDOSError if the store has no room for the commit, and what a step raises; then undo the step.
         """
         order = self._engine.in_step_order(np.sort(self.live.tiles))
-        self.live.meets = meets
         self.live.confirm(step, record, order, self.pushed)
         return self._images.buffers(order.tolist())
 

@@ -82,6 +82,10 @@ class StepsInBackward(ConcurrentMode):
         self._taken: dict[int, Taken] = {}  # likewise: those whose gradients the step has taken
         self._lent: LentGradients | None = None
 
+    @property
+    def kind(self) -> int:
+        return -self.together.kind if self.together else -1
+
     def close(self) -> None:
         try:
             self.undo()

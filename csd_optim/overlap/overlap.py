@@ -60,6 +60,10 @@ class Overlap(ConcurrentMode):
         under_ddp, may_begin = self._reuses_gradients, self._may_begin
         self._early = None if hold is None else EarlySteps(steps, trainable, may_begin, hold, under_ddp=under_ddp)
 
+    @property
+    def kind(self) -> int:
+        return self.together.kind if self.together else 1
+
     def close(self) -> None:
         try:
             self.drain(collective=False)
@@ -106,22 +110,24 @@ class Overlap(ConcurrentMode):
 
     def _fly(self, step: PreparedStep, record: Record | None) -> None:
         """Launch the step. Raises what a step raises; with several ranks, the next meeting raises it."""
-        engine, guarded = self._engine, self._guarded()
-        self._wrap_groups()
-        self._note_order()
-        self._waited, self._early_elems = 0.0, 0
+        engine = self._engine
         guess = self._early.take_guess() if self._early else None
-        live = guess.live if guess else self._steps.live(step, record, meets=bool(self.together))
+        live = guess.live if guess else self._steps.live(step, record)
+        live.meets = bool(self.together)  # until now a guess has concerned this rank alone
         early_buffers: dict[int, StagingBuffer] = {}
         near = step.near.rows if step.near else ()
         awaited = [state for state in step.spec.plan.param_states if state.index not in near]
         sources = step.spec.sources
         copy_back = {state.index: s for state in awaited if (s := sources.get(state.index)) and s.param_and_copy}
         flight: Flight | None = None
-        try:
+        self._waited, self._early_elems = 0.0, 0
+        try:  # whatever fails from here on, the other ranks have launched the step, too
+            guarded = self._guarded()
+            self._wrap_groups()
+            self._note_order()
             if guess:
                 self._early_elems = sum(map(engine.tiles.elems_of, guess.pushed))
-                early_buffers = guess.keep(step, record, meets=bool(self.together))
+                early_buffers = guess.keep(step, record)
             else:
                 live.launch()
             self._flight = flight = Flight(engine, live, self._pieces_now(), early_buffers)

@@ -9,6 +9,7 @@ launched. They meet in the next call that is a collective. Only if the vote is b
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Collection
 from enum import Enum, auto
@@ -141,7 +142,9 @@ class Vote:
                 self._engine.committer.note_confirmed()
 
     def wait(self) -> None:
-        """Return when all ranks have voted, or one is lost."""
+        """Return when all ranks have voted, or one is lost. Raises CSDRuntimeError in a forked child."""
+        if self._engine.pid != os.getpid():  # it lacks the thread that votes
+            self._engine.check_open()
         while self.verdict is Verdict.VOTING:
             if self._end.acquire(timeout=POLL_SECONDS):
                 self._end.release()
@@ -168,6 +171,11 @@ class Together:
                     self._carriers[ranks] = ranks.borrow()
             gather.travel_by(self._carriers)
         return can
+
+    @property
+    def kind(self) -> int:
+        """1 or 2, by whether get_ready() has been called: see InStep.kind."""
+        return 1 + (self._control is not None)
 
     def get_ready(self) -> None:
         """Make what votes need, in the first step in which it is known that all ranks overlap: a collective."""

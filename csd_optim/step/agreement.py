@@ -31,7 +31,7 @@ class _Vote(NamedTuple):
     names: int  # checksum of the names of replicated parameters that have gradients
     new: int  # likewise of those among them that take part for the first time; 0: there are none
     descending: int  # its tiles would flow from the last to the first
-    overlaps: int  # overlap() was called
+    mode: int  # InStep.kind: whether overlap() was called, and how
     under_way: int  # the step has begun in backward, and only has to be ended
     failed: int  # it cannot take a step
 
@@ -55,7 +55,7 @@ def agree_on_step(
     skips: bool,
     taken: int,
     joined: bool,
-    overlaps: bool,
+    mode: int,
     under_way: bool,
     scale: float | None,
     failure: CSDError | None,
@@ -65,8 +65,8 @@ def agree_on_step(
 
     `placed`: the ids of parameters that have taken part before. `descending`: tiles would flow from the last to the
     first. `scale`: that of a GradScaler, which ranks that have `joined` lack. `failure`: why this rank cannot take a
-    step; it is raised, and CSDRankError on the other ranks. `reduced`: the ids of parameters whose gradients a hook of
-    DDP has reduced, which has to be so on all ranks.
+    step; it is raised, and CSDRankError on the other ranks. `mode`: see InStep.kind. `reduced`: the ids of parameters
+    whose gradients a hook of DDP has reduced, which has to be so on all ranks.
 
     Raises CSDRankError, on all ranks, if they cannot take this step together. In particular, replicas of a parameter
     that takes part for the first time must be equal.
@@ -78,7 +78,7 @@ def agree_on_step(
     def exchange_votes() -> list[_Vote]:
         names = _checksum([name for name, _ in replicated])
         new = _checksum([name for name, p in replicated if not is_bound(p)])
-        vote = _Vote(skips, taken, joined, names, new, descending, overlaps, under_way, failure is not None)
+        vote = _Vote(skips, taken, joined, names, new, descending, mode, under_way, failure is not None)
         return [_Vote(*numbers) for numbers in ranks.gather(*vote)]
 
     # In backward no parameter has joined, and these have changed already.
@@ -88,8 +88,10 @@ def agree_on_step(
         ranks.agree(failure)
     if len(steps := {vote.taken for vote in votes}) > 1:
         raise CSDRankError(f"ranks have taken different numbers of steps: {sorted(steps)}. Resume from the store")
-    if len({vote.overlaps for vote in votes}) > 1:
-        raise CSDRankError("overlap() was called on some of the ranks: call it on all of them, or on none")
+    if len({vote.mode for vote in votes}) > 1:
+        raise CSDRankError(
+            "overlap() was called on some of the ranks, or with other options: call it on all of them, or on none"
+        )
     if len({vote.under_way for vote in votes}) > 1:
         raise CSDRankError("backward has begun the step on some of the ranks only: they need gradients alike")
     if any(vote.joined for vote in votes):

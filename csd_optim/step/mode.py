@@ -15,7 +15,12 @@ from .spec import Participants, StepSpec
 class InStep:
     """The mode without overlap: a step runs from beginning to end within step(). The other modes derive from it."""
 
-    overlaps = False  # the same on all ranks
+    overlaps = False
+
+    @property
+    def kind(self) -> int:
+        """A number for how steps run and what that still needs, by which ranks tell that they do alike; 0: as here."""
+        return 0
 
     @property
     def under_way(self) -> bool:
