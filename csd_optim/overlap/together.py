@@ -8,9 +8,13 @@ launched. They meet in the next call that is a collective. Only if the vote is b
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import os
 import threading
+import time
+import weakref
 from collections.abc import Collection
 from enum import Enum, auto
 
@@ -25,6 +29,7 @@ from ..step.all_gather import ParamAllGather
 from ..step.live import LiveStep, Phase
 from .flight import Flight
 
+EXIT_SECONDS = 60.0  # for which the end of a program waits for votes: see _wait_at_exit()
 POLL_SECONDS = 0.1  # between two looks whether a vote is over: an interrupt may have left the lock of one locked
 
 
@@ -56,6 +61,24 @@ def has_ddp(model: torch.nn.Module) -> bool:
     return bool(_ddps(model))
 
 
+_voting: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+@functools.cache
+def _wait_at_exit() -> None:
+    """Let the interpreter wait at its end until other ranks have voted, too, or are gone.
+
+    A thread that comes back from gloo while the interpreter shuts down ends the process by SIGABRT.
+    """
+
+    def wait() -> None:
+        until = time.monotonic() + EXIT_SECONDS
+        for thread in [*_voting]:
+            thread.join(max(0.0, until - time.monotonic()))
+
+    atexit.register(wait)
+
+
 class Verdict(Enum):
     """What is known of a launched step."""
 
@@ -74,7 +97,7 @@ class Vote:
         `live`: None if all ranks have it, and vote only on its commit. `flight`: None if it failed as it was launched.
 
         This rank votes once the step has ended here: on a daemon thread, since a program may end before other ranks
-        vote, and must not wait for them.
+        vote, and must not wait for them for long.
         """
         self.live: LiveStep | None = live
         self.verdict: Verdict = Verdict.VOTING
@@ -87,8 +110,11 @@ class Vote:
     def begin(self) -> None:
         """Vote on a thread; if the interpreter shuts down and has no more threads to give, before returning."""
         self._mark(busy=True)
+        _wait_at_exit()
+        thread = threading.Thread(target=self._vote, name="csd_optim votes on a step", daemon=True)
         try:
-            threading.Thread(target=self._vote, name="csd_optim votes on a step", daemon=True).start()
+            thread.start()
+            _voting.add(thread)
         except RuntimeError:
             self._vote()
 
