@@ -92,8 +92,13 @@ MUTANTS = {
     "no event after copies back": in_staging("= [*events.values()]", "= []"),
     "a stream fills what is still emptied": in_staging("stream.wait_event(event)"),
     "the host fills what is still emptied": in_staging(HOST + "slot.wait()", HOST + "pass"),
-    "copies to the host on the current stream": in_staging(ON + "to.copy_", ON_NONE + "to.copy_"),
-    "copies back on the current stream": in_staging(ON + "image", ON_NONE + "image"),
+    "copies to the host on the current stream": in_staging(
+        "_copy(to, source_, stream)", "to.copy_(source_, non_blocking=stream is not None)"
+    ),
+    "copies back on the current stream": in_staging(
+        "_copy(source.param.data[first : first + n], image, stream)",
+        "source.param.data[first : first + n].copy_(image, non_blocking=stream is not None)",
+    ),
     "nobody joins": in_staging("torch.accelerator.current_stream(device).wait_stream(stream)"),
     "nobody joins after a failure": in_staging("finally:\n            " + JOIN, ELSE + JOIN, "fails"),
     "nobody joins after what is owed": in_staging("self.forget()\n            _join(to_host)", "self.forget()"),
@@ -208,11 +213,9 @@ MUTANTS = {
     "gpu: overlap: gradients are held": in_flight(
         "items() if row not in self._near", "items()", "near_overlap and nobody"
     ),
-    "gpu: overlap: what all ranks undo stays": in_undo(
-        "if self._step.near:\n            self._step.near.undo()", "pass", "fsdp2"
-    ),
+    "gpu: overlap: what all ranks undo stays": in_undo("if step.near:\n            step.near.undo()", "pass", "fsdp2"),
     "gpu: overlap: what ranks may undo is given up": in_steps(
-        "if step.near and not self.meets:", "if step.near:", "fsdp2"
+        "if not self.meets:  # else it keeps", "if True:  # else it keeps", "fsdp2"
     ),
     "gpu: free: on a stream of its own": in_near(
         "for _ in self._update(u):\n                pass",
