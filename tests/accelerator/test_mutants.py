@@ -73,7 +73,6 @@ def in_commits(old, new, tests="store_has"):
     return Mutant("engine/residuals.py", old, new, tests)
 
 
-ON, ON_NONE = "with on(stream):\n                ", "with on(None):\n                "
 EVENTS = "slot.under_way = [record_event(stream) for stream in used.values()]"
 FREE = "free_gradients"
 DURABLE = "near_durable and not histories"
