@@ -1,4 +1,4 @@
-"""Threads: a pool whose threads all run from the start, and the error of a system that refuses one."""
+"""Threads: a pool whose threads all run from the start, the error of a system that refuses one, and a flag."""
 
 from __future__ import annotations
 
@@ -6,6 +6,30 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from .errors import CSDRuntimeError
+
+POLL_SECONDS = 0.1  # between two looks at a Flag whose lock an interrupt has left locked
+
+
+class Flag:
+    """Set once by one thread, and awaited by others.
+
+    Ctrl-C may interrupt whoever waits, at any instruction. Waiting for a future, or an event, could then leave its lock
+    locked, and nobody else would get on. Here the lock beside the flag only spares polling.
+    """
+
+    def __init__(self) -> None:
+        self.is_set: bool = False
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def set(self) -> None:
+        self.is_set = True
+        self._lock.release()
+
+    def wait(self) -> None:
+        while not self.is_set:
+            if self._lock.acquire(timeout=POLL_SECONDS):
+                self._lock.release()
 
 
 def running_pool(n: int, name: str) -> ThreadPoolExecutor:

@@ -58,9 +58,7 @@ class _Reduced:
     """A gradient that was reduced in backward."""
 
     param: torch.Tensor  # keeps its id unique
-    rows: (
-        torch.Tensor
-    )  # this rank's rows of the mean, in memory of their own, which nothing writes to once they are final
+    rows: torch.Tensor  # this rank's rows of the mean, in memory of their own; final once `strips` is 0
     strips: int = 0  # number of those that are not in `rows` yet
     identity: _GradIdentity | None = None  # `.grad` at the end of backward; None until then
 

@@ -25,7 +25,7 @@ import torch
 from ..errors import CSDLostError, CSDOSError, CSDRuntimeError
 from ..store.file import Staged, StoreFile
 from ..store.format import Record, Superblock, pack_table, pack_tiles
-from ..threads import running_pool
+from ..threads import Flag, running_pool
 from .proof import prove
 from .residuals import Residuals, Spaces
 from .states import States
@@ -139,18 +139,14 @@ class Background:
     The threads exist from the constructor on, which raises CSDRuntimeError if the system refuses them: no commit fails
     for lack of one. Only `start()` uses them, and no finalizer may call it: the garbage collector may run a finalizer
     on a thread that holds locks of the pool. `wait()` does work that is left over on the calling thread.
-
-    Ctrl-C may interrupt whoever waits, at any instruction. Waiting for a future, or an event, could then leave its lock
-    locked, and the work would never end. So the work sets a flag; the lock beside it only spares polling.
     """
 
     def __init__(self, n_devices: int) -> None:
         self._pool = running_pool(1 + n_devices, "csd_optim")
         self._work: Work | None = None
         self._name = ""
-        self._is_running = False  # on the pool; set there to False at the end
+        self._running: Flag | None = None  # the work on the pool, until it has ended
         self._to_retry = False  # the work has failed, or was never started
-        self._end = threading.Lock()  # locked while it runs; a new one each time
         # How many commits, or halves of rounds, start() has begun, and how many of these have ended.
         self.begun: int = 0
         self.ended: int = 0
@@ -160,34 +156,30 @@ class Background:
         """Wait for the previous work, then start `work`, which is retried until it succeeds. Raises as wait()."""
         self.wait()
         self._name, self._work = name, work
-        end = threading.Lock()
-        end.acquire()
-        self._is_running, self._to_retry, self._end = True, True, end
+        self._to_retry, self._running = True, Flag()
         try:
-            self._pool.submit(self._run, work, end)
+            self._pool.submit(self._run, work, self._running)
         except RuntimeError:  # at interpreter shutdown pools take no work: wait() runs it
-            self._is_running = False
+            self._running = None
         else:
             self.begun += 1
 
-    def _run(self, work: Work, end: threading.Lock) -> None:
+    def _run(self, work: Work, running: Flag) -> None:
         with contextlib.suppress(BaseException):  # whatever it is: wait() tries again, and raises what that raises
             work(self._in_parallel)
             self._to_retry = False
         self.ended += 1
-        self._is_running = False
-        end.release()
+        running.set()
         self.on_progress()
 
     def _await(self) -> None:
         """Return when no work is running on the pool."""
-        while self._is_running:
-            if self._end.acquire(timeout=0.1):
-                self._end.release()
+        if self._running:
+            self._running.wait()
 
     @property
     def idle(self) -> bool:
-        return not self._is_running
+        return self._running is None or self._running.is_set
 
     def run(self, name: str, work: Work) -> None:
         """Run `work` on the calling thread, after the previous work. Raises CSDOSError."""

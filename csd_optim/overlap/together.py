@@ -27,10 +27,10 @@ from ..errors import CSDError, CSDRankError, CSDRuntimeError
 from ..signals import defer_signals
 from ..step.all_gather import ParamAllGather
 from ..step.live import LiveStep, Phase
+from ..threads import Flag
 from .flight import Flight
 
 EXIT_SECONDS = 60.0  # for which the end of a program waits for votes: see _wait_at_exit()
-POLL_SECONDS = 0.1  # between two looks whether a vote is over: an interrupt may have left the lock of one locked
 
 
 def check_ranks(optimizer: object, model: torch.nn.Module, *, backward: bool, free_gradients: bool) -> None:
@@ -104,8 +104,7 @@ class Vote:
         self.loss: str = ""  # set if a rank is lost: what torch says
         self._control, self._groups = control, [control, *carriers]
         self._engine, self._flight = engine, flight
-        self._end = threading.Lock()  # locked while it is VOTING: spares polling, see Background
-        self._end.acquire()
+        self._over = Flag()
 
     def begin(self) -> None:
         """Vote on a thread; if the interpreter shuts down and has no more threads to give, before returning."""
@@ -146,7 +145,7 @@ class Vote:
         finally:
             self._mark(busy=False)
             self.verdict = verdict
-            self._end.release()
+            self._over.set()
 
     def _gather(self, *vote: int) -> list[tuple[int, ...]]:
         """Return all votes; none if a rank is lost, or if the program has destroyed all groups."""
@@ -171,9 +170,7 @@ class Vote:
         """Return when all ranks have voted, or one is lost. Raises CSDRuntimeError in a forked child."""
         if self._engine.pid != os.getpid():  # it lacks the thread that votes
             self._engine.check_open()
-        while self.verdict is Verdict.VOTING:
-            if self._end.acquire(timeout=POLL_SECONDS):
-                self._end.release()
+        self._over.wait()
 
 
 class Together:

@@ -19,7 +19,6 @@ from support.comparing import assert_same
 from support.divided import (
     CHANGES,
     RULES,
-    TILE,
     DividedTraining,
     begins,
     exported,
@@ -319,25 +318,6 @@ def test_tensor_parallelism(tmp_path):
 
 
 # ---- what is refused -----------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    """Stores of 2 ranks. To be copied, not changed."""
-    directory = tmp_path_factory.mktemp("two")
-    on(1, begins, "any", "alone", "one", 3, 1, directory=directory)
-    with inside(directory):
-        reshard(names("one", 1), to("old"), 2, tile_elems=TILE)
-    return directory
-
-
-@pytest.fixture
-def old(two, tmp_path, monkeypatch):
-    """The names of 2 ranks' stores in the current directory."""
-    for name in names("old", 2):
-        shutil.copytree(two / name, tmp_path / name)
-    monkeypatch.chdir(tmp_path)
-    return names("old", 2)
 
 
 def refused(old, message, *, error=CSDStoreError, ranks=3, new=None, **options):
