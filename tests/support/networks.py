@@ -88,12 +88,18 @@ class Machines(Network):
         init_key(Path("key.pem"))
 
     def lose(self, name, seconds=0.02):
-        """Delay the packets that reach a machine and drop some: with netem, or else because they find no room."""
-        for how in (f"netem delay {int(1000 * seconds)}ms 2ms loss 2%", "tbf rate 60mbit burst 18kb latency 2ms"):
-            added = subprocess.run(["tc", *f"qdisc replace dev {name} root {how}".split()], capture_output=True)
-            if not added.returncode:
-                return
-        raise AssertionError(added.stderr)
+        """Delay the packets that reach a machine and drop some: with netem, or else every 32nd of each connection."""
+        netem = f"qdisc replace dev {name} root netem delay {int(1000 * seconds)}ms 2ms loss 2%"
+        if not subprocess.run(["tc", *netem.split()], capture_output=True).returncode:
+            return
+        for command in (  # those whose identification ends in these five bits go to a queue without room
+            f"qdisc replace dev {name} root handle 1: htb default 1",
+            f"class add dev {name} parent 1: classid 1:1 htb rate 60mbit",
+            f"class add dev {name} parent 1: classid 1:2 htb rate 60mbit",
+            f"qdisc add dev {name} parent 1:2 bfifo limit 1",
+            f"filter add dev {name} parent 1: protocol ip u32 match u16 0x0007 0x001f at 4 flowid 1:2",
+        ):
+            subprocess.run(["tc", *command.split()], check=True)
 
     def dropped(self, name):
         """Return how many of the packets for a machine were dropped."""
