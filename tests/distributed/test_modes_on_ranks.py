@@ -17,7 +17,7 @@ from csd_optim import CSDRuntimeError, CSDWarning
 from csd_optim.distributed.ranks import Ranks
 from csd_optim.errors import CSDRankError
 
-SECONDS = 30  # after which a rank waits forever
+SECONDS = 90  # after which a rank waits forever
 FREE = {"free_gradients": True}
 
 

@@ -27,7 +27,7 @@ from csd_optim.step.all_gather import ParamAllGather
 from csd_optim.store.file import StoreFile
 from csd_optim.store.format import read_commits
 
-SECONDS = 30  # after which a wait has failed
+SECONDS = 60  # after which a wait has failed
 
 
 def until(condition):

@@ -1,6 +1,8 @@
 """A message or frame that begins has to end: whoever lets a byte through now and then holds nobody for long."""
 
 import contextlib
+import functools
+import re
 import socket
 import threading
 import time
@@ -116,14 +118,33 @@ def sending(connection, nbytes, times=1):
         thread.join()
 
 
+class MachineStalledError(Exception):
+    """This machine was so busy that not even a slow byte came in time."""
+
+
 def is_too_slow(call, *arguments):
     began = time.monotonic()
-    with pytest.raises(ConnectionClosed, match=r"is too slow: \d+ bytes in"):
+    with pytest.raises(ConnectionClosed) as ended:
         call(*arguments)
+    if "has said nothing" in str(ended.value):
+        raise MachineStalledError
+    assert re.search(r"is too slow: \d+ bytes in", str(ended.value))
     return TIMEOUT < time.monotonic() - began < 60  # a busy machine takes longer
 
 
+def again_if_stalled(test):
+    @functools.wraps(test)
+    def repeated(*arguments, **named):
+        for _ in range(4):
+            with contextlib.suppress(MachineStalledError):
+                return test(*arguments, **named)
+        return test(*arguments, **named)
+
+    return repeated
+
+
 @pytest.mark.parametrize("kind", KINDS)
+@again_if_stalled
 def test_who_sends_slowly(kind, files):
     with nothing_left(), wire(kind, files, piece=1) as there:
         there.slow.set()
@@ -134,6 +155,7 @@ def test_who_sends_slowly(kind, files):
 
 @pytest.mark.parametrize("kind", ["frames", "sealed", "frames in TLS"])
 @pytest.mark.parametrize("how", ["receive", "discard"])
+@again_if_stalled
 def test_who_sends_the_payload_slowly(kind, how, files):
     """What the header was in time for."""
     with nothing_left(), wire(kind, files, piece=64) as there, sending(there.one, CHUNK + 1):
@@ -145,6 +167,7 @@ def test_who_sends_the_payload_slowly(kind, how, files):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@again_if_stalled
 def test_who_receives_slowly(kind, files, monkeypatch):
     """Also in pieces, of which each is in time."""
     monkeypatch.setattr(sealed, "PIECE", CHUNK)
