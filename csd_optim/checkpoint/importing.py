@@ -33,7 +33,7 @@ from ..store.user_state import pack_user_state
 from .export import INDEX_NAME, NUMPY, in_memory_order
 from .files import Progress, no_progress
 from .snapshot import Paths, directories
-from .state_dict import EXPORT_WITH_RULE, about_of, dtype_of, mapped_states, numbered
+from .state_dict import EXPORT_WITH_RULES, about_of, dtype_of, mapped_states, numbered
 
 CHUNK = 1 << 20  # elements that are compared at a time
 EXTENT_BYTES = 64 << 20  # minimum by which the nameless scratch file grows
@@ -51,7 +51,7 @@ class Export:
 
     def sections(self, extent: int, row: int) -> Sequence[str]:
         """Return the names of the states of a parameter; they are the same for all parameters of its extent."""
-        if "rule" in self.about:
+        if "sections" in self.about:
             sections: list[str] = self.about["sections"][extent]
             return sections
         return SECTIONS if self.state(row, SECTIONS[-1]) is not None else SECTIONS[:-1]
@@ -182,9 +182,9 @@ def _read_safetensors(path: Path) -> Export:
 
 
 def _check_format(about: dict[str, Any], path: Path) -> None:
-    if about["format"] > EXPORT_WITH_RULE:
+    if about["format"] > EXPORT_WITH_RULES:
         raise CSDStoreError(
-            f"{path} has format {about['format']}; this csd_optim reads up to {EXPORT_WITH_RULE}: upgrade it"
+            f"{path} has format {about['format']}; this csd_optim reads up to {EXPORT_WITH_RULES}: upgrade it"
         )
 
 

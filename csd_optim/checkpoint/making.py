@@ -153,7 +153,7 @@ def _waiting(old: Old, rows_for: Divide) -> list[dict[str, Any]]:
 
 def _part_entry(p: dict[str, Any], block: tuple[int, int] | None) -> dict[str, Any]:
     """Return the manifest's entry of a part of a parameter, without its place. `p`: the whole's entry."""
-    entry = {key: p[key] for key in ("name", "group", "position", "shape", "dtype")}
+    entry: dict[str, Any] = {key: p[key] for key in ("name", "group", "position", "shape", "dtype", "rule") if key in p}
     if block and p["shape"]:
         first, rows = block
         shape = p["shape"]

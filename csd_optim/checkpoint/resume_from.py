@@ -143,7 +143,7 @@ def _own_blocks(old: Old, groups: Groups, state_map: StateMap, ranks: Ranks | No
                     raise CSDStoreError(f"{entry['name']} is a shard of FSDP1 here, and which one only FSDP1 knows")
                 blocks[k, i] = block_of(entry, "this model", rank, size)
                 rows[k, i] = entry["of"]["shape"][0] if entry["of"]["shape"] else 1
-        if difference := rule_difference(contents, state_map.rule):
+        if difference := rule_difference(contents, groups, state_map.rule_of):
             raise CSDStoreError(f"{old.path} cannot be resumed: {difference}")
         if difference := first_difference(contents.manifest, groups, lambda _: UNSHARDED):
             raise CSDStoreError(f"{old.path} is the store of another model: {difference}")

@@ -20,7 +20,7 @@ from ..engine.engine import Engine
 from ..engine.open_engine import open_engine
 from ..errors import CSDStoreError
 from ..store.file import close_in_children, lock
-from ..store.format import RESIDUAL_BYTES, Contents
+from ..store.format import RESIDUAL_BYTES, Contents, has_rules
 from ..store.layout import Extent
 from ..store.reader import Tile, residuals_of, total_bytes
 from ..store.sections import FP32
@@ -32,6 +32,7 @@ from .snapshot import Paths, directories
 EXPORT_FORMAT = 1  # format of the entry "csd_optim", which a state dict has beside torch's entries
 EXPORT_WITH_RESIDUALS = 2  # with residuals: a reader that knows only format 1 would silently drop them
 EXPORT_WITH_RULE = 3  # with another rule than AdamW: a reader of formats 1 and 2 would make a store of AdamW from it
+EXPORT_WITH_RULES = 4  # with several rules: params[].rule, as in a manifest
 
 
 def numbered(manifest: dict[str, Any]) -> list[tuple[int, int, dict[str, Any]]]:
@@ -65,11 +66,14 @@ def about_of(contents: Contents) -> dict[str, Any]:
     entries = [p for _, _, p in numbered(manifest)]
     params = [{k: v for k, v in p.items() if k not in ("start", "numel", "residual")} for p in entries]
     residuals = any("residual" in p for p in entries)
-    rule = {"rule": manifest["rule"], "sections": [e["sections"] for e in extents]} if "rule" in manifest else {}
+    rule, rules = {key: manifest[key] for key in ("rule",) if key in manifest}, has_rules(manifest)
+    if rule or rules:
+        rule["sections"] = [e["sections"] for e in extents]
+    format_ = EXPORT_WITH_RULES if rules else EXPORT_WITH_RULE if rule else None
     # Codes need no new format: a reader that does not know of them makes a store of fp32 states, and loses nothing.
     codes = [{k: e[k] for k in ("codec", "param_dtype") if k in e} for e in extents]
     return {
-        "format": EXPORT_WITH_RULE if rule else EXPORT_WITH_RESIDUALS if residuals else EXPORT_FORMAT,
+        "format": format_ or (EXPORT_WITH_RESIDUALS if residuals else EXPORT_FORMAT),
         "step": contents.superblock.step,
         "seconds": contents.record.seconds,
         "given": contents.record.given,

@@ -24,6 +24,7 @@ from ..engine.tuning import ScratchFile, rate, tune
 from ..errors import CSDError, CSDOSError, CSDStoreError, CSDValueError
 from ..planning import advice
 from ..rates import UNPACED
+from ..store.check import rule_named
 from ..store.file import lock_owner
 from ..store.format import CLEAN, FILE_NAME, RESIDUAL_BYTES, UNDER_WAY, read_contents, rows_with_residual, store_file
 from ..store.layout import MEMORY_STATE_BYTES, STORE_BYTES, Extent, plan_extent
@@ -232,6 +233,9 @@ def describe_store(path: Path, tbw_bytes: int | None = None) -> dict[str, Any]:
     shares = next((e["shares"] for e in manifest["extents"] if "shares" in e), [1.0] * block.devices)
     share = shares[block.device] / sum(shares)  # of all parameters, between 0 and 1
     slots = contents.tiles["slot"]
+    rules: dict[str, int] = {}  # elements by rule
+    for p in manifest["params"]:
+        rules[rule_named(manifest, p)] = rules.get(rule_named(manifest, p), 0) + p["numel"]
     rows = rows_with_residual(manifest, block.device)
     residual_bytes = [RESIDUAL_BYTES * manifest["params"][row]["numel"] for row in rows]
     return {
@@ -257,6 +261,7 @@ def describe_store(path: Path, tbw_bytes: int | None = None) -> dict[str, Any]:
             "in_slot": [int((slots == s).sum()) for s in range(2)],
             "with_checksum": int(contents.tiles["summed"].sum()),
         },
+        "rules": rules,
         "states": describe_states(manifest["extents"]),
         "residuals": {"count": len(residual_bytes), "bytes": sum(residual_bytes)},
         # Bytes that a step writes if every parameter has a gradient.
@@ -270,7 +275,8 @@ def describe_store(path: Path, tbw_bytes: int | None = None) -> dict[str, Any]:
         "extents": manifest["extents"],
         "groups": contents.record.groups,
         "params": [
-            {k: p[k] for k in ("name", "shape", "dtype", "group", "numel")} | {"step": float(step)}
+            {k: p[k] for k in ("name", "shape", "dtype", "group", "numel")}
+            | {"rule": rule_named(manifest, p), "step": float(step)}
             for p, step in zip(manifest["params"], contents.steps, strict=True)
         ],
     }

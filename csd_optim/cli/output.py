@@ -222,6 +222,7 @@ def show_store(described: dict[str, Any], everything: bool) -> None:
                 *([("origin", origin)] if origin else []),
                 ("step", f"{described['step']}{owner or ', ' + closed}"),
                 ("model", f"{len(params)} parameters of {number(described['total_params'])} elements on all devices"),
+                ("updated by", _rules_text(described["rules"])),
                 *zip(("states", *[""] * len(described["states"])), states_text(described["states"]), strict=False),
                 (
                     "tiles",
@@ -255,6 +256,13 @@ def show_store(described: dict[str, Any], everything: bool) -> None:
             shape = " x ".join(map(str, p["shape"])) or "scalar"
             made.add_row(escape(p["name"]), shape, p["dtype"], str(p["group"]), f"{p['step']:g}")
     out.print(made)
+
+
+def _rules_text(rules: dict[str, int]) -> str:
+    """Return what says which rules update a store. `rules`: elements by rule."""
+    if len(rules) < 2:
+        return ", ".join(rules) or "nothing yet"
+    return ", ".join(f"{name} ({number(n)})" for name, n in rules.items())
 
 
 def states_text(states: list[dict[str, Any]]) -> list[str]:

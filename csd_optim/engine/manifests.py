@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..distributed.ranks import Ranks, RanksElsewhere
-from ..store.format import NAMED_FEATURES, features_of, tile_entry, version_of
+from ..store.format import NAMED_FEATURES, features_of, has_rules, tile_entry, version_of
 from ..store.layout import Extent
 from ..store.reader import params_in_tile
 from .residuals import Room
@@ -27,6 +27,7 @@ class Manifests:
         self.extents_on: list[list[dict[str, Any]]] = [[] for _ in range(n_devices)]  # per device
         self.tiles_bytes: list[int] = [0] * n_devices  # per device: size of the tiles' entries in the table
         self._params: dict[str, Any] = {}  # see describe()
+        self._has_rules = False
         self._first_tiles: list[int] = []  # of each extent
         self._rank_fields = {"rank": ranks.rank, "world_size": ranks.size} if ranks else {}
 
@@ -40,12 +41,13 @@ class Manifests:
         The store keeps its origin, if it has one.
         """
         kept = {key: value for key, value in self._params.items() if key == "origin"}
-        self._params, self.written = {**kept, **params}, False
+        self._params, self._has_rules, self.written = {**kept, **params}, has_rules(params), False
 
     def adopt(self, manifest: dict[str, Any]) -> None:
         """Continue from the manifest of a store. The caller adds its extents."""
         self._params = {k: v for k, v in manifest.items() if k not in ("extents", "tiles", "features")}
         self._params["params"] = [{k: v for k, v in p.items() if k != "residual"} for p in manifest["params"]]
+        self._has_rules = has_rules(manifest)
 
     def add(self, extent: Extent, offsets: list[int]) -> None:
         """Add an extent. `offsets`: where it begins on each device (bytes)."""
@@ -71,8 +73,8 @@ class Manifests:
         return version_of(self._features(0, rooms))
 
     def _features(self, device: int, rooms: Mapping[int, Room]) -> set[str]:
-        rule, origin = "rule" in self._params, "origin" in self._params
-        return features_of(self.extents_on[device], residuals=bool(rooms), rule=rule, origin=origin)
+        named = {key: key in self._params for key in ("rule", "origin")}
+        return features_of(self.extents_on[device], residuals=bool(rooms), rules=self._has_rules, **named)
 
     def pack(self, device: int, rooms: Mapping[int, Room]) -> bytes:
         return json.dumps(self._manifest_of(device, rooms)).encode()

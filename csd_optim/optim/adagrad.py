@@ -1,40 +1,17 @@
-"""CSDAdagrad: the arguments of torch's Adagrad and the constants of its rule, native/include/adagrad.h."""
+"""CSDAdagrad, with the arguments of torch's Adagrad."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.optim import Adagrad, Optimizer
 from typing_extensions import Unpack
 
-from ..bindings import RULES
 from ..errors import CSDRuntimeError
-from ..params.update_rule import Group, UpdateRule
+from . import rules
 from .optimizer import CSDOptimizer, takes_options
 from .options import Options
-
-
-def constants(group: Group, _: Sequence[str], t: float, grad_scale: float) -> tuple[int, tuple[float, ...]]:
-    """Return the rule's number and its constants for one group at step `t`."""
-    return RULES["adagrad"], (
-        float(group["lr"]) / (1 + (t - 1) * float(group["lr_decay"])),
-        float(group["weight_decay"]),
-        float(group["eps"]),
-        *(0.0,) * 5,
-        -grad_scale if group["maximize"] else grad_scale,
-    )
-
-
-RULE = UpdateRule(
-    name="adagrad",
-    sections=("master", "sum"),
-    min_sections=2,
-    hyperparameters=("lr", "lr_decay", "eps", "weight_decay", "initial_accumulator_value", "maximize"),
-    constants=constants,
-    initial={"sum": "initial_accumulator_value"},
-)
 
 
 class _WithoutSums(Adagrad):
@@ -59,7 +36,7 @@ class CSDAdagrad(CSDOptimizer, _WithoutSums):
     see native/include/adagrad.h.
     """
 
-    _rule = RULE
+    _rule = rules.ADAGRAD
 
     @takes_options
     def __init__(

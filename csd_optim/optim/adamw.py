@@ -1,67 +1,17 @@
-"""CSDAdam: the arguments of torch's AdamW and Adam and the constants of their rules, native/include/adamw.h, adam.h."""
+"""CSDAdam, with the arguments of torch's AdamW and Adam."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.optim import Adam, AdamW
 from typing_extensions import Unpack
 
-from ..bindings import RULES
 from ..errors import CSDValueError
-from ..params.update_rule import Group, UpdateRule
+from . import rules
 from .optimizer import CSDOptimizer, takes_options
 from .options import Options
-
-
-def _constants(group: Group, decoupled: bool, t: float, grad_scale: float) -> tuple[int, tuple[float, ...]]:
-    lr, eps, weight_decay = float(group["lr"]), float(group["eps"]), float(group["weight_decay"])
-    beta1, beta2 = (float(b) for b in group["betas"])
-    if decoupled:
-        rule = RULES["amsgrad" if group["amsgrad"] else "adamw"]
-    else:
-        rule = RULES["adam_amsgrad" if group["amsgrad"] else "adam"]
-    return rule, (
-        1 - lr * weight_decay if decoupled else weight_decay,
-        beta1,
-        1 - beta1,
-        beta2,
-        1 - beta2,
-        lr / (1 - beta1**t),
-        1 / (1 - beta2**t) ** 0.5,
-        eps,
-        -grad_scale if group["maximize"] else grad_scale,
-    )
-
-
-def constants(group: Group, _: Sequence[str], t: float, grad_scale: float) -> tuple[int, tuple[float, ...]]:
-    """Return the number and constants of AdamW's rule for one group at step `t`."""
-    return _constants(group, True, t, grad_scale)
-
-
-def adams_constants(group: Group, _: Sequence[str], t: float, grad_scale: float) -> tuple[int, tuple[float, ...]]:
-    """Return the same for Adam, or for AdamW if the group has `decoupled_weight_decay`, as torch's Adam allows."""
-    return _constants(group, bool(group["decoupled_weight_decay"]), t, grad_scale)
-
-
-ADAMW = UpdateRule(
-    name="adamw",
-    sections=("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
-    min_sections=3,
-    hyperparameters=("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize"),
-    constants=constants,
-    switches={"amsgrad": "max_exp_avg_sq"},
-    has_codes=True,
-)
-ADAM = replace(
-    ADAMW,
-    name="adam",
-    hyperparameters=(*ADAMW.hyperparameters, "decoupled_weight_decay"),
-    constants=adams_constants,
-)
 
 
 class _AdamOrAdamW(AdamW):
@@ -71,8 +21,13 @@ class _AdamOrAdamW(AdamW):
         Adam.__init__(self, *args, decoupled_weight_decay=decoupled_weight_decay, **kwargs)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        base = AdamW if {**vars(self), **state}["defaults"].get("decoupled_weight_decay", True) else Adam
-        base.__setstate__(self, state)  # type: ignore[no-untyped-call]
+        # Not AdamW's, which sets the switch in all groups: those of Adam's rule have their own.
+        Adam.__setstate__(self, state)  # type: ignore[no-untyped-call]
+        is_adamw = {**vars(self), **state}["defaults"].get("decoupled_weight_decay", True)
+        own = rules.ADAMW if is_adamw else rules.ADAM
+        for group in self.param_groups:
+            if rules.rule_of(own, group) is not rules.ADAM:
+                group["decoupled_weight_decay"] = True
 
 
 class CSDAdam(CSDOptimizer, _AdamOrAdamW):
@@ -88,7 +43,8 @@ class CSDAdam(CSDOptimizer, _AdamOrAdamW):
     accepted and ignored, ``capturable`` and ``differentiable`` are refused.
 
     Args:
-        params: parameters of dtype float32, float16, bfloat16 or complex64, on the CPU or on the accelerator.
+        params: parameters of dtype float32, float16, bfloat16 or complex64, on the CPU or on the accelerator. A group
+            may have another ``rule``, such as ``"lion"``: docs/optimizers.md.
         weight_decay: None means AdamW's default, 1e-2; or Adam's, 0, with ``decoupled_weight_decay=False``.
         decoupled_weight_decay: False makes it :class:`torch.optim.Adam`: weight decay is added to the gradient.
         devices: one device string or several: a directory (an emulated CSD, durable), ``"file:"`` (an emulated CSD in
@@ -150,7 +106,7 @@ class CSDAdam(CSDOptimizer, _AdamOrAdamW):
     Kingma & Ba, "Adam", 2015, algorithm 1, with weight decay added to the gradient, see native/include/adam.h.
     """
 
-    _rule = ADAMW
+    _rule = rules.ADAMW
     _sparse_alternatives = "SparseAdam"
 
     @takes_options
@@ -172,7 +128,7 @@ class CSDAdam(CSDOptimizer, _AdamOrAdamW):
         **options: Unpack[Options],
     ) -> None:
         if not decoupled_weight_decay:
-            self._rule = ADAM
+            self._rule = rules.ADAM
         if weight_decay is None:
             weight_decay = 1e-2 if decoupled_weight_decay else 0
         super().__init__(
@@ -193,13 +149,15 @@ class CSDAdam(CSDOptimizer, _AdamOrAdamW):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "defaults" in state and not state["defaults"].get("decoupled_weight_decay", True):
-            self._rule = ADAM  # this is a copy or an unpickled optimizer: __init__ has not run
+            self._rule = rules.ADAM  # this is a copy or an unpickled optimizer: __init__ has not run
         super().__setstate__(state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if self._rule is ADAMW and not param_group.get("decoupled_weight_decay", True):
+        decoupled = "rule" in param_group or param_group.get("decoupled_weight_decay", True)
+        if self._rule is rules.ADAMW and not decoupled:
             raise CSDValueError(
-                "Invalid decoupled_weight_decay of a group: False; give it to CSDAdam, then groups may have their own"
+                "Invalid decoupled_weight_decay of a group: False; give it to CSDAdam, then groups may have their own, "
+                'or give the group "rule": "adam"'
             )
         super().add_param_group(param_group)
 

@@ -1,34 +1,16 @@
-"""CSDLion: its arguments and the constants of its rule, native/include/lion.h. torch itself has no Lion."""
+"""CSDLion and its arguments. torch itself has no Lion."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from typing_extensions import Unpack
 
-from ..bindings import RULES
 from ..errors import CSDValueError
-from ..params.update_rule import Group, UpdateRule
+from . import rules
 from .optimizer import CSDOptimizer, takes_options
 from .options import Options
-
-
-def constants(group: Group, _: Sequence[str], t: float, grad_scale: float) -> tuple[int, tuple[float, ...]]:
-    """Return the rule's number and its constants for one group; they do not depend on the step."""
-    lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
-    decay, scale = 1 - lr * float(group["weight_decay"]), -grad_scale if group["maximize"] else grad_scale
-    return RULES["lion"], (decay, lr, beta1, 1 - beta1, beta2, 1 - beta2, 0.0, 0.0, scale)
-
-
-RULE = UpdateRule(
-    name="lion",
-    sections=("master", "exp_avg"),
-    min_sections=2,
-    hyperparameters=("lr", "betas", "weight_decay", "maximize"),
-    constants=constants,
-)
 
 
 class CSDLion(CSDOptimizer):
@@ -48,7 +30,7 @@ class CSDLion(CSDOptimizer):
     Rule: Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2; see native/include/lion.h.
     """
 
-    _rule = RULE
+    _rule = rules.LION
 
     @takes_options
     def __init__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import time
@@ -14,11 +15,10 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from ..accelerator import check_not_capturing
 from ..devices.spec import DeviceSpec, parse_devices
-from ..devices.xclbin import kernel_for
 from ..distributed.ranks import Ranks, ranks_of
 from ..engine.engine import Engine
 from ..engine.open_engine import open_engine
-from ..errors import CSDRuntimeError, CSDValueError
+from ..errors import CSDRuntimeError
 from ..finalize import call_at_end, close_quietly
 from ..overlap.choice import choose, hold_bytes
 from ..params.groups import check_state_dtype, hyperparameters_of, members, restore_hyperparameters
@@ -33,7 +33,9 @@ from ..step.joining import StepHook
 from ..step.mode import InStep
 from ..step.steps import Steps
 from ..store.file import Mode
+from .kernels import check_kernels, kernels_for
 from .options import Options, check_group, check_options
+from .rules import fill_in_defaults, rule_of
 from .states import Box, StatesOnDevices
 from .stats import describe
 
@@ -109,12 +111,6 @@ class CSDOptimizer(StatesOnDevices, Joinable):
         self._owner_address = address_of(devices, self._ranks)
         if self._owner_address is None:
             specs = parse_devices(devices)
-        for spec in specs:
-            if spec.kind.rules is not None and self._rule.name not in spec.kind.rules:
-                raise CSDValueError(
-                    f"{spec} has no kernel for {self._rule.name}, the rule of this {type(self).__name__}, but for "
-                    f"{', '.join(sorted(spec.kind.rules))}: take devices that the CPU updates, such as a directory"
-                )
         super().__init__(*args, **kwargs)
         if self._ranks:
             self._ranks.use_device_of(p for _, _, p in members(self.param_groups))
@@ -137,8 +133,10 @@ class CSDOptimizer(StatesOnDevices, Joinable):
         self._ranks = ranks
         self.sharded = sharded
         self.state_dtype = state_dtype
-        self._state_map = StateMap(self._rule, ranks, sharded=sharded, state_dtype=state_dtype)
-        self._steps = Steps(self, self._state_map, self._rule, ranks, self._sparse_alternatives)
+        # Without a reference to this object: hooks in a model hold the next two, see Steps.
+        rule_of_group = functools.partial(rule_of, self._rule)
+        self._state_map = StateMap(rule_of_group, ranks, sharded=sharded, state_dtype=state_dtype)
+        self._steps = Steps(self, self._state_map, ranks, self._sparse_alternatives)
         self._joined = False  # this rank has no more data and takes part in a step of the other ranks
         self._consolidated_hook = None
         Joinable.__init__(self)
@@ -150,13 +148,6 @@ class CSDOptimizer(StatesOnDevices, Joinable):
         self.user_state: dict[str, Any] = {}
         self.resumed_user_states = [self.user_state]
 
-    def _adopt_store(self) -> None:
-        engine, steps = self._settled_engine(), self._steps
-        found = steps.resume.adopt_store(engine, self.param_groups, steps.initial_groups, self.grad_dtype)
-        if found:
-            record, self.user_state = found
-            steps.trained_seconds = record.seconds
-
     def _open(self, specs: Sequence[DeviceSpec], ranks: Ranks | None, mode: Mode = "new") -> None:
         tile_elems = self._options["tile_size"]
         if self._owner_address:
@@ -165,8 +156,8 @@ class CSDOptimizer(StatesOnDevices, Joinable):
             model = digest_of_groups(self.param_groups, self._state_map.part_of)
             engine = open_remote(self._owner_address, model, mode=mode, tile_elems=tile_elems, ranks=ranks)
         else:
-            kernel = kernel_for(self._rule.name, self.state_dtype)
-            engine = open_engine(specs, mode=mode, tile_elems=tile_elems, ranks=ranks, kernels=[kernel])
+            kernels = kernels_for(specs, self.param_groups, self._state_map)
+            engine = open_engine(specs, mode=mode, tile_elems=tile_elems, ranks=ranks, kernels=kernels)
         self._engine = self._steps.engine = engine
         # Closes the engine silently if the optimizer is garbage-collected or still open at exit.
         self._finalizer = call_at_end(self, close_quietly, engine)
@@ -174,15 +165,19 @@ class CSDOptimizer(StatesOnDevices, Joinable):
     # ---- torch's contract ------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if isinstance(param_group, dict):  # else torch raises
+            fill_in_defaults(self._rule, param_group, self.defaults)
         super().add_param_group(param_group)
         k = len(self.param_groups) - 1
-        group = self.param_groups[k]
         try:
-            check_group(self.param_groups, k, type(self).__name__, self._rule, self.state_dtype)
+            rule = self._state_map.rule_of(self.param_groups[k])
+            check_group(self.param_groups, k, type(self).__name__, rule, self.state_dtype)
+            if self._engine:
+                check_kernels(self._engine.devices.specs, self.param_groups[k:], self._state_map)
         except BaseException:
             self.param_groups.pop()
             raise
-        self._steps.initial_groups[k:] = [hyperparameters_of(group, self._rule.hyperparameters)]
+        self._steps.initial_groups[k:] = [self._steps.kept(self.param_groups[k])]
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     @torch.no_grad()
@@ -348,34 +343,6 @@ class CSDOptimizer(StatesOnDevices, Joinable):
         self._steps.reduced.clear()
         if not self._mode.clear_gradients(set_to_none=set_to_none):
             super().zero_grad(set_to_none)
-
-    # ---- commit and resume -------------------------------------------------------------
-
-    @property
-    def committed_step(self) -> int:
-        """The last step that is durable on all devices, to which a crash now would go back; 0 if there is none."""
-        return self._engine.states.committed_step if self._engine else 0
-
-    def synchronize(self) -> None:
-        """Return once the last step is durable; at once without named directories. Raises CSDOSError.
-
-        With named directories or overlap(), all ranks call it: the step is then complete and durable on all of them,
-        or an error is raised on all.
-        """
-        with self._settled(meets=True) as engine:
-            engine.wait()
-
-    def restore(self) -> None:
-        """Set parameters and hyperparameters again to the values of the step that was resumed.
-
-        Call it after replacing parameters (some trainers do so when they move a model) or changing their values once
-        the optimizer is constructed. A no-op if no store was resumed. Raises CSDRuntimeError after a step(),
-        CSDStoreError if the parameters no longer fit the store.
-        """
-        engine = self._settled_engine()
-        self._steps.finish_undo()
-        with engine.lock:
-            self._steps.resume.restore(engine, self.param_groups, self.grad_dtype)
 
     # ---- torch.distributed.algorithms.Join -----------------------------------------------
 

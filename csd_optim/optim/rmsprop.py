@@ -1,45 +1,16 @@
-"""CSDRMSprop: the arguments of torch's RMSprop and the constants of its rule, native/include/rmsprop.h."""
+"""CSDRMSprop, with the arguments of torch's RMSprop."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.optim import RMSprop
 from typing_extensions import Unpack
 
-from ..bindings import RULES
-from ..params.update_rule import Group, UpdateRule
+from . import rules
 from .optimizer import CSDOptimizer, takes_options
 from .options import Options
-
-
-def constants(group: Group, sections: Sequence[str], t: float, grad_scale: float) -> tuple[int, tuple[float, ...]]:
-    """Return the rule's number and its constants for one group whose parameters have these `sections`.
-
-    There is a variant of the rule for each position of momentum_buffer among the sections.
-    """
-    lr, weight_decay, alpha = float(group["lr"]), float(group["weight_decay"]), float(group["alpha"])
-    momentum, centered = float(group["momentum"]), bool(group["centered"])
-    if momentum <= 0:
-        rule = "rmsprop_centered" if centered else "rmsprop"
-    elif centered:
-        rule = "rmsprop_both"
-    else:
-        rule = "rmsprop_uncentered" if "grad_avg" in sections else "rmsprop_momentum"
-    scale = -grad_scale if group["maximize"] else grad_scale
-    return RULES[rule], (lr, weight_decay, alpha, 1 - alpha, momentum, float(group["eps"]), 0.0, 0.0, scale)
-
-
-RULE = UpdateRule(
-    name="rmsprop",
-    sections=("master", "square_avg", "grad_avg", "momentum_buffer"),
-    min_sections=2,
-    hyperparameters=("lr", "momentum", "alpha", "eps", "centered", "weight_decay", "maximize"),
-    constants=constants,
-    switches={"centered": "grad_avg", "momentum": "momentum_buffer"},
-)
 
 
 class CSDRMSprop(CSDOptimizer, RMSprop):
@@ -56,7 +27,7 @@ class CSDRMSprop(CSDOptimizer, RMSprop):
     With Recurrent Neural Networks", 2013; see native/include/rmsprop.h.
     """
 
-    _rule = RULE
+    _rule = rules.RMSPROP
 
     @takes_options
     def __init__(

@@ -1,42 +1,16 @@
-"""CSDSGD: the arguments of torch's SGD and the constants of its rule, native/include/sgd.h."""
+"""CSDSGD, with the arguments of torch's SGD."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.optim import SGD
 from typing_extensions import Unpack
 
-from ..bindings import RULES
-from ..params.update_rule import Group, UpdateRule
+from . import rules
 from .optimizer import CSDOptimizer, takes_options
 from .options import Options
-
-
-def constants(group: Group, _: Sequence[str], t: float, grad_scale: float) -> tuple[int, tuple[float, ...]]:
-    """Return the rule's number and its constants for one group at step `t`."""
-    momentum = float(group["momentum"])
-    rule = "sgd" if not momentum else "sgd_nesterov" if group["nesterov"] else "sgd_momentum"
-    return RULES[rule], (
-        float(group["lr"]),
-        float(group["weight_decay"]),
-        momentum,
-        1 - float(group["dampening"]) if t > 1 else 1.0,  # the first momentum is the first gradient, undampened
-        *(0.0,) * 4,
-        -grad_scale if group["maximize"] else grad_scale,
-    )
-
-
-RULE = UpdateRule(
-    name="sgd",
-    sections=("master", "momentum_buffer"),
-    min_sections=1,
-    hyperparameters=("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"),
-    constants=constants,
-    switches={"momentum": "momentum_buffer"},
-)
 
 
 class CSDSGD(CSDOptimizer, SGD):
@@ -53,7 +27,7 @@ class CSDSGD(CSDOptimizer, SGD):
     learning rate, dampening and weight decay; see native/include/sgd.h.
     """
 
-    _rule = RULE
+    _rule = rules.SGD
 
     @takes_options
     def __init__(
@@ -84,12 +58,6 @@ class CSDSGD(CSDOptimizer, SGD):
             fused=fused,
             **options,
         )
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See CSDAdam. torch's SGD keeps no step count: a momentum without one counts as that of step 1."""
-        entries = state_dict["state"].items()
-        state = {k: {"step": 1.0, **v} if v.get("momentum_buffer") is not None else v for k, v in entries}
-        super().load_state_dict({**state_dict, "state": state})
 
 
 CSDSGD.__module__ = "csd_optim"

@@ -26,11 +26,11 @@ from ..errors import CSDValueError
 from ..params.decoded_entry import DecodedEntry
 from ..params.memory_warnings import DECODED, FETCHED, warn_if_large
 from ..params.state_map import StateMap
-from ..params.update_rule import UpdateRule
 from ..serve.address import Address
 from ..signals import defer_signals
 from ..step.mode import InStep
 from ..step.steps import Steps
+from .kernels import check_kernels
 
 
 class StatesOnDevices(Optimizer):
@@ -38,7 +38,7 @@ class StatesOnDevices(Optimizer):
 
     param_groups: list[dict[str, Any]]
     grad_dtype: torch.dtype | None
-    _rule: UpdateRule
+    user_state: dict[str, Any]
     _ranks: Ranks | None
     _options: dict[str, Any]
     _owner_address: Address | None
@@ -55,6 +55,7 @@ class StatesOnDevices(Optimizer):
                 "resume_from makes stores in directories of this process, and serve:// has an owner: run csd-optim "
                 "reshard on the owner's machine (docs/optimizer-ranks.md)"
             )
+        check_kernels([spec for spec in specs if spec.directory], self.param_groups, self._state_map)
         tile_elems = self._options["tile_size"]
         return make_own_stores(old, specs, self.param_groups, self._state_map, self._ranks, tile_elems)
 
@@ -151,18 +152,16 @@ class StatesOnDevices(Optimizer):
         """Put a state dict into `state` and `param_groups`; if it does not fit, nothing is changed."""
         self._steps.record()  # raises if it holds something that cannot be committed
         self._forget_consolidated()
-        # The base class would cast every entry to the parameter's dtype and copy it; a Box prevents both.
-        handle = self.register_load_state_dict_pre_hook(
-            lambda _, d: {**d, "state": {k: Box(v) for k, v in d["state"].items()}}
-        )
+        handle = self.register_load_state_dict_pre_hook(lambda _, d: self._as_ours(d))
         kept = self._state_map.state, self.param_groups
         try:
             super().load_state_dict(state_dict)
             for k, (before, group) in enumerate(zip(kept[1], self.param_groups, strict=True)):
-                if missing := [name for name in self._rule.hyperparameters if name not in group]:
+                rule = self._state_map.rule_of(before)
+                if missing := [name for name in rule.hyperparameters if name not in group]:
+                    by = f"its rule {rule.name}" if "rule" in before else type(self).__name__
                     raise CSDValueError(
-                        f"the state dict is of another optimizer: its group {k} has no {missing[0]}, which "
-                        f"{type(self).__name__} needs"
+                        f"the state dict is of another optimizer: its group {k} has no {missing[0]}, which {by} needs"
                     )
                 if "topk" in before:  # torch's checkpoints do not have it
                     group.setdefault("topk", before["topk"])
@@ -175,6 +174,24 @@ class StatesOnDevices(Optimizer):
             raise
         finally:
             handle.remove()
+
+    def _as_ours(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return a state dict with what torch's checkpoints lack. Raises CSDValueError if it has other rules."""
+        state, groups = {**state_dict["state"]}, [*state_dict["param_groups"]]
+        for k, (own, group) in enumerate(zip(self.param_groups, groups, strict=False)):
+            rule = self._state_map.rule_of(own)
+            if group.get("rule", rule.name) != rule.name:
+                raise CSDValueError(
+                    f"the state dict is of another optimizer: the rule of its group {k} is {group['rule']}, and here "
+                    f"it is {rule.name}"
+                )
+            if "rule" in own:
+                groups[k] = {**group, "rule": own["rule"]}
+            for n in () if rule.torch_counts else group["params"]:
+                if any(state.get(n, {}).get(name) is not None for name in rule.sections[1:]):
+                    state[n] = {"step": 1.0, **state[n]}
+        # The base class would cast every entry to the parameter's dtype and copy it; a Box prevents both.
+        return {**state_dict, "state": {n: Box(entry) for n, entry in state.items()}, "param_groups": groups}
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
@@ -231,6 +248,41 @@ class StatesOnDevices(Optimizer):
         if self._consolidated_hook:
             self._consolidated_hook.remove()
             self._consolidated_hook = None
+
+    # ---- commit and resume -------------------------------------------------------------
+
+    @property
+    def committed_step(self) -> int:
+        """The last step that is durable on all devices, to which a crash now would go back; 0 if there is none."""
+        return self._engine.states.committed_step if self._engine else 0
+
+    def synchronize(self) -> None:
+        """Return once the last step is durable; at once without named directories. Raises CSDOSError.
+
+        With named directories or overlap(), all ranks call it: the step is then complete and durable on all of them,
+        or an error is raised on all.
+        """
+        with self._settled(meets=True) as engine:
+            engine.wait()
+
+    def restore(self) -> None:
+        """Set parameters and hyperparameters again to the values of the step that was resumed.
+
+        Call it after replacing parameters (some trainers do so when they move a model) or changing their values once
+        the optimizer is constructed. A no-op if no store was resumed. Raises CSDRuntimeError after a step(),
+        CSDStoreError if the parameters no longer fit the store.
+        """
+        engine = self._settled_engine()
+        self._steps.finish_undo()
+        with engine.lock:
+            self._steps.resume.restore(engine, self.param_groups, self.grad_dtype)
+
+    def _adopt_store(self) -> None:
+        engine, steps = self._settled_engine(), self._steps
+        found = steps.resume.adopt_store(engine, self.param_groups, steps.initial_groups, self.grad_dtype)
+        if found:
+            record, self.user_state = found
+            steps.trained_seconds = record.seconds
 
     # ---- snapshots ---------------------------------------------------------------------
 

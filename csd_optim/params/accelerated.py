@@ -17,7 +17,7 @@ from ..store.sections import FP32
 from .param_state import ParamState
 from .strides import flat, numel
 
-# Parameters grouped by the kind of their states: (names of the sections, codec, dtype) → (name, parameter, part).
+# Parameters grouped by the kind of their states: (names of the sections, codec, dtype, rule) → (name, parameter, part).
 ByKind = dict[tuple[Any, ...], list[tuple[str, torch.Tensor, Partition]]]
 
 
@@ -32,7 +32,7 @@ def choose(engine: Engine, by_kind: ByKind) -> dict[int, dict[str, torch.Tensor]
         return states
     before: list[Joining] = []
     with _raising_memory_error(engine):
-        for (sections, codec, _), new in by_kind.items():
+        for (sections, codec, *_), new in by_kind.items():
             joining = [_joining(engine, name, part.of(p), sections, codec != FP32) for name, p, part in new]
             numels = [j.elems for j in joining]
             param_bytes = sum(j.elems * j.param_bytes for j in joining) / max(1, sum(numels))

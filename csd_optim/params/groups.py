@@ -28,14 +28,17 @@ def members(groups: Groups) -> Iterator[tuple[int, int, torch.Tensor]]:
             yield k, i, p
 
 
-def check_state_dtype(value: Any, where: str = "", rule: UpdateRule | None = None) -> None:
-    """Raise CSDValueError if `value` is no state_dtype, or if this rule's states cannot be kept in it."""
+def check_state_dtype(value: Any, where: str = "", rule: UpdateRule | None = None, advice: str = "") -> None:
+    """Raise CSDValueError if `value` is no state_dtype, or if this rule's states cannot be kept in it.
+
+    `where`, `advice`: for the message.
+    """
     if value not in CODECS:
         raise CSDValueError(f"Invalid state_dtype{where}: {value!r}; it is {' or '.join(map(repr, CODECS))}")
     if value != "fp32" and rule and not rule.has_codes:
         raise CSDValueError(
             f"Invalid state_dtype{where}: {value!r} keeps a first moment as a share of the root of a second moment, "
-            f"which bounds it; the states of {rule.name} have no such bound, and stay 'fp32'"
+            f"which bounds it; the states of {rule.name} have no such bound, and stay 'fp32'{advice}"
         )
 
 

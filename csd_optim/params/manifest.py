@@ -10,54 +10,69 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ..distributed.sharding import Partition
-from ..store.check import UNNAMED_RULE
+from ..store.check import UNNAMED_RULE, rule_named
 from ..store.format import Contents, Record
 from ..store.layout import Extent
 from ..store.sections import FP32
 from .groups import Groups, members, name_of
 from .param_state import ParamState
-from .update_rule import UpdateRule
+from .update_rule import RuleOf
 
 CodecOf = Callable[[dict[str, Any], torch.Tensor], tuple[str, Any]]  # (group, parameter) → codec; see StateMap.codec_of
 PartOf = Callable[[torch.Tensor], Partition]  # parameter → the part of it that this process updates
 
 
 def manifest(
-    rule: UpdateRule, param_states: Sequence[ParamState], extents: Sequence[Extent], groups: Groups, part_of: PartOf
+    rule_of: RuleOf, param_states: Sequence[ParamState], extents: Sequence[Extent], groups: Groups, part_of: PartOf
 ) -> dict[str, Any]:
     """Build the manifest of a model. `param_states`: in the order of the extents."""
+    own = rule_of({}).name
     state_map = [(e, start) for e, extent in enumerate(extents) for start in extent.starts]
     place_of = {id(p): (k, i) for k, i, p in members(groups)}
     params = []
     for state, (extent, start) in zip(param_states, state_map, strict=True):
         k, i = place_of.get(id(state.param), (-1, -1)) if state.alive else (-1, -1)
         about = {"name": state.name, "group": k, "position": i, **describe_param(state.param, state.part)}
-        params.append(about | {"stride": list(state.stride), "extent": extent, "start": start, "numel": state.numel})
+        about |= {"stride": list(state.stride), "extent": extent, "start": start, "numel": state.numel}
+        params.append(about | _other_rule(own, state.rule))
     placed = {id(state.param) for state in param_states if state.alive}
     waiting = [
         {"name": name_of(groups, k, i), "group": k, "position": i, **describe_param(p, part_of(p))}
+        | _other_rule(own, rule_of(groups[k]).name)
         for k, i, p in members(groups)
         if id(p) not in placed
     ]
-    return {**rule_entry(rule), "params": params, "waiting": waiting}
+    return {**_other_rule(UNNAMED_RULE, own), "params": params, "waiting": waiting}
 
 
-def rule_entry(rule: UpdateRule) -> dict[str, Any]:
-    """Return the manifest's entry for the rule; none for AdamW, which was the only rule in the first format."""
-    return {} if rule.name == UNNAMED_RULE else {"rule": rule.name}
+def _other_rule(usual: str, name: str) -> dict[str, str]:
+    """Return the entry for a rule, of the manifest or of a parameter; none where the name goes without saying."""
+    return {} if name == usual else {"rule": name}
 
 
-def rule_difference(stored: Contents, rule: UpdateRule) -> str | None:
-    """Say why `rule` cannot resume a store; None if it can."""
-    name = stored.manifest.get("rule", UNNAMED_RULE)
-    if name != rule.name:
-        return f"its states are those of the rule {name}, and this optimizer's is {rule.name}"
-    for extent in stored.manifest["extents"]:
-        if not rule.takes(extent["sections"]):
-            return f"its tiles have the sections {extent['sections']}, which are not those of the rule {name}"
-    for group in (*stored.record.groups, *stored.record.given):
-        if missing := [key for key in rule.hyperparameters if not _is_numeric(group.get(key))]:
-            return f"a group of it has no {missing[0]}, which the rule {name} needs"
+def rule_difference(stored: Contents, groups: Groups, rule_of: RuleOf) -> str | None:
+    """Say why the rules of these groups cannot resume a store; None if they can."""
+    manifest, own = stored.manifest, rule_of({}).name
+    entries, of_store = (*manifest["params"], *manifest["waiting"]), manifest.get("rule", UNNAMED_RULE)
+    if of_store != own and not any("rule" in about for about in (*entries, *groups)):
+        return f"its states are those of the rule {of_store}, and this optimizer's is {own}"
+    rules = [rule_of(group) for group in groups]
+    for entry in entries:
+        if not 0 <= entry["group"] < len(rules):  # it was moved, or the model is another one
+            continue
+        name, rule = rule_named(manifest, entry), rules[entry["group"]]
+        if name != rule.name:
+            return (
+                f"the states of parameter {entry['name']} are those of the rule {name}, and that of its group is "
+                f"{rule.name}"
+            )
+        sections = manifest["extents"][entry["extent"]]["sections"] if "extent" in entry else rule.sections
+        if not rule.takes(sections):
+            return f"its tiles have the sections {sections}, which are not those of the rule {name}"
+    for kept in (stored.record.groups, stored.record.given):
+        for rule, group in zip(rules, kept, strict=False):
+            if missing := [key for key in rule.hyperparameters if not _is_numeric(group.get(key))]:
+                return f"a group of it has no {missing[0]}, which the rule {rule.name} needs"
     return None
 
 
@@ -127,14 +142,14 @@ def first_difference(stored: dict[str, Any], groups: Groups, part_of: PartOf) ->
     return None
 
 
-def ignored_by_resume(rule: UpdateRule, given: Groups, record: Record) -> Iterator[str]:
+def ignored_by_resume(rule_of: RuleOf, given: Groups, record: Record) -> Iterator[str]:
     """Yield a message for each hyperparameter whose value in the script is ignored in favour of the one in the store.
 
     `given`: the hyperparameters that this process was started with.
     """
     for k, (now, then, resumed) in enumerate(zip(given, record.given, record.groups, strict=False)):
         own = [name for name in ("topk",) if name in now and name in resumed]  # a group need not have it
-        for name in (*rule.hyperparameters, *own):
+        for name in (*rule_of(now).hyperparameters, *own):
             if now[name] not in (then.get(name), resumed[name]):
                 yield (
                     f"{name} of group {k} goes on as {resumed[name]}, not {now[name]}; it was {then.get(name)} when "

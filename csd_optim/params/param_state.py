@@ -41,6 +41,7 @@ class ParamState:
     name: str
     index: int  # over all extents; the row in the step's table
     sections: tuple[str, ...]  # names of its states
+    rule: str  # name of the rule whose states these are
     stride: tuple[int, ...]  # of its states, as torch.zeros_like(param) has them
     windows: dict[str, torch.Tensor]  # the states; master may be the parameter itself. Decoded: only step, residual
     shown: dict[str, torch.Tensor]  # the windows in the form in which `state` shows them

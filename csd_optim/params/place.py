@@ -21,6 +21,7 @@ class Place:
     extent: int  # index in Tiles.extents
     shape: Sequence[int]
     stride: tuple[int, ...]
+    rule: str  # its name
     initial: Mapping[str, float]  # initial values of states, where not zero
     states: Mapping[str, torch.Tensor] | None = None  # the states themselves, if they are on the accelerator alone
 
@@ -47,6 +48,7 @@ class Place:
             name,
             index=index,
             sections=extent.sections,
+            rule=self.rule,
             stride=self.stride,
             windows=windows,
             shown={key: window if key == "step" else part.show(window) for key, window in windows.items()},

@@ -16,6 +16,7 @@ from ..distributed.ranks import Ranks
 from ..distributed.sharding import UNSHARDED, Partition, part_of
 from ..engine.engine import Engine
 from ..errors import CSDRuntimeError, CSDStoreError, CSDWarning, users_stacklevel
+from ..store.check import rule_named
 from ..store.sections import EIGHT_BIT, FP32
 from . import accelerated
 from .decoded_entry import DecodedEntry
@@ -25,7 +26,7 @@ from .memory_warnings import LOADED, REPLACED, bytes_in_memory, warn_if_large
 from .param_state import MOST_RATIO, ParamState, check_entry, check_param
 from .place import Place
 from .strides import flat, numel
-from .update_rule import UpdateRule
+from .update_rule import RuleOf
 
 STATES_WAITING = 64 << 20  # bytes of decoded states that fill() collects before it writes them
 
@@ -33,14 +34,14 @@ STATES_WAITING = 64 << 20  # bytes of decoded states that fill() collects before
 class StateMap:
     """The places of an optimizer's parameters on the devices; one ParamState per parameter.
 
-    `rule`: defines the states; `ranks`, `sharded`: see part_of(); `state_dtype`: the optimizer's argument. In all
-    methods `groups` is the optimizer's `param_groups`, and `grad_dtype` its option.
+    `rule_of`: says which rule defines the states of a group; `ranks`, `sharded`: see part_of(); `state_dtype`: the
+    optimizer's argument. In all methods `groups` is the optimizer's `param_groups`, and `grad_dtype` its option.
     """
 
     def __init__(
-        self, rule: UpdateRule, ranks: Ranks | None = None, *, sharded: bool = True, state_dtype: str = FP32
+        self, rule_of: RuleOf, ranks: Ranks | None = None, *, sharded: bool = True, state_dtype: str = FP32
     ) -> None:
-        self.rule = rule
+        self.rule_of = rule_of
         self.state_dtype = state_dtype
         self.part_of: Callable[..., Partition] = functools.partial(part_of, ranks=ranks, sharded=sharded)
         self.state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
@@ -73,7 +74,7 @@ class StateMap:
         raise, and CSDMemoryError.
         """
         for k in {k for k, _, p in members(groups) if id(p) in joining}:
-            self.rule.check(groups[k])  # initial values come from its hyperparameters
+            self.rule_of(groups[k]).check(groups[k])  # initial values come from its hyperparameters
         by_kind: accelerated.ByKind = {}
         initial: dict[int, dict[str, float]] = {}
         for k, i, p in members(groups):
@@ -83,14 +84,15 @@ class StateMap:
             check_param(p, name)
             if p.is_meta:
                 raise CSDRuntimeError(f"parameter {name} is on the meta device: it has no data yet")
-            check_entry(entry, p, name, self.rule.sections)
-            kind = self.rule.sections_for(groups[k], entry), *self.codec_of(groups[k], p)
+            rule = self.rule_of(groups[k])
+            check_entry(entry, p, name, rule.sections)
+            kind = rule.sections_for(groups[k], entry), *self.codec_of(groups[k], p), rule.name
             by_kind.setdefault(kind, []).append((name, p, self.part_of(p)))
-            initial[id(p)] = self.rule.initial_for(groups[k])
+            initial[id(p)] = rule.initial_for(groups[k])
         chosen = accelerated.choose(engine, by_kind)
         copies = engine.truth.copies
         try:
-            for ((sections, codec, dtype), of_kind), is_chosen in product(by_kind.items(), (True, False)):
+            for ((sections, codec, dtype, rule_name), of_kind), is_chosen in product(by_kind.items(), (True, False)):
                 new = [(name, p, part) for name, p, part in of_kind if (id(p) in chosen) == is_chosen]
                 if not new:
                     continue
@@ -103,7 +105,8 @@ class StateMap:
                 for name, p, part in new:
                     local = torch.empty_like(part.of(p), device="meta")
                     states = chosen.get(id(p))
-                    place = Place(extent, local.shape, local.stride(), initial[id(p)], states if alone else None)
+                    on_accelerator = states if alone else None
+                    place = Place(extent, local.shape, local.stride(), rule_name, initial[id(p)], on_accelerator)
                     param_state = self._add(engine, p, part, name, place)
                     if states and copies:
                         accelerated.set_copy(engine, param_state, states.values())
@@ -139,7 +142,7 @@ class StateMap:
             return
         described = [[(id(p), p.dtype) for p in group["params"]] for group in groups]
         if described != self._described:
-            engine.committer.describe(manifest(self.rule, self.by_index, engine.tiles.extents, groups, self.part_of))
+            engine.committer.describe(manifest(self.rule_of, self.by_index, engine.tiles.extents, groups, self.part_of))
             self._described = described
 
     def _add(self, engine: Engine, p: torch.Tensor, part: Partition, name: str, place: Place) -> ParamState:
@@ -234,7 +237,7 @@ class StateMap:
     def check(self, groups: Groups) -> None:
         """Raise CSDValueError if an entry of `state` does not fit its parameter."""
         for k, i, p in members(groups):
-            check_entry(self.state.get(p) or {}, p, name_of(groups, k, i), self.rule.sections)
+            check_entry(self.state.get(p) or {}, p, name_of(groups, k, i), self.rule_of(groups[k]).sections)
 
     def adopt(self, engine: Engine, groups: Groups, grad_dtype: torch.dtype | None, *, loaded: bool = False) -> None:
         """Copy to the devices what was put into `state`: by load_state_dict() (`loaded`), an assignment or ZeRO.
@@ -243,12 +246,12 @@ class StateMap:
         """
         self.check(groups)
         joining = set()
-        for _, _, p in members(groups):
+        for k, _, p in members(groups):
             param_state, entry = self.param_states.get(id(p)), self.state.get(p)
             if (
                 param_state is not None
                 and entry
-                and any(name in entry and name not in param_state.sections for name in self.rule.sections)
+                and any(name in entry and name not in param_state.sections for name in self.rule_of(groups[k]).sections)
             ):
                 self.param_states.pop(id(p)).alive = False  # it needs more states than its place has
                 engine.committer.drop_residual(param_state.index)
@@ -312,15 +315,17 @@ class StateMap:
     def adopt_commit(self, engine: Engine, groups: Groups) -> None:
         """Give parameters their places in a resumed store. The caller has checked that they fit the store."""
         here = {(k, i): p for k, i, p in members(groups)}
-        for entry in engine.recovered[0].manifest["params"]:
+        stored = engine.recovered[0].manifest
+        for entry in stored["params"]:
             gone = entry["group"] < 0  # its parameter moved to another place later
             p = here.get((entry["group"], entry["position"]))
             if p is None or gone:
                 p, part = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]), device="meta"), UNSHARDED
                 initial = {}
             else:
-                part, initial = self.part_of(p), self.rule.initial_for(groups[entry["group"]])
-            place = Place(entry["extent"], entry["shape"], tuple(entry["stride"]), initial)
+                group = groups[entry["group"]]
+                part, initial = self.part_of(p), self.rule_of(group).initial_for(group)
+            place = Place(entry["extent"], entry["shape"], tuple(entry["stride"]), rule_named(stored, entry), initial)
             param_state = self._add(engine, p, part, entry["name"], place)
             if gone:
                 self.param_states.pop(id(p)).alive = False

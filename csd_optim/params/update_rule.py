@@ -12,6 +12,7 @@ from ..errors import CSDValueError
 FLT_MAX = (2 - 2**-23) * 2.0**127  # the largest finite fp32 number: the devices compute in fp32
 
 Group = dict[str, Any]  # one of an optimizer's `param_groups`
+RuleOf = Callable[[Group], "UpdateRule"]  # the rule of a group; of an empty one, that of the optimizer's class
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,9 @@ class UpdateRule:
     name: str  # identifies the rule in a store
     sections: tuple[str, ...]  # of a tile, 1 to 4: the fp32 master, then the states by their names in `state`
     min_sections: int  # how many of the sections every parameter has; of the others, it has those that its group needs
-    hyperparameters: tuple[str, ...]  # of a group; a store keeps them
+    # hyperparameter of a group → its default, which is that of the rule's class; a store keeps the values. In an
+    # optimizer of that class, groups get the arguments of its constructor instead.
+    defaults: Mapping[str, Any]
     # (group, sections, t, grad_scale) → csd_rule and csd_hyper.c at step t, computed in double, for the parameters of
     # the group that have these sections. Gradients are multiplied by `grad_scale`.
     constants: Callable[[Group, Sequence[str], float, float], tuple[int, tuple[float, ...]]]
@@ -30,6 +33,12 @@ class UpdateRule:
     # state → the hyperparameter that is the initial value of all its elements; other states start at zero.
     initial: Mapping[str, str] = field(default_factory=dict)
     has_codes: bool = False  # its states can be 8-bit codes (rules.h): they are exp_avg and its bound, exp_avg_sq
+    torch_counts: bool = True  # torch's checkpoints have a `step` beside its states; else these count as one step's
+
+    @property
+    def hyperparameters(self) -> tuple[str, ...]:
+        """The names of those of a group."""
+        return (*self.defaults,)
 
     def checked_constants(
         self, group: Group, sections: Sequence[str], t: float, grad_scale: float

@@ -19,7 +19,7 @@ from ..engine.engine import Engine
 from ..engine.open_engine import open_engine
 from ..errors import CSDError, CSDOSError, CSDRankError, CSDStoreError, CSDStoreExistsError
 from ..params.manifest import digest_of_entries
-from ..store.check import UNNAMED_RULE, check_param, check_record, require
+from ..store.check import UNNAMED_RULE, check_param, check_record, check_rules, require
 from ..store.format import FILE_NAME, Record
 from ..store.layout import plan_extent
 from ..store.recovery import RanksStore
@@ -269,6 +269,7 @@ class Ownership:
                 require(right, f"the dtype of parameter {p['name']}")
             for p in waiting:
                 check_param(p, len(engine.devices.specs), is_waiting=True)
+            check_rules(manifest, [extent.sections for extent in engine.tiles.extents])
         except (CSDStoreError, KeyError, TypeError) as e:
             refuse(str(e))
         engine.committer.describe(manifest)

@@ -15,7 +15,7 @@ from ..engine.engine import Engine
 from ..engine.open_engine import agree_on_devices
 from ..engine.states import States
 from ..errors import CSDRankError, CSDStoreError
-from ..store.check import check_param, check_record, is_name, require
+from ..store.check import check_param, check_record, check_rules, is_name, require
 from ..store.file import Mode
 from ..store.format import Contents, Record, Region, Superblock
 from ..store.layout import Extent, ExtentRequest, plan_extent
@@ -194,6 +194,7 @@ def _adopt(engine: Engine, answer: Answer) -> None:
             require(p["extent"] < len(described), "a parameter's extent")
         for p in manifest["waiting"]:
             check_param(p, n_devices, is_waiting=True)
+        check_rules(manifest, [Fields(about).texts("sections") for about in described])
         found = Record(record["groups"], record["given"], bytes(user_state), record["seconds"])
         check_record(vars(found), manifest.get("rule"))
     except (CSDStoreError, KeyError, TypeError, ValueError) as e:

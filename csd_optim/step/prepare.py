@@ -5,8 +5,8 @@
     add_residuals(...)          the first change
     apply_outside_writes(...)
 
-Steps in steps.py calls these, and then prepares memory and streams. The update rule is an argument: this
-module does not know what it computes.
+Steps in steps.py calls these, and then prepares memory and streams. The update rules are an argument: this
+module does not know what they compute.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..params.grad_source import GradSource
 from ..params.groups import Groups, members
 from ..params.param_state import ParamState
 from ..params.state_map import StateMap
-from ..params.update_rule import UpdateRule
+from ..params.update_rule import RuleOf
 from .spec import NO_ROWS, BoundStep, GradOptions, Participants, Rows, StepPlan, StepSpec
 
 # fp32 bytes of masters that were written from outside since the last step. Up to this limit they stay in memory until
@@ -166,8 +166,8 @@ def _plan_for(
         )
     rows = np.array([state.index for state in param_states])
     table["master"][rows] = [engine.truth.master_of(state) for state in param_states]
-    layouts = sorted({state.sections for state in param_states})
-    layout_of = np.array([layouts.index(state.sections) for state in param_states])
+    layouts = sorted({(state.rule, state.sections) for state in param_states})
+    layout_of = np.array([layouts.index((state.rule, state.sections)) for state in param_states])
     return StepPlan(params, param_states, rows, layouts, layout_of, table, grad_dtype, state_map.changes)
 
 
@@ -175,19 +175,20 @@ def _plan_for(
 
 
 def specify(
-    engine: Engine, rule: UpdateRule, bound: BoundStep, groups: Groups, grad_scale: float, options: GradOptions
+    engine: Engine, rule_of: RuleOf, bound: BoundStep, groups: Groups, grad_scale: float, options: GradOptions
 ) -> StepSpec:
     """Check everything, change nothing. `grad_scale`: factor by which gradients are multiplied.
 
     Raises CSDValueError, CSDTypeError for a gradient that does not fit its parameter or an invalid `topk`, and as
-    UpdateRule.checked_constants(); CSDRuntimeError if a group needs a state that one of its parameters does not have.
+    UpdateRule.checked_constants(); CSDRuntimeError if a group needs a state that one of its parameters does not have,
+    or has another rule.
     """
     plan, (_, grads, groups_of) = bound.plan, bound.participants
     grads = [_own_part(state, g, options.reduced) for state, g in zip(plan.param_states, grads, strict=True)]
     steps = np.concatenate(engine.states.steps)
     steps[plan.rows] += 1
     table = plan.table.copy()
-    hypers, table["hyper"][plan.rows] = _hypers(rule, plan, groups, groups_of, steps[plan.rows], grad_scale)
+    hypers, table["hyper"][plan.rows] = _hypers(rule_of, plan, groups, groups_of, steps[plan.rows], grad_scale)
     for state in bound.new:
         table["master"][state.index] = engine.truth.master_of(state, is_new=True)
     _fill_codes(engine, bound.coded, steps, table)
@@ -225,7 +226,7 @@ def _own_part(state: ParamState, g: torch.Tensor, reduced: Rows) -> torch.Tensor
 
 def foresee(
     engine: Engine,
-    rule: UpdateRule,
+    rule_of: RuleOf,
     state_map: StateMap,
     plan: StepPlan,
     groups: Groups,
@@ -251,13 +252,14 @@ def foresee(
     stand_ins = [state.local if state.part.is_whole else state.param.detach() for state in plan.param_states]
     taking_part = Participants(plan.params, stand_ins, [group_of.get(id(p), 0) for p in plan.params])
     options = options._replace(reduced=NO_ROWS)  # those are of an earlier backward
-    spec = specify(engine, rule, BoundStep(plan, taking_part, [], [], state_map.coded), groups, grad_scale, options)
+    bound = BoundStep(plan, taking_part, [], [], state_map.coded)
+    spec = specify(engine, rule_of, bound, groups, grad_scale, options)
     rounded = any(s.param_and_copy or s.grad_dtype is not s.grad.dtype for s in spec.sources.values())
     return None if rounded or spec.table["topk"].any() else spec
 
 
 def _hypers(
-    rule: UpdateRule,
+    rule_of: RuleOf,
     plan: StepPlan,
     groups: Groups,
     groups_of: list[int],
@@ -271,13 +273,26 @@ def _hypers(
     kinds = np.array(groups_of) * len(plan.layouts) + plan.layout_of
     pairs, hyper_of = np.unique(kinds * 2.0**32 + steps, return_inverse=True)
     ks, ts = np.divmod(pairs, 2.0**32)
-    of = [(groups[int(k) // len(plan.layouts)], plan.layouts[int(k) % len(plan.layouts)]) for k in ks]
-    constants = [rule.checked_constants(*kind, t, grad_scale) for kind, t in zip(of, ts.tolist(), strict=True)]
-    lacks = np.array([not {*rule.sections_for(group)} <= {*sections} for group, sections in of])
+    of = [(groups[int(k) // len(plan.layouts)], *plan.layouts[int(k) % len(plan.layouts)]) for k in ks]
+    rules = [rule_of(group) for group, *_ in of]
+    others = np.array([rule.name != name for rule, (_, name, _) in zip(rules, of, strict=True)])
+    if (other := others[hyper_of]).any():
+        first = int(other.argmax())
+        raise CSDRuntimeError(
+            f"the rule of parameter {plan.param_states[first].name} is {rules[hyper_of[first]].name} now, and its "
+            f"states are those of {plan.param_states[first].rule}: the rule of a group cannot be changed"
+        )
+    constants = [
+        rule.checked_constants(group, sections, t, grad_scale)
+        for rule, (group, _, sections), t in zip(rules, of, ts.tolist(), strict=True)
+    ]
+    lacks = np.array(
+        [not {*rule.sections_for(group)} <= {*has} for rule, (group, _, has) in zip(rules, of, strict=True)]
+    )
     if (lacking := lacks[hyper_of]).any():
         first = int(lacking.argmax())
-        param_state, (group, sections) = plan.param_states[first], of[hyper_of[first]]
-        turned_on, missing = rule.lacking(group, sections)
+        param_state, (group, _, sections) = plan.param_states[first], of[hyper_of[first]]
+        turned_on, missing = rules[hyper_of[first]].lacking(group, sections)
         raise CSDRuntimeError(
             f"{turned_on} was turned on after the state of parameter {param_state.name} was made; "
             f"load a state dict with {missing}, or turn it on before the first step"

@@ -44,9 +44,9 @@ class Resume:
             where = ", ".join(map(str, engine.devices.specs))
             warnings.warn(f"there is no store in {where} to resume: a new one is begun", CSDWarning, users_stacklevel())
             return None
-        rule, recovered = self._state_map.rule, engine.recovered[0]
+        rule_of, recovered = self._state_map.rule_of, engine.recovered[0]
         with engine.committer.all_ranks_or_none():
-            if difference := rule_difference(recovered, rule):
+            if difference := rule_difference(recovered, groups, rule_of):
                 raise CSDStoreError(f"{recovered.path} cannot be resumed: {difference}")
             if difference := first_difference(recovered.manifest, groups, self._state_map.part_of):
                 raise CSDStoreError(f"{recovered.path} is the store of another model: {difference}")
@@ -58,7 +58,7 @@ class Resume:
             engine.committer.discard_newer()
         with engine.committer.all_ranks_or_none():
             self._state_map.adopt_commit(engine, groups)
-        for changed in ignored_by_resume(rule, initial_groups, recovered.record):
+        for changed in ignored_by_resume(rule_of, initial_groups, recovered.record):
             warnings.warn(changed, CSDWarning, users_stacklevel())
         self.pending = True
         self._restore_values(engine, groups, grad_dtype)

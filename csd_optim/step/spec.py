@@ -59,7 +59,7 @@ class StepPlan:
     params: list[torch.Tensor]
     param_states: list[ParamState]
     rows: np.ndarray[Any, Any]  # their rows in the table
-    layouts: list[tuple[str, ...]]  # the distinct sets of sections among them
+    layouts: list[tuple[str, tuple[str, ...]]]  # the distinct rules and sets of sections among them
     layout_of: np.ndarray[Any, Any]  # index into `layouts`, for each parameter
     table: np.ndarray[Any, Any]  # dtype PARAM, without gradients and hyperparameters
     grad_dtype: torch.dtype | None  # the optimizer's option when the plan was made

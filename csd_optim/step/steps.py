@@ -20,7 +20,6 @@ from ..finalize import call_at_end
 from ..params.groups import Groups, hyperparameters_of, members, name_of
 from ..params.state_map import StateMap
 from ..params.strides import flat
-from ..params.update_rule import UpdateRule
 from ..store.format import Record
 from ..store.user_state import checked_user_state
 from .all_gather import ParamAllGather
@@ -44,13 +43,11 @@ class Steps(Progress):
 
     steps_taken: int
 
-    def __init__(
-        self, optimizer: Arguments, state_map: StateMap, rule: UpdateRule, ranks: Ranks | None, for_sparse: str
-    ) -> None:
+    def __init__(self, optimizer: Arguments, state_map: StateMap, ranks: Ranks | None, for_sparse: str) -> None:
         """`for_sparse`: the optimizer to recommend for sparse gradients."""
         super().__init__(state_map, ranks)
         self._optimizer = weakref.ref(optimizer)
-        self._rule, self._for_sparse = rule, for_sparse
+        self._for_sparse = for_sparse
         self.resume: Resume = Resume(state_map, ranks)
         self.initial_groups: list[dict[str, Any]] = []  # each group's hyperparameters when it was added
         self.trained_seconds: float = 0.0  # seconds of training, from step to step, since the store was made
@@ -109,6 +106,14 @@ class Steps(Progress):
                 return CSDRuntimeError(f"the gradient of {name_of(self.groups, k, i)} {why}")
         return None
 
+    def kept(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Return what a store keeps of a group. Raises CSDTypeError if it cannot keep a hyperparameter."""
+        rule_of = self.state_map.rule_of
+        found = hyperparameters_of(group, rule_of(group).hyperparameters)
+        if found.get("rule") == rule_of({}).name:  # as if the group did not name it
+            del found["rule"]
+        return found
+
     def record(self) -> Record | None:
         """Return the next commit's record; None where nothing is durable.
 
@@ -117,7 +122,7 @@ class Steps(Progress):
         if not self.engine.durable:
             return None
         return Record(
-            groups=[hyperparameters_of(group, self._rule.hyperparameters) for group in self.groups],
+            groups=[*map(self.kept, self.groups)],
             given=[*self.initial_groups],
             user_state=checked_user_state(self._alive().user_state, self.engine.states.record.user_state),
             seconds=self.trained_seconds,
@@ -201,8 +206,8 @@ class Steps(Progress):
         with engine.lock:
             if self.plan is None or self.undoing:
                 return None
-            options = self.options
-            spec = foresee(engine, self._rule, self.state_map, self.plan, self.groups, self.grad_scale, options)
+            options, rule_of = self.options, self.state_map.rule_of
+            spec = foresee(engine, rule_of, self.state_map, self.plan, self.groups, self.grad_scale, options)
             if spec is None:
                 return None
             step = self._prepared(spec)
@@ -228,12 +233,13 @@ class Steps(Progress):
         the real ones arrive one after another.
         """
         engine, groups = self.engine, self.groups
+        self._check_rules(groups)
         bound = bind(engine, self.state_map, groups, taking_part, options.grad_dtype, self.plan)
         if bound is None:
             return None
         if bound.plan is not self.plan:
             self.plan, self.gather = bound.plan, None
-        spec = specify(engine, self._rule, bound, groups, grad_scale, options)
+        spec = specify(engine, self.state_map.rule_of, bound, groups, grad_scale, options)
         if compare:
             compare(spec)
         add_residuals(engine, self.state_map, spec)
@@ -241,6 +247,20 @@ class Steps(Progress):
         step = self._prepared(spec)
         step.near = self._near_updates(step, one_by_one=one_by_one)
         return step
+
+    def _check_rules(self, groups: Groups) -> None:
+        """Raise CSDRuntimeError if the rule of a group has been changed since the group was added."""
+        if len(groups) != len(self.initial_groups):  # groups were removed: parameters with states are checked later
+            return
+        for k, (group, then) in enumerate(zip(groups, self.initial_groups, strict=True)):
+            if group.get("rule") == then.get("rule"):
+                continue
+            now, before = (self.state_map.rule_of(g).name for g in (group, then))
+            if now != before:
+                raise CSDRuntimeError(
+                    f"the rule of group {k} was {before} when the group was added, and is {now} now: it cannot be "
+                    "changed; make a new optimizer"
+                )
 
     def _prepared(self, spec: StepSpec) -> PreparedStep:
         """Do everything that may fail, as for lack of memory, before ranks begin to exchange parameters."""

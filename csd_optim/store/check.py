@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from operator import lt
 from typing import Any
 
@@ -10,6 +11,7 @@ from ..errors import CSDStoreError
 from .sections import FP32, PAGE, PARAM_DTYPES, SECTIONS, codec_supports, sections_of, size_of
 
 UNNAMED_RULE = "adamw"  # the update rule of a store that names none
+ADAMWS = (SECTIONS[:3], SECTIONS)  # the sections that its states can have
 RESERVED_NAMES = ["residual", "step"]  # reserved names, which no section may have
 DTYPES = {"float32", "float16", "bfloat16", "complex64"}
 MAX_SIZE = 1 << 60  # elements or bytes of anything: sums of a few of them still fit in 64 bits
@@ -42,10 +44,30 @@ def is_ints(value: object, minimum: int) -> bool:
     return type(value) is list and len(value) <= 64 and all(is_int(n, minimum) for n in value)
 
 
+def rule_named(manifest: Mapping[str, Any], p: Mapping[str, Any]) -> str:
+    """Return the name of the update rule of a parameter that a manifest describes."""
+    name: str = p.get("rule", manifest.get("rule", UNNAMED_RULE))
+    return name
+
+
+def check_rules(manifest: Mapping[str, Any], sections: Sequence[Sequence[str]]) -> None:
+    """Check that the parameters of an extent have one rule, whose sections it has if the rule is AdamW.
+
+    `manifest`: its parameters have been checked. `sections`: of each extent. Raises CSDStoreError.
+    """
+    found: dict[int, str] = {}
+    for p in manifest["params"]:
+        name = rule_named(manifest, p)
+        require(found.setdefault(p["extent"], name) == name, f"{p['name']} has another rule than others of its extent")
+    for e, name in found.items():
+        require(name != UNNAMED_RULE or tuple(sections[e]) in ADAMWS, f"extent {e} has the sections {sections[e]!r}")
+
+
 def check_extent(extent: Any, devices: int, rule: str | None) -> tuple[int, int]:
     """Check the description of an extent; return where it begins and ends in the file. Raises CSDStoreError.
 
-    `rule`: the update rule that the store names. Whether the sections are those of this rule is not checked here.
+    `rule`: the update rule of all parameters if it is AdamW, which is None, or another name. Whether the sections are
+    those of another rule is not checked here.
     """
     require(type(extent) is dict, "an extent is no object")
     elems, tiles, slots, sections = (extent.get(key) for key in ("tile_elems", "tiles", "slots", "sections"))
@@ -53,7 +75,7 @@ def check_extent(extent: Any, devices: int, rule: str | None) -> tuple[int, int]
     require(is_int(tiles, 0, 1 << 31), f"an extent has {tiles!r} tiles")
     require(is_int(slots, 1, 2), f"a tile has {slots!r} slots")
     if rule is None:
-        valid = type(sections) is list and tuple(sections) in (SECTIONS[:3], SECTIONS)
+        valid = type(sections) is list and tuple(sections) in ADAMWS
     else:
         valid = type(sections) is list and 1 <= len(sections) <= 4 and all(is_name(s) for s in sections)
         valid = (
@@ -96,6 +118,7 @@ def check_param(p: Any, devices: int, *, is_waiting: bool = False) -> tuple[int,
     of = f" of parameter {name}"
     require(is_int(p.get("group"), -1) and is_int(p.get("position"), -1), f"group or position{of}")
     require(type(p.get("dtype")) is str, f"dtype{of}")
+    require("rule" not in p or is_name(p["rule"]), f"rule{of}")
     if "of" in p and p["of"] is not None:
         whole = p["of"]
         valid = type(whole) is dict and is_ints(whole.get("shape"), 0) and is_ints(whole.get("first"), 0)
@@ -140,7 +163,7 @@ def check_record(record: dict[str, Any], rule: str | None) -> None:
         require(type(record[key]) is list, f"{key} of the record")
         for group in record[key]:
             require(type(group) is dict, f"{key} of the record")
-            if rule is not None:  # only the rule itself can check its hyperparameters
+            if group.get("rule", rule or UNNAMED_RULE) != UNNAMED_RULE:  # only a rule itself can check them
                 continue
             numbers = [group.get(name) for name in ("lr", "eps", "weight_decay")]
             betas = group.get("betas")

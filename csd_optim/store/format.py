@@ -39,6 +39,7 @@ from .check import (
     check_origin,
     check_param,
     check_record,
+    check_rules,
     require,
 )
 from .sections import GROUP, sections_of, size_of
@@ -55,9 +56,10 @@ CHUNK_SUMS = "chunk_sums"  # extents[].sum_elems: a checksum covers that many el
 ORIGIN = "origin"  # origin: the stores of another number of ranks that this one was made from; see Contents.origin
 RESIDUALS = "residuals"  # params[].residual
 RULE = "rule"  # rule: the update rule, which defines the sections. Without it the rule is AdamW
+RULES = "rules"  # params[].rule, waiting[].rule: that of a parameter, where it is not the store's; record.groups has it
 SHARES = "shares"  # extents[].shares
 TILE_NUMBERS = "tile_numbers"  # extents[].tile_numbers: the tiles of this device. Without it they follow from shares
-FEATURES = frozenset({CHUNK_SUMS, CODEC, ORIGIN, RESIDUALS, RULE, SHARES, TILE_NUMBERS})
+FEATURES = frozenset({CHUNK_SUMS, CODEC, ORIGIN, RESIDUALS, RULE, RULES, SHARES, TILE_NUMBERS})
 ENDIAN = 0x01020304
 PAGE = sections.PAGE
 CLEAN = 1  # flag: the store was closed properly, and nothing was written since
@@ -154,10 +156,12 @@ def _json(data: bytes) -> Any:
     return json.loads(data, object_pairs_hook=without_duplicates)
 
 
-def features_of(extents: Sequence[dict[str, Any]], *, residuals: bool, rule: bool, origin: bool) -> set[str]:
+def features_of(
+    extents: Sequence[dict[str, Any]], *, residuals: bool, rule: bool, rules: bool, origin: bool
+) -> set[str]:
     """Return the features that readers of a store with these extents must support.
 
-    `rule`, `origin`: the manifest has one.
+    `rule`, `origin`: the manifest has one. `rules`: see has_rules().
     """
     uses = {
         CHUNK_SUMS: any("sum_elems" in e for e in extents),
@@ -165,10 +169,16 @@ def features_of(extents: Sequence[dict[str, Any]], *, residuals: bool, rule: boo
         ORIGIN: origin,
         RESIDUALS: residuals,
         RULE: rule,
+        RULES: rules,
         SHARES: any("shares" in e for e in extents),
         TILE_NUMBERS: any("tile_numbers" in e for e in extents),
     }
     return {feature for feature, used in uses.items() if used}
+
+
+def has_rules(manifest: dict[str, Any]) -> bool:
+    """Return whether parameters have another rule than that of the store."""
+    return any("rule" in p for p in (*manifest["params"], *manifest["waiting"]))
 
 
 def version_of(features: set[str]) -> int:
@@ -334,7 +344,7 @@ def checked_manifest(manifest: dict[str, Any], block: Superblock, size: int) -> 
         require(type(manifest[key]) is list, f"{key} is no list")
     areas = [(0, 2 * PAGE, "the superblocks")]
     for e, extent in enumerate(manifest["extents"]):
-        begin, end = check_extent(extent, block.devices, rule)
+        begin, end = check_extent(extent, block.devices, RULES if rule is None and RULES in features else rule)
         areas.append((begin, end, f"extent {e}"))
     has_codes = any("codec" in e for e in manifest["extents"])
     require(has_codes == (CODEC in features), "extents have codes, but its features lack 'codec', or the reverse")
@@ -364,6 +374,9 @@ def checked_manifest(manifest: dict[str, Any], block: Superblock, size: int) -> 
         require(extent["tiles"] == here, f"{extent['tiles']} tiles of extent {e} are here, not {here}")
     for p in manifest["waiting"]:
         check_param(p, block.devices, is_waiting=True)
+    require(has_rules(manifest) == (RULES in features), "parameters have rules, but not as a feature, or the reverse")
+    if RULES in features:
+        check_rules(manifest, [e["sections"] for e in manifest["extents"]])
     for _, end, what in areas:  # not manifest and table: one copy may be cut off, and the other one is used then
         require(end <= size, f"{what} ends beyond the end of the file")
     for what, region in (("the manifest", block.manifest), ("the table", block.table)):

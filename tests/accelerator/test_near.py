@@ -9,7 +9,7 @@ import torch
 from support import emulated
 from support.backends import TILE
 from support.on_accelerator import DEVICE, DTYPES, NEAR, keep_busy
-from support.optimizers import ADAMW, FULL
+from support.optimizers import ADAMW, FULL, MIXED
 from support.replacing import class_with
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -77,7 +77,7 @@ def on_the_cpu(steps, pair=ADAMW, lr=1e-2):
 @pytest.mark.parametrize(
     ("pair", "devices"),
     # The second case has more on the accelerator than is queued while the tiles of the file travel.
-    [*((pair, devices) for pair in (ADAMW, *FULL) for devices in NEAR), (ADAMW, ["gpu:?share=20", "file:"])],
+    [*((pair, devices) for pair in (ADAMW, *FULL, MIXED) for devices in NEAR), (ADAMW, ["gpu:?share=20", "file:"])],
     ids=str,
 )
 def test_bits_of_states_in_memory(pair, devices):

@@ -14,7 +14,7 @@ from crash.processes import preloaded
 from support.backends import TESTS, TILE
 from support.inside import engine_of
 from support.on_accelerator import DEVICE, DTYPES, keep_busy
-from support.optimizers import ADAMW, FULL
+from support.optimizers import ADAMW, FULL, MIXED
 from support.replacing import class_with
 from support.stores import flip
 
@@ -80,7 +80,7 @@ def near(directory, room="1GB"):
     return [f"gpu:?room={room}", f"file:{directory}?cache=off"]
 
 
-@pytest.mark.parametrize("pair", [ADAMW, *FULL], ids=str)
+@pytest.mark.parametrize("pair", [ADAMW, *FULL, MIXED], ids=str)
 def test_bits_of_directories_alone(pair, tmp_path):
     """The bits are those of directories alone, also after resuming: with `gpu:`, with room for some, and without."""
     some = f"{12 * (3 * TILE + 5) + 12 * 40}"

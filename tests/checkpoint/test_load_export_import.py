@@ -382,7 +382,7 @@ def test_newer_exports_are_refused(tmp_path, run):
     _, opt = make(tmp_path / "a", 1)
     opt.close()
     held = CSDAdam.load(tmp_path / "a" / "csd0")
-    held["csd_optim"]["format"] = 4
+    held["csd_optim"]["format"] = 5
     torch.save(held, tmp_path / "new.pt")
     code, _, err = run("import", tmp_path / "new.pt", tmp_path / "b")
     assert code == 1

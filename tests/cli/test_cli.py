@@ -139,6 +139,7 @@ def test_inspect_json(run, stores):
     assert [p["name"] for p in held["params"]] == [*(f"layer{i}.weight" for i in range(19)), "bias"]
     assert held["params"][0] == {
         "name": "layer0.weight",
+        "rule": "adamw",
         "shape": [3, 5],
         "dtype": "bfloat16",
         "group": 0,

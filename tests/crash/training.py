@@ -9,7 +9,7 @@ import warnings
 
 import torch
 from support import emulated, served
-from support.optimizers import ADAMW, FULL
+from support.optimizers import ADAMW, FULL, MIXED
 from torch.nn.functional import dropout, embedding
 
 import csd_optim.engine.open_devices
@@ -36,7 +36,7 @@ OVERLAP = [None, FORWARD, BACKWARD, FREE]
 # With an accelerator (see use_accelerator): its room, chosen each time the optimizer is opened; None: no `gpu:`.
 ROOMS = ["1GB", "1GB", "100kB", "60kB", None]
 # The optimizer, by the seed: every other one is CSDAdam.
-OPTIMIZERS = [ADAMW] * len(FULL) + FULL
+OPTIMIZERS = [ADAMW] * len(FULL) + FULL + [MIXED]
 SAMPLES, BATCH = 56, 8
 LAST = 2 * STEPS
 
@@ -135,6 +135,8 @@ class StoppedTraining:
 
     def _joining(self):
         options = {"lr": 0.01, "initial_lr": 0.01, **self.of.other, "state_dtype": self.state_dtypes[1]}
+        if "rule" in options:
+            options["state_dtype"] = "fp32"
         options["topk"] = 0.1 if self.topk else None
         return {"params": [self.params["joined"]], **options}
 

@@ -26,7 +26,7 @@ from csd_optim.bindings import HYPER, PIECE, DeviceConfig, Native
 from csd_optim.devices.machine import numa_node
 from csd_optim.devices.spec import parse_devices
 from csd_optim.engine.open_engine import open_engine
-from csd_optim.optim.adamw import ADAMW
+from csd_optim.optim.rules import ADAMW
 from csd_optim.store.layout import ALIGN, GRAIN, MAX_MAPPINGS, TILE_ELEMS, TILES_PER_DEVICE, max_mappings, plan_extent
 
 pytestmark = pytest.mark.at_hand("drives the engine, by windows and addresses")

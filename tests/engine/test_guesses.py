@@ -17,7 +17,7 @@ from csd_optim import CSDRuntimeError, CSDValueError, bindings
 from csd_optim.bindings import FROM_PARAM, HYPER, IN_SECTION, SAME_ORDER, TO_AND_FRO, UNLESS_SET
 from csd_optim.devices.spec import parse_devices
 from csd_optim.engine.open_engine import open_engine
-from csd_optim.optim.adamw import ADAMW
+from csd_optim.optim.rules import ADAMW
 
 pytestmark = pytest.mark.at_hand("drives the engine, by windows and addresses")
 

@@ -89,7 +89,7 @@ def test_8_bits_only_where_something_bounds_the_states(of, tmp_path):
 def test_a_rule_that_no_card_has_a_kernel_for_is_refused(monkeypatch):
     """A rule for which there is no kernel at all. For kernels that an xclbin lacks see smartssd/test_card_rules.py."""
     monkeypatch.setattr(CSDLion, "_rule", replace(LION.rule, name="newest"))
-    with pytest.raises(CSDValueError, match=r"xrt:0 has no kernel for newest, the rule of this CSDLion.*lion"):
+    with pytest.raises(CSDValueError, match=r"xrt:0 has no kernel for newest, the rule of a parameter group.*lion"):
         CSDLion([leaf(3)], devices=["ram:", "xrt:0"])
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.backends import on_cards
-from support.optimizers import ADAMW, FULL, SGD, rules
+from support.optimizers import ADAMW, FULL, MIXED, SGD, rules
 
 from csd_optim.bindings import crc32c
 from csd_optim.store.format import FILE_NAME, read_contents
@@ -39,7 +39,7 @@ class Twins:
             ]
         )
         self.pairs = self.new_pairs()
-        options = of.other if choose.random() < 0.3 else {}
+        options = of.other if choose.random() < 0.3 and of is not MIXED else {}
         options = {**of.kwargs, **options, "grad_dtype": choose.choice([None, torch.bfloat16])}
         options |= {"tile_size": choose.choice([1024, 2048, 5120, 1 << 16]), "lr": 0.01}
         options |= {"topk": choose.choice([None, 0.02]), "error_feedback": choose.random() < 0.8}
@@ -77,7 +77,7 @@ class Twins:
         new = self.new_pairs()
         options = self.of.other if self.choose.random() < 0.5 else {}
         options = {**options, **self.choose.choice([{}, {"topk": None}, {"topk": 0.1}])}
-        options |= {"state_dtype": self.state_dtype()}
+        options |= {"state_dtype": "fp32" if "rule" in options else self.state_dtype()}
         for optimizer, params in zip((self.file, self.ram), zip(*new, strict=True), strict=True):
             optimizer.add_param_group({"params": params, **options})
         self.pairs += new
@@ -122,7 +122,7 @@ SOAK = [pytest.mark.soak] if on_cards() else []
 SEEDS = [pytest.param(seed, ADAMW, id=str(seed), marks=SOAK if seed >= 10 else []) for seed in range(40)]
 OTHERS = [
     pytest.param(seed, *of.values, id=f"{of.id} {seed}", marks=[*of.marks, *(SOAK if seed else [])])
-    for of in rules([*FULL, SGD])
+    for of in rules([*FULL, SGD, MIXED])
     for seed in range(3)
 ]
 

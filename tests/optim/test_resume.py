@@ -17,7 +17,7 @@ from support.backends import TESTS, named_devices, place
 from support.comparing import assert_same
 from support.forked import python
 from support.inside import engine_of
-from support.optimizers import ADAMW, FULL, rules
+from support.optimizers import ADAMW, FULL, MIXED, rules
 from support.training import (
     JOIN,
     LATE,
@@ -59,7 +59,9 @@ ALL = [
     for j, ends in enumerate(ENDS)
     for topk in (None, 0.02)
 ]
-OTHERS = [pytest.param(JOIN - 1, 3, "crash", 0.02, *of.values, id=of.id, marks=of.marks) for of in rules(FULL)]
+OTHERS = [
+    pytest.param(JOIN - 1, 3, "crash", 0.02, *of.values, id=of.id, marks=of.marks) for of in rules([*FULL, MIXED])
+]
 
 
 @pytest.mark.here("residuals are in no store")

@@ -1,6 +1,7 @@
 """An update rule is a header and an UpdateRule: engine, stores and tools handle its sections by any name."""
 
 import json
+import shutil
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -19,14 +20,14 @@ from csd_optim.checkpoint.state_dict import load
 from csd_optim.checkpoint.verify import verify
 from csd_optim.devices.spec import parse_devices
 from csd_optim.engine.open_engine import open_engine
-from csd_optim.optim import adamw
+from csd_optim.optim.rules import ADAMW as RULE
 from csd_optim.params.manifest import rule_difference
 from csd_optim.store import format as store_format
 from csd_optim.store.format import read_contents
 
 # AdamW's arithmetic, with other names for rule and sections.
 OTHER_NAMES = {"name": "twin", "sections": ("master", "first", "second", "largest"), "switches": {"amsgrad": "largest"}}
-TWIN = replace(adamw.ADAMW, **OTHER_NAMES)
+TWIN = replace(RULE, **OTHER_NAMES)
 
 
 pytestmark = pytest.mark.fp32_states("codes are AdamW's alone")
@@ -73,7 +74,7 @@ def test_sections_that_a_group_needs():
     assert not rule.takes(("master", "largest", "first"))
     assert not TWIN.takes(TWIN.sections[:2])
     assert not TWIN.takes(("master", "first", "largest"))
-    assert not TWIN.takes(adamw.ADAMW.sections)
+    assert not TWIN.takes(RULE.sections)
 
 
 def test_constants_fill_what_the_engine_has_for_them():
@@ -86,7 +87,7 @@ def test_constants_fill_what_the_engine_has_for_them():
             "amsgrad": amsgrad,
             "maximize": True,
         }
-        number, constants = adamw.ADAMW.constants(group, adamw.ADAMW.sections, 2.0, 0.5)
+        number, constants = RULE.constants(group, RULE.sections, 2.0, 0.5)
         assert number == RULES["amsgrad" if amsgrad else "adamw"]
         assert len(constants) == HYPER["c"].shape[0]
         assert constants[bindings.GRAD_SCALE] == -0.5
@@ -156,7 +157,7 @@ def test_one_and_two_sections_through_engine_store_and_tools(sections, tmp_path)
 def test_a_step_by_a_rule_that_there_is_not_or_not_for_these_sections_touches_nothing(device):
     p, g = torch.ones(5000), torch.ones(5000)
     with closing(open_engine(parse_devices(device), tile_elems=1024)) as engine:
-        for sections in (("master",), adamw.ADAMW.sections[:3], adamw.ADAMW.sections):
+        for sections in (("master",), RULE.sections[:3], RULE.sections):
             engine.extend([5000], sections)
         tiles, table = np.arange(len(engine.tiles), dtype=np.uint32), np.zeros(engine.tiles.n_params, PARAM)
         constants = (1, 0.9, 0.1, 0.999, 0.001, 0.1, 1, 1e-8, 1)
@@ -197,7 +198,7 @@ def test_states_are_called_as_the_rule_calls_them(twins):
     ps = params()
     with CSDAdam(groups(ps), devices="file:", tile_size=1024) as opt:
         train(opt, 3)
-        same(found, states(opt, ps), dict(zip(TWIN.sections, adamw.ADAMW.sections, strict=True)))
+        same(found, states(opt, ps), dict(zip(TWIN.sections, RULE.sections, strict=True)))
     assert all(torch.equal(p, value) for p, value in zip(ps, values, strict=True))
 
 
@@ -267,7 +268,9 @@ def test_a_store_whose_hyperparameters_are_no_numbers(stores):
     for value in (None, "0.9", [], {}):
         groups = [{**contents.record.groups[0], "momentum": value}]
         found = replace(contents, record=replace(contents.record, groups=groups))
-        assert rule_difference(found, of.rule) == "a group of it has no momentum, which the rule sgd needs"
+        assert (
+            rule_difference(found, [{}], lambda _: of.rule) == "a group of it has no momentum, which the rule sgd needs"
+        )
 
 
 def test_a_reader_that_knows_no_rules_refuses_the_store_by_name(twins, monkeypatch):
@@ -310,6 +313,49 @@ def test_a_manifest_whose_rule_and_sections_cannot_be(change, message, twins):
     forged(twins[0], change)
     with pytest.raises(CSDStoreError, match=message):
         CSDTwin(groups(params()), devices=twins[0], resume=True)
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    """A store of two parameters of AdamW and one of Lion, in two extents."""
+    store = tmp_path_factory.mktemp("mixed")
+    ps = [*params(), torch.nn.Parameter(torch.zeros(5))]
+    with CSDAdam([{"params": ps[:2]}, {"params": ps[2:], "rule": "lion"}], devices=store) as opt:
+        train(opt, 1)
+    return store
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m["features"].remove("rules"), r"a tile has the sections \['master', 'exp_avg'\]"),
+        (lambda m: m["params"][2].pop("rule"), "parameters have rules, but not as a feature, or the reverse"),
+        (lambda m: m["params"][2].update(rule=["lion"]), "rule of parameter 1.0"),
+        (lambda m: m["params"][2].update(rule="no name"), "rule of parameter 1.0"),
+        (lambda m: m["params"][2].update(rule="adamw"), r"extent 1 has the sections \['master', 'exp_avg'\]"),
+        (lambda m: m["params"][1].update(rule="lion"), "0.1 has another rule than others of its extent"),
+        (lambda m: m["extents"][0].update(sections=["master", "exp_avg"]), "extent 0 has the sections"),
+        (
+            lambda m: m["params"][2].update(rule="sgd"),
+            r"parameter 1\.0 are those of the rule sgd, and that of its group",
+        ),
+        (lambda m: m["extents"][1].update(sections=["master", "sum"]), "which are not those of the rule lion"),
+    ],
+)
+def test_a_manifest_whose_rules_of_parameters_cannot_be(change, message, mixed, tmp_path):
+    store = tmp_path / "store"
+    shutil.copytree(mixed, store)
+    forged(store, change)
+    ps = [*params(), torch.nn.Parameter(torch.zeros(5))]
+    with pytest.raises(CSDStoreError, match=message):
+        CSDAdam([{"params": ps[:2]}, {"params": ps[2:], "rule": "lion"}], devices=store, resume=True)
+
+
+def test_inspect_shows_the_rules(mixed, run):
+    said = json.loads(run("inspect", mixed, "--json")[1])
+    assert said["rules"] == {"adamw": 3017, "lion": 5}
+    assert [p["rule"] for p in said["params"]] == ["adamw", "adamw", "lion"]
+    assert "updated by adamw (3.02 k), lion (5)" in " ".join(run("inspect", mixed)[1].split())
 
 
 @pytest.mark.parametrize("export", [export_torch, export_safetensors])

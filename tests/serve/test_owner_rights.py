@@ -204,6 +204,29 @@ def test_an_error_in_a_request_ends_the_session(error, owner, monkeypatch):
         peer.hello()
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rule": ["lion"]}, "rule of parameter b"),
+        ({"rule": "adamw"}, r"extent 1 has the sections \('master', 'exp_avg'\)"),
+        ({"extent": 0, "start": 16}, "a parameter's place"),
+    ],
+)
+def test_rules_of_parameters_that_do_not_fit_their_states(changes, message, owner):
+    def described(name, extent, **more):
+        about = {"name": name, "group": extent, "position": 0, "shape": [5], "dtype": "float32", "stride": [1]}
+        return {**about, "extent": extent, "start": 0, "numel": 5, **more}
+
+    with Peer(owner) as peer:
+        peer.hello()
+        peer.extend(5)
+        peer.extend(5, sections=["master", "exp_avg"], first_param=1)
+        params = [described("a", 0), described("b", 1, rule="lion")]
+        peer.says("describe", manifest={"params": params, "waiting": []})
+        with pytest.raises(CSDError, match=message):
+            peer.says("describe", manifest={"params": [params[0], {**params[1], **changes}], "waiting": []})
+
+
 # ---- the log ------------------------------------------------------------------------------------
 
 

@@ -74,11 +74,11 @@ refused(CSDUnavailableError, ["csd_adamw_update"], lambda: trained(CSDAdam, xclb
 codes = options | {"state_dtype": "8bit"}
 same(trained(CSDAdam, xclbin("adam_8bit"), groups, **codes), trained(CSDAdam, "file:", groups, **codes))
 some = lambda net: [{"params": list(net.parameters()), "state_dtype": "8bit"}]
-says = ["the xclbin lacks the kernel csd_adam_8bit_update"]
-refused(CSDValueError, says, lambda: trained(CSDAdam, xclbin("adam", "adamw_8bit"), some, **options))
+says = ["has no kernel csd_adam_8bit_update; it has csd_adam_update, csd_adamw_8bit_update"]
+refused(CSDUnavailableError, says, lambda: trained(CSDAdam, xclbin("adam", "adamw_8bit"), some, **options))
 some = lambda net: [{"params": list(net.parameters()), "state_dtype": "fp32"}]
-says = ["states can be kept as codes only"]
-refused(CSDValueError, says, lambda: trained(CSDAdam, xclbin("adam_8bit"), some, **codes))
+says = ["has no kernel csd_adam_update; it has csd_adam_8bit_update"]
+refused(CSDUnavailableError, says, lambda: trained(CSDAdam, xclbin("adam_8bit"), some, **codes))
 """,
         tmp_path,
     )
@@ -95,6 +95,38 @@ from csd_optim.devices.spec import parse_devices
 for rule in "sgd", "adamw_8bit":
     [spec] = parse_devices(xclbin(rule))
     assert card_rates(spec, 4 * LEAST_CARD_BYTES)["kernel"] > 0
+""",
+        tmp_path,
+    )
+
+
+@needs_xrt
+def test_a_rule_per_group(tmp_path):
+    """The card needs a kernel for each group; one that is added later is refused before anything changes."""
+    script(
+        TOOLS
+        + """
+def groups(net, rule="lion"):
+    first, *others = net.parameters()
+    return [{"params": [first]}, {"params": others, "rule": rule}]
+
+device = xclbin("adamw", "lion")
+same(trained(CSDAdam, device, groups), trained(CSDAdam, "file:", groups))
+store = device.replace("scratch=1", "").replace(f"nvme={here}", f"nvme={here}/csd")
+says = "has no kernel csd_sgd_update; it has csd_adamw_update", "make -C hls_kernels RULE=sgd "
+refused(CSDUnavailableError, says, lambda: CSDAdam(groups(model(), "sgd"), devices=[store]))
+assert not (here / "csd").exists()
+
+net = model()
+with CSDAdam(groups(net), devices=[device]) as opt:
+    train(net, opt, range(1))
+    new = torch.nn.Parameter(torch.zeros(3))
+    refused(CSDUnavailableError, says, lambda: opt.add_param_group({"params": [new], "rule": "sgd"}))
+    assert len(opt.param_groups) == 2
+    train(net, opt, range(1, 2))
+codes = {"state_dtype": "8bit"}
+refused(CSDUnavailableError, ["csd_adamw_8bit_update"], lambda: CSDAdam(
+    [{"params": [*model().parameters()], **codes}], devices=[device]))
 """,
         tmp_path,
     )

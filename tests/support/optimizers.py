@@ -9,7 +9,7 @@ from support.backends import on_cards
 
 from csd_optim import CSDSGD, CSDAdagrad, CSDAdam, CSDLion, CSDRMSprop
 from csd_optim.devices.backends import BACKENDS
-from csd_optim.optim import adagrad, adamw, lion, rmsprop, sgd
+from csd_optim.optim import rules as named
 from csd_optim.params.update_rule import UpdateRule
 
 
@@ -52,12 +52,12 @@ class Pair:
 
 
 AMSGRAD = {"amsgrad": True}
-ADAMW = Pair("CSDAdam", CSDAdam, torch.optim.AdamW, adamw.ADAMW, AMSGRAD)
-ADAM = Pair("Adam", partial(CSDAdam, decoupled_weight_decay=False), torch.optim.Adam, adamw.ADAM, AMSGRAD)
-SGD = Pair("CSDSGD", CSDSGD, torch.optim.SGD, sgd.RULE, {"momentum": 0.0})
-ADAGRAD = Pair("CSDAdagrad", CSDAdagrad, torch.optim.Adagrad, adagrad.RULE, {"lr_decay": 0.5})
-RMSPROP = Pair("CSDRMSprop", CSDRMSprop, torch.optim.RMSprop, rmsprop.RULE, {"centered": False})
-LION = Pair("CSDLion", CSDLion, Lion, lion.RULE, {"betas": (0.5, 0.9)})
+ADAMW = Pair("CSDAdam", CSDAdam, torch.optim.AdamW, named.ADAMW, AMSGRAD)
+ADAM = Pair("Adam", partial(CSDAdam, decoupled_weight_decay=False), torch.optim.Adam, named.ADAM, AMSGRAD)
+SGD = Pair("CSDSGD", CSDSGD, torch.optim.SGD, named.SGD, {"momentum": 0.0})
+ADAGRAD = Pair("CSDAdagrad", CSDAdagrad, torch.optim.Adagrad, named.ADAGRAD, {"lr_decay": 0.5})
+RMSPROP = Pair("CSDRMSprop", CSDRMSprop, torch.optim.RMSprop, named.RMSPROP, {"centered": False})
+LION = Pair("CSDLion", CSDLion, Lion, named.LION, {"betas": (0.5, 0.9)})
 PAIRS = [ADAMW, ADAM, SGD, ADAGRAD, RMSPROP, LION]
 FULL = [
     replace(ADAM, kwargs={"weight_decay": 0.1}),
@@ -77,6 +77,29 @@ _MORE = [
     LION,
     replace(LION, kwargs={"betas": (0.0, 0.5)}),
 ]
+# Options of a group of each rule that differ from the defaults.
+OF_RULES = [
+    {},
+    {"rule": "lion", "lr": 3e-3, "weight_decay": 0.1},
+    {"rule": "sgd", "lr": 0.05, "momentum": 0.9, "dampening": 0.5},
+    {"rule": "rmsprop", "momentum": 0.9, "centered": True},
+    {"rule": "adam", "weight_decay": 0.1, "amsgrad": True},
+    {"rule": "adagrad", "initial_accumulator_value": 0.1},
+]
+
+
+def by_group(params, **options):
+    """Return a CSDAdam with a group for each parameter, of one rule after another. Groups are taken as they are."""
+    groups = [*params]
+    if not isinstance(groups[0], dict):
+        groups = [{"params": [p], **OF_RULES[i % len(OF_RULES)]} for i, p in enumerate(groups)]
+    for group in groups:
+        if not named.rule_of(named.ADAMW, group).has_codes:
+            group.setdefault("state_dtype", "fp32")
+    return CSDAdam(groups, **options)
+
+
+MIXED = Pair("a rule per group", by_group, None, named.ADAMW, {"rule": "lion"})
 
 
 def rules(pairs):
@@ -86,10 +109,11 @@ def rules(pairs):
     )
     why = pytest.mark.skip(reason="this rule has no kernel yet")
 
-    def marks(rule):
-        return [why] * (rule.name in missing) + [pytest.mark.all_kernels] * (rule.name != "adamw")
+    def marks(pair):
+        others = pair.rule.name != "adamw" or pair is MIXED
+        return [why] * (pair.rule.name in missing) + [pytest.mark.all_kernels] * others
 
-    return [pytest.param(pair, id=str(pair), marks=marks(pair.rule)) for pair in pairs]
+    return [pytest.param(pair, id=str(pair), marks=marks(pair)) for pair in pairs]
 
 
 def other_rules():

@@ -1,0 +1,215 @@
+"""The update rules, by the names that parameter groups and stores have for them, and the rule of a group.
+
+The arithmetic of each is a header in native/include; here are its states, hyperparameters and constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..bindings import RULES
+from ..errors import CSDValueError
+from ..params.update_rule import Group, UpdateRule
+
+Constants = tuple[int, tuple[float, ...]]  # the number of a rule or of a variant of it, and csd_hyper.c
+
+# ---- AdamW and Adam: adamw.h, adam.h ---------------------------------------------------
+
+
+def _adam_constants(group: Group, decoupled: bool, t: float, grad_scale: float) -> Constants:
+    lr, eps, weight_decay = float(group["lr"]), float(group["eps"]), float(group["weight_decay"])
+    beta1, beta2 = (float(b) for b in group["betas"])
+    if decoupled:
+        rule = RULES["amsgrad" if group["amsgrad"] else "adamw"]
+    else:
+        rule = RULES["adam_amsgrad" if group["amsgrad"] else "adam"]
+    return rule, (
+        1 - lr * weight_decay if decoupled else weight_decay,
+        beta1,
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        lr / (1 - beta1**t),
+        1 / (1 - beta2**t) ** 0.5,
+        eps,
+        -grad_scale if group["maximize"] else grad_scale,
+    )
+
+
+def _adamw(group: Group, _: Sequence[str], t: float, grad_scale: float) -> Constants:
+    return _adam_constants(group, True, t, grad_scale)
+
+
+def _adam(group: Group, _: Sequence[str], t: float, grad_scale: float) -> Constants:
+    """Return Adam's constants, or AdamW's if the group has `decoupled_weight_decay`, as torch's Adam allows."""
+    return _adam_constants(group, bool(group["decoupled_weight_decay"]), t, grad_scale)
+
+
+ADAMW = UpdateRule(
+    name="adamw",
+    sections=("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    min_sections=3,
+    defaults={
+        "lr": 1e-3,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 1e-2,
+        "amsgrad": False,
+        "maximize": False,
+    },
+    constants=_adamw,
+    switches={"amsgrad": "max_exp_avg_sq"},
+    has_codes=True,
+)
+ADAM = replace(
+    ADAMW,
+    name="adam",
+    defaults={**ADAMW.defaults, "weight_decay": 0, "decoupled_weight_decay": False},
+    constants=_adam,
+)
+
+# ---- SGD: sgd.h ------------------------------------------------------------------------
+
+
+def _sgd(group: Group, _: Sequence[str], t: float, grad_scale: float) -> Constants:
+    momentum = float(group["momentum"])
+    rule = "sgd" if not momentum else "sgd_nesterov" if group["nesterov"] else "sgd_momentum"
+    return RULES[rule], (
+        float(group["lr"]),
+        float(group["weight_decay"]),
+        momentum,
+        1 - float(group["dampening"]) if t > 1 else 1.0,  # the first momentum is the first gradient, undampened
+        *(0.0,) * 4,
+        -grad_scale if group["maximize"] else grad_scale,
+    )
+
+
+SGD = UpdateRule(
+    name="sgd",
+    sections=("master", "momentum_buffer"),
+    min_sections=1,
+    defaults={"lr": 1e-3, "momentum": 0, "dampening": 0, "weight_decay": 0, "nesterov": False, "maximize": False},
+    constants=_sgd,
+    switches={"momentum": "momentum_buffer"},
+    torch_counts=False,
+)
+
+# ---- Adagrad: adagrad.h ----------------------------------------------------------------
+
+
+def _adagrad(group: Group, _: Sequence[str], t: float, grad_scale: float) -> Constants:
+    return RULES["adagrad"], (
+        float(group["lr"]) / (1 + (t - 1) * float(group["lr_decay"])),
+        float(group["weight_decay"]),
+        float(group["eps"]),
+        *(0.0,) * 5,
+        -grad_scale if group["maximize"] else grad_scale,
+    )
+
+
+ADAGRAD = UpdateRule(
+    name="adagrad",
+    sections=("master", "sum"),
+    min_sections=2,
+    defaults={
+        "lr": 1e-2,
+        "lr_decay": 0,
+        "eps": 1e-10,
+        "weight_decay": 0,
+        "initial_accumulator_value": 0,
+        "maximize": False,
+    },
+    constants=_adagrad,
+    initial={"sum": "initial_accumulator_value"},
+)
+
+# ---- RMSprop: rmsprop.h ----------------------------------------------------------------
+
+
+def _rmsprop(group: Group, sections: Sequence[str], t: float, grad_scale: float) -> Constants:
+    """Return RMSprop's constants: there is a variant for each position of momentum_buffer among the `sections`."""
+    lr, weight_decay, alpha = float(group["lr"]), float(group["weight_decay"]), float(group["alpha"])
+    momentum, centered = float(group["momentum"]), bool(group["centered"])
+    if momentum <= 0:
+        rule = "rmsprop_centered" if centered else "rmsprop"
+    elif centered:
+        rule = "rmsprop_both"
+    else:
+        rule = "rmsprop_uncentered" if "grad_avg" in sections else "rmsprop_momentum"
+    scale = -grad_scale if group["maximize"] else grad_scale
+    return RULES[rule], (lr, weight_decay, alpha, 1 - alpha, momentum, float(group["eps"]), 0.0, 0.0, scale)
+
+
+RMSPROP = UpdateRule(
+    name="rmsprop",
+    sections=("master", "square_avg", "grad_avg", "momentum_buffer"),
+    min_sections=2,
+    defaults={
+        "lr": 1e-2,
+        "momentum": 0,
+        "alpha": 0.99,
+        "eps": 1e-8,
+        "centered": False,
+        "weight_decay": 0,
+        "maximize": False,
+    },
+    constants=_rmsprop,
+    switches={"centered": "grad_avg", "momentum": "momentum_buffer"},
+)
+
+# ---- Lion: lion.h ----------------------------------------------------------------------
+
+
+def _lion(group: Group, _: Sequence[str], t: float, grad_scale: float) -> Constants:
+    lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
+    decay, scale = 1 - lr * float(group["weight_decay"]), -grad_scale if group["maximize"] else grad_scale
+    return RULES["lion"], (decay, lr, beta1, 1 - beta1, beta2, 1 - beta2, 0.0, 0.0, scale)
+
+
+LION = UpdateRule(
+    name="lion",
+    sections=("master", "exp_avg"),
+    min_sections=2,
+    defaults={"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0, "maximize": False},
+    constants=_lion,
+)
+
+# ---- the rule of a group ---------------------------------------------------------------
+
+NAMED: Mapping[str, UpdateRule] = {rule.name: rule for rule in (ADAMW, ADAM, SGD, ADAGRAD, RMSPROP, LION)}
+HYPERPARAMETERS = frozenset(name for rule in NAMED.values() for name in rule.hyperparameters)
+
+
+def rule_of(own: UpdateRule, group: Group) -> UpdateRule:
+    """Return the rule of a group: the one that it names as "rule", or `own`, that of its optimizer's class.
+
+    Raises CSDValueError if there is no rule of that name.
+    """
+    name = group.get("rule", own.name)
+    if name == own.name:
+        return own
+    if not (isinstance(name, str) and name in NAMED):
+        raise CSDValueError(f"Invalid rule of a parameter group: {name!r}; there are {', '.join(NAMED)}")
+    return NAMED[name]
+
+
+def fill_in_defaults(own: UpdateRule, group: Group, of_class: Mapping[str, Any]) -> None:
+    """Give a new group that names its rule that rule's defaults, before torch fills in those of the class.
+
+    `of_class`: the latter, the optimizer's `defaults`; a group that has only these has been filled before. Raises
+    CSDValueError, and changes nothing, if there is no such rule, or if it has no such hyperparameter.
+    """
+    if "rule" not in group:
+        return
+    rule = rule_of(own, group)
+    for name in HYPERPARAMETERS.intersection(group).difference(rule.hyperparameters):
+        if name not in of_class or group[name] != of_class[name]:
+            raise CSDValueError(
+                f"Invalid {name} of a parameter group: {group[name]!r}; its rule {rule.name} has no {name}, only "
+                f"{', '.join(rule.hyperparameters)}"
+            )
+    if rule is not own:
+        for name, value in rule.defaults.items():
+            group.setdefault(name, value)
