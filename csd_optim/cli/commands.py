@@ -478,6 +478,14 @@ def plan(
             help="The optimizer, and its options that add states: CSDSGD,momentum or CSDAdam,amsgrad.",
         ),
     ] = "CSDAdam",
+    group: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="RULE[,OPTION...]=SHARE",
+            help="A part of the parameters with another rule, such as lion=20% or sgd,momentum=0.1; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
     state_dtype: Annotated[str, typer.Option(help="How CSDAdam's states are kept: fp32 or 8bit.")] = "fp32",
     topk: Annotated[
         float | None, typer.Option(help="Share of the gradients that Top-K sends, such as 0.01.", show_default="all")
@@ -515,6 +523,8 @@ def plan(
         raise typer.BadParameter("either name devices, to be measured, or give their number", param_hint="--devices")
     if plot and not sweep:
         raise typer.BadParameter("plots a sweep: add --sweep devices=1..16", param_hint="--plot")
+    if place and group:
+        raise typer.BadParameter("places the states of one rule: leave out --group", param_hint="--place")
     if place and (sweep or n_devices):
         raise typer.BadParameter(
             "needs named devices, which it measures; it takes neither --sweep nor --devices", param_hint="--place"
@@ -524,11 +534,12 @@ def plan(
         from ..planning import advice, model
         from . import benchmark
         from .facts import measured_request, planned_placement
-        from .optimizers import described
+        from .optimizers import described, with_groups
         from .output import show_placement, show_plan
 
         planned, sections, hyper = described(optimizer, state_dtype)
-        smartssd = model.smartssd(state_dtype, len(sections))
+        planned, parts = with_groups(planned, (1.0, sections, hyper), group or (), state_dtype)
+        smartssd = model.smartssd(state_dtype, planned.sections)
         request = advice.Request(
             params=params or advice.count_params(config or Path()),
             devices=n_devices or 1,
@@ -562,7 +573,12 @@ def plan(
         if names:
             request = measured_request(request, names)
         if not cpu:
-            rate = engine_rate(benchmark.DTYPES[dtype], state_dtype, sections, hyper)
+            each = [
+                (share, engine_rate(benchmark.DTYPES[dtype], state_dtype, sections, hyper))
+                for share, sections, hyper in parts
+                if share
+            ]
+            rate = each[0][1] if len(each) == 1 else 1 / math.fsum(share / rate for share, rate in each)
             request = replace(request, host=replace(request.host, update=rate), cpu_measured=True)
         found = advice.plan(request, counts)
         if plot:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,32 +15,79 @@ from ..optim.adamw import CSDAdam
 from ..optim.lion import CSDLion
 from ..optim.optimizer import CSDOptimizer
 from ..optim.rmsprop import CSDRMSprop
+from ..optim.rules import NAMED
 from ..optim.sgd import CSDSGD
 from ..params.groups import check_state_dtype
+from ..params.update_rule import Group, UpdateRule
 from ..planning.advice import Optimizer
+from ..store.sections import FP32
 
 _CLASSES: tuple[type[CSDOptimizer], ...] = (CSDAdam, CSDSGD, CSDAdagrad, CSDRMSprop, CSDLion)
 OPTIMIZERS = {cls.__name__: cls for cls in _CLASSES}
+Hyper = tuple[int, tuple[float, ...]]  # the rule and constants of a first step, as csd_hyper has them
+Part = tuple[float, tuple[str, ...], Hyper]  # the share of some parameters, the names of their sections, their Hyper
 
 
-def described(text: str, state_dtype: str) -> tuple[Optimizer, tuple[str, ...], tuple[int, tuple[float, ...]]]:
+def described(text: str, state_dtype: str) -> tuple[Optimizer, tuple[str, ...], Hyper]:
     """Parse `CLASS[,OPTION...]`, an optimizer class and those of its arguments that add a state.
 
-    Returns the optimizer for a plan, the names of its sections, and the rule and constants of its first step as
-    csd_hyper has them. Raises CSDValueError, also if its states cannot be kept as `state_dtype`.
+    Returns the optimizer for a plan, and its sections and Hyper. Raises CSDValueError, also if its states cannot be
+    kept as `state_dtype`.
     """
     name, *options = (part.strip() for part in text.split(","))
     if name not in OPTIMIZERS:
         raise CSDValueError(f"Invalid optimizer: {text!r}; there are {', '.join(OPTIMIZERS)}")
     of, rule = OPTIMIZERS[name], OPTIMIZERS[name]._rule
-    for option in options:
-        if option not in rule.switches:
-            known = ", ".join(rule.switches) or "nothing"
-            raise CSDValueError(f"Invalid optimizer: {text!r}; {option!r} adds no state to {name}, but {known} does")
+    _check_options("optimizer", text, name, options, rule)
     check_state_dtype(state_dtype, rule=rule)
     asked: dict[str, Any] = dict.fromkeys(options, True)
     with of([torch.nn.Parameter(torch.zeros(1))], devices="null:", **asked) as optimizer:
         group = optimizer.param_groups[0]
+    sections, hyper = _first_step(rule, group)
+    return Optimizer(name, tuple(n for n in rule.switches if n in options), rule.name, len(sections)), sections, hyper
+
+
+def with_groups(
+    optimizer: Optimizer, own: Part, texts: Sequence[str], state_dtype: str
+) -> tuple[Optimizer, list[Part]]:
+    """Return an optimizer for a plan with groups of other rules, each `RULE[,OPTION...]=SHARE`, and its parts.
+
+    `own`: that of the optimizer without them. Raises CSDValueError.
+    """
+    parts, groups = [], []
+    for text in texts:
+        of, _, given = text.partition("=")
+        name, *options = (part.strip() for part in of.split(","))
+        if name not in NAMED:
+            raise CSDValueError(f"Invalid group: {text!r}; write RULE=SHARE, the rules are {', '.join(NAMED)}")
+        rule = NAMED[name]
+        _check_options("group", text, name, options, rule)
+        check_state_dtype(state_dtype, f" of group {text!r}", rule)
+        try:
+            share = float(given.strip().removesuffix("%")) / (100 if given.strip().endswith("%") else 1)
+        except ValueError:
+            share = math.nan
+        if not 0 < share < 1:
+            raise CSDValueError(f"Invalid group: {text!r}; its share of the parameters is a number such as 0.2 or 20%")
+        groups.append((",".join((name, *options)), share))
+        parts.append((share, *_first_step(rule, {**rule.defaults, **dict.fromkeys(options, True)})))
+    left = 1 - math.fsum(share for _, share in groups)
+    if left < 0:
+        raise CSDValueError(f"Invalid groups: their shares are {1 - left:g} of the parameters; 1 is all")
+    parts = [(left, *own[1:]), *parts]
+    sections = math.fsum(share * len(names) for share, names, _ in parts)
+    if state_dtype != FP32 and len({len(names) for _, names, _ in parts}) > 1:
+        raise CSDValueError("Invalid groups: 8-bit states are planned for amsgrad in all groups, or in none")
+    return replace(optimizer, sections=sections if groups else optimizer.sections, groups=tuple(groups)), parts
+
+
+def _check_options(what: str, text: str, name: str, options: Sequence[str], rule: UpdateRule) -> None:
+    for option in options:
+        if option not in rule.switches:
+            known = ", ".join(rule.switches) or "nothing"
+            raise CSDValueError(f"Invalid {what}: {text!r}; {option!r} adds no state to {name}, but {known} does")
+
+
+def _first_step(rule: UpdateRule, group: Group) -> tuple[tuple[str, ...], Hyper]:
     sections = rule.sections_for(group)
-    found = Optimizer(name, tuple(n for n in rule.switches if n in options), rule.name, len(sections))
-    return found, sections, rule.constants(group, sections, 1, 1.0)
+    return sections, rule.constants(group, sections, 1, 1.0)

@@ -49,10 +49,16 @@ class Optimizer:
     name: str = "CSDAdam"
     options: tuple[str, ...] = ()  # those that add a state
     rule: str = "adamw"
-    sections: int = ADAMS  # including the master
+    sections: float = ADAMS  # including the master; with groups of other rules the mean over all parameters
+    groups: tuple[tuple[str, float], ...] = ()  # of other rules, as "sgd,momentum", with their shares of the parameters
 
     def __str__(self) -> str:
-        return self.name + (f"({', '.join(self.options)})" if self.options else "")
+        others = "".join(f", {share:.0%} {of.replace(',', ' with ', 1)}" for of, share in self.groups)
+        return self.name + (f"({', '.join(self.options)})" if self.options else "") + others
+
+    @property
+    def rules(self) -> tuple[str, ...]:
+        return (self.rule, *(of.partition(",")[0] for of, _ in self.groups))
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,8 @@ class Request:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values. `optimizer` is left out if it is plain CSDAdam, as in output of older versions."""
         found = {k: v for k, v in asdict(self).items() if k != "optimizer" or self.optimizer != Optimizer()}
+        if not self.optimizer.groups:
+            found.get("optimizer", {}).pop("groups", None)
         return found | {"drive": rates_of(self.drive), "csd": rates_of(self.csd)}
 
 
@@ -263,8 +271,8 @@ def _advice(r: Request, own: dict[str, Any]) -> list[str]:
         said.append(f"the {what} is the limit: more {many} change nothing")
         if r.on == "drive":
             said.append(f"on as many CSDs a step takes {_seconds(other(on='csd').step)}")
-    if r.on == "csd" and r.optimizer.rule not in (BACKENDS["xrt"].rules or {r.optimizer.rule}):
-        said.append(f"SmartSSDs have no kernel for {r.optimizer.name} yet")
+    if r.on == "csd" and not {*r.optimizer.rules} <= (BACKENDS["xrt"].rules or {*r.optimizer.rules}):
+        said.append(f"SmartSSDs have no kernel for {r.optimizer} yet")
     if r.topk and other(topk=None).step <= 1.02 * step:
         said.append("Top-K buys no time here: the step does not wait for gradients")
     compute = r.forward + r.backward

@@ -84,17 +84,18 @@ SMARTSSD_TBW = 7.008e15  # bytes: all 3.84 TB once a day, for five years
 CARD_MEMORY = 15.4e9  # bytes per second of the memory on a SmartSSD
 
 
-def slot_bytes(state_dtype: str, item_bytes: int, sections: int = ADAMS) -> float:
+def slot_bytes(state_dtype: str, item_bytes: int, sections: float = ADAMS) -> float:
     """Return the bytes of one parameter's states in a slot.
 
-    `item_bytes`: bytes of the parameter itself. `sections`: including the master; 3 or 4 for 8-bit states.
+    `item_bytes`: bytes of the parameter itself. `sections`: including the master, the mean over all parameters; 3 or 4
+    for 8-bit states.
     """
     if state_dtype == FP32:
         return 4 * sections
-    return elem_bytes(SECTIONS[:sections], state_dtype, torch.float32 if item_bytes == 4 else torch.bfloat16)
+    return elem_bytes(SECTIONS[: round(sections)], state_dtype, torch.float32 if item_bytes == 4 else torch.bfloat16)
 
 
-def smartssd(state_dtype: str = FP32, sections: int = ADAMS) -> Rates:
+def smartssd(state_dtype: str = FP32, sections: float = ADAMS) -> Rates:
     """Return a SmartSSD: published peer-to-peer rates, and the update rate that the card's memory allows.
 
     States cross that memory four times: in from the drive, into the kernel, back, out to the drive. A 16-bit gradient
@@ -108,7 +109,7 @@ def smartssd(state_dtype: str = FP32, sections: int = ADAMS) -> Rates:
 SMARTSSD, SMARTSSD_8BIT = smartssd(), smartssd(EIGHT_BIT)  # 275 and 590 million parameters per second
 
 
-def published_update(variant: str, sections: int = ADAMS) -> float:
+def published_update(variant: str, sections: float = ADAMS) -> float:
     """Return PUBLISHED_UPDATE scaled to `sections`: it was published for Adam, and other kernels are assumed to move as
     many bytes per second.
     """
@@ -123,7 +124,7 @@ def traffic(
     topk: float | None = None,
     on_host: bool = False,
     state_dtype: str = FP32,
-    sections: int = ADAMS,
+    sections: float = ADAMS,
 ) -> dict[str, tuple[float, float]]:
     """Return the bytes that a step moves over each link, all devices together, as (towards flash, back).
 
@@ -165,7 +166,7 @@ def predict(
     item_bytes: int = 2,
     topk: float | None = None,
     state_dtype: str = FP32,
-    sections: int = ADAMS,
+    sections: float = ADAMS,
     forward: float = 0.0,
     backward: float = 0.0,
 ) -> Prediction:
@@ -230,7 +231,7 @@ def predict(
     return Prediction(variant, devices, forward, backward, gradients, step, stages, bound)
 
 
-def tiles_per_device(params: float, devices: int, state_dtype: str = FP32, sections: int = ADAMS) -> int:
+def tiles_per_device(params: float, devices: int, state_dtype: str = FP32, sections: float = ADAMS) -> int:
     """Return into how many tiles layout.plan_extent() divides each device's share."""
     mapped = sections if state_dtype == FP32 else 0
     largest = max(TILE_ELEMS, math.ceil(mapped * params / MAX_MAPPINGS))

@@ -733,6 +733,26 @@ def test_command_for_other_optimizers(run, measured):
     assert found["bytes"]["flash"]["towards_flash"] == pytest.approx(7e9 * 6.031, rel=1e-4)
 
 
+def test_command_for_a_rule_per_group(run, measured):
+    two = ("--params=7B", "--devices=2", "--drive=read=6GB/s,write=3GB/s")
+    groups = ("--group=lion=20%", "--group", "sgd, momentum=0.1")
+    found = run_json(run, *two, *groups)
+    assert found["request"]["optimizer"].pop("sections") == pytest.approx(0.7 * 3 + 0.3 * 2)
+    said = {"name": "CSDAdam", "options": [], "rule": "adamw", "groups": [["lion", 0.2], ["sgd,momentum", 0.1]]}
+    assert found["request"]["optimizer"] == said
+    names = [("master", "exp_avg", "exp_avg_sq"), ("master", "exp_avg"), ("master", "momentum_buffer")]
+    assert measured == [(torch.bfloat16, "fp32", sections) for sections in names]
+    assert found["capacity_bytes_per_device"] == pytest.approx(7e9 * 2.7 * 4)
+    assert own(found)["step"] == pytest.approx(7e9 * 4 * 2.7 * 2 / (2 * 4e9), rel=0.01)
+    code, out, _ = run("plan", *two, *groups)
+    assert (code, "7.00 B bf16 parameters of CSDAdam, 20% lion, 10% sgd with momentum on 2 plain drives" in out) == (
+        0,
+        True,
+    )
+    found = run_json(run, *two, "--group=adam=0.5", "--state-dtype=8bit")
+    assert found["bytes"]["flash"] == run_json(run, *two, "--state-dtype=8bit")["bytes"]["flash"]
+
+
 def test_command_knows_all_optimizers():
     public = {name: getattr(csd_optim, name) for name in csd_optim.__all__}
     optimizers = {n for n, what in public.items() if isinstance(what, type) and issubclass(what, torch.optim.Optimizer)}
@@ -875,6 +895,13 @@ def test_wrong_commands(run, arguments):
         (["--optimizer", "SGD"], "there are CSDAdam, CSDSGD, CSDAdagrad"),
         (["--optimizer", "CSDSGD,nesterov"], "'nesterov' adds no state to CSDSGD, but momentum does"),
         (["--optimizer", "CSDLion", "--state-dtype", "8bit"], "the states of lion have no such bound"),
+        (["--group", "muon=0.1"], "write RULE=SHARE, the rules are adamw, adam, sgd, adagrad, rmsprop, lion"),
+        (["--group", "lion"], "'lion'; its share of the parameters is a number such as 0.2 or 20%"),
+        (["--group", "lion=100%"], "its share of the parameters is a number"),
+        (["--group", "lion=0.6", "--group", "sgd=0.6"], "their shares are 1.2 of the parameters"),
+        (["--group", "lion,momentum=0.6"], "'momentum' adds no state to lion, but nothing does"),
+        (["--group", "lion=0.1", "--state-dtype", "8bit"], "the states of lion have no such bound"),
+        (["--group", "adam,amsgrad=0.1", "--state-dtype", "8bit"], "amsgrad in all groups, or in none"),
         (["--sweep", "devices=4"], "devices=1..16"),
         (["--tbw", "much"], "Invalid size"),
     ],
