@@ -26,6 +26,8 @@ from csd_optim.optim.rules import NAMED
 from csd_optim.store import format as store_format
 from csd_optim.store.format import read_contents
 
+pytestmark = pytest.mark.fp32_states("most rules have no codes")
+
 bf16 = torch.bfloat16
 SHAPES = (3000,), (40, 50), (17,)
 
@@ -49,7 +51,6 @@ def image(opt):
 
 
 @pytest.mark.parametrize("of", [*FULL, SGD, LION, ADAM], ids=str)
-@pytest.mark.fp32_states("most rules have no codes")
 def test_a_group_beside_adamw_matches_torchs_optimizer(of):
     ours, theirs = made(), made()
     groups = [{"params": ours[:1], "lr": 0.02}, {"params": ours[1:], "rule": of.rule.name, **of.kwargs}]
@@ -78,7 +79,6 @@ class Both:
 
 @pytest.mark.parametrize("devices", ["ram:", "file:"])
 @pytest.mark.parametrize("host", PAIRS, ids=str)
-@pytest.mark.fp32_states("most rules have no codes")
 def test_every_rule_in_every_class_has_the_bits_of_its_own_class(host, devices):
     ours, alone = (parameters(*[(1500,)] * len(PAIRS)) for _ in range(2))
     for p, q in zip(ours, alone, strict=True):
@@ -116,7 +116,6 @@ def test_a_constructors_arguments_are_for_the_groups_of_its_rule():
     assert [group["betas"] for group in opt.param_groups] == [(0.7, 0.8), (0.5, 0.6)]
 
 
-@pytest.mark.fp32_states("Lion has no codes")
 def test_schedules_copies_and_pickles():
     """OneCycleLR also sets `betas`, in a group of SGD, too, which ignores them."""
     ours = CSDAdam([{"params": p, **options} for p, options in zip(made(), OF_RULES, strict=False)], devices="ram:")
@@ -222,7 +221,6 @@ def test_8_bits_by_group():
 # ---- state dicts -------------------------------------------------------------------------------
 
 
-@pytest.mark.fp32_states("most rules have no codes")
 def test_state_dicts_keep_the_rule():
     ours = train(by_group(made(), devices="ram:"), 2)
     other = by_group([torch.nn.Parameter(p.detach().clone()) for p in params_of(ours)], devices="file:")
@@ -275,7 +273,6 @@ def stored(path):
     return contents.manifest.get("rule"), [p.get("rule") for p in params], groups, contents.manifest["features"]
 
 
-@pytest.mark.fp32_states("Lion has no codes")
 def test_a_store_names_the_rules_that_are_not_its_own(tmp_path):
     ps = made()
     with CSDAdam(lions(ps), devices=tmp_path / "a") as opt:
@@ -295,7 +292,6 @@ def test_a_store_names_the_rules_that_are_not_its_own(tmp_path):
     assert not any(verdict.damage for verdict in verify(tmp_path / "a"))
 
 
-@pytest.mark.fp32_states("compares manifests")
 def test_a_group_that_names_its_class_rule_changes_no_byte(tmp_path):
     found = []
     for name, options in (("a", {}), ("b", {"rule": "adamw"})):
@@ -307,7 +303,6 @@ def test_a_group_that_names_its_class_rule_changes_no_byte(tmp_path):
     assert "rules" not in found[0][0]["features"]
 
 
-@pytest.mark.fp32_states("Lion has no codes")
 def test_an_older_version_refuses_the_store_by_name(tmp_path, monkeypatch):
     with CSDAdam(lions(made()), devices=tmp_path) as opt:
         train(opt)
@@ -316,7 +311,6 @@ def test_an_older_version_refuses_the_store_by_name(tmp_path, monkeypatch):
         read_contents(tmp_path)
 
 
-@pytest.mark.fp32_states("Lion has no codes")
 def test_resume_compares_the_rule_of_each_parameter(tmp_path):
     with CSDAdam(lions(made()), devices=tmp_path) as opt:
         before = image(train(opt))
@@ -342,7 +336,6 @@ def test_resume_compares_the_rule_of_each_parameter(tmp_path):
     assert stored(tmp_path)[:3] == ("lion", ["adamw", None, None], ["adamw", None])
 
 
-@pytest.mark.fp32_states("Lion has no codes")
 def test_a_process_that_is_killed(tmp_path):
     code = f"import os, support.training as t; from support.optimizers import MIXED; tr = t.Training({str(tmp_path)!r}"
     process = python(f"{code}, of=MIXED).steps(6); tr.opt.synchronize(); os.kill(os.getpid(), 9)")
@@ -353,7 +346,6 @@ def test_a_process_that_is_killed(tmp_path):
 
 
 @pytest.mark.parametrize("export", [export_torch, export_safetensors])
-@pytest.mark.fp32_states("most rules have no codes")
 def test_exports_and_imports(export, tmp_path):
     with by_group(made(), devices=tmp_path / "a") as opt:
         before = image(train(opt, 2))
@@ -379,7 +371,6 @@ def test_exports_and_imports(export, tmp_path):
         assert [p.get("rule") for p in source.contents.manifest["params"]] == [None, "lion", "sgd"]
 
 
-@pytest.mark.fp32_states("Lion has no codes")
 def test_snapshots_and_resume_from(tmp_path):
     with CSDAdam(lions(made()), devices=tmp_path / "a") as opt:
         before = image(train(opt))
@@ -402,7 +393,6 @@ def test_snapshots_and_resume_from(tmp_path):
 
 
 @pytest.mark.parametrize("mode", [{}, {"backward": True}, {"free_gradients": True}], ids=str)
-@pytest.mark.fp32_states("most rules have no codes")
 def test_overlap(mode, tmp_path):
     def after_four_steps(devices, mode):
         torch.manual_seed(1)
@@ -421,7 +411,6 @@ def test_overlap(mode, tmp_path):
     assert_same(after_four_steps(tmp_path / "a", mode), after_four_steps("file:", None))
 
 
-@pytest.mark.fp32_states("most rules have no codes")
 def test_top_k():
     optimizers = [by_group(made(), devices=devices, topk=0.05) for devices in ("ram:", "file:")]
     for opt in optimizers:
@@ -430,7 +419,6 @@ def test_top_k():
 
 
 @pytest.mark.here("starts an owner itself")
-@pytest.mark.fp32_states("most rules have no codes")
 def test_an_optimizer_rank(tmp_path):
     expected = train(by_group(made(), devices="file:"), 3)
     with OwnerHere(tmp_path / "owner") as there:

@@ -15,7 +15,7 @@ SAMPLES = Path(__file__).parent / "samples"
 sys.path.insert(0, str(SAMPLES))
 import make  # noqa: E402
 
-VERSIONS = {"format-1": 1, "format-2": 2, "format-3": 3, "format-3-residuals": 3, "format-4": 4, "format-4-codes": 4}
+VERSIONS = {name: int(name.split("-")[1]) for name in make.FEATURES}
 
 
 def unpacked(name, directory):

@@ -26,7 +26,9 @@ FEATURES = {
     "format-3-residuals": ([1, 2], 0.1, "fp32"),
     "format-4": ([1, 2], 0.1, "fp32"),
     "format-4-codes": ([1, 2], 0.1, "8bit"),
+    "format-4-rules": ([1, 2], 0.1, "fp32"),
 }
+RULES = {"format-4-rules": "sgd"}  # that of the last parameter, where it is not the store's
 STEPS = 3
 
 
@@ -60,7 +62,11 @@ def image(params, opt):
 def optimizer(params, directory, name, **options):
     shares, options["topk"], options["state_dtype"] = FEATURES[name]
     devices = [f"file:{directory}/csd{d}?share={share}" for d, share in enumerate(shares)]
-    return CSDAdam([*params.items()], lr=0.125, devices=devices, tile_size=1024, **options)
+    first, last = params.items()
+    groups = [first, last]
+    if rule := RULES.get(name):
+        groups = [{"params": [first]}, {"params": [last], "rule": rule, "lr": 0.125, "momentum": 0.5}]
+    return CSDAdam(groups, lr=0.125, devices=devices, tile_size=1024, **options)
 
 
 def main():
