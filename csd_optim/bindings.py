@@ -33,6 +33,9 @@ DTYPE_CODES = {torch.float32: lib.CSD_F32, torch.float16: lib.CSD_F16, torch.bfl
 IO_DEPTH: int = lib.CSD_IO_DEPTH
 GRAD_SCALE: int = lib.CSD_GRAD_SCALE
 RULES = {name.removeprefix("CSD_").lower(): number for number, name in ffi.typeof("enum csd_rule").elements.items()}
+# Rules of one of two passes over a tile. The second pass is named by the tile's index with PASS_2.
+PASS_RULES = {"muon_momentum": lib.CSD_MUON_MOMENTUM, "muon_apply": lib.CSD_MUON_APPLY}
+PASS_2: int = lib.CSD_PASS_2
 IN_SECTION, FROM_PARAM, IN_PARAM = lib.CSD_IN_SECTION, lib.CSD_FROM_PARAM, lib.CSD_IN_PARAM
 UNLESS_SET, NEW, UNCOMPARED, GIVEN = lib.CSD_UNLESS_SET, lib.CSD_NEW, lib.CSD_UNCOMPARED, lib.CSD_GIVEN
 TO_AND_FRO, SAME_ORDER, AS_PUSHED = lib.CSD_TO_AND_FRO, lib.CSD_SAME_ORDER, lib.CSD_AS_PUSHED
@@ -315,7 +318,11 @@ class Native:
         *,
         order: int = TO_AND_FRO,
     ) -> None:
-        """Begin a step over `tiles` (uint32). `params`: a row per parameter, dtype PARAM. `hypers`: dtype HYPER."""
+        """Begin a step over `tiles` (uint32). `params`: a row per parameter, dtype PARAM. `hypers`: dtype HYPER.
+
+        With second passes (PASS_2) among the tiles, `params` has two rows per parameter: all first ones, then all
+        second ones.
+        """
         assert (params.dtype, hypers.dtype, tiles.dtype) == (PARAM, HYPER, np.uint32)
         rows, constants = _array(params, "csd_param *"), _array(hypers, "csd_hyper *")
         arguments = rows, len(params), constants, len(hypers), _array(tiles, "uint32_t *"), len(tiles)

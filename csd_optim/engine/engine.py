@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..bindings import TO_AND_FRO
+from ..bindings import PASS_2, TO_AND_FRO
 from ..errors import CSDError, CSDRuntimeError, CSDTornError
 from ..signals import defer_signals
 from ..store.format import Contents, Record
@@ -148,13 +148,19 @@ class Engine:
 
         `record`: for the step's commit. `order`: TO_AND_FRO, SAME_ORDER or AS_PUSHED of bindings.py, see csd_order.
         `is_speculative`: it begins before step(), and close() undoes it. `kept_alive`: memory that it uses.
+        `tiles` may contain second passes, in the order of order_of_passes(), which is kept; see Native.begin() for
+        `params` then.
         """
         self.check_open()
         self.states.check_whole()
-        written = self.committer.before_step(tiles, record)
-        if len(written):
-            tiles = self.in_step_order(np.sort(np.concatenate([tiles, np.setdiff1d(written, tiles)])))
-        self.truth.step_begins(tiles)
+        first = tiles[tiles < PASS_2]
+        written = self.committer.before_step(first, record)
+        others = np.setdiff1d(written, first)
+        if len(first) < len(tiles):
+            tiles = np.concatenate([tiles, others])
+        elif len(written):
+            tiles = self.in_step_order(np.sort(np.concatenate([tiles, others])))
+        self.truth.step_begins(np.concatenate([first, others]))
         self.states.begin(params, hypers, tiles, order)
         self.stepping, self.is_speculative, self._kept_alive = True, is_speculative, kept_alive
         return tiles

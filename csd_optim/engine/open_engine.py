@@ -31,19 +31,22 @@ def open_engine(
     ranks: Ranks | RanksElsewhere | None = None,
     choose: Callable[[RanksStore | None], int | None] | None = None,
     kernels: Collection[str] = (),
+    two_passes: bool = False,
 ) -> Engine:
     """Return the engine for these devices. With `ranks` this is a collective, and raises on all ranks or on none.
 
     With mode "resume" or "read" it continues from an existing store: see recover(), also for `choose`. `kernels`: see
-    open_card().
+    open_card(). `two_passes`: steps may take two passes over a tile, and fail in between, so that they must be undoable
+    in memory too: `ram:` then has two slots, as beside a drive.
     Raises what the engine raises, CSDStoreError if the stores do not belong together, and CSDValueError if the ranks
     ask for different things.
     """
     durable = any(s.durable for s in specs)
     near = [s for s in specs if s.kind.on_accelerator]
     others = [s for s in specs if not s.kind.on_accelerator]
+    in_memory = not two_passes and all(s.kind.in_memory for s in others)
     # Updates in memory do not fail, but a step that fails on another rank's disk must be undone here as well.
-    in_place = agree_on_devices(ranks, mode, durable=durable, in_memory=all(s.kind.in_memory for s in others))
+    in_place = agree_on_devices(ranks, mode, durable=durable, in_memory=in_memory)
     with all_ranks_or_none(ranks):
         if near and not accelerator_type():
             raise CSDUnavailableError(errno.ENODEV, f"torch {torch.__version__} has no accelerator here, for {near[0]}")

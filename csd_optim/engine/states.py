@@ -164,9 +164,12 @@ class States:
         tiles: np.ndarray[Any, Any],
         order: int = TO_AND_FRO,
     ) -> None:
-        """Begin a step on the devices."""
+        """Begin a step on the devices. See Native.begin()."""
         self.timeline.begin(self.step)
-        self.truth.enter(params)
+        n = self.tiles.n_params
+        self.truth.enter(params[:n])
+        if len(params) > n:  # each pass takes the states that it updates
+            params["edited"][n:] = params["edited"][:n]
         self.native.begin(params, hypers, tiles, order=order)
 
     def move_to_next_slots(self, tiles: np.ndarray[Any, Any]) -> None:

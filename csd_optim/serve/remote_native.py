@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..bindings import AS_PUSHED, EVENT, TILE_STATE, TO_AND_FRO, DeviceConfig
+from ..bindings import AS_PUSHED, EVENT, PASS_2, TILE_STATE, TO_AND_FRO, DeviceConfig
 from ..engine.tiles import Tiles
-from ..errors import CSDError, CSDRankError, CSDRuntimeError
+from ..errors import CSDError, CSDRankError, CSDRuntimeError, CSDValueError
 from . import tile_image
 from .link import Answer, Link, Travelling
 from .messages import CHUNK, WIRE_INDEX, number_of, pack_counts, pack_hypers, pack_rows, raise_error, refuse
@@ -77,6 +77,8 @@ class RemoteNative:
         *,
         order: int = TO_AND_FRO,
     ) -> None:
+        if (tiles >= PASS_2).any():
+            raise CSDValueError("optimizer ranks take no steps of two passes (Muon)")
         self.send_edits(params)
         has_grad = params["grad"] != 0
         rows = np.flatnonzero(has_grad | (params["edited"] != 0).any(1))

@@ -107,6 +107,21 @@ enum csd_rule {
   CSD_LION = 13 /* lion.h */
 };
 
+/* Update rules for one of two passes over a tile: see CSD_PASS_2. They are not in csd_rule, as none is the whole rule of
+ * a parameter. The constants in csd_hyper.c, which the caller computes in double and rounds once (a constant that is not
+ * listed is not read):
+ *
+ *     CSD_MUON_MOMENTUM   c[0]  1 - momentum
+ *                         c[1]  momentum
+ *                         c[2]  not 0: Nesterov
+ *                         c[8]  CSD_GRAD_SCALE
+ *     CSD_MUON_APPLY      c[0]  1 - lr * weight_decay
+ *                         c[1]  lr * ratio, by which O is multiplied */
+enum csd_pass_rule {
+  CSD_MUON_MOMENTUM = 64, /* muon.h. Pass 1 over master, momentum_buffer */
+  CSD_MUON_APPLY = 65     /* pass 2 */
+};
+
 /* How a tile stores its states. */
 enum csd_codec {
   CSD_FP32 = 0, /* as fp32, one section per state */
@@ -122,7 +137,7 @@ enum csd_codec {
 
 /* The constants of one parameter's update in one step. */
 typedef struct csd_hyper {
-  uint32_t rule; /* csd_rule */
+  uint32_t rule; /* csd_rule, or csd_pass_rule */
   float c[9];    /* in the order that the rule's header gives */
 } csd_hyper;
 
@@ -282,7 +297,37 @@ enum csd_order {
                        * so a tile that is pushed never waits for one that is not */
 };
 
-/* Begins a step over `tiles` (each listed once, in the order of processing) after
+/* Or-ed with the index of a tile: the second of two passes over it, for a rule that needs more than the tile between
+ * them. Muon's update of a matrix is orthogonalized as a whole, by the caller:
+ *
+ *     csd_engine_begin(..., {0, 1, 0 | CSD_PASS_2, 1 | CSD_PASS_2}, ...)
+ *       csd_engine_push(0), (1)             gradients; the momentum is updated
+ *       csd_engine_params_ready({0, 1})     the caller has X, the matrix to be orthogonalized: X becomes O
+ *       csd_engine_push(0 | CSD_PASS_2),    O; the master is updated, and so the parameter
+ *         (1 | CSD_PASS_2)
+ *     csd_engine_finish()
+ *
+ * Each pass is pushed like a tile, and reads and writes only its half of the slot: pass 1 all states but the master, pass
+ * 2 the master. Together they move as many bytes as a rule with one pass. The tile is in its other slot when both halves
+ * are; until then, and if the step is undone at any time, its state is the old one.
+ *
+ * The step's table has two rows per parameter: `n_params` is twice the number of parameters, and those of second passes
+ * are in its second half. In the first row, `grad` is the gradient and `param` receives X, of any dtype; in the second
+ * one, `grad` is O, of any dtype, and `param` the parameter. A parameter has a gradient in both rows or in none. `master`
+ * belongs to the second row, `edited` to the row whose pass has the state. Rows of other parameters are in the first half;
+ * their second rows are not read.
+ *
+ * List a second pass after its first one, and after the first passes of all tiles with parts of the same matrices. Then
+ * steps cannot deadlock for lack of buffers, however few there are, if passes are pushed as they become possible. The
+ * first passes of the next matrices may come before it, so that they are read while the caller computes O.
+ *
+ * All parameters in such a tile take two passes. Its states are fp32, in two slots; that excludes "ram" without buffers,
+ * since what the caller does between the passes can fail. Cards have no kernels for passes. No buffer keeps half a slot
+ * for the next step. CSD_GIVEN, Top-K and csd_push.hold are refused. csd_engine_undone lists the tile if pass 2 has
+ * written parameters; csd_stats counts the bytes of both passes, `updated` in pass 2, and `nonfinite` in pass 1. */
+#define CSD_PASS_2 0x80000000u
+
+/* Begins a step over `tiles` (each listed once, or once for each of two passes, in the order of processing) after
  * waiting for the writes of the last step. States are read ahead as far as there are buffers. The arrays are copied.
  * `order`: csd_order.
  * A tile without any gradient is read and written back unchanged, which gives the bare I/O of a step.
@@ -375,7 +420,8 @@ uint32_t csd_engine_undone(csd_engine *engine, uint32_t *tiles, uint64_t *elems,
  * every tile can be pushed early (CSD_EINVAL): not one that cannot be undone (one slot, "ram" in place, "null"), is new
  * (CSD_NEW), or has parameters that csd_push.grads refuses, or with a gradient but no `param`. */
 
-/* Returns how many bytes csd_push.hold needs for this tile in this step; 0: the tile is not part of it. */
+/* Returns how many bytes csd_push.hold needs for this tile in this step; 0: the tile is not part of it, or takes two
+ * passes. */
 uint64_t csd_engine_hold_bytes(csd_engine *engine, uint32_t tile);
 
 /* Sets `*unchanged` to whether the guess still holds for the tiles that were pushed early: their rows and gradients are
@@ -520,7 +566,7 @@ uint32_t csd_engine_events(csd_engine *engine, csd_event *events, uint32_t n);
 enum csd_isa { CSD_ISA_SCALAR = 0, CSD_ISA_AVX2 = 1, CSD_ISA_AVX512 = 2 };
 
 /* Updates `n` elements of each section of `state` in place, on the calling thread. `param` receives the rounded master;
- * it may be NULL. */
+ * it may be NULL. For a csd_pass_rule, `state` has the sections of that pass, and `param` receives what it returns. */
 int csd_update(const csd_hyper *hyper, int32_t isa, uint64_t n, const void *grad, int32_t grad_dtype,
                float *const *state, uint32_t sections, void *param, int32_t param_dtype, csd_error *error);
 

@@ -5,11 +5,16 @@
 // master, and multiplies the gradient by c[CSD_GRAD_SCALE]. Rule numbers that share a type are its variants. Each CPU
 // loop is compiled for one number, so branches on `rule` cost nothing there. HLS kernels use the same types
 // (hls_kernels/update.h).
+//
+// A rule may take two passes over a tile (CSD_PASS_2). Each pass is such a type of its own, whose `state` has only the
+// sections of its half of the tile. If it has an `emit(const float (&state)[4], float grad) const`, the caller receives
+// what that returns after the update, in place of the first section.
 #pragma once
 #include "adagrad.h"
 #include "adam.h"
 #include "adamw.h"
 #include "lion.h"
+#include "muon.h"
 #include "rmsprop.h"
 #include "sgd.h"
 
@@ -30,3 +35,8 @@
   RULE(CSD_RMSPROP_BOTH, RMSprop, 4, 4, false)       \
   RULE(CSD_RMSPROP_UNCENTERED, RMSprop, 4, 4, false) \
   RULE(CSD_LION, Lion, 2, 2, false)
+
+// number, type, pass: 1 works on all sections but the master, 2 on the master. No card has kernels for these.
+#define CSD_PASSES(PASS)                   \
+  PASS(CSD_MUON_MOMENTUM, MuonMomentum, 1) \
+  PASS(CSD_MUON_APPLY, MuonApply, 2)

@@ -73,7 +73,7 @@ bool Engine::take_buffer(Lane &l, Job &job, bool overtakes) {
   if (Tile *evicted = std::exchange(job.buffer.value().tile, nullptr)) {
     evicted->cached_buffer = nullptr;
     if (const Job *other = job_of(*evicted); other && other->stage == Stage::queued)
-      l.to_read[other->place] = other->must_read();
+      l.to_read[other->place] = other->may_overtake();
   }
   l.in_flight++;
   l.in_flight_read += job.needs_read;

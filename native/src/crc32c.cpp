@@ -226,8 +226,9 @@ uint32_t crc32c(uint32_t crc, const void *data, uint64_t bytes) noexcept {
   return ~kRun(~crc, static_cast<const uint8_t *>(data), bytes);
 }
 
-void crc32c_sections(uint32_t *crc, const char *const *sections, const Layout &layout, uint64_t first, uint64_t elems) {
-  for (uint32_t s = 0; s < layout.n(); s++)
+void crc32c_sections(uint32_t *crc, const char *const *sections, const Layout &layout, Sections of, uint64_t first,
+                     uint64_t elems) {
+  for (uint32_t s = of.begin; s < of.end; s++)
     crc[s] = crc32c(crc[s], sections[s] + layout.bytes_of(s, first), layout.bytes_of(s, elems));
 }
 

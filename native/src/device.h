@@ -61,8 +61,9 @@ struct Tile {
   uint32_t next_slot() const { return slot ^ (n_slots - 1); }  // the slot that a step writes
 };
 
-// One tile's part of a step: its input and its results.
+// One tile's part of a step, or of one of its passes: its input and its results.
 struct Work {
+  Sections sections;  // what it updates: all, or those of its pass. Nothing else in the buffer is read or written
   const csd_param *params = nullptr;
   const csd_hyper *hypers = nullptr;
   const void *const *grads = nullptr;  // gradient addresses by piece; null: those in `params`
@@ -136,6 +137,9 @@ class Device {
     return static_cast<void>(rule), static_cast<void>(codec), std::string();
   }
 
+  // Why it cannot update a tile in two passes (CSD_PASS_2); "" if it can.
+  virtual std::string lacks_for_passes() const { return ""; }
+
   // Can it store states with this codec (csd_codec), with one checksum per `sum_elems` elements? A card needs a kernel.
   virtual bool has_codec(uint32_t codec, uint64_t sum_elems) const {
     return static_cast<void>(codec), static_cast<void>(sum_elems), true;
@@ -161,11 +165,16 @@ class Device {
   // Returns 0 or an errno.
   virtual int map(const Tile &) { return 0; }
 
-  // load() starts to read the current slot into `buffer`, from byte `first` on; store() starts to write `buffer` to the
-  // next slot. Both return at once, and another thread calls `done` once. If they throw, nothing was started and `done`
-  // is never called. `buffer` holds the sections one after another, like the slot. Never called on a resident device.
-  virtual void load(const Tile &, float *, uint64_t first, Done) { static_cast<void>(first); }
-  virtual void store(const Tile &, const float *, Done) {}
+  // load() starts to read bytes [first, last) of the current slot into the same place in `buffer`; store() starts to
+  // write those of `buffer` to the next slot. Both return at once, and another thread calls `done` once. If they throw,
+  // nothing was started and `done` is never called. `buffer` holds the sections one after another, like the slot. Never
+  // called on a resident device.
+  virtual void load(const Tile &, float *, uint64_t first, uint64_t last, Done) {
+    static_cast<void>(first), static_cast<void>(last);
+  }
+  virtual void store(const Tile &, const float *, uint64_t first, uint64_t last, Done) {
+    static_cast<void>(first), static_cast<void>(last);
+  }
 
   // Reads the first `bytes` bytes of a tile's current slot synchronously. Returns 0 or an errno.
   virtual int read_first(const Tile &, uint64_t bytes, void *) { return static_cast<void>(bytes), EIO; }
@@ -189,22 +198,22 @@ void update_on_cpu(Device &, const Tile &tile, float *buffer, Work &work, Update
                    bool low_priority = false);
 
 // Has the user edited states of a parameter (csd_param.edited)? copy_edited() copies the edited fp32 states of its
-// elements [first, first + n) to the sections of its tile, from their element `at` on. encode_edited() encodes them
+// elements [first, first + n) to these sections `of` its tile, from their element `at` on. encode_edited() encodes them
 // where they are stored as codes. States that were not edited stay as they are.
 bool is_edited(const csd_param &);
-void copy_edited(const csd_param &, uint64_t first, uint64_t n, const Tile &, char *const *sections, uint64_t at);
+void copy_edited(const csd_param &, uint64_t first, uint64_t n, Sections of, char *const *sections, uint64_t at);
 void encode_edited(const csd_param &, uint64_t first, uint64_t n, uint32_t param_dtype, const Codes &codes);
 
-// Fills elements [first, first + n) of a tile's buffer with its initial state: the parameters, then zeros. `first` and
-// `n` are multiples of 64.
+// Fills elements [first, first + n) of the work's sections in a tile's buffer with their initial state: the parameters,
+// then zeros. `first` and `n` are multiples of 64.
 void first_state(const Tile &tile, const Work &work, char *buffer, uint64_t first, uint64_t n);
 
 // The failure to report for a section whose content is not what was stored.
 Failure damaged(const Tile &tile, uint32_t section);
 
-// The first section of a chunk whose checksum in `sums` differs from that of the tile's slot; `tile.layout.n()` if none
-// does.
-uint32_t differing_section(const Tile &tile, uint64_t chunk, const uint32_t *sums);
+// The first one `of` these sections of a chunk whose checksum in `sums` differs from that of the tile's slot;
+// `tile.layout.n()` if none does.
+uint32_t differing_section(const Tile &tile, Sections of, uint64_t chunk, const uint32_t *sums);
 
 // Loads a tile and waits until it is loaded. Returns 0 or an errno.
 int load_now(Device &, const Tile &, char *buffer);

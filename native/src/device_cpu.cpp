@@ -49,17 +49,18 @@ Span span_of(const csd_piece &piece, uint64_t first, uint64_t n, const Tile &til
 void update_piece(const csd_piece &piece, uint64_t first, uint64_t n, const Tile &tile, char *const *sections,
                   Work &work, Entries &entries) {
   const csd_param &p = work.params[piece.param];
+  const Sections of = work.sections;
   if (is_given(piece, work)) {
     for (uint32_t s = 0; s < tile.layout.n(); s++)
       memcpy(floats(sections[s], first), work.states + tile.layout.first(s) + 4 * first, 4 * n);
     return;
   }
-  copy_edited(p, piece.param_first + first - piece.tile_first, n, tile, sections, first);
+  copy_edited(p, piece.param_first + first - piece.tile_first, n, of, sections, first);
   if (!grad_of(piece, tile, work)) return;
   alignas(64) float scratch[kBlock];
   auto span = span_of<Span>(piece, first, n, tile, work, entries, scratch);
   span.unless_set = p.master == CSD_UNLESS_SET;
-  for (uint32_t s = 0; s < tile.layout.n(); s++) span.state[s] = floats(sections[s], first);
+  for (uint32_t s = of.begin; s < of.end; s++) span.state[s - of.begin] = floats(sections[s], first);
   if (p.master == CSD_IN_PARAM) {
     span.state[0] = static_cast<float *>(span.param);
     span.param = nullptr;
@@ -224,13 +225,16 @@ class Updater {
   // damaged, or the number of sections if none is.
   uint32_t begin_chunk(uint64_t chunk, uint64_t first, uint64_t last) {
     const uint32_t n_sections = tile_.layout.n();
+    const Sections of = work_.sections;
     if (!buffer_) return n_sections;
-    if (work_.all_given) {  // gaps between parameters must be zeros
-      for (uint32_t s = 0; s < n_sections; s++) memset(sections_[s] + 4 * first, 0, 4 * (last - first));
+    // If all is given, gaps between parameters must be zeros. States other than the master begin as zeros, and where
+    // the master is not updated, seed() has not put them there.
+    if (work_.all_given || (work_.is_new && of.begin > 0)) {
+      for (uint32_t s = of.begin; s < of.end; s++) memset(sections_[s] + 4 * first, 0, 4 * (last - first));
       return n_sections;
     }
     if (work_.from_windows) {
-      for (uint32_t s = 0; s < n_sections; s++) read_window(tile_, s, first, last - first, sections_[s] + 4 * first);
+      for (uint32_t s = of.begin; s < of.end; s++) read_window(tile_, s, first, last - first, sections_[s] + 4 * first);
       return n_sections;
     }
     if (work_.param_at_host)
@@ -246,8 +250,8 @@ class Updater {
 
   uint32_t verify(uint64_t chunk, uint64_t first, uint64_t last) const {
     uint32_t sums[kMostSections] = {};
-    crc32c_sections(sums, sections_, tile_.layout, first, last - first);
-    return differing_section(tile_, chunk, sums);
+    crc32c_sections(sums, sections_, tile_.layout, work_.sections, first, last - first);
+    return differing_section(tile_, work_.sections, chunk, sums);
   }
 
   void read_params(uint64_t first) {
@@ -267,7 +271,7 @@ class Updater {
         if (tile_.layout.coded()) update_codes(p, from, n, tile_, sections_, work_, entries_);
         else update_piece(p, from, n, tile_, sections_, work_, entries_);
       });
-      if (sums) crc32c_sections(sums, sections_, tile_.layout, first, next - first);
+      if (sums) crc32c_sections(sums, sections_, tile_.layout, work_.sections, first, next - first);
     }
   }
 
@@ -307,8 +311,8 @@ bool is_edited(const csd_param &p) {
   return std::any_of(p.edited, p.edited + 4, [](const float *states) { return states; });
 }
 
-void copy_edited(const csd_param &p, uint64_t first, uint64_t n, const Tile &tile, char *const *sections, uint64_t at) {
-  for (uint32_t s = 0; s < tile.layout.n(); s++)
+void copy_edited(const csd_param &p, uint64_t first, uint64_t n, Sections of, char *const *sections, uint64_t at) {
+  for (uint32_t s = of.begin; s < of.end; s++)
     if (p.edited[s]) memcpy(floats(sections[s], at), p.edited[s] + first, 4 * n);
 }
 
@@ -318,13 +322,14 @@ void encode_edited(const csd_param &p, uint64_t first, uint64_t n, uint32_t para
   encode(states, n, param_dtype, codes, current_isa.load(std::memory_order_relaxed));
 }
 
-uint32_t differing_section(const Tile &tile, uint64_t chunk, const uint32_t *sums) {
+uint32_t differing_section(const Tile &tile, Sections of, uint64_t chunk, const uint32_t *sums) {
   const uint32_t n = tile.layout.n(), *const stored = &tile.slots[tile.slot].sums[chunk * n];
-  return static_cast<uint32_t>(std::mismatch(sums, sums + n, stored).first - sums);
+  const uint32_t *const differing = std::mismatch(sums + of.begin, sums + of.end, stored + of.begin).first;
+  return differing == sums + of.end ? n : static_cast<uint32_t>(differing - sums);
 }
 
 void first_state(const Tile &tile, const Work &work, char *buffer, uint64_t first, uint64_t n) {
-  for (uint32_t s = 0; s < tile.layout.n(); s++) {
+  for (uint32_t s = work.sections.begin; s < work.sections.end; s++) {
     const uint64_t at = tile.layout.bytes_of(s, first);
     const bool last = first + n == tile.elems;  // then clear the padding too
     memset(buffer + tile.layout.first(s) + at, 0, last ? tile.layout.bytes(s) - at : tile.layout.bytes_of(s, n));
@@ -352,7 +357,7 @@ void first_state(const Tile &tile, const Work &work, char *buffer, uint64_t firs
 void sum_tile(const Tile &tile, const char *const *sections, uint32_t *sums) {
   for (uint64_t chunk = 0; chunk < tile.n_chunks(); chunk++) {
     const uint64_t first = chunk * tile.sum_elems, last = std::min(first + tile.sum_elems, tile.elems);
-    crc32c_sections(sums + chunk * tile.layout.n(), sections, tile.layout, first, last - first);
+    crc32c_sections(sums + chunk * tile.layout.n(), sections, tile.layout, tile.layout.all(), first, last - first);
   }
 }
 
@@ -377,7 +382,8 @@ void read_window(const Tile &tile, uint32_t section, uint64_t first, uint64_t n,
 int load_now(Device &device, const Tile &tile, char *buffer) {
   // Shared, because the thread that sets the promise may still be using it when this function returns.
   const auto loaded = std::make_shared<std::promise<int>>();
-  device.load(tile, reinterpret_cast<float *>(buffer), 0, [loaded](int error) { loaded->set_value(error); });
+  device.load(tile, reinterpret_cast<float *>(buffer), 0, tile.layout.bytes(),
+              [loaded](int error) { loaded->set_value(error); });
   return loaded->get_future().get();
 }
 

@@ -26,20 +26,21 @@ int FileDevice::map(const Tile &tile) {
   return 0;
 }
 
-void FileDevice::load(const Tile &tile, float *buffer, uint64_t from, Done done) {
-  in_blocks(tile.layout.bytes() - from, std::move(done),
-            [fd = fd_, at = tile.slot_offset(tile.slot) + from, to = reinterpret_cast<char *>(buffer) + from](
-                uint64_t first, uint64_t n) { return read_fully(fd, to + first, n, at + first); });
+void FileDevice::load(const Tile &tile, float *buffer, uint64_t first, uint64_t last, Done done) {
+  in_blocks(last - first, std::move(done),
+            [fd = fd_, from = tile.slot_offset(tile.slot) + first, to = reinterpret_cast<char *>(buffer) + first](
+                uint64_t at, uint64_t n) { return read_fully(fd, to + at, n, from + at); });
 }
 
 int FileDevice::read_first(const Tile &tile, uint64_t bytes, void *to) {
   return read_fully(fd_, to, bytes, tile.slot_offset(tile.slot));
 }
 
-void FileDevice::store(const Tile &tile, const float *buffer, Done done) {
-  in_blocks(tile.layout.bytes(), std::move(done),
-            [fd = fd_, at = tile.slot_offset(tile.next_slot()), buffer](uint64_t first, uint64_t n) {
-              return write_fully(fd, reinterpret_cast<const char *>(buffer) + first, n, at + first);
+void FileDevice::store(const Tile &tile, const float *buffer, uint64_t first, uint64_t last, Done done) {
+  in_blocks(last - first, std::move(done),
+            [fd = fd_, to = tile.slot_offset(tile.next_slot()) + first,
+             from = reinterpret_cast<const char *>(buffer) + first](uint64_t at, uint64_t n) {
+              return write_fully(fd, from + at, n, to + at);
             });
 }
 

@@ -14,9 +14,9 @@ class FileDevice : public Device {
 
   bool resident() const override { return false; }
   int map(const Tile &) override;
-  void load(const Tile &, float *buffer, uint64_t from, Done) override;
+  void load(const Tile &, float *buffer, uint64_t first, uint64_t last, Done) override;
   int read_first(const Tile &, uint64_t bytes, void *) override;
-  void store(const Tile &, const float *buffer, Done) override;
+  void store(const Tile &, const float *buffer, uint64_t first, uint64_t last, Done) override;
   void seed(const Tile &, float *buffer, const Work &, Done) override;
 
   // The I/O threads of the file system with the device's file; null if the device's options are wrong.

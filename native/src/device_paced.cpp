@@ -165,6 +165,7 @@ class PacedDevice : public Device {
   std::string missing_kernel(uint32_t rule, uint32_t codec) const override {
     return device_->missing_kernel(rule, codec);
   }
+  std::string lacks_for_passes() const override { return device_->lacks_for_passes(); }
   std::vector<float *> allocate(uint32_t n, uint64_t tile, uint64_t section) override {
     return device_->allocate(n, tile, section);
   }
@@ -174,15 +175,15 @@ class PacedDevice : public Device {
   uint32_t numa() const override { return device_->numa(); }
   int map(const Tile &tile) override { return device_->map(tile); }
 
-  void load(const Tile &tile, float *buffer, uint64_t from, Done done) override {
-    device_->load(tile, buffer, from, delayed(load_, tile.layout.bytes() - from, std::move(done)));
+  void load(const Tile &tile, float *buffer, uint64_t first, uint64_t last, Done done) override {
+    device_->load(tile, buffer, first, last, delayed(load_, last - first, std::move(done)));
   }
 
   // Not paced: this is rare, and there is no `done` to delay.
   int read_first(const Tile &tile, uint64_t bytes, void *to) override { return device_->read_first(tile, bytes, to); }
 
-  void store(const Tile &tile, const float *buffer, Done done) override {
-    device_->store(tile, buffer, delayed(store_, tile.layout.bytes(), std::move(done)));
+  void store(const Tile &tile, const float *buffer, uint64_t first, uint64_t last, Done done) override {
+    device_->store(tile, buffer, first, last, delayed(store_, last - first, std::move(done)));
   }
 
   void seed(const Tile &tile, float *buffer, const Work &work, Done done) override {

@@ -17,6 +17,8 @@ namespace {
 class RamDevice : public Device {
  public:
   bool resident() const override { return true; }
+  // Between the passes of a step the caller computes something, and that can fail.
+  std::string lacks_for_passes() const override { return "a second slot, as its states are updated in place"; }
   void update(const Tile &tile, float *buffer, Work &work, Updated done) override {
     update_on_cpu(*this, tile, buffer, work, std::move(done));
   }
@@ -46,19 +48,19 @@ class SlotsInMemory : public FileDevice {
     return all;
   }
 
-  void load(const Tile &tile, float *buffer, uint64_t from, Done done) override {
-    const char *const at = slot(tile, tile.slot);
-    io_.submit([at, to = reinterpret_cast<char *>(buffer), from, bytes = tile.layout.bytes(), done = std::move(done)] {
-      memcpy(to + from, at + from, bytes - from);
+  void load(const Tile &tile, float *buffer, uint64_t first, uint64_t last, Done done) override {
+    const char *const from = slot(tile, tile.slot) + first;
+    io_.submit([from, to = reinterpret_cast<char *>(buffer) + first, bytes = last - first, done = std::move(done)] {
+      memcpy(to, from, bytes);
       done(0);
     });
   }
 
-  void store(const Tile &tile, const float *buffer, Done done) override {
-    char *const at = slot(tile, tile.next_slot());
+  void store(const Tile &tile, const float *buffer, uint64_t first, uint64_t last, Done done) override {
+    char *const to = slot(tile, tile.next_slot()) + first;
     io_.submit(
-        [at, from = reinterpret_cast<const char *>(buffer), bytes = tile.layout.bytes(), done = std::move(done)] {
-          if (at != from) memcpy(at, from, bytes);
+        [to, from = reinterpret_cast<const char *>(buffer) + first, bytes = last - first, done = std::move(done)] {
+          if (to != from) memcpy(to, from, bytes);
           done(0);
         });
   }

@@ -129,6 +129,7 @@ class XrtDevice : public FileDevice {
       return "";
     return std::find_if(all.begin(), all.end(), is_for)->name;  // the engine checks that one exists
   }
+  std::string lacks_for_passes() const override { return "kernels for CSD_MUON_MOMENTUM and CSD_MUON_APPLY"; }
   bool has_codec(uint32_t codec, uint64_t sum_elems) const override {
     const std::vector<Kernel> &all = all_kernels();
     return std::any_of(all.begin(), all.end(),
@@ -264,7 +265,7 @@ class XrtDevice : public FileDevice {
     if (work.verify && !work.from_windows) check_slot(tile, slot, tile.layout.n(), 0, tile.elems);
     for (const csd_piece *p = tile.pieces; p != tile.pieces + tile.n_pieces; p++)
       if (const csd_param &param = work.params[p->param]; !tile.layout.coded())
-        copy_edited(param, p->param_first, p->elems, tile, sections, p->tile_first);
+        copy_edited(param, p->param_first, p->elems, tile.layout.all(), sections, p->tile_first);
       else if (is_edited(param))
         encode_edited(param, p->param_first, p->elems, tile.param_dtype,
                       codes_at(tile.layout, sections, p->tile_first));
@@ -327,7 +328,7 @@ class XrtDevice : public FileDevice {
     for (uint64_t chunk = 0; work.verify && !from_host && chunk < tile.n_chunks(); chunk++) {
       uint32_t sums[kMostSections];
       copy_sums(tile, report, chunk, false, sums);
-      const uint32_t section = differing_section(tile, chunk, sums);
+      const uint32_t section = differing_section(tile, tile.layout.all(), chunk, sums);
       if (section < tile.layout.n()) throw damaged(tile, section);
     }
     if (crc32c(0, frame.param.bytes(), uint64_t{kWordBytes} * input.param_words) != report.crc_param)
@@ -404,10 +405,10 @@ csd_card_rates measure_card(const csd_device &d, uint64_t offset, uint64_t bytes
   // The file system's threads determine the queue depth. Buffers are used in turns; their content does not matter.
   if (device.p2p()) {
     rates.card_to_drive = moved / seconds_of(tiles.size(), [&](size_t i, Done done) {
-                            device.store(tiles[i], buffers[i % buffers.size()], done);
+                            device.store(tiles[i], buffers[i % buffers.size()], 0, 12 * kElems, done);
                           });
     rates.drive_to_card = moved / seconds_of(tiles.size(), [&](size_t i, Done done) {
-                            device.load(tiles[i], buffers[i % buffers.size()], 0, done);
+                            device.load(tiles[i], buffers[i % buffers.size()], 0, 12 * kElems, done);
                           });
   }
   struct Seconds {

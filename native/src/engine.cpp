@@ -68,34 +68,28 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_hyper *
                (params[i].topk == 0 || params[i].topk_dtype == CSD_F16 || params[i].topk_dtype == CSD_BF16)))
       throw Failure{CSD_EINVAL, "Top-K of parameter " + std::to_string(i) +
                                     " is not a share from 0 to 1, or sends no values of 16 bits"};
-  std::vector<bool> named(tiles_.size());
+  std::vector<uint32_t> passes(tiles_.size());  // over each tile
+  bool any_second = false;
   for (uint32_t i = 0; i < n_tiles; i++) {
-    if (tiles[i] >= tiles_.size()) throw Failure{CSD_EINVAL, "no tile " + std::to_string(tiles[i])};
-    if (named[tiles[i]]) throw Failure{CSD_EINVAL, "tile " + std::to_string(tiles[i]) + " is named twice"};
-    named[tiles[i]] = true;
-    const Tile &t = tiles_[tiles[i]];
-    for (uint64_t p = 0; p < t.n_pieces; p++)
-      if (const uint32_t param = t.pieces[p].param; param >= n_params)
-        throw Failure{CSD_EINVAL, "no parameter " + std::to_string(param)};
-      else if (t.layout.coded() && params[param].master == CSD_IN_PARAM && (!t.codes || !params[param].param))
-        throw Failure{CSD_EINVAL, "parameter " + std::to_string(param) + " of codes cannot be its own master here"};
-      else if (params[param].master == CSD_GIVEN &&
-               (t.layout.coded() || lanes_[t.device].device->resident() || !lanes_[t.device].device->reaches_params()))
-        throw Failure{CSD_EINVAL, "states of parameter " + std::to_string(param) + " cannot be given to this device"};
-      else if (!params[param].grad) continue;
-      else if (const uint32_t rule = hypers[params[param].hyper].rule; !sections_of(rule).take(t.states))
-        throw Failure{CSD_EINVAL, "parameter " + std::to_string(param) + " has " + std::to_string(t.states) +
-                                      " sections, which update rule " + std::to_string(rule) + " does not take"};
-      else if (t.layout.coded() && (!sections_of(rule).codes || params[param].param_dtype != t.param_dtype))
-        throw Failure{CSD_EINVAL, "parameter " + std::to_string(param) + " has codes of another rule or dtype"};
-      else if (const std::string kernel =
-                   lanes_[t.device].device->missing_kernel(rule, t.layout.coded() ? CSD_8BIT : CSD_FP32);
-               !kernel.empty())
-        throw Failure{CSD_EINVAL, "the xclbin lacks the kernel " + kernel + " (docs/smartssd.md, step 6)", 0,
-                      static_cast<int32_t>(t.device)};
-      else if (params[param].master != CSD_IN_SECTION && !lanes_[t.device].device->reaches_params())
-        throw Failure{CSD_EINVAL, "parameter " + std::to_string(param) + " cannot be its own master on this device"};
-    is_new(t, params);  // throws if the CSD_NEW parameters are not valid
+    const uint32_t index = tiles[i] & ~CSD_PASS_2;
+    if (index >= tiles_.size()) throw Failure{CSD_EINVAL, "no tile " + std::to_string(index)};
+    const uint32_t pass = tiles[i] & CSD_PASS_2 ? 2 : 1;
+    if (pass <= passes[index]) throw Failure{CSD_EINVAL, "tile " + std::to_string(index) + " is named twice"};
+    if (pass != passes[index] + 1)
+      throw Failure{CSD_EINVAL, "tile " + std::to_string(index) + " is listed for pass 2, and not for pass 1 before"};
+    passes[index] = pass;
+    any_second |= pass == 2;
+  }
+  if (any_second && n_params % 2)
+    throw Failure{CSD_EINVAL,
+                  "with second passes, each parameter has two rows: " + std::to_string(n_params) + " is odd"};
+  const uint64_t n_rows = any_second ? n_params / 2 : n_params;  // per pass
+  const auto rows_for = [&](uint32_t pass) { return params + (pass == 2 ? n_rows : 0); };
+  for (uint32_t i = 0; i < n_tiles; i++) {
+    const Tile &t = tiles_[tiles[i] & ~CSD_PASS_2];
+    const uint32_t pass = passes[t.index] == 1 ? 0 : tiles[i] & CSD_PASS_2 ? 2 : 1;
+    check_rows(t, pass, rows_for(pass), n_rows, hypers);
+    if (pass != 1) is_new(t, rows_for(pass));  // throws if the CSD_NEW parameters are not valid
   }
   grow_buffers(largest_tile_, largest_section_, tiles_per_device());
   outcome_ = std::make_shared<Outcome>(Outcome::open);
@@ -111,6 +105,7 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_hyper *
   events_.clear();
   if (traced_) events_.reserve(3 * size_t{n_tiles});
   params_.assign(params, params + n_params);
+  n_params_ = n_rows;
   hypers_.assign(hypers, hypers + n_hypers);
   jobs_.clear();
   job_of_tile_.assign(tiles_.size(), nullptr);
@@ -132,19 +127,27 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_hyper *
   }
   for (uint32_t i = 0; i < n_tiles; i++) {
     Job &job = jobs_.emplace_back();
-    job.tile = &tiles_[tiles[i]];
-    job.work.params = params_.data();
+    job.tile = &tiles_[tiles[i] & ~CSD_PASS_2];
+    const bool two_passes = passes[job.tile->index] == 2;
+    if (two_passes) {
+      job.pass = tiles[i] & CSD_PASS_2 ? 2 : 1;
+      drop_cached(*job.tile);  // a buffer keeps a whole slot
+    }
+    if (job.pass == 2) job.other = job_of(*job.tile), job.other->other = &job;
+    else job_of_tile_[job.tile->index] = &job;
+    job.work.sections = two_passes ? job.tile->layout.half(job.pass) : job.tile->layout.all();
+    job.work.params = rows_of(job);
     job.work.hypers = hypers_.data();
     job.work.from_windows = job.tile->edited;
-    job.work.is_new = is_new(*job.tile, params);
+    job.work.is_new = is_new(*job.tile, rows_for(passes[job.tile->index]));  // the rows that have the masters
+    if (two_passes && job.work.is_new) job.tile->slots[job.tile->slot].summed = false;
     job.work.all_given = job.tile->n_pieces > 0 && n_given_pieces(*job.tile, params) == job.tile->n_pieces;
     if (job.tile->codes) use_first_section(*job.tile, params);
     job.next_slot_address = lane(job).device->next_slot_in_memory(*job.tile);
     job.mapped_at_begin = job.tile->mapped_slot;
     job.place = lane(job).jobs.size();
-    job_of_tile_[tiles[i]] = &job;
     lane(job).jobs.push_back(&job);
-    lane(job).to_read.push_back(job.must_read());
+    lane(job).to_read.push_back(job.may_overtake());
   }
   reorder_buffers();
   phase_ = Phase::stepping;
@@ -152,6 +155,51 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_hyper *
   for (bool more = true; more;) {
     more = false;
     for (Lane &l : lanes_) more |= pump(l);
+  }
+}
+
+// Throws Failure if the tile's rows are not valid for this pass over it (0: its only one).
+void Engine::check_rows(const Tile &t, uint32_t pass, const csd_param *rows, uint64_t n_params,
+                        const csd_hyper *hypers) const {
+  const Device &device = *lanes_[t.device].device;
+  const auto refuse = [](const std::string &why) { throw Failure{CSD_EINVAL, why}; };
+  if (pass != 0) {
+    const std::string lacks = t.n_slots == 1     ? "a second slot, as it could not be undone between them"
+                              : t.layout.coded() ? "fp32 states, as no codes have passes"
+                                                 : device.lacks_for_passes();
+    if (!lacks.empty())
+      throw Failure{CSD_EINVAL, "two passes over tile " + std::to_string(t.index) + " need " + lacks + ",", 0,
+                    static_cast<int32_t>(t.device)};
+  }
+  const uint32_t n_sections = pass == 0 ? t.states : t.layout.half(pass).n();
+  for (uint64_t p = 0; p < t.n_pieces; p++) {
+    const uint32_t param = t.pieces[p].param;
+    const auto name = [param] { return "parameter " + std::to_string(param); };
+    if (param >= n_params) refuse("no " + name());
+    const csd_param &row = rows[param];
+    if (t.layout.coded() && row.master == CSD_IN_PARAM && (!t.codes || !row.param))
+      refuse(name() + " of codes cannot be its own master here");
+    if (row.master == CSD_GIVEN && (t.layout.coded() || device.resident() || !device.reaches_params() || pass != 0))
+      refuse("states of " + name() + " cannot be given to this device");
+    if (pass == 2 && !row.grad != !rows[param - n_params].grad) refuse(name() + " has a gradient in one pass only");
+    if (!row.grad) continue;
+    const uint32_t rule = hypers[row.hyper].rule;
+    if (pass_of(rule) != pass)
+      refuse(name() + " has update rule " + std::to_string(rule) + " in " +
+             (pass == 0 ? std::string("the only pass") : "pass " + std::to_string(pass)) + " over tile " +
+             std::to_string(t.index) + ": all its parameters take two passes, or none does (CSD_PASS_2)");
+    if (!sections_of(rule).take(n_sections))
+      refuse(name() + " has " + std::to_string(n_sections) + " sections, which update rule " + std::to_string(rule) +
+             " does not take");
+    if (t.layout.coded() && (!sections_of(rule).codes || row.param_dtype != t.param_dtype))
+      refuse(name() + " has codes of another rule or dtype");
+    if (const std::string kernel = device.missing_kernel(rule, t.layout.coded() ? CSD_8BIT : CSD_FP32); !kernel.empty())
+      throw Failure{CSD_EINVAL, "the xclbin lacks the kernel " + kernel + " (docs/smartssd.md, step 6)", 0,
+                    static_cast<int32_t>(t.device)};
+    if (row.master != CSD_IN_SECTION && !device.reaches_params())
+      refuse(name() + " cannot be its own master on this device");
+    if (pass == 1 && row.master != CSD_IN_SECTION) refuse(name() + " has a master in pass 1, which belongs to pass 2");
+    if (pass != 0 && row.topk != 0) refuse(name() + " takes two passes, which cannot be sparse (Top-K)");
   }
 }
 
@@ -200,11 +248,12 @@ bool Engine::pump(Lane &l) {
   l.to_read[job.place] = false;
   job.enter(Stage::begun);
   if (!job.needs_read) {
-    if (!job.work.is_new) job.enter(Stage::loaded);
+    if (!job.must_seed()) job.enter(Stage::loaded);
     update_if_ready(job);
   } else {
     start_op(job, CSD_READ, [&] {
-      l.device->load(*job.tile, job.at(), job.first_byte(), [this, &job](int error) { on_loaded(job, error); });
+      l.device->load(*job.tile, job.at(), job.first_to_read(), job.last_byte(),
+                     [this, &job](int error) { on_loaded(job, error); });
     });
   }
   return true;
@@ -246,6 +295,11 @@ void Engine::fail(const Job &job, Failure failure) noexcept {
 
 namespace {
 
+// A job, as the caller names it, in words.
+std::string named(uint32_t tile) {
+  return (tile & CSD_PASS_2 ? "pass 2 of tile " : "tile ") + std::to_string(tile & ~CSD_PASS_2);
+}
+
 Failure transfer_failure(const char *what, const Tile &tile, int os_errno) noexcept {
   try {
     return {CSD_EIO, std::string(what) + " tile " + std::to_string(tile.index), os_errno};
@@ -262,7 +316,7 @@ void Engine::on_loaded(Job &job, int os_errno) noexcept {
   if (os_errno) {
     fail(job, transfer_failure("reading", *job.tile, os_errno));
   } else {
-    lane(job).counts.read_bytes += job.tile->layout.bytes() - job.first_byte();
+    lane(job).counts.read_bytes += job.last_byte() - job.first_to_read();
     job.enter(Stage::loaded);
     update_if_ready(job);
   }
@@ -283,11 +337,18 @@ void Engine::on_seeded(Job &job, int os_errno) noexcept {
   if (ops_in_flight_ == 0) ops_done_.notify_all();
 }
 
+// The job of this step that the caller names so, or null.
+Engine::Job *Engine::job_named(uint32_t tile) const {
+  const uint32_t index = tile & ~CSD_PASS_2;
+  Job *job = index < job_of_tile_.size() ? job_of_tile_[index] : nullptr;
+  return job && tile & CSD_PASS_2 ? job->other : job;
+}
+
 Engine::Job &Engine::job_to_push(uint32_t tile) {
   if (phase_ != Phase::stepping) throw Failure{CSD_ESTATE, "no step is under way"};
-  Job *job = tile < job_of_tile_.size() ? job_of_tile_[tile] : nullptr;
+  Job *job = job_named(tile);
   if (!job || job->is_pushed())
-    throw Failure{CSD_EINVAL, "tile " + std::to_string(tile) + " is not part of this step, or was pushed before"};
+    throw Failure{CSD_EINVAL, named(tile) + " is not part of this step, or was pushed before"};
   return *job;
 }
 
@@ -316,8 +377,9 @@ void Engine::check_push(const Job &job, const csd_push &how) const {
   const auto refuse = [&t](const std::string &why) {
     throw Failure{CSD_EINVAL, "tile " + std::to_string(t.index) + " " + why};
   };
+  const csd_param *const rows = rows_of(job);
   const auto any = [&](auto is) {
-    return std::any_of(t.pieces, t.pieces + t.n_pieces, [&](const csd_piece &p) { return is(params_[p.param]); });
+    return std::any_of(t.pieces, t.pieces + t.n_pieces, [&](const csd_piece &p) { return is(rows[p.param]); });
   };
   if (is_guess_ && !released_ && !how.grad && !how.hold)
     throw Failure{CSD_ESTATE, "the step is a guess: release it before you push"};
@@ -326,13 +388,13 @@ void Engine::check_push(const Job &job, const csd_push &how) const {
   if (how.hold && !how.grads && t.n_pieces) refuse("is pushed early without addresses of gradients");
   if (how.grads) {
     for (uint64_t i = 0; i < t.n_pieces; i++)
-      if (const csd_param &row = params_[t.pieces[i].param];
+      if (const csd_param &row = rows[t.pieces[i].param];
           is_sparse(row) || row.in_image || row.master == CSD_GIVEN || (how.grads[i] && !row.grad))
         throw Failure{CSD_EINVAL,
                       "parameter " + std::to_string(t.pieces[i].param) +
                           " has Top-K, is CSD_GIVEN, lies in an image, or has a gradient here and none in the step"};
   }
-  if (!how.states != !n_given_pieces(t, params_.data()))
+  if (!how.states != !n_given_pieces(t, rows))
     refuse(how.states ? "has no CSD_GIVEN parameters, so no states are supplied for it"
                       : "has CSD_GIVEN parameters: supply their states, as csd_push.states");
   if (!how.entries == (how.grad && any(is_sparse)))
@@ -345,22 +407,24 @@ void Engine::check_push(const Job &job, const csd_push &how) const {
 void Engine::drop_grads(const uint32_t *params, uint32_t n) {
   Lock lock(mutex_);
   if (phase_ != Phase::stepping) throw Failure{CSD_ESTATE, "no step is under way"};
-  std::vector<bool> dropped(params_.size());
+  std::vector<bool> dropped(n_params_);
   for (uint32_t i = 0; i < n; i++)
-    if (params[i] >= params_.size()) throw Failure{CSD_EINVAL, "no parameter " + std::to_string(params[i])};
+    if (params[i] >= n_params_) throw Failure{CSD_EINVAL, "no parameter " + std::to_string(params[i])};
     else dropped[params[i]] = true;
   for (const Job &job : jobs_)
     for (const csd_piece *p = job.tile->pieces; p != job.tile->pieces + job.tile->n_pieces; p++)
       if (job.is_pushed() && dropped[p->param])
         throw Failure{CSD_EINVAL, "tile " + std::to_string(job.tile->index) + " was pushed with a gradient"};
-  for (uint32_t i = 0; i < n; i++) params_[params[i]].grad = nullptr;
+  for (uint32_t i = 0; i < n; i++)
+    for (uint64_t row = params[i]; row < params_.size(); row += n_params_) params_[row].grad = nullptr;
 }
 
 void Engine::update_if_ready(Job &job) noexcept {
   if (failed_ || job.gradients != Job::Grads::pushed) return;
-  if (job.stage == Stage::begun && job.work.is_new) {  // only now are all parameters there, also those in an image
+  if (job.stage == Stage::begun && job.must_seed()) {  // only now are all parameters there, also those in an image
     job.enter(Stage::seeding);
-    job.tile->slots[job.tile->slot].summed = false;  // the slot may have checksums from a step that was undone
+    // The slot may have checksums from a step that was undone. Of two passes, the first one may be reading this flag.
+    if (!job.other) job.tile->slots[job.tile->slot].summed = false;
     start_op(job, CSD_WRITE, [&] {
       lane(job).device->seed(*job.tile, job.at(), job.work, [this, &job](int error) { on_seeded(job, error); });
     });
@@ -382,8 +446,8 @@ void Engine::on_updated(Job &job, Failure failure) noexcept {
   } else {
     l.counts.push_bytes += job.work.pushed;
     l.counts.pull_bytes += job.work.pulled;
-    l.counts.updated += job.work.updated;
-    l.counts.nonfinite += job.work.nonfinite;
+    if (job.pass != 1) l.counts.updated += job.work.updated;
+    if (job.pass != 2) l.counts.nonfinite += job.work.nonfinite;  // the caller has made the gradients of a second pass
     l.counts.read_bytes += job.work.read_late;
     job.enter(Stage::updated);
     if (!job.is_early()) {
@@ -392,12 +456,13 @@ void Engine::on_updated(Job &job, Failure failure) noexcept {
     } else if (released_) {
       publish_params(job);
     }
-    const bool feeds_back_later = std::any_of(job.tile->pieces, job.tile->pieces + job.tile->n_pieces,
-                                              [this](const csd_piece &p) { return feeds_back(params_[p.param]); });
+    const bool feeds_back_later =
+        std::any_of(job.tile->pieces, job.tile->pieces + job.tile->n_pieces,
+                    [rows = rows_of(job)](const csd_piece &p) { return feeds_back(rows[p.param]); });
     if (!feeds_back_later) job.work.selected = std::vector<uint32_t>();  // {} would keep its memory
     if (job.work.grad_image && !job.is_early()) {
       n_images_pending_--;
-      to_pull_.push_back(job.tile->index);
+      to_pull_.push_back(job.name());
     }
     if (!job.buffer) job.enter(Stage::stored);
     else if (!failed_) start_store(job);
@@ -408,7 +473,8 @@ void Engine::on_updated(Job &job, Failure failure) noexcept {
 
 void Engine::start_store(Job &job) noexcept {
   if (start_op(job, CSD_WRITE, [&] {
-        lane(job).device->store(*job.tile, job.at(), [this, &job](int error) { on_stored(job, error); });
+        lane(job).device->store(*job.tile, job.at(), job.first_byte(), job.last_byte(),
+                                [this, &job](int error) { on_stored(job, error); });
       }))
     job.enter(Stage::storing);
 }
@@ -420,19 +486,32 @@ void Engine::on_stored(Job &job, int os_errno) noexcept {
   if (os_errno) {
     on_store_failed(job, transfer_failure("writing", *job.tile, os_errno));
   } else {
-    l.counts.write_bytes += job.tile->layout.bytes();
-    l.counts.total_write_bytes += job.tile->layout.bytes();
-    job.tile->slot = job.tile->next_slot();
-    job.tile->slots[job.tile->slot] = std::move(job.work.sum);
-    job.tile->mapped_slot = kNoSlot;  // even with one slot: the user may have written to the window meanwhile
+    l.counts.write_bytes += job.last_byte() - job.first_byte();
+    l.counts.total_write_bytes += job.last_byte() - job.first_byte();
     job.enter(Stage::stored);
+    if (!job.other || job.other->stage == Stage::stored) move_to_next_slot(job);
     // Do not keep the buffer if an open window shows the slot, as with a single slot. Nor if all parameters of the tile
-    // were given: the next step will not read the tile either, so the memory is better used for other tiles.
-    release_buffer(job, l.device->keeps_buffers() && l.cache_bytes >= 0 && !job.work.all_given &&
+    // were given: the next step will not read the tile either, so the memory is better used for other tiles. Nor if it
+    // has half a slot.
+    release_buffer(job, l.device->keeps_buffers() && l.cache_bytes >= 0 && !job.work.all_given && job.pass == 0 &&
                             !(job.tile->open && job.tile->n_slots == 1));
     pump(l);
   }
   if (ops_in_flight_ == 0) ops_done_.notify_all();
+}
+
+// The next slot of the job's tile has its whole new state: it becomes the current one.
+void Engine::move_to_next_slot(Job &job) noexcept {
+  Tile &t = *job.tile;
+  if (job.other) {  // each pass has the checksums of its half
+    const std::vector<uint32_t> &from = job.other->work.sum.sums;
+    for (uint64_t chunk = 0; chunk < t.n_chunks(); chunk++)
+      for (uint32_t s = job.other->work.sections.begin; s < job.other->work.sections.end; s++)
+        job.work.sum.sums[chunk * t.layout.n() + s] = from[chunk * t.layout.n() + s];
+  }
+  t.slot = t.next_slot();
+  t.slots[t.slot] = std::move(job.work.sum);
+  t.mapped_slot = kNoSlot;  // even with one slot: the user may have written to the window meanwhile
 }
 
 void Engine::on_store_failed(Job &job, Failure failure) noexcept {
@@ -461,12 +540,11 @@ bool Engine::params_ready(const uint32_t *tiles, uint32_t n, bool wait) {
   if (phase_ != Phase::stepping) throw Failure{CSD_ESTATE, "no step is under way"};
   const std::shared_ptr<const Outcome> outcome = outcome_;
   for (uint32_t i = 0; i < n; i++) {
-    const Job *job = tiles[i] < job_of_tile_.size() ? job_of_tile_[tiles[i]] : nullptr;
+    const Job *job = job_named(tiles[i]);
     if (!job || !job->is_pushed())
-      throw Failure{CSD_EINVAL, "tile " + std::to_string(tiles[i]) + " is not part of this step, or was not pushed"};
+      throw Failure{CSD_EINVAL, named(tiles[i]) + " is not part of this step, or was not pushed"};
     if (wait && job->is_early() && !released_)
-      throw Failure{CSD_ESTATE,
-                    "tile " + std::to_string(tiles[i]) + " is part of a guess: wait for it only after the release"};
+      throw Failure{CSD_ESTATE, named(tiles[i]) + " is part of a guess: wait for it only after the release"};
     // A thread that wakes up late may find the next step under way and this job gone, so check the outcome first.
     if (wait) progress_.wait(lock, [&] { return *outcome != Outcome::open || job->params_ready || failed_; });
     if (*outcome == Outcome::kept) return true;
@@ -484,8 +562,7 @@ void Engine::finish(bool keep) {
   if (keep) {
     const auto missing = std::find_if(jobs_.begin(), jobs_.end(), [](const Job &job) { return !job.is_pushed(); });
     try {
-      if (missing != jobs_.end() && !failed_)
-        throw Failure{CSD_ESTATE, "tile " + std::to_string(missing->tile->index) + " was never pushed"};
+      if (missing != jobs_.end() && !failed_) throw Failure{CSD_ESTATE, named(missing->name()) + " was never pushed"};
       if (is_guess_ && !released_ && !failed_) throw Failure{CSD_ESTATE, "the step is a guess that was never released"};
       progress_.wait(lock, [this] { return n_not_ready_ == 0 || failed_; });
       if (!failed_) residual_tasks = feed_back_tasks();
@@ -563,15 +640,15 @@ bool Engine::undo() {
   unwritten_.clear();
   for (Job &job : jobs_) {
     Tile &t = *job.tile;
-    // Parameters in an image were not taken from it unless the whole tile was updated.
-    if (job.params_ready) undone_.emplace_back(t.index, t.elems);
-    else if (job.work.n_params_written && !job.work.param_image)
+    // Parameters in an image were not taken from it unless the whole tile was updated. A first pass writes none.
+    if (job.params_ready && job.pass != 1) undone_.emplace_back(t.index, t.elems);
+    else if (job.work.n_params_written && !job.work.param_image && job.pass != 1)
       undone_.emplace_back(t.index, job.work.n_params_written);
     if (job.buffer) release_buffer(job, false);
     drop_cached(t);
     if (job.stage < Stage::storing || lane(job).device->resident()) continue;
     if (t.n_slots == 1) all = false;
-    else if (job.stage == Stage::stored) {
+    else if (job.stage == Stage::stored && job.pass != 1 && (!job.other || job.other->stage == Stage::stored)) {
       t.slot = t.next_slot();
       t.mapped_slot = job.mapped_at_begin;
     }

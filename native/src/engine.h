@@ -105,18 +105,27 @@ class Engine {
   uint32_t events(csd_event *, uint32_t n) noexcept;
 
  private:
-  // A tile in the pipeline of a step.
+  // A tile in the pipeline of a step, or one of two passes over it (CSD_PASS_2).
   struct Job {
     Tile *tile;
-    FreeBuffers::node_type buffer;       // empty on a resident device
+    uint32_t pass = 0;                                                            // 1 or 2; 0: the tile has one
+    Job *other = nullptr;                                                         // the other pass over the tile
+    uint32_t name() const { return tile->index | (pass == 2 ? CSD_PASS_2 : 0); }  // as the caller names it
+    FreeBuffers::node_type buffer;                                                // empty on a resident device
     float *next_slot_address = nullptr;  // address of the next slot: see Device::next_slot_in_memory()
     float *at() { return next_slot_address || !buffer ? next_slot_address : buffer.value().at; }
     Work work{};
     uint32_t mapped_at_begin = 0;  // the slot that the windows showed when the step began
     Clock::time_point op_start{};  // start of the current read, update or write
     uint64_t place = 0;            // position among the tiles of its device, in processing order
-    uint64_t first_byte() const { return work.param_at_host ? tile->layout.bytes(0) : 0; }  // first byte to read
+    // The bytes of the slot to read, and to write: [first, last).
+    uint64_t first_to_read() const { return work.param_at_host ? tile->layout.bytes(0) : first_byte(); }
+    uint64_t first_byte() const { return tile->layout.first(work.sections.begin); }
+    uint64_t last_byte() const { return tile->layout.first(work.sections.end); }
     bool must_read() const { return !tile->cached_buffer && !work.from_windows && !work.is_new && !work.all_given; }
+    // A second pass waits for the first ones of other tiles, so it does not take a buffer before its turn.
+    bool may_overtake() const { return must_read() && pass != 2; }
+    bool must_seed() const { return work.is_new && pass != 1; }  // a first pass needs no master
     Stage stage = Stage::queued;
     void enter(Stage next) {
       assert(kNext[static_cast<uint32_t>(stage)] & bit(next));
@@ -142,7 +151,7 @@ class Engine {
     uint64_t freed = 0;                          // number of buffer releases so far
     std::vector<Job *> jobs;                     // of this step, in processing order
     size_t next = 0;                             // all jobs before this one have begun
-    std::vector<char> to_read;                   // by place: the job has not begun and must be read
+    std::vector<char> to_read;                   // by place: the job has not begun, must be read, and may overtake
     std::deque<Job *> pushed;                    // CSD_AS_PUSHED: pushed jobs that have not begun
     uint32_t in_flight = 0, in_flight_read = 0;  // jobs begun and not yet stored; how many of these had to be read
     csd_stats counts{};
@@ -150,6 +159,7 @@ class Engine {
   };
 
   using Lock = std::unique_lock<std::mutex>;
+  void check_rows(const Tile &, uint32_t pass, const csd_param *, uint64_t n_params, const csd_hyper *) const;
   bool is_new(const Tile &, const csd_param *) const;
   uint64_t n_given_pieces(const Tile &, const csd_param *) const;
   Lane &lane(const Job &job) { return lanes_[job.tile->device]; }
@@ -162,6 +172,7 @@ class Engine {
   void on_updated(Job &, Failure) noexcept;
   void start_store(Job &) noexcept;
   void on_stored(Job &, int os_errno) noexcept;
+  static void move_to_next_slot(Job &) noexcept;
   void on_store_failed(Job &, Failure) noexcept;
   template <typename Start>
   bool start_op(Job &, csd_event_kind, Start) noexcept;
@@ -171,6 +182,8 @@ class Engine {
   void release_buffer(Job &, bool keep);
   uint64_t needed_in(const Lane &, const Tile *) const;
   Job *job_of(const Tile &) const;
+  Job *job_named(uint32_t tile) const;
+  const csd_param *rows_of(const Job &job) const { return params_.data() + (job.pass == 2 ? n_params_ : 0); }
   static Job *first_to_read(const Lane &);
   void reorder_buffers();
   void drop_cached(Tile &);
@@ -217,11 +230,12 @@ class Engine {
   // The step
   enum class Phase { idle, stepping } phase_ = Phase::idle;
   std::vector<csd_param> params_;
+  uint64_t n_params_ = 0;  // half the rows of `params_` if there are second passes, otherwise all
   std::vector<csd_hyper> hypers_;
   std::deque<Job> jobs_;
-  std::vector<Job *> job_of_tile_;
-  std::vector<uint32_t> to_pull_;  // tiles pushed with an image that are updated
-  size_t n_pulled_ = 0;            // how many of them have been pulled
+  std::vector<Job *> job_of_tile_;  // with two passes, the first one; `other` is the second
+  std::vector<uint32_t> to_pull_;   // tiles pushed with an image that are updated
+  size_t n_pulled_ = 0;             // how many of them have been pulled
   // Tiles whose new parameters are not available yet; tiles pushed with an image that are not updated yet.
   uint64_t n_not_ready_ = 0, n_images_pending_ = 0;
   uint64_t ops_in_flight_ = 0;  // operations in progress: loads, updates, stores, copies, checksums of windows

@@ -46,8 +46,8 @@ struct StagingLayout {
 
 uint64_t Engine::hold_bytes(uint32_t tile) noexcept {
   Lock lock(mutex_);
-  if (phase_ != Phase::stepping || tile >= job_of_tile_.size() || !job_of_tile_[tile]) return 0;
-  return StagingLayout(tiles_[tile], params_.data()).bytes;
+  const Job *const job = phase_ == Phase::stepping ? job_named(tile) : nullptr;
+  return job && job->pass == 0 ? StagingLayout(*job->tile, params_.data()).bytes : 0;
 }
 
 // Does the update of the tile read the parameter? For codes it always does: their first section may not have been
@@ -61,9 +61,9 @@ void Engine::push_early(Job &job, const csd_push &how) {
   const Tile &t = *job.tile;
   if (released_)
     throw Failure{CSD_ESTATE, "the step is released: push tile " + std::to_string(t.index) + " without csd_push.hold"};
-  if (t.n_slots == 1 || lane(job).device->resident() || job.work.is_new)
-    throw Failure{CSD_EINVAL,
-                  "tile " + std::to_string(t.index) + " cannot be pushed early: it is new, or could not be undone"};
+  if (t.n_slots == 1 || lane(job).device->resident() || job.work.is_new || job.pass != 0)
+    throw Failure{CSD_EINVAL, "tile " + std::to_string(t.index) +
+                                  " cannot be pushed early: it is new, could not be undone, or takes two passes"};
   for (uint64_t i = 0; i < t.n_pieces; i++)
     if (const csd_param &row = params_[t.pieces[i].param]; row.grad && (!how.grads[i] || !row.param))
       throw Failure{CSD_EINVAL, "parameter " + std::to_string(t.pieces[i].param) +
@@ -177,15 +177,16 @@ void Engine::release(const csd_param *params, uint64_t n_params, const uint32_t 
     throw Failure{CSD_EINVAL, "these are not the rows that the step began with"};
   std::vector<Job *> jobs;
   jobs.reserve(jobs_.size());
-  std::vector<bool> named(tiles_.size());
+  std::set<const Job *> named;
   for (uint32_t i = 0; i < n_order; i++) {
-    if (order[i] >= job_of_tile_.size() || !job_of_tile_[order[i]] || named[order[i]])
-      throw Failure{CSD_EINVAL, "tile " + std::to_string(order[i]) + " is not part of this step, or named twice"};
-    named[order[i]] = true;
-    jobs.push_back(job_of_tile_[order[i]]);
+    Job *const job = job_named(order[i]);
+    if (!job || (job->pass == 2 && !named.count(job->other)) || !named.insert(job).second)
+      throw Failure{CSD_EINVAL, "tile " + std::to_string(order[i] & ~CSD_PASS_2) +
+                                    " is not part of this step, named twice, or for pass 2 before pass 1"};
+    jobs.push_back(job);
   }
   for (Job &job : jobs_)
-    if (!named[job.tile->index]) jobs.push_back(&job);
+    if (!named.count(&job)) jobs.push_back(&job);
   // Jobs that have begun keep their places at the front: the next step needs the tiles in the order in which they ran.
   std::vector<std::vector<Job *>> new_order(lanes_.size());
   for (Lane &l : lanes_)
@@ -205,12 +206,12 @@ void Engine::release(const csd_param *params, uint64_t n_params, const uint32_t 
     for (size_t place = 0; place < l.jobs.size(); place++) {
       Job &job = *l.jobs[place];
       job.place = place;
-      l.to_read[place] = job.stage == Stage::queued && job.must_read();
+      l.to_read[place] = job.stage == Stage::queued && job.may_overtake();
     }
   }
   reorder_buffers();
   for (Job *job : jobs) {
-    if (!job->is_pushed()) job->work.params = params_.data();
+    if (!job->is_pushed()) job->work.params = rows_of(*job);
     if (job->is_early() && job->stage >= Stage::updated) publish_params(*job);
   }
 }

@@ -10,6 +10,12 @@ namespace csd {
 constexpr uint32_t kMostSections = 7;
 constexpr uint64_t kSectionAlign = 4096;  // for direct I/O
 
+// Sections [begin, end) of a tile.
+struct Sections {
+  uint32_t begin = 0, end = 0;
+  uint32_t n() const { return end - begin; }
+};
+
 class Layout {
  public:
   Layout() = default;
@@ -32,8 +38,16 @@ class Layout {
   uint32_t n() const { return n_; }
   bool coded() const { return coded_; }
   bool has_correction() const { return has_correction_; }
-  uint64_t bytes() const { return at_[n_]; }                       // of a slot
-  uint64_t first(uint32_t section) const { return at_[section]; }  // its byte offset in the slot
+  uint64_t bytes() const { return at_[n_]; }  // of a slot
+  uint64_t first(uint32_t section) const {
+    return at_[section];
+  }  // its byte offset in the slot; of n(): the slot's end
+  Sections all() const { return {0, n_}; }
+  // What each of two passes updates (CSD_PASS_2): the first one all states but the master, the second one the master.
+  Sections half(uint32_t pass) const {
+    const uint32_t of_master = has_correction_ ? 2 : 1;
+    return pass == 1 ? Sections{of_master, n_} : Sections{0, of_master};
+  }
   uint64_t bytes(uint32_t section) const { return at_[section + 1] - at_[section]; }
   uint64_t bytes_of(uint32_t section, uint64_t elems) const { return elems / 64 * per_64_[section]; }
 

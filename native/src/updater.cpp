@@ -103,8 +103,25 @@ SectionRange sections_of(uint32_t rule) noexcept {
     return {sections, most, codes};
     CSD_RULES(CSD_CASE)
 #undef CSD_CASE
+#define CSD_CASE(number, Rule, pass) \
+  case number:                       \
+    return {1, 1, false};
+    CSD_PASSES(CSD_CASE)
+#undef CSD_CASE
     default:
       return {};
+  }
+}
+
+uint32_t pass_of(uint32_t rule) noexcept {
+  switch (rule) {
+#define CSD_CASE(number, Rule, pass) \
+  case number:                       \
+    return pass;
+    CSD_PASSES(CSD_CASE)
+#undef CSD_CASE
+    default:
+      return 0;
   }
 }
 

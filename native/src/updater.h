@@ -1,6 +1,7 @@
 // The CPU updater: applies the update rules to arrays, vectorised, in one pass over memory.
 #pragma once
 #include <atomic>
+#include <type_traits>
 
 #include "csd.h"
 #include "layout.h"
@@ -13,7 +14,7 @@ struct Span {  // n elements of one parameter
   const void *grad;
   uint32_t grad_dtype;
   float *state[4];  // one per section; null for sections that the rule does not update
-  void *param;      // receives the rounded master; may be null
+  void *param;      // receives the rounded master, or what the rule emits; may be null
   uint32_t param_dtype;
   bool unless_set;  // an element whose 16-bit `param` is not the rounded master takes `param` as its master
 };
@@ -57,7 +58,14 @@ struct SectionRange {
   bool codes;
   bool take(uint32_t sections) const { return least <= sections && sections <= most; }
 };
-SectionRange sections_of(uint32_t rule) noexcept;  // most == 0: unknown rule
+SectionRange sections_of(uint32_t rule) noexcept;  // most == 0: unknown rule. Of a pass: in its half of a tile
+uint32_t pass_of(uint32_t rule) noexcept;          // 1 or 2: a csd_pass_rule, for that pass; 0: any other
+
+// Does the rule return something else than its rounded first section?
+template <typename Rule, typename = void>
+struct Emits : std::false_type {};
+template <typename Rule>
+struct Emits<Rule, std::void_t<decltype(&Rule::emit)>> : std::true_type {};
 
 // Returns how many gradients are inf or nan; their elements are updated like all others.
 uint64_t update(const Span &span, int32_t isa);

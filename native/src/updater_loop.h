@@ -48,15 +48,18 @@ static inline void stream(const void *from, void *to, uint64_t bytes) {
   memcpy((char *)to + i, (const char *)from + i, bytes - i);
 }
 
+// `emitted`: receives what the rule emits, if it does.
 template <typename Rule, uint32_t sections>
-static inline void apply(const Rule &rule, uint64_t n, const float *__restrict grad, float *__restrict state_0,
-                         float *__restrict state_1, float *__restrict state_2, float *__restrict state_3) {
+static inline void apply(const Rule &rule, uint64_t n, const float *__restrict grad, float *__restrict emitted,
+                         float *__restrict state_0, float *__restrict state_1, float *__restrict state_2,
+                         float *__restrict state_3) {
   for (uint64_t i = 0; i < n; i++) {
     float state[4] = {state_0[i]};
     if (sections > 1) state[1] = state_1[i];
     if (sections > 2) state[2] = state_2[i];
     if (sections > 3) state[3] = state_3[i];
     rule.update(state, grad[i]);
+    if constexpr (Emits<Rule>::value) emitted[i] = rule.emit(state, grad[i]);
     state_0[i] = state[0];
     if (sections > 1) state_1[i] = state[1];
     if (sections > 2) state_2[i] = state[2];
@@ -89,6 +92,7 @@ static uint64_t update_by(const Span &s) {
   hyper.rule = number;  // no change, but makes it a constant for the compiler
   const Rule rule(hyper);
   alignas(64) float wide[kBlock];
+  alignas(64) float emitted[Emits<Rule>::value ? kBlock : 1];
   alignas(64) uint16_t narrow[kBlock];
   uint64_t bad = 0;
   for (uint64_t i = 0; i < s.n; i += kBlock) {
@@ -102,14 +106,15 @@ static uint64_t update_by(const Span &s) {
     const auto section = [&s, i](uint32_t k) { return k < sections ? s.state[k] + i : nullptr; };
     float *const master = section(0);
     if (s.unless_set) adopt_user_params((const uint16_t *)s.param + i, s.param_dtype, master, n);
-    apply<Rule, sections>(rule, n, grad, master, section(1), section(2), section(3));
+    apply<Rule, sections>(rule, n, grad, emitted, master, section(1), section(2), section(3));
 
     if (!s.param) continue;
+    const float *const out = Emits<Rule>::value ? emitted : master;
     if (s.param_dtype == CSD_F32) {
-      stream(master, (float *)s.param + i, 4 * n);
+      stream(out, (float *)s.param + i, 4 * n);
     } else {
-      if (s.param_dtype == CSD_F16) narrow_f16(master, narrow, n);
-      else narrow_bf16(master, narrow, n);
+      if (s.param_dtype == CSD_F16) narrow_f16(out, narrow, n);
+      else narrow_bf16(out, narrow, n);
       stream(narrow, (uint16_t *)s.param + i, 2 * n);
     }
   }
@@ -125,6 +130,11 @@ static uint64_t update(const Span &s) {
   case number:                                        \
     return update_by<Rule, number, sections>(s);
     CSD_RULES(CSD_CASE)
+#undef CSD_CASE
+#define CSD_CASE(number, Rule, pass) \
+  case number:                       \
+    return update_by<Rule, number, 1>(s);
+    CSD_PASSES(CSD_CASE)
 #undef CSD_CASE
     default:
       return 0;  // unreachable: see sections_of()

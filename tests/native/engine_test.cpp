@@ -1400,6 +1400,209 @@ void out_of_memory_in_guesses() {
   }
 }
 
+// Steps of two passes over each tile. Instead of orthogonalizing X, the caller reverses it, which needs all of it too.
+struct TwoPasses {
+  Model m;
+  std::vector<std::vector<uint16_t>> x, o;
+  std::vector<csd_param> rows;
+  std::vector<uint32_t> order;  // pass 1 of a parameter's tiles before pass 2 of the previous parameter's
+  std::vector<csd_hyper> hypers{{CSD_MUON_MOMENTUM, {0.05f, 0.95f, 1, 0, 0, 0, 0, 0, 0.5f}},
+                                {CSD_MUON_APPLY, {0.998f, 0.02f}}};
+
+  explicit TwoPasses(const std::vector<csd_device> &devices, uint32_t n_tiles = kTiles)
+      : m(devices, 2, CSD_F32, 2, nullptr, nullptr, n_tiles) {
+    const size_t n = m.params.size();
+    x.assign(n, std::vector<uint16_t>(kParam));
+    o = x;
+    rows.resize(2 * n);
+    for (uint32_t p = 0; p <= n; p++) {
+      if (p < n) order.insert(order.end(), {2 * p, 2 * p + 1});
+      if (p > 0) order.insert(order.end(), {(2 * p - 2) | CSD_PASS_2, (2 * p - 1) | CSD_PASS_2});
+    }
+  }
+
+  // Nothing from here on to restore() allocates, so that only the engine's own allocations can fail.
+  int begin(int32_t in_order = CSD_SAME_ORDER) {
+    for (size_t p = 0; p < x.size(); p++) {
+      csd_param &first = rows[p], &second = rows[x.size() + p];
+      first = second = m.table[p];
+      first.param = x[p].data();
+      first.param_dtype = CSD_BF16;
+      first.hyper = 0;
+      second.grad = o[p].data();
+      second.grad_dtype = CSD_BF16;
+      second.hyper = 1;
+    }
+    return csd_engine_begin(m.engine, rows.data(), rows.size(), hypers.data(), 2, order.data(),
+                            static_cast<uint32_t>(order.size()), in_order, &m.error);
+  }
+
+  // Waits until X of a parameter is there, which has this tile and the next one, and computes O.
+  int compute(uint32_t tile) {
+    const uint32_t tiles[] = {tile, tile + 1};
+    int32_t ready = 0;
+    const int status = csd_engine_params_ready(m.engine, tiles, 2, 1, &ready, &m.error);
+    if (status == CSD_OK) std::reverse_copy(x[tile / 2].begin(), x[tile / 2].end(), o[tile / 2].begin());
+    return status;
+  }
+
+  // Pushes that many passes, the first ones first, and waits for X of each parameter before its second passes.
+  int push(size_t n) {
+    const auto tiles = static_cast<uint32_t>(m.tiles.size());
+    for (uint32_t i = 0; i < n; i++) {
+      const uint32_t tile = i < tiles ? i : i - tiles;
+      if (i >= tiles && tile % 2 == 0)
+        if (const int status = compute(tile)) return status;
+      const uint32_t name = i < tiles ? tile : tile | CSD_PASS_2;
+      if (const int status = csd_engine_push(m.engine, name, nullptr, &m.error)) return status;
+    }
+    return CSD_OK;
+  }
+
+  int step(int32_t in_order = CSD_SAME_ORDER) {
+    if (const int status = begin(in_order)) return status;
+    const int pushed = push(2 * m.tiles.size());
+    const int ended = csd_engine_finish(m.engine, pushed == CSD_OK, &m.error);
+    return pushed ? pushed : ended;
+  }
+
+  // Parameters that an undone step has written get their values from before.
+  void restore(const std::vector<std::vector<char>> &before) {
+    std::vector<uint32_t> undone(m.tiles.size());
+    std::vector<uint64_t> elems(m.tiles.size());
+    const uint32_t n = csd_engine_undone(m.engine, undone.data(), elems.data(), static_cast<uint32_t>(undone.size()));
+    CHECK(n <= undone.size());
+    for (uint32_t i = 0; i < n; i++)
+      for (uint32_t p = 0; p < before.size(); p++)
+        if (undone[i] / 2 == p) std::copy(before[p].begin(), before[p].end(), m.params[p].begin());
+    CHECK(m.params == before);
+  }
+
+  uint64_t bytes(bool read) {
+    OK(csd_engine_wait_writes(m.engine, &m.error));
+    uint64_t sum = 0;
+    for (uint32_t d = 0; d < m.devices.size(); d++) {
+      csd_stats stats;
+      OK(csd_engine_stats(m.engine, d, &stats, &m.error));
+      sum += read ? stats.read_bytes : stats.write_bytes;
+    }
+    return sum;
+  }
+};
+
+// On all devices, with few buffers and in every order, the bits are the same, and each half moves once.
+void two_passes() {
+  const File a, b, c, d, e, f;
+  TwoPasses one({file(a, 1)}), files({file(b, 2, 1 << 30), paced(file(c, 3))}), memory({in_slots(d, 1)}),
+      mixed({in_slots(e, 3), file(f, 8)});
+  TwoPasses nothing({null()});
+  for (int step = 0; step < 12; step++) {
+    for (TwoPasses *t : {&one, &files, &memory, &mixed, &nothing})
+      OK(t->step(step % 2 ? CSD_AS_PUSHED : CSD_SAME_ORDER));
+    for (TwoPasses *t : {&one, &files, &memory, &mixed})
+      CHECK(t->bytes(true) == 8 * kTile * kTiles && t->bytes(false) == 8 * kTile * kTiles);
+    CHECK(one.m.params == files.m.params && one.m.params == memory.m.params && one.m.params == mixed.m.params);
+    if (step % 3) continue;  // otherwise windows are open, and what is read is not verified
+    const std::vector<float> state = one.m.state();
+    CHECK(finite(state) && state == files.m.state() && state == memory.m.state() && state == mixed.m.state());
+    for (TwoPasses *t : {&one, &files, &memory, &mixed}) OK(csd_engine_remap(t->m.engine, 0, &t->m.error));
+  }
+  TwoPasses in_place({ram()});
+  CHECK(in_place.begin() == CSD_EINVAL && strstr(in_place.m.error.text, "two passes"));
+}
+
+// Whatever has been done of both passes, an undone step leaves the states as they were.
+void undo_between_passes() {
+  const File a, b, c, d;
+  TwoPasses t({file(a, 2), file(b), in_slots(c, 2)}), same({file(d)});
+  for (TwoPasses *it : {&t, &same}) OK(it->step());
+  for (size_t pushed = 0; pushed <= 2 * kTiles; pushed++) {
+    const std::vector<float> before = t.m.state();
+    const std::vector<std::vector<char>> params = t.m.params;
+    if (pushed % 3) OK(csd_engine_remap(t.m.engine, 0, &t.m.error));
+    OK(t.begin(pushed % 2 ? CSD_AS_PUSHED : CSD_SAME_ORDER));
+    OK(t.push(pushed));
+    if (pushed % 4 == 0) usleep(2000);
+    if (pushed % 2 && pushed < 2 * kTiles) CHECK(csd_engine_finish(t.m.engine, 1, &t.m.error) == CSD_ESTATE);
+    else OK(csd_engine_finish(t.m.engine, 0, &t.m.error));
+    t.restore(params);
+    CHECK(t.m.state() == before);
+    if (pushed % 5) continue;
+    for (TwoPasses *it : {&t, &same}) OK(it->step());
+    CHECK(t.m.state() == same.m.state() && t.m.params == same.m.params);
+    if (pushed % 2) continue;
+    const std::vector<float> after = t.m.state();  // and a finished step can be taken back
+    const std::vector<std::vector<char>> now = t.m.params;
+    OK(t.step());
+    OK(csd_engine_take_back(t.m.engine, &t.m.error));
+    t.restore(now);
+    CHECK(t.m.state() == after);
+  }
+}
+
+// Reads and writes of either pass fail, within the step or after it.
+void failing_passes() {
+  for (int i = 0; i < 40; i++) {
+    const File a, b, c;
+    TwoPasses t({file(a, i % 3 ? kTiles : 2), in_slots(b, 3)}), same({file(c)});
+    for (TwoPasses *it : {&t, &same}) OK(it->step());
+    const std::vector<float> before = t.m.state();
+    const std::vector<std::vector<char>> params = t.m.params;
+    OK(csd_engine_remap(t.m.engine, 1, &t.m.error));
+    OK(t.begin());
+    const size_t n = 2 * kTiles;
+    int status = CSD_OK;
+    {
+      if (i % 2) status = t.push(kTiles + 2);  // pass 1 of all, pass 2 of the first parameter
+      usleep(500);
+      const ReadOnly now(a.fd);
+      if (status == CSD_OK && i % 2 == 0) status = t.push(n);
+      for (uint32_t tile = 2; status == CSD_OK && i % 2 && tile < kTiles; tile++) {
+        if (tile % 2 == 0) status = t.compute(tile);
+        if (status == CSD_OK) status = csd_engine_push(t.m.engine, tile | CSD_PASS_2, nullptr, &t.m.error);
+      }
+      const int ended = csd_engine_finish(t.m.engine, status == CSD_OK, &t.m.error);
+      if (status == CSD_OK) status = ended;
+      if (status == CSD_OK) CHECK(csd_engine_wait_writes(t.m.engine, &t.m.error) == CSD_EIO && t.begin() == CSD_EIO);
+    }
+    if (status != CSD_OK) {
+      CHECK(status == CSD_EIO);
+      t.restore(params);
+      CHECK(t.m.state() == before);
+      OK(t.step());
+    }
+    OK(same.step());
+    CHECK(t.m.state() == same.m.state() && t.m.params == same.m.params);
+  }
+}
+
+void no_memory_for_passes() {
+  for (const bool for_good : {false, true}) {
+    int64_t n = 1;
+    for (bool failed = true; failed; n += kNext) {
+      const File a, b, c;
+      TwoPasses t({file(a, 2), in_slots(b, 1)}, kFew), same({file(c)}, kFew);
+      csd_engine_events(t.m.engine, nullptr, 0);
+      for (TwoPasses *it : {&t, &same}) OK(it->step());
+      const std::vector<float> before = t.m.state();
+      const std::vector<std::vector<char>> params = t.m.params;
+      fail_at(n, for_good);
+      int status = t.step();
+      const int late = csd_engine_wait_writes(t.m.engine, &t.m.error);
+      failed = fail_at(0, false);
+      CHECK(status == CSD_OK || (failed && (status == CSD_ENOMEM || status == CSD_ESTATE)));
+      CHECK(late == CSD_OK || (failed && late == CSD_ENOMEM));
+      if (status != CSD_OK) {
+        t.restore(params);
+        CHECK(t.m.state() == before);
+        OK(t.step());
+      }
+      OK(same.step());
+      CHECK(t.m.state() == same.m.state() && t.m.params == same.m.params);
+    }
+  }
+}
+
 void many_engines_and_threads() {
   std::vector<std::thread> threads;
   for (int t = 0; t < 4; t++)
@@ -1449,6 +1652,10 @@ int main(int argc, char **argv) {
                {"paced devices", paced_devices},
                {"out of memory", out_of_memory},
                {"no memory for guesses", out_of_memory_in_guesses},
+               {"two passes", two_passes},
+               {"undone between passes", undo_between_passes},
+               {"failing passes", failing_passes},
+               {"no memory for passes", no_memory_for_passes},
                {"many engines and threads", many_engines_and_threads}};
   for (const auto &test : tests) {
     if (argc > 1 && !strstr(test.name, argv[1])) continue;

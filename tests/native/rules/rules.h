@@ -1,7 +1,8 @@
-// Replaces native/include/rules.h when tests/sanitize.py builds the engine: AdamW's rules, and two more that have one
-// and two sections.
+// Replaces native/include/rules.h when tests/sanitize.py builds the engine: AdamW's rules, two more that have one and two
+// sections, and a rule of two passes.
 #pragma once
 #include "adamw.h"
+#include "muon.h"
 
 constexpr uint32_t kPlain = 100, kHeavy = 101;  // as values of csd_rule
 
@@ -25,3 +26,7 @@ struct Descent {
   RULE(CSD_AMSGRAD, AdamW, 4, 4, true) \
   RULE(kPlain, Descent, 1, 1, false)   \
   RULE(kHeavy, Descent, 2, 2, false)
+
+#define CSD_PASSES(PASS)                   \
+  PASS(CSD_MUON_MOMENTUM, MuonMomentum, 1) \
+  PASS(CSD_MUON_APPLY, MuonApply, 2)
