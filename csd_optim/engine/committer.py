@@ -49,6 +49,14 @@ class Committer:
         elsewhere. Nothing has been touched then, and the next call tries again.
         """
 
+    def own_round(self) -> int:
+        """Do this rank's half of confirm(): wait until it has the last round, and return the number of that.
+
+        Raises CSDOSError; nothing has been touched then, and the next call tries again. If all ranks return the same
+        number, call note_confirmed().
+        """
+        return 0
+
     def await_round(self) -> int | None:
         """Wait until this rank has the last round, and return its number; None if only confirm() can tell.
 

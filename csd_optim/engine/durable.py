@@ -252,15 +252,18 @@ class DurableCommitter(Committer):
         self.background.on_progress()
 
     def confirm(self) -> None:
-        if self.ranks is None:
-            return self.states.check_whole()
         with self.all_ranks_or_none():
-            self.states.check_whole()
+            self.own_round()
+        if self.ranks and self.ranks.meet_here:
+            self.note_confirmed()
+
+    def own_round(self) -> int:
+        self.states.check_whole()
+        if self.ranks:
             if self._makes_round or self.rounds.withdrawn:  # no commit has begun yet, or a withdrawn round is left
                 self.commit()
             self.background.wait()
-        if self.ranks.meet_here:
-            self.note_confirmed()
+        return self.rounds.number
 
     def await_round(self) -> int | None:
         committed = self.background.succeeds() and not self._makes_round and self.rounds.unconfirmed

@@ -1,16 +1,33 @@
 """Rounds: commits of a step that several ranks make together.
 
 Each rank writes copy 0 during the next forward. Before anything overwrites the previous round, the ranks tell each
-other that all have copy 0; from then on the round counts. They do so in `confirm()` or, if the step goes on behind the
-program, in a vote in the background (overlap/together.py). They exchange nothing else: whichever rank dies, at any
+other that all have copy 0; from then on the round counts. They do so when they agree on the next step
+(step/agreement.py), in `confirm()` or, if the step goes on behind the program, in a vote in the background
+(overlap/together.py). They exchange nothing else: whichever rank dies, at any
 time, all ranks have one round in common. Between two rounds a rank may commit alone (what was written to its windows);
 such a commit belongs to the earlier round.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from ..errors import CSDRankError
 from ..store.format import Record
 from .commit import Commit
+
+
+def check_rounds(numbers: Iterable[int]) -> None:
+    """Raise CSDRankError unless all ranks have the same round.
+
+    If the link to an optimizer rank is lost as a step ends, or as states are loaded, one rank alone may lack that
+    round. Then the others must not give up the round before it.
+    """
+    if len(rounds := {*numbers}) > 1:
+        raise CSDRankError(
+            f"the optimizer ranks have not all made the last step, as a link was lost when it ended (rounds "
+            f"{sorted(rounds)}): start all trainers again with resume=True"
+        )
 
 
 class Rounds:

@@ -28,7 +28,6 @@ from ..params.state_map import StateMap
 from ..params.update_rule import UpdateRule
 from ..serve.address import Address, address_of
 from ..signals import defer_signals
-from ..step.agreement import agree_on_step
 from ..step.joining import StepHook
 from ..step.mode import InStep
 from ..step.steps import Steps
@@ -209,36 +208,20 @@ class CSDOptimizer(StatesOnDevices, Joinable):
         if failure and not self._ranks:
             raise failure
         with defer_signals(), engine.devices.interruptible(), self._mode.around_step(), engine.lock:
-            engine.committer.confirm()
-            steps = self._steps
-            steps.has_updated, steps.grad_norm = self._mode.under_way, None
-            scale = None if grad_scale is None else float(grad_scale)
-            failure = steps.why_undo_fails() or failure
-            if not (self._skipped or self._joined):
-                failure = failure or steps.why_grads_changed(unscaled=found_inf is not None and scale is None)
-            if failure and not self._ranks:
-                raise failure
-            if self._ranks:
-                agreed = agree_on_step(
-                    self._ranks,
-                    self._state_map.param_states,
-                    self.param_groups,
-                    sharded=self.sharded,
-                    descending=engine.descending,
-                    skips=self._skipped,
-                    taken=steps.steps_taken,
-                    joined=self._joined,
-                    mode=self._mode.kind,
-                    under_way=self._mode.under_way,
-                    scale=scale,
-                    failure=failure,
-                    reduced=steps.reduced,
-                )
-                self._skipped, steps.descending, scale = agreed.skips, agreed.descending, agreed.scale
+            agreed = self._steps.agree(
+                self._mode,
+                None if grad_scale is None else float(grad_scale),
+                failure,
+                sharded=self.sharded,
+                skips=self._skipped,
+                joined=self._joined,
+                unscaled=found_inf is not None and grad_scale is None,
+            )
+            self._skipped = agreed.skips
             if self._skipped:
                 self._mode.skip()
             else:
-                steps.take(self._mode, 1.0 if scale is None else 1.0 / scale)
+                self._steps.take(self._mode, 1.0 if agreed.scale is None else 1.0 / agreed.scale)
             self._step_seconds = time.perf_counter() - start
         return loss
 

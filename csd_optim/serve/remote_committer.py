@@ -13,6 +13,7 @@ import numpy as np
 
 from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..engine.committer import NOT_AGREED, Committer
+from ..engine.rounds import check_rounds
 from ..engine.states import States
 from ..errors import CSDError, CSDRankError, CSDTornError, CSDValueError
 from ..store.format import Record
@@ -82,20 +83,18 @@ class RemoteCommitter(Committer):
         self._link.request("discard_newer")
 
     def confirm(self) -> None:
-        if self._ranks is None:
-            return self._link.attach()
         with all_ranks_or_none(self._ranks) as exchanged:
-            if not self._native.is_stepping:  # a guess has begun only after all have that round
-                self._round = self._link.request("confirm").fields.integer("round", 0)
-            exchanged.own = self._round
-        # If a link is lost as a step ends, or as states are loaded, one rank alone may lack that round. Then the others
-        # must not give up the round before it.
-        if len(rounds := {*exchanged.by_ranks}) > 1:
-            raise CSDRankError(
-                f"the optimizer ranks have not all made the last step, as a link was lost when it ended (rounds "
-                f"{sorted(rounds)}): start all trainers again with resume=True"
-            )
-        self.note_confirmed()
+            exchanged.own = self.own_round()
+        if self._ranks:
+            check_rounds(exchanged.by_ranks)
+            self.note_confirmed()
+
+    def own_round(self) -> int:
+        if self._ranks is None:
+            self._link.attach()
+        elif not self._native.is_stepping:  # a guess has begun only after all have that round
+            self._round = self._link.request("confirm").fields.integer("round", 0)
+        return self._round
 
     def await_round(self) -> int | None:
         if self._link.is_lost:  # to attach again changes states, which only confirm() may do

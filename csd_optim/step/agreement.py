@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,7 +11,8 @@ import torch
 
 from ..distributed.ranks import Ranks
 from ..distributed.sharding import is_replicated
-from ..errors import CSDError, CSDRankError
+from ..engine.rounds import check_rounds
+from ..errors import CSDRankError
 from ..params.groups import Groups, members, name_of
 from ..params.strides import flat
 from .joining import copy_from_leader
@@ -34,6 +35,7 @@ class _Vote(NamedTuple):
     mode: int  # InStep.kind: whether overlap() was called, and how
     under_way: int  # the step has begun in backward, and only has to be ended
     failed: int  # it cannot take a step
+    round: int  # the last round of commits that it has; -1: it lacks that one
 
 
 @dataclass
@@ -58,15 +60,18 @@ def agree_on_step(
     mode: int,
     under_way: bool,
     scale: float | None,
-    failure: CSDError | None,
+    failure: BaseException | None,
+    round: int | None,
+    note_confirmed: Callable[[], None],
     reduced: Container[int] = (),
 ) -> StepAgreement:
     """Agree on a step with all ranks, before anything is changed; a collective.
 
     `placed`: the ids of parameters that have taken part before. `descending`: tiles would flow from the last to the
     first. `scale`: that of a GradScaler, which ranks that have `joined` lack. `failure`: why this rank cannot take a
-    step; it is raised, and CSDRankError on the other ranks. `mode`: see InStep.kind. `reduced`: the ids of parameters
-    whose gradients a hook of DDP has reduced, which has to be so on all ranks.
+    step; it is raised, and CSDRankError on the other ranks. `mode`: see InStep.kind. `round`: see
+    Committer.own_round(); None: that is what has failed. `note_confirmed`: called once all ranks have it, whatever else
+    fails. `reduced`: the ids of parameters whose gradients a hook of DDP has reduced, which has to be so on all ranks.
 
     Raises CSDRankError, on all ranks, if they cannot take this step together. In particular, replicas of a parameter
     that takes part for the first time must be equal.
@@ -78,12 +83,16 @@ def agree_on_step(
     def exchange_votes() -> list[_Vote]:
         names = _checksum([name for name, _ in replicated])
         new = _checksum([name for name, p in replicated if not is_bound(p)])
-        vote = _Vote(skips, taken, joined, names, new, descending, mode, under_way, failure is not None)
+        own = -1 if round is None else round
+        vote = _Vote(skips, taken, joined, names, new, descending, mode, under_way, failure is not None, own)
         return [_Vote(*numbers) for numbers in ranks.gather(*vote)]
 
     # In backward no parameter has joined, and these have changed already.
     replicated = _with_gradients(groups, reduced) if sharded and failure is None and not under_way else []
     votes = exchange_votes()
+    if all(vote.round >= 0 for vote in votes):
+        check_rounds(vote.round for vote in votes)
+        note_confirmed()
     if any(vote.failed for vote in votes):
         ranks.agree(failure)
     if len(steps := {vote.taken for vote in votes}) > 1:

@@ -22,6 +22,7 @@ from ..params.state_map import StateMap
 from ..params.strides import flat
 from ..store.format import Record
 from ..store.user_state import checked_user_state
+from .agreement import StepAgreement, agree_on_step
 from .all_gather import ParamAllGather
 from .given_states import GivenStates, given_states
 from .live import LiveStep
@@ -133,6 +134,58 @@ class Steps(Progress):
     def live(self, step: PreparedStep, record: Record | None, *, meets: bool = False) -> LiveStep:
         """Return a step to begin. `record`, `meets`: see LiveStep."""
         return LiveStep(self, self.engine, step, record, meets=meets)
+
+    def agree(
+        self,
+        mode: InStep,
+        scale: float | None,
+        failure: CSDError | None,
+        *,
+        sharded: bool,
+        skips: bool,
+        joined: bool,
+        unscaled: bool,
+    ) -> StepAgreement:
+        """Agree with all ranks on the next step, and that the last one counts, before anything is changed.
+
+        `scale`: of the gradients. `failure`: why this rank cannot take it. `joined`: see StepHook. `unscaled`: see
+        why_grads_changed(). Raises why some rank cannot take it, on all of them: a collective.
+        """
+        round, no_round = None, None
+        try:
+            round = self.engine.committer.own_round()
+        except BaseException as e:  # even an interrupt, as the others would wait
+            if self.ranks is None:
+                raise
+            no_round = e
+        self.has_updated, self.grad_norm = mode.under_way, None
+        not_undone = self.why_undo_fails()  # a collective, so all ranks call it
+        cause = no_round or not_undone or failure
+        if not (cause or skips or joined):
+            cause = self.why_grads_changed(unscaled=unscaled)
+        if self.ranks is None:
+            if cause:
+                raise cause
+            return StepAgreement(skips, descending=False, scale=scale)
+        agreed = agree_on_step(
+            self.ranks,
+            self.state_map.param_states,
+            self.groups,
+            sharded=sharded,
+            descending=self.engine.descending,
+            skips=skips,
+            taken=self.steps_taken,
+            joined=joined,
+            mode=mode.kind,
+            under_way=mode.under_way,
+            scale=scale,
+            failure=cause,
+            round=round,
+            note_confirmed=self.engine.committer.note_confirmed,
+            reduced=self.reduced,
+        )
+        self.descending = agreed.descending
+        return agreed
 
     def take(self, mode: InStep, grad_scale: float) -> None:
         """Take a step in step(), as `mode` does it. `grad_scale`: factor by which gradients are multiplied.

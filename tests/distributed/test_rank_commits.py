@@ -137,11 +137,11 @@ def dies_at(point, step):
         if is_of_the_step(commit):
             die()
 
-    def before_it_says_so(confirm, committer):
+    def before_it_says_so(own_round, committer):
         if committer.states.step == step:
             committer.background.wait()
             die()
-        confirm(committer)
+        return own_round(committer)
 
     def before_copy_1(complete, commit, in_parallel):
         if is_of_the_step(commit):
@@ -152,7 +152,7 @@ def dies_at(point, step):
         "within the step": (Engine, "finish", before_tiles_are_finished),
         "copy 0 on one device": (StoreFile, "publish", on_one_device),
         "after copy 0": (Commit, "prepare", after_copy_0),
-        "before confirm": (DurableCommitter, "confirm", before_it_says_so),
+        "before confirm": (DurableCommitter, "own_round", before_it_says_so),
         "before copy 1": (Commit, "complete", before_copy_1),
     }[point]
     return replaced(owner, name, function)

@@ -1,0 +1,63 @@
+"""How many collectives a step() needs: each one costs a round trip to all other ranks."""
+
+import contextlib
+import threading
+from collections import Counter
+
+import pytest
+import torch.distributed as dist
+from support.ranks import on_living_ranks
+from support.replacing import replaced
+from test_shared_updates import training_on
+
+STEPS, WARM_UP = 6, 3  # steps in all; those in which parameters join, groups are made, and the first guess is tried
+COLLECTIVES = ("all_to_all_single", "all_gather_single", "all_gather_into_tensor", "all_gather_object", "all_reduce")
+
+
+def counts(rank, kind, overlap, options):
+    """Return the number of collectives within each step(), and of those behind the program, by step."""
+    training, here, behind = training_on(rank, "this", overlap, kind, **options), Counter(), Counter()
+    within = False
+
+    def counted(collective, *args, **kwargs):
+        if threading.current_thread() is not threading.main_thread():
+            behind[training.steps] += 1
+        elif within:
+            here[training.steps] += 1
+        return collective(*args, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        for name in COLLECTIVES:
+            if hasattr(dist, name):
+                stack.enter_context(replaced(dist, name, counted))
+        for _ in range(STEPS):
+            training.backward()
+            within = True
+            training.opt.step()
+            within = False
+            training.opt.zero_grad()
+            training.opt.synchronize()  # the vote on this step is over
+    training.opt.close()
+    return [(here[k], behind[k]) for k in range(WARM_UP + 1, STEPS)]
+
+
+CLIP, EARLY, FREE = {"max_grad_norm": 0.5}, {"backward": True}, {"free_gradients": True}
+NAMED = {"named": True}
+CASES = [  # collectives within step(), and behind the program
+    ("DDP", None, {}, 4, 0),
+    ("DDP", None, NAMED, 4, 0),
+    ("FSDP2", None, NAMED, 4, 0),
+    ("DDP", None, {**NAMED, **CLIP}, 5, 0),
+    ("FSDP2", None, {**NAMED, **CLIP}, 6, 0),
+    ("DDP", {}, NAMED, 3, 1),
+    ("FSDP2", {}, NAMED, 3, 1),
+    ("FSDP2", {}, {**NAMED, **CLIP}, 5, 1),
+    ("FSDP2", EARLY, NAMED, 3, 1),
+    ("FSDP2", FREE, NAMED, 4, 1),
+]
+
+
+@pytest.mark.parametrize(("kind", "overlap", "options", "within", "behind"), CASES, ids=str)
+def test_collectives_of_a_step(kind, overlap, options, within, behind, tmp_path):
+    for counted in on_living_ranks(2, counts, kind, overlap, options, directory=tmp_path, seconds=60):
+        assert counted == [(within, behind)] * len(counted)
