@@ -282,8 +282,8 @@ class StepsInBackward(ConcurrentMode):
     # ---- in step() -------------------------------------------------------------
 
     @property
-    def under_way(self) -> bool:
-        return self._live is not None
+    def under_way(self) -> PreparedStep | None:
+        return self._live.step if self._live else None
 
     def before_step(self, *, scaled: bool) -> CSDError | None:
         """Undo the step, and return CSDRuntimeError, if step() cannot take it: see _mismatch()."""
@@ -300,7 +300,7 @@ class StepsInBackward(ConcurrentMode):
         self.undo()
         return CSDRuntimeError(f"overlap(free_gradients=True) cannot take this step, and it is undone: {why}")
 
-    def launch(self, step: PreparedStep | None, record: Record | None) -> bool:
+    def launch(self, step: PreparedStep | None, record: Record | None, *, all_can: bool) -> bool:
         self._get_ready()
         return False
 
@@ -345,7 +345,7 @@ class StepsInBackward(ConcurrentMode):
             return "a learning rate, or another hyperparameter, was changed between backward and step()"
         return ""
 
-    def end_step(self, record: Record | None) -> None:
+    def end_step(self, record: Record | None, *, all_can_undo: bool) -> None:
         """Complete the step with the tiles that were not pushed in backward; undo it if that fails."""
         live, lent = self._live, self._lent
         assert live
@@ -363,7 +363,8 @@ class StepsInBackward(ConcurrentMode):
             spec.plan = dataclasses.replace(spec.plan, params=params, param_states=took_part)
 
         try:
-            live.run(descending=True, pushed=push_rest)  # backward makes the last gradients first
+            # Backward makes the last gradients first.
+            live.run(descending=True, all_can_undo=all_can_undo, pushed=push_rest)
         except BaseException:
             self.undo()
             raise

@@ -97,16 +97,18 @@ class Overlap(ConcurrentMode):
         if self._early:
             self._early.compare(spec)
 
-    def launch(self, step: PreparedStep | None, record: Record | None) -> bool:
+    def can_launch(self, step: PreparedStep | None) -> bool:
         can = step is not None and self._steps.can_land_later(step)
-        if self.together:
-            gather = step.gather if step else None
-            can = self.together.all_can(can and bool(self._guards.guarded), gather)
-        if can and step is not None:
-            self._fly(step, record)
-        else:
+        return can and not (self.together and not self._guards.guarded)
+
+    def launch(self, step: PreparedStep | None, record: Record | None, *, all_can: bool) -> bool:
+        if step is None or not all_can:
             self._undo_early("what devices cannot reach")
-        return can
+            return False
+        if self.together:
+            self.together.get_ready(step.gather)
+        self._fly(step, record)
+        return True
 
     def _fly(self, step: PreparedStep, record: Record | None) -> None:
         """Launch the step. Raises what a step raises; with several ranks, the next meeting raises it."""

@@ -183,27 +183,23 @@ class Together:
         self.vote: Vote | None = None  # on the last launched step, until the ranks have met
         self._failure: BaseException | None = None  # made the step fail here
 
-    def all_can(self, can: bool, gather: ParamAllGather | None) -> bool:
-        """Return whether all ranks can launch their step. A collective. `gather`: of parameters that they share."""
-        can = all(there for (there,) in self._ranks.gather(can))
-        if can:
-            self.get_ready()
-        if can and gather:
-            for ranks in gather.groups:
-                if ranks not in self._carriers.values():
-                    self._carriers[ranks] = ranks.borrow()
-            gather.travel_by(self._carriers)
-        return can
-
     @property
     def kind(self) -> int:
         """1 or 2, by whether get_ready() has been called: see InStep.kind."""
         return 1 + (self._control is not None)
 
-    def get_ready(self) -> None:
-        """Make what votes need, in the first step in which it is known that all ranks overlap: a collective."""
+    def get_ready(self, gather: ParamAllGather | None = None) -> None:
+        """Make what votes need, in the first step in which it is known that all ranks overlap: a collective.
+
+        `gather`: of parameters that the ranks share, if it is to go on behind the program.
+        """
         if self._control is None:
             self._control = self._ranks.borrow()
+        if gather:
+            for ranks in gather.groups:
+                if ranks not in self._carriers.values():
+                    self._carriers[ranks] = ranks.borrow()
+            gather.travel_by(self._carriers)
 
     @property
     def has_met(self) -> bool:
@@ -211,7 +207,7 @@ class Together:
         return self.vote is None or self.vote.verdict is Verdict.KEPT
 
     def launched(self, live: LiveStep, flight: Flight | None) -> None:
-        """Begin to vote on a step, after all_can(). `flight`: None if this rank could not launch it."""
+        """Begin to vote on a step, after get_ready(). `flight`: None if this rank could not launch it."""
         assert self._control
         self.vote = Vote(self._control, self._carriers.values(), self._engine, live, flight)
         self.vote.begin()

@@ -269,11 +269,13 @@ class LiveStep:
 
     # ---- within step() ---------------------------------------------------------------
 
-    def run(self, *, descending: bool, pushed: Callable[[], None] | None = None) -> None:
+    def run(self, *, descending: bool, all_can_undo: bool, pushed: Callable[[], None] | None = None) -> None:
         """READY to KEPT, or UNDONE if it fails on any rank: a collective.
 
-        `descending`: ranks exchange the last bucket first. `pushed`: given if it is OPEN: requests it, returns when all
-        tiles are pushed, and those of images have arrived, and raises what a step raises.
+        `descending`: ranks exchange the last bucket first. `all_can_undo`: all ranks can undo it even when it is
+        complete; else no rank completes it before all have updated their tiles, which takes one more collective.
+        `pushed`: given if it is OPEN: requests it, returns when all tiles are pushed, and those of images have arrived,
+        and raises what a step raises.
         """
         step, gather = self.step, self.step.gather
         if gather:
@@ -285,9 +287,11 @@ class LiveStep:
                 finally:
                     if gather:
                         gather.finish()
-            # An owner may fail until here. This is not part of the vote before, as not every step can be taken back.
-            with all_ranks_or_none(self.progress.ranks):
-                self._end()
+                if all_can_undo:
+                    self._end()
+            if not all_can_undo:
+                with all_ranks_or_none(self.progress.ranks):  # an owner may fail until here
+                    self._end()
         except BaseException:
             if self.phase is not Phase.LANDED:
                 self.undo(gather)

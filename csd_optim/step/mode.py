@@ -23,12 +23,15 @@ class InStep:
         return 0
 
     @property
-    def under_way(self) -> bool:
-        """Whether the step that step() is to take has begun in backward, so that step() only has to end it."""
-        return False
+    def under_way(self) -> PreparedStep | None:
+        """The step that step() is to take, if it has begun in backward, so that step() only has to end it."""
+        return None
 
-    def end_step(self, record: Record | None) -> None:
-        """End a step that began in backward. `record`: for its commit. Raises what a step raises."""
+    def end_step(self, record: Record | None, *, all_can_undo: bool) -> None:
+        """End a step that began in backward. For `record` and `all_can_undo` see LiveStep. Raises what a step raises.
+
+        A collective.
+        """
         raise NotImplementedError
 
     def before_step(self, *, scaled: bool) -> CSDError | None:
@@ -47,11 +50,14 @@ class InStep:
     def compare(self, spec: StepSpec) -> None:
         """Examine what a step will do, before it changes anything."""
 
-    def launch(self, step: PreparedStep | None, record: Record | None) -> bool:
-        """Start the step, which then runs concurrently with the program. Within around_step().
+    def can_launch(self, step: PreparedStep | None) -> bool:
+        """Return whether launch() can start the step here. `step` None: this rank has nothing to do."""
+        return False
 
-        Returns False if the step has to run within step(). `step` None: this rank has nothing to do. Raises what a step
-        raises. A collective.
+    def launch(self, step: PreparedStep | None, record: Record | None, *, all_can: bool) -> bool:
+        """Start the step, which then runs concurrently with the program, if all ranks can. Within around_step().
+
+        Returns False if the step has to run within step(). Raises what a step raises. A collective.
         """
         return False
 

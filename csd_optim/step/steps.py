@@ -158,7 +158,7 @@ class Steps(Progress):
             if self.ranks is None:
                 raise
             no_round = e
-        self.has_updated, self.grad_norm = mode.under_way, None
+        self.has_updated, self.grad_norm = mode.under_way is not None, None
         not_undone = self.why_undo_fails()  # a collective, so all ranks call it
         cause = no_round or not_undone or failure
         if not (cause or skips or joined):
@@ -177,7 +177,7 @@ class Steps(Progress):
             taken=self.steps_taken,
             joined=joined,
             mode=mode.kind,
-            under_way=mode.under_way,
+            under_way=mode.under_way is not None,
             scale=scale,
             failure=cause,
             round=round,
@@ -194,35 +194,45 @@ class Steps(Progress):
         """
         self.grad_scale = grad_scale
         if mode.under_way:
-            with all_ranks_or_none(self.ranks):
+            with all_ranks_or_none(self.ranks) as said:
                 record = self.record()
-            return mode.end_step(record)
-        with all_ranks_or_none(self.ranks):
+                said.own = self._abilities(mode, mode.under_way)
+            return mode.end_step(record, all_can_undo=all(can_undo for _, can_undo in said.by_ranks))
+        with all_ranks_or_none(self.ranks) as said:
             record = self.record()
             self.resume.begin_step(self.engine, self.groups)
             taking_part, options = self._taking_part(), self.options
             mode.check(taking_part)
             if options.max_grad_norm is None:
                 step = self._prepare(taking_part, grad_scale, options, mode.compare)
+                said.own = self._abilities(mode, step)
         if options.max_grad_norm is not None:  # clip_scale() is a collective: call it only when no rank has raised
             scale, self.grad_norm = clip_scale(
                 self.groups, self.state_map, grad_scale, options.max_grad_norm, options.reduced
             )
-            with all_ranks_or_none(self.ranks):
+            with all_ranks_or_none(self.ranks) as said:
                 step = self._prepare(taking_part, grad_scale * scale, options, mode.compare)
-        if mode.launch(step, record):
+                said.own = self._abilities(mode, step)
+        all_can_launch, all_can_undo = map(all, zip(*said.by_ranks, strict=True))
+        if mode.launch(step, record, all_can=all_can_launch):
             return
         if step is not None:
-            self.live(step, record).run(descending=self.descending)
+            self.live(step, record).run(descending=self.descending, all_can_undo=all_can_undo)
         elif self.ranks is not None:
-            self._take_without_gradients(record)
+            self._take_without_gradients(record, all_can_undo=all_can_undo)
 
-    def _take_without_gradients(self, record: Record | None) -> None:
-        """Count and commit a step of the other ranks, for which this rank has no gradients."""
+    def _abilities(self, mode: InStep, step: PreparedStep | None) -> tuple[bool, bool]:
+        """Return whether this rank can launch the step, and whether it can undo it even when it is complete here."""
+        can_undo = step is None or (self.can_undo(step) and (step.near is None or step.near.undoes))
+        return mode.can_launch(step), can_undo
+
+    def _take_without_gradients(self, record: Record | None, *, all_can_undo: bool) -> None:
+        """Count and commit a step of the other ranks, for which this rank has no gradients; vote as LiveStep.run()."""
         with all_ranks_or_none(self.ranks):
             self.state_map.fill(self.engine)
-        with all_ranks_or_none(self.ranks):  # the others end the step, as LiveStep.run() does
-            pass
+        if not all_can_undo:
+            with all_ranks_or_none(self.ranks):
+                pass
         self.steps_taken += 1
         self.engine.states.step += 1
         self.state_map.describe(self.engine, self.groups)

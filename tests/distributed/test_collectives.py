@@ -44,16 +44,17 @@ def counts(rank, kind, overlap, options):
 CLIP, EARLY, FREE = {"max_grad_norm": 0.5}, {"backward": True}, {"free_gradients": True}
 NAMED = {"named": True}
 CASES = [  # collectives within step(), and behind the program
-    ("DDP", None, {}, 4, 0),
-    ("DDP", None, NAMED, 4, 0),
-    ("FSDP2", None, NAMED, 4, 0),
-    ("DDP", None, {**NAMED, **CLIP}, 5, 0),
-    ("FSDP2", None, {**NAMED, **CLIP}, 6, 0),
-    ("DDP", {}, NAMED, 3, 1),
-    ("FSDP2", {}, NAMED, 3, 1),
-    ("FSDP2", {}, {**NAMED, **CLIP}, 5, 1),
-    ("FSDP2", EARLY, NAMED, 3, 1),
-    ("FSDP2", FREE, NAMED, 4, 1),
+    ("DDP", None, {}, 3, 0),
+    ("DDP", None, NAMED, 3, 0),
+    ("FSDP2", None, NAMED, 3, 0),
+    ("DDP", None, {"topk": 0.1, "width": 96}, 4, 0),  # whose steps cannot be undone when they are complete
+    ("DDP", None, {**NAMED, **CLIP}, 4, 0),
+    ("FSDP2", None, {**NAMED, **CLIP}, 5, 0),
+    ("DDP", {}, NAMED, 2, 1),
+    ("FSDP2", {}, NAMED, 2, 1),
+    ("FSDP2", {}, {**NAMED, **CLIP}, 4, 1),
+    ("FSDP2", EARLY, NAMED, 2, 1),
+    ("FSDP2", FREE, NAMED, 3, 1),
 ]
 
 
