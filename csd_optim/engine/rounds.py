@@ -63,8 +63,8 @@ class Rounds:
         Copy 0 may contain that round. No resume continues from it, because not all ranks have it. But the next round
         gets the same number, so confirm() commits once more before that, which overwrites the withdrawn one.
         """
-        self.withdrawn = True
         if not self.confirm():
             return None
+        self.withdrawn = True
         self.number, self.step = self.number - 1, step
         return self._record_before
