@@ -208,7 +208,7 @@ class CSDOptimizer(StatesOnDevices, Joinable):
         if failure and not self._ranks:
             raise failure
         with defer_signals(), engine.devices.interruptible(), self._mode.around_step(), engine.lock:
-            agreed = self._steps.agree(
+            self._skipped = self._steps.step(
                 self._mode,
                 None if grad_scale is None else float(grad_scale),
                 failure,
@@ -217,11 +217,6 @@ class CSDOptimizer(StatesOnDevices, Joinable):
                 joined=self._joined,
                 unscaled=found_inf is not None and grad_scale is None,
             )
-            self._skipped = agreed.skips
-            if self._skipped:
-                self._mode.skip()
-            else:
-                self._steps.take(self._mode, 1.0 if agreed.scale is None else 1.0 / agreed.scale)
             self._step_seconds = time.perf_counter() - start
         return loss
 

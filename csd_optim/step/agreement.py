@@ -36,6 +36,27 @@ class _Vote(NamedTuple):
     under_way: int  # the step has begun in backward, and only has to be ended
     failed: int  # it cannot take a step
     round: int  # the last round of commits that it has; -1: it lacks that one
+    # As in Offer:
+    is_examined: int
+    is_prepared: int
+    can_launch: int
+    can_undo: int
+
+
+class Abilities(NamedTuple):
+    """What a rank, or all ranks, can do with a prepared step."""
+
+    can_launch: bool  # let it go on after step()
+    can_undo: bool  # undo it even when it is complete here
+
+
+class Offer(NamedTuple):
+    """What a rank has got ready for a step before the ranks agree on it."""
+
+    is_examined: bool  # it knows what takes part; that could have failed
+    is_prepared: bool  # nothing is left that could fail before it begins; the rest holds if this does
+    can_launch: bool
+    can_undo: bool
 
 
 @dataclass
@@ -45,6 +66,9 @@ class StepAgreement:
     skips: bool  # true if any rank has an overflow
     descending: bool
     scale: float | None  # of the gradients
+    has_joined: bool = False  # some rank has run out of data: what was ready before is out of date
+    is_examined: bool = False  # all ranks have examined it
+    abilities: Abilities | None = None  # of all ranks; None: not all have prepared it
 
 
 def agree_on_step(
@@ -63,6 +87,7 @@ def agree_on_step(
     failure: BaseException | None,
     round: int | None,
     note_confirmed: Callable[[], None],
+    offer: Offer,
     reduced: Container[int] = (),
 ) -> StepAgreement:
     """Agree on a step with all ranks, before anything is changed; a collective.
@@ -71,7 +96,8 @@ def agree_on_step(
     first. `scale`: that of a GradScaler, which ranks that have `joined` lack. `failure`: why this rank cannot take a
     step; it is raised, and CSDRankError on the other ranks. `mode`: see InStep.kind. `round`: see
     Committer.own_round(); None: that is what has failed. `note_confirmed`: called once all ranks have it, whatever else
-    fails. `reduced`: the ids of parameters whose gradients a hook of DDP has reduced, which has to be so on all ranks.
+    fails. `offer`: what is ready here. `reduced`: the ids of parameters whose gradients a hook of DDP has reduced,
+    which has to be so on all ranks.
 
     Raises CSDRankError, on all ranks, if they cannot take this step together. In particular, replicas of a parameter
     that takes part for the first time must be equal.
@@ -84,7 +110,7 @@ def agree_on_step(
         names = _checksum([name for name, _ in replicated])
         new = _checksum([name for name, p in replicated if not is_bound(p)])
         own = -1 if round is None else round
-        vote = _Vote(skips, taken, joined, names, new, descending, mode, under_way, failure is not None, own)
+        vote = _Vote(skips, taken, joined, names, new, descending, mode, under_way, failure is not None, own, *offer)
         return [_Vote(*numbers) for numbers in ranks.gather(*vote)]
 
     # In backward no parameter has joined, and these have changed already.
@@ -103,7 +129,7 @@ def agree_on_step(
         )
     if len({vote.under_way for vote in votes}) > 1:
         raise CSDRankError("backward has begun the step on some of the ranks only: they need gradients alike")
-    if any(vote.joined for vote in votes):
+    if has_joined := any(vote.joined for vote in votes):
         leader = [vote.joined for vote in votes].index(0)
         scale = copy_from_leader(ranks, leader, groups, scale, joined=joined)
         replicated = _with_gradients(groups, reduced) if sharded else []
@@ -125,7 +151,12 @@ def agree_on_step(
                 "replicas, as DistributedDataParallel makes them. If each rank trains a model of its own, it needs a "
                 f"process_group of its own; if they are parts of one model, sharded=False. {SHARDED_ADVICE}"
             )
-    return StepAgreement(any(vote.skips for vote in votes), bool(votes[0].descending), scale)
+    agreed = StepAgreement(any(vote.skips for vote in votes), bool(votes[0].descending), scale, has_joined)
+    if not has_joined:
+        agreed.is_examined = all(vote.is_examined for vote in votes)
+        if all(vote.is_prepared for vote in votes):
+            agreed.abilities = Abilities(all(vote.can_launch for vote in votes), all(vote.can_undo for vote in votes))
+    return agreed
 
 
 def _digest(p: torch.Tensor) -> tuple[Any, ...]:

@@ -224,6 +224,29 @@ def _own_part(state: ParamState, g: torch.Tensor, reduced: Rows) -> torch.Tensor
     return g if state.part.is_whole else state.part.of(g)
 
 
+def is_steady(state_map: StateMap, plan: StepPlan) -> bool:
+    """Return whether the plan still holds, and nothing was written from outside."""
+    same = plan.changes == state_map.changes and state_map.intact() and not state_map.unfilled
+    return same and not any(state.is_dirty for state in state_map.param_states.values())
+
+
+def repeats(
+    engine: Engine,
+    state_map: StateMap,
+    plan: StepPlan | None,
+    groups: Groups,
+    taking_part: Participants,
+    options: GradOptions,
+) -> bool:
+    """Return whether the step is like that of `plan`, so that preparing it changes nothing."""
+    if plan is None or options.grad_dtype is not plan.grad_dtype or not is_steady(state_map, plan):
+        return False
+    if len(taking_part.params) != len(plan.params) or not all(map(is_, taking_part.params, plan.params)):
+        return False
+    topk = options.topk is not None or any(group.get("topk") is not None for group in groups)
+    return not (topk or engine.states.residuals)
+
+
 def foresee(
     engine: Engine,
     rule_of: RuleOf,
@@ -238,9 +261,7 @@ def foresee(
     Returns None if something has changed since, or if gradients have to be converted before they are pushed. Raises
     what specify() raises.
     """
-    if plan.changes != state_map.changes or not state_map.intact() or state_map.unfilled:
-        return None
-    if any(state.is_dirty for state in state_map.param_states.values()):
+    if not is_steady(state_map, plan):
         return None
     if not all(
         state.direct_dtype

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,18 +23,30 @@ from ..params.state_map import StateMap
 from ..params.strides import flat
 from ..store.format import Record
 from ..store.user_state import checked_user_state
-from .agreement import StepAgreement, agree_on_step
+from .agreement import Abilities, Offer, StepAgreement, agree_on_step
 from .all_gather import ParamAllGather
 from .given_states import GivenStates, given_states
 from .live import LiveStep
 from .mode import InStep
 from .near_updates import NearUpdate, NearUpdates, parameters_of_new
-from .prepare import add_residuals, apply_outside_writes, bind, clip_scale, foresee, participants, specify
+from .prepare import add_residuals, apply_outside_writes, bind, clip_scale, foresee, participants, repeats, specify
 from .prepared import PreparedStep
 from .progress import Progress
 from .resume import Resume
 from .spec import Arguments, GradOptions, Participants, StepPlan, StepSpec
 from .staging import BUFFERS_PER_DEVICE, StagingRing
+
+
+@dataclass
+class Ready:
+    """What this rank has got ready for a step."""
+
+    record: Record | None = None  # for its commit
+    taking_part: Participants = field(init=False)  # not of a step that began in backward, likewise:
+    options: GradOptions = field(init=False)
+    step: PreparedStep | None = None  # None: it has nothing to do
+    is_examined: bool = False  # all but `step` is there
+    is_prepared: bool = False
 
 
 class Steps(Progress):
@@ -135,7 +148,7 @@ class Steps(Progress):
         """Return a step to begin. `record`, `meets`: see LiveStep."""
         return LiveStep(self, self.engine, step, record, meets=meets)
 
-    def agree(
+    def step(
         self,
         mode: InStep,
         scale: float | None,
@@ -145,11 +158,11 @@ class Steps(Progress):
         skips: bool,
         joined: bool,
         unscaled: bool,
-    ) -> StepAgreement:
-        """Agree with all ranks on the next step, and that the last one counts, before anything is changed.
+    ) -> bool:
+        """Take a step in step(), as `mode` does it, unless some rank skips it. Returns whether it was skipped.
 
         `scale`: of the gradients. `failure`: why this rank cannot take it. `joined`: see StepHook. `unscaled`: see
-        why_grads_changed(). Raises why some rank cannot take it, on all of them: a collective.
+        why_grads_changed(). Raises what a step raises, and if some rank cannot take it, on all of them: a collective.
         """
         round, no_round = None, None
         try:
@@ -160,71 +173,101 @@ class Steps(Progress):
             no_round = e
         self.has_updated, self.grad_norm = mode.under_way is not None, None
         not_undone = self.why_undo_fails()  # a collective, so all ranks call it
-        cause = no_round or not_undone or failure
+        cause, ready = no_round or not_undone or failure, Ready()
         if not (cause or skips or joined):
             cause = self.why_grads_changed(unscaled=unscaled)
         if self.ranks is None:
             if cause:
                 raise cause
-            return StepAgreement(skips, descending=False, scale=scale)
-        agreed = agree_on_step(
-            self.ranks,
-            self.state_map.param_states,
-            self.groups,
-            sharded=sharded,
-            descending=self.engine.descending,
-            skips=skips,
-            taken=self.steps_taken,
-            joined=joined,
-            mode=mode.kind,
-            under_way=mode.under_way is not None,
-            scale=scale,
-            failure=cause,
-            round=round,
-            note_confirmed=self.engine.committer.note_confirmed,
-            reduced=self.reduced,
-        )
-        self.descending = agreed.descending
-        return agreed
-
-    def take(self, mode: InStep, grad_scale: float) -> None:
-        """Take a step in step(), as `mode` does it. `grad_scale`: factor by which gradients are multiplied.
-
-        Raises what a step raises. A collective.
-        """
-        self.grad_scale = grad_scale
-        if mode.under_way:
-            with all_ranks_or_none(self.ranks) as said:
-                record = self.record()
-                said.own = self._abilities(mode, mode.under_way)
-            return mode.end_step(record, all_can_undo=all(can_undo for _, can_undo in said.by_ranks))
-        with all_ranks_or_none(self.ranks) as said:
-            record = self.record()
-            self.resume.begin_step(self.engine, self.groups)
-            taking_part, options = self._taking_part(), self.options
-            mode.check(taking_part)
-            if options.max_grad_norm is None:
-                step = self._prepare(taking_part, grad_scale, options, mode.compare)
-                said.own = self._abilities(mode, step)
-        if options.max_grad_norm is not None:  # clip_scale() is a collective: call it only when no rank has raised
-            scale, self.grad_norm = clip_scale(
-                self.groups, self.state_map, grad_scale, options.max_grad_norm, options.reduced
+            agreed = StepAgreement(skips, descending=False, scale=scale)
+        else:
+            if not (cause or skips or joined):
+                try:
+                    self._get_ready_early(mode, ready, scale)
+                except BaseException as e:
+                    cause = e
+            agreed = agree_on_step(
+                self.ranks,
+                self.state_map.param_states,
+                self.groups,
+                sharded=sharded,
+                descending=self.engine.descending,
+                skips=skips,
+                taken=self.steps_taken,
+                joined=joined,
+                mode=mode.kind,
+                under_way=mode.under_way is not None,
+                scale=scale,
+                failure=cause,
+                round=round,
+                note_confirmed=self.engine.committer.note_confirmed,
+                offer=Offer(ready.is_examined, ready.is_prepared, *self._abilities(mode, ready.step)),
+                reduced=self.reduced,
             )
-            with all_ranks_or_none(self.ranks) as said:
-                step = self._prepare(taking_part, grad_scale * scale, options, mode.compare)
-                said.own = self._abilities(mode, step)
-        all_can_launch, all_can_undo = map(all, zip(*said.by_ranks, strict=True))
-        if mode.launch(step, record, all_can=all_can_launch):
-            return
-        if step is not None:
-            self.live(step, record).run(descending=self.descending, all_can_undo=all_can_undo)
-        elif self.ranks is not None:
-            self._take_without_gradients(record, all_can_undo=all_can_undo)
+        if agreed.skips:
+            mode.skip()
+        else:
+            self._take(mode, agreed, Ready() if agreed.has_joined else ready)
+        return agreed.skips
 
-    def _abilities(self, mode: InStep, step: PreparedStep | None) -> tuple[bool, bool]:
-        """Return whether this rank can launch the step, and whether it can undo it even when it is complete here."""
+    def _take(self, mode: InStep, agreed: StepAgreement, ready: Ready) -> None:
+        """Take a step on which all ranks have agreed. Raises what a step raises. A collective."""
+        self.descending, abilities = agreed.descending, agreed.abilities
+        scale = self.grad_scale = _factor(agreed.scale)
+        max_norm = self._alive().max_grad_norm
+        if max_norm is not None and not mode.under_way:
+            if not agreed.is_examined:
+                with all_ranks_or_none(self.ranks):
+                    self._examine(mode, ready)
+            # A collective: call it only when no rank has raised.
+            clip, self.grad_norm = clip_scale(self.groups, self.state_map, scale, max_norm, ready.options.reduced)
+            scale *= clip
+        if abilities is None:
+            with all_ranks_or_none(self.ranks) as said:
+                if not ready.is_examined:
+                    self._examine(mode, ready)
+                if not ready.is_prepared:
+                    self._prepare_ready(mode, ready, scale)
+                said.own = self._abilities(mode, ready.step)
+            abilities = Abilities(*map(all, zip(*said.by_ranks, strict=True)))
+        step, record = ready.step, ready.record
+        if mode.under_way:
+            mode.end_step(record, all_can_undo=abilities.can_undo)
+        elif mode.launch(step, record, all_can=abilities.can_launch):
+            pass
+        elif step is not None:
+            self.live(step, record).run(descending=self.descending, all_can_undo=abilities.can_undo)
+        elif self.ranks is not None:
+            self._take_without_gradients(record, all_can_undo=abilities.can_undo)
+
+    def _get_ready_early(self, mode: InStep, ready: Ready, scale: float | None) -> None:
+        """Get ready for a step, as far as that changes nothing: the ranks have not agreed on it yet."""
+        if self.resume.pending:
+            return
+        self._examine(mode, ready)
+        if ready.is_prepared or ready.options.max_grad_norm is not None:
+            return
+        if repeats(self.engine, self.state_map, self.plan, self.groups, ready.taking_part, ready.options):
+            self._prepare_ready(mode, ready, _factor(scale))
+
+    def _examine(self, mode: InStep, ready: Ready) -> None:
+        """Examine what takes part in a step. Raises what a step raises."""
+        ready.record = self.record()
+        if mode.under_way:
+            ready.step, ready.is_prepared = mode.under_way, True
+        else:
+            self.resume.begin_step(self.engine, self.groups)
+            ready.taking_part, ready.options = self._taking_part(), self.options
+            mode.check(ready.taking_part)
+        ready.is_examined = True
+
+    def _prepare_ready(self, mode: InStep, ready: Ready, grad_scale: float) -> None:
+        ready.step = self._prepare(ready.taking_part, grad_scale, ready.options, mode.compare)
+        ready.is_prepared = True
+
+    def _abilities(self, mode: InStep, step: PreparedStep | None) -> Abilities:
         can_undo = step is None or (self.can_undo(step) and (step.near is None or step.near.undoes))
-        return mode.can_launch(step), can_undo
+        return Abilities(mode.can_launch(step), can_undo)
 
     def _take_without_gradients(self, record: Record | None, *, all_can_undo: bool) -> None:
         """Count and commit a step of the other ranks, for which this rank has no gradients; vote as LiveStep.run()."""
@@ -424,3 +467,8 @@ class Steps(Progress):
         has_residuals = step.spec.with_residual or engine.states.residuals  # residuals have a single copy
         written = step.spec.written or engine.truth.is_written or engine.decoded.masters_written
         return not (has_residuals or written)
+
+
+def _factor(scale: float | None) -> float:
+    """Return by what gradients of this scale are multiplied."""
+    return 1.0 if scale is None else 1.0 / scale

@@ -7,8 +7,15 @@ from collections import Counter
 import pytest
 import torch.distributed as dist
 from support.ranks import on_living_ranks
-from support.replacing import replaced
+from support.replacing import failing, replaced
+from test_distributed import raised_by
+from test_overlap_on_ranks import now
 from test_shared_updates import training_on
+
+from csd_optim import CSDOSError
+from csd_optim.engine.durable import DurableCommitter
+from csd_optim.errors import CSDRankError
+from csd_optim.step.steps import Steps
 
 STEPS, WARM_UP = 6, 3  # steps in all; those in which parameters join, groups are made, and the first guess is tried
 COLLECTIVES = ("all_to_all_single", "all_gather_single", "all_gather_into_tensor", "all_gather_object", "all_reduce")
@@ -42,19 +49,19 @@ def counts(rank, kind, overlap, options):
 
 
 CLIP, EARLY, FREE = {"max_grad_norm": 0.5}, {"backward": True}, {"free_gradients": True}
-NAMED = {"named": True}
+NAMED, TOPK = {"named": True}, {"topk": 0.1, "width": 96}
 CASES = [  # collectives within step(), and behind the program
-    ("DDP", None, {}, 3, 0),
-    ("DDP", None, NAMED, 3, 0),
-    ("FSDP2", None, NAMED, 3, 0),
-    ("DDP", None, {"topk": 0.1, "width": 96}, 4, 0),  # whose steps cannot be undone when they are complete
-    ("DDP", None, {**NAMED, **CLIP}, 4, 0),
-    ("FSDP2", None, {**NAMED, **CLIP}, 5, 0),
-    ("DDP", {}, NAMED, 2, 1),
-    ("FSDP2", {}, NAMED, 2, 1),
-    ("FSDP2", {}, {**NAMED, **CLIP}, 4, 1),
-    ("FSDP2", EARLY, NAMED, 2, 1),
-    ("FSDP2", FREE, NAMED, 3, 1),
+    ("DDP", None, {}, 2, 0),
+    ("DDP", None, NAMED, 2, 0),
+    ("FSDP2", None, NAMED, 2, 0),
+    ("DDP", None, TOPK, 4, 0),  # its steps cannot be undone when they are complete
+    ("DDP", None, {**NAMED, **CLIP}, 3, 0),
+    ("FSDP2", None, {**NAMED, **CLIP}, 4, 0),
+    ("DDP", {}, NAMED, 1, 1),
+    ("FSDP2", {}, NAMED, 1, 1),
+    ("FSDP2", {}, {**NAMED, **CLIP}, 3, 1),
+    ("FSDP2", EARLY, NAMED, 1, 1),
+    ("FSDP2", FREE, NAMED, 2, 1),
 ]
 
 
@@ -62,3 +69,48 @@ CASES = [  # collectives within step(), and behind the program
 def test_collectives_of_a_step(kind, overlap, options, within, behind, tmp_path):
     for counted in on_living_ranks(2, counts, kind, overlap, options, directory=tmp_path, seconds=60):
         assert counted == [(within, behind)] * len(counted)
+
+
+def cannot_prepare(rank, overlap, options):
+    """One rank fails before or after the ranks have agreed: nobody has taken the step, and the next call does."""
+    seen = []
+    for fails in False, True:
+        training = training_on(rank, str(fails), overlap, "FSDP2" if overlap == FREE else "DDP", **NAMED, **options)
+        opt = training.opt
+        for k in range(STEPS):
+            if k == 3:
+                opt.synchronize()
+                before = now(training)
+            training.backward()
+            if fails and k in (0, 3):
+                parts = {"record": Steps, "own_round": DurableCommitter}
+                if overlap != FREE:
+                    parts |= {"_prepare": Steps, "_taking_part": Steps}
+                for method, owner in parts.items():
+                    with failing(owner, method, int(rank == 1), "no memory"):
+                        said = raised_by(opt.step)
+                    assert isinstance(said, CSDOSError if rank == 1 else CSDRankError)
+                    assert "no memory" in str(said)
+                    if overlap == FREE:  # its gradients are gone
+                        opt.zero_grad()
+                        training.steps -= 1
+                        training.backward()
+                    elif k:
+                        assert now(training) == before
+                assert opt.committed_step == k
+            opt.step()
+            opt.zero_grad()
+        opt.synchronize()
+        assert opt.committed_step == STEPS
+        seen.append(now(training))
+        opt.close()
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize(
+    ("overlap", "options"),
+    [(None, {}), (None, CLIP), (None, {"topk": 0.1, "width": 96}), ({}, {}), (FREE, {})],
+    ids=str,
+)
+def test_a_rank_that_cannot_prepare(overlap, options, tmp_path):
+    on_living_ranks(2, cannot_prepare, overlap, options, directory=tmp_path, seconds=60)
