@@ -2,28 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .ranks import device_of
+from .ranks import Ranks, device_of
+
+# This process's part of each gradient (None: it has none), and the process groups over which the squares of such parts
+# add up, in order; see Partition.groups().
+Parts = Iterable[tuple[torch.Tensor | None, tuple[Any, ...]]]
 
 
-def norm_of(grads: Iterable[tuple[torch.Tensor | None, tuple[Any, ...]]]) -> float:
-    """Return the fp32 2-norm of gradients as one vector, from this process's part of each (None: it has no gradient).
+def norm_of(grads: Parts) -> float:
+    """Return the fp32 2-norm of gradients as one vector. A collective of these groups."""
+    norms = _by_groups(grads)
+    totals = [_over_groups(groups, _combine(of_groups)) for groups, of_groups in norms.items()]
+    return float(_combine(totals))
 
-    With each part: the process groups over which the squares of such parts add up, in order; see Partition.groups().
-    A collective of these groups.
-    """
+
+@dataclass
+class OwnNorm:
+    """What one rank knows of the norm of all gradients."""
+
+    whole: torch.Tensor | None  # the norm of those that each rank has; None: there are none
+    square: float  # the sum of squares of this rank's parts of the others
+    sharers: list[int]  # the ranks that have parts of these; empty: there are none
+
+    def total(self, squares: Sequence[float]) -> float:
+        """Return the norm of all gradients. `squares`: by rank; the sum does not depend on their order."""
+        totals = [] if self.whole is None else [self.whole]
+        if self.sharers:
+            square = _sum([squares[rank] for rank in self.sharers])
+            totals.append(torch.tensor(math.sqrt(square), dtype=torch.float64, device="cpu"))
+        return float(_combine(totals))
+
+
+def own_norm(grads: Parts, ranks: Ranks) -> OwnNorm | None:
+    """Return this rank's share of norm_of(); None if not all parts are divided among the same ones of these ranks."""
+    norms = _by_groups(grads)
+    whole = norms.pop((), None)
+    sharers = [_sharers(groups, ranks) for groups in norms]
+    if any(s is None or s != sharers[0] for s in sharers):
+        return None
+    square = float(_combine([norm for of_groups in norms.values() for norm in of_groups])) ** 2
+    return OwnNorm(None if whole is None else _combine(whole), square, (sharers and sharers[0]) or [])
+
+
+def _sharers(groups: tuple[Any, ...], ranks: Ranks) -> list[int] | None:
+    """Return the ranks over which these groups sum, one after another; None if that cannot be told."""
+    everybody = dist.get_process_group_ranks(ranks.group)
+    members = {rank for group in groups for rank in dist.get_process_group_ranks(group)}
+    if not members.issubset(everybody):
+        return None
+    if len(groups) == 1:
+        return [everybody.index(rank) for rank in sorted(members)]
+    return [*range(ranks.size)] if math.prod(map(dist.get_world_size, groups)) == ranks.size else None
+
+
+def _sum(values: list[float]) -> float:
+    """Return the sum, rounded once."""
+    return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
+
+
+def _by_groups(grads: Parts) -> dict[tuple[Any, ...], list[torch.Tensor]]:
     norms: dict[tuple[Any, ...], list[torch.Tensor]] = {}
     for g, groups in grads:
         of_groups = norms.setdefault(groups, [])
         if g is not None:
             of_groups.append(torch.linalg.vector_norm(g, dtype=torch.complex64 if g.is_complex() else torch.float32))
-    totals = [_over_groups(groups, _combine(of_groups)) for groups, of_groups in norms.items()]
-    return float(_combine(totals))
+    return norms
 
 
 def _combine(norms: list[torch.Tensor]) -> torch.Tensor:

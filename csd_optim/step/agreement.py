@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import zlib
 from collections.abc import Callable, Container
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..distributed.grad_norm import OwnNorm
 from ..distributed.ranks import Ranks
 from ..distributed.sharding import is_replicated
 from ..engine.rounds import check_rounds
@@ -41,6 +43,8 @@ class _Vote(NamedTuple):
     is_prepared: int
     can_launch: int
     can_undo: int
+    knows_norm: int
+    square: int
 
 
 class Abilities(NamedTuple):
@@ -57,6 +61,14 @@ class Offer(NamedTuple):
     is_prepared: bool  # nothing is left that could fail before it begins; the rest holds if this does
     can_launch: bool
     can_undo: bool
+    knows_norm: bool  # gradients are clipped, and their norm is that of the sum of all ranks' squares
+    square: int  # the bits of OwnNorm.square, fp64
+
+
+def bits_of(norm: OwnNorm | None) -> tuple[bool, int]:
+    """Return `knows_norm` and `square` of an offer."""
+    square = norm.square if norm else 0.0
+    return norm is not None, struct.unpack("<q", struct.pack("<d", square))[0]
 
 
 @dataclass
@@ -69,6 +81,7 @@ class StepAgreement:
     has_joined: bool = False  # some rank has run out of data: what was ready before is out of date
     is_examined: bool = False  # all ranks have examined it
     abilities: Abilities | None = None  # of all ranks; None: not all have prepared it
+    squares: list[float] | None = None  # likewise: OwnNorm.square; None: not all know it
 
 
 def agree_on_step(
@@ -156,6 +169,8 @@ def agree_on_step(
         agreed.is_examined = all(vote.is_examined for vote in votes)
         if all(vote.is_prepared for vote in votes):
             agreed.abilities = Abilities(all(vote.can_launch for vote in votes), all(vote.can_undo for vote in votes))
+        if all(vote.knows_norm for vote in votes):
+            agreed.squares = [struct.unpack("<d", struct.pack("<q", vote.square))[0] for vote in votes]
     return agreed
 
 

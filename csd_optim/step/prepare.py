@@ -11,7 +11,7 @@ module does not know what they compute.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from operator import is_
 from typing import Any
 
@@ -22,7 +22,7 @@ from ..accelerator import check_not_capturing, is_on_accelerator
 from ..bindings import DTYPE_CODES, HYPER, PARAM
 from ..compression.policy import entry_dtype, ratios
 from ..compression.selection import inverse_of
-from ..distributed.grad_norm import norm_of
+from ..distributed.grad_norm import Parts
 from ..engine.engine import Engine
 from ..errors import CSDRuntimeError, CSDValueError
 from ..params.grad_source import GradSource
@@ -59,26 +59,22 @@ def participants(groups: Groups, optimizer: str, for_sparse: str) -> Participant
     return Participants(params, grads, groups_of)
 
 
-def clip_scale(
-    groups: Groups, state_map: StateMap, grad_scale: float, max_norm: float, reduced: Rows = NO_ROWS
-) -> tuple[float, float]:
-    """Return the factor that clips gradients to `max_norm`, and their norm: as torch's clip_grad_norm_(), but in fp32.
+def parts_of_grads(groups: Groups, state_map: StateMap, reduced: Rows = NO_ROWS) -> Parts:
+    """Yield the gradients whose norm is clipped, for norm_of()."""
+    for _, _, p in members(groups):
+        part = state_map.part(p)
+        if part.replicas and id(p) in reduced:
+            yield reduced[id(p)], (part.replicas.group,)
+        else:
+            yield None if p.grad is None else part.local(p.grad), part.groups()
+
+
+def clip_scale(norm: float, max_norm: float) -> float:
+    """Return the factor that clips gradients of this norm to `max_norm`, as torch's clip_grad_norm_().
 
     If the norm is NaN, so is the factor.
-
-    A collective of the process groups over which parameters are sharded.
     """
-
-    def grads() -> Iterator[tuple[torch.Tensor | None, tuple[Any, ...]]]:
-        for _, _, p in members(groups):
-            part = state_map.part(p)
-            if part.replicas and id(p) in reduced:
-                yield reduced[id(p)], (part.replicas.group,)
-            else:
-                yield None if p.grad is None else part.local(p.grad), part.groups()
-
-    norm = norm_of(grads()) * abs(grad_scale)
-    return min(1.0, max_norm / (norm + 1e-6)) if norm == norm else norm, norm
+    return min(1.0, max_norm / (norm + 1e-6)) if norm == norm else norm
 
 
 # ---- places ----------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from ..accelerator import is_on_accelerator
 from ..bindings import GRAD_SCALE
 from ..compression.policy import entry_dtype
 from ..compression.selection import TopK
+from ..distributed.grad_norm import OwnNorm, Parts, norm_of, own_norm
 from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..distributed.reduce_scatter import ReducedGrads
 from ..engine.tiles import Pieces
@@ -23,13 +24,23 @@ from ..params.state_map import StateMap
 from ..params.strides import flat
 from ..store.format import Record
 from ..store.user_state import checked_user_state
-from .agreement import Abilities, Offer, StepAgreement, agree_on_step
+from .agreement import Abilities, Offer, StepAgreement, agree_on_step, bits_of
 from .all_gather import ParamAllGather
 from .given_states import GivenStates, given_states
 from .live import LiveStep
 from .mode import InStep
 from .near_updates import NearUpdate, NearUpdates, parameters_of_new
-from .prepare import add_residuals, apply_outside_writes, bind, clip_scale, foresee, participants, repeats, specify
+from .prepare import (
+    add_residuals,
+    apply_outside_writes,
+    bind,
+    clip_scale,
+    foresee,
+    participants,
+    parts_of_grads,
+    repeats,
+    specify,
+)
 from .prepared import PreparedStep
 from .progress import Progress
 from .resume import Resume
@@ -47,6 +58,10 @@ class Ready:
     step: PreparedStep | None = None  # None: it has nothing to do
     is_examined: bool = False  # all but `step` is there
     is_prepared: bool = False
+    norm: OwnNorm | None = None  # this rank's share, if gradients are clipped and the ranks can sum as they agree
+
+    def offer(self, abilities: Abilities) -> Offer:
+        return Offer(self.is_examined, self.is_prepared, *abilities, *bits_of(self.norm))
 
 
 class Steps(Progress):
@@ -110,16 +125,6 @@ class Steps(Progress):
 
         return self.reduced.handle_bucket(bucket, divided)
 
-    def why_grads_changed(self, *, unscaled: bool) -> CSDError | None:
-        """Return why a step cannot take the gradients that were reduced in backward; None: it can.
-
-        `unscaled`: GradScaler has unscaled them.
-        """
-        for k, i, p in members(self.groups) if self.reduced.rows else ():
-            if why := self.reduced.why_changed(p, unscaled=unscaled):
-                return CSDRuntimeError(f"the gradient of {name_of(self.groups, k, i)} {why}")
-        return None
-
     def kept(self, group: dict[str, Any]) -> dict[str, Any]:
         """Return what a store keeps of a group. Raises CSDTypeError if it cannot keep a hyperparameter."""
         rule_of = self.state_map.rule_of
@@ -175,7 +180,7 @@ class Steps(Progress):
         not_undone = self.why_undo_fails()  # a collective, so all ranks call it
         cause, ready = no_round or not_undone or failure, Ready()
         if not (cause or skips or joined):
-            cause = self.why_grads_changed(unscaled=unscaled)
+            cause = why_grads_changed(self.groups, self.reduced, unscaled=unscaled)
         if self.ranks is None:
             if cause:
                 raise cause
@@ -201,7 +206,7 @@ class Steps(Progress):
                 failure=cause,
                 round=round,
                 note_confirmed=self.engine.committer.note_confirmed,
-                offer=Offer(ready.is_examined, ready.is_prepared, *self._abilities(mode, ready.step)),
+                offer=ready.offer(self._abilities(mode, ready.step)),
                 reduced=self.reduced,
             )
         if agreed.skips:
@@ -219,9 +224,12 @@ class Steps(Progress):
             if not agreed.is_examined:
                 with all_ranks_or_none(self.ranks):
                     self._examine(mode, ready)
-            # A collective: call it only when no rank has raised.
-            clip, self.grad_norm = clip_scale(self.groups, self.state_map, scale, max_norm, ready.options.reduced)
-            scale *= clip
+            if ready.norm and agreed.squares is not None:
+                norm = ready.norm.total(agreed.squares)
+            else:  # a collective: called only when no rank has raised
+                norm = norm_of(self._grads_of(ready))
+            self.grad_norm = norm * abs(scale)
+            scale *= clip_scale(self.grad_norm, max_norm)
         if abilities is None:
             with all_ranks_or_none(self.ranks) as said:
                 if not ready.is_examined:
@@ -245,9 +253,12 @@ class Steps(Progress):
         if self.resume.pending:
             return
         self._examine(mode, ready)
-        if ready.is_prepared or ready.options.max_grad_norm is not None:
+        if ready.is_prepared:
             return
-        if repeats(self.engine, self.state_map, self.plan, self.groups, ready.taking_part, ready.options):
+        if ready.options.max_grad_norm is not None:
+            assert self.ranks
+            ready.norm = own_norm(self._grads_of(ready), self.ranks)
+        elif repeats(self.engine, self.state_map, self.plan, self.groups, ready.taking_part, ready.options):
             self._prepare_ready(mode, ready, _factor(scale))
 
     def _examine(self, mode: InStep, ready: Ready) -> None:
@@ -260,6 +271,9 @@ class Steps(Progress):
             ready.taking_part, ready.options = self._taking_part(), self.options
             mode.check(ready.taking_part)
         ready.is_examined = True
+
+    def _grads_of(self, ready: Ready) -> Parts:
+        return parts_of_grads(self.groups, self.state_map, ready.options.reduced)
 
     def _prepare_ready(self, mode: InStep, ready: Ready, grad_scale: float) -> None:
         ready.step = self._prepare(ready.taking_part, grad_scale, ready.options, mode.compare)
@@ -472,3 +486,14 @@ class Steps(Progress):
 def _factor(scale: float | None) -> float:
     """Return by what gradients of this scale are multiplied."""
     return 1.0 if scale is None else 1.0 / scale
+
+
+def why_grads_changed(groups: Groups, reduced: ReducedGrads, *, unscaled: bool) -> CSDError | None:
+    """Return why a step cannot take the gradients that were reduced in backward; None: it can.
+
+    `unscaled`: GradScaler has unscaled them.
+    """
+    for k, i, p in members(groups) if reduced.rows else ():
+        if why := reduced.why_changed(p, unscaled=unscaled):
+            return CSDRuntimeError(f"the gradient of {name_of(groups, k, i)} {why}")
+    return None
