@@ -104,7 +104,7 @@ class Vote:
         self.loss: str = ""  # set if a rank is lost: what torch says
         self._control, self._groups = control, [control, *carriers]
         self._engine, self._flight = engine, flight
-        self._over = Flag()
+        self._exchanged, self._over = Flag(), Flag()
 
     def begin(self) -> None:
         """Vote on a thread; if the interpreter shuts down and has no more threads to give, before returning."""
@@ -131,11 +131,14 @@ class Vote:
     def _vote(self) -> None:
         verdict = Verdict.MUST_MEET
         try:
-            if self._flight:
-                self._flight.join()
-            else:
-                with contextlib.suppress(Exception):
-                    self._exchange()
+            try:
+                if self._flight:
+                    self._flight.join()
+                else:
+                    with contextlib.suppress(Exception):
+                        self._exchange()
+            finally:
+                self._exchanged.set()
             complete = not (self.live and self.live.is_undone)
             round = self._engine.committer.await_round() if complete else None
             votes = self._gather(complete, round is not None, round or 0)
@@ -149,14 +152,16 @@ class Vote:
 
     def _gather(self, *vote: int) -> list[tuple[int, ...]]:
         """Return all votes; none if a rank is lost, or if the program has destroyed all groups."""
-        if any(ranks.lost for ranks in self._groups):  # the ranks could not exchange the old parameters, either
-            self.loss = "this rank has lost the others while they exchanged parameters"
-            return []
+        lost = any(ranks.lost for ranks in self._groups)  # the ranks could not exchange the old parameters, either
         try:
-            return self._control.gather(*vote)
+            votes = self._control.gather(*vote, lost)  # even then, as the others would wait for it
         except Exception as e:
             self.loss = str(e)
             return []
+        if losers := [rank for rank, (*_, lost) in enumerate(votes) if lost]:
+            self.loss = f"ranks {losers} have lost others while they exchanged parameters"
+            return []
+        return [vote[:-1] for vote in votes]
 
     def _keep(self, *, has_round: bool) -> None:
         """Keep the step. `has_round`: all ranks have its commit; otherwise the next confirm() asks them again."""
@@ -165,6 +170,11 @@ class Vote:
         with self._engine.lock:  # whoever holds it waits for no vote, and for no other rank while one is under way
             if has_round and not self._engine.closed:
                 self._engine.committer.note_confirmed()
+
+    def wait_for_rows(self) -> None:
+        """Return when no other rank's parameters arrive here any more."""
+        if self._engine.pid == os.getpid():  # a forked child lacks the thread that receives them
+            self._exchanged.wait()
 
     def wait(self) -> None:
         """Return when all ranks have voted, or one is lost. Raises CSDRuntimeError in a forked child."""
@@ -257,6 +267,8 @@ class Together:
     def leave(self) -> None:
         """End the meetings of this rank, whatever the others do: a step that failed here is undone here."""
         vote, self.vote, self._failure = self.vote, None, None
+        if vote:
+            vote.wait_for_rows()  # they must not arrive after the old ones were restored
         if (live := vote and vote.live) and live.phase is Phase.FAILED and not self._engine.closed:
             with contextlib.suppress(CSDError):
                 live.take_back(alone=True)

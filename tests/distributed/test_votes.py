@@ -206,6 +206,60 @@ def test_a_vote_is_lost(tmp_path):
     assert on_ranks(2, resumes, {}, directory=tmp_path) == [3, 3]
 
 
+def loses_a_carrier(rank):
+    """One rank has lost the group over which rows travel: it says so, and nobody waits for its vote."""
+    training = training_on(rank, "this", {}, wrap=DistributedDataParallel, named=True)
+    for _ in range(2):
+        training.step()
+    training.opt.synchronize()
+
+    def cut(finish, gather):
+        finish(gather)
+        if rank == 1:
+            for ranks in gather.groups:
+                ranks.lost = True
+            raise CSDRankError("rank 1 has lost the others: cut")
+
+    with replaced(ParamAllGather, "finish", cut):
+        training.step()
+        for _ in range(2):
+            said = raised_by(training.opt.synchronize)
+            assert isinstance(said, CSDRankError)
+            assert "cut" in str(said) if rank == 1 else "ranks [1] have lost others" in str(said)
+    assert training.opt.committed_step == 2
+    dist.barrier()  # both live
+    raised_by(training.opt.close) if rank == 1 else training.opt.close()
+
+
+def test_a_group_for_rows_is_lost(tmp_path):
+    on_ranks(2, loses_a_carrier, directory=tmp_path, seconds=60)
+    assert on_ranks(2, resumes, WRAPS["DDP"], directory=tmp_path) in ([2, 2], [3, 3])
+
+
+def closes_at_once(rank):
+    """A rank that could not launch a step closes: no rows of the other one arrive in its parameters afterwards."""
+    training = training_on(rank, "this", {}, wrap=DistributedDataParallel)
+    for _ in range(2):
+        training.step()
+    training.opt.synchronize()
+    with slow(ParamAllGather, "begin", rank, 1.0), failing(Engine, "begin", int(rank == 0), "unplugged"):
+        training.step()
+        if rank == 0:
+            said = raised_by(training.opt.close)
+            assert "unplugged" in str(said)
+            closed = [p.detach().clone() for p in training.model.parameters()]
+    dist.barrier()
+    if rank == 1:
+        training.opt.wait()
+        training.opt.close()
+    dist.barrier()
+    assert rank == 1 or all(map(torch.equal, closed, training.model.parameters()))
+
+
+def test_nothing_arrives_after_close(tmp_path):
+    on_ranks(2, closes_at_once, directory=tmp_path, seconds=60)
+
+
 def resumes(rank, options):
     with training_on(rank, "this", {}, named=True, resume=True, **options).opt as opt:
         return opt.committed_step
