@@ -118,7 +118,8 @@ class Ranks:
         members = dist.get_process_group_ranks(self.group)
         with self._marking_lost():
             made = dist.new_group(members, CREATED_WITHIN, backend="gloo", use_local_synchronization=True)
-            dist.distributed_c10d._set_pg_timeout(dist.default_pg_timeout, made)
+            timeout = self.group._get_backend(self.device).options._timeout
+            dist.distributed_c10d._set_pg_timeout(timeout, made)
         lent.append(Ranks(made))
         return lent[-1]
 

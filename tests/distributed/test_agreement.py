@@ -1,11 +1,12 @@
 """The agreement of ranks: what they exchange before an operation takes effect on all of them."""
 
+from datetime import timedelta
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import on_living_ranks
+from support.ranks import on_living_ranks, on_ranks
 
 from csd_optim import CSDAdam
 from csd_optim.distributed.buckets import TARGET_BUCKETS
@@ -45,6 +46,19 @@ def tell_each_other(rank, size):
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_tell_each_other_what_differs(size, tmp_path):
     on_living_ranks(size, tell_each_other, size, directory=tmp_path)
+
+
+def borrow(rank):
+    """A borrowed group waits for lost ranks as long as the one that it was made of."""
+    cpu, seconds = torch.device("cpu"), timedelta(seconds=77)
+    group = dist.new_group(timeout=seconds)
+    lent = Ranks(group).borrow()
+    assert lent.group._get_backend(cpu).options._timeout == seconds
+    assert lent.gather(rank) == [(0,), (1,)]
+
+
+def test_a_borrowed_group_has_the_same_timeout(tmp_path):
+    on_ranks(2, borrow, directory=tmp_path)
 
 
 def test_alone():
