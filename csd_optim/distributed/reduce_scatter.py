@@ -169,7 +169,8 @@ class ReducedGrads(Container[int]):
         self._reduced: dict[int, _Reduced] = {}
         self._divided: Container[int] = ()
         self._free: list[torch.Tensor] = []  # the memory of ROUNDS rounds at most, as new memory costs page faults
-        # Of a backward under way:
+        # Of a backward under way, torch's number of which is:
+        self._task = -1
         self._rounds: deque[_Round] = deque()
         self._filled: list[tuple[torch.Tensor, torch.Tensor]] = []  # rows of the mean, and their norm in their dtype
         self._left: list[tuple[_Reduced, torch.Tensor]] = []  # what was reduced, and this rank's gradient in the bucket
@@ -218,6 +219,9 @@ class ReducedGrads(Container[int]):
         """
         if self._ranks is None:
             return mean_of(None, bucket.buffer())
+        if (task := torch._C._current_graph_task_id()) != self._task:
+            self._task = task
+            self._drop_rounds()
         if bucket.index() == 0:
             self._divided = divided()
         size, rank = self._ranks.size, self._ranks.rank
@@ -243,6 +247,14 @@ class ReducedGrads(Container[int]):
         if bucket.is_last():
             self._end_backward(self._ranks)
         return future
+
+    def _drop_rounds(self) -> None:
+        """Forget what a backward has left that did not come to its end: other gradients follow."""
+        while self._rounds:
+            round = self._rounds.popleft()
+            with on(round.stream):
+                round.finish()
+        self._filled, self._left = [], []
 
     def _finish_round(self) -> None:
         round = self._rounds.popleft()

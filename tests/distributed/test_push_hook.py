@@ -1,6 +1,7 @@
 """DDP's hook csd_optim.push: each rank gets its rows of the mean gradients, and steps are those of DDP's own means."""
 
 import contextlib
+import gc
 from unittest import mock
 
 import pytest
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from support.exact import Linear
 from support.inside import engine_of, steps_of, together_of
 from support.owners import Owner
-from support.ranks import on_living_ranks
+from support.ranks import on_living_ranks, on_ranks
 from support.replacing import failing
 from test_votes import until
 from torch.distributed.algorithms.join import Join
@@ -32,11 +33,15 @@ def net(seed=0, dtype=torch.float32, wide=33):
 class Trained:
     """A model under DDP, and data that depend on rank and step. `hooked`: csd_optim.push reduces its gradients."""
 
-    def __init__(self, devices, dtype=torch.float32, hooked=True, **options):
+    def __init__(self, devices, dtype=torch.float32, hooked=True, cap=None, **options):
         self.model = net(dtype=dtype)
         self.opt = CSDAdam(self.model.parameters(), devices=devices, lr=0.05, tile_size=1024, **options)
-        self.ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=hooked)
-        if hooked:
+        self.hooked = hooked
+        self.wrap(cap)
+
+    def wrap(self, cap=None):
+        self.ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=self.hooked, bucket_cap_mb=cap)
+        if self.hooked:
             self.ddp.register_comm_hook(self.opt, push)
 
     def step(self):
@@ -84,6 +89,44 @@ def test_two_ranks_have_the_bits_of_ddp(tmp_path, dtype):
     for hooked in (True, False):
         images += on_living_ranks(2, five_steps, f"{tmp_path}/{hooked}-{{rank}}", dtype, hooked, directory=tmp_path)
     assert_same_images(images)
+
+
+@small_rounds
+@mock.patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 64)
+def goes_on_after_an_exception(rank, overlap):
+    """Backward raises when it has reduced some buckets; what it has left is no part of the next one."""
+    images = []
+    for raises in False, True:
+        training = Trained(f"{raises}-{rank}", cap=1e-5)
+        if overlap is not None:
+            training.opt.overlap(training.ddp, **overlap)
+        for i in range(6):
+            if raises and i == 3:
+
+                def refuses(grad):
+                    raise ArithmeticError
+
+                with training.model[0].weight.register_hook(refuses), pytest.raises(ArithmeticError):
+                    training.backward(rank, 50, factor=1e38)
+                assert steps_of(training.opt).reduced.under_way
+                training.opt.overlap(None)
+                training.opt.zero_grad()
+                training.ddp = None  # DDP itself cannot go on
+                gc.collect()
+                training.wrap(1e-5)
+                if overlap is not None:
+                    training.opt.overlap(training.ddp, **overlap)
+            training.backward(rank, i)
+            assert all(p.grad.isfinite().all() for p in training.model.parameters())
+            training.step()
+        images.append(training.image())
+        training.opt.close()
+    assert_same_images(images)
+
+
+@pytest.mark.parametrize("overlap", [None, {"backward": True}], ids=str)
+def test_after_an_exception_in_backward(overlap, tmp_path):
+    on_ranks(2, goes_on_after_an_exception, overlap, directory=tmp_path, seconds=60)
 
 
 def changes_lr(training, rank, k):
