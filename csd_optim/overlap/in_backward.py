@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from ..accelerator import is_accelerator, is_on_accelerator
+from ..distributed.ranks import all_ranks_or_none
 from ..errors import CSDError, CSDRuntimeError, CSDTypeError, CSDValueError
 from ..params.groups import Groups, hyperparameters_of, members, name_of
 from ..params.param_state import ParamState
@@ -238,7 +239,8 @@ class StepsInBackward(ConcurrentMode):
             pass
 
     def drain(self, *, collective: bool) -> None:
-        self.settle()
+        with all_ranks_or_none(self._steps.ranks if collective else None):  # backward may have failed on some of them
+            self.settle()
         if collective and self.together:  # no vote outlives this mode: it would be taken for that on a later commit
             self.together.agree()
 

@@ -128,6 +128,38 @@ def test_a_failure_on_one_rank(size, kind, owner, method, number, tmp_path):
     on_living_ranks(size, fails_on_one, size, kind, owner, method, number, directory=tmp_path)
 
 
+def synchronizes(rank, fails):
+    """Between backward and step(), synchronize() raises on all ranks, whether backward has failed on one or not."""
+    training = training_on(rank, "this", FREE, "FSDP2", named=True)
+    opt = training.opt
+    for _ in range(2):
+        training.step()
+    opt.synchronize()
+    before = now(training)
+    with failing(Native, "push", int(fails and rank == 1), "unplugged"):
+        training.backward()
+        for call in (opt.synchronize, opt.synchronize):
+            said = raised_by(call)
+            assert isinstance(said, CSDRankError if fails and rank == 1 else CSDRuntimeError)
+            assert "backward has changed parameters already" in str(said)
+        if fails:
+            assert "unplugged" in str(raised_by(opt.step))
+            assert now(training) == before
+            opt.zero_grad()
+            training.steps -= 1
+            training.backward()
+        opt.step()
+    opt.zero_grad()
+    opt.synchronize()
+    assert opt.committed_step == 3
+    opt.close()
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_synchronize_before_step(fails, tmp_path):
+    on_living_ranks(2, synchronizes, fails, directory=tmp_path, seconds=60)
+
+
 def cannot_commit(rank):
     """A rank cannot commit: no gradient of the next backward is taken, and its step raises on all, until it can."""
     never = training_on(rank, "other", None, "FSDP2")
