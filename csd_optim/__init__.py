@@ -30,6 +30,7 @@ __all__ = [
     "CSDLion",
     "CSDLostError",
     "CSDMemoryError",
+    "CSDMuon",
     "CSDOSError",
     "CSDRMSprop",
     "CSDRankError",
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from .optim.adagrad import CSDAdagrad
     from .optim.adamw import CSDAdam
     from .optim.lion import CSDLion
+    from .optim.muon import CSDMuon
     from .optim.push import push
     from .optim.rmsprop import CSDRMSprop
     from .optim.sgd import CSDSGD
@@ -58,6 +60,7 @@ else:
         "CSDAdagrad": "adagrad",
         "CSDAdam": "adamw",
         "CSDLion": "lion",
+        "CSDMuon": "muon",
         "CSDRMSprop": "rmsprop",
         "CSDSGD": "sgd",
         "push": "push",

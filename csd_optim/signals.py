@@ -19,6 +19,7 @@ from typing import Any
 GRACE = 5.0  # seconds after Ctrl-C before a wait for other machines is given up
 
 _ALL = sorted(signal.valid_signals())
+_interrupts: list[list[FrameType | None]] = []  # by deferral of a Ctrl-C that raises: where it has arrived
 
 
 @contextlib.contextmanager
@@ -46,14 +47,26 @@ def _deferred(number: int, handler: Callable[[int, FrameType | None], Any]) -> I
         arrived.append(frame) if deferring else handler(signum, frame)
 
     defer.raises = raises  # type: ignore[attr-defined]
+    is_interrupt = raises and number == signal.SIGINT
     try:
+        _interrupts.extend([arrived] if is_interrupt else [])
         signal.signal(number, defer)
         yield
     finally:
         deferring = False
         signal.signal(number, handler)
+        _interrupts[:] = [other for other in _interrupts if other is not arrived]
         if arrived:
             handler(number, arrived[-1])
+
+
+def raise_deferred() -> None:
+    """Raise KeyboardInterrupt if Ctrl-C has arrived and is deferred: for steps that take long, which are undone then.
+
+    A no-op outside the main thread.
+    """
+    if threading.current_thread() is threading.main_thread() and any(_interrupts):
+        raise KeyboardInterrupt
 
 
 def _raises(handler: Any) -> bool:

@@ -35,6 +35,7 @@ FLOORS = {  # the floor of each folder, and of each file beside them
     "finalize": 1,
     "signals": 1,
     "accelerator": 0,
+    "muon": 0,
     "settings": 0,
     "rates": 0,
     "threads": 1,

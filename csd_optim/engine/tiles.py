@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..bindings import PASS_2
 from ..store.layout import Extent
 from ..store.sections import FP32
 
@@ -36,16 +37,24 @@ class Tiles:
         return next(e for e in self.extents if tile < e.first_tile + e.n_tiles)
 
     def device_of(self, tile: int) -> int:
-        extent = self.extent_of(tile)
-        return int(extent.devices[tile - extent.first_tile])
+        """Return the device of a tile, or of a second pass over it (PASS_2)."""
+        extent = self.extent_of(tile & ~PASS_2)
+        return int(extent.devices[(tile & ~PASS_2) - extent.first_tile])
 
     def elems_of(self, tile: int) -> int:
         return self.extent_of(tile).tile_elems
 
     def pieces_of(self, tile: int) -> np.ndarray[Any, Any]:
-        """Return the pieces in a tile, dtype PIECE; their `tile` counts from the extent's first one."""
-        extent = self.extent_of(tile)
-        return extent.pieces_in(tile - extent.first_tile)
+        """Return the pieces in a tile, dtype PIECE; their `tile` counts from the extent's first one.
+
+        In a second pass over it (PASS_2) they are those of the parameters' second rows in a step's table.
+        """
+        extent = self.extent_of(tile & ~PASS_2)
+        pieces = extent.pieces_in((tile & ~PASS_2) - extent.first_tile)
+        if tile & PASS_2:
+            pieces = pieces.copy()
+            pieces["param"] += np.uint32(self.n_params)
+        return pieces
 
     def of_mask(self, params: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Return the tiles of the parameters in a mask (bool, one per parameter): uint32, ascending."""

@@ -18,7 +18,7 @@ from ..devices.spec import DeviceSpec, parse_devices
 from ..distributed.ranks import Ranks, ranks_of
 from ..engine.engine import Engine
 from ..engine.open_engine import open_engine
-from ..errors import CSDRuntimeError
+from ..errors import CSDRuntimeError, CSDValueError
 from ..finalize import call_at_end, close_quietly
 from ..overlap.choice import choose, hold_bytes
 from ..params.groups import check_state_dtype, hyperparameters_of, members, restore_hyperparameters
@@ -33,6 +33,7 @@ from ..step.mode import InStep
 from ..step.steps import Steps
 from ..store.file import Mode
 from .kernels import check_kernels, kernels_for
+from .matrices import any_matrices, check_devices, check_matrices
 from .options import Options, check_group, check_options
 from .rules import fill_in_defaults, rule_of
 from .states import Box, StatesOnDevices
@@ -149,14 +150,22 @@ class CSDOptimizer(StatesOnDevices, Joinable):
 
     def _open(self, specs: Sequence[DeviceSpec], ranks: Ranks | None, mode: Mode = "new") -> None:
         tile_elems = self._options["tile_size"]
+        passes = any_matrices(self.param_groups, self._state_map)
         if self._owner_address:
             from ..serve.remote_engine import open_remote  # TLS and encryption, which others need not load
+
+            if passes:
+                raise CSDValueError("optimizer ranks (serve://) take no parameters of muon: give it devices of its own")
 
             model = digest_of_groups(self.param_groups, self._state_map.part_of)
             engine = open_remote(self._owner_address, model, mode=mode, tile_elems=tile_elems, ranks=ranks)
         else:
             kernels = kernels_for(specs, self.param_groups, self._state_map)
-            engine = open_engine(specs, mode=mode, tile_elems=tile_elems, ranks=ranks, kernels=kernels)
+            if passes:
+                check_devices(specs)
+            engine = open_engine(
+                specs, mode=mode, tile_elems=tile_elems, ranks=ranks, kernels=kernels, two_passes=passes
+            )
         self._engine = self._steps.engine = engine
         # Closes the engine silently if the optimizer is garbage-collected or still open at exit.
         self._finalizer = call_at_end(self, close_quietly, engine)
@@ -171,6 +180,10 @@ class CSDOptimizer(StatesOnDevices, Joinable):
         try:
             rule = self._state_map.rule_of(self.param_groups[k])
             check_group(self.param_groups, k, type(self).__name__, rule, self.state_dtype)
+            if rule.orthogonal:
+                check_matrices(self.param_groups, k, rule, self.topk, self._state_map.part_of)
+                if self._engine:
+                    check_devices(self._engine.devices.specs, resident=self._engine.devices.resident)
             if self._engine:
                 check_kernels(self._engine.devices.specs, self.param_groups[k:], self._state_map)
         except BaseException:

@@ -9,9 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..bindings import RULES
+import torch
+
+from ..bindings import PASS_RULES, RULES
 from ..errors import CSDValueError
-from ..params.update_rule import Group, UpdateRule
+from ..muon.newton_schulz import JORDAN, Coefficients, Orthogonal, fast_dtype
+from ..params.update_rule import FLT_MAX, Group, UpdateRule
 
 Constants = tuple[int, tuple[float, ...]]  # the number of a rule or of a variant of it, and csd_hyper.c
 
@@ -176,9 +179,78 @@ LION = UpdateRule(
     constants=_lion,
 )
 
+# ---- Muon: muon.h, and muon/newton_schulz.py between its passes --------------------------
+
+
+def _muon(group: Group, _: Sequence[str], t: float, grad_scale: float) -> Constants:
+    momentum = float(group["momentum"])
+    mix = 1.0 if group["nesterov"] else 0.0
+    return PASS_RULES["muon_momentum"], (1 - momentum, momentum, mix, *(0.0,) * 5, grad_scale)
+
+
+def _orthogonal(group: Group, shape: Sequence[int], device: torch.device) -> Orthogonal:
+    rows, columns = shape[-2:]
+    kind = group["adjust_lr_fn"]
+    if kind in (None, "original"):
+        ratio = max(1.0, rows / columns) ** 0.5
+    elif kind == "match_rms_adamw":
+        ratio = 0.2 * max(rows, columns) ** 0.5
+    else:
+        raise CSDValueError(f"Invalid adjust_lr_fn: {kind!r}; it is None, 'original' or 'match_rms_adamw'")
+    lr = float(group["lr"])
+    constants = 1 - lr * float(group["weight_decay"]), lr * ratio
+    if not max(map(abs, constants)) <= FLT_MAX:
+        raise CSDValueError(f"Invalid lr of a parameter group: {lr}; with its shapes it is no finite fp32 number")
+    name = group["ns_dtype"]
+    if name not in NS_DTYPES:
+        raise CSDValueError(f"Invalid ns_dtype: {name!r}; it is one of {', '.join(map(repr, NS_DTYPES))}")
+    dtype = NS_DTYPES[name] or fast_dtype(device)
+    padded = (*constants, *(0.0,) * 7)
+    return Orthogonal(_iterations(group), float(group["eps"]), dtype, PASS_RULES["muon_apply"], padded)
+
+
+def _iterations(group: Group) -> tuple[Coefficients, ...]:
+    """Return the coefficients of each Newton-Schulz iteration."""
+    steps, given = group["ns_steps"], group["ns_coefficients"]
+    if not (type(steps) is int and 0 <= steps < 100):
+        raise CSDValueError(f"Invalid ns_steps: {steps!r}; it is a number of iterations, less than 100")
+    try:
+        rows = [given] * steps if isinstance(given[0], (int, float)) else [*given]
+        found = tuple((float(a), float(b), float(c)) for a, b, c in rows)
+        if len(found) == steps and all(abs(value) <= FLT_MAX for row in found for value in row):
+            return found
+    except (TypeError, ValueError, IndexError, KeyError):
+        pass
+    raise CSDValueError(
+        f"Invalid ns_coefficients: {given!r}; they are three finite numbers, or three for each of the {steps} steps"
+    )
+
+
+NS_DTYPES: Mapping[str, torch.dtype | None] = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
+MUON = UpdateRule(
+    name="muon",
+    sections=("master", "momentum_buffer"),
+    min_sections=2,
+    defaults={
+        "lr": 1e-3,
+        "weight_decay": 0.1,
+        "momentum": 0.95,
+        "nesterov": True,
+        "ns_coefficients": JORDAN,
+        "eps": 1e-7,
+        "ns_steps": 5,
+        "adjust_lr_fn": None,
+        "ns_dtype": "auto",
+    },
+    constants=_muon,
+    texts=("ns_coefficients", "adjust_lr_fn", "ns_dtype"),
+    orthogonal=_orthogonal,
+    torch_counts=False,
+)
+
 # ---- the rule of a group ---------------------------------------------------------------
 
-NAMED: Mapping[str, UpdateRule] = {rule.name: rule for rule in (ADAMW, ADAM, SGD, ADAGRAD, RMSPROP, LION)}
+NAMED: Mapping[str, UpdateRule] = {rule.name: rule for rule in (ADAMW, ADAM, SGD, ADAGRAD, RMSPROP, LION, MUON)}
 HYPERPARAMETERS = frozenset(name for rule in NAMED.values() for name in rule.hyperparameters)
 
 

@@ -67,6 +67,8 @@ def describe(
     totals["residual_bytes"] = sum(residual.nbytes for residual in engine.states.residuals.values())
     totals["gathered_bytes"] = n * (steps.gather.received_bytes if steps.gather else 0)
     totals["skipped"] = skipped
+    if steps.ns_dtypes:
+        totals["ns_dtype"] = " and ".join(steps.ns_dtypes)
     if steps.grad_norm is not None:
         totals["grad_norm"] = steps.grad_norm
     if overlap is not None:

@@ -138,9 +138,8 @@ class Flight:
             moved = {row: source for row, source in step.spec.sources.items() if source.param_and_copy}
             gather.begin(live.arrived, moved, received=self._note_received)
         try:
+            live.carry(self._note_pulled, self._early_buffers)
             if step.ring is not None:
-                pulled = self._note_pulled
-                step.ring.run(self._engine, step.images, step.spec.sources, pulled, self._early_buffers)
                 step.ring.wait_for_copies()
             if gather:
                 gather.advance(wait=True)
@@ -166,7 +165,7 @@ class Flight:
         for batch in np.array_split(np.arange(len(self._tiles)), BATCHES):
             if not len(batch):
                 continue
-            self._engine.native.params_ready(self._tiles[batch], wait=True)
+            self.live.arrived(self._tiles[batch], wait=True)
             for row in [row for row in list(self._grads) if last[row] <= batch[-1]]:
                 self._free_gradient(row)
         if changed := [row for row, (grad, version) in list(self._grads.items()) if grad._version != version]:

@@ -442,6 +442,8 @@ class _BackwardEnd:
 
 def check_can_free(steps: Steps) -> None:
     """Raise CSDValueError if gradients cannot be freed in backward."""
+    if any(steps.state_map.rule_of(group).orthogonal for group in steps.groups):
+        raise CSDValueError("overlap(free_gradients=True) is not possible: muon needs the gradients of a whole matrix")
     if why := _cannot_free(steps.groups, steps.options):
         raise CSDValueError(f"overlap(free_gradients=True) is not possible: {why}")
 

@@ -49,6 +49,11 @@ def _item(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
+def _items(value: Any) -> Any:
+    """Return a number, or a list of such values for a tuple or list."""
+    return [_items(v) for v in value] if isinstance(value, (list, tuple)) else _item(value)
+
+
 def hyperparameters_of(group: dict[str, Any], needed: Collection[str] = ()) -> dict[str, Any]:
     """Return a group's hyperparameters as JSON values: tensors become numbers, and what JSON cannot hold is left out.
 
@@ -58,8 +63,8 @@ def hyperparameters_of(group: dict[str, Any], needed: Collection[str] = ()) -> d
     for name, value in group.items():
         if name in ("params", "param_names"):
             continue
-        value = [_item(v) for v in value] if isinstance(value, (list, tuple)) else _item(value)
-        items = value if isinstance(value, list) else [value]
+        value = _items(value)
+        items = [w for v in value for w in (v if isinstance(v, list) else [v])] if isinstance(value, list) else [value]
         if all(isinstance(v, (int, float, str, type(None))) for v in items):
             stored[name] = value
         elif name in needed:
@@ -79,6 +84,8 @@ def restore_hyperparameters(group: dict[str, Any], kept: dict[str, Any]) -> None
             current.fill_(value)
         elif name == "initial_lr" and isinstance(group["lr"], torch.Tensor):
             group[name] = torch.full_like(group["lr"], value)  # an LR scheduler keeps it as a tensor if lr is one
+        elif name == "ns_coefficients":
+            group[name] = tuple(tuple(v) if isinstance(v, list) else v for v in value)
         elif isinstance(current, tuple):
             pairs = zip(current, value, strict=True)
             group[name] = tuple(a.fill_(b) if isinstance(a, torch.Tensor) else b for a, b in pairs)

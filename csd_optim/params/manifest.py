@@ -71,7 +71,7 @@ def rule_difference(stored: Contents, groups: Groups, rule_of: RuleOf) -> str | 
             return f"its tiles have the sections {sections}, which are not those of the rule {name}"
     for kept in (stored.record.groups, stored.record.given):
         for rule, group in zip(rules, kept, strict=False):
-            if missing := [key for key in rule.hyperparameters if not _is_numeric(group.get(key))]:
+            if missing := [key for key in rule.numbers if not _is_numeric(group.get(key))]:
                 return f"a group of it has no {missing[0]}, which the rule {rule.name} needs"
     return None
 

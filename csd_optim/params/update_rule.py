@@ -7,7 +7,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from ..errors import CSDValueError
+from ..muon.newton_schulz import Orthogonal
 
 FLT_MAX = (2 - 2**-23) * 2.0**127  # the largest finite fp32 number: the devices compute in fp32
 
@@ -33,12 +36,21 @@ class UpdateRule:
     # state → the hyperparameter that is the initial value of all its elements; other states start at zero.
     initial: Mapping[str, str] = field(default_factory=dict)
     has_codes: bool = False  # its states can be 8-bit codes (rules.h): they are exp_avg and its bound, exp_avg_sq
+    texts: Collection[str] = ()  # hyperparameters that are text, None or tables of numbers: `orthogonal` checks them
+    # (group, shape, device) → how a parameter is orthogonalized between two passes over its tiles, of which `constants`
+    # are those of the first; None: there is one pass. Raises CSDValueError.
+    orthogonal: Callable[[Group, Sequence[int], torch.device], Orthogonal] | None = None
     torch_counts: bool = True  # torch's checkpoints have a `step` beside its states; else these count as one step's
 
     @property
     def hyperparameters(self) -> tuple[str, ...]:
         """The names of those of a group."""
         return (*self.defaults,)
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """The names of those that are numbers or pairs of numbers."""
+        return tuple(name for name in self.defaults if name not in self.texts)
 
     def checked_constants(
         self, group: Group, sections: Sequence[str], t: float, grad_scale: float
@@ -59,7 +71,7 @@ class UpdateRule:
             why = f"at step {t:.0f} they give {constants}"
         except (ArithmeticError, TypeError, ValueError) as e:
             why = str(e)
-        for name in self.hyperparameters:
+        for name in self.numbers:
             for v in self._values(group, (name,)):
                 if isinstance(v, (str, bytes)) or (isinstance(v, float) and not abs(v) <= FLT_MAX):
                     value = group[name]
@@ -73,8 +85,8 @@ class UpdateRule:
         raise CSDValueError(f"Invalid hyperparameters of a parameter group: {given}; {why}")
 
     def _values(self, group: Group, names: Sequence[str] = ()) -> list[Any]:
-        """Return these hyperparameters of a group, or all of them; those that are pairs, one by one."""
-        values = [*map(group.get, names or self.hyperparameters)]
+        """Return these hyperparameters of a group, or all numbers among them; those that are pairs, one by one."""
+        values = [*map(group.get, names or self.numbers)]
         return [v for value in values for v in (value if isinstance(value, (list, tuple)) else (value,))]
 
     def check(self, group: Group, grad_scale: float = 1.0) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum, auto
 from functools import partial
 from itertools import repeat
@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..bindings import SAME_ORDER, TO_AND_FRO
+from ..bindings import PASS_2, SAME_ORDER, TO_AND_FRO
 from ..distributed.ranks import all_ranks_or_none
 from ..engine.engine import Engine
 from ..errors import CSDError, CSDTornError
@@ -36,7 +36,7 @@ from .all_gather import ParamAllGather
 from .prepared import PreparedStep
 from .progress import Progress
 from .spec import StepSpec
-from .staging import NOTHING
+from .staging import NOTHING, StagingBuffer
 from .undo import Undo, undo_states
 
 NEVER = np.iinfo(np.int64).max  # rank of a tile of which nobody knows when it is needed
@@ -113,13 +113,18 @@ class LiveStep:
         self.tiles: np.ndarray[Any, Any] = step.tiles  # uint32, in flow order; begin() adds those of the committer
         self.ended: threading.Event = threading.Event()  # set if a thread has landed it, and undone it if that failed
         self._had_tiles = False  # it has ended, and the engine has begun it
-        self._not_pulled: set[int] = {*step.images}  # tiles whose parameters were not copied back from their images yet
+        self._not_pulled: set[int] = self._carried  # tiles whose parameters were not copied back from their images yet
         self._not_received: Counter[int] = Counter()  # by row: buckets of other ranks' parts that are still awaited
         self._changed = threading.Condition()  # notified when `ended` or one of these two changes
 
     @property
     def spec(self) -> StepSpec:
         return self.step.spec
+
+    @property
+    def _carried(self) -> set[int]:
+        """The tiles that carry() pushes."""
+        return {*self.step.images, *(self.step.passes.tiles.tolist() if self.step.passes else ())}
 
     # ---- begin -----------------------------------------------------------------------
 
@@ -139,16 +144,21 @@ class LiveStep:
         engine, step, spec = self.engine, self.step, self.spec
         if order is None:
             order = TO_AND_FRO if engine.tile_rank is None else SAME_ORDER
+        table, hypers = spec.table, spec.hypers
+        if step.passes:
+            table, hypers = step.passes.tables(spec, step.images)
+            tiles = step.passes.in_order
         try:
-            self.tiles = engine.begin(
-                spec.table,
-                spec.hypers,
+            begun = engine.begin(
+                table,
+                hypers,
                 step.tiles if tiles is None else tiles,
                 self._record,
                 order=order,
                 is_speculative=phase is not Phase.STEP,
                 kept_alive=kept_alive,
             )
+            self.tiles = begun[begun < PASS_2]
         finally:
             if engine.stepping:
                 self.phase = phase
@@ -157,18 +167,32 @@ class LiveStep:
             self.progress.has_updated = True
 
     def launch(self) -> None:
-        """Begin it as STEP, and push all tiles that need no image. The caller runs the images, and calls land()."""
+        """Begin it as STEP, and push all tiles but those of carry(), which comes next, and then land()."""
         self.begin()
         self._push_all(self.tiles)
         if self.step.ring is not None:
-            self.step.ring.begin(self.spec.sources, self.step.given)
+            sources = self.step.passes.sources if self.step.passes else self.spec.sources
+            self.step.ring.begin(sources, self.step.given)
+
+    def carry(
+        self,
+        pulled: Callable[[int], None] | None = None,
+        early_buffers: Mapping[int, StagingBuffer] | None = None,
+        meanwhile: Iterator[None] = NOTHING,
+    ) -> None:
+        """Carry the tiles of images, and those of two passes. For the arguments see StagingRing.run()."""
+        step = self.step
+        if step.passes:
+            step.passes.run(step.ring, pulled or self.note_pulled, meanwhile)
+        elif step.ring is not None:
+            step.ring.run(self.engine, step.images, step.spec.sources, pulled, early_buffers, meanwhile)
 
     def push(self, tile: int) -> None:
         """Push a tile whose gradients are where the step's table says. Needs no lock."""
         self.engine.native.push(tile)
 
     def _push_all(self, tiles: np.ndarray[Any, Any]) -> None:
-        for tile in tiles[~np.isin(tiles, self.step.images)].tolist():
+        for tile in tiles[~np.isin(tiles, [*self._carried])].tolist():
             self.push(tile)
 
     def confirm(
@@ -182,7 +206,8 @@ class LiveStep:
         assert self.phase is Phase.GUESS
         self.engine.committer.reserve(record)
         # Before release(): that may fail when some parameters are written, and undo() has to restore them then.
-        self.phase, self.step, self._record, self._not_pulled = Phase.STEP, step, record, {*step.images}
+        self.phase, self.step, self._record = Phase.STEP, step, record
+        self._not_pulled = self._carried
         self.progress.has_updated = True
         self.engine.release(step.spec.table, order)
         self._push_all(order[~np.isin(order, pushed)])
@@ -237,7 +262,8 @@ class LiveStep:
                 return False
             with self._changed:
                 self._changed.wait_for(lambda: self.ended.is_set() or missing.isdisjoint(self._not_pulled))
-        return self.engine.native.params_ready(tiles, wait=wait)
+        passes = self.step.passes
+        return self.engine.native.params_ready(passes.named(tiles) if passes else tiles, wait=wait)
 
     def await_buckets(self) -> None:
         """Note that other ranks' parts of the parameters will arrive after step(), when it is launched."""
@@ -310,7 +336,7 @@ class LiveStep:
 
     def _flow(self, pushed: Callable[[], None] | None) -> None:
         """Return when all parameters that other ranks wait for have left, and those of images have arrived."""
-        engine, step, gather = self.engine, self.step, self.step.gather
+        step, gather = self.step, self.step.gather
         if pushed:
             pushed()
         else:
@@ -318,11 +344,11 @@ class LiveStep:
         if gather and (len(step.tiles) or step.near):
             gather.advance(wait=True)
         if len(step.tiles) and self.progress.ranks:
-            engine.native.params_ready(self.tiles[~np.isin(self.tiles, step.images)], wait=True)
+            self.arrived(self.tiles[~np.isin(self.tiles, step.images)], wait=True)
 
     def _launch_all(self) -> None:
         """Begin it, queue all updates on the accelerator, and return when those of images have arrived."""
-        engine, step, ring, gather = self.engine, self.step, self.step.ring, self.step.gather
+        engine, step, gather = self.engine, self.step, self.step.gather
         if len(step.tiles):
             self.launch()
         elif step.near:
@@ -331,12 +357,10 @@ class LiveStep:
         launching = step.near.launch(timed=engine.states.timeline.near_spans is not None) if step.near else NOTHING
         if step.near and step.given:
             step.given.set_updates(step.near, launching)
-        if ring is None or gather:  # gather sends parameters without tiles at its first advance()
+        if step.ring is None or gather:  # gather sends parameters without tiles at its first advance()
             _exhaust(launching)
-        if ring is not None:
-            on_pulled = partial(self._pulled, gather) if gather else None
-            ring.run(engine, step.images, step.spec.sources, on_pulled, meanwhile=launching)
-            _exhaust(launching)
+        self.carry(partial(self._pulled, gather) if gather else None, meanwhile=launching)
+        _exhaust(launching)
 
     def _pulled(self, gather: ParamAllGather, tile: int) -> None:
         self.note_pulled(tile)

@@ -25,6 +25,7 @@ from ..compression.selection import inverse_of
 from ..distributed.grad_norm import Parts
 from ..engine.engine import Engine
 from ..errors import CSDRuntimeError, CSDValueError
+from ..muon.newton_schulz import Orthogonal
 from ..params.grad_source import GradSource
 from ..params.groups import Groups, members
 from ..params.param_state import ParamState
@@ -196,6 +197,7 @@ def specify(
         final = ratios(plan.params, residual_mask, groups_of, groups, steps[plan.rows], options.topk, 0)
         _check_near(plan, final, residual_mask)
     with_residual = _compress(plan, grads, steps, topk, table, sources, options)
+    orthogonal = _orthogonal(rule_of, plan, groups, groups_of)
     by_row = {state.index: g for state, g in zip(plan.param_states, grads, strict=True)}
     unscaled = bool(inverse_of(grad_scale))
     return StepSpec(
@@ -209,7 +211,18 @@ def specify(
         with_residual,
         options.error_feedback,
         unscaled,
+        orthogonal,
     )
+
+
+def _orthogonal(rule_of: RuleOf, plan: StepPlan, groups: Groups, groups_of: list[int]) -> dict[int, Orthogonal]:
+    """Return how the parameters of two passes are orthogonalized, by row. Raises CSDValueError."""
+    rules = {k: rule_of(groups[k]).orthogonal for k in {*groups_of}}
+    found = {}
+    for state, k in zip(plan.param_states, groups_of, strict=True) if any(rules.values()) else ():
+        if (of := rules[k]) and state.numel:
+            found[state.index] = of(groups[k], state.own_master.shape, state.local.device)
+    return found
 
 
 def _own_part(state: ParamState, g: torch.Tensor, reduced: Rows) -> torch.Tensor:
@@ -272,7 +285,8 @@ def foresee(
     bound = BoundStep(plan, taking_part, [], [], state_map.coded)
     spec = specify(engine, rule_of, bound, groups, grad_scale, options)
     rounded = any(s.param_and_copy or s.grad_dtype is not s.grad.dtype for s in spec.sources.values())
-    return None if rounded or spec.table["topk"].any() else spec
+    # Passes over matrices begin in step(), when all gradients are there.
+    return None if rounded or spec.table["topk"].any() or spec.orthogonal else spec
 
 
 def _hypers(

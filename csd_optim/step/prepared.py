@@ -12,6 +12,7 @@ from .given_states import GivenStates
 from .near_updates import NearUpdates
 from .spec import StepSpec
 from .staging import StagingRing
+from .two_passes import TwoPasses
 
 
 @dataclass
@@ -25,6 +26,7 @@ class PreparedStep:
     ring: StagingRing | None  # these buffers
     gather: ParamAllGather | None  # of the parameters whose updates the ranks share
     near: NearUpdates | None = None  # updates on the accelerator
+    passes: TwoPasses | None = None  # of the matrices among them
 
     @property
     def not_given(self) -> np.ndarray[Any, Any]:

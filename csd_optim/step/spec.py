@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from ..muon.newton_schulz import Orthogonal
 from ..params.grad_source import GradSource
 from ..params.param_state import ParamState
 
@@ -91,5 +92,6 @@ class StepSpec:
     with_residual: list[ParamState]  # those whose residuals the step changes
     error_feedback: bool
     unscaled: bool  # grad_scale is invertible: a gradient that is sent whole leaves no residual
+    orthogonal: dict[int, Orthogonal] = field(default_factory=dict)  # by row: the parameters that take two passes
     # By row: values set from outside where the step itself detects the write (codes); an undone step restores them.
     outside_values: dict[int, torch.Tensor] = field(default_factory=dict)

@@ -7,12 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from ..accelerator import is_on_accelerator
-from ..bindings import GRAD_SCALE
-from ..compression.policy import entry_dtype
-from ..compression.selection import TopK
 from ..distributed.grad_norm import OwnNorm, Parts, norm_of, own_norm
 from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..distributed.reduce_scatter import ReducedGrads
@@ -21,12 +16,12 @@ from ..errors import CSDError, CSDRuntimeError
 from ..finalize import call_at_end
 from ..params.groups import Groups, hyperparameters_of, members, name_of
 from ..params.state_map import StateMap
-from ..params.strides import flat
 from ..store.format import Record
 from ..store.user_state import checked_user_state
 from .agreement import Abilities, Offer, StepAgreement, agree_on_step, bits_of
 from .all_gather import ParamAllGather
 from .given_states import GivenStates, given_states
+from .images import images_of
 from .live import LiveStep
 from .mode import InStep
 from .near_updates import NearUpdate, NearUpdates, parameters_of_new
@@ -46,6 +41,7 @@ from .progress import Progress
 from .resume import Resume
 from .spec import Arguments, GradOptions, Participants, StepPlan, StepSpec
 from .staging import BUFFERS_PER_DEVICE, StagingRing
+from .two_passes import TwoPasses
 
 
 @dataclass
@@ -87,6 +83,7 @@ class Steps(Progress):
         # Of the last step: the factor on its gradients; their norm, if they were clipped.
         self.grad_scale: float = 1.0
         self.grad_norm: float | None = None
+        self.ns_dtypes: list[str] = []  # in which its matrices were orthogonalized
         self.descending: bool = False  # the ranks exchange updated parameters of this step from the last to the first
         self.reduced: ReducedGrads = ReducedGrads(ranks)
 
@@ -387,9 +384,11 @@ class Steps(Progress):
         engine = self.engine
         tiles = engine.in_step_order(engine.tiles.of_mask(spec.table["grad"] != 0))
         given = given_states(engine, spec, tiles)
-        images = self._images(spec, tiles, given)
+        images = images_of(engine, self.state_map, spec, tiles, given)
         ring = self._ring(spec, given) if images else None
-        return PreparedStep(spec, tiles, given, images, ring, self._gather(spec.plan))
+        passes = TwoPasses(engine, spec, tiles) if spec.orthogonal else None
+        self.ns_dtypes = passes.dtypes if passes else []
+        return PreparedStep(spec, tiles, given, images, ring, self._gather(spec.plan), passes=passes)
 
     def _near_updates(self, step: PreparedStep, *, one_by_one: bool) -> NearUpdates | None:
         """Prepare the updates on the accelerator. `one_by_one`: as in _prepare(). Raises CSDMemoryError."""
@@ -409,38 +408,6 @@ class Steps(Progress):
         if not one_by_one:
             near.allocate()
         return near
-
-    def _images(self, spec: StepSpec, tiles: np.ndarray[Any, Any], given: GivenStates | None) -> list[int]:
-        """Return the tiles that travel as images: those with gradients that devices do not reach, or to be rounded.
-
-        Prepares the sources of all gradients in these tiles.
-        """
-        engine, table, sources = self.engine, spec.table, spec.sources
-        travels = np.zeros(len(table), bool)
-        for row, s in sources.items():
-            travels[row] = s.is_far or (s.grad.dtype is not s.grad_dtype and not table["topk"][row])
-        if not travels.any():
-            return []
-        if given:
-            travels[[*given.copies]] = True
-        images: list[int] = tiles[np.isin(tiles, engine.tiles.of_mask(travels))].tolist()
-        # A tile travels as a whole, so every parameter that shares a tile with a travelling one travels, too.
-        for tile in images:
-            for row in engine.tiles.pieces_of(tile)["param"].tolist():
-                if table["grad"][row] and row not in sources:
-                    sources[row] = self.state_map.by_index[row].source(spec.grads[row], spec.plan.grad_dtype)
-        # Top-K settings from the table: for images the ring selects the entries, not the engine.
-        for row, source in sources.items():
-            if share := float(table["topk"][row]):
-                residual = self.state_map.by_index[row].residual if table["residual"][row] else None
-                source.topk = TopK(
-                    share,
-                    entry_dtype(source.grad.dtype, spec.plan.grad_dtype),
-                    None if residual is None else flat(residual),
-                    float(spec.hypers["c"][table["hyper"][row], GRAD_SCALE]),
-                    int(table["seed"][row]),
-                )
-        return images
 
     def _ring(self, spec: StepSpec, given: GivenStates | None) -> StagingRing:
         engine = self.engine

@@ -9,7 +9,7 @@ import warnings
 
 import torch
 from support import emulated, served
-from support.optimizers import ADAMW, FULL, MIXED
+from support.optimizers import ADAMW, FULL, MIXED, MUON
 from torch.nn.functional import dropout, embedding
 
 import csd_optim.engine.open_devices
@@ -36,7 +36,7 @@ OVERLAP = [None, FORWARD, BACKWARD, FREE]
 # With an accelerator (see use_accelerator): its room, chosen each time the optimizer is opened; None: no `gpu:`.
 ROOMS = ["1GB", "1GB", "100kB", "60kB", None]
 # The optimizer, by the seed: every other one is CSDAdam.
-OPTIMIZERS = [ADAMW] * len(FULL) + FULL + [MIXED]
+OPTIMIZERS = [ADAMW] * len(FULL) + FULL + [MIXED, MUON]
 SAMPLES, BATCH = 56, 8
 LAST = 2 * STEPS
 
@@ -82,6 +82,8 @@ class StoppedTraining:
         self.of = OPTIMIZERS[seed // (len(STATE_DTYPES) * len(OVERLAP)) % len(OPTIMIZERS)]
         self.state_dtypes = STATE_DTYPES[seed % len(STATE_DTYPES) if self.of.rule.has_codes else 0]
         self.overlap = OVERLAP[seed // len(STATE_DTYPES) % len(OVERLAP)]
+        if self.of is MUON and self.overlap is FREE:  # which needs all gradients of a matrix
+            self.overlap = None
         # With optimizer ranks, residuals are in no store.
         self.topk = TOPK if self.overlap in (None, FORWARD) and not served.assumed() else {}
         self.resumes = devices != WITHOUT_A_STORE
@@ -213,8 +215,9 @@ class StoppedTraining:
     def _load(self):
         held = copy.deepcopy(self.opt.state_dict())
         for entry in held["state"].values():
-            for name in self.of.rule.sections[1:2]:
-                entry[name] *= 0.5
+            for name in (*self.of.rule.sections[1:2], "momentum_buffer"):
+                if name in entry:
+                    entry[name] *= 0.5
         self.event += 1
         self.opt.user_state = self._user_state()
         self.opt.load_state_dict(held)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.backends import on_cards
 
-from csd_optim import CSDSGD, CSDAdagrad, CSDAdam, CSDLion, CSDRMSprop
+from csd_optim import CSDSGD, CSDAdagrad, CSDAdam, CSDLion, CSDMuon, CSDRMSprop
 from csd_optim.devices.backends import BACKENDS
 from csd_optim.optim import rules as named
 from csd_optim.params.update_rule import UpdateRule
@@ -102,6 +102,39 @@ def by_group(params, **options):
 MIXED = Pair("a rule per group", by_group, None, named.ADAMW, {"rule": "lion"})
 
 
+class MuonOfMatrices(CSDMuon):
+    """Muon for the matrices that the constructor gets, and for groups of nothing else; AdamW for other parameters."""
+
+    def __init__(self, params, *, state_dtype="fp32", **options):
+        groups, divided = [*params], []
+        if not isinstance(groups[0], dict):
+            groups = [{"params": groups}]
+        self.of_others = state_dtype
+        for group in groups:
+            matrices = [p for p in group["params"] if is_matrix(p)]
+            divided.append({**group, "params": [p for p in group["params"] if not is_matrix(p)]})
+            if matrices:
+                divided.append({"params": matrices})
+        super().__init__(divided, **options)
+
+    def add_param_group(self, group):
+        params = [group["params"]] if isinstance(group["params"], torch.Tensor) else group["params"]
+        if len(params) and all(map(is_matrix, params)):
+            group = {**group, "rule": "muon", "topk": None, "state_dtype": "fp32"}
+        else:
+            group = {"rule": "adamw", "state_dtype": self.of_others, **group}
+        super().add_param_group(group)
+
+
+def is_matrix(p):
+    """Return whether it is a matrix. `p`: a parameter, or a pair with its name."""
+    p = p[1] if isinstance(p, tuple) else p
+    return p.dim() == 2 and p.numel() > 0 and not p.is_complex()
+
+
+MUON = Pair("CSDMuon", MuonOfMatrices, None, named.ADAMW, {"rule": "adamw"})
+
+
 def rules(pairs):
     """Return test parameters for `pairs`. On cards, pairs without a kernel are skipped, and others load theirs."""
     missing = {pair.rule.name for pair in pairs} - (
@@ -110,7 +143,7 @@ def rules(pairs):
     why = pytest.mark.skip(reason="this rule has no kernel yet")
 
     def marks(pair):
-        others = pair.rule.name != "adamw" or pair is MIXED
+        others = pair.rule.name != "adamw" or pair in (MIXED, MUON)
         return [why] * (pair.rule.name in missing) + [pytest.mark.all_kernels] * others
 
     return [pytest.param(pair, id=str(pair), marks=marks(pair)) for pair in pairs]

@@ -1,0 +1,100 @@
+"""Newton-Schulz orthogonalization of matrices, as torch.optim.Muon computes it."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+Coefficients = tuple[float, float, float]
+
+JORDAN: Coefficients = (3.4445, -4.7750, 2.0315)  # torch's default
+SLOWER = 2.0  # bf16 is torch's arithmetic: fp32 replaces it only where bf16 takes this many times as long
+
+
+class Orthogonal(NamedTuple):
+    """How a parameter is orthogonalized, and the constants of the pass after that."""
+
+    coefficients: tuple[Coefficients, ...]
+    eps: float
+    dtype: torch.dtype
+    rule: int  # csd_pass_rule
+    constants: tuple[float, ...]
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """Return newton_schulz() of `x`."""
+        return newton_schulz(x, self.coefficients, self.eps, self.dtype)
+
+
+def newton_schulz(
+    x: torch.Tensor, coefficients: Sequence[Coefficients], eps: float, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """Return a matrix, or each matrix of a batch, with all its singular values moved towards 1.
+
+    `x`: shape (..., rows, columns), bf16; it does not change. `coefficients`: (a, b, c) of each iteration
+    Y ← a·Y + (b·A + c·A²)·Y, A = Y·Yᵀ. They begin with Y = x / max(‖x‖, eps), transposed if x has more rows than
+    columns (K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024). `dtype`: of Y: bf16 as
+    in torch.optim.Muon, or fp32.
+
+    Returns bf16 of the same shape, contiguous. A matrix with an inf or a NaN becomes NaN as a whole. On a CPU, matrices
+    are taken one by one, so that no bit of one depends on the others in its batch.
+    """
+    is_tall = x.size(-2) > x.size(-1)
+    y = (x.mT if is_tall else x).unsqueeze(0).flatten(0, -3).to(dtype)
+    if y.device.type == "cpu":
+        y = torch.stack([_orthogonal(matrix, coefficients, eps) for matrix in y])
+    else:
+        y = _orthogonal(y, coefficients, eps)
+    y = y.view(*x.shape[:-2], *y.shape[-2:])
+    return (y.mT if is_tall else y).to(torch.bfloat16).contiguous()
+
+
+def _orthogonal(y: torch.Tensor, coefficients: Sequence[Coefficients], eps: float) -> torch.Tensor:
+    """Iterate on a wide matrix, or on a batch of these (3-D)."""
+    add = torch.addmm if y.dim() == 2 else torch.baddbmm
+    y = y / torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True).clamp(min=eps)
+    for a, b, c in coefficients:
+        gram = y @ y.mT
+        y = add(y, add(gram, gram, gram, beta=b, alpha=c), y, beta=a)
+    return y
+
+
+def flops(rows: int, columns: int, steps: int) -> int:
+    """Return the floating-point operations of newton_schulz() for one matrix, in so many iterations."""
+    n, m = sorted((rows, columns))
+    return steps * (4 * n * n * m + 2 * n**3)
+
+
+def workspace_bytes(rows: int, columns: int, dtype: torch.dtype) -> int:
+    """Return the most memory that newton_schulz() uses for one matrix, besides its argument and result."""
+    n, m = sorted((rows, columns))
+    return dtype.itemsize * (3 * n * m + 2 * n * n)
+
+
+def _seconds(n: int, dtype: torch.dtype, device: torch.device) -> float:
+    """Return how long newton_schulz() takes for one matrix of n x n: the best of three, after one to warm up."""
+    x = torch.randn(n, n, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+    best = float("inf")
+    for _ in range(4):
+        begin = time.perf_counter()
+        newton_schulz(x, [JORDAN], 1e-7, dtype)[0, 0].item()  # item() waits for an accelerator
+        best = min(best, time.perf_counter() - begin)
+    return best
+
+
+@functools.cache
+def fast_dtype(device: torch.device) -> torch.dtype:
+    """Return bf16, or fp32 where bf16 is slow: on CPUs without bf16 instructions it can take 100 times as long.
+
+    The first call for a device measures it, which takes milliseconds, or up to a second where bf16 is slow.
+    """
+    fp32, bf16 = (_seconds(256, dtype, device) for dtype in (torch.float32, torch.bfloat16))
+    return torch.float32 if bf16 > SLOWER * fp32 else torch.bfloat16
+
+
+def rate(dtype: torch.dtype, device: torch.device) -> float:
+    """Measure newton_schulz() with a matrix of 1024 x 1024: floating-point operations per second."""
+    return flops(1024, 1024, 1) / _seconds(1024, dtype, device)

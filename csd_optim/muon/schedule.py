@@ -1,0 +1,77 @@
+"""In which order a step updates its matrices, when there are two passes over the tiles of each.
+
+Pass 1 updates the momentum and returns X; pass 2 updates the parameter with the orthogonalized X. A group of matrices
+is orthogonalized at a time, while the devices read the next group:
+
+    pass 1 of group 0, pass 1 of group 1, pass 2 of group 0, pass 1 of group 2, pass 2 of group 1, ...
+
+Tiles do not end where matrices do. A tile that two groups share takes pass 1 with the first of them, and pass 2 with
+the last. So the pass 2 of a tile never comes before the pass 1 that it waits for, and devices that take jobs in this
+order cannot block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .newton_schulz import flops
+
+# Groups whose X are in memory: the one that is orthogonalized; the next one, with a tile of the one after that; and two
+# whose second passes are under way.
+RING = 5
+LEAST_TILES = 8  # of a group: fewer would not keep the devices busy while a group is orthogonalized
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A parameter that is orthogonalized: one matrix, or a batch of them."""
+
+    row: int  # in a step's table
+    shape: tuple[int, ...]  # (..., rows, columns)
+    tiles: tuple[int, ...]  # that have a part of it
+
+    @property
+    def numel(self) -> int:
+        n = 1
+        for size in self.shape:
+            n *= size
+        return n
+
+    def flops(self, steps: int) -> int:
+        """Return the floating-point operations that orthogonalize it in so many iterations."""
+        rows, columns = self.shape[-2:]
+        return self.numel // (rows * columns) * flops(rows, columns, steps)
+
+
+@dataclass
+class Group:
+    """Matrices that are orthogonalized together."""
+
+    matrices: list[Matrix]
+    first: list[int]  # tiles whose pass 1 is due with this group, in order
+    second: list[int]  # tiles whose pass 2 is due with this group
+
+    @property
+    def numel(self) -> int:
+        return sum(matrix.numel for matrix in self.matrices)
+
+
+def groups_of(matrices: Sequence[Matrix], least: int) -> list[Group]:
+    """Return groups of consecutive matrices, each with at least `least` elements, unless it is the last."""
+    groups: list[Group] = []
+    for matrix in matrices:
+        if not groups or groups[-1].numel >= least:
+            groups.append(Group([], [], []))
+        groups[-1].matrices.append(matrix)
+    first: dict[int, int] = {}  # by tile: number of the group with which its pass is due
+    last: dict[int, int] = {}
+    for k, group in enumerate(groups):
+        for matrix in group.matrices:
+            for tile in matrix.tiles:
+                first.setdefault(tile, k)
+                last[tile] = k
+    for due, passes in ((first, [group.first for group in groups]), (last, [group.second for group in groups])):
+        for tile, k in due.items():
+            passes[k].append(tile)
+    return groups

@@ -1,0 +1,70 @@
+"""What parameter groups whose matrices are orthogonalized, by Muon, have to be like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from ..devices.spec import DeviceSpec
+from ..distributed.sharding import Partition
+from ..errors import CSDValueError
+from ..params.groups import Groups, name_of
+from ..params.state_map import StateMap
+from ..params.update_rule import UpdateRule
+
+INSTEAD = 'put it in a group with "rule": "adamw"'
+
+
+def any_matrices(groups: Groups, state_map: StateMap) -> bool:
+    """Return whether matrices of any of these groups are orthogonalized."""
+    return any(state_map.rule_of(group).orthogonal for group in groups)
+
+
+def check_matrices(
+    groups: Groups, k: int, rule: UpdateRule, topk: float | None, part_of: Callable[[torch.Tensor], Partition]
+) -> None:
+    """Raise CSDValueError if group `k` has parameters that cannot be orthogonalized here, Top-K, or a wrong argument.
+
+    `topk`: the optimizer's argument.
+    """
+    group = groups[k]
+    assert rule.orthogonal
+    rule.orthogonal(group, (1, 1), torch.device("cpu"))
+    if group.get("topk", topk):
+        raise CSDValueError(
+            f'Invalid topk of group {k}: its rule is muon, which needs whole gradients; "topk": None in the group '
+            "leaves them dense"
+        )
+    for i, p in enumerate(group["params"]):
+        if not p.requires_grad or is_lazy(p):
+            continue
+        name, shape = name_of(groups, k, i), tuple(p.shape)
+        if p.is_complex():
+            raise CSDValueError(f"parameter {name} is complex, and Muon takes real matrices: {INSTEAD}")
+        if p.dim() not in (2, 3):
+            raise CSDValueError(
+                f"parameter {name} of shape {shape} is no matrix (2-D), and no batch of these (3-D), as Muon's "
+                f"parameters are: {INSTEAD}"
+            )
+        if not part_of(p).is_whole:
+            raise CSDValueError(
+                f"parameter {name} is divided among ranks, and Muon needs the whole matrix: with "
+                f"DistributedDataParallel give sharded=False; otherwise {INSTEAD}"
+            )
+
+
+def check_devices(specs: Sequence[DeviceSpec], *, resident: bool = False) -> None:
+    """Raise CSDValueError if devices cannot take both passes. `resident`: they are open, and update in place."""
+    for spec in specs:
+        if spec.kind.on_accelerator or spec.kind.on_card:
+            raise CSDValueError(
+                f"{spec} cannot take the two passes of muon, the rule of a parameter group: take devices that the CPU "
+                "updates, such as a directory; parameters may be on an accelerator nevertheless"
+            )
+    if resident:
+        raise CSDValueError(
+            "this optimizer's devices update states in place, and muon needs two copies: give the group to the "
+            "constructor"
+        )

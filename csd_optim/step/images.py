@@ -1,0 +1,51 @@
+"""Which tiles of a step travel as images, through staging buffers, and from where."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..bindings import GRAD_SCALE
+from ..compression.policy import entry_dtype
+from ..compression.selection import TopK
+from ..engine.engine import Engine
+from ..params.state_map import StateMap
+from ..params.strides import flat
+from .given_states import GivenStates
+from .spec import StepSpec
+
+
+def images_of(
+    engine: Engine, state_map: StateMap, spec: StepSpec, tiles: np.ndarray[Any, Any], given: GivenStates | None
+) -> list[int]:
+    """Return the tiles that travel as images: those with gradients that devices do not reach, or to be rounded.
+
+    Prepares the sources of all gradients in these tiles.
+    """
+    table, sources = spec.table, spec.sources
+    travels = np.zeros(len(table), bool)
+    for row, s in sources.items():
+        travels[row] = s.is_far or (s.grad.dtype is not s.grad_dtype and not table["topk"][row])
+    if not travels.any():
+        return []
+    if given:
+        travels[[*given.copies]] = True
+    images: list[int] = tiles[np.isin(tiles, engine.tiles.of_mask(travels))].tolist()
+    # A tile travels as a whole, so every parameter that shares a tile with a travelling one travels, too.
+    for tile in images:
+        for row in engine.tiles.pieces_of(tile)["param"].tolist():
+            if table["grad"][row] and row not in sources:
+                sources[row] = state_map.by_index[row].source(spec.grads[row], spec.plan.grad_dtype)
+    # Top-K settings from the table: for images the ring selects the entries, not the engine.
+    for row, source in sources.items():
+        if share := float(table["topk"][row]):
+            residual = state_map.by_index[row].residual if table["residual"][row] else None
+            source.topk = TopK(
+                share,
+                entry_dtype(source.grad.dtype, spec.plan.grad_dtype),
+                None if residual is None else flat(residual),
+                float(spec.hypers["c"][table["hyper"][row], GRAD_SCALE]),
+                int(table["seed"][row]),
+            )
+    return images

@@ -1,0 +1,210 @@
+"""A step's matrices, whose update takes two passes over their tiles: the momentum, then the orthogonalized update.
+
+To the engine each pass is what any step is. Pass 1 takes gradients, and the parameters that it returns are X. Pass 2
+takes as gradients what X has become, and returns the parameters. The second pass of a tile has the tile's number with
+PASS_2, and the second row of a parameter, in the step's table, its number plus that of all parameters.
+muon/schedule.py has the order.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..accelerator import is_on_accelerator
+from ..bindings import DTYPE_CODES, HYPER, IN_SECTION, PASS_2
+from ..devices.machine import available_memory
+from ..engine.engine import Engine
+from ..engine.tiles import Pieces
+from ..errors import CSDMemoryError
+from ..muon.newton_schulz import Orthogonal, workspace_bytes
+from ..muon.schedule import LEAST_TILES, RING, Group, Matrix, groups_of
+from ..params.grad_source import GradSource
+from ..params.param_state import ParamState
+from ..signals import raise_deferred
+from .spec import StepSpec
+from .staging import NOTHING, StagingRing
+
+ALIGNED = 64  # elements: an X begins at a multiple of so many
+
+
+@dataclass
+class InTwoPasses:
+    """A parameter of the step. `x`: bf16, 1-D, in the memory order of its states, on its device."""
+
+    state: ParamState
+    how: Orthogonal
+    x: torch.Tensor
+
+    def orthogonalize(self) -> None:
+        """Replace X by what Newton-Schulz makes of it."""
+        shape, stride = self.state.own_master.shape, self.state.stride
+        x = self.x.as_strided(shape, stride, self.x.storage_offset())
+        x.copy_(self.how.of(x))
+
+
+class TwoPasses:
+    """The parameters of one step that take two passes. Holds X of a few groups at a time, in a ring of buffers."""
+
+    def __init__(self, engine: Engine, spec: StepSpec, tiles: np.ndarray[Any, Any]) -> None:
+        """`tiles`: of the step, in flow order. Raises CSDMemoryError: there is no room to orthogonalize."""
+        self._engine, self._n, how = engine, engine.tiles.n_params, spec.orthogonal
+        states = [state for state in spec.plan.param_states if state.index in how and state.numel]
+        states.sort(key=lambda state: state.index, reverse=engine.descending)
+        pieces, step = Pieces(engine.tiles), -1 if engine.descending else 1
+        matrices = [
+            Matrix(s.index, tuple(s.own_master.shape), tuple(pieces.of(s.index)["tile"][::step].tolist()))
+            for s in states
+        ]
+        self.groups: list[Group] = groups_of(matrices, LEAST_TILES * max(e.tile_elems for e in engine.tiles.extents))
+        self._params = self._with_buffers({state.index: state for state in states}, how)
+        self.tiles: np.ndarray[Any, Any] = pieces.tiles_of([*self._params])  # ascending
+        self._one_pass: list[int] = tiles[~np.isin(tiles, self.tiles)].tolist()
+        self.images: frozenset[int] = frozenset()
+        self._sources: dict[int, GradSource] = {}
+        self.sources: Mapping[int, GradSource] = self._sources  # by row of the table
+
+    # ---- memory ------------------------------------------------------------------------
+
+    def _with_buffers(self, states: Mapping[int, ParamState], how: Mapping[int, Orthogonal]) -> dict[int, InTwoPasses]:
+        places: dict[int, tuple[int, torch.device, int]] = {}  # by row: buffer of the ring, and first element
+        sizes: dict[tuple[int, torch.device], int] = {}
+        workspace: dict[torch.device, int] = {}
+        for k, group in enumerate(self.groups):
+            used: dict[torch.device, int] = {}
+            for matrix in group.matrices:
+                device = states[matrix.row].local.device
+                places[matrix.row] = k % RING, device, used.get(device, 0)
+                used[device] = places[matrix.row][2] + -(-matrix.numel // ALIGNED) * ALIGNED
+                rows, columns = matrix.shape[-2:]
+                needed = workspace_bytes(rows, columns, how[matrix.row].dtype) + 4 * matrix.numel
+                workspace[device] = max(workspace.get(device, 0), needed)
+            for device, n in used.items():
+                sizes[k % RING, device] = max(sizes.get((k % RING, device), 0), n)
+        on_host = sum(2 * n for (_, device), n in sizes.items() if device.type == "cpu")
+        on_host += workspace.get(torch.device("cpu"), 0)
+        if on_host > (available := available_memory()):
+            raise CSDMemoryError(
+                f"orthogonalizing the matrices of this step takes {on_host / 1e9:.1f} GB of memory, and "
+                f"{available / 1e9:.1f} GB are available"
+            )
+        buffers = {}
+        try:
+            for (k, device), n in sizes.items():
+                buffers[k, device] = torch.empty(n, dtype=torch.bfloat16, device=device)
+            for device, nbytes in workspace.items():
+                if device.type != "cpu":  # freed at once: torch keeps it for what needs it
+                    torch.empty(nbytes, dtype=torch.uint8, device=device)
+        except RuntimeError as e:  # torch.OutOfMemoryError is one
+            raise CSDMemoryError(f"no memory to orthogonalize the matrices of this step: {e}") from e
+        return {
+            row: InTwoPasses(states[row], how[row], buffers[k, device][first : first + states[row].numel])
+            for row, (k, device, first) in places.items()
+        }
+
+    @property
+    def dtypes(self) -> list[str]:
+        """In which its matrices are orthogonalized."""
+        return sorted({"fp32" if p.how.dtype is torch.float32 else "bf16" for p in self._params.values()})
+
+    # ---- before the step begins --------------------------------------------------------
+
+    @property
+    def in_order(self) -> np.ndarray[Any, Any]:
+        """The tiles of the step for Engine.begin(), with second passes: uint32."""
+        listed = [*self.groups[0].first, *self._one_pass]
+        for k, group in enumerate(self.groups):
+            listed += self.groups[k + 1].first if k + 1 < len(self.groups) else []
+            listed += [tile | PASS_2 for tile in group.second]
+        return np.array(listed, np.uint32)
+
+    def tables(self, spec: StepSpec, images: Sequence[int]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Return the step's table, with a second row for each parameter, and its constants: for Engine.begin().
+
+        `images`: tiles that travel through staging buffers. The sources of these parameters are those of the second
+        pass from here on.
+        """
+        self.images = frozenset(images)
+        self.sources = ChainMap(self._sources, spec.sources)  # whose gradients are freed there
+        kinds = {how: len(spec.hypers) + k for k, how in enumerate({p.how[3:]: None for p in self._params.values()})}
+        hypers = np.concatenate([spec.hypers, np.array([*kinds], HYPER)])
+        first, second = spec.table.copy(), spec.table.copy()
+        for row, p in self._params.items():
+            at = p.x.data_ptr()
+            one, two = first[row], second[row]
+            two["grad"], two["grad_dtype"], two["hyper"] = at, DTYPE_CODES[torch.bfloat16], kinds[p.how[3:]]
+            one["param"], one["param_dtype"], one["in_image"] = at, DTYPE_CODES[torch.bfloat16], 0
+            one["master"] = IN_SECTION  # the second row has it
+            if source := spec.sources.get(row):
+                self._sources[row] = replace(source, param=p.x, param_is_read=False, param_and_copy=None)
+                source.grad, source.grad_dtype, source.first = p.x, torch.bfloat16, 0
+                self._sources[row + self._n] = source
+                one["param"] = 0 if source.is_far else at
+        return np.concatenate([first, second]), hypers
+
+    # ---- the step ----------------------------------------------------------------------
+
+    def named(self, tiles: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return these tiles (uint32), where there are two passes as the second, which returns the parameters."""
+        return np.where(np.isin(tiles, self.tiles), tiles | np.uint32(PASS_2), tiles).astype(np.uint32)
+
+    def run(self, ring: StagingRing | None, pulled: Callable[[int], None], meanwhile: Iterator[None] = NOTHING) -> None:
+        """Take all passes, and the tiles of one pass that travel as images.
+
+        `pulled` is called with each of these tiles when its parameters are there, or on their way: see
+        StagingRing.run(), also for `meanwhile`.
+        """
+        self._carry([*self.groups[0].first, *self._images_of(self._one_pass)], ring, pulled, meanwhile)
+        for k, group in enumerate(self.groups):
+            ahead = self.groups[k + 1].first if k + 1 < len(self.groups) else []
+            for used in self.groups[max(0, k + 2 - RING) : max(0, k + 4 - RING)]:  # whose buffers come next
+                self._await([tile | PASS_2 for tile in used.second])
+            self._push(ahead)
+            self._await(group.first)
+            for matrix in group.matrices:
+                raise_deferred()  # it may take minutes on a CPU
+                self._params[matrix.row].orthogonalize()
+                self._sources.pop(matrix.row, None)  # frees the gradient
+            second = [tile | PASS_2 for tile in group.second]
+            self._carry([*self._images_of(ahead), *second], ring, pulled)
+
+    def _images_of(self, tiles: Sequence[int]) -> list[int]:
+        return [tile for tile in tiles if tile & ~PASS_2 in self.images]
+
+    def _push(self, tiles: Sequence[int]) -> list[int]:
+        """Push those of these tiles or passes that are not images, and return them."""
+        pushed = [tile for tile in tiles if tile & ~PASS_2 not in self.images]
+        for tile in pushed:
+            self._engine.native.push(tile)
+        return pushed
+
+    def _await(self, tiles: Sequence[int]) -> None:
+        """Wait until what these tiles or passes return is there. (Of images, it is when they have been carried.)"""
+        waited = [tile for tile in tiles if tile & ~PASS_2 not in self.images]
+        self._engine.native.params_ready(np.array(waited, np.uint32), wait=True)
+
+    def _carry(
+        self,
+        tiles: Sequence[int],
+        ring: StagingRing | None,
+        pulled: Callable[[int], None],
+        meanwhile: Iterator[None] = NOTHING,
+    ) -> None:
+        """Push these tiles or passes, and return when what those of images return is there."""
+        first = {*self.tiles.tolist()}
+
+        def note(tile: int) -> None:
+            if tile not in first:  # it is a second pass, or the only one
+                pulled(tile & ~PASS_2)
+
+        for tile in self._push(tiles):
+            note(tile)
+        if ring is not None and (images := self._images_of(tiles)):
+            for device in {p.x.device for p in self._params.values() if is_on_accelerator(p.x)}:
+                ring.wait_for_current(device)  # for what was orthogonalized
+            ring.run(self._engine, images, self.sources, note, meanwhile=meanwhile)
