@@ -16,7 +16,8 @@ def order_of_passes(groups: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, A
     `groups`: for each group of matrices whose updates are computed together, the tiles with parts of them (uint32);
     groups may share tiles. While one group is computed between its passes, the devices read the next one: its first
     passes come before the second passes of this one. A second pass follows the first passes of all groups that have
-    its tile, so that a step cannot deadlock, however few buffers there are.
+    its tile. A step in this order cannot deadlock, however few buffers there are, if second passes are pushed group by
+    group: those of a group before it waits for the first passes of the one after the next.
     """
     last = {tile: g for g, tiles in enumerate(groups) for tile in tiles.tolist()}
     listed: dict[int, None] = {}  # in order

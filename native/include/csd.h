@@ -317,9 +317,10 @@ enum csd_order {
  * belongs to the second row, `edited` to the row whose pass has the state. Rows of other parameters are in the first half;
  * their second rows are not read.
  *
- * List a second pass after its first one, and after the first passes of all tiles with parts of the same matrices. Then
- * steps cannot deadlock for lack of buffers, however few there are, if passes are pushed as they become possible. The
- * first passes of the next matrices may come before it, so that they are read while the caller computes O.
+ * List a second pass after its first one, and after the first passes of all tiles with parts of the same matrices. The
+ * first passes of the next matrices may come before it, so that they are read while the caller computes O. A pass that is
+ * listed has its buffer before those listed later, and keeps it until it is pushed. So wait for a pass only when all that
+ * are listed before it have been pushed: then a step cannot deadlock, however few buffers there are.
  *
  * All parameters in such a tile take two passes. Its states are fp32, in two slots; that excludes "ram" without buffers,
  * since what the caller does between the passes can fail. Cards have no kernels for passes. No buffer keeps half a slot

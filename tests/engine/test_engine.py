@@ -17,6 +17,7 @@ import torch
 from support.backends import named_devices, on_cards, reading_all
 from support.forked import printed
 from support.inside import idle_engine_of
+from support.memory import io_bytes
 from support.states import tile_bytes
 from support.tables import step_table
 from support.training import flip
@@ -625,12 +626,6 @@ def test_buffers_do_not_grow_with_the_model():
     each = tile_bytes(4096)[1]
     assert [buffer_bytes(n, 4) for n in (1, 4096, 100_000, 500_000)] == [4 * each] * 4
     assert buffer_bytes(500_000, 9) == 9 * each
-
-
-def io_bytes():
-    """Return the bytes that the disks have read and written for this process, as counted by the kernel."""
-    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(counts["read_bytes"]), int(counts["write_bytes"])
 
 
 @pytest.mark.parametrize(("dtype", "link"), [(torch.float32, 4), (torch.bfloat16, 2)])

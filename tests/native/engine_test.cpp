@@ -1405,6 +1405,7 @@ struct TwoPasses {
   Model m;
   std::vector<std::vector<uint16_t>> x, o;
   std::vector<csd_param> rows;
+  uint32_t masters = CSD_IN_SECTION;
   std::vector<uint32_t> order;  // pass 1 of a parameter's tiles before pass 2 of the previous parameter's
   std::vector<csd_hyper> hypers{{CSD_MUON_MOMENTUM, {0.05f, 0.95f, 1, 0, 0, 0, 0, 0, 0.5f}},
                                 {CSD_MUON_APPLY, {0.998f, 0.02f}}};
@@ -1432,6 +1433,7 @@ struct TwoPasses {
       second.grad = o[p].data();
       second.grad_dtype = CSD_BF16;
       second.hyper = 1;
+      second.master = masters;
     }
     return csd_engine_begin(m.engine, rows.data(), rows.size(), hypers.data(), 2, order.data(),
                             static_cast<uint32_t>(order.size()), in_order, &m.error);
@@ -1496,6 +1498,18 @@ void two_passes() {
   TwoPasses one({file(a, 1)}), files({file(b, 2, 1 << 30), paced(file(c, 3))}), memory({in_slots(d, 1)}),
       mixed({in_slots(e, 3), file(f, 8)});
   TwoPasses nothing({null()});
+  // The first step of new tiles: their masters are the parameters, and nothing is read.
+  for (TwoPasses *t : {&one, &files, &memory, &mixed}) {
+    t->masters = CSD_NEW;
+    for (std::vector<char> &param : t->m.params) t->m.fill(param, 3);
+    OK(t->begin());
+    OK(t->push(kTiles + 4));
+    OK(csd_engine_finish(t->m.engine, 0, &t->m.error));
+    for (std::vector<char> &param : t->m.params) t->m.fill(param, 3);
+    OK(t->step());
+    CHECK(t->bytes(true) == 0);
+    t->masters = CSD_IN_SECTION;
+  }
   for (int step = 0; step < 12; step++) {
     for (TwoPasses *t : {&one, &files, &memory, &mixed, &nothing})
       OK(t->step(step % 2 ? CSD_AS_PUSHED : CSD_SAME_ORDER));

@@ -2,14 +2,17 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
+from support.inside import idle_engine_of
 from support.optimizers import PAIRS
 from support.owner_here import OwnerHere
 from support.training import Training, resumed
 from support.wires import files
 
-from csd_optim import CSDAdam, CSDRankError, CSDStoreExistsError, CSDUnavailableError
+from csd_optim import CSDAdam, CSDRankError, CSDStoreExistsError, CSDUnavailableError, CSDValueError
+from csd_optim.bindings import HYPER, PARAM, PASS_2
 from csd_optim.devices.spec import parse_devices
 from csd_optim.serve import ownership
 from csd_optim.serve.session import Role
@@ -64,6 +67,15 @@ def test_options_have_the_bits_of_directories(owner, tmp_path, options):
     stats = served.opt.stats()
     assert stats["params"] == ours.opt.stats()["params"]
     assert stats["flash_write_bytes"] > 0
+
+
+def test_steps_of_two_passes_are_refused(owner):
+    training = Training(owner.address).steps(1)
+    engine = idle_engine_of(training.opt)
+    rows, tiles = np.zeros(2 * engine.tiles.n_params, PARAM), np.array([0, PASS_2], np.uint32)
+    with pytest.raises(CSDValueError, match="take no steps of two passes"):
+        engine.native.begin(rows, np.zeros(0, HYPER), tiles)
+    training.steps(1)
 
 
 class Net:

@@ -503,6 +503,24 @@ def test_one_card_by_two_names():
 
 
 @needs_xrt
+def test_two_passes_over_a_tile_are_refused(tmp_path):
+    """No xclbin has kernels for them. The states stay as they are, and steps of one pass go on."""
+    script(
+        """
+        from support.two_passes import SHAPES, TwoPasses, gradients
+        with TwoPasses(["xrt:0?scratch=1"]) as ours:
+            before = ours.image()
+            try:
+                ours.begin(gradients(SHAPES, 0))
+                raise SystemExit("not refused")
+            except ValueError as e:
+                assert "need kernels for CSD_MUON_MOMENTUM and CSD_MUON_APPLY, on device 0 (xrt:0" in str(e), e
+            same(ours.image(), before)
+        """
+    )
+
+
+@needs_xrt
 def test_larger_tiles_that_do_not_fit_into_the_card(tmp_path):
     """A group that joins later is refused with the card's name and a remedy; the optimizer continues without it."""
     script(

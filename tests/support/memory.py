@@ -1,8 +1,9 @@
-"""Limits memory, to test that operations do not take too much."""
+"""Limits memory, to test that operations do not take too much; and counts what the disks move."""
 
 import contextlib
 import gc
 import resource
+from pathlib import Path
 
 LIMIT = 48 << 20  # bytes of memory that an operation may take if it must not load everything
 
@@ -19,3 +20,9 @@ def memory_limit(more):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def io_bytes():
+    """Return the bytes that the disks have read and written for this process, as counted by the kernel."""
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["read_bytes"]), int(counts["write_bytes"])
