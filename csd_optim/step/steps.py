@@ -43,6 +43,8 @@ from .spec import Arguments, GradOptions, Participants, StepPlan, StepSpec
 from .staging import BUFFERS_PER_DEVICE, StagingRing
 from .two_passes import TwoPasses
 
+NO_ABILITIES = Abilities(can_launch=False, can_undo=False)
+
 
 @dataclass
 class Ready:
@@ -54,10 +56,11 @@ class Ready:
     step: PreparedStep | None = None  # None: it has nothing to do
     is_examined: bool = False  # all but `step` is there
     is_prepared: bool = False
+    abilities: Abilities = NO_ABILITIES  # to do with it, once it is prepared
     norm: OwnNorm | None = None  # this rank's share, if gradients are clipped and the ranks can sum as they agree
 
-    def offer(self, abilities: Abilities) -> Offer:
-        return Offer(self.is_examined, self.is_prepared, *abilities, *bits_of(self.norm))
+    def offer(self) -> Offer:
+        return Offer(self.is_examined, self.is_prepared, *self.abilities, *bits_of(self.norm))
 
 
 class Steps(Progress):
@@ -203,7 +206,7 @@ class Steps(Progress):
                 failure=cause,
                 round=round,
                 note_confirmed=self.engine.committer.note_confirmed,
-                offer=ready.offer(self._abilities(mode, ready.step)),
+                offer=ready.offer(),
                 reduced=self.reduced,
             )
         if agreed.skips:
@@ -233,7 +236,7 @@ class Steps(Progress):
                     self._examine(mode, ready)
                 if not ready.is_prepared:
                     self._prepare_ready(mode, ready, scale)
-                said.own = self._abilities(mode, ready.step)
+                said.own = ready.abilities
             abilities = Abilities(*map(all, zip(*said.by_ranks, strict=True)))
         step, record = ready.step, ready.record
         if mode.under_way:
@@ -262,7 +265,7 @@ class Steps(Progress):
         """Examine what takes part in a step. Raises what a step raises."""
         ready.record = self.record()
         if mode.under_way:
-            ready.step, ready.is_prepared = mode.under_way, True
+            self._note_prepared(mode, ready, mode.under_way)
         else:
             self.resume.begin_step(self.engine, self.groups)
             ready.taking_part, ready.options = self._taking_part(), self.options
@@ -273,12 +276,12 @@ class Steps(Progress):
         return parts_of_grads(self.groups, self.state_map, ready.options.reduced)
 
     def _prepare_ready(self, mode: InStep, ready: Ready, grad_scale: float) -> None:
-        ready.step = self._prepare(ready.taking_part, grad_scale, ready.options, mode.compare)
-        ready.is_prepared = True
+        step = self._prepare(ready.taking_part, grad_scale, ready.options, mode.compare)
+        self._note_prepared(mode, ready, step)
 
-    def _abilities(self, mode: InStep, step: PreparedStep | None) -> Abilities:
+    def _note_prepared(self, mode: InStep, ready: Ready, step: PreparedStep | None) -> None:
         can_undo = step is None or (self.can_undo(step) and (step.near is None or step.near.undoes))
-        return Abilities(mode.can_launch(step), can_undo)
+        ready.step, ready.is_prepared, ready.abilities = step, True, Abilities(mode.can_launch(step), can_undo)
 
     def _take_without_gradients(self, record: Record | None, *, all_can_undo: bool) -> None:
         """Count and commit a step of the other ranks, for which this rank has no gradients; vote as LiveStep.run()."""
