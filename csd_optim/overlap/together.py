@@ -172,8 +172,8 @@ class Vote:
                 self._engine.committer.note_confirmed()
 
     def wait_for_rows(self) -> None:
-        """Return when no other rank's parameters arrive here any more."""
-        if self._engine.pid == os.getpid():  # a forked child lacks the thread that receives them
+        """Return when no other rank's parameters arrive here any more, if they do so without a flight."""
+        if not self._flight and self._engine.pid == os.getpid():  # a forked child lacks the thread that receives them
             self._exchanged.wait()
 
     def wait(self) -> None:

@@ -70,6 +70,7 @@ class Steps(Progress):
     """
 
     steps_taken: int
+    has_updated: bool
 
     def __init__(self, optimizer: Arguments, state_map: StateMap, ranks: Ranks | None, for_sparse: str) -> None:
         """`for_sparse`: the optimizer to recommend for sparse gradients."""
