@@ -178,7 +178,7 @@ def features_of(
 
 def has_rules(manifest: dict[str, Any]) -> bool:
     """Return whether parameters have another rule than that of the store."""
-    return any("rule" in p for p in (*manifest["params"], *manifest["waiting"]))
+    return any("rule" in p for p in (*manifest["params"], *manifest.get("waiting", ())))
 
 
 def version_of(features: set[str]) -> int:
