@@ -70,6 +70,11 @@ class Ranks:
         _linger_at_exit()
 
     @functools.cached_property
+    def members(self) -> list[int]:
+        """Their ranks in the job."""
+        return dist.get_process_group_ranks(self.group)
+
+    @functools.cached_property
     def mesh(self) -> Any:
         """The ranks as a one-dimensional device mesh."""
         from torch.distributed.device_mesh import DeviceMesh
@@ -115,9 +120,8 @@ class Ranks:
             k = common.bit_length() - 1
             lent[k] = again = Ranks(lent[k].group)
             return again
-        members = dist.get_process_group_ranks(self.group)
         with self._marking_lost():
-            made = dist.new_group(members, CREATED_WITHIN, backend="gloo", use_local_synchronization=True)
+            made = dist.new_group(self.members, CREATED_WITHIN, backend="gloo", use_local_synchronization=True)
             timeout = self.group._get_backend(self.device).options._timeout
             dist.distributed_c10d._set_pg_timeout(timeout, made)
         lent.append(Ranks(made))

@@ -76,6 +76,28 @@ class Partition:
         """Return the index of the part's first element in the whole tensor; in memory order if the part is rows."""
         return 0
 
+    @property
+    def whole_shape(self) -> torch.Size:
+        """The shape of the tensor that this is a part of. For parts that blocks_by_rank() knows."""
+        raise NotImplementedError
+
+    def rows_by_rank(self, ranks: Ranks) -> list[tuple[int, int]] | None:
+        """Return which rows (dimension 0) each of these ranks updates: the first one, and their number.
+
+        None if they do not divide all rows among them, and only rows.
+        """
+        return None
+
+    def blocks_by_rank(self, ranks: Ranks) -> list[tuple[int, int]]:
+        """Return rows_by_rank(), which is not None, in elements."""
+        if self._blocks is None:
+            rows, per_row = self.rows_by_rank(ranks), math.prod(self.whole_shape[1:])
+            assert rows is not None
+            self._blocks = [(first * per_row, n * per_row) for first, n in rows]
+        return self._blocks
+
+    _blocks: list[tuple[int, int]] | None = None
+
 
 class Unsharded(Partition):
     """The whole parameter."""
@@ -108,6 +130,10 @@ class _BlockOfTensor(Partition):
         self.stride: tuple[int, ...] = p.stride()
         self.first: tuple[int, ...] = first
         self.sizes: tuple[int, ...] = sizes
+
+    @property
+    def whole_shape(self) -> torch.Size:
+        return self.shape
 
     def _keep_rows(self, first: int, rows: int) -> None:
         """Reduce the block to these of its rows (dimension 0)."""
@@ -156,6 +182,30 @@ class DTensorShard(_BlockOfTensor):
     def pointer(self, p: Any) -> int:
         address: int = p._local_tensor.data_ptr()
         return address
+
+    def rows_by_rank(self, ranks: Ranks) -> list[tuple[int, int]] | None:
+        from torch.distributed.tensor import Shard as ShardOfDim
+
+        found = []
+        for member in ranks.members:
+            if not (self.mesh.mesh == member).any():
+                return None
+            where = (self.mesh.mesh == member).nonzero()[0].tolist()
+            first, rows, shared = 0, self.shape[0], None
+            for dim, (placement, k) in enumerate(zip(self.placements, where, strict=True)):
+                n = self.mesh.size(dim)
+                if type(placement) is ShardOfDim and placement.dim == 0:
+                    skipped, rows = rows_of(rows, n, k)
+                    first += skipped
+                elif n > 1:
+                    if not placement.is_replicate() or shared or self.replicas is None:
+                        return None
+                    shared = n, k
+            if shared:  # whoever has the same rows divides them
+                skipped, rows = rows_of(rows, *shared)
+                first += skipped
+            found.append((first, rows))
+        return found
 
     def groups(self) -> tuple[Any, ...]:
         dims = [dim for dim, placement in enumerate(self.placements) if not placement.is_replicate()]
@@ -206,6 +256,10 @@ class ReplicaShard(_BlockOfTensor):
         super().__init__(p, ranks.mesh, (ShardOfDim(0),), (0,) * p.dim(), tuple(p.shape))
         self.replicas = ranks
         self._keep_rows(*rows_of(p.shape[0], ranks.size, ranks.rank))
+
+    def rows_by_rank(self, ranks: Ranks) -> list[tuple[int, int]] | None:
+        of = self.replicas
+        return [rows_of(self.shape[0], of.size, k) for k in range(of.size)] if of.members == ranks.members else None
 
     def show(self, window: torch.Tensor) -> torch.Tensor:
         shown = super().show(window)

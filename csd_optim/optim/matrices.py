@@ -8,6 +8,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ..devices.spec import DeviceSpec
+from ..distributed.ranks import Ranks
 from ..distributed.sharding import Partition
 from ..errors import CSDValueError
 from ..params.groups import Groups, name_of
@@ -23,7 +24,12 @@ def any_matrices(groups: Groups, state_map: StateMap) -> bool:
 
 
 def check_matrices(
-    groups: Groups, k: int, rule: UpdateRule, topk: float | None, part_of: Callable[[torch.Tensor], Partition]
+    groups: Groups,
+    k: int,
+    rule: UpdateRule,
+    topk: float | None,
+    part_of: Callable[[torch.Tensor], Partition],
+    ranks: Ranks | None,
 ) -> None:
     """Raise CSDValueError if group `k` has parameters that cannot be orthogonalized here, Top-K, or a wrong argument.
 
@@ -48,10 +54,11 @@ def check_matrices(
                 f"parameter {name} of shape {shape} is no matrix (2-D), and no batch of these (3-D), as Muon's "
                 f"parameters are: {INSTEAD}"
             )
-        if not part_of(p).is_whole:
+        part = part_of(p)
+        if not (part.is_whole or (ranks and part.rows_by_rank(ranks))):
             raise CSDValueError(
-                f"parameter {name} is divided among ranks, and Muon needs the whole matrix: with "
-                f"DistributedDataParallel give sharded=False; otherwise {INSTEAD}"
+                f"parameter {name} is divided among ranks otherwise than by rows over all of them, as by tensor "
+                f"parallelism, which Muon cannot make whole: {INSTEAD}"
             )
 
 

@@ -181,7 +181,7 @@ class CSDOptimizer(StatesOnDevices, Joinable):
             rule = self._state_map.rule_of(self.param_groups[k])
             check_group(self.param_groups, k, type(self).__name__, rule, self.state_dtype)
             if rule.orthogonal:
-                check_matrices(self.param_groups, k, rule, self.topk, self._state_map.part_of)
+                check_matrices(self.param_groups, k, rule, self.topk, self._state_map.part_of, self._ranks)
                 if self._engine:
                     check_devices(self._engine.devices.specs, resident=self._engine.devices.resident)
             if self._engine:

@@ -102,6 +102,7 @@ def agree_on_step(
     note_confirmed: Callable[[], None],
     offer: Offer,
     reduced: Container[int] = (),
+    divided: Container[int] = (),
 ) -> StepAgreement:
     """Agree on a step with all ranks, before anything is changed; a collective.
 
@@ -110,7 +111,7 @@ def agree_on_step(
     step; it is raised, and CSDRankError on the other ranks. `mode`: see InStep.kind. `round`: see
     Committer.own_round(); None: that is what has failed. `note_confirmed`: called once all ranks have it, whatever else
     fails. `offer`: what is ready here. `reduced`: the ids of parameters whose gradients a hook of DDP has reduced,
-    which has to be so on all ranks.
+    which has to be so on all ranks. `divided`: the ids of sharded parameters that have gradients on all ranks or none.
 
     Raises CSDRankError, on all ranks, if they cannot take this step together. In particular, replicas of a parameter
     that takes part for the first time must be equal.
@@ -119,15 +120,21 @@ def agree_on_step(
     def is_bound(p: torch.Tensor) -> bool:
         return id(p) in placed
 
+    def with_gradients() -> tuple[list[tuple[str, torch.Tensor]], list[tuple[str, torch.Tensor]]]:
+        """Return the replicated parameters that have gradients, and all that have to have them on all ranks."""
+        found = _with_gradients(groups, reduced)
+        replicated = [(name, p) for name, p in found if sharded and is_replicated(p)]
+        return replicated, [(name, p) for name, p in found if id(p) in divided or (sharded and is_replicated(p))]
+
     def exchange_votes() -> list[_Vote]:
-        names = _checksum([name for name, _ in replicated])
+        names = _checksum([name for name, _ in alike])
         new = _checksum([name for name, p in replicated if not is_bound(p)])
         own = -1 if round is None else round
         vote = _Vote(skips, taken, joined, names, new, descending, mode, under_way, failure is not None, own, *offer)
         return [_Vote(*numbers) for numbers in ranks.gather(*vote)]
 
     # In backward no parameter has joined, and these have changed already.
-    replicated = _with_gradients(groups, reduced) if sharded and failure is None and not under_way else []
+    replicated, alike = with_gradients() if failure is None and not under_way else ([], [])
     votes = exchange_votes()
     if all(vote.round >= 0 for vote in votes):
         check_rounds(vote.round for vote in votes)
@@ -145,10 +152,10 @@ def agree_on_step(
     if has_joined := any(vote.joined for vote in votes):
         leader = [vote.joined for vote in votes].index(0)
         scale = copy_from_leader(ranks, leader, groups, scale, joined=joined)
-        replicated = _with_gradients(groups, reduced) if sharded else []
+        replicated, alike = with_gradients()
         votes = exchange_votes()
     if len({vote.names for vote in votes}) > 1:
-        difference = ranks.first_difference([(name,) for name, _ in replicated])
+        difference = ranks.first_difference([(name,) for name, _ in alike])
         raise CSDRankError(
             f"ranks have gradients of different parameters: {difference}. With sharded=True plain parameters have to "
             f"be replicas, with gradients reduced over the ranks, as DistributedDataParallel does it. {SHARDED_ADVICE}"
@@ -186,9 +193,9 @@ def _checksum(names: list[str]) -> int:
 
 
 def _with_gradients(groups: Groups, reduced: Container[int]) -> list[tuple[str, torch.Tensor]]:
-    """Return the replicated parameters that have a gradient, with their names; see agree_on_step()."""
+    """Return the parameters that have a gradient, with their names; see agree_on_step()."""
     return [
         (name_of(groups, k, i) + " (reduced by csd_optim.push)" * (id(p) in reduced), p)
         for k, i, p in members(groups)
-        if p.grad is not None and is_replicated(p)
+        if p.grad is not None
     ]

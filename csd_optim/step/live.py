@@ -311,6 +311,8 @@ class LiveStep:
                 try:
                     self._flow(pushed)
                 finally:
+                    if step.passes:
+                        step.passes.finish()
                     if gather:
                         gather.finish()
                 if all_can_undo:
@@ -364,7 +366,8 @@ class LiveStep:
 
     def _pulled(self, gather: ParamAllGather, tile: int) -> None:
         self.note_pulled(tile)
-        gather.advance(wait=False)
+        if not (self.step.passes and self.step.passes.exchange):  # else these collectives come first
+            gather.advance(wait=False)
 
     # ---- the end ---------------------------------------------------------------------
 

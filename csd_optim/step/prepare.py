@@ -32,6 +32,7 @@ from ..params.param_state import ParamState
 from ..params.state_map import StateMap
 from ..params.update_rule import RuleOf
 from .spec import NO_ROWS, BoundStep, GradOptions, Participants, Rows, StepPlan, StepSpec
+from .two_passes import whole_shape
 
 # fp32 bytes of masters that were written from outside since the last step. Up to this limit they stay in memory until
 # the step writes them; beyond it they are written to the devices at once, and committed separately.
@@ -220,8 +221,8 @@ def _orthogonal(rule_of: RuleOf, plan: StepPlan, groups: Groups, groups_of: list
     rules = {k: rule_of(groups[k]).orthogonal for k in {*groups_of}}
     found = {}
     for state, k in zip(plan.param_states, groups_of, strict=True) if any(rules.values()) else ():
-        if (of := rules[k]) and state.numel:
-            found[state.index] = of(groups[k], state.own_master.shape, state.local.device)
+        if (of := rules[k]) and 0 not in (shape := whole_shape(state)):
+            found[state.index] = of(groups[k], shape, state.local.device)
     return found
 
 

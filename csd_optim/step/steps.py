@@ -11,6 +11,7 @@ from ..accelerator import is_on_accelerator
 from ..distributed.grad_norm import OwnNorm, Parts, norm_of, own_norm
 from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..distributed.reduce_scatter import ReducedGrads
+from ..distributed.sharding import is_replicated
 from ..engine.tiles import Pieces
 from ..errors import CSDError, CSDRuntimeError
 from ..finalize import call_at_end
@@ -209,6 +210,7 @@ class Steps(Progress):
                 note_confirmed=self.engine.committer.note_confirmed,
                 offer=ready.offer(),
                 reduced=self.reduced,
+                divided=self._divided_matrices(),
             )
         if agreed.skips:
             mode.skip()
@@ -334,6 +336,11 @@ class Steps(Progress):
             step = self._prepared(spec)
             return self.live(step, self.record()) if len(step.not_given) else None
 
+    def _divided_matrices(self) -> set[int]:
+        """Return the ids of sharded matrices that are made whole in a step, for which all ranks need gradients."""
+        of = [group for group in self.groups if self.state_map.rule_of(group).orthogonal]
+        return {id(p) for group in of for p in group["params"] if not is_replicated(p)}
+
     # ---- a step is prepared ------------------------------------------------------------
 
     def _taking_part(self) -> Participants:
@@ -390,7 +397,7 @@ class Steps(Progress):
         given = given_states(engine, spec, tiles)
         images = images_of(engine, self.state_map, spec, tiles, given)
         ring = self._ring(spec, given) if images else None
-        passes = TwoPasses(engine, spec, tiles) if spec.orthogonal else None
+        passes = TwoPasses(engine, spec, tiles, self.ranks) if spec.orthogonal else None
         self.ns_dtypes = passes.dtypes if passes else []
         return PreparedStep(spec, tiles, given, images, ring, self._gather(spec.plan), passes=passes)
 
@@ -441,6 +448,8 @@ class Steps(Progress):
         accelerator leave within step(), on the streams that update them.
         """
         if step.near and (step.gather or not len(step.tiles)):
+            return False
+        if step.passes and step.passes.exchange:  # its collectives would come between those of the program
             return False
         return self.can_undo(step) if self.ranks else bool(len(step.tiles))
 

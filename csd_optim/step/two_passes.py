@@ -3,7 +3,7 @@
 To the engine each pass is what any step is. Pass 1 takes gradients, and the parameters that it returns are X. Pass 2
 takes as gradients what X has become, and returns the parameters. The second pass of a tile has the tile's number with
 PASS_2, and the second row of a parameter, in the step's table, its number plus that of all parameters.
-muon/schedule.py has the order.
+muon/schedule.py has the order. Where ranks divide a matrix, whole_matrices.py makes it whole in between.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from ..accelerator import is_on_accelerator
 from ..bindings import DTYPE_CODES, HYPER, IN_SECTION, PASS_2
 from ..devices.machine import available_memory
+from ..distributed.ranks import Ranks
 from ..engine.engine import Engine
 from ..engine.tiles import Pieces
 from ..errors import CSDMemoryError
@@ -27,8 +28,10 @@ from ..muon.schedule import LEAST_TILES, RING, Group, Matrix, groups_of
 from ..params.grad_source import GradSource
 from ..params.param_state import ParamState
 from ..signals import raise_deferred
+from ..store.layout import TILE_ELEMS
 from .spec import StepSpec
 from .staging import NOTHING, StagingRing
+from .whole_matrices import WholeMatrices
 
 ALIGNED = 64  # elements: an X begins at a multiple of so many
 
@@ -41,33 +44,57 @@ class InTwoPasses:
     how: Orthogonal
     x: torch.Tensor
 
+    @property
+    def _in_shape(self) -> torch.Tensor:
+        return self.x.as_strided(self.state.own_master.shape, self.state.stride, self.x.storage_offset())
+
+    @property
+    def by_rows(self) -> torch.Tensor:
+        """X, row by row: 1-D."""
+        return self._in_shape.reshape(-1)
+
+    def set_rows(self, x: torch.Tensor) -> None:
+        self._in_shape.copy_(x.view(self.state.own_master.shape))
+
     def orthogonalize(self) -> None:
         """Replace X by what Newton-Schulz makes of it."""
-        shape, stride = self.state.own_master.shape, self.state.stride
-        x = self.x.as_strided(shape, stride, self.x.storage_offset())
-        x.copy_(self.how.of(x))
+        self._in_shape.copy_(self.how.of(self._in_shape))
 
 
 class TwoPasses:
     """The parameters of one step that take two passes. Holds X of a few groups at a time, in a ring of buffers."""
 
-    def __init__(self, engine: Engine, spec: StepSpec, tiles: np.ndarray[Any, Any]) -> None:
+    def __init__(self, engine: Engine, spec: StepSpec, tiles: np.ndarray[Any, Any], ranks: Ranks | None) -> None:
         """`tiles`: of the step, in flow order. Raises CSDMemoryError: there is no room to orthogonalize."""
-        self._engine, self._n, how = engine, engine.tiles.n_params, spec.orthogonal
-        states = [state for state in spec.plan.param_states if state.index in how and state.numel]
-        states.sort(key=lambda state: state.index, reverse=engine.descending)
-        pieces, step = Pieces(engine.tiles), -1 if engine.descending else 1
+        self._engine, self._n = engine, engine.tiles.n_params
+        states = {state.index: state for state in spec.plan.param_states if state.index in spec.orthogonal}
+        self._divided = {row for row, state in states.items() if not state.part.is_whole}
+        # Ranks may go through their tiles in different directions, and do not know these yet.
+        step = -1 if engine.descending and not self._divided else 1
+        pieces = Pieces(engine.tiles)
         matrices = [
-            Matrix(s.index, tuple(s.own_master.shape), tuple(pieces.of(s.index)["tile"][::step].tolist()))
-            for s in states
+            Matrix(row, tuple(whole_shape(state)), tuple(pieces.of(row)["tile"][::step].tolist()))
+            for row, state in [*states.items()][::step]
         ]
-        self.groups: list[Group] = groups_of(matrices, LEAST_TILES * max(e.tile_elems for e in engine.tiles.extents))
-        self._params = self._with_buffers({state.index: state for state in states}, how)
+        tile_elems = TILE_ELEMS if self._divided else max(e.tile_elems for e in engine.tiles.extents)
+        size = ranks.size if ranks and self._divided else 1
+        self.groups: list[Group] = groups_of(matrices, LEAST_TILES * tile_elems * size)
+        self.exchange: WholeMatrices | None = None
+        if self._divided:
+            assert ranks
+            blocks = {row: states[row].part.blocks_by_rank(ranks) for row in self._divided}
+            self.exchange = WholeMatrices(
+                ranks, [(of := self._divided_of(group), [blocks[m.row] for m in of]) for group in self.groups]
+            )
+        self._params = self._with_buffers(states, spec.orthogonal)
         self.tiles: np.ndarray[Any, Any] = pieces.tiles_of([*self._params])  # ascending
         self._one_pass: list[int] = tiles[~np.isin(tiles, self.tiles)].tolist()
         self.images: frozenset[int] = frozenset()
         self._sources: dict[int, GradSource] = {}
         self.sources: Mapping[int, GradSource] = self._sources  # by row of the table
+
+    def _divided_of(self, group: Group) -> list[Matrix]:
+        return [matrix for matrix in group.matrices if matrix.row in self._divided]
 
     # ---- memory ------------------------------------------------------------------------
 
@@ -77,13 +104,15 @@ class TwoPasses:
         workspace: dict[torch.device, int] = {}
         for k, group in enumerate(self.groups):
             used: dict[torch.device, int] = {}
+            whole = 0  # bytes of matrices that are made whole here, before and after
             for matrix in group.matrices:
                 device = states[matrix.row].local.device
                 places[matrix.row] = k % RING, device, used.get(device, 0)
-                used[device] = places[matrix.row][2] + -(-matrix.numel // ALIGNED) * ALIGNED
+                used[device] = places[matrix.row][2] + -(-states[matrix.row].numel // ALIGNED) * ALIGNED
                 rows, columns = matrix.shape[-2:]
                 needed = workspace_bytes(rows, columns, how[matrix.row].dtype) + 4 * matrix.numel
-                workspace[device] = max(workspace.get(device, 0), needed)
+                whole += 4 * matrix.numel if matrix.row in self._divided else 0
+                workspace[device] = max(workspace.get(device, 0), needed + whole)
             for device, n in used.items():
                 sizes[k % RING, device] = max(sizes.get((k % RING, device), 0), n)
         on_host = sum(2 * n for (_, device), n in sizes.items() if device.type == "cpu")
@@ -135,6 +164,8 @@ class TwoPasses:
         hypers = np.concatenate([spec.hypers, np.array([*kinds], HYPER)])
         first, second = spec.table.copy(), spec.table.copy()
         for row, p in self._params.items():
+            if not p.state.numel:
+                continue
             at = p.x.data_ptr()
             one, two = first[row], second[row]
             two["grad"], two["grad_dtype"], two["hyper"] = at, DTYPE_CODES[torch.bfloat16], kinds[p.how[3:]]
@@ -154,7 +185,7 @@ class TwoPasses:
         return np.where(np.isin(tiles, self.tiles), tiles | np.uint32(PASS_2), tiles).astype(np.uint32)
 
     def run(self, ring: StagingRing | None, pulled: Callable[[int], None], meanwhile: Iterator[None] = NOTHING) -> None:
-        """Take all passes, and the tiles of one pass that travel as images.
+        """Take all passes, and the tiles of one pass that travel as images. With an exchange, a collective.
 
         `pulled` is called with each of these tiles when its parameters are there, or on their way: see
         StagingRing.run(), also for `meanwhile`.
@@ -166,12 +197,33 @@ class TwoPasses:
                 self._await([tile | PASS_2 for tile in used.second])
             self._push(ahead)
             self._await(group.first)
-            for matrix in group.matrices:
-                raise_deferred()  # it may take minutes on a CPU
-                self._params[matrix.row].orthogonalize()
-                self._sources.pop(matrix.row, None)  # frees the gradient
+            self._orthogonalize(k)
             second = [tile | PASS_2 for tile in group.second]
             self._carry([*self._images_of(ahead), *second], ring, pulled)
+
+    def finish(self) -> None:
+        """Make the exchanges that are left after a failure. A collective."""
+        if self.exchange:
+            self.exchange.finish()
+
+    def _orthogonalize(self, k: int) -> None:
+        group = self.groups[k]
+        for matrix in group.matrices:
+            if matrix.row not in self._divided:
+                raise_deferred()  # it may take minutes on a CPU
+                self._params[matrix.row].orthogonalize()
+        if self.exchange:
+            divided = self._divided_of(group)
+            rows = [self._params[matrix.row].by_rows for matrix in divided]
+            here = [matrix for matrix, is_here in zip(divided, self.exchange.has_root_here(k), strict=True) if is_here]
+            wholes = []
+            for matrix, x in zip(here, self.exchange.collect(k, rows), strict=True):
+                raise_deferred()
+                wholes.append(self._params[matrix.row].how.of(x.view(matrix.shape)).view(-1))
+            for matrix, x in zip(divided, self.exchange.hand_out(k, wholes, rows), strict=True):
+                self._params[matrix.row].set_rows(x)
+        for matrix in group.matrices:
+            self._sources.pop(matrix.row, None)  # frees the gradient
 
     def _images_of(self, tiles: Sequence[int]) -> list[int]:
         return [tile for tile in tiles if tile & ~PASS_2 in self.images]
@@ -208,3 +260,8 @@ class TwoPasses:
             for device in {p.x.device for p in self._params.values() if is_on_accelerator(p.x)}:
                 ring.wait_for_current(device)  # for what was orthogonalized
             ring.run(self._engine, images, self.sources, note, meanwhile=meanwhile)
+
+
+def whole_shape(state: ParamState) -> torch.Size:
+    """Return the shape of the matrix that a parameter is, or is a part of."""
+    return state.own_master.shape if state.part.is_whole else state.part.whole_shape

@@ -12,7 +12,7 @@ import warnings
 import torch
 import torch.distributed as dist
 from support.comparing import assert_same
-from support.optimizers import by_group
+from support.optimizers import MuonOfMatrices, by_group
 from support.ranks import on_living_ranks
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -44,6 +44,7 @@ RULES = {
     "RMSprop": (CSDRMSprop, {"centered": True}),
     "Lion": (CSDLion, {}),
     "a rule per group": (by_group, {}),
+    "Muon": (MuonOfMatrices, {}),
 }
 # A kind of model; how, on how many ranks and on how many devices it was and will be trained; --sharding.
 CHANGES = {

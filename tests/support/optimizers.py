@@ -112,7 +112,8 @@ class MuonOfMatrices(CSDMuon):
         self.of_others = state_dtype
         for group in groups:
             matrices = [p for p in group["params"] if is_matrix(p)]
-            divided.append({**group, "params": [p for p in group["params"] if not is_matrix(p)]})
+            if others := [p for p in group["params"] if not is_matrix(p)]:
+                divided.append({**group, "params": others})
             if matrices:
                 divided.append({"params": matrices})
         super().__init__(divided, **options)

@@ -1,0 +1,147 @@
+"""Muon where ranks divide the matrices: each is made whole on one of them. Oracle: one process, to the last bit."""
+
+import contextlib
+import os
+import signal
+from unittest import mock
+
+import pytest
+import torch
+from support.comparing import assert_same
+from support.divided import DENSE, KINDS, DividedTraining, twin
+from support.ranks import KILLED, on_living_ranks, on_ranks
+
+from csd_optim import CSDError, CSDMuon, CSDRankError, CSDValueError
+from csd_optim.muon.schedule import LEAST_TILES
+from csd_optim.step import two_passes, whole_matrices
+
+KINDS["matrices"] = {**DENSE, "square": (40, 40), "tall": (90, 20), "experts": (6, 8, 10)}
+DIVISIONS = [("ddp", 2), ("ddp", 3), ("fsdp2", 2), ("fsdp2", 3), ("hsdp", 4), ("none", 2)]
+
+
+@contextlib.contextmanager
+def small_groups():
+    """Groups of few matrices, so that there are several, with other roots."""
+    with mock.patch.object(two_passes, "TILE_ELEMS", 1000 // LEAST_TILES):
+        yield
+
+
+def compares(rank, size, division, devices, image, last):
+    with small_groups():
+        training = DividedTraining("matrices", division, rank, size, devices, "Muon").until(last)
+        with training.opt:
+            assert_same(training.image(), training.of_twin(image))
+            return training.opt.stats()["ns_dtype"]
+
+
+@pytest.mark.parametrize("devices", ["ram:", "file:"])
+@pytest.mark.parametrize(("division", "size"), DIVISIONS)
+def test_equals_one_process(tmp_path, division, size, devices):
+    image = twin("matrices", 4, "Muon")
+    on_living_ranks(size, compares, size, division, devices, image, 4, directory=tmp_path)
+
+
+@contextlib.contextmanager
+def failing(rank, at, what):
+    """Fail in the orthogonalization, or in the wait for X, of this number on rank 1."""
+    owner, name = {
+        "orthogonalization": (two_passes.Orthogonal, "of"),
+        "first pass": (two_passes.TwoPasses, "_await"),
+        "begin": (two_passes.TwoPasses, "tables"),
+    }[what]
+    real, calls = getattr(owner, name), 0
+
+    def fails(*arguments):
+        nonlocal calls
+        calls += 1
+        if rank == 1 and calls == at:
+            raise torch.OutOfMemoryError("no room")
+        return real(*arguments)
+
+    with mock.patch.object(owner, name, fails):
+        yield
+
+
+def fails(rank, size, division, at, what, images):
+    with small_groups():
+        training = DividedTraining("matrices", division, rank, size, "file:", "Muon").until(2)
+        with training.opt:
+            expected = torch.OutOfMemoryError if rank == 1 else CSDRankError
+            with failing(rank, at, what), pytest.raises(expected, match="no room"):
+                training.until(3)
+            assert_same(training.image(), training.of_twin(images[2]))
+            training.until(4)
+            assert_same(training.image(), training.of_twin(images[4]))
+
+
+@pytest.mark.parametrize(
+    ("division", "size", "what", "at"),
+    [
+        ("ddp", 2, "orthogonalization", 1),
+        ("ddp", 2, "orthogonalization", 2),
+        ("ddp", 2, "first pass", 2),
+        ("ddp", 2, "begin", 1),
+        ("fsdp2", 3, "orthogonalization", 1),
+        ("fsdp2", 3, "first pass", 2),
+        ("fsdp2", 3, "begin", 1),
+        ("hsdp", 4, "orthogonalization", 1),
+    ],
+)
+def test_a_failure_on_one_rank_undoes_all(tmp_path, division, size, what, at):
+    images = {step: twin("matrices", step, "Muon") for step in (2, 4)}
+    on_living_ranks(size, fails, size, division, at, what, images, directory=tmp_path)
+
+
+def dies(rank, size):
+    with small_groups():
+        training = DividedTraining("matrices", "ddp", rank, size, "file:", "Muon").until(1)
+        real = whole_matrices.WholeMatrices.collect
+
+        def collect(exchange, k, rows):
+            if rank == 1 and k == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(exchange, k, rows)
+
+        with mock.patch.object(whole_matrices.WholeMatrices, "collect", collect), pytest.raises(CSDError):
+            training.until(2)
+
+
+def test_a_rank_that_dies_hangs_nobody(tmp_path):
+    assert on_ranks(2, dies, 2, directory=tmp_path, may_die=(1,)) == [None, KILLED]
+
+
+def unlike(rank, size):
+    training = DividedTraining("matrices", "fsdp2", rank, size, "file:", "Muon").until(1)
+    for name, p in training.model.items():
+        p.grad = None if rank and name == "square" else torch.zeros_like(p)
+    with training.opt, pytest.raises(CSDRankError, match="gradients of different parameters"):
+        training.opt.step()
+
+
+def test_gradients_of_different_matrices_are_refused(tmp_path):
+    on_living_ranks(2, unlike, 2, directory=tmp_path)
+
+
+def columns(rank, size):
+    with pytest.raises(CSDValueError, match="otherwise than by rows"):
+        DividedTraining("odd", "columns", rank, size, "file:", "Muon")
+
+
+def test_tensor_parallelism_is_refused(tmp_path):
+    on_living_ranks(2, columns, 2, directory=tmp_path)
+
+
+def overlaps(rank, size, division, image):
+    with small_groups():
+        training = DividedTraining("matrices", division, rank, size, "file:", "Muon")
+        with training.opt as opt:
+            opt.overlap(training.model)
+            training.until(4)
+            opt.wait()
+            assert_same(training.image(), training.of_twin(image))
+            assert isinstance(opt, CSDMuon)
+
+
+@pytest.mark.parametrize(("division", "size"), [("fsdp2", 2)])
+def test_with_overlap_steps_with_divided_matrices_end_in_step(tmp_path, division, size):
+    on_living_ranks(size, overlaps, size, division, twin("matrices", 4, "Muon"), directory=tmp_path)
