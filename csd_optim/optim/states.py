@@ -69,7 +69,8 @@ class StatesOnDevices(Optimizer):
         """
         assert self._engine is not None
         self._engine.check_open()
-        self._mode.drain(collective=True)
+        if failure := self._mode.drain(collective=True):
+            raise failure
         return self._engine
 
     @contextlib.contextmanager
@@ -91,10 +92,12 @@ class StatesOnDevices(Optimizer):
 
         Raises CSDOSError if a step failed, CSDTornError if it cannot be undone yet.
         """
-        self._mode.drain(collective=meets)
+        failure = self._mode.drain(collective=meets)
         engine = self._engine
         together = bool(meets and engine and (engine.durable or self._mode.overlaps))
         with engine.committer.all_ranks_or_none() if engine and together else contextlib.nullcontext():
+            if failure:
+                raise failure
             self._steps.finish_undo(collective=together)
 
     # ---- torch's contract --------------------------------------------------------------

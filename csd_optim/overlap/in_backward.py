@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from ..accelerator import is_accelerator, is_on_accelerator
-from ..distributed.ranks import all_ranks_or_none
 from ..errors import CSDError, CSDRuntimeError, CSDTypeError, CSDValueError
 from ..params.groups import Groups, hyperparameters_of, members, name_of
 from ..params.param_state import ParamState
@@ -238,11 +237,15 @@ class StepsInBackward(ConcurrentMode):
         with self._engine.lock:
             pass
 
-    def drain(self, *, collective: bool) -> None:
-        with all_ranks_or_none(self._steps.ranks if collective else None):  # backward may have failed on some of them
+    def drain(self, *, collective: bool) -> CSDError | None:
+        failure = None
+        try:
             self.settle()
+        except CSDError as e:  # not on ranks where backward has failed
+            failure = e
         if collective and self.together:  # no vote outlives this mode: it would be taken for that on a later commit
             self.together.agree()
+        return failure
 
     def clear_gradients(self, *, set_to_none: bool) -> bool:
         self._failure = None

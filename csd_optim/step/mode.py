@@ -82,8 +82,12 @@ class InStep:
     def settle(self) -> None:
         """Return when all parameters of this process are those of the last step. Raises why that step failed."""
 
-    def drain(self, *, collective: bool) -> None:
-        """Return when no step is under way here; with `collective`, on any rank. Raises why one failed."""
+    def drain(self, *, collective: bool) -> CSDError | None:
+        """Return when no step is under way here; with `collective`, on any rank. Raises why one failed.
+
+        Returns why that is not possible on this rank, perhaps on it alone; None if it is.
+        """
+        return None
 
     def clear_gradients(self, *, set_to_none: bool) -> bool:
         """Clear gradients, or leave it to the caller. Returns whether this has cleared them."""
