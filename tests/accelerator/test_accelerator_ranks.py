@@ -58,7 +58,7 @@ def shares(rank, device, dtype, strided, topk, near=None, overlap=False):
     if overlap and device != "cpu":
         optimizer.overlap(model)
     launch, goes_on = mode_of(optimizer).launch, []
-    mode_of(optimizer).launch = lambda *step: goes_on.append(launch(*step)) or goes_on[-1]
+    mode_of(optimizer).launch = lambda *step, **agreed: goes_on.append(launch(*step, **agreed)) or goes_on[-1]
     seen = []
     for k in range(3):
         for i, p in enumerate(params):
@@ -168,7 +168,7 @@ def fsdp2(rank, device, overlap, near, fails):
     if overlap and device != "cpu":
         optimizer.overlap(model)
     launch, goes_on = mode_of(optimizer).launch, []
-    mode_of(optimizer).launch = lambda *step: goes_on.append(launch(*step)) or goes_on[-1]
+    mode_of(optimizer).launch = lambda *step, **agreed: goes_on.append(launch(*step, **agreed)) or goes_on[-1]
     for k in range(4):
         for again in range(1 + (fails and k == 2 and device != "cpu")):
             model(randn((16, 40), 2 * k + rank).to(device)).square().mean().backward()

@@ -63,8 +63,8 @@ def check_uses(monkeypatch):
     """Enter a UseCheck with each step that overlaps from now on; optimizers leave theirs when overlap ends."""
     was = {name: getattr(Overlap, name) for name in ("launch", "wait", "land", "close")}
 
-    def launch(self, step, record):
-        launched = was["launch"](self, step, record)
+    def launch(self, step, record, **agreed):
+        launched = was["launch"](self, step, record, **agreed)
         if launched:
             check = vars(self).setdefault("use_check", UseCheck({}))
             states = [b for b in step.spec.plan.param_states if b.index not in (step.near.rows if step.near else ())]
