@@ -148,7 +148,7 @@ class Engine:
 
         `record`: for the step's commit. `order`: TO_AND_FRO, SAME_ORDER or AS_PUSHED of bindings.py, see csd_order.
         `is_speculative`: it begins before step(), and close() undoes it. `kept_alive`: memory that it uses.
-        `tiles` may contain second passes, in the order of order_of_passes(), which is kept; see Native.begin() for
+        `tiles` may contain second passes, in the order of muon/schedule.py, which is kept; see Native.begin() for
         `params` then.
         """
         self.check_open()

@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import random
 import signal
 
 import numpy as np
@@ -21,6 +20,7 @@ from support.two_passes import (
     gradients,
     hypers,
     initial,
+    order_of_passes,
     orthogonal,
     undone_params,
 )
@@ -43,7 +43,6 @@ from csd_optim.bindings import (
     DeviceConfig,
     Native,
 )
-from csd_optim.engine.passes import order_of_passes
 from csd_optim.store.format import read_contents
 
 pytestmark = pytest.mark.at_hand("drives the engine, by windows and addresses")
@@ -427,29 +426,6 @@ def test_tiles_with_one_pass_take_part(tmp_path):
 
 
 # ---- order -----------------------------------------------------------------------------------
-
-
-def test_order_of_passes():
-    """Each tile once per pass; pass 1 of all groups with a tile before pass 2; at most one group ahead."""
-    choose = random.Random(3)
-    for _ in range(50):
-        n = choose.randint(1, 12)
-        groups = [
-            np.array(choose.sample(range(n), choose.randint(1, n)), np.uint32) for _ in range(choose.randint(0, 6))
-        ]
-        order = order_of_passes(groups).tolist()
-        used = {*itertools.chain(*(group.tolist() for group in groups))}
-        assert sorted(order) == sorted([*used, *(tile | PASS_2 for tile in used)])
-        place = {tile: i for i, tile in enumerate(order)}
-        for g, group in enumerate(groups):
-            firsts = [place[tile] for tile in group.tolist()]
-            seconds = [place[tile | PASS_2] for tile in group.tolist()]
-            assert max(firsts) < min(seconds)
-            for later in groups[g + 2 :]:
-                alone = {*later.tolist()} - {*itertools.chain(*(other.tolist() for other in groups[: g + 2]))}
-                mine = {*group.tolist()} - {*itertools.chain(*(other.tolist() for other in groups[g + 1 :]))}
-                if alone and mine:
-                    assert min(place[tile] for tile in alone) > min(place[tile | PASS_2] for tile in mine)
 
 
 @pytest.mark.parametrize("order", [SAME_ORDER, AS_PUSHED])

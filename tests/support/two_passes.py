@@ -11,7 +11,6 @@ from support.tables import step_table
 from csd_optim.bindings import HYPER, PASS_2, PASS_RULES
 from csd_optim.devices.spec import parse_devices
 from csd_optim.engine.open_engine import open_engine
-from csd_optim.engine.passes import order_of_passes
 from csd_optim.errors import CSDError, CSDRuntimeError
 
 SECTIONS = ("master", "momentum_buffer")
@@ -32,6 +31,25 @@ def orthogonal(x):
         square = y @ y.T
         y = a * y + (b * square + c * square @ square) @ y
     return (y.T if x.shape[0] > x.shape[1] else y).to(torch.bfloat16).contiguous()
+
+
+def order_of_passes(groups):
+    """Return the tiles of a step, uint32, in an order that needs few buffers: for Engine.begin().
+
+    `groups`: for each group of matrices whose updates are computed together, the tiles with parts of them (uint32);
+    groups may share tiles. While one group is computed between its passes, the devices read the next one: its first
+    passes come before the second passes of this one. A second pass follows the first passes of all groups that have
+    its tile. A step in this order cannot deadlock, however few buffers there are, if second passes are pushed group by
+    group: those of a group before it waits for the first passes of the one after the next.
+    """
+    last = {tile: g for g, tiles in enumerate(groups) for tile in tiles.tolist()}
+    listed: dict[int, None] = {}  # in order
+    for g in range(len(groups) + 1):
+        if g < len(groups):
+            listed.update(dict.fromkeys(groups[g].tolist()))
+        if g > 0:
+            listed.update((tile | PASS_2, None) for tile in groups[g - 1].tolist() if last[tile] == g - 1)
+    return np.array([*listed], np.uint32)
 
 
 def hypers(shapes, *, nesterov=True, scale=1.0):
