@@ -18,7 +18,7 @@ from ..devices.spec import DeviceSpec, parse_devices
 from ..distributed.ranks import Ranks, ranks_of
 from ..engine.engine import Engine
 from ..engine.open_engine import open_engine
-from ..errors import CSDRuntimeError, CSDValueError
+from ..errors import CSDRuntimeError
 from ..finalize import call_at_end, close_quietly
 from ..overlap.choice import choose, hold_bytes
 from ..params.groups import check_state_dtype, hyperparameters_of, members, restore_hyperparameters
@@ -150,18 +150,14 @@ class CSDOptimizer(StatesOnDevices, Joinable):
 
     def _open(self, specs: Sequence[DeviceSpec], ranks: Ranks | None, mode: Mode = "new") -> None:
         tile_elems = self._options["tile_size"]
-        passes = any_matrices(self.param_groups, self._state_map)
         if self._owner_address:
             from ..serve.remote_engine import open_remote  # TLS and encryption, which others need not load
-
-            if passes:
-                raise CSDValueError("optimizer ranks (serve://) take no parameters of muon: give it devices of its own")
 
             model = digest_of_groups(self.param_groups, self._state_map.part_of)
             engine = open_remote(self._owner_address, model, mode=mode, tile_elems=tile_elems, ranks=ranks)
         else:
             kernels = kernels_for(specs, self.param_groups, self._state_map)
-            if passes:
+            if passes := any_matrices(self.param_groups, self._state_map):
                 check_devices(specs)
             engine = open_engine(
                 specs, mode=mode, tile_elems=tile_elems, ranks=ranks, kernels=kernels, two_passes=passes

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from .. import errors
-from ..bindings import DTYPE_CODES, HYPER, IN_SECTION, NEW, PARAM, RULES, UNCOMPARED
+from ..bindings import DTYPE_CODES, HYPER, IN_SECTION, NEW, PARAM, PASS_RULES, RULES, UNCOMPARED
 from ..errors import CSDError, CSDOSError, CSDRankError
 from ..store.check import MAX_SIZE
 
@@ -129,11 +129,11 @@ def pack_rows(table: np.ndarray[Any, Any], rows: np.ndarray[Any, Any]) -> np.nda
     return packed
 
 
-def unpack_rows(packed: np.ndarray[Any, Any], n_params: int, n_hypers: int) -> np.ndarray[Any, Any]:
-    """Return the table (dtype PARAM, `n_params` rows) of a step that an owner takes. Raises CSDRankError."""
+def unpack_rows(packed: np.ndarray[Any, Any], n_rows: int, n_hypers: int) -> np.ndarray[Any, Any]:
+    """Return the table (dtype PARAM, `n_rows` rows) of a step that an owner takes. Raises CSDRankError."""
     rows, dtypes = packed["row"], [*DTYPE_CODES.values()]
     for name, valid in (
-        ("rows", bool((rows < n_params).all()) and len(np.unique(rows)) == len(rows)),
+        ("rows", bool((rows < n_rows).all()) and len(np.unique(rows)) == len(rows)),
         ("constants", bool((packed["hyper"] < max(n_hypers, 1)).all())),
         ("dtypes", all(bool(np.isin(packed[f"{of}_dtype"], dtypes).all()) for of in ("grad", "param", "topk"))),
         ("masters", bool(np.isin(packed["master"], MASTERS).all())),
@@ -146,7 +146,7 @@ def unpack_rows(packed: np.ndarray[Any, Any], n_params: int, n_hypers: int) -> n
     ):
         if not valid:
             refuse(f"the {name} of a step")
-    table = np.zeros(n_params, PARAM)
+    table = np.zeros(n_rows, PARAM)
     for name in SAME_NAMES:
         table[name][rows] = packed[name]
     table["grad"][rows] = packed["has_grad"]  # not an address: gradients are in images
@@ -162,7 +162,7 @@ def pack_hypers(hypers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 def unpack_hypers(packed: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return a step's constants, dtype HYPER. Raises CSDRankError, also if one is not finite."""
-    if not (np.isin(packed["rule"], [*RULES.values()]).all() and np.isfinite(packed["c"]).all()):
+    if not (np.isin(packed["rule"], [*RULES.values(), *PASS_RULES.values()]).all() and np.isfinite(packed["c"]).all()):
         refuse("the constants of a step")
     hypers = np.zeros(len(packed), HYPER)
     hypers["rule"], hypers["c"] = packed["rule"], packed["c"]

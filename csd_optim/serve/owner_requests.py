@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..bindings import AS_PUSHED, SAME_ORDER, TO_AND_FRO
+from ..bindings import AS_PUSHED, PASS_2, SAME_ORDER, TO_AND_FRO
 from ..checkpoint import snapshot
 from ..checkpoint.files import no_progress
 from ..errors import CSDError, CSDRankError
@@ -343,11 +343,13 @@ class OwnerRequests:
         if order not in (TO_AND_FRO, SAME_ORDER, AS_PUSHED):
             refuse(f"the order {order}")
         constants = unpack_hypers(array(hypers, WIRE_HYPER, "the constants of a step"))
-        table = unpack_rows(array(rows, ROW, "the parameters of a step"), engine.tiles.n_params, len(constants))
         listed = array(tiles, WIRE_INDEX, "the tiles of a step").astype(np.uint32)
+        n_params = engine.tiles.n_params
+        n_rows = 2 * n_params if (listed >= PASS_2).any() else n_params
+        table = unpack_rows(array(rows, ROW, "the parameters of a step"), n_rows, len(constants))
         edits = self._enter_edits(table)
-        needed = engine.tiles.of_mask((table["grad"] != 0) | (table["edited"] != 0).any(1))
-        if not (listed < len(engine.tiles)).all() or len(np.unique(listed)) != len(listed):
+        needed = engine.tiles.of_mask(((table["grad"] != 0) | (table["edited"] != 0).any(1))[:n_params])
+        if not (listed & ~np.uint32(PASS_2) < len(engine.tiles)).all() or len(np.unique(listed)) != len(listed):
             refuse("the tiles of a step")
         if not np.isin(needed, listed).all():
             refuse("a step without some tiles of its parameters")
@@ -362,7 +364,7 @@ class OwnerRequests:
         with engine.lock:
             engine.committer.confirm()
             every = engine.begin(table, constants, listed, record, order=order, is_speculative=True, kept_alive=edits)
-            step = self._step = OwnerStep(engine, begin, table, self._buffers)
+            step = self._step = OwnerStep(engine, begin, table, listed, self._buffers)
         try:
             step.push_unsent(every.tolist())
         except BaseException:

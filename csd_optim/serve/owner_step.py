@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ..bindings import PASS_2
 from ..engine.engine import Engine
 from ..errors import CSDError
 from . import tile_image
@@ -73,11 +74,20 @@ class TileAtOwner(NamedTuple):
 class OwnerStep:
     """One step. Frames come from several receiving threads, and leave on one thread per device."""
 
-    def __init__(self, engine: Engine, begin: int, table: np.ndarray[Any, Any], buffers: Buffers) -> None:
-        """`begin`: number of its BEGIN. `table`: its parameters, dtype PARAM."""
+    def __init__(
+        self,
+        engine: Engine,
+        begin: int,
+        table: np.ndarray[Any, Any],
+        tiles: np.ndarray[Any, Any],
+        buffers: Buffers,
+    ) -> None:
+        """`begin`: number of its BEGIN. `table`: its parameters, dtype PARAM. `tiles`: its tiles and second passes."""
         self.begin: int = begin
         self._engine, self._table, self._buffers = engine, table, buffers
-        self.expected: set[int] = {*engine.tiles.of_mask(table["grad"] != 0).tolist()}  # tiles that the trainer pushes
+        with_grads = engine.tiles.of_mask(table["grad"] != 0)
+        # Tiles and second passes that the trainer pushes.
+        self.expected: set[int] = {*tiles[np.isin(tiles & ~np.uint32(PASS_2), with_grads)].tolist()}
         self.received: int = 0  # frames
         self.failure: CSDError | None = None
         self.changed: threading.Condition = threading.Condition()
@@ -178,7 +188,7 @@ class OwnerStep:
     @property
     def rows(self) -> np.ndarray[Any, Any]:
         """The parameters that it updates."""
-        return np.flatnonzero(self._table["grad"])
+        return np.flatnonzero(self._table["grad"][: self._engine.tiles.n_params])
 
     @property
     def is_over(self) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 from ..bindings import AS_PUSHED, EVENT, PASS_2, TILE_STATE, TO_AND_FRO, DeviceConfig
 from ..engine.tiles import Tiles
-from ..errors import CSDError, CSDRankError, CSDRuntimeError, CSDValueError
+from ..errors import CSDError, CSDRankError, CSDRuntimeError
 from . import tile_image
 from .link import Answer, Link, Travelling
 from .messages import CHUNK, WIRE_INDEX, number_of, pack_counts, pack_hypers, pack_rows, raise_error, refuse
@@ -39,6 +39,7 @@ class RemoteNative:
         self._table = np.zeros(0)
         self._under_way: TilesUnderWay | None = None
         self._images: dict[int, tuple[list[memoryview], int, list[memoryview]]] = {}  # by tile: out, words, back
+        self._travelling: list[int] = []  # tiles of the step, and second passes, that leave and come back
         self._undone: list[int] = []
 
     # ---- open and close --------------------------------------------------------------
@@ -77,17 +78,16 @@ class RemoteNative:
         *,
         order: int = TO_AND_FRO,
     ) -> None:
-        if (tiles >= PASS_2).any():
-            raise CSDValueError("optimizer ranks take no steps of two passes (Muon)")
         self.send_edits(params)
         has_grad = params["grad"] != 0
         rows = np.flatnonzero(has_grad | (params["edited"] != 0).any(1))
         self.begins += 1
-        travelling = np.isin(tiles, self.tiles_of_engine.of_mask(has_grad))
+        travelling = np.isin(tiles & ~np.uint32(PASS_2), self.tiles_of_engine.of_mask(has_grad))
         self._table, self._images, self._undone, self.commit_failure = params, {}, [], None
+        self._travelling = tiles[travelling].tolist()
         under_way = TilesUnderWay(
             self.begins,
-            tiles[travelling].tolist(),
+            self._travelling,
             as_pushed=order == AS_PUSHED,
             window=self.window,
             streams=self._streams,
@@ -112,7 +112,8 @@ class RemoteNative:
 
     def send_edits(self, params: np.ndarray[Any, Any]) -> None:
         """Send the states that the program has written, to which `edited` of the step's table points."""
-        for row in np.flatnonzero((params["edited"] != 0).any(1)).tolist():
+        first_rows = params[: self.tiles_of_engine.n_params]
+        for row in np.flatnonzero((first_rows["edited"] != 0).any(1)).tolist():
             extent = self.tiles_of_engine.extent_with(row)
             numel = extent.numels[row - extent.first_param]
             for section, address in enumerate(params["edited"][row].tolist()):
@@ -249,7 +250,10 @@ class RemoteNative:
         self._link.request("take_back", begin=self.begins, step=self.step())
 
     def undone(self) -> list[tuple[int, int]]:
-        return [(tile, self.tiles_of_engine.elems_of(tile)) for tile in self._undone]
+        """Return the tiles with new parameters: of two passes, the second one has these."""
+        last = {tile & ~PASS_2: tile for tile in sorted(self._travelling)}
+        back = [tile & ~PASS_2 for tile in self._undone if last[tile & ~PASS_2] == tile]
+        return [(tile, self.tiles_of_engine.elems_of(tile)) for tile in back]
 
     # ---- a guess ---------------------------------------------------------------------
 

@@ -2,17 +2,14 @@
 
 import copy
 
-import numpy as np
 import pytest
 import torch
-from support.inside import idle_engine_of
-from support.optimizers import PAIRS
+from support.optimizers import MUON, PAIRS
 from support.owner_here import OwnerHere
 from support.training import Training, resumed
 from support.wires import files
 
-from csd_optim import CSDAdam, CSDRankError, CSDStoreExistsError, CSDUnavailableError, CSDValueError
-from csd_optim.bindings import HYPER, PARAM, PASS_2
+from csd_optim import CSDAdam, CSDRankError, CSDStoreExistsError, CSDUnavailableError
 from csd_optim.devices.spec import parse_devices
 from csd_optim.serve import ownership
 from csd_optim.serve.session import Role
@@ -39,7 +36,7 @@ def assert_alike(a, b):
     assert [key for key, value in here.items() if value != there[key]] == []
 
 
-@pytest.mark.parametrize("of", PAIRS, ids=str)
+@pytest.mark.parametrize("of", [*PAIRS, MUON], ids=str)
 def test_every_rule_has_the_bits_of_directories_and_is_resumed(owner, tmp_path, of):
     ours, served = Training(own(tmp_path), of=of).steps(STEPS), Training(owner.address, of=of).steps(STEPS)
     assert_alike(ours, served)
@@ -67,15 +64,6 @@ def test_options_have_the_bits_of_directories(owner, tmp_path, options):
     stats = served.opt.stats()
     assert stats["params"] == ours.opt.stats()["params"]
     assert stats["flash_write_bytes"] > 0
-
-
-def test_steps_of_two_passes_are_refused(owner):
-    training = Training(owner.address).steps(1)
-    engine = idle_engine_of(training.opt)
-    rows, tiles = np.zeros(2 * engine.tiles.n_params, PARAM), np.array([0, PASS_2], np.uint32)
-    with pytest.raises(CSDValueError, match="take no steps of two passes"):
-        engine.native.begin(rows, np.zeros(0, HYPER), tiles)
-    training.steps(1)
 
 
 class Net:

@@ -18,10 +18,10 @@ from csd_optim.serve.remote_engine import open_remote
 VARIABLE = "CSD_OPTIM_TEST_SERVED"
 
 
-def open_served(specs, *, mode="new", tile_elems=None, ranks=None, kernels=()):
+def open_served(specs, *, mode="new", tile_elems=None, ranks=None, **options):
     """Do as open_engine(), but over loopback if all devices are named directories."""
     if not all(spec.durable and spec.backend == "file" for spec in specs):
-        return opening.open_engine(specs, mode=mode, tile_elems=tile_elems, ranks=ranks, kernels=kernels)
+        return opening.open_engine(specs, mode=mode, tile_elems=tile_elems, ranks=ranks, **options)
     owner = OwnerHere(specs=specs, allow_save=Path("/"))
     try:
         engine = open_remote(parse_address(owner.address), "", mode=mode, tile_elems=tile_elems, ranks=ranks)
