@@ -42,6 +42,7 @@ __all__ = [
     "CSDUnavailableError",
     "CSDValueError",
     "CSDWarning",
+    "Replica",
     "push",
 ]
 
@@ -53,23 +54,25 @@ if TYPE_CHECKING:
     from .optim.push import push
     from .optim.rmsprop import CSDRMSprop
     from .optim.sgd import CSDSGD
+    from .replica.replica import Replica
 
     __version__: str
 else:
     _LATER = {
-        "CSDAdagrad": "adagrad",
-        "CSDAdam": "adamw",
-        "CSDLion": "lion",
-        "CSDMuon": "muon",
-        "CSDRMSprop": "rmsprop",
-        "CSDSGD": "sgd",
-        "push": "push",
+        "CSDAdagrad": "optim.adagrad",
+        "CSDAdam": "optim.adamw",
+        "CSDLion": "optim.lion",
+        "CSDMuon": "optim.muon",
+        "CSDRMSprop": "optim.rmsprop",
+        "CSDSGD": "optim.sgd",
+        "Replica": "replica.replica",
+        "push": "optim.push",
     }
 
     def __getattr__(name: str) -> Any:
         """Import lazily what takes long to load: the optimizers (and torch with them), the version."""
         if name in _LATER:
-            value = getattr(import_module(f".optim.{_LATER[name]}", __name__), name)
+            value = getattr(import_module(f".{_LATER[name]}", __name__), name)
         elif name == "__version__":
             from importlib.metadata import version
 

@@ -160,24 +160,65 @@ def doctor(
 
 @app.command()
 def inspect(
-    store: Annotated[Path, typer.Argument(help="A store's file, or the directory that holds it.", show_default=False)],
-    everything: Annotated[bool, typer.Option("--all", help="List every parameter.")] = False,
+    store: Annotated[
+        Path,
+        typer.Argument(
+            help="A store's file, or the directory that holds it; or a folder of published versions.",
+            show_default=False,
+        ),
+    ],
+    everything: Annotated[bool, typer.Option("--all", help="List every parameter, or every version.")] = False,
     tbw: Annotated[
         str | None,
         typer.Option(help="The drive's endurance rating, for example 600TB: shows how long it will last."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show what a store holds. It is only read, and may be in use."""
+    """Show what a store holds, or which versions a folder of published ones. It is only read, and may be in use."""
     with reported():
         from .facts import describe_store
         from .output import show_store
+        from .versions import describe_versions, is_folder_of_versions, show_versions
 
+        if is_folder_of_versions(store):
+            versions = describe_versions(store)
+            return print_json("versions", **versions) if as_json else show_versions(versions, everything)
         described = describe_store(store, parse_bytes(tbw) if tbw else None)
         if as_json:
             print_json("inspect", **described)
         else:
             show_store(described, everything)
+
+
+@app.command()
+def follow(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A folder of versions, as of opt.publish().", show_default=False)
+    ],
+    to: Annotated[
+        Path, typer.Option("--to", metavar="FILE", help="The safetensors file to make and update.", show_default=False)
+    ],
+    once: Annotated[bool, typer.Option("--once", help="Bring it to the newest version, and end.")] = False,
+    interval: Annotated[float, typer.Option(min=0.01, metavar="S", help="Seconds between two looks.")] = 1.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per new version, on a line.")] = False,
+) -> None:
+    """Keep a safetensors file at the newest published version. It is replaced as a whole, until Ctrl-C.
+
+    The file says in its metadata which version it has: it can be continued later, and by another process.
+    """
+    with reported(), contextlib.suppress(KeyboardInterrupt):
+        from ..replica.to_file import follow as follow_to
+
+        while True:
+            version = follow_to(directory, to)
+            if version and as_json:
+                print_json("follow", file=str(to), version=version.number, step=version.step, run=version.run)
+            elif version:
+                print(f"{to}: version {version.number}, of step {version.step}")
+            sys.stdout.flush()
+            if once:
+                break
+            time.sleep(interval)
 
 
 @app.command()

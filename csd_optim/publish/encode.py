@@ -1,0 +1,113 @@
+"""The writer of a version's files: blocks of changed elements in the smallest of three forms, and whole tensors."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from ..errors import CSDOSError
+from ..replica.blocks import ALIGN, BITMAP, BLOCK, CHUNK, DENSE, HEADER, MAGIC, ROW, SPARSE, header_of
+from ..replica.versions import Tensor
+
+Array = np.ndarray[Any, Any]
+
+
+def form_of(count: int, elems: int) -> int:
+    """Return the smallest form of a block with `count` changed elements; of equally small ones, the first."""
+    sizes = {SPARSE: 4 * count, BITMAP: -(-elems // 64) * 8 + 2 * count, DENSE: 2 * elems}
+    return min(sizes, key=lambda kind: (sizes[kind], kind))
+
+
+class FileWriter:
+    """A new file of a version. Raises CSDOSError."""
+
+    def __init__(self, path: Path) -> None:
+        self.path: Path = path
+        self.nbytes: int = 0
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+
+    def write(self, data: Array | bytes) -> None:
+        """Append."""
+        view = memoryview(data if isinstance(data, bytes) else data.view(np.uint8).data)
+        while len(view):
+            n = os.pwrite(self._fd, view, self.nbytes)
+            view = view[n:]
+            self.nbytes += n
+
+    def finish(self, slices: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
+        """Flush to the disk; return the file's entry in the manifest."""
+        os.fsync(self._fd)
+        sha, at = hashlib.sha256(), 0
+        while part := os.pread(self._fd, 16 * CHUNK, at):
+            sha.update(part)
+            at += len(part)
+        if at != self.nbytes:
+            raise CSDOSError(errno.EIO, f"{self.path} has {at} bytes, and {self.nbytes} were written")
+        entry = {"name": self.path.name, "bytes": at, "sha256": sha.hexdigest()}
+        return {**entry, "slices": [[*s] for s in slices]} if slices else entry
+
+    def __enter__(self) -> FileWriter:
+        return self
+
+    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
+        os.close(self._fd)
+
+
+class DeltaWriter(FileWriter):
+    """A file of changed elements. Add blocks by slice, and in a slice by their first elements."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        super().__init__(path)
+        self._step = step
+        self._rows: list[tuple[int, int, int, int, int, int]] = []
+        self.write(bytes(HEADER.size))
+
+    def add(self, slice: int, first: int, elems: int, kind: int, count: int, payload: Array | bytes) -> None:
+        """Append a block, as it is to be stored."""
+        self._rows.append((slice, count, first, elems, kind, self.nbytes))
+        self.write(payload)
+        self.write(bytes(-self.nbytes % ALIGN))
+
+    def add_changes(self, slice: int, first: int, values: Array, changed: Array) -> None:
+        """Append a block: the values of all its elements (uint16), and which of them have changed (bool)."""
+        count, elems = int(changed.sum()), len(values)
+        if not count:
+            return
+        kind = form_of(count, elems)
+        if kind == SPARSE:
+            at = np.flatnonzero(changed)
+            payload = (at.astype(np.uint32) | values[at].astype(np.uint32) << np.uint32(16)).tobytes()
+        elif kind == BITMAP:
+            bits = np.packbits(changed, bitorder="little").tobytes()
+            payload = bits + bytes(-len(bits) % 8) + values[changed].tobytes()
+        else:
+            payload, count = values.tobytes(), elems
+        self.add(slice, first, elems, kind, count, payload)
+
+    def add_whole(self, slice: int, first: int, values: Array) -> None:
+        """Append elements from `first` on, a multiple of BLOCK, all of which count as changed."""
+        for i in range(0, len(values), BLOCK):
+            some = np.ascontiguousarray(values[i : i + BLOCK])
+            self.add(slice, first + i, len(some), DENSE, len(some), some)
+
+    def finish(self, slices: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
+        table = self.nbytes
+        self.write(np.array(self._rows, ROW).tobytes())
+        os.pwrite(self._fd, HEADER.pack(MAGIC, len(self._rows), 0, table, self._step), 0)
+        return super().finish(slices)
+
+
+def write_tensors(path: Path, tensors: Sequence[Tensor], values: Iterable[Array]) -> dict[str, Any]:
+    """Write whole tensors as safetensors: `values` are theirs, in parts, one after another. Returns its entry."""
+    with FileWriter(path) as file:
+        file.write(header_of(tensors, {}))
+        for part in values:
+            file.write(part)
+        return file.finish()
