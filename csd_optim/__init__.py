@@ -42,6 +42,7 @@ __all__ = [
     "CSDUnavailableError",
     "CSDValueError",
     "CSDWarning",
+    "Publisher",
     "Replica",
     "push",
 ]
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from .optim.push import push
     from .optim.rmsprop import CSDRMSprop
     from .optim.sgd import CSDSGD
+    from .publish.publisher import Publisher
     from .replica.replica import Replica
 
     __version__: str
@@ -65,6 +67,7 @@ else:
         "CSDMuon": "optim.muon",
         "CSDRMSprop": "optim.rmsprop",
         "CSDSGD": "optim.sgd",
+        "Publisher": "publish.publisher",
         "Replica": "replica.replica",
         "push": "optim.push",
     }

@@ -56,11 +56,13 @@ PARAM = np.dtype(
         ),
         *(("topk", "f8"), ("residual", "u8"), ("topk_dtype", "u4"), ("seed", "u4")),
         *(("first", "u4"), ("in_image", "u4"), ("edited", "u8", 4)),
+        ("watch", "u8"),
     ]
 )
 HYPER = np.dtype([("rule", "u4"), ("c", "f4", 9)])
 CODECS = {"fp32": lib.CSD_FP32, "8bit": lib.CSD_8BIT}
 EVENT_KINDS = ("read", "update", "write")
+CHANGE = np.dtype([("param", "u4"), ("count", "u4"), ("first", "u8"), ("elems", "u8"), ("at", "u8")])
 EVENT = np.dtype([("device", "u4"), ("tile", "u4"), ("kind", "u4"), ("reserved", "u4"), ("begin", "f8"), ("end", "f8")])
 TILE_STATE = np.dtype([("slot", "u4"), ("summed", "u4")])
 
@@ -70,6 +72,7 @@ for _dtype, _struct in (
     (HYPER, "csd_hyper"),
     (TILE_STATE, "csd_tile_state"),
     (EVENT, "csd_event"),
+    (CHANGE, "csd_change"),
 ):
     _fields = {name: field.offset for name, field in ffi.typeof(_struct).fields}
     assert _dtype.itemsize == ffi.sizeof(_struct), _struct
@@ -216,6 +219,110 @@ def _window(window: Any, elems: int, mappings: int) -> Any:
 def mappings() -> int:
     """Return the number of memory mappings of all windows in this process."""
     return sum([*_mappings.values()])
+
+
+class Changes:
+    """What steps change in watched parameters, recorded in a file of its own. `fd` stays the caller's: close it later.
+
+    free() it when no step is under way, and no row of a table names one of its watches any more.
+    """
+
+    def __init__(self, fd: int) -> None:
+        out = ffi.new("csd_changes **")
+        _call(lib.csd_changes_create, fd, out)
+        self.handle: Any = out[0]
+
+    def free(self) -> None:
+        handle, self.handle = self.handle, None
+        if handle is not None:
+            lib.csd_changes_free(handle)
+
+    def list(self) -> np.ndarray[Any, Any]:
+        """Return the records, dtype CHANGE. Raises CSDOSError if some could not be written."""
+        error = ffi.new("int32_t *")
+        records = np.empty(lib.csd_changes_list(self.handle, ffi.NULL, 0, error), CHANGE)
+        lib.csd_changes_list(self.handle, _array(records, "csd_change *"), len(records), error)
+        if error[0]:
+            raise CSDOSError(error[0], os.strerror(error[0]))
+        return records
+
+    @property
+    def count(self) -> int:
+        """The number of records."""
+        return int(lib.csd_changes_list(self.handle, ffi.NULL, 0, ffi.new("int32_t *")))
+
+    def rewind(self, n: int) -> None:
+        """Drop all records but the first `n`, and forget why others are missing."""
+        lib.csd_changes_rewind(self.handle, n)
+
+    def merge(
+        self, records: np.ndarray[Any, Any], first: int, mask: np.ndarray[Any, Any], values: np.ndarray[Any, Any]
+    ) -> None:
+        """Apply records of a parameter to its elements from `first` on: `values` (uint16), `mask` (uint64: bits)."""
+        arguments = _array(records, "csd_change *"), len(records), first, len(values)
+        _call(lib.csd_changes_merge, self.handle, *arguments, _array(mask, "uint64_t *"), _array(values, "uint16_t *"))
+
+
+def encode_changes(
+    mask: np.ndarray[Any, Any], values: np.ndarray[Any, Any], payload: np.ndarray[Any, Any]
+) -> tuple[int, int, int]:
+    """Encode the elements in `mask` as a block, into `payload` (uint8). Returns its bytes, its kind and its count."""
+    kind, count = ffi.new("uint32_t *"), ffi.new("uint32_t *")
+    arrays = _array(mask, "uint64_t *"), _array(values, "uint16_t *"), len(values), _array(payload, "void *")
+    return int(lib.csd_changes_encode(*arrays, kind, count)), kind[0], count[0]
+
+
+def checksum_of(address: int, first: int, n: int) -> int:
+    """Return the checksum of `n` values of 16 bits of a parameter, the first of which is element `first`."""
+    return int(lib.csd_changes_sum(ffi.cast("uint16_t *", address), first, n))
+
+
+class Watch:
+    """A csd_watch: makes the updates of a parameter record what they change. See csd.h.
+
+    `groups`: by tile from `first_tile` on, the index of the first check; None: it needs no checks.
+    """
+
+    def __init__(self, changes: Changes, param: int, first_tile: int, groups: np.ndarray[Any, Any] | None) -> None:
+        self._struct: Any = ffi.new("csd_watch *")
+        self._struct.changes, self._struct.param, self._struct.first_tile = changes.handle, param, first_tile
+        self._checks: list[np.ndarray[Any, Any]] = []
+        if groups is not None:
+            self._groups = np.ascontiguousarray(groups, np.uint64)
+            self._checks = [np.zeros(int(groups[-1]), np.uint32) for _ in range(2)]
+            self._struct.groups = _array(self._groups, "uint64_t *")
+            self._set_checks()
+
+    def _set_checks(self) -> None:
+        if self._checks:
+            self._struct.checks, self._struct.new_checks = (_array(c, "uint32_t *") for c in self._checks)
+
+    @property
+    def address(self) -> int:
+        return int(ffi.cast("uintptr_t", self._struct))
+
+    @property
+    def updated(self) -> int:
+        """The number of elements that were updated since begin()."""
+        return int(self._struct.updated)
+
+    @property
+    def sum(self) -> int:
+        """By how much its checksum has changed since begin(); with `whole`, what it is."""
+        return int(self._struct.sum)
+
+    def begin(self, *, whole: bool) -> None:
+        """Begin a step. `whole`: it records all elements."""
+        self._struct.whole, self._struct.sum, self._struct.updated = whole, 0, 0
+
+    def arrays(self) -> Sequence[np.ndarray[Any, Any]]:
+        """Return the memory that it takes."""
+        return [*self._checks]
+
+    def keep(self) -> None:
+        """Note that the step was kept: the next one compares with the bits that this one has left."""
+        self._checks.reverse()
+        self._set_checks()
 
 
 class Native:

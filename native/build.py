@@ -18,6 +18,7 @@ SOURCES = [
     "transfer",
     "updater",
     "topk",
+    "changes",
     "crc32c",
     "memory",
     "numa",

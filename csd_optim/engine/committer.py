@@ -41,6 +41,7 @@ class Committer:
         `wait()` waits for the commit; a round, the joint commit of several ranks, only counts after `confirm()`.
         Raises CSDOSError if the previous commit failed and its retry fails too.
         """
+        self.states.watcher.no_commit(self.states.step)
 
     def confirm(self) -> None:
         """Wait until all ranks have the last round, which counts from then on. Call it before changing states.

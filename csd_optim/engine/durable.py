@@ -230,6 +230,7 @@ class DurableCommitter(Committer):
         )
 
     def _prepare(self, commit: Commit, in_parallel: InParallel) -> None:
+        self.states.watcher.before_commit(commit.job.step)
         commit.prepare(in_parallel)
         if commit.job.step:
             self._reports.report(
@@ -249,6 +250,7 @@ class DurableCommitter(Committer):
     def _mark_recoverable(self, commit: Commit) -> None:
         """Note that a resume after a crash continues from this commit from now on."""
         self.states.committed_step, self._residuals.committed = commit.job.step, commit.job.spaces
+        self.states.watcher.after_commit(commit.job.step)
         self.background.on_progress()
 
     def confirm(self) -> None:

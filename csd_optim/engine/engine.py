@@ -162,6 +162,7 @@ class Engine:
             tiles = self.in_step_order(np.sort(np.concatenate([tiles, others])))
         self.truth.step_begins(np.concatenate([first, others]))
         self.states.begin(params, hypers, tiles, order)
+        self.states.watcher.step_begins(params, written)
         self.stepping, self.is_speculative, self._kept_alive = True, is_speculative, kept_alive
         return tiles
 
@@ -184,6 +185,7 @@ class Engine:
     def _note_end(self, *, is_undone: bool) -> None:
         self.stepping, self.is_speculative, self._kept_alive = False, False, None
         self.states.timeline.end(is_undone=is_undone)
+        self.states.watcher.step_ends(is_undone=is_undone)
 
     def mark_torn(self) -> None:
         """Mark the states as torn: a step that cannot be undone changed states in place, and did not complete."""
@@ -237,6 +239,7 @@ class Engine:
         """
         self.check_open()
         self.truth.forget_copies(params)
+        self.states.watcher.params_written(params)
         with self.committer.writing(params):
             yield
 
@@ -291,6 +294,7 @@ class Engine:
         if self.native.is_open:
             with contextlib.suppress(CSDError):  # whoever waited for the last writes has already raised it
                 self.native.close()
+        self.states.watcher.engine_closed()
         self.devices.close()
 
     def check_open(self) -> None:

@@ -20,6 +20,7 @@ from .proof import loss_remedy
 from .tiles import Tiles
 from .timeline import Timeline
 from .truth import Truth
+from .watcher import Watcher
 from .windows import Windows
 
 Sums = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
@@ -40,6 +41,7 @@ class States:
         self.decoded: Decoded = Decoded(devices, self.native, self.tiles)
         self.truth: Truth = Truth(self.native, self.tiles, self.windows, self.decoded)
         self.timeline: Timeline = Timeline(self.native)
+        self.watcher: Watcher = Watcher()
         self.step: int = 0  # number of completed steps
         self.committed_step: int = 0  # the last one that is durable
         self.steps: list[np.ndarray[Any, Any]] = []  # per extent: the `step` count of each parameter, fp32
@@ -182,6 +184,7 @@ class States:
             self.timeline.end()
             self.native.wait_writes()
         self.truth.moved(tiles)
+        self.watcher.tiles_written(tiles)
 
     def write_decoded(self) -> None:
         """Write what was written to states that are read on demand to the devices, without a step."""

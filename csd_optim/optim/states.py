@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -26,6 +27,8 @@ from ..errors import CSDValueError
 from ..params.decoded_entry import DecodedEntry
 from ..params.memory_warnings import DECODED, FETCHED, warn_if_large
 from ..params.state_map import StateMap
+from ..publish.publisher import Options as PublishOptions
+from ..publish.publisher import Publisher, check_engine
 from ..serve.address import Address
 from ..signals import defer_signals
 from ..step.mode import InStep
@@ -315,6 +318,41 @@ class StatesOnDevices(Optimizer):
             with engine.committer.all_ranks_or_none():
                 saving.wait()
         return saving.future
+
+    def publish(
+        self,
+        path: str | os.PathLike[str],
+        model: torch.nn.Module,
+        *,
+        every: int = 1,
+        keep: int = 32,
+        full_every: int = 200,
+        dtype: str | None = None,
+    ) -> Publisher:
+        """Publish the weights of `model` in a folder, as versions: from now on after each step, once it is committed.
+
+        A version contains the elements that differ from the version before it, exactly, and Replica or `csd-optim
+        follow` read it. `every`: of how many steps one makes a version. `full_every`: of how many versions one is full.
+        `keep`: how many versions stay at least; the last full one stays, with all that follow it. `dtype`: "bf16"
+        publishes fp32 parameters, rounded to bfloat16; without it they are refused.
+
+        The first version is the model as it is, unless the folder's newest one has the same bits, as after a resume.
+        No step fails if a version cannot be written: see Publisher.error.
+
+        Raises CSDValueError for devices and options with which it is not possible, CSDTypeError for a parameter that is
+        not of 16 bits, CSDBusyError if somebody else publishes there, CSDOSError.
+        """
+        if min(every, keep, full_every) < 1 or dtype not in (None, "bf16"):
+            raise CSDValueError('every, keep and full_every are at least 1, and dtype is None or "bf16"')
+        options = PublishOptions(every, keep, full_every, as_bf16=dtype == "bf16")
+        settle = weakref.WeakMethod(self.synchronize)
+        with defer_signals(), self._settled(meets=True) as engine:
+            check_engine(engine, self._ranks)
+            engine.wait()
+            publisher = Publisher(engine, self._state_map, model, Path(path), options, settle)
+            engine.states.watcher = publisher
+            self._state_map.changes += 1  # the next plan names watches
+        return publisher
 
     @staticmethod
     def load(path: checkpoint.Paths) -> dict[str, Any]:

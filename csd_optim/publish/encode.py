@@ -8,13 +8,16 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import CSDOSError
 from ..replica.blocks import ALIGN, BITMAP, BLOCK, CHUNK, DENSE, HEADER, MAGIC, ROW, SPARSE, header_of
 from ..replica.versions import Tensor
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Array = np.ndarray[Any, Any]
 
@@ -53,7 +56,7 @@ class FileWriter:
         entry = {"name": self.path.name, "bytes": at, "sha256": sha.hexdigest()}
         return {**entry, "slices": [[*s] for s in slices]} if slices else entry
 
-    def __enter__(self) -> FileWriter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:

@@ -53,6 +53,18 @@ class Folder:
         except (CSDStoreError, CSDOSError):
             return None
 
+    def last_full(self, version: Version) -> int:
+        """Return the number of the full version with which the chain to this one begins; 0 if it is not all there."""
+        try:
+            while version.base:
+                number, id = version.base
+                version = read_version(self.path / directory_of(number))
+                if version.id != id:
+                    return 0
+        except (CSDStoreError, CSDOSError):
+            return 0
+        return version.number
+
     def next_number(self) -> int:
         """Return the number of the next version: no other has had it, as the newest one stays."""
         return max(numbers(self.path), default=0) + 1

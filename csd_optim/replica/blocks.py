@@ -109,7 +109,7 @@ class DeltaFile(Reader):
         super().__init__(file)
         self.slices: tuple[tuple[int, int, int], ...] = file.slices
         try:
-            magic, n, _, table, self.step = HEADER.unpack(self.read(HEADER.size, 0))
+            magic, n, _, table, _ = HEADER.unpack(self.read(HEADER.size, 0))
             if magic != MAGIC:
                 raise CSDStoreError(f"{self.path} is no file of changed elements")
             self.rows: Array = np.frombuffer(self.read(n * ROW.itemsize, table), ROW)
@@ -121,7 +121,7 @@ class DeltaFile(Reader):
         self._begins = np.searchsorted(self.rows["slice"], np.arange(len(self.slices) + 1))
 
     def changes(self, slice: int) -> Iterator[tuple[Array, Array]]:
-        """Yield the changed elements of a slice, in parts: indices in the tensor (int64, ascending), values (uint16)."""
+        """Yield a slice's changed elements, in parts: indices in the tensor (int64, ascending), values (uint16)."""
         first_of_slice, elems_of_slice = self.slices[slice][1:]
         indices: list[Array] = []
         values: list[Array] = []
@@ -162,7 +162,7 @@ class TensorFile(Reader):
     def __init__(self, file: File) -> None:
         super().__init__(file)
         try:
-            self.metadata, self._at = parse_tensors(self)
+            _, self._at = parse_tensors(self)
         except BaseException:
             self.close()
             raise

@@ -164,6 +164,7 @@ def _plan_for(
         )
     rows = np.array([state.index for state in param_states])
     table["master"][rows] = [engine.truth.master_of(state) for state in param_states]
+    engine.states.watcher.enter(table, param_states)
     layouts = sorted({(state.rule, state.sections) for state in param_states})
     layout_of = np.array([layouts.index((state.rule, state.sections)) for state in param_states])
     return StepPlan(params, param_states, rows, layouts, layout_of, table, grad_dtype, state_map.changes)

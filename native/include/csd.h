@@ -260,6 +260,28 @@ enum csd_master {
   CSD_GIVEN = 6
 };
 
+/* What steps change in parameters, recorded: see csd_changes_create. */
+typedef struct csd_changes csd_changes;
+
+/* A parameter of which the updates record what they change: its elements whose 16 bits are others than after the last
+ * update, with their new values. A parameter of 32 bits counts as its master, rounded to bfloat16. For fp32 states and
+ * 16 bits, "after the last update" is the rounded master before the step, so a parameter that was set from outside
+ * makes no difference. Elsewhere the bits before the update are compared, and `checks` show what was set from outside.
+ * The caller owns this struct, and must not touch it during a step. CPU updates only. */
+typedef struct csd_watch {
+  csd_changes *changes;
+  uint32_t param;      /* names the parameter in the records */
+  uint32_t whole;      /* 1: all elements are recorded, and count as 0 before */
+  uint32_t sum;        /* by how much the checksum of the parameter (docs/publish-format.md) changes, modulo 2^32 */
+  uint32_t first_tile; /* the first of its tiles, which follow one another */
+  uint64_t updated;    /* number of elements that were updated */
+  /* For each of its tiles, the index in `checks` of its first group of 64 elements there; groups are those of the tile.
+   * A step reads `checks`, and writes `new_checks`. All NULL: for fp32 states and 16 bits */
+  const uint64_t *groups;
+  const uint32_t *checks;
+  uint32_t *new_checks;
+} csd_watch;
+
 /* One parameter in this step. With `grad` NULL it has no gradient and keeps every bit. */
 typedef struct csd_param {
   const void *grad; /* read; must stay valid until csd_engine_finish */
@@ -286,6 +308,7 @@ typedef struct csd_param {
    * states, also without a gradient; codes of them are rounded to nearest. An edited master is kept even if the
    * parameter is not its rounded value, except with CSD_UNLESS_SET */
   const float *edited[4];
+  csd_watch *watch; /* NULL: nothing is recorded */
 } csd_param;
 
 /* The order in which a device processes its tiles. The engine keeps in its buffers the tiles that the next step is
@@ -468,6 +491,40 @@ int csd_engine_decode(csd_engine *engine, uint32_t tile, uint64_t first, uint64_
  * CSD_EIO, even if the states have to be read through a window. Waits for writes. Not allowed during a step. */
 int csd_engine_read(csd_engine *engine, uint32_t tile, uint32_t sections, uint64_t elems, void *states,
                     csd_error *error);
+
+/* ---- What steps change ---------------------------------------------------- */
+
+/* Elements [first, first + elems) of a parameter were updated, and `count` of them were recorded. */
+typedef struct csd_change {
+  uint32_t param; /* csd_watch.param */
+  uint32_t count;
+  uint64_t first, elems;
+  uint64_t at; /* where the record begins in the file */
+} csd_change;
+
+/* Makes a list of records, in a file of its own. The caller owns `fd`, and closes it after csd_changes_free. */
+int csd_changes_create(int32_t fd, csd_changes **out, csd_error *error);
+void csd_changes_free(csd_changes *changes);
+
+/* Returns the number of records, and fills up to `n` of them. Within a step their order is any; steps follow one
+ * another. `*os_errno`: why a record is missing since the last csd_changes_rewind, or 0. */
+uint64_t csd_changes_list(const csd_changes *changes, csd_change *records, uint64_t n, int32_t *os_errno);
+
+/* Drops all but the first `n` records, such as those of a step that was undone. */
+void csd_changes_rewind(csd_changes *changes, uint64_t n);
+
+/* Applies records, in this order, to elements [first, first + elems) of their parameter: sets their bits in `mask`
+ * (elems bits, 64 at a time) and their new values in `values`. Others are left alone. */
+int csd_changes_merge(const csd_changes *changes, const csd_change *records, uint64_t n, uint64_t first, uint64_t elems,
+                      uint64_t *mask, uint16_t *values, csd_error *error);
+
+/* Writes a block of docs/publish-format.md to `payload`, of up to 2 * elems + elems / 8 + 8 bytes: the smallest form of
+ * the elements in `mask`. Returns its size in bytes, 0 if nothing has changed. */
+uint64_t csd_changes_encode(const uint64_t *mask, const uint16_t *values, uint64_t elems, void *payload,
+                            uint32_t *kind, uint32_t *count);
+
+/* Returns the checksum of `n` values of a parameter, of which the first is element `first`. */
+uint32_t csd_changes_sum(const uint16_t *values, uint64_t first, uint64_t n);
 
 /* ---- Information about an engine ----------------------------------------- */
 

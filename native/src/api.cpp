@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "card.h"
+#include "changes.h"
 #include "crc32c.h"
 #include "csd.h"
 #include "engine.h"
@@ -202,6 +203,7 @@ int csd_update(const csd_hyper *hyper, int32_t isa, uint64_t n, const void *grad
     csd::Span span{hyper, n, grad, static_cast<uint32_t>(grad_dtype), {}, param, static_cast<uint32_t>(param_dtype)};
     std::copy_n(state, sections, span.state);
     const csd::FloatMode mode(csd::Subnormals::zero);
+    csd::end_updates();
     csd::update(span, isa);
   });
 }
@@ -216,6 +218,7 @@ int csd_update_codes(const csd_hyper *hyper, int32_t isa, uint64_t n, const void
     const csd::CodedSpan span{hyper, n,     grad, static_cast<uint32_t>(grad_dtype), static_cast<uint32_t>(param_dtype),
                               at,    param, key};
     const csd::FloatMode mode(csd::Subnormals::zero);
+    csd::end_updates();
     csd::update(span, isa);
   });
 }
@@ -260,6 +263,32 @@ uint32_t csd_threads_used(void) {
   uint32_t n = 0;
   guarded(nullptr, [&] { n = csd::Pool::updates().size(); });
   return n;
+}
+
+int csd_changes_create(int32_t fd, csd_changes **out, csd_error *error) {
+  return guarded(error, [&] { *out = new csd_changes{csd::Recorder(fd)}; });
+}
+
+void csd_changes_free(csd_changes *changes) { delete changes; }
+
+uint64_t csd_changes_list(const csd_changes *changes, csd_change *records, uint64_t n, int32_t *os_errno) {
+  return changes->recorder.list(records, n, os_errno);
+}
+
+void csd_changes_rewind(csd_changes *changes, uint64_t n) { changes->recorder.rewind(n); }
+
+int csd_changes_merge(const csd_changes *changes, const csd_change *records, uint64_t n, uint64_t first, uint64_t elems,
+                      uint64_t *mask, uint16_t *values, csd_error *error) {
+  return guarded(error, [&] { changes->recorder.merge(records, n, first, elems, mask, values); });
+}
+
+uint64_t csd_changes_encode(const uint64_t *mask, const uint16_t *values, uint64_t elems, void *payload,
+                            uint32_t *kind, uint32_t *count) {
+  return csd::encode_changes(mask, values, elems, payload, kind, count);
+}
+
+uint32_t csd_changes_sum(const uint16_t *values, uint64_t first, uint64_t n) {
+  return csd::weighted_sum(values, first, n);
 }
 
 uint64_t csd_topk_count(double ratio, uint64_t n) { return csd::topk_count(ratio, n); }

@@ -20,7 +20,7 @@ const char *bytes_at(const void *from, uint32_t dtype, uint64_t element) {
 
 // Are two rows equal except for the addresses of gradient and parameter?
 bool same_row(const csd_param &a, csd_param b) {
-  static_assert(sizeof b == 96, "csd_param has no padding");
+  static_assert(sizeof b == 104, "csd_param has no padding");
   if (!a.grad != !b.grad || !a.param != !b.param) return false;
   b.grad = a.grad, b.param = a.param;
   return memcmp(&a, &b, sizeof b) == 0;

@@ -25,6 +25,8 @@
 
 #define CSD_SIMD 0
 namespace csd::scalar {
+#include "changes_loop.h"
+// the next one uses it
 #include "updater_loop.h"
 // the next ones use it
 #include "codec_loop.h"
@@ -41,6 +43,8 @@ namespace csd::scalar {
 #pragma GCC target("avx2,f16c")
 #endif
 namespace csd::avx2 {
+#include "changes_loop.h"
+// the next one uses it
 #include "updater_loop.h"
 // the next ones use it
 #include "codec_loop.h"
@@ -61,6 +65,8 @@ namespace csd::avx2 {
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,f16c,prefer-vector-width=512")
 #endif
 namespace csd::avx512 {
+#include "changes_loop.h"
+// the next one uses it
 #include "updater_loop.h"
 // the next ones use it
 #include "codec_loop.h"
@@ -125,8 +131,99 @@ uint32_t pass_of(uint32_t rule) noexcept {
   }
 }
 
-uint64_t update(const Span &span, int32_t isa) { return CSD_IN(isa, update(span)); }
-uint64_t update(const CodedSpan &span, int32_t isa) { return CSD_IN(isa, update(span)); }
+namespace {
+
+constexpr uint64_t kMostElems = 16 * 1024;  // of a span, see device_cpu.cpp
+constexpr uint64_t kPiece = 4096;           // elements that are compared while their bits before the update are in L1
+
+// The bits of a span's parameter in the versions that are published, from element `i` on.
+void copy_bits(const Span &s, uint64_t i, uint64_t n, int32_t isa, uint16_t *to) {
+  CSD_IN(isa, narrow_bits(s.state[0] + i, s.param_dtype, to, n));
+}
+void copy_bits(const CodedSpan &s, uint64_t i, uint64_t n, int32_t isa, uint16_t *to) {
+  if (s.param_dtype == CSD_F32) CSD_IN(isa, narrow_bits((const float *)s.codes.param + i, CSD_BF16, to, n));
+  else memcpy(to, static_cast<const uint16_t *>(s.codes.param) + i, 2 * n);
+}
+
+Span part_of(const Span &s, uint64_t i, uint64_t n) {
+  Span part = s;
+  part.n = n;
+  part.grad = static_cast<const char *>(s.grad) + (s.grad_dtype == CSD_F32 ? 4 : 2) * i;
+  for (float *&state : part.state)
+    if (state) state += i;
+  if (s.param) part.param = static_cast<char *>(s.param) + (s.param_dtype == CSD_F32 ? 4 : 2) * i;
+  return part;
+}
+CodedSpan part_of(const CodedSpan &s, uint64_t i, uint64_t n) {
+  CodedSpan part = s;
+  const uint64_t bytes = s.param_dtype == CSD_F32 ? 4 : 2;
+  part.n = n;
+  part.grad = static_cast<const char *>(s.grad) + (s.grad_dtype == CSD_F32 ? 4 : 2) * i;
+  part.codes = scalar::codes_from(s.codes, s.param_dtype, i);
+  if (s.param) part.param = static_cast<char *>(s.param) + bytes * i;
+  part.key += static_cast<uint32_t>(i);
+  return part;
+}
+
+// Updates a span of a watched parameter, piece by piece if its bits have to be compared with those before.
+template <typename Span>
+uint64_t update_watched(const Place &place, Span span, int32_t isa) {
+  alignas(64) uint64_t mask[kMostElems / 64 + 1];
+  alignas(64) uint16_t values[kMostElems + 64];  // see take()
+  csd_watch &watch = *place.watch;
+  memset(mask, 0, sizeof mask);
+  Changes changes{place.first, mask, values};
+  changes.whole = watch.whole;
+  uint64_t bad = 0;
+  if (!watch.checks) {
+    if constexpr (std::is_same_v<Span, csd::Span>) span.changes = &changes;
+    bad = CSD_IN(isa, update(span));
+  } else {
+    alignas(64) uint16_t before[kPiece], after[kPiece];
+    uint64_t group = place.group, in_group = place.in_group;
+    for (uint64_t i = 0, n; i < span.n; i += n) {
+      n = std::min(kPiece - in_group, span.n - i);
+      const Span part = part_of(span, i, n);
+      copy_bits(part, 0, n, isa, before);
+      bad += CSD_IN(isa, update(part));
+      copy_bits(part, 0, n, isa, after);
+      CSD_IN(isa, note_checked(before, after, n, in_group, watch.checks + group, watch.new_checks + group, changes));
+      group += (in_group + n + 63) / 64;
+      in_group = 0;
+    }
+  }
+  // Above 15/16 it is smaller, and for the reader simpler, to record all of them.
+  if (changes.count < span.n && 16 * changes.count > 15 * span.n) {
+    copy_bits(span, 0, span.n, isa, values);
+    changes.count = span.n;
+  }
+  changes.whole = changes.count == span.n;
+  if (changes.count) watch.changes->recorder.add(watch.param, changes, span.n);
+  __atomic_fetch_add(&watch.sum, changes.sum, __ATOMIC_RELAXED);
+  __atomic_fetch_add(&watch.updated, span.n, __ATOMIC_RELAXED);
+  return bad;
+}
+
+template <typename Span>
+uint64_t update_any(const Span &span, int32_t isa) {
+  const Place place = place_of(span);
+  if (!place.watch) return CSD_IN(isa, update(span));
+  uint64_t bad = 0;  // tools may have longer spans
+  for (uint64_t i = 0; i < span.n; i += kMostElems) {
+    const Span part = part_of(span, i, std::min(kMostElems, span.n - i));
+    bad += update_watched(i ? place_of(part) : place, part, isa);
+  }
+  return bad;
+}
+
+}  // namespace
+
+uint32_t weighted_sum(const uint16_t *values, uint64_t first, uint64_t n) noexcept {
+  return CSD_IN(current_isa.load(), weighted(values, first, n));
+}
+
+uint64_t update(const Span &span, int32_t isa) { return update_any(span, isa); }
+uint64_t update(const CodedSpan &span, int32_t isa) { return update_any(span, isa); }
 
 void encode(const float *const *states, uint64_t n, uint32_t param_dtype, const Codes &codes, int32_t isa) {
   CSD_IN(isa, encode(states, n, param_dtype, codes));

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <type_traits>
 
+#include "changes.h"
 #include "csd.h"
 #include "layout.h"
 
@@ -17,6 +18,7 @@ struct Span {  // n elements of one parameter
   void *param;      // receives the rounded master, or what the rule emits; may be null
   uint32_t param_dtype;
   bool unless_set;  // an element whose 16-bit `param` is not the rounded master takes `param` as its master
+  Changes *changes = nullptr;  // for 16-bit `param`: receives what changes in its rounded master
 };
 
 // The addresses of the codes of n elements (codec.h). They begin with a whole group; unused elements of the last group
@@ -67,7 +69,8 @@ struct Emits : std::false_type {};
 template <typename Rule>
 struct Emits<Rule, std::void_t<decltype(&Rule::emit)>> : std::true_type {};
 
-// Returns how many gradients are inf or nan; their elements are updated like all others.
+// Returns how many gradients are inf or nan; their elements are updated like all others. Records what changes in the
+// parameter if begin_updates_of() was called for its tile and it is watched.
 uint64_t update(const Span &span, int32_t isa);
 uint64_t update(const CodedSpan &span, int32_t isa);
 

@@ -67,12 +67,16 @@ static inline void apply(const Rule &rule, uint64_t n, const float *__restrict g
   }
 }
 
+static inline void narrow_bits(const float *from, uint32_t dtype, uint16_t *to, uint64_t n) {
+  if (dtype == CSD_F16) narrow_f16(from, to, n);
+  else narrow_bf16(from, to, n);
+}
+
 // A parameter that is not its rounded master was set by the user: it becomes the master.
 static inline void adopt_user_params(const uint16_t *param, uint32_t dtype, float *master, uint64_t n) {
   alignas(64) float wide[kBlock];
   alignas(64) uint16_t rounded[kBlock];
-  if (dtype == CSD_F16) narrow_f16(master, rounded, n);
-  else narrow_bf16(master, rounded, n);
+  narrow_bits(master, dtype, rounded, n);
   if (memcmp(rounded, param, 2 * n) == 0) return;
   if (dtype == CSD_F16) widen_f16(param, wide, n);
   else widen_bf16(param, wide, n);
@@ -93,7 +97,7 @@ static uint64_t update_by(const Span &s) {
   const Rule rule(hyper);
   alignas(64) float wide[kBlock];
   alignas(64) float emitted[Emits<Rule>::value ? kBlock : 1];
-  alignas(64) uint16_t narrow[kBlock];
+  alignas(64) uint16_t narrow[kBlock], before[kBlock];
   uint64_t bad = 0;
   for (uint64_t i = 0; i < s.n; i += kBlock) {
     const uint64_t n = s.n - i < kBlock ? s.n - i : kBlock;
@@ -105,6 +109,7 @@ static uint64_t update_by(const Span &s) {
 
     const auto section = [&s, i](uint32_t k) { return k < sections ? s.state[k] + i : nullptr; };
     float *const master = section(0);
+    if (s.changes) narrow_bits(master, s.param_dtype, before, n);
     if (s.unless_set) adopt_user_params((const uint16_t *)s.param + i, s.param_dtype, master, n);
     apply<Rule, sections>(rule, n, grad, emitted, master, section(1), section(2), section(3));
 
@@ -113,8 +118,8 @@ static uint64_t update_by(const Span &s) {
     if (s.param_dtype == CSD_F32) {
       stream(out, (float *)s.param + i, 4 * n);
     } else {
-      if (s.param_dtype == CSD_F16) narrow_f16(out, narrow, n);
-      else narrow_bf16(out, narrow, n);
+      narrow_bits(out, s.param_dtype, narrow, n);
+      if (s.changes) note(before, narrow, n, *s.changes);
       stream(narrow, (uint16_t *)s.param + i, 2 * n);
     }
   }

@@ -65,6 +65,8 @@ NOT_RUN = {  # the beginning of a command, or of a Python snippet's first line: 
     "sudo make -C hls_kernels": VITIS,
     "python -m bench.": "test_bench.py, test_kernel_model.py and test_accuracy.py run them, at tiny size",
     "mkdir -p ~/xrt": "leaves links in the home directory",
+    "csd-optim follow policy": "follows until it is stopped; tests/publish/test_format.py has what it does",
+    "csd-optim inspect policy": "tests/publish/test_format.py has what it does",
     "csd-optim serve ": "serves until it is stopped; tests/serve/ has what it does",
     "sudo xbmgmt": CARD,
     "xbutil": CARD,
@@ -323,6 +325,21 @@ def an_optimizer_whose_gradients_stay(reading):
         yield
         train_model(reading.names["model"], opt, 1)
         assert opt.stats()["overlap"]["early_params"] > 0
+
+
+@starts("docs/publish.md", "opt.publish(")
+def a_training_that_publishes(reading):
+    yield
+    assert (reading.names["pub"].version, reading.names["pub"].step) == (4, 3)
+
+
+@starts("docs/publish.md", "csd_optim.Replica(")
+def an_inference_process(reading):
+    other = {}
+    on_page("docs/publish.md", "opt.publish(").execute(other, reading.directory)
+    yield
+    assert reading.names["replica"].version == 4
+    assert all(map(torch.equal, reading.names["model"].parameters(), other["model"].parameters()))
 
 
 @starts("docs/distributed.md", 'torch.load("state.pt"')

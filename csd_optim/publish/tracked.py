@@ -1,0 +1,125 @@
+"""The tensors that are published: which parameters they are, and what is known of their values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..bindings import Watch, checksum_of
+from ..errors import CSDRuntimeError, CSDTypeError, CSDValueError
+from ..replica.versions import Tensor
+
+Array = np.ndarray[Any, Any]
+DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16"}
+CHUNK = 1 << 24  # elements that are copied at a time
+
+
+@dataclass(eq=False)
+class Tracked:
+    """A tensor of the model."""
+
+    name: str
+    aliases: tuple[str, ...]
+    param: torch.Tensor
+    dtype: str
+    shape: tuple[int, ...]
+    checksum: int = 0  # of the values after the last step that updated it, or that were read from it since
+    is_fp32: bool = False  # the parameter is fp32, and published as bfloat16
+    watch: Watch | None = None  # None: no step updates it, or none that can record what it changes
+    row: int = -1  # of its watch: the engine's index of the parameter
+    checked: bool = False  # the watch has checks: see csd_watch
+    whole: bool = True  # the next step that updates it records all elements: what it begins with is not known
+    _master: torch.Tensor | None = None
+    _seen: tuple[int, int] = 0, 0  # which tensor its master was, and torch's count of writes to it
+
+    @property
+    def numel(self) -> int:
+        return self.param.numel()
+
+    @property
+    def tensor(self) -> Tensor:
+        return Tensor(self.name, self.dtype, self.shape, self.checksum, self.aliases)
+
+    def read(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield copies of the parameter's values as they are now, int16 and 1-D, with the index of the first one."""
+        flat = self.param.detach().contiguous().view(-1)
+        for first in range(0, self.numel, CHUNK):
+            some = flat[first : first + CHUNK]
+            some = some.to(torch.bfloat16) if some.dtype is torch.float32 else some.clone()
+            yield first, some.view(torch.int16).cpu()
+
+    def take(self) -> Iterator[tuple[int, Array]]:
+        """Yield the same as uint16, while `checksum` becomes that of these values."""
+        checksum = 0
+        for first, some in self.read():
+            checksum += checksum_of(some.data_ptr(), first, len(some))
+            yield first, some.numpy().view(np.uint16)
+        self.checksum = checksum % (1 << 32)
+
+    def has_changed(self) -> bool:
+        """Return whether the parameter has other values than `checksum` says. It has those of now afterwards."""
+        was = self.checksum
+        for _ in self.take():
+            pass
+        return was != self.checksum
+
+    def see_master(self, master: torch.Tensor | None) -> None:
+        """Note which tensor is its fp32 master (None: it has none, or `checked`). It is `whole` if it was written."""
+        seen = (id(master), master._version) if master is not None else (0, 0)
+        self.whole |= seen != self._seen
+        self._seen, self._master = seen, master
+
+    @property
+    def master(self) -> torch.Tensor | None:
+        return self._master
+
+    def update(self, *, is_whole: bool) -> None:
+        """Note that a step was kept that has updated it. `is_whole`: it has recorded all elements.
+
+        Raises CSDRuntimeError if it has updated some elements only.
+        """
+        assert self.watch
+        if self.watch.updated != self.numel:
+            n = self.watch.updated
+            raise CSDRuntimeError(f"a step has updated {n} of the {self.numel} elements of {self.name}")
+        self.checksum = (self.watch.sum + (0 if is_whole else self.checksum)) % (1 << 32)
+        self.whole = False
+        self.watch.keep()
+
+    def check(self) -> None:
+        """Raise CSDTypeError if the model has another parameter of that name by now."""
+        if tuple(self.param.shape) != self.shape or not self.fits(self.param.dtype):
+            raise CSDTypeError(
+                f"parameter {self.name} is {self.param.dtype} {tuple(self.param.shape)} now, and was {self.dtype} "
+                f"{self.shape} when publish() was called: close() the publisher, and call publish() again"
+            )
+
+    def fits(self, dtype: torch.dtype) -> bool:
+        return DTYPES.get(dtype, "BF16" if self.is_fp32 else "") == self.dtype
+
+
+def tensors_of(model: torch.nn.Module, *, as_bf16: bool) -> list[Tracked]:
+    """Return the parameters of a model in its order. `as_bf16`: those of 32 bits are published as bfloat16.
+
+    Raises CSDTypeError for a parameter of another dtype, CSDValueError if there is none.
+    """
+    names: dict[torch.Tensor, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    found = []
+    for p, (first, *others) in names.items():
+        dtype = "BF16" if as_bf16 and p.dtype is torch.float32 else DTYPES.get(p.dtype)
+        if dtype is None:
+            advice = 'publish(..., dtype="bf16") rounds it' if p.dtype is torch.float32 else "it cannot be published"
+            raise CSDTypeError(f"parameter {first} is {p.dtype}, and versions hold 16 bits: {advice}")
+        if p.is_meta or p.layout is not torch.strided or hasattr(p, "placements"):
+            raise CSDTypeError(f"parameter {first} is no plain tensor with data: it cannot be published")
+        is_fp32 = p.dtype is torch.float32
+        found.append(Tracked(first, tuple(others), p, dtype, tuple(p.shape), is_fp32=is_fp32))
+    if not found:
+        raise CSDValueError("the model has no parameters: there is nothing to publish")
+    return found

@@ -1,0 +1,201 @@
+#include "changes.h"
+
+#include <errno.h>
+#include <string.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "device.h"
+#include "updater.h"
+
+namespace csd {
+namespace {
+
+constexpr uint64_t kGroup = 64;
+
+// The tile that this thread updates, if any of its parameters is watched.
+thread_local const Tile *current_tile = nullptr;
+thread_local const Work *current_work = nullptr;
+thread_local uint64_t last_piece = 0;  // spans come in the order of their pieces, so the search begins here
+
+Place place_at(const csd_piece &piece, uint64_t in_piece) {
+  Place place;
+  place.watch = current_work->params[piece.param].watch;
+  place.first = piece.param_first + in_piece;
+  if (!place.watch || !place.watch->checks) return place;
+  const uint64_t element = piece.tile_first + in_piece;
+  place.group = place.watch->groups[current_tile->index - place.watch->first_tile] + element / kGroup -
+                piece.tile_first / kGroup;
+  place.in_group = element % kGroup;
+  return place;
+}
+
+template <typename Is>
+Place find(Is in_piece_of) {
+  const csd_piece *const pieces = current_tile->pieces;
+  const uint64_t n = current_tile->n_pieces;
+  for (uint64_t i = 0; i < n; i++) {
+    const uint64_t at = (last_piece + i) % n;
+    if (const uint64_t in_piece = in_piece_of(pieces[at]); in_piece < pieces[at].elems) {
+      last_piece = at;
+      return place_at(pieces[at], in_piece);
+    }
+  }
+  return {};
+}
+
+// Finds the piece by the address of its parameter, or of that in an image.
+Place find_param(const void *address) {
+  return find([address](const csd_piece &piece) {
+    const auto begin = reinterpret_cast<uintptr_t>(param_at(piece, *current_work, 0));
+    const uint64_t bytes = dtype_bytes(current_work->params[piece.param].param_dtype);
+    return (reinterpret_cast<uintptr_t>(address) - begin) / bytes;  // huge if the address is below
+  });
+}
+
+}  // namespace
+
+void begin_updates_of(const Tile &tile, const Work &work) noexcept {
+  const bool any = std::any_of(tile.pieces, tile.pieces + tile.n_pieces,
+                               [&work](const csd_piece &p) { return work.params[p.param].watch; });
+  current_tile = any ? &tile : nullptr;
+  current_work = &work;
+  last_piece = 0;
+}
+
+void end_updates() noexcept { current_tile = nullptr; }
+
+Place place_of(const Span &span) noexcept {
+  if (!current_tile) return {};
+  return find_param(span.param ? span.param : span.state[0]);  // it may be its own master
+}
+
+Place place_of(const CodedSpan &span) noexcept {
+  if (!current_tile) return {};
+  const Tile &t = *current_tile;
+  if (!t.codes) return find_param(span.param);
+  // Codes in memory are where they are: the parameter's last group may be in a copy.
+  const uint32_t ratio = t.layout.has_correction() ? 2 : 1;
+  const char *const begin = t.codes + (t.layout.first(ratio) - t.layout.bytes(0));
+  const auto element = static_cast<uint64_t>(reinterpret_cast<const char *>(span.codes.ratio) - begin);
+  return find([element](const csd_piece &piece) { return element - piece.tile_first; });
+}
+
+// ---- Records -----------------------------------------------------------------------------------
+
+void Recorder::add(uint32_t param, const Changes &changes, uint64_t n) noexcept {
+  const uint64_t mask_bytes = changes.whole ? 0 : (n + 63) / 64 * 8;
+  const uint64_t bytes = mask_bytes + 2 * changes.count;
+  uint64_t at;
+  {
+    std::lock_guard lock(mutex_);
+    if (error_) return;
+    try {
+      records_.push_back({param, static_cast<uint32_t>(changes.count), changes.first, n, end_});
+    } catch (...) {
+      error_ = ENOMEM;
+      return;
+    }
+    at = end_;
+    end_ += bytes;
+  }
+  iovec parts[] = {{changes.mask, mask_bytes}, {changes.values, 2 * changes.count}};
+  for (uint64_t done = 0; done < bytes;) {
+    const ssize_t wrote = pwritev(fd_, parts, 2, static_cast<off_t>(at + done));
+    if (wrote < 0 && errno == EINTR) continue;
+    if (wrote <= 0) {
+      std::lock_guard lock(mutex_);
+      error_ = wrote < 0 ? errno : EIO;
+      return;
+    }
+    done += static_cast<uint64_t>(wrote);
+    auto left = static_cast<uint64_t>(wrote);
+    for (iovec &part : parts) {
+      const uint64_t some = std::min<uint64_t>(left, part.iov_len);
+      part.iov_base = static_cast<char *>(part.iov_base) + some;
+      part.iov_len -= some;
+      left -= some;
+    }
+  }
+}
+
+void Recorder::rewind(uint64_t n_records) noexcept {
+  std::lock_guard lock(mutex_);
+  error_ = 0;
+  if (n_records >= records_.size()) return;
+  end_ = records_[n_records].at;
+  records_.resize(n_records);
+}
+
+uint64_t Recorder::list(csd_change *records, uint64_t n, int32_t *os_errno) const noexcept {
+  std::lock_guard lock(mutex_);
+  *os_errno = error_;
+  std::copy_n(records_.begin(), std::min<uint64_t>(n, records_.size()), records);
+  return records_.size();
+}
+
+// Applies records of one parameter, in their order, to elements [first, first + elems).
+void Recorder::merge(const csd_change *records, uint64_t n, uint64_t first, uint64_t elems, uint64_t *mask,
+                     uint16_t *values) const {
+  std::vector<uint64_t> bits;
+  std::vector<uint16_t> some;
+  for (const csd_change *r = records; r != records + n; r++) {
+    const bool whole = r->count == r->elems;
+    bits.assign((r->elems + 63) / 64, 0);
+    some.resize(r->count);
+    const uint64_t mask_bytes = whole ? 0 : 8 * bits.size(), bytes = mask_bytes + 2 * uint64_t{r->count};
+    for (uint64_t done = 0; done < bytes;) {
+      char *const to = done < mask_bytes ? reinterpret_cast<char *>(bits.data()) + done
+                                         : reinterpret_cast<char *>(some.data()) + (done - mask_bytes);
+      const ssize_t got = pread(fd_, to, done < mask_bytes ? mask_bytes - done : bytes - done,
+                                static_cast<off_t>(r->at + done));
+      if (got < 0 && errno == EINTR) continue;
+      if (got <= 0) throw Failure{CSD_EIO, "reading what steps have changed", got < 0 ? errno : EIO};
+      done += static_cast<uint64_t>(got);
+    }
+    if (whole) std::fill(bits.begin(), bits.end(), UINT64_MAX);
+    const uint16_t *value = some.data();
+    for (uint64_t w = 0; w < bits.size(); w++)
+      for (uint64_t m = bits[w]; m && value != some.data() + some.size(); m &= m - 1) {
+        const uint64_t i = r->first + 64 * w + static_cast<uint64_t>(__builtin_ctzll(m)) - first;
+        const uint16_t v = *value++;
+        if (i >= elems) continue;  // also if it is below
+        mask[i / 64] |= uint64_t{1} << i % 64;
+        values[i] = v;
+      }
+  }
+}
+
+uint64_t encode_changes(const uint64_t *mask, const uint16_t *values, uint64_t elems, void *payload, uint32_t *kind,
+                        uint32_t *count) noexcept {
+  const uint64_t words = (elems + 63) / 64;
+  uint64_t n = 0;
+  for (uint64_t w = 0; w < words; w++) n += static_cast<uint64_t>(__builtin_popcountll(mask[w]));
+  *count = static_cast<uint32_t>(n);
+  auto *const entries = static_cast<uint32_t *>(payload);
+  auto *changed = reinterpret_cast<uint16_t *>(static_cast<char *>(payload) + 8 * words);
+  const auto each = [&](auto call) {
+    for (uint64_t w = 0; w < words; w++)
+      for (uint64_t m = mask[w]; m; m &= m - 1) call(64 * w + static_cast<uint64_t>(__builtin_ctzll(m)));
+  };
+  const uint64_t sparse = 4 * n, bitmap = 8 * words + 2 * n;
+  if (n == elems && 2 * n < std::min(sparse, bitmap)) {
+    *kind = 2;
+    memcpy(payload, values, 2 * elems);
+    return 2 * elems;
+  }
+  if (sparse <= bitmap) {
+    *kind = 0;
+    uint32_t *to = entries;
+    each([&](uint64_t i) { *to++ = static_cast<uint32_t>(i) | static_cast<uint32_t>(values[i]) << 16; });
+    return sparse;
+  }
+  *kind = 1;
+  memcpy(payload, mask, 8 * words);
+  each([&](uint64_t i) { *changed++ = values[i]; });
+  return bitmap;
+}
+
+}  // namespace csd

@@ -1,0 +1,101 @@
+"""A training that publishes, with an oracle: a snapshot of all weights after each step, compared bit for bit."""
+
+import numpy as np
+import torch
+
+from csd_optim import CSDAdam, Replica
+
+bf16 = torch.bfloat16
+
+
+class Model(torch.nn.Module):
+    """Parameters of one dtype: several tiles, odd sizes, a tied one, one not in row-major order, two seldom updated."""
+
+    def __init__(self, dtype=bf16, seed=0):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+
+        def new(*shape):
+            return torch.nn.Parameter((0.02 * torch.randn(shape, generator=generator)).to(dtype))
+
+        self.embedding = new(70001)  # more than a block
+        self.odd = new(33, 65)
+        self.one = new()
+        self.empty = new(0, 3)
+        self.head = self.embedding
+        self.transposed = torch.nn.Parameter(new(20, 30).detach().t())
+        self.frozen = new(500).requires_grad_(False)
+        self.late = new(1500)
+        self.bias = new(7)
+
+
+def weights(model, as_bf16=False):
+    """Return the bits of all parameters, name → uint16 array."""
+
+    def bits(p):
+        p = p.detach().contiguous().view(-1)
+        return (p.to(bf16) if as_bf16 else p).clone().view(torch.int16).numpy().view(np.uint16)
+
+    return {name: bits(p) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def gradients(model, step, scale=1.0, without=("late",)):
+    """Set gradients that depend only on the step."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    for name, p in model.named_parameters():
+        grad = (scale * torch.randn(p.shape, generator=generator)).to(p.dtype)
+        p.grad = grad if p.requires_grad and name not in without else None
+
+
+class Published:
+    """A model, its optimizer with `options`, its publisher, and a replica that is compared after each step."""
+
+    def __init__(self, path, devices, optimizer=CSDAdam, dtype=bf16, publish=(), model=None, params=None, **options):
+        self.model, self.dtype = model or Model(dtype), dtype
+        self.as_bf16 = dtype is torch.float32
+        options = {"lr": 1e-5, "tile_size": 2048, **options}
+        self.opt = optimizer(params or self.model.parameters(), devices=devices, **options)
+        publish = {**({"dtype": "bf16"} if self.as_bf16 else {}), **dict(publish)}
+        self.pub = self.opt.publish(path, model=self.model, **publish)
+        self.replica, self.copy, self.done = Replica(path), {}, 0
+        self.replica.load(self.copy)
+        self.check()
+
+    def step(self, **how):
+        self.done += 1
+        gradients(self.model, self.done, **how)
+        self.opt.step()
+
+    def names(self):
+        return [name for name, _ in self.model.named_parameters()]
+
+    def check(self, step=None):
+        """Compare the replica, once it has followed, with the model as it is now. Returns how many elements were sent.
+
+        `step`: the version's; None: the last one.
+        """
+        wanted = weights(self.model, self.as_bf16)
+        self.pub.wait()
+        assert self.pub.error == ""
+        before = {name: values.copy() for name, values in self.copy.items()}
+        sent = {p.name: len(p.values) for p in self.replica.patches()}
+        self.replica.follow(self.copy)
+        self.replica.verify(self.copy)
+        assert self.replica.step == (self.done if step is None else step)
+        wrong = [name for name in self.names() if not np.array_equal(self.copy[name], wanted[name])]
+        assert wrong == []
+        changed = {name: int((before[name] != wanted[name]).sum()) for name in self.names()}
+        return changed, {name: sent.get(name, 0) for name in self.names()}
+
+    def steps(self, n, **how):
+        """Take n steps; check each."""
+        for _ in range(n):
+            self.step(**how)
+            self.check()
+        return self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.opt.close()
