@@ -13,9 +13,9 @@ class Model(torch.nn.Module):
 
     def __init__(self, dtype=bf16, seed=0):
         super().__init__()
-        generator = torch.Generator().manual_seed(seed)
+        generators = [torch.Generator().manual_seed(s) for s in (seed, 0)]
 
-        def new(*shape):
+        def new(*shape, generator=generators[0]):
             return torch.nn.Parameter((0.02 * torch.randn(shape, generator=generator)).to(dtype))
 
         self.embedding = new(70001)  # more than a block
@@ -24,8 +24,9 @@ class Model(torch.nn.Module):
         self.empty = new(0, 3)
         self.head = self.embedding
         self.transposed = torch.nn.Parameter(new(20, 30).detach().t())
-        self.frozen = new(500).requires_grad_(False)
-        self.late = new(1500)
+        own = {"generator": generators[1]}  # parameters without a state are the same for every seed
+        self.frozen = new(500, **own).requires_grad_(False)
+        self.late = new(1500, **own)
         self.bias = new(7)
 
 
@@ -50,14 +51,16 @@ def gradients(model, step, scale=1.0, without=("late",)):
 class Published:
     """A model, its optimizer with `options`, its publisher, and a replica that is compared after each step."""
 
-    def __init__(self, path, devices, optimizer=CSDAdam, dtype=bf16, publish=(), model=None, params=None, **options):
+    def __init__(
+        self, path, devices, optimizer=CSDAdam, dtype=bf16, publish=(), model=None, params=None, done=0, **options
+    ):
         self.model, self.dtype = model or Model(dtype), dtype
         self.as_bf16 = dtype is torch.float32
         options = {"lr": 1e-5, "tile_size": 2048, **options}
         self.opt = optimizer(params or self.model.parameters(), devices=devices, **options)
         publish = {**({"dtype": "bf16"} if self.as_bf16 else {}), **dict(publish)}
         self.pub = self.opt.publish(path, model=self.model, **publish)
-        self.replica, self.copy, self.done = Replica(path), {}, 0
+        self.replica, self.copy, self.done = Replica(path), {}, done
         self.replica.load(self.copy)
         self.check()
 
@@ -65,6 +68,10 @@ class Published:
         self.done += 1
         gradients(self.model, self.done, **how)
         self.opt.step()
+
+    def step_and_wait(self):
+        self.step()
+        self.pub.wait()
 
     def names(self):
         return [name for name, _ in self.model.named_parameters()]
@@ -76,7 +83,7 @@ class Published:
         """
         wanted = weights(self.model, self.as_bf16)
         self.pub.wait()
-        assert self.pub.error == ""
+        assert self.pub.error == "", self.pub.error
         before = {name: values.copy() for name, values in self.copy.items()}
         sent = {p.name: len(p.values) for p in self.replica.patches()}
         self.replica.follow(self.copy)
