@@ -63,6 +63,9 @@ HYPER = np.dtype([("rule", "u4"), ("c", "f4", 9)])
 CODECS = {"fp32": lib.CSD_FP32, "8bit": lib.CSD_8BIT}
 EVENT_KINDS = ("read", "update", "write")
 CHANGE = np.dtype([("param", "u4"), ("count", "u4"), ("first", "u8"), ("elems", "u8"), ("at", "u8")])
+BLOCK = np.dtype(
+    [("first", "u8"), ("elems", "u8"), ("record", "u8"), ("payload", "u8"), ("kind", "u4"), ("count", "u4")]
+)
 EVENT = np.dtype([("device", "u4"), ("tile", "u4"), ("kind", "u4"), ("reserved", "u4"), ("begin", "f8"), ("end", "f8")])
 TILE_STATE = np.dtype([("slot", "u4"), ("summed", "u4")])
 
@@ -73,6 +76,7 @@ for _dtype, _struct in (
     (TILE_STATE, "csd_tile_state"),
     (EVENT, "csd_event"),
     (CHANGE, "csd_change"),
+    (BLOCK, "csd_block"),
 ):
     _fields = {name: field.offset for name, field in ffi.typeof(_struct).fields}
     assert _dtype.itemsize == ffi.sizeof(_struct), _struct
@@ -255,21 +259,15 @@ class Changes:
         """Drop all records but the first `n`, and forget why others are missing."""
         lib.csd_changes_rewind(self.handle, n)
 
-    def merge(
-        self, records: np.ndarray[Any, Any], first: int, mask: np.ndarray[Any, Any], values: np.ndarray[Any, Any]
-    ) -> None:
-        """Apply records of a parameter to its elements from `first` on: `values` (uint16), `mask` (uint64: bits)."""
-        arguments = _array(records, "csd_change *"), len(records), first, len(values)
-        _call(lib.csd_changes_merge, self.handle, *arguments, _array(mask, "uint64_t *"), _array(values, "uint16_t *"))
+    def encode(self, records: np.ndarray[Any, Any], blocks: np.ndarray[Any, Any], payload: np.ndarray[Any, Any]) -> int:
+        """Encode blocks (BLOCK, filled in) from their records, into `payload` (uint8). Returns its used size.
 
-
-def encode_changes(
-    mask: np.ndarray[Any, Any], values: np.ndarray[Any, Any], payload: np.ndarray[Any, Any]
-) -> tuple[int, int, int]:
-    """Encode the elements in `mask` as a block, into `payload` (uint8). Returns its bytes, its kind and its count."""
-    kind, count = ffi.new("uint32_t *"), ffi.new("uint32_t *")
-    arrays = _array(mask, "uint64_t *"), _array(values, "uint16_t *"), len(values), _array(payload, "void *")
-    return int(lib.csd_changes_encode(*arrays, kind, count)), kind[0], count[0]
+        See csd_changes_encode. Raises CSDOSError.
+        """
+        used = ffi.new("uint64_t *")
+        what = _array(records, "csd_change *"), len(records), _array(blocks, "csd_block *"), len(blocks)
+        _call(lib.csd_changes_encode, self.handle, *what, _array(payload, "void *"), used)
+        return int(used[0])
 
 
 def checksum_of(address: int, first: int, n: int) -> int:

@@ -64,19 +64,28 @@ class FileWriter:
 
 
 class DeltaWriter(FileWriter):
-    """A file of changed elements. Add blocks by slice, and in a slice by their first elements."""
+    """A file of changed elements. Blocks are added in any order."""
 
     def __init__(self, path: Path, step: int) -> None:
         super().__init__(path)
         self._step = step
-        self._rows: list[tuple[int, int, int, int, int, int]] = []
+        self._rows: list[Array] = []
         self.write(bytes(HEADER.size))
 
     def add(self, slice: int, first: int, elems: int, kind: int, count: int, payload: Array | bytes) -> None:
         """Append a block, as it is to be stored."""
-        self._rows.append((slice, count, first, elems, kind, self.nbytes))
+        self._rows.append(np.array([(slice, count, first, elems, kind, self.nbytes)], ROW))
         self.write(payload)
         self.write(bytes(-self.nbytes % ALIGN))
+
+    def add_encoded(self, slices: Array, blocks: Array, payload: Array) -> None:
+        """Append blocks (BLOCK of bindings.py) with their payloads."""
+        rows = np.zeros(len(blocks), ROW)
+        rows["slice"], rows["payload"] = slices, blocks["payload"] + self.nbytes
+        for name in ("count", "first", "elems", "kind"):
+            rows[name] = blocks[name]
+        self._rows.append(rows)
+        self.write(payload)
 
     def add_changes(self, slice: int, first: int, values: Array, changed: Array) -> None:
         """Append a block: the values of all its elements (uint16), and which of them have changed (bool)."""
@@ -102,8 +111,9 @@ class DeltaWriter(FileWriter):
 
     def finish(self, slices: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
         table = self.nbytes
-        self.write(np.array(self._rows, ROW).tobytes())
-        os.pwrite(self._fd, HEADER.pack(MAGIC, len(self._rows), 0, table, self._step), 0)
+        rows = np.concatenate([np.zeros(0, ROW), *self._rows])
+        self.write(rows[np.lexsort((rows["first"], rows["slice"]))].tobytes())
+        os.pwrite(self._fd, HEADER.pack(MAGIC, len(rows), 0, table, self._step), 0)
         return super().finish(slices)
 
 

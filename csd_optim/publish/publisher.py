@@ -21,7 +21,7 @@ from ..engine.watcher import Watcher
 from ..errors import CSDError, CSDOSError, CSDRuntimeError, CSDValueError, CSDWarning
 from ..params.param_state import ParamState
 from ..params.state_map import StateMap
-from ..replica.blocks import BLOCK
+from ..replica.blocks import DENSE
 from ..replica.versions import Version
 from ..threads import running_pool
 from .encode import DeltaWriter, write_tensors
@@ -289,39 +289,38 @@ class Publisher(Watcher):
 
     def _values(self) -> Iterator[Array]:
         """Yield the values of all tensors, one after another: those that the step has updated as it has left them."""
-        blocks = self._recording.blocks([t.numel for t in self._tracked])
+        recorded = self._recorded_values()
         for number, tracked in enumerate(self._tracked):
             if tracked not in self._in_step:
                 for _, some in tracked.take():
                     yield some
                 continue
-            for first in range(0, tracked.numel, BLOCK):
-                block = next(blocks)
-                if (block.number, block.first) != (number, first) or not block.is_whole:
+            done = 0
+            while done < tracked.numel:
+                at, first, values = next(recorded)
+                if (at, first) != (number, done):
                     raise CSDRuntimeError(f"the step has not recorded all of {tracked.name}")
-                yield block.values
+                yield values
+                done += len(values)
+
+    def _recorded_values(self) -> Iterator[tuple[int, int, Array]]:
+        """Yield the whole blocks that the step has recorded: number of the tensor, first element, values."""
+        for numbers, blocks, payload in self._recording.encoded([t.numel for t in self._tracked]):
+            for number, block in zip(numbers.tolist(), blocks, strict=True):
+                values = payload[int(block["payload"]) :].view(np.uint16)[: int(block["elems"])]
+                yield number, int(block["first"]) if block["kind"] == DENSE else -1, values
 
     def _write_delta(self, path: Path, step: int) -> dict[str, Any]:
         sizes = [t.numel for t in self._tracked]
         # Those that the step has not updated may have been set by the program: they are compared, and sent whole.
-        left = {i: t for i, t in enumerate(self._tracked) if t not in self._in_step and t.has_changed()}
-        payload = np.empty(2 * BLOCK + BLOCK // 8 + 8, np.uint8)
+        read = {i: t for i, t in enumerate(self._tracked) if t not in self._in_step and t.has_changed()}
         with DeltaWriter(path, step) as file:
-
-            def read(number: int) -> None:
-                tracked = left.pop(number)
+            for encoded in self._recording.encoded(sizes, without=[*read]):
+                file.add_encoded(*encoded)
+            for number, tracked in read.items():
                 tracked.whole = True  # its master may be another one
                 for first, some in tracked.take():
                     file.add_whole(number, first, some)
-
-            for block in self._recording.blocks(sizes):
-                while left and (number := next(iter(left))) < block.number:
-                    read(number)
-                if block.number not in left:
-                    n, kind, count = block.encode(payload)
-                    file.add(block.number, block.first, len(block.values), kind, count, payload[:n])
-            for number in [*left]:
-                read(number)
             return file.finish([(i, 0, n) for i, n in enumerate(sizes)])
 
     def _name(self) -> None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..bindings import Changes, Watch, encode_changes
+from ..bindings import BLOCK as BLOCK_ROW
+from ..bindings import Changes, Watch
 from ..engine.tiles import Pieces, Tiles
 from ..replica.blocks import BLOCK
 
 Array = np.ndarray[Any, Any]
 GROUP = 64  # elements that share a check, see csd_watch
+BLOCKS = 32  # that are encoded at a time
 
 
 class Recording:
@@ -56,46 +58,36 @@ class Recording:
         self._changes.free()
         self._file.close()
 
-    def blocks(self, sizes: list[int]) -> Iterator[Block]:
-        """Yield the blocks in which something has changed, by tensor and then by element.
+    def encoded(self, sizes: Sequence[int], without: Sequence[int] = ()) -> Iterator[Encoded]:
+        """Yield the blocks in which something has changed, by tensor and then by element, some at a time.
 
-        `sizes`: the elements of each tensor, by the number of its watch.
+        `sizes`: the elements of each tensor, by the number of its watch. `without`: numbers of tensors to leave out.
         """
         records = self._changes.list()
+        records = records[~np.isin(records["param"], [*without])]
         first, last = records["first"] // BLOCK, (records["first"] + records["elems"] - 1) // BLOCK
-        which = np.arange(len(records))
-        touched = np.concatenate([which, which[last > first]])
-        blocks = np.concatenate([first, last[last > first]])
-        order = np.lexsort((touched, blocks, records["param"][touched]))  # in a block, in the order of the steps
-        touched, blocks = touched[order], blocks[order]
-        params = records["param"][touched]
-        begins = np.flatnonzero(np.diff(params, prepend=-1) | np.diff(blocks.astype(np.int64), prepend=-1))
-        mask, values = np.zeros(BLOCK // 64, np.uint64), np.zeros(BLOCK, np.uint16)
-        for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(touched)], strict=True):
-            number, at = int(params[begin]), int(blocks[begin]) * BLOCK
-            n = min(BLOCK, sizes[number] - at)
-            mask[:] = 0
-            self._changes.merge(np.ascontiguousarray(records[touched[begin:end]]), at, mask, values[:n])
-            yield Block(number, at, mask[: -(-n // 64)], values[:n])
+        touched = np.concatenate([np.arange(len(records)), np.flatnonzero(last > first)])
+        at = np.concatenate([first, last[last > first]])
+        order = np.lexsort((touched, at, records["param"][touched]))  # within a block in the order of the steps
+        touched, at, numbers = touched[order], at[order], records["param"][touched[order]].astype(np.int64)
+        is_first = np.ones(len(at), bool)
+        is_first[1:] = (np.diff(numbers) != 0) | (at[1:] != at[:-1])
+        begins = np.flatnonzero(is_first)
+        payload = np.empty(BLOCKS * (2 * BLOCK + BLOCK // 8 + 16), np.uint8)
+        elems = np.array(sizes, np.uint64)
+        for i in range(0, len(begins), BLOCKS):
+            some = begins[i : i + BLOCKS]
+            end = begins[i + BLOCKS] if i + BLOCKS < len(begins) else len(at)
+            blocks = np.zeros(len(some), BLOCK_ROW)
+            blocks["first"], blocks["record"] = at[some] * BLOCK, some - some[0]
+            blocks["elems"] = np.minimum(BLOCK, elems[numbers[some]] - blocks["first"])
+            used = self._changes.encode(records[touched[some[0] : end]], blocks, payload)
+            yield Encoded(numbers[some], blocks, payload[:used])
 
 
-class Block:
-    """The changed elements of a block of tensor `number`, which begins at element `first`; until the next one is made.
+class Encoded(NamedTuple):
+    """Blocks, as they are in a version; until the next ones are made."""
 
-    `values`: uint16, undefined where nothing has changed.
-    """
-
-    def __init__(self, number: int, first: int, mask: Array, values: Array) -> None:
-        self.number: int = number
-        self.first: int = first
-        self.values: Array = values
-        self._mask = mask
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all of its elements have changed."""
-        return int(sum(int(word).bit_count() for word in self._mask)) == len(self.values)
-
-    def encode(self, payload: Array) -> tuple[int, int, int]:
-        """See encode_changes()."""
-        return encode_changes(self._mask, self.values, payload)
+    numbers: Array  # of their tensors
+    blocks: Array  # dtype BLOCK of bindings.py
+    payload: Array  # uint8

@@ -513,15 +513,20 @@ uint64_t csd_changes_list(const csd_changes *changes, csd_change *records, uint6
 /* Drops all but the first `n` records, such as those of a step that was undone. */
 void csd_changes_rewind(csd_changes *changes, uint64_t n);
 
-/* Applies records, in this order, to elements [first, first + elems) of their parameter: sets their bits in `mask`
- * (elems bits, 64 at a time) and their new values in `values`. Others are left alone. */
-int csd_changes_merge(const csd_changes *changes, const csd_change *records, uint64_t n, uint64_t first, uint64_t elems,
-                      uint64_t *mask, uint16_t *values, csd_error *error);
+/* A block of docs/publish-format.md: elements [first, first + elems) of a parameter, at most 65536. */
+typedef struct csd_block {
+  uint64_t first, elems;
+  uint64_t record;  /* the first of its records; those of the block after it begin where its own end */
+  uint64_t payload; /* set by csd_changes_encode, like the next two: where its payload begins */
+  uint32_t kind, count;
+} csd_block;
 
-/* Writes a block of docs/publish-format.md to `payload`, of up to 2 * elems + elems / 8 + 8 bytes: the smallest form of
- * the elements in `mask`. Returns its size in bytes, 0 if nothing has changed. */
-uint64_t csd_changes_encode(const uint64_t *mask, const uint16_t *values, uint64_t elems, void *payload,
-                            uint32_t *kind, uint32_t *count);
+/* Encodes blocks one after another, the payload of each at a multiple of 8. `records`: those of the first block in the
+ * order of the steps, then those of the next one; the last block's end at `n_records`. A record that reaches into two
+ * blocks is named for both. `payload` has room for 2 * elems + elems / 8 + 16 bytes per block; its used size is returned
+ * in `*bytes`. */
+int csd_changes_encode(const csd_changes *changes, const csd_change *records, uint64_t n_records, csd_block *blocks,
+                       uint64_t n_blocks, void *payload, uint64_t *bytes, csd_error *error);
 
 /* Returns the checksum of `n` values of a parameter, of which the first is element `first`. */
 uint32_t csd_changes_sum(const uint16_t *values, uint64_t first, uint64_t n);

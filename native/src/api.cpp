@@ -277,14 +277,11 @@ uint64_t csd_changes_list(const csd_changes *changes, csd_change *records, uint6
 
 void csd_changes_rewind(csd_changes *changes, uint64_t n) { changes->recorder.rewind(n); }
 
-int csd_changes_merge(const csd_changes *changes, const csd_change *records, uint64_t n, uint64_t first, uint64_t elems,
-                      uint64_t *mask, uint16_t *values, csd_error *error) {
-  return guarded(error, [&] { changes->recorder.merge(records, n, first, elems, mask, values); });
-}
-
-uint64_t csd_changes_encode(const uint64_t *mask, const uint16_t *values, uint64_t elems, void *payload,
-                            uint32_t *kind, uint32_t *count) {
-  return csd::encode_changes(mask, values, elems, payload, kind, count);
+int csd_changes_encode(const csd_changes *changes, const csd_change *records, uint64_t n_records, csd_block *blocks,
+                       uint64_t n_blocks, void *payload, uint64_t *bytes, csd_error *error) {
+  return guarded(error, [&] {
+    *bytes = changes->recorder.encode(records, n_records, blocks, n_blocks, static_cast<char *>(payload));
+  });
 }
 
 uint32_t csd_changes_sum(const uint16_t *values, uint64_t first, uint64_t n) {

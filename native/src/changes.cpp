@@ -136,66 +136,84 @@ uint64_t Recorder::list(csd_change *records, uint64_t n, int32_t *os_errno) cons
   return records_.size();
 }
 
-// Applies records of one parameter, in their order, to elements [first, first + elems).
-void Recorder::merge(const csd_change *records, uint64_t n, uint64_t first, uint64_t elems, uint64_t *mask,
-                     uint16_t *values) const {
-  std::vector<uint64_t> bits;
-  std::vector<uint16_t> some;
-  for (const csd_change *r = records; r != records + n; r++) {
-    const bool whole = r->count == r->elems;
-    bits.assign((r->elems + 63) / 64, 0);
-    some.resize(r->count);
-    const uint64_t mask_bytes = whole ? 0 : 8 * bits.size(), bytes = mask_bytes + 2 * uint64_t{r->count};
-    for (uint64_t done = 0; done < bytes;) {
-      char *const to = done < mask_bytes ? reinterpret_cast<char *>(bits.data()) + done
-                                         : reinterpret_cast<char *>(some.data()) + (done - mask_bytes);
-      const ssize_t got = pread(fd_, to, done < mask_bytes ? mask_bytes - done : bytes - done,
-                                static_cast<off_t>(r->at + done));
-      if (got < 0 && errno == EINTR) continue;
-      if (got <= 0) throw Failure{CSD_EIO, "reading what steps have changed", got < 0 ? errno : EIO};
-      done += static_cast<uint64_t>(got);
-    }
-    if (whole) std::fill(bits.begin(), bits.end(), UINT64_MAX);
-    const uint16_t *value = some.data();
-    for (uint64_t w = 0; w < bits.size(); w++)
-      for (uint64_t m = bits[w]; m && value != some.data() + some.size(); m &= m - 1) {
-        const uint64_t i = r->first + 64 * w + static_cast<uint64_t>(__builtin_ctzll(m)) - first;
-        const uint16_t v = *value++;
-        if (i >= elems) continue;  // also if it is below
-        mask[i / 64] |= uint64_t{1} << i % 64;
-        values[i] = v;
-      }
+void Recorder::read(uint64_t at, void *to, uint64_t bytes) const {
+  for (uint64_t done = 0; done < bytes;) {
+    const ssize_t got = pread(fd_, static_cast<char *>(to) + done, bytes - done, static_cast<off_t>(at + done));
+    if (got < 0 && errno == EINTR) continue;
+    if (got <= 0) throw Failure{CSD_EIO, "reading what steps have changed", got < 0 ? errno : EIO};
+    done += static_cast<uint64_t>(got);
   }
 }
 
-uint64_t encode_changes(const uint64_t *mask, const uint16_t *values, uint64_t elems, void *payload, uint32_t *kind,
-                        uint32_t *count) noexcept {
-  const uint64_t words = (elems + 63) / 64;
+// Applies a record to elements [first, first + elems) of its parameter.
+void Recorder::apply(const csd_change &record, uint64_t first, uint64_t elems, uint64_t *mask,
+                     uint16_t *values) const {
+  const bool whole = record.count == record.elems;
+  const uint64_t words = (record.elems + 63) / 64;
+  std::vector<uint64_t> content((whole ? 0 : words) + (record.count + 3) / 4);
+  read(record.at, content.data(), (whole ? 0 : 8 * words) + 2 * uint64_t{record.count});
+  const auto *value = reinterpret_cast<const uint16_t *>(content.data() + (whole ? 0 : words));
+  const uint16_t *const end = value + record.count;
+  for (uint64_t w = 0; w < words; w++)
+    for (uint64_t m = whole ? UINT64_MAX : content[w]; m && value != end; m &= m - 1) {
+      const uint64_t i = record.first + 64 * w + static_cast<uint64_t>(__builtin_ctzll(m)) - first;
+      const uint16_t v = *value++;
+      if (i >= elems) continue;  // also if it is below
+      mask[i / 64] |= uint64_t{1} << i % 64;
+      values[i] = v;
+    }
+}
+
+namespace {
+
+// Writes the smallest form of the elements in `mask` to `payload`; returns its size.
+uint64_t encode_block(const uint64_t *mask, const uint16_t *values, csd_block &block, char *payload) noexcept {
+  const uint64_t words = (block.elems + 63) / 64;
   uint64_t n = 0;
   for (uint64_t w = 0; w < words; w++) n += static_cast<uint64_t>(__builtin_popcountll(mask[w]));
-  *count = static_cast<uint32_t>(n);
-  auto *const entries = static_cast<uint32_t *>(payload);
-  auto *changed = reinterpret_cast<uint16_t *>(static_cast<char *>(payload) + 8 * words);
+  block.count = static_cast<uint32_t>(n);
   const auto each = [&](auto call) {
     for (uint64_t w = 0; w < words; w++)
       for (uint64_t m = mask[w]; m; m &= m - 1) call(64 * w + static_cast<uint64_t>(__builtin_ctzll(m)));
   };
   const uint64_t sparse = 4 * n, bitmap = 8 * words + 2 * n;
-  if (n == elems && 2 * n < std::min(sparse, bitmap)) {
-    *kind = 2;
-    memcpy(payload, values, 2 * elems);
-    return 2 * elems;
+  if (n == block.elems && 2 * n < std::min(sparse, bitmap)) {
+    block.kind = 2;
+    memcpy(payload, values, 2 * n);
+    return 2 * n;
   }
   if (sparse <= bitmap) {
-    *kind = 0;
-    uint32_t *to = entries;
-    each([&](uint64_t i) { *to++ = static_cast<uint32_t>(i) | static_cast<uint32_t>(values[i]) << 16; });
+    block.kind = 0;
+    auto *entry = reinterpret_cast<uint32_t *>(payload);
+    each([&](uint64_t i) { *entry++ = static_cast<uint32_t>(i) | static_cast<uint32_t>(values[i]) << 16; });
     return sparse;
   }
-  *kind = 1;
+  block.kind = 1;
   memcpy(payload, mask, 8 * words);
-  each([&](uint64_t i) { *changed++ = values[i]; });
+  auto *value = reinterpret_cast<uint16_t *>(payload + 8 * words);
+  each([&](uint64_t i) { *value++ = values[i]; });
   return bitmap;
+}
+
+}  // namespace
+
+uint64_t Recorder::encode(const csd_change *records, uint64_t n_records, csd_block *blocks, uint64_t n_blocks,
+                          char *payload) const {
+  std::vector<uint64_t> mask;
+  std::vector<uint16_t> values;
+  uint64_t at = 0;
+  for (uint64_t b = 0; b < n_blocks; b++) {
+    csd_block &block = blocks[b];
+    mask.assign((block.elems + 63) / 64, 0);
+    values.resize(block.elems);
+    const uint64_t end = b + 1 < n_blocks ? blocks[b + 1].record : n_records;
+    for (uint64_t r = block.record; r < end; r++) apply(records[r], block.first, block.elems, mask.data(), values.data());
+    block.payload = at;
+    at += encode_block(mask.data(), values.data(), block, payload + at);
+    memset(payload + at, 0, -at % 8);
+    at += -at % 8;
+  }
+  return at;
 }
 
 }  // namespace csd

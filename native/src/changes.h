@@ -29,10 +29,13 @@ class Recorder {
   void add(uint32_t param, const Changes &changes, uint64_t n) noexcept;
   void rewind(uint64_t n_records) noexcept;
   uint64_t list(csd_change *records, uint64_t n, int32_t *os_errno) const noexcept;
-  void merge(const csd_change *records, uint64_t n, uint64_t first, uint64_t elems, uint64_t *mask,
-             uint16_t *values) const;
+  uint64_t encode(const csd_change *records, uint64_t n_records, csd_block *blocks, uint64_t n_blocks,
+                  char *payload) const;  // throws Failure
 
  private:
+  void apply(const csd_change &record, uint64_t first, uint64_t elems, uint64_t *mask, uint16_t *values) const;
+  void read(uint64_t at, void *to, uint64_t bytes) const;
+
   mutable std::mutex mutex_;
   const int fd_;
   uint64_t end_ = 0;
@@ -54,9 +57,7 @@ struct Place {
 Place place_of(const Span &) noexcept;
 Place place_of(const CodedSpan &) noexcept;
 
-// See csd_changes_encode and csd_changes_sum.
-uint64_t encode_changes(const uint64_t *mask, const uint16_t *values, uint64_t elems, void *payload, uint32_t *kind,
-                        uint32_t *count) noexcept;
+// See csd_changes_sum.
 uint32_t weighted_sum(const uint16_t *values, uint64_t first, uint64_t n) noexcept;  // in updater.cpp
 
 }  // namespace csd

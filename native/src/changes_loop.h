@@ -26,24 +26,55 @@ static inline uint64_t differing(const uint16_t *a, const uint16_t *b, uint64_t 
   return mask;
 }
 
+// The weights of 64 elements in a checksum differ by these from that of the first one, before the last bit is set.
+struct WeightSteps {
+  uint32_t of[64];
+  constexpr WeightSteps() : of() {
+    for (uint32_t i = 0; i < 64; i++) of[i] = i * 0x9e3779b1u;
+  }
+};
+static constexpr WeightSteps kSteps;
+
+static inline uint32_t first_weight(uint64_t first) { return ((uint32_t)first + 1) * 0x9e3779b1u; }
+
+// The sum of n <= 64 values times their weights.
 static inline uint32_t weighted(const uint16_t *values, uint64_t first, uint64_t n) {
+  const uint32_t base = first_weight(first);
   uint32_t sum = 0;
-  for (uint64_t i = 0; i < n; i++) sum += values[i] * (((uint32_t)(first + i) + 1) * 0x9e3779b1u | 1);
+  if (n == 64)
+    for (uint32_t i = 0; i < 64; i++) sum += values[i] * ((base + kSteps.of[i]) | 1);
+  else
+    for (uint64_t i = 0; i < n; i++) sum += values[i] * ((base + kSteps.of[i]) | 1);
   return sum;
 }
 
-// Appends the values at the bits of `mask`.
-static inline void take(const uint16_t *after, uint64_t n, uint64_t mask, Changes &c) {
+static uint32_t weighted_sum(const uint16_t *values, uint64_t first, uint64_t n) {
+  uint32_t sum = 0;
+  for (uint64_t i = 0; i < n; i += 64) sum += weighted(values + i, first + i, n - i < 64 ? n - i : 64);
+  return sum;
+}
+
+// Appends the values at the bits of `mask`, of n <= 64. Returns by how much the checksum changes.
+static inline uint32_t take(const uint16_t *before, const uint16_t *after, uint64_t first, uint64_t n, uint64_t mask,
+                            Changes &c) {
   uint16_t *to = c.values + c.count;
-  c.count += (uint64_t)__builtin_popcountll(mask);
-  if (__builtin_popcountll(mask) < 16) {
-    for (; mask; mask &= mask - 1) *to++ = after[__builtin_ctzll(mask)];
-  } else {
-    for (uint64_t i = 0; i < n; i++) {  // no branches; writes up to one element too many
-      *to = after[i];
-      to += mask >> i & 1;
+  const int some = __builtin_popcountll(mask);
+  c.count += (uint64_t)some;
+  if (some < 16) {
+    const uint32_t base = first_weight(first);
+    uint32_t sum = 0;
+    for (; mask; mask &= mask - 1) {
+      const int i = __builtin_ctzll(mask);
+      *to++ = after[i];
+      sum += ((uint32_t)after[i] - before[i]) * ((base + kSteps.of[i]) | 1);
     }
+    return sum;
   }
+  for (uint64_t i = 0; i < n; i++) {  // no branches; writes up to one element too many
+    *to = after[i];
+    to += mask >> i & 1;
+  }
+  return weighted(after, first, n) - weighted(before, first, n);
 }
 
 // Notes the next n values of a span: those before the update, and after it. All calls but the last are for a multiple
@@ -51,7 +82,7 @@ static inline void take(const uint16_t *after, uint64_t n, uint64_t mask, Change
 static void note(const uint16_t *before, const uint16_t *after, uint64_t n, Changes &c) {
   if (c.whole) {
     memcpy(c.values + c.count, after, 2 * n);
-    c.sum += weighted(after, c.first + c.n_noted, n);
+    c.sum += weighted_sum(after, c.first + c.n_noted, n);
     c.count += n;
     c.n_noted += n;
     return;
@@ -59,10 +90,7 @@ static void note(const uint16_t *before, const uint16_t *after, uint64_t n, Chan
   for (uint64_t i = 0; i < n; i += 64) {
     const uint64_t some = n - i < 64 ? n - i : 64, mask = differing(before + i, after + i, some);
     c.mask[c.n_noted / 64] = mask;
-    if (mask) {
-      take(after + i, some, mask, c);
-      c.sum += weighted(after + i, c.first + c.n_noted, some) - weighted(before + i, c.first + c.n_noted, some);
-    }
+    if (mask) c.sum += take(before + i, after + i, c.first + c.n_noted, some, mask, c);
     c.n_noted += some;
   }
 }
@@ -76,21 +104,21 @@ static void note_checked(const uint16_t *before, const uint16_t *after, uint64_t
     some = 64 - in_group < n - i ? 64 - in_group : n - i;
     in_group = 0;
     const uint64_t first = c.first + c.n_noted;
-    const uint32_t now = weighted(after + i, first, some);
     if (c.whole) {
       memcpy(c.values + c.count, after + i, 2 * some);
-      c.sum += now;
+      *new_checks = weighted(after + i, first, some);
+      c.sum += *new_checks;
       c.count += some;
     } else {
-      const bool is_known = weighted(before + i, first, some) == *checks;
+      const uint32_t was = weighted(before + i, first, some);
       const uint64_t all = some == 64 ? UINT64_MAX : ((uint64_t)1 << some) - 1;
-      const uint64_t mask = is_known ? differing(before + i, after + i, some) : all;
+      const uint64_t mask = was == *checks ? differing(before + i, after + i, some) : all;
       c.mask[c.n_noted / 64] |= mask << c.n_noted % 64;
       if (c.n_noted % 64 && c.n_noted % 64 + some > 64) c.mask[c.n_noted / 64 + 1] |= mask >> (64 - c.n_noted % 64);
-      take(after + i, some, mask, c);
-      c.sum += now - *checks;
+      *new_checks = was + (mask ? take(before + i, after + i, first, some, mask, c) : 0);
+      c.sum += *new_checks - *checks;
     }
-    *new_checks++ = now;
+    new_checks++;
     checks++;
     c.n_noted += some;
   }

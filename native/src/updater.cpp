@@ -219,7 +219,7 @@ uint64_t update_any(const Span &span, int32_t isa) {
 }  // namespace
 
 uint32_t weighted_sum(const uint16_t *values, uint64_t first, uint64_t n) noexcept {
-  return CSD_IN(current_isa.load(), weighted(values, first, n));
+  return CSD_IN(current_isa.load(), weighted_sum(values, first, n));
 }
 
 uint64_t update(const Span &span, int32_t isa) { return update_any(span, isa); }

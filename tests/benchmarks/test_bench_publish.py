@@ -1,0 +1,27 @@
+"""The benchmark of publish() at tiny size. It compares replicas itself, and ends with an error if they differ."""
+
+import json
+from pathlib import Path
+
+from support.forked import module
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_quick(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    done = module("bench.publish", "--quick", f"--directory={tmp_path}", "--json", seconds=300)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["schema"] == "csd_optim.bench.publish/1"
+    costs = [row for row in result["rows"] if row["what"] == "cost"]
+    assert [(row["where"], row["state_dtype"]) for row in costs] == [
+        (where, states) for where in ("ram", "drive", "paced") for states in ("fp32", "8bit")
+    ]
+    assert all(len(row["ratio"]) == 3 and 0 < row["bytes_per_param"][-1] <= 2.2 for row in costs)
+    sizes = [row for row in result["rows"] if row["what"] == "bytes"]
+    assert [row["lr"] for row in sizes] == [1e-6, 3e-6, 1e-5]
+    for row in sizes:
+        assert [*row["steps"]] == ["1", "8"]
+        assert 0 < row["steps"]["1"]["bytes_per_param"] < row["steps"]["8"]["bytes_per_param"] <= 2
+    assert not [*tmp_path.iterdir()]
