@@ -170,7 +170,8 @@ class TwoPasses:
             one, two = first[row], second[row]
             two["grad"], two["grad_dtype"], two["hyper"] = at, DTYPE_CODES[torch.bfloat16], kinds[p.how[3:]]
             one["param"], one["param_dtype"], one["in_image"] = at, DTYPE_CODES[torch.bfloat16], 0
-            one["master"] = IN_SECTION  # the second row has it
+            one["master"] = IN_SECTION  # the second row has it, and what is watched
+            one["watch"] = 0
             if source := spec.sources.get(row):
                 self._sources[row] = replace(source, param=p.x, param_is_read=False, param_and_copy=None)
                 source.grad, source.grad_dtype, source.first = p.x, torch.bfloat16, 0
