@@ -5,9 +5,10 @@ is orthogonalized at a time, while the devices read the next group:
 
     pass 1 of group 0, pass 1 of group 1, pass 2 of group 0, pass 1 of group 2, pass 2 of group 1, ...
 
-Tiles do not end where matrices do. A tile that two groups share takes pass 1 with the first of them, and pass 2 with
-the last. So the pass 2 of a tile never comes before the pass 1 that it waits for, and devices that take jobs in this
-order cannot block.
+Tiles do not end where matrices do. A tile that groups share takes pass 1 with the first of them, and pass 2 with the
+last. So the pass 2 of a tile never comes before the pass 1 that it waits for, and devices that take jobs in this order
+cannot block. These groups need not be neighbours: the order is that of the parameters, and those of one tile may be the
+ones that got gradients late. So a group's X has its buffer from the first pass 1 over a tile of it to the last pass 2.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from dataclasses import dataclass
 
 from .newton_schulz import flops
 
-# Groups whose X are in memory: the one that is orthogonalized; the next one, with a tile of the one after that; and two
+# Pass 1 of a group waits for pass 2 of the group that is so many before it. Where only neighbours share tiles, 5 groups
+# have their X in memory then: the one that is orthogonalized; the next one, with a tile of the one after that; and two
 # whose second passes are under way.
-RING = 5
+BEHIND = 3
 LEAST_TILES = 8  # of a group: fewer would not keep the devices busy while a group is orthogonalized
 
 
@@ -51,6 +53,7 @@ class Group:
     matrices: list[Matrix]
     first: list[int]  # tiles whose pass 1 is due with this group, in order
     second: list[int]  # tiles whose pass 2 is due with this group
+    buffer: int = 0  # number of the one that has its X
 
     @property
     def numel(self) -> int:
@@ -74,4 +77,15 @@ def groups_of(matrices: Sequence[Matrix], least: int) -> list[Group]:
     for due, passes in ((first, [group.first for group in groups]), (last, [group.second for group in groups])):
         for tile, k in due.items():
             passes[k].append(tile)
+    _give_buffers(groups, first, last)
     return groups
+
+
+def _give_buffers(groups: Sequence[Group], first: dict[int, int], last: dict[int, int]) -> None:
+    tiles = [[tile for matrix in group.matrices for tile in matrix.tiles] for group in groups]
+    begins = [min((first[tile] for tile in of), default=k) for k, of in enumerate(tiles)]
+    until: list[int] = []  # by buffer: number of the group whose pass 2 is the last one that uses it
+    for k in sorted(range(len(groups)), key=lambda k: begins[k]):
+        buffer = next((b for b, end in enumerate(until) if end + BEHIND <= begins[k]), len(until))
+        until[buffer : buffer + 1] = [max((last[tile] for tile in tiles[k]), default=k)]
+        groups[k].buffer = buffer

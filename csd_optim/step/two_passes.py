@@ -24,7 +24,7 @@ from ..engine.engine import Engine
 from ..engine.tiles import Pieces
 from ..errors import CSDMemoryError
 from ..muon.newton_schulz import Orthogonal, workspace_bytes
-from ..muon.schedule import LEAST_TILES, RING, Group, Matrix, groups_of
+from ..muon.schedule import BEHIND, LEAST_TILES, Group, Matrix, groups_of
 from ..params.grad_source import GradSource
 from ..params.param_state import ParamState
 from ..signals import raise_deferred
@@ -62,7 +62,7 @@ class InTwoPasses:
 
 
 class TwoPasses:
-    """The parameters of one step that take two passes. Holds X of a few groups at a time, in a ring of buffers."""
+    """The parameters of one step that take two passes. Holds X of a few groups at a time, in buffers."""
 
     def __init__(self, engine: Engine, spec: StepSpec, tiles: np.ndarray[Any, Any], ranks: Ranks | None) -> None:
         """`tiles`: of the step, in flow order. Raises CSDMemoryError: there is no room to orthogonalize."""
@@ -99,22 +99,22 @@ class TwoPasses:
     # ---- memory ------------------------------------------------------------------------
 
     def _with_buffers(self, states: Mapping[int, ParamState], how: Mapping[int, Orthogonal]) -> dict[int, InTwoPasses]:
-        places: dict[int, tuple[int, torch.device, int]] = {}  # by row: buffer of the ring, and first element
+        places: dict[int, tuple[int, torch.device, int]] = {}  # by row: buffer, and first element
         sizes: dict[tuple[int, torch.device], int] = {}
         workspace: dict[torch.device, int] = {}
-        for k, group in enumerate(self.groups):
+        for group in self.groups:
             used: dict[torch.device, int] = {}
             whole = 0  # bytes of matrices that are made whole here, before and after
             for matrix in group.matrices:
                 device = states[matrix.row].local.device
-                places[matrix.row] = k % RING, device, used.get(device, 0)
+                places[matrix.row] = group.buffer, device, used.get(device, 0)
                 used[device] = places[matrix.row][2] + -(-states[matrix.row].numel // ALIGNED) * ALIGNED
                 rows, columns = matrix.shape[-2:]
                 needed = workspace_bytes(rows, columns, how[matrix.row].dtype) + 4 * matrix.numel
                 whole += 4 * matrix.numel if matrix.row in self._divided else 0
                 workspace[device] = max(workspace.get(device, 0), needed + whole)
             for device, n in used.items():
-                sizes[k % RING, device] = max(sizes.get((k % RING, device), 0), n)
+                sizes[group.buffer, device] = max(sizes.get((group.buffer, device), 0), n)
         on_host = sum(2 * n for (_, device), n in sizes.items() if device.type == "cpu")
         on_host += workspace.get(torch.device("cpu"), 0)
         if on_host > (available := available_memory()):
@@ -194,8 +194,8 @@ class TwoPasses:
         self._carry([*self.groups[0].first, *self._images_of(self._one_pass)], ring, pulled, meanwhile)
         for k, group in enumerate(self.groups):
             ahead = self.groups[k + 1].first if k + 1 < len(self.groups) else []
-            for used in self.groups[max(0, k + 2 - RING) : max(0, k + 4 - RING)]:  # whose buffers come next
-                self._await([tile | PASS_2 for tile in used.second])
+            if k + 1 >= BEHIND:  # whose buffers come next
+                self._await([tile | PASS_2 for tile in self.groups[k + 1 - BEHIND].second])
             self._push(ahead)
             self._await(group.first)
             self._orthogonalize(k)

@@ -218,6 +218,22 @@ def test_closure_frozen_and_late_parameters():
         assert torch.equal(params[0], before)
 
 
+def test_late_parameters_that_share_a_tile_over_many_groups():
+    """Those of the first and of the last group, whose X are in memory together with all between them."""
+
+    def states_with(tile_size):
+        params = model(shapes=[(30, 30), *[(128, 80)] * 9, (30, 30)])
+        with CSDMuon(params, lr=0.02, tile_size=tile_size) as opt:
+            for k in range(3):
+                set_grads(params, k)
+                if k == 0:
+                    params[0].grad = params[-1].grad = None
+                opt.step()
+            return image(opt)
+
+    assert_equal(states_with(TILE), states_with(1 << 17))
+
+
 @pytest.mark.parametrize("what", ["momentum_buffer", "parameter"])
 def test_what_the_program_writes_counts(what):
     """As if it had been so from the beginning."""

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from csd_optim.muon.schedule import Matrix, groups_of
+from csd_optim.muon.schedule import BEHIND, Matrix, groups_of
 
 
 def matrices(rng, tile_elems):
@@ -37,6 +37,30 @@ def test_each_tile_takes_each_pass_once_and_in_order(seed):
             assert done.issuperset(matrix.tiles)  # X is whole when the group is orthogonalized
         for tile in group.second:  # and all X of the tile are
             assert max(j for j, other in enumerate(groups) if any(tile in m.tiles for m in other.matrices)) == k
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_no_buffer_is_used_again_before_the_passes_that_need_it_are_over(seed):
+    """In any order of the matrices, so that groups far apart share tiles, and with small groups, so that many do."""
+    rng = random.Random(seed)
+    made = matrices(rng, tile_elems=rng.choice([16, 256, 1024]))
+    rng.shuffle(made)
+    groups = groups_of(made, least=rng.choice([1, 500]))
+    first = {tile: k for k, group in enumerate(groups) for tile in group.first}
+    second = {tile: k for k, group in enumerate(groups) for tile in group.second}
+    used = []  # by group: with which groups come the first and the last pass that need its X
+    for group in groups:
+        tiles = [tile for matrix in group.matrices for tile in matrix.tiles]
+        used.append((min(map(first.get, tiles)), max(map(second.get, tiles))))
+    for j, (begin, end) in enumerate(used):
+        for k in range(j):
+            if groups[j].buffer == groups[k].buffer:
+                assert end + BEHIND <= used[k][0] or used[k][1] + BEHIND <= begin
+
+
+def test_few_buffers_are_enough_where_neighbours_share_tiles():
+    made = [Matrix(k, (10, 100), tuple(range(k * 10, k * 10 + 11))) for k in range(20)]
+    assert max(group.buffer for group in groups_of(made, least=1000)) + 1 == 5
 
 
 @pytest.mark.parametrize("least", [1, 100, 1000])
