@@ -28,6 +28,7 @@ from csd_optim.cli.output import console, describe_rates, facts, number, short
 from csd_optim.devices.units import parse_rate
 from csd_optim.engine.engine_rate import engine_rate
 from csd_optim.errors import CSDValueError
+from csd_optim.optim.rules import NAMED
 from csd_optim.planning import advice, model
 
 
@@ -47,6 +48,8 @@ def planned(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the plan for these arguments. Raises CSDValueError or typer's BadParameter."""
     states = arguments.state_dtype
     optimizer, sections, hyper = described(arguments.optimizer, states)
+    if NAMED[optimizer.rule].orthogonal:
+        raise CSDValueError(f"Invalid optimizer: {arguments.optimizer!r}; optimizer ranks take no steps of two passes")
     smartssd = model.smartssd(states, len(sections))
     rate = parse_rate(arguments.cpu, "") if arguments.cpu else math.inf
     r = advice.Request(

@@ -527,6 +527,22 @@ def plan(
             show_default=False,
         ),
     ] = None,
+    width: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Width of the model, for the shapes of Muon's matrices.",
+            show_default="of --config, or usual for --params",
+        ),
+    ] = None,
+    orthogonalize: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE",
+            help="Floating-point operations per second of the accelerator that orthogonalizes them: 200T/s.",
+            show_default="measured on this CPU",
+        ),
+    ] = None,
     state_dtype: Annotated[str, typer.Option(help="How CSDAdam's states are kept: fp32 or 8bit.")] = "fp32",
     topk: Annotated[
         float | None, typer.Option(help="Share of the gradients that Top-K sends, such as 0.01.", show_default="all")
@@ -575,14 +591,16 @@ def plan(
         from ..planning import advice, model
         from . import benchmark
         from .facts import measured_request, planned_placement
-        from .optimizers import described, with_groups
+        from .optimizers import described, orthogonalization, with_groups
         from .output import show_placement, show_plan
 
         planned, sections, hyper = described(optimizer, state_dtype)
         planned, parts = with_groups(planned, (1.0, sections, hyper), group or (), state_dtype)
         smartssd = model.smartssd(state_dtype, planned.sections)
+        counted = params or advice.count_params(config or Path())
+        width = width or (advice.width_of(config) if config else model.usual_width(counted))
         request = advice.Request(
-            params=params or advice.count_params(config or Path()),
+            params=counted,
             devices=n_devices or 1,
             on="csd" if csd else "drive",
             drive=advice.parse_rates(drive, model.DRIVES, model.DRIVES["gen4"]),
@@ -597,6 +615,7 @@ def plan(
             state_dtype=state_dtype,
             topk=topk,
             error_feedback=error_feedback,
+            orthogonalization=orthogonalization(planned, width, orthogonalize),
             forward=forward,
             backward=backward,
             accumulate=accumulate,

@@ -9,10 +9,13 @@ from typing import Any
 
 import torch
 
+from ..devices.units import parse_rate
 from ..errors import CSDValueError
+from ..muon import newton_schulz
 from ..optim.adagrad import CSDAdagrad
 from ..optim.adamw import CSDAdam
 from ..optim.lion import CSDLion
+from ..optim.muon import CSDMuon
 from ..optim.optimizer import CSDOptimizer
 from ..optim.rmsprop import CSDRMSprop
 from ..optim.rules import NAMED
@@ -20,9 +23,10 @@ from ..optim.sgd import CSDSGD
 from ..params.groups import check_state_dtype
 from ..params.update_rule import Group, UpdateRule
 from ..planning.advice import Optimizer
+from ..planning.model import NS_DTYPES, Orthogonalization
 from ..store.sections import FP32
 
-_CLASSES: tuple[type[CSDOptimizer], ...] = (CSDAdam, CSDSGD, CSDAdagrad, CSDRMSprop, CSDLion)
+_CLASSES: tuple[type[CSDOptimizer], ...] = (CSDAdam, CSDSGD, CSDAdagrad, CSDRMSprop, CSDLion, CSDMuon)
 OPTIMIZERS = {cls.__name__: cls for cls in _CLASSES}
 Hyper = tuple[int, tuple[float, ...]]  # the rule and constants of a first step, as csd_hyper has them
 Part = tuple[float, tuple[str, ...], Hyper]  # the share of some parameters, the names of their sections, their Hyper
@@ -41,7 +45,7 @@ def described(text: str, state_dtype: str) -> tuple[Optimizer, tuple[str, ...], 
     _check_options("optimizer", text, name, options, rule)
     check_state_dtype(state_dtype, rule=rule)
     asked: dict[str, Any] = dict.fromkeys(options, True)
-    with of([torch.nn.Parameter(torch.zeros(1))], devices="null:", **asked) as optimizer:
+    with of([torch.nn.Parameter(torch.zeros(1, 1))], devices="null:", **asked) as optimizer:
         group = optimizer.param_groups[0]
     sections, hyper = _first_step(rule, group)
     return Optimizer(name, tuple(n for n in rule.switches if n in options), rule.name, len(sections)), sections, hyper
@@ -81,6 +85,25 @@ def with_groups(
     return replace(optimizer, sections=sections if groups else optimizer.sections, groups=tuple(groups)), parts
 
 
+def orthogonalization(optimizer: Optimizer, width: int, rate: str | None) -> Orthogonalization | None:
+    """Return what is orthogonalized in a step of this optimizer, if anything is.
+
+    `width`: of the model. `rate`: floating-point operations per second, as `200T/s`; None: measured on
+    this machine's CPU. Raises CSDValueError.
+    """
+    left = 1 - math.fsum(share for _, share in optimizer.groups)
+    shares = zip(optimizer.rules, (left, *(share for _, share in optimizer.groups)), strict=True)
+    share = math.fsum(share for rule, share in shares if NAMED[rule].orthogonal)
+    if not share:
+        return None
+    if rate is not None:
+        return Orthogonalization(share, width, parse_rate(rate, ""))
+    cpu = torch.device("cpu")
+    dtype = newton_schulz.fast_dtype(cpu)
+    name = next(name for name, of in NS_DTYPES.items() if of is dtype)
+    return Orthogonalization(share, width, newton_schulz.rate(dtype, cpu), name, measured=True)
+
+
 def _check_options(what: str, text: str, name: str, options: Sequence[str], rule: UpdateRule) -> None:
     for option in options:
         if option not in rule.switches:
@@ -90,4 +113,6 @@ def _check_options(what: str, text: str, name: str, options: Sequence[str], rule
 
 def _first_step(rule: UpdateRule, group: Group) -> tuple[tuple[str, ...], Hyper]:
     sections = rule.sections_for(group)
+    if rule.orthogonal:  # its two passes are planned as the one pass of SGD with momentum, which has the same states
+        rule, group = NAMED["sgd"], {**NAMED["sgd"].defaults, "momentum": 0.95}
     return sections, rule.constants(group, sections, 1, 1.0)

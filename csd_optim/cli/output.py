@@ -385,9 +385,12 @@ def show_plan(found: dict[str, Any]) -> None:
         ("each", describe_rates(d)),
         ("updated by", "the CPU" if d["on_host"] else f"each CSD itself, {d['update'] / 1e6:.0f} Mparam/s"),
         ("CPU", cpu),
+        *([("matrices", describe_orthogonalization(ns))] if (ns := r.get("orthogonalization")) else []),
         ("space", f"{short(capacity)} on each{room}"),
         ("memory", f"{', '.join(described)} where the model lives; buffers {short(memory['buffers'])}"),
     ]
+    if ns:
+        rows.append(("", f"to orthogonalize, at most {short(memory['orthogonalization'])} beside the parameters"))
     for name, what in (("flash", "to and from flash"), ("link", "host to devices"), ("gpu", "GPU to host")):
         moved, rate = found["bytes"][name], r["host"].get({"link": "link", "gpu": "gpu_link"}.get(name))
         at = (
@@ -461,6 +464,12 @@ def short(n: float) -> str:
 
 def describe_rates(d: dict[str, Any]) -> str:
     return ", ".join(f"{what} {d[what] / 1e9:.1f}" for what in ("read", "write", "mixed")) + " GB/s"
+
+
+def describe_orthogonalization(ns: dict[str, Any]) -> str:
+    whence = "measured on this CPU" if ns["measured"] else "as given"
+    rate = f"{ns['rate'] / 1e12:.3g} TFLOP/s in {ns['dtype']}, {whence}"
+    return f"{ns['share']:.0%} of the parameters, in blocks of width {ns['width']}, orthogonalized at {rate}"
 
 
 def predictions_table(predictions: list[dict[str, Any]], name: str) -> Table:

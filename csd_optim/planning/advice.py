@@ -27,6 +27,7 @@ from .model import (
     VARIANTS,
     ZERO_UPDATE,
     Host,
+    Orthogonalization,
     Prediction,
     predict,
     published_update,
@@ -76,6 +77,7 @@ class Request:
     state_dtype: str = FP32  # or "8bit": how CSDAdam's states are kept
     topk: float | None = None
     error_feedback: bool = True
+    orthogonalization: Orthogonalization | None = None  # of the groups whose rule is muon
     forward: float = 0.0  # seconds of the GPU for one batch
     backward: float = 0.0
     accumulate: int = 1  # batches per step
@@ -89,10 +91,12 @@ class Request:
         return "csdadam_topk" if self.topk else "csdadam"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values. `optimizer` is left out if it is plain CSDAdam, as in output of older versions."""
+        """Return plain values, without a plain CSDAdam as `optimizer`, and no `orthogonalization`, as before."""
         found = {k: v for k, v in asdict(self).items() if k != "optimizer" or self.optimizer != Optimizer()}
         if not self.optimizer.groups:
             found.get("optimizer", {}).pop("groups", None)
+        if not self.orthogonalization:
+            del found["orthogonalization"]
         return found | {"drive": rates_of(self.drive), "csd": rates_of(self.csd)}
 
 
@@ -106,7 +110,9 @@ def plan(request: Request, sweep: Sequence[int] = ()) -> dict[str, Any]:
     rows = _rows(r, r.devices)
     own = next(row for row in rows if row["chosen"])
     states: dict[str, Any] = {"state_dtype": r.state_dtype, "sections": r.optimizer.sections}
-    moved = traffic(r.variant, r.params, item_bytes=item, topk=r.topk, on_host=r.on == "drive", **states)
+    ns = r.orthogonalization
+    there: dict[str, Any] = {"on_host": r.on == "drive", "orthogonal": ns.share if ns else 0.0}
+    moved = traffic(r.variant, r.params, item_bytes=item, topk=r.topk, **there, **states)
     written, slot = moved["flash"][0] / r.devices, slot_bytes(item_bytes=item, **states)
     tile = math.ceil(r.params / r.devices / tiles_per_device(r.params, r.devices, **states))
     owed = r.error_feedback and r.topk is not None and r.topk < DENSE_FROM
@@ -119,6 +125,7 @@ def plan(request: Request, sweep: Sequence[int] = ()) -> dict[str, Any]:
             "gradients": item * r.params,
             "residuals": 2 * r.params if owed else 0,  # bfloat16
             "buffers": DEFAULT_BUFFERS * slot * tile * r.devices,
+            **({"orthogonalization": ns.memory_bytes(r.params, tile)} if ns else {}),
         },
         "predictions": rows,
         "overlap": overlapped(r, own["step"], own["seconds"]),
@@ -149,11 +156,16 @@ def check(r: Request) -> None:
         raise CSDValueError(f"Invalid state_dtype: {r.state_dtype!r}; there are {', '.join(STATE_DTYPES)}")
     if r.topk is not None and not 0 < r.topk <= 1:
         raise CSDValueError(f"Invalid topk: {r.topk!r}; it is the share of gradients to send, such as 0.01")
+    if r.topk is not None and r.orthogonalization:
+        raise CSDValueError(f"Invalid topk: {r.topk!r}; muon needs whole gradients")
+    if r.orthogonalization and r.orthogonalization.width < 1:
+        raise CSDValueError(f"Invalid width: {r.orthogonalization.width!r}; it is 1 or more")
     for name, least in (("params", 1), ("devices", 1), ("accumulate", 1), ("forward", 0), ("backward", 0)):
         value = getattr(r, name)
         if not (math.isfinite(value) and value >= least):
             raise CSDValueError(f"Invalid {name}: {value!r}; it is {least} or more")
-    for name, rate in asdict(r.host).items():
+    rates = asdict(r.host) | ({"orthogonalize": r.orthogonalization.rate} if r.orthogonalization else {})
+    for name, rate in rates.items():
         if not rate > 0:
             raise CSDValueError(f"Invalid rate: {name} {rate!r}; it is more than 0")
 
@@ -177,6 +189,7 @@ def _predict(r: Request, variant: str, on: str, devices: int) -> Prediction:
         topk=r.topk,
         state_dtype=r.state_dtype,
         sections=r.optimizer.sections,
+        orthogonalization=r.orthogonalization,
         **gpu,
     )
 
@@ -203,8 +216,9 @@ def overlapped(r: Request, step: float, seconds: float) -> dict[str, float] | No
     """
     if not r.forward + r.backward:
         return None
-    # With Top-K, nothing happens before step(): backward hides nothing.
-    beside = {"forward": r.forward, "backward": r.forward + (0 if r.topk else r.backward)}
+    # With Top-K, or with Muon, nothing happens before step(): backward hides nothing.
+    in_step = r.topk or r.orthogonalization
+    beside = {"forward": r.forward, "backward": r.forward + (0 if in_step else r.backward)}
     return {how: seconds - min(step, hidden) for how, hidden in beside.items()}
 
 
@@ -259,7 +273,11 @@ def _advice(r: Request, own: dict[str, Any]) -> list[str]:
         changed = replace(r, **changes)
         return _predict(changed, changed.variant, on, devices)
 
-    if bound in ("read", "write", "drive") or (bound == "update" and r.on == "csd"):
+    if ns := r.orthogonalization:
+        said += _of_orthogonalization(own, ns)
+    if bound == "orthogonalize":
+        said.append(f"the orthogonalization is the limit: more {many} change nothing")
+    elif bound in ("read", "write", "drive") or (bound == "update" and r.on == "csd"):
         said.append(f"with twice as many {many} a step takes {_seconds(other(2 * r.devices).step)}")
         if enough := next((n for n in _counts() if other(n).bound != bound), None):
             there = other(enough)
@@ -289,11 +307,25 @@ def _advice(r: Request, own: dict[str, Any]) -> list[str]:
     return said
 
 
+def _of_orthogonalization(own: dict[str, Any], ns: Orthogonalization) -> list[str]:
+    """Warn if the orthogonalization takes more than twice as long as the devices."""
+    devices, found = max(own["stages"][stage] for stage in ("read", "write", "drive")), own["stages"]["orthogonalize"]
+    if found <= 2 * devices:
+        return []
+    where = "on this CPU" if ns.measured else f"at {ns.rate / 1e12:.3g} TFLOP/s"
+    instead = "move the parameters to an accelerator" if ns.measured else "move the parameters to a faster one"
+    return [
+        f"orthogonalization takes {_seconds(found)} of a {_seconds(own['step'])} step {where}, {_seconds(devices)} of "
+        f"I/O; {instead}, or lower ns_steps"
+    ]
+
+
 BOUNDS = {
     "read": "reads from flash",
     "write": "writes to flash",
     "drive": "flash, read and written at once",
     "update": "the update",
+    "orthogonalize": "the orthogonalization",
     "link": "the link to the drives",
     "link down": "the link to the devices",
     "link up": "the link from the devices",
@@ -412,6 +444,12 @@ def count_params(config: Path) -> int:
     except (KeyError, TypeError, ValueError) as e:
         missing = f"no {e}" if isinstance(e, KeyError) else "nothing that could be read"
         raise CSDValueError(f"{config}: {missing}; a model's config.json is expected, or give --params") from None
+
+
+def width_of(config: Path) -> int:
+    """Return the width of the model in a Hugging Face config.json that count_params() takes."""
+    c = json.loads(config.read_text())
+    return int(c["n_embd"] if c["model_type"] == "gpt2" else c["hidden_size"])
 
 
 FAMILIES = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3")

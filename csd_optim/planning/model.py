@@ -2,6 +2,7 @@
 
     traffic()   the bytes that a step moves over every link
     predict()   the seconds that takes, phase by phase, and what bounds it
+    Orthogonalization   what Muon computes between the two passes of its step
 
 All sizes are in bytes, all times in seconds, all rates per second, prefixes are decimal. docs/plan.md explains the
 model and its error; the tests compare it with the times that Smart-Infinity's authors have published.
@@ -16,6 +17,8 @@ import torch
 
 from ..compression.policy import DENSE_FROM
 from ..errors import CSDValueError
+from ..muon.newton_schulz import flops, workspace_bytes
+from ..muon.schedule import LEAST_TILES, RING
 from ..rates import Rates
 from ..store.layout import MAX_MAPPINGS, TILE_ELEMS, TILES_PER_DEVICE
 from ..store.sections import EIGHT_BIT, FP32, SECTIONS, elem_bytes
@@ -52,6 +55,47 @@ class Host:
     update: float
     link: float = math.inf  # bytes per second, each way at once, of the uplink that all devices share
     gpu_link: float = math.inf  # bytes per second, each way at once, between GPU and host
+
+
+NS_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+NS_STEPS = 5  # iterations: the default of torch.optim.Muon
+
+
+@dataclass(frozen=True)
+class Orthogonalization:
+    """Newton-Schulz between the two passes of Muon's step: of which parameters, in which shapes, and how fast."""
+
+    share: float  # of the parameters: those that Muon updates
+    width: int  # of the model; see matrices()
+    rate: float  # floating-point operations per second
+    dtype: str = "bf16"  # of the iteration, or "fp32"
+    measured: bool = False  # whether `rate` was measured, on this machine's CPU; else it was given
+
+    def matrices(self) -> list[tuple[int, int]]:
+        """Return the shapes that are assumed: four of attention and two of an MLP, as in each block of a GPT."""
+        w = self.width
+        return [(w, w)] * 4 + [(w, 4 * w)] * 2
+
+    def seconds(self, params: float) -> float:
+        """Return how long the matrices of a model of so many parameters take."""
+        block = sum(flops(rows, columns, NS_STEPS) for rows, columns in self.matrices())
+        return self.share * params * block / sum(n * m for n, m in self.matrices()) / self.rate
+
+    def groups(self, params: float, tile: float) -> float:
+        """Return in how many groups these are orthogonalized. `tile`: elements of a tile."""
+        shapes = self.matrices()
+        return max(1.0, self.share * params / max(LEAST_TILES * tile, sum(n * m for n, m in shapes) / len(shapes)))
+
+    def memory_bytes(self, params: float, tile: float) -> float:
+        """Return the most memory that a step takes for this, where the parameters are: a ring of X, and a workspace."""
+        rows, columns = self.matrices()[-1]
+        x = min(self.share * params, RING * (LEAST_TILES * tile + rows * columns))
+        return 2 * x + workspace_bytes(rows, columns, NS_DTYPES[self.dtype]) + 4 * rows * columns
+
+
+def usual_width(params: float) -> int:
+    """Return the width of a usual transformer of so many parameters: 12 width² in each of width / 128 blocks."""
+    return max(64, 64 * round(math.pow(128 / 12 * params, 1 / 3) / 64))
 
 
 @dataclass(frozen=True)
@@ -125,6 +169,7 @@ def traffic(
     on_host: bool = False,
     state_dtype: str = FP32,
     sections: float = ADAMS,
+    orthogonal: float = 0.0,
 ) -> dict[str, tuple[float, float]]:
     """Return the bytes that a step moves over each link, all devices together, as (towards flash, back).
 
@@ -133,7 +178,9 @@ def traffic(
     `item_bytes`: bytes of a gradient and of a parameter; the published systems always send fp32 to their devices.
     `on_host`: CSDAdam on plain drives. `sections`: those of the rule, for every variant. `state_dtype`: how CSDAdam
     keeps its states. 8-bit states begin with the parameter, which plain drives need not read: a GPU sends it along with
-    the gradient. Raises CSDValueError for an unknown variant, or one with Top-K without a valid `topk`.
+    the gradient. `orthogonal`: the share of the parameters whose matrices the GPU orthogonalizes, in bf16: they travel
+    to it and back in CSDAdam's variants. Raises CSDValueError for an unknown variant, or one with Top-K without a valid
+    `topk`.
     """
     if variant not in VARIANTS:
         raise CSDValueError(f"Invalid variant: {variant!r}; there are {', '.join(VARIANTS)}")
@@ -145,10 +192,11 @@ def traffic(
             push = topk * (ENTRY if variant == "csdadam_topk" else PUBLISHED_ENTRY)
     per_param: dict[str, tuple[float, float]]
     if variant.startswith("csdadam"):
-        gpu, slot = (push, float(item_bytes)), slot_bytes(state_dtype, item_bytes, sections)
+        x = 2 * orthogonal
+        gpu, slot = (push + x, item_bytes + x), slot_bytes(state_dtype, item_bytes, sections)
         known = item_bytes if state_dtype != FP32 and on_host else 0
         flash = (slot, slot - known)
-        per_param = {"gpu": (push + known, gpu[1]), "link": flash if on_host else gpu, "flash": flash}
+        per_param = {"gpu": (gpu[0] + known, gpu[1]), "link": flash if on_host else gpu, "flash": flash}
     else:  # gradients go through flash
         flash = (4 * sections + push,) * 2
         link = flash if variant == "base" else (push, PUBLISHED_ITEM)
@@ -167,6 +215,7 @@ def predict(
     topk: float | None = None,
     state_dtype: str = FP32,
     sections: float = ADAMS,
+    orthogonalization: Orthogonalization | None = None,
     forward: float = 0.0,
     backward: float = 0.0,
 ) -> Prediction:
@@ -175,6 +224,9 @@ def predict(
     base         read, update and write in turn, or the link if it takes longer than that
     su_o[_c]     every phase in turn: that is how the published times add up, whatever was meant to overlap
     csdadam[..]  everything at once: the slowest stage, plus one tile's time in the others (pipeline fill and drain)
+
+    Matrices are orthogonalized group by group, while CSDAdam's devices take the next group: of the shorter of both, all
+    but one group's share is hidden. The published systems do it in turn.
 
     `device`: for "base" the plain drive, with a CPU that updates `host.update` parameters per second (ZERO_UPDATE was
     published). `state_dtype`, `sections`: see `traffic`; all update rates are those with such states. `forward`,
@@ -188,9 +240,10 @@ def predict(
         on_host=device.on_host,
         state_dtype=state_dtype,
         sections=sections,
+        orthogonal=orthogonalization.share if orthogonalization else 0.0,
     )
     (gpu_down, gpu_up), (down, up), (written, read) = moved["gpu"], moved["link"], moved["flash"]
-    gradients = 0.0
+    gradients, tiles = 0.0, tiles_per_device(params, devices, state_dtype, sections)
     if variant.startswith("csdadam"):
         both = min(read, written)  # moved at the mixed rate; the rest at the rate of one direction alone
         alone = (read - both) / device.read + (written - both) / device.write
@@ -206,7 +259,10 @@ def predict(
         }
         step = max(stages.values())
         way = [stages[s] for s in ("gpu link down", "link down", "read", "update", "write", "link up", "gpu link up")]
-        step += (sum(way) - max(way)) / tiles_per_device(params, devices, state_dtype, sections)
+        step += (sum(way) - max(way)) / tiles
+        if orthogonalization:
+            stages["orthogonalize"] = found = orthogonalization.seconds(params)
+            step = max(step, found) + min(step, found) / orthogonalization.groups(params, params / devices / tiles)
     else:
         link = LINK_SHARE * host.link
         states = 4 * sections * params
@@ -226,6 +282,9 @@ def predict(
         else:
             stages["link up"] = up / link
             step = in_turn + stages["link up"]
+        if orthogonalization:
+            stages["orthogonalize"] = orthogonalization.seconds(params)
+            step += stages["orthogonalize"]
     # max() returns the first of equal stages: "read" and "write" say more than "drive".
     bound = max(stages, key=lambda stage: stages[stage])
     return Prediction(variant, devices, forward, backward, gradients, step, stages, bound)

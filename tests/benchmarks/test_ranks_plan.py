@@ -227,6 +227,7 @@ def test_command_for_people(plan):
         ("--owners 9", "Invalid owners"),
         ("--devices 0", "Invalid devices"),
         ("--params many", "no number of parameters"),
+        ("--optimizer CSDMuon", "take no steps of two passes"),
     ],
 )
 def test_wrong_commands(plan, arguments, said):

@@ -13,6 +13,7 @@ from csd_optim import CSDAdam, CSDStoreError, CSDValueError
 from csd_optim.cli import benchmark, facts
 from csd_optim.cli.optimizers import OPTIMIZERS, described
 from csd_optim.engine import engine_rate
+from csd_optim.muon import newton_schulz
 from csd_optim.planning import advice as plan
 from csd_optim.planning import model
 from csd_optim.planning.advice import Request
@@ -324,6 +325,7 @@ SECTIONS = {
     "CSDRMSprop": 2,
     "CSDRMSprop, momentum, centered": 4,
     "CSDLion": 2,
+    "CSDMuon": 2,
 }
 
 
@@ -338,7 +340,8 @@ def test_bytes_are_those_that_the_optimizer_counts(text):
         opt.step()
         opt.step()
         stats = opt.stats()
-    moved = traffic("csdadam", p.numel(), sections=planned.sections)
+    share = float(planned.rule == "muon")
+    moved = traffic("csdadam", p.numel(), sections=planned.sections, orthogonal=share)
     assert moved["link"] == (stats["push_bytes"], stats["pull_bytes"])
     assert moved["flash"] == (stats["flash_write_bytes"], stats["flash_read_bytes"])
 
@@ -753,6 +756,82 @@ def test_command_for_a_rule_per_group(run, measured):
     assert found["bytes"]["flash"] == run_json(run, *two, "--state-dtype=8bit")["bytes"]["flash"]
 
 
+@pytest.fixture
+def cpu_of_a_server(monkeypatch):
+    """Replace the measurement of Newton-Schulz on this CPU, and list the dtypes that were asked for."""
+    asked = []
+    monkeypatch.setattr(newton_schulz, "fast_dtype", lambda device: torch.float32)
+    monkeypatch.setattr(newton_schulz, "rate", lambda *what: asked.append(what) or 1e12)
+    return asked
+
+
+TWO = ("--params=7B", "--devices=2", "--drive=read=6GB/s,write=3GB/s")
+
+
+def test_command_for_muon(run, measured, cpu_of_a_server):
+    """7 B parameters of width 4096: 25 * 4096 operations for each; 16 B at 4 GB/s each of two drives."""
+    found = run_json(run, *TWO, "--optimizer=CSDMuon", "--width=4096", "--forward=1", "--backward=2")
+    assert found["request"]["optimizer"] == {"name": "CSDMuon", "options": [], "rule": "muon", "sections": 2}
+    said = {"share": 1, "width": 4096, "rate": 1e12, "dtype": "fp32", "measured": True}
+    assert found["request"]["orthogonalization"] == said
+    assert cpu_of_a_server == [(torch.float32, torch.device("cpu"))]
+    assert measured == [(torch.bfloat16, "fp32", ("master", "momentum_buffer"))]
+    seconds, drives = 7e9 * 25 * 4096 / 1e12, 7e9 * 16 / (2 * 4e9)
+    assert own(found)["stages"]["orthogonalize"] == pytest.approx(seconds)
+    assert own(found)["bound"] == "orthogonalize"
+    assert seconds < own(found)["step"] < seconds + drives / 100
+    assert found["overlap"]["backward"] == found["overlap"]["forward"] == own(found)["seconds"] - 1
+    assert found["bytes"]["gpu"] == {"towards_flash": 28e9, "back": 28e9}
+    assert found["bytes"]["flash"] == {"towards_flash": 56e9, "back": 56e9}
+    matrix = 4096 * 16384
+    tile = found["memory_bytes"]["buffers"] / 2 / 8 / plan.DEFAULT_BUFFERS
+    ring, workspace = 2 * 5 * (8 * tile + matrix), 4 * (3 * matrix + 2 * 4096**2) + 4 * matrix
+    assert found["memory_bytes"]["orthogonalization"] == pytest.approx(ring + workspace, rel=1e-6)
+    zero = found["predictions"][0]
+    assert zero["step"] == pytest.approx(sum(zero["stages"].values()))  # the published systems do it in turn
+
+
+def test_command_for_muon_and_adamw_in_groups(run, measured, cpu_of_a_server):
+    groups = run_json(run, *TWO, "--optimizer=CSDMuon", "--group=adamw=20%", "--orthogonalize=200T/s")
+    same = run_json(run, *TWO, "--group=muon=80%", "--orthogonalize=200T/s")
+    for found in (groups, same):
+        ns = found["request"]["orthogonalization"]
+        assert ns == {"share": pytest.approx(0.8), "width": 4224, "rate": 200e12, "dtype": "bf16", "measured": False}
+        assert own(found)["bound"] == "drive"
+        assert own(found)["stages"]["orthogonalize"] == pytest.approx(0.8 * 7e9 * 25 * 4224 / 200e12)
+        assert own(found)["step"] == pytest.approx(7e9 * 4 * 2.2 * 2 / (2 * 4e9), rel=0.01)
+        assert found["bytes"]["gpu"]["back"] == pytest.approx(7e9 * (2 + 0.8 * 2))
+        assert not any("orthogonalization" in text for text in found["advice"])
+    assert cpu_of_a_server == []
+    assert "orthogonalization" not in run_json(run, *TWO)["request"]
+
+
+def test_command_warns_of_a_slow_orthogonalization(run, cpu_of_a_server):
+    code, out, _ = run("plan", *TWO, "--optimizer=CSDMuon", "--width=4096")
+    assert code == 0
+    said = " ".join(out.split())
+    assert "orthogonalization takes 716.8 s of a 716.9 s step on this CPU, 14.0 s of I/O; move the parameters" in said
+    assert "100% of the parameters, in blocks of width 4096, orthogonalized at 1 TFLOP/s in fp32, measured" in said
+    out = " ".join(run("plan", *TWO, "--optimizer=CSDMuon", "--width=4096", "--orthogonalize=10T/s")[1].split())
+    assert "orthogonalization takes 71.7 s of a 71.7 s step at 10 TFLOP/s, 14.0 s of I/O" in out
+    assert "a faster one, or lower ns_steps" in out
+
+
+def test_width_is_that_of_the_config(run, tmp_path, cpu_of_a_server):
+    for number, (config, params) in enumerate(CONFIGS):
+        file = tmp_path / f"{number}.json"
+        file.write_text(json.dumps(config))
+        found = run_json(run, "--config", file, "--optimizer=CSDMuon")["request"]
+        assert found["params"] == params
+        assert found["orthogonalization"]["width"] == config.get("hidden_size", config.get("n_embd"))
+
+
+@pytest.mark.parametrize(("params", "width"), [(124e6, 768), (1.3e9, 2048), (6.7e9, 4096), (70e9, 8192), (1, 64)])
+def test_usual_width(params, width):
+    """Within a half of the width of GPT-2 and GPT-3 and of Llama 2, which differ as much from each other."""
+    assert abs(model.usual_width(params) / width - 1) < 0.5
+
+
 def test_command_knows_all_optimizers():
     public = {name: getattr(csd_optim, name) for name in csd_optim.__all__}
     optimizers = {n for n, what in public.items() if isinstance(what, type) and issubclass(what, torch.optim.Optimizer)}
@@ -895,7 +974,11 @@ def test_wrong_commands(run, arguments):
         (["--optimizer", "SGD"], "there are CSDAdam, CSDSGD, CSDAdagrad"),
         (["--optimizer", "CSDSGD,nesterov"], "'nesterov' adds no state to CSDSGD, but momentum does"),
         (["--optimizer", "CSDLion", "--state-dtype", "8bit"], "the states of lion have no such bound"),
-        (["--group", "muon=0.1"], "write RULE=SHARE, the rules are adamw, adam, sgd, adagrad, rmsprop, lion"),
+        (["--group", "sophia=0.1"], "write RULE=SHARE, the rules are adamw, adam, sgd, adagrad, rmsprop, lion, muon"),
+        (["--group", "muon=0.1", "--topk=0.1"], "muon needs whole gradients"),
+        (["--group", "muon=0.1", "--state-dtype", "8bit"], "the states of muon have no such bound"),
+        (["--group", "muon=0.1", "--orthogonalize", "200TB/s"], "Invalid rate: '200TB/s'"),
+        (["--group", "muon=0.1", "--orthogonalize", "0T/s"], "orthogonalize 0.0"),
         (["--group", "lion"], "'lion'; its share of the parameters is a number such as 0.2 or 20%"),
         (["--group", "lion=100%"], "its share of the parameters is a number"),
         (["--group", "lion=0.6", "--group", "sgd=0.6"], "their shares are 1.2 of the parameters"),
