@@ -8,7 +8,7 @@ import pytest
 from support.cards import emulated_python, needs_xrt
 from support.forked import module, python, running
 
-from bench import paced_network
+from bench import muon, paced_network
 
 ROOT = Path(__file__).parents[2]
 
@@ -130,6 +130,34 @@ def test_zeros():
     assert all(len(row["ratio_to"]["its dense rate"]) == 5 for row in result["rows"])
     assert result["rows"][0]["subnormal"] == 0
     assert "largest relative difference" in done.stderr
+
+
+def test_muon(tmp_path):
+    """bench/muon.py, which compares with torch.optim.Muon before it reports anything."""
+    done = run("bench.muon", "--quick", "--runs=5", f"--directory={tmp_path}", "--json")
+    result = json.loads(done.stdout)
+    assert result["schema"] == "csd_optim.bench.muon/1"
+    assert result["verified"]["momentum"] <= 1e-6
+    assert 0 < result["verified"]["parameters"] <= 0.005
+    assert result["params"] == 2 * 12 * 128**2
+    rows = {row["what"]: row for row in result["rows"]}
+    assert [*rows] == [*muon.MEASURED]
+    assert all(len(row["seconds"]) == 5 for row in rows.values())
+    assert all(len(values) == 5 for values in result["ratios"].values())
+    for name, half in (("CSDMuon", 8), ("CSDMuon without iterations", 8), ("CSDAdam", 12)):
+        moved = rows[name]["bytes_per_param"]
+        assert moved["flash_read"] == moved["flash_write"] == half
+        assert moved["push"] == moved["pull"] == (2 if name == "CSDAdam" else 4)
+    assert rows["Newton-Schulz"]["dtype"] == "bf16"
+    assert len(rows["Newton-Schulz"]["flops_per_second"]) == 5
+    assert "verified against torch.optim.Muon" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_muon_reports_nothing_that_is_not_torchs(monkeypatch):
+    monkeypatch.setattr(muon, "MOMENTUM_OFF", 1e-9)
+    with pytest.raises(SystemExit, match="nothing is timed"):
+        muon.verify()
 
 
 def test_overlap(tmp_path):
