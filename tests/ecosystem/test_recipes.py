@@ -9,11 +9,12 @@ import os
 import signal
 
 import pytest
+import torch
 from support.comparing import assert_same
 from test_docs import ROOT, SCRIPTS, on_page
 from trainers import library, llama
 
-from csd_optim import CSDAdam
+from csd_optim import CSDAdam, CSDMuon
 
 ALPHABET = "adefhlmnortwy -;?#$"  # of the training text; the model has 20 tokens
 RECIPES = sorted(page.stem for page in ROOT.glob("docs/recipes/*.md"))
@@ -27,12 +28,13 @@ class Stopped(Exception):
 def recipe(tmp_path, monkeypatch):
     """Run a script in a directory and return its names.
 
-    `constants` replace the script's own values. `stop`: stop the run after so many steps of CSDAdam.
+    `text`: what it contains, if the page has several.
+    `constants` replace the script's own values. `stop`: stop the run after so many steps.
     """
     monkeypatch.chdir(tmp_path)
 
-    def run(name, where="first", stop=None, **constants):
-        snippet, directory, steps = on_page(f"docs/recipes/{name}.md"), tmp_path / where, []
+    def run(name, where="first", stop=None, text="", **constants):
+        snippet, directory, steps = on_page(f"docs/recipes/{name}.md", text), tmp_path / where, []
         for folder in ("data", "nvme0", "nvme1"):
             (directory / folder).mkdir(parents=True, exist_ok=True)
         (directory / "data/train.txt").write_text("what a model may learn; " * 200)
@@ -53,7 +55,8 @@ def recipe(tmp_path, monkeypatch):
 
         names = {"__name__": "__main__"}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(CSDAdam, "step", counted)
+            for of in (CSDAdam, CSDMuon):
+                patch.setattr(of, "step", counted)
             try:
                 type(snippet)(snippet.page, snippet.line, snippet.language, text).execute(names, directory)
             except Stopped:
@@ -127,6 +130,46 @@ def test_trl(recipe, hub, capsys):
 @pytest.mark.filterwarnings("ignore:there is no store")
 def test_several_optimizers(recipe):
     goes_on(recipe, "several-optimizers", STEPS=6)
+
+
+@pytest.mark.filterwarnings("ignore:there is no store")
+def test_muon(recipe):
+    goes_on(recipe, "muon", text="# train.py", STEPS=6)
+
+
+@pytest.mark.parametrize("whose", ["Keller Jordan's", "Moonlight's"])
+def test_momentum_of_another_muon(tmp_path, whose):
+    """The snippet loads states that those classes have after two steps, and then has torch's after the same steps."""
+    torch.manual_seed(0)
+    matrix, vector = (torch.nn.Parameter(torch.randn(shape)) for shape in ((6, 4), (5,)))
+    gradients = [(torch.randn(6, 4), torch.randn(5)) for _ in range(2)]
+    copies = [torch.nn.Parameter(p.detach().clone()) for p in (matrix, vector)]
+    references = torch.optim.Muon(copies[:1]), torch.optim.AdamW(copies[1:])
+    momentum = torch.zeros(6, 4)
+    for of_matrix, of_vector in gradients:
+        momentum = momentum.lerp(of_matrix, 0.05) if whose == "Keller Jordan's" else 0.95 * momentum + of_matrix
+        copies[0].grad, copies[1].grad = of_matrix.clone(), of_vector.clone()
+        for reference in references:
+            reference.step()
+    adams = references[1].state[copies[1]]
+    names, flags = ("exp_avg", "exp_avg_sq"), ({}, {})
+    if whose == "Moonlight's":
+        names, flags = ("moment1", "moment2"), ({"use_muon": True}, {"use_muon": False})
+    of_vector = {"step": 2, names[0]: adams["exp_avg"], names[1]: adams["exp_avg_sq"]}
+    entries = {0: {"momentum_buffer": momentum, **flags[0]}, 1: {**of_vector, **flags[1]}}
+    (tmp_path / "data").mkdir()
+    torch.save({"state": entries, "param_groups": [{"momentum": 0.95}]}, tmp_path / "data/muon.pt")
+    groups = [{"params": [matrix]}, {"params": [vector], "use_muon": False}]
+    with CSDMuon(groups, devices="ram:") as opt:
+        on_page("docs/recipes/muon.md", "# from_checkpoint.py").execute({"torch": torch, "optimizer": opt}, tmp_path)
+        wanted = references[0].state[copies[0]]["momentum_buffer"]
+        torch.testing.assert_close(opt.state[matrix]["momentum_buffer"], wanted, rtol=1e-6, atol=1e-7)
+        assert opt.state[vector]["step"] == 2
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(opt.state[vector][name], adams[name])
+        matrix.grad, vector.grad = torch.ones(6, 4), torch.ones(5)
+        opt.step()
+        assert opt.state[vector]["step"] == 3
 
 
 @pytest.mark.filterwarnings("ignore:there is no store")
