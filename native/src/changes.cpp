@@ -26,8 +26,8 @@ Place place_at(const csd_piece &piece, uint64_t in_piece) {
   place.first = piece.param_first + in_piece;
   if (!place.watch || !place.watch->checks) return place;
   const uint64_t element = piece.tile_first + in_piece;
-  place.group = place.watch->groups[current_tile->index - place.watch->first_tile] + element / kGroup -
-                piece.tile_first / kGroup;
+  place.group =
+      place.watch->groups[current_tile->index - place.watch->first_tile] + element / kGroup - piece.tile_first / kGroup;
   place.in_group = element % kGroup;
   return place;
 }
@@ -146,8 +146,7 @@ void Recorder::read(uint64_t at, void *to, uint64_t bytes) const {
 }
 
 // Applies a record to elements [first, first + elems) of its parameter.
-void Recorder::apply(const csd_change &record, uint64_t first, uint64_t elems, uint64_t *mask,
-                     uint16_t *values) const {
+void Recorder::apply(const csd_change &record, uint64_t first, uint64_t elems, uint64_t *mask, uint16_t *values) const {
   const bool whole = record.count == record.elems;
   const uint64_t words = (record.elems + 63) / 64;
   std::vector<uint64_t> content((whole ? 0 : words) + (record.count + 3) / 4);
@@ -207,7 +206,8 @@ uint64_t Recorder::encode(const csd_change *records, uint64_t n_records, csd_blo
     mask.assign((block.elems + 63) / 64, 0);
     values.resize(block.elems);
     const uint64_t end = b + 1 < n_blocks ? blocks[b + 1].record : n_records;
-    for (uint64_t r = block.record; r < end; r++) apply(records[r], block.first, block.elems, mask.data(), values.data());
+    for (uint64_t r = block.record; r < end; r++)
+      apply(records[r], block.first, block.elems, mask.data(), values.data());
     block.payload = at;
     at += encode_block(mask.data(), values.data(), block, payload + at);
     memset(payload + at, 0, -at % 8);
