@@ -588,6 +588,7 @@ def plan(
         )
     with reported():
         from ..engine.engine_rate import engine_rate
+        from ..errors import CSDValueError
         from ..planning import advice, model
         from . import benchmark
         from .facts import measured_request, planned_placement
@@ -623,6 +624,10 @@ def plan(
         )
         advice.check(request)
         if place:
+            if request.orthogonalization:
+                raise CSDValueError(
+                    "Invalid --place: a placement's times lack the orthogonalization of muon: leave it out"
+                )
             placed = planned_placement(names, request.params, benchmark.DTYPES[dtype], state_dtype, sections)
             if as_json:
                 print_json("placement", params=request.params, dtype=dtype, state_dtype=state_dtype, **placed)

@@ -975,6 +975,7 @@ def test_wrong_commands(run, arguments):
         (["--optimizer", "CSDSGD,nesterov"], "'nesterov' adds no state to CSDSGD, but momentum does"),
         (["--optimizer", "CSDLion", "--state-dtype", "8bit"], "the states of lion have no such bound"),
         (["--group", "sophia=0.1"], "write RULE=SHARE, the rules are adamw, adam, sgd, adagrad, rmsprop, lion, muon"),
+        (["--optimizer", "CSDMuon", "--place", "--orthogonalize=1T/s", "ram:"], "lack the orthogonalization of muon"),
         (["--group", "muon=0.1", "--topk=0.1"], "muon needs whole gradients"),
         (["--group", "muon=0.1", "--state-dtype", "8bit"], "the states of muon have no such bound"),
         (["--group", "muon=0.1", "--orthogonalize", "200TB/s"], "Invalid rate: '200TB/s'"),
