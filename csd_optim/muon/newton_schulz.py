@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,7 +13,7 @@ import torch
 Coefficients = tuple[float, float, float]
 
 JORDAN: Coefficients = (3.4445, -4.7750, 2.0315)  # torch's default
-SLOWER = 2.0  # bf16 is torch's arithmetic: fp32 replaces it only where bf16 takes this many times as long
+SLOWER = 4.0  # bf16 is torch's arithmetic: fp32 replaces it only where bf16 takes this many times as long
 
 
 class Orthogonal(NamedTuple):
@@ -89,10 +90,17 @@ def _seconds(n: int, dtype: torch.dtype, device: torch.device) -> float:
 def fast_dtype(device: torch.device) -> torch.dtype:
     """Return bf16, or fp32 where bf16 is slow: on CPUs without bf16 instructions it can take 100 times as long.
 
-    The first call for a device measures it, which takes milliseconds, or up to a second where bf16 is slow.
+    Where torch does not know these instructions, the first call measures it, which takes up to a second.
     """
+    if device.type == "cpu" and _has_bf16_instructions() and "ONEDNN_MAX_CPU_ISA" not in os.environ:
+        return torch.bfloat16
     fp32, bf16 = (_seconds(256, dtype, device) for dtype in (torch.float32, torch.bfloat16))
     return torch.float32 if bf16 > SLOWER * fp32 else torch.bfloat16
+
+
+def _has_bf16_instructions() -> bool:
+    """Return whether torch says so of this CPU. It asks for those of x86 only."""
+    return any(getattr(torch.cpu, f"_is_{name}_supported", bool)() for name in ("avx512_bf16", "amx_tile"))
 
 
 def rate(dtype: torch.dtype, device: torch.device) -> float:

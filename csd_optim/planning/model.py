@@ -18,7 +18,7 @@ import torch
 from ..compression.policy import DENSE_FROM
 from ..errors import CSDValueError
 from ..muon.newton_schulz import flops, workspace_bytes
-from ..muon.schedule import LEAST_TILES, RING
+from ..muon.schedule import IN_MEMORY, LEAST_TILES
 from ..rates import Rates
 from ..store.layout import MAX_MAPPINGS, TILE_ELEMS, TILES_PER_DEVICE
 from ..store.sections import EIGHT_BIT, FP32, SECTIONS, elem_bytes
@@ -89,7 +89,7 @@ class Orthogonalization:
     def memory_bytes(self, params: float, tile: float) -> float:
         """Return the most memory that a step takes for this, where the parameters are: a ring of X, and a workspace."""
         rows, columns = self.matrices()[-1]
-        x = min(self.share * params, RING * (LEAST_TILES * tile + rows * columns))
+        x = min(self.share * params, IN_MEMORY * (LEAST_TILES * tile + rows * columns))
         return 2 * x + workspace_bytes(rows, columns, NS_DTYPES[self.dtype]) + 4 * rows * columns
 
 
