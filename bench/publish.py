@@ -67,6 +67,32 @@ def main() -> None:
     if arguments.json:
         json.dump({"schema": "csd_optim.bench.publish/1", "machine": facts, "rows": rows}, sys.stdout, indent=1)
         print()
+    if arguments.plot:
+        plot(rows, arguments.plot)
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Draw the bytes of versions, by learning rate and steps of a version."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = [row for row in rows if row["what"] == "bytes"]
+    figure, axes = plt.subplots(figsize=(6.5, 3.2), layout="constrained")
+    for row in rows:
+        steps = [int(n) for n in row["steps"]]
+        values = [of["bytes_per_param"] for of in row["steps"].values()]
+        axes.plot(steps, values, marker="o", label=f"lr {row['lr']:g}")
+    axes.axhline(2, color="black", linewidth=0.8, linestyle="--", label="all weights")
+    axes.set(xscale="log", ylim=(0, None), xlabel="steps of a version", ylabel="bytes per parameter")
+    axes.set_xticks(STEPS, [str(n) for n in STEPS])
+    axes.minorticks_off()
+    axes.set_title(
+        f"GPT of {rows[0]['params'] / 1e6:.1f} M parameters, trained for {rows[0]['pretrained_steps']} steps"
+    )
+    axes.legend()
+    figure.savefig(path, dpi=110)
 
 
 # ---- what a step costs -------------------------------------------------------------------------
@@ -270,6 +296,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pretrain", type=int, default=250, help="steps before, at 1e-3")
     parser.add_argument("--steps", type=int, nargs="+", default=[32], help="steps of `bytes` at each learning rate")
     parser.add_argument("--directory", type=Path, default=Path("build/bench"), help="on the disk to be measured")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the bytes of versions")
     parser.add_argument("--quick", action="store_true", help="tiny")
     parser.add_argument("--json", action="store_true", help="print everything on stdout")
     arguments = parser.parse_args()

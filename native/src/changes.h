@@ -1,4 +1,4 @@
-// What updates change in parameters of 16 bits: recorded with the new values, for opt.publish(). See csd_watch in csd.h.
+// What updates change in parameters of 16 bits: recorded, with the new values, for opt.publish(). See csd_watch.
 #pragma once
 #include <mutex>
 #include <vector>
@@ -18,7 +18,7 @@ struct Changes {
   uint64_t *mask;    // one bit per element of the span
   uint16_t *values;  // of the changed elements
   uint64_t n_noted = 0, count = 0;
-  uint32_t sum = 0;  // by how much the parameter's checksum changes
+  uint32_t sum = 0;    // by how much the parameter's checksum changes
   bool whole = false;  // all elements count as changed, and as 0 before; `mask` is not used
 };
 

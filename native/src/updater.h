@@ -17,7 +17,7 @@ struct Span {  // n elements of one parameter
   float *state[4];  // one per section; null for sections that the rule does not update
   void *param;      // receives the rounded master, or what the rule emits; may be null
   uint32_t param_dtype;
-  bool unless_set;  // an element whose 16-bit `param` is not the rounded master takes `param` as its master
+  bool unless_set;             // an element whose 16-bit `param` is not the rounded master takes `param` as its master
   Changes *changes = nullptr;  // for 16-bit `param`: receives what changes in its rounded master
 };
 

@@ -10,7 +10,9 @@ ROOT = Path(__file__).parents[2]
 
 def test_quick(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    done = module("bench.publish", "--quick", f"--directory={tmp_path}", "--json", seconds=300)
+    done = module(
+        "bench.publish", "--quick", f"--directory={tmp_path}", f"--plot={tmp_path}/plot.png", "--json", seconds=300
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["schema"] == "csd_optim.bench.publish/1"
@@ -24,4 +26,4 @@ def test_quick(tmp_path, monkeypatch):
     for row in sizes:
         assert [*row["steps"]] == ["1", "8"]
         assert 0 < row["steps"]["1"]["bytes_per_param"] < row["steps"]["8"]["bytes_per_param"] <= 2
-    assert not [*tmp_path.iterdir()]
+    assert [path.name for path in tmp_path.iterdir()] == ["plot.png"]
