@@ -88,9 +88,8 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     axes.set(xscale="log", ylim=(0, None), xlabel="steps of a version", ylabel="bytes per parameter")
     axes.set_xticks(STEPS, [str(n) for n in STEPS])
     axes.minorticks_off()
-    axes.set_title(
-        f"GPT of {rows[0]['params'] / 1e6:.1f} M parameters, trained for {rows[0]['pretrained_steps']} steps"
-    )
+    size, before = rows[0]["params"], rows[0]["pretrained_steps"]
+    axes.set_title(f"GPT of {size / 1e6:.1f} M parameters, trained for {before} steps")
     axes.legend()
     figure.savefig(path, dpi=110)
 

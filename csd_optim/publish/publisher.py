@@ -81,18 +81,18 @@ class Publisher(Watcher):
         self._working: Future[None] | None = None  # what no_commit() has begun
         self._closed = False
         self._folder = Folder(path)
-        try:
-            self._recording = Recording(path)
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._folder.close)
+            try:
+                self._recording = Recording(path)
+                stack.callback(self._recording.close)
+                self._begin()
+            except OSError as e:
+                if isinstance(e, CSDError):
+                    raise
+                raise CSDOSError(e.errno, f"cannot publish in {path}: {e.strerror}") from e
             self._pool = running_pool(1, "csd_optim publish")
-            self._begin()
-        except OSError as e:
-            self._folder.close()
-            if isinstance(e, CSDError):
-                raise
-            raise CSDOSError(e.errno, f"cannot publish in {path}: {e.strerror}") from e
-        except BaseException:
-            self._folder.close()
-            raise
+            stack.pop_all()
 
     # ---- what users ask ------------------------------------------------------------
 

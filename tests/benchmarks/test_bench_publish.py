@@ -10,9 +10,8 @@ ROOT = Path(__file__).parents[2]
 
 def test_quick(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    done = module(
-        "bench.publish", "--quick", f"--directory={tmp_path}", f"--plot={tmp_path}/plot.png", "--json", seconds=300
-    )
+    places = f"--directory={tmp_path}", f"--plot={tmp_path}/plot.png"
+    done = module("bench.publish", "--quick", *places, "--json", seconds=300)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["schema"] == "csd_optim.bench.publish/1"
