@@ -74,12 +74,12 @@ class WholeMatrices:
         self, out: Sequence[Sequence[torch.Tensor]], sizes: Sequence[Sequence[int]], like: Sequence[torch.Tensor]
     ) -> list[list[torch.Tensor]]:
         """Send each rank its tensors of `out`, and return those that each has sent here, of these `sizes`."""
-        self._done += 1
         device = self._ranks.device
         own = torch.cat([_bytes(t) for of_rank in out for t in of_rank] or [torch.empty(0, dtype=torch.uint8)])
         own = own.to(device)
         there = torch.empty(2 * sum(map(sum, sizes)), dtype=torch.uint8, device=device)
         sent, received = [sum(t.nbytes for t in of_rank) for of_rank in out], [2 * sum(of_rank) for of_rank in sizes]
+        self._done += 1  # only now: what came before may fail, and then finish() makes this exchange
         self._ranks.wait([self._ranks.all_to_all(there, received, own, sent)])
         there = there.to(like[0].device).view(torch.bfloat16)
         by_rank = torch.split(there, [sum(of_rank) for of_rank in sizes])

@@ -43,11 +43,12 @@ def test_equals_one_process(tmp_path, division, size, devices):
 
 @contextlib.contextmanager
 def failing(rank, at, what):
-    """Fail in the orthogonalization, or in the wait for X, of this number on rank 1."""
+    """Fail in the orthogonalization, in the wait for X, or as X is got ready to be sent, of this number on rank 1."""
     owner, name = {
         "orthogonalization": (two_passes.Orthogonal, "of"),
         "first pass": (two_passes.TwoPasses, "_await"),
         "begin": (two_passes.TwoPasses, "tables"),
+        "sending": (whole_matrices, "_bytes"),
     }[what]
     real, calls = getattr(owner, name), 0
 
@@ -81,6 +82,7 @@ def fails(rank, size, division, at, what, images):
         ("ddp", 2, "orthogonalization", 2),
         ("ddp", 2, "first pass", 2),
         ("ddp", 2, "begin", 1),
+        ("ddp", 2, "sending", 3),
         ("fsdp2", 3, "orthogonalization", 1),
         ("fsdp2", 3, "first pass", 2),
         ("fsdp2", 3, "begin", 1),
