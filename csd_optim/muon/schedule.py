@@ -32,6 +32,7 @@ class Matrix:
     row: int  # in a step's table
     shape: tuple[int, ...]  # (..., rows, columns)
     tiles: tuple[int, ...]  # that have a part of it
+    is_divided: bool = False  # among ranks, which make it whole together
 
     @property
     def numel(self) -> int:
@@ -48,7 +49,7 @@ class Matrix:
 
 @dataclass
 class Group:
-    """Matrices that are orthogonalized together."""
+    """Matrices that are orthogonalized together. All are divided, or none is."""
 
     matrices: list[Matrix]
     first: list[int]  # tiles whose pass 1 is due with this group, in order
@@ -56,15 +57,19 @@ class Group:
     buffer: int = 0  # number of the one that has its X
 
     @property
+    def is_divided(self) -> bool:
+        return self.matrices[0].is_divided
+
+    @property
     def numel(self) -> int:
         return sum(matrix.numel for matrix in self.matrices)
 
 
 def groups_of(matrices: Sequence[Matrix], least: int) -> list[Group]:
-    """Return groups of consecutive matrices, each with at least `least` elements, unless it is the last."""
+    """Return groups of consecutive matrices, each with at least `least` elements, unless it is the last of its kind."""
     groups: list[Group] = []
     for matrix in matrices:
-        if not groups or groups[-1].numel >= least:
+        if not groups or groups[-1].numel >= least or groups[-1].is_divided is not matrix.is_divided:
             groups.append(Group([], [], []))
         groups[-1].matrices.append(matrix)
     first: dict[int, int] = {}  # by tile: number of the group with which its pass is due

@@ -68,23 +68,25 @@ class TwoPasses:
         """`tiles`: of the step, in flow order. Raises CSDMemoryError: there is no room to orthogonalize."""
         self._engine, self._n = engine, engine.tiles.n_params
         states = {state.index: state for state in spec.plan.param_states if state.index in spec.orthogonal}
-        self._divided = {row for row, state in states.items() if not state.part.is_whole}
+        any_divided = not all(state.part.is_whole for state in states.values())
         # Ranks may go through their tiles in different directions, and do not know these yet.
-        step = -1 if engine.descending and not self._divided else 1
+        step = -1 if engine.descending and not any_divided else 1
         pieces = Pieces(engine.tiles)
         matrices = [
-            Matrix(row, tuple(whole_shape(state)), tuple(pieces.of(row)["tile"][::step].tolist()))
-            for row, state in [*states.items()][::step]
+            Matrix(row, tuple(whole_shape(s)), tuple(pieces.of(row)["tile"][::step].tolist()), not s.part.is_whole)
+            for row, s in [*states.items()][::step]
         ]
-        tile_elems = TILE_ELEMS if self._divided else max(e.tile_elems for e in engine.tiles.extents)
-        size = ranks.size if ranks and self._divided else 1
+        # First what ranks divide, in the same groups on all of them: they need not have the same other matrices.
+        matrices.sort(key=lambda matrix: not matrix.is_divided)
+        tile_elems = TILE_ELEMS if any_divided else max(e.tile_elems for e in engine.tiles.extents)
+        size = ranks.size if ranks and any_divided else 1
         self.groups: list[Group] = groups_of(matrices, LEAST_TILES * tile_elems * size)
         self.exchange: WholeMatrices | None = None
-        if self._divided:
+        if any_divided:
             assert ranks
-            blocks = {row: states[row].part.blocks_by_rank(ranks) for row in self._divided}
+            divided = [group.matrices for group in self.groups if group.is_divided]
             self.exchange = WholeMatrices(
-                ranks, [(of := self._divided_of(group), [blocks[m.row] for m in of]) for group in self.groups]
+                ranks, [(of, [states[m.row].part.blocks_by_rank(ranks) for m in of]) for of in divided]
             )
         self._params = self._with_buffers(states, spec.orthogonal)
         self.tiles: np.ndarray[Any, Any] = pieces.tiles_of([*self._params])  # ascending
@@ -92,9 +94,6 @@ class TwoPasses:
         self.images: frozenset[int] = frozenset()
         self._sources: dict[int, GradSource] = {}
         self.sources: Mapping[int, GradSource] = self._sources  # by row of the table
-
-    def _divided_of(self, group: Group) -> list[Matrix]:
-        return [matrix for matrix in group.matrices if matrix.row in self._divided]
 
     # ---- memory ------------------------------------------------------------------------
 
@@ -111,7 +110,7 @@ class TwoPasses:
                 used[device] = places[matrix.row][2] + -(-states[matrix.row].numel // ALIGNED) * ALIGNED
                 rows, columns = matrix.shape[-2:]
                 needed = workspace_bytes(rows, columns, how[matrix.row].dtype) + 4 * matrix.numel
-                whole += 4 * matrix.numel if matrix.row in self._divided else 0
+                whole += 4 * matrix.numel if matrix.is_divided else 0
                 workspace[device] = max(workspace.get(device, 0), needed + whole)
             for device, n in used.items():
                 sizes[group.buffer, device] = max(sizes.get((group.buffer, device), 0), n)
@@ -209,20 +208,21 @@ class TwoPasses:
 
     def _orthogonalize(self, k: int) -> None:
         group = self.groups[k]
-        for matrix in group.matrices:
-            if matrix.row not in self._divided:
-                raise_deferred()  # it may take minutes on a CPU
-                self._params[matrix.row].orthogonalize()
-        if self.exchange:
-            divided = self._divided_of(group)
-            rows = [self._params[matrix.row].by_rows for matrix in divided]
-            here = [matrix for matrix, is_here in zip(divided, self.exchange.has_root_here(k), strict=True) if is_here]
+        if group.is_divided:
+            assert self.exchange
+            rows = [self._params[matrix.row].by_rows for matrix in group.matrices]
+            is_here = self.exchange.has_root_here(k)
+            here = [matrix for matrix, is_root in zip(group.matrices, is_here, strict=True) if is_root]
             wholes = []
             for matrix, x in zip(here, self.exchange.collect(k, rows), strict=True):
-                raise_deferred()
+                raise_deferred()  # it may take minutes on a CPU
                 wholes.append(self._params[matrix.row].how.of(x.view(matrix.shape)).view(-1))
-            for matrix, x in zip(divided, self.exchange.hand_out(k, wholes, rows), strict=True):
+            for matrix, x in zip(group.matrices, self.exchange.hand_out(k, wholes, rows), strict=True):
                 self._params[matrix.row].set_rows(x)
+        else:
+            for matrix in group.matrices:
+                raise_deferred()
+                self._params[matrix.row].orthogonalize()
         for matrix in group.matrices:
             self._sources.pop(matrix.row, None)  # frees the gradient
 

@@ -7,9 +7,11 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.comparing import assert_same
-from support.divided import DENSE, KINDS, DividedTraining, twin
+from support.divided import DENSE, KINDS, DividedTraining, noise, twin
 from support.ranks import KILLED, on_living_ranks, on_ranks
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from csd_optim import CSDError, CSDMuon, CSDRankError, CSDValueError
 from csd_optim.muon.schedule import LEAST_TILES
@@ -122,6 +124,35 @@ def unlike(rank, size):
 
 def test_gradients_of_different_matrices_are_refused(tmp_path):
     on_living_ranks(2, unlike, 2, directory=tmp_path)
+
+
+def steps_of(divide, has_gradients):
+    """Two steps of whole matrices, the first ones, and of others to which `divide` is applied. Returns all of them."""
+    whole = [torch.nn.Parameter(noise((40, 40), f"whole {k}")) for k in range(3)]
+    divided = [torch.nn.Parameter(divide(noise((40, 40), f"divided {k}"))) for k in range(3)]
+    with CSDMuon(whole + divided, lr=0.02, devices="file:", tile_size=1024, sharded=False) as opt:
+        for step in range(2):
+            for k, p in enumerate(whole):
+                p.grad = noise((40, 40), f"{k} {step}") if has_gradients(k) else None
+            for k, p in enumerate(divided):
+                p.grad = divide(noise((40, 40), f"divided {k} {step}"))
+            opt.step()
+    return [p.detach() for p in whole], [p.detach() for p in divided]
+
+
+def beside_whole_ones(rank, size):
+    with small_groups():
+        mesh = dist.device_mesh.init_device_mesh("cpu", (size,))
+        whole, divided = steps_of(lambda t: distribute_tensor(t, mesh, [Shard(0)]), lambda k: k < 2 or rank == 0)
+        return whole, [p.full_tensor() for p in divided]
+
+
+def test_whole_matrices_beside_divided_ones_may_differ(tmp_path):
+    """With sharded=False they are each rank's own, and not all ranks need gradients of them."""
+    for rank, found in enumerate(on_living_ranks(2, beside_whole_ones, 2, directory=tmp_path)):
+        expected = steps_of(lambda t: t, lambda k, rank=rank: k < 2 or rank == 0)
+        for mine, alone in zip(found, expected, strict=True):
+            assert all(map(torch.equal, mine, alone))
 
 
 def columns(rank, size):
