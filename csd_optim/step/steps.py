@@ -188,9 +188,12 @@ class Steps(Progress):
                 raise cause
             agreed = StepAgreement(skips, descending=False, scale=scale)
         else:
-            if not (cause or skips or joined):
+            divided: set[int] = set()
+            if not cause:
                 try:
-                    self._get_ready_early(mode, ready, scale)
+                    divided = self._divided_matrices()
+                    if not (skips or joined):
+                        self._get_ready_early(mode, ready, scale)
                 except BaseException as e:
                     cause = e
             agreed = agree_on_step(
@@ -210,7 +213,7 @@ class Steps(Progress):
                 note_confirmed=self.engine.committer.note_confirmed,
                 offer=ready.offer(),
                 reduced=self.reduced,
-                divided=self._divided_matrices(),
+                divided=divided,
             )
         if agreed.skips:
             mode.skip()

@@ -155,6 +155,23 @@ def test_whole_matrices_beside_divided_ones_may_differ(tmp_path):
             assert all(map(torch.equal, mine, alone))
 
 
+def names_no_rule(rank, size):
+    training = DividedTraining("matrices", "ddp", rank, size, "file:", "Muon").until(1)
+    with training.opt as opt:
+        kept = [group.get("rule") for group in opt.param_groups]
+        if rank == 1:
+            opt.param_groups[0]["rule"] = "moun"
+        with pytest.raises(CSDValueError if rank == 1 else CSDRankError, match="'moun'"):
+            training.until(2)
+        for group, rule in zip(opt.param_groups, kept, strict=True):
+            group.pop("rule", None) if rule is None else group.update(rule=rule)
+        training.until(2)
+
+
+def test_a_rule_that_is_none_on_one_rank_is_told_to_all(tmp_path):
+    on_living_ranks(2, names_no_rule, 2, directory=tmp_path, seconds=60)
+
+
 def columns(rank, size):
     with pytest.raises(CSDValueError, match="otherwise than by rows"):
         DividedTraining("odd", "columns", rank, size, "file:", "Muon")
