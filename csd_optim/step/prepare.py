@@ -222,7 +222,16 @@ def _orthogonal(rule_of: RuleOf, plan: StepPlan, groups: Groups, groups_of: list
     rules = {k: rule_of(groups[k]).orthogonal for k in {*groups_of}}
     found = {}
     for state, k in zip(plan.param_states, groups_of, strict=True) if any(rules.values()) else ():
-        if (of := rules[k]) and 0 not in (shape := whole_shape(state)):
+        if not (of := rules[k]):
+            continue
+        shape = whole_shape(state)
+        if len(shape) not in (2, 3) or state.param.is_complex():  # it was frozen or lazy when its group was checked
+            raise CSDValueError(
+                f"parameter {state.name} of shape {tuple(shape)} has a gradient now, and is no real matrix (2-D), and "
+                "no batch of these (3-D), as Muon's parameters are: make a new optimizer with it in a group with "
+                '"rule": "adamw"'
+            )
+        if 0 not in shape:
             found[state.index] = of(groups[k], shape, state.local.device)
     return found
 

@@ -401,6 +401,24 @@ def test_refuses(groups, options, said):
         CSDMuon(groups, **options)
 
 
+@pytest.mark.parametrize("shape", [(5,), (3, 4, 5, 6)], ids=str)
+def test_frozen_parameters_that_are_no_matrices_cannot_join_later(shape):
+    params = model(shapes=[(8, 8), shape])
+    params[1].requires_grad_(False)
+    with CSDMuon(params) as opt:
+        set_grads(params[:1], 0)
+        opt.step()
+        params[1].requires_grad_(True)
+        set_grads(params, 1)
+        before = image(opt)
+        with pytest.raises(CSDValueError, match="no real matrix"):
+            opt.step()
+        assert_equal(image(opt), before)
+        params[1].grad = None
+        opt.step()
+        assert opt.state[params[0]]["step"] == 2
+
+
 def test_coefficients_of_each_iteration():
     same = [(3.4445, -4.7750, 2.0315)] * 5
     assert_equal(after(2, ns_coefficients=same), after(2))
