@@ -77,7 +77,7 @@ def workspace_bytes(rows: int, columns: int, dtype: torch.dtype) -> int:
 
 def _seconds(n: int, dtype: torch.dtype, device: torch.device) -> float:
     """Return how long newton_schulz() takes for one matrix of n x n: the best of three, after one to warm up."""
-    x = torch.randn(n, n, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+    x = torch.randn(n, n, generator=torch.Generator().manual_seed(0), device="cpu").to(device, torch.bfloat16)
     best = float("inf")
     for _ in range(4):
         begin = time.perf_counter()

@@ -62,20 +62,22 @@ class WholeMatrices:
         me = self._ranks.rank
         while self._done < 2 * len(self._roots) and not self._ranks.lost:
             k = self._done // 2
-            rows = [torch.zeros(blocks[me][1], dtype=torch.bfloat16) for blocks in self._blocks[k]]
+            rows = [torch.zeros(blocks[me][1], dtype=torch.bfloat16, device="cpu") for blocks in self._blocks[k]]
             if self._done % 2 == 0:
                 self.collect(k, rows)
             else:
                 here = zip(self._blocks[k], self.has_root_here(k), strict=True)
                 sizes = [sum(n for _, n in blocks) for blocks, is_here in here if is_here]
-                self.hand_out(k, [torch.zeros(n, dtype=torch.bfloat16) for n in sizes], rows)
+                self.hand_out(k, [torch.zeros(n, dtype=torch.bfloat16, device="cpu") for n in sizes], rows)
 
     def _swap(
         self, out: Sequence[Sequence[torch.Tensor]], sizes: Sequence[Sequence[int]], like: Sequence[torch.Tensor]
     ) -> list[list[torch.Tensor]]:
         """Send each rank its tensors of `out`, and return those that each has sent here, of these `sizes`."""
         device = self._ranks.device
-        own = torch.cat([_bytes(t) for of_rank in out for t in of_rank] or [torch.empty(0, dtype=torch.uint8)])
+        own = torch.cat(
+            [_bytes(t) for of_rank in out for t in of_rank] or [torch.empty(0, dtype=torch.uint8, device="cpu")]
+        )
         own = own.to(device)
         there = torch.empty(2 * sum(map(sum, sizes)), dtype=torch.uint8, device=device)
         sent, received = [sum(t.nbytes for t in of_rank) for of_rank in out], [2 * sum(of_rank) for of_rank in sizes]

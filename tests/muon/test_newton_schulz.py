@@ -124,3 +124,10 @@ def test_workspace_is_enough(shape, dtype):
 def test_a_dtype_is_chosen_once():
     assert fast_dtype(torch.device("cpu")) in (torch.bfloat16, torch.float32)
     assert fast_dtype(torch.device("cpu")) is fast_dtype(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_torchs_default_device_does_not_matter(device):
+    fast_dtype.cache_clear()
+    with torch.device(device):
+        assert fast_dtype(torch.device("cpu")) in (torch.bfloat16, torch.float32)
