@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from .newton_schulz import flops
 
 BEHIND = 3  # pass 1 of a group waits for pass 2 of the group that is so many before it
-# Where only neighbours share tiles, so many groups have their X in memory: the one that is orthogonalized; the next one,
+# Where only neighbours share tiles, so many groups have their X in memory: the one that is orthogonalized; the next,
 # with a tile of the one after that; and two whose second passes are under way.
 IN_MEMORY = BEHIND + 2
 LEAST_TILES = 8  # of a group: fewer would not keep the devices busy while a group is orthogonalized
