@@ -4,6 +4,7 @@
     python -m bench.overlap --quick           half a minute, to see that it works
     python -m bench.overlap --accelerator     parameters and gradients on an accelerator
     python -m bench.overlap --emulated        the same on the tests' emulated accelerator
+    python -m bench.overlap --ranks 2         2 M parameters that FSDP2 divides among two ranks
 
 Without an accelerator, a model that takes as long as its step would leave the step no CPU. So the model pretends to run
 on one: each layer sleeps for its share of forward (f) and backward (b = 2 f), reads all bytes of its parameter in
@@ -21,6 +22,10 @@ every other one, so that a step that began in backward must start over; several 
 (hold). One row is a small GPT that really computes, on an unpaced disk: model and device share the cores there, so it
 only shows that the bits are the same. Nothing is reported unless all modes end with the same parameters. Each row also
 has the seconds for which step() blocked the program.
+
+With --ranks each rank has a paced file of its own, and free_gradients=True is a mode, too. An iteration takes as long
+as on the slowest rank; all are compared with max(f + b, s), and the time of each rank in step() includes its wait for
+the others. The parameters of all modes have to be the same.
 
 On an accelerator only the first rows are timed. The emulated one copies with the CPU: it shows what waits for what, but
 no rate of a link.
@@ -174,15 +179,24 @@ def main() -> None:
     facts = {**machine_facts(), "storage": machine.storage(arguments.directory)}
     if arguments.accelerator:
         facts["accelerator"] = "emulated" if arguments.emulated else accelerator_type()
+    if arguments.ranks:
+        facts["ranks"] = arguments.ranks
     say(f"{arguments.params / 1e6:.1f} M fp32 parameters, {arguments.rate} each way, {arguments.runs} runs")
     say("  ".join(f"{k}: {v}" for k, v in facts.items()))
+    if arguments.ranks:
+        of_ranks = importlib.import_module("bench.overlap_ranks").on_ranks(arguments)
+        report(arguments, {"machine": facts, "rows": of_ranks})
+        return
     step = bare(arguments)
     say(f"s, a step by itself: {span(step, 3)} s")
     s = statistics.median(step)
     rows = [row for case in cases(arguments) for row in by_turns(arguments, case, s)]
+    report(arguments, {"machine": facts, "step_seconds": step, "rows": rows})
+
+
+def report(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
     if arguments.json:
-        result = {"schema": "csd_optim.bench.overlap/1", "machine": facts, "step_seconds": step, "rows": rows}
-        json.dump(result, sys.stdout, indent=1)
+        json.dump({"schema": "csd_optim.bench.overlap/1", **result}, sys.stdout, indent=1)
         print()
 
 
@@ -280,8 +294,9 @@ def describe(row: Row) -> str:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--params", type=lambda text: int(float(text)), default=LAYERS << 19)
-    parser.add_argument("--rate", default="144MB/s", help="of the device, read and written")
+    parser.add_argument("--params", type=lambda text: int(float(text)), help="12.6 M, or 2.1 M with --ranks")
+    parser.add_argument("--rate", help="of a device, read and written: 144MB/s, or 12MB/s with --ranks")
+    parser.add_argument("--ranks", type=int, default=0, help="FSDP2 on so many ranks; --times has one value then")
     parser.add_argument("--times", type=float, nargs="+", default=TIMES, help="f + b, in units of s")
     parser.add_argument("--runs", type=int, default=5, help="turns, at least 5")
     parser.add_argument("--directory", type=Path, default=Path("build/bench"), help="where the states go")
@@ -292,11 +307,15 @@ def parse() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.runs < 5:
         parser.error("--runs: at least 5")
+    arguments.params = arguments.params or (1 << 21 if arguments.ranks else LAYERS << 19)
+    arguments.rate = arguments.rate or ("12MB/s" if arguments.ranks else "144MB/s")
+    if arguments.ranks:
+        arguments.times = arguments.times[:1] if arguments.times is not TIMES else [1.0]
     arguments.accelerator |= arguments.emulated
     if arguments.accelerator and not arguments.emulated and not accelerator_type():
         parser.error("--accelerator: torch has no accelerator here")
     if arguments.quick:
-        arguments.params, arguments.times = min(arguments.params, LAYERS << 15), [1.0]
+        arguments.params, arguments.times = min(arguments.params, (1 << 17) if arguments.ranks else LAYERS << 15), [1.0]
     return arguments
 
 

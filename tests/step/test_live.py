@@ -68,7 +68,9 @@ class Asked:
 def live_step(images):
     """Return a step whose tiles `images` travel through staging buffers, and its engine."""
     engine = Asked()
-    return LiveStep(None, engine, SimpleNamespace(images=images, tiles=np.arange(4, dtype=np.uint32)), None), engine
+    return LiveStep(
+        None, engine, SimpleNamespace(images=images, passes=None, tiles=np.arange(4, dtype=np.uint32)), None
+    ), engine
 
 
 def tiles(*numbers):
