@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -69,10 +70,11 @@ def flops(rows: int, columns: int, steps: int) -> int:
     return steps * (4 * n * n * m + 2 * n**3)
 
 
-def workspace_bytes(rows: int, columns: int, dtype: torch.dtype) -> int:
-    """Return the most memory that newton_schulz() uses for one matrix, besides its argument and result."""
-    n, m = sorted((rows, columns))
-    return dtype.itemsize * (3 * n * m + 2 * n * n)
+def workspace_bytes(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> int:
+    """Return the most memory that newton_schulz() uses for a matrix or batch, besides its argument and result."""
+    n, m = sorted(shape[-2:])
+    matrices = math.prod(shape[:-2])
+    return dtype.itemsize * (3 * n * m * matrices + 2 * n * n * (1 if device.type == "cpu" else matrices))
 
 
 def _seconds(n: int, dtype: torch.dtype, device: torch.device) -> float:

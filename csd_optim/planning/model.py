@@ -90,7 +90,8 @@ class Orthogonalization:
         """Return the most memory that a step takes for this, where the parameters are: a ring of X, and a workspace."""
         rows, columns = self.matrices()[-1]
         x = min(self.share * params, IN_MEMORY * (LEAST_TILES * tile + rows * columns))
-        return 2 * x + workspace_bytes(rows, columns, NS_DTYPES[self.dtype]) + 4 * rows * columns
+        workspace = workspace_bytes((rows, columns), NS_DTYPES[self.dtype], torch.device("cpu"))
+        return 2 * x + workspace + 4 * rows * columns
 
 
 def usual_width(params: float) -> int:

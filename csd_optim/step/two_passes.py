@@ -108,8 +108,7 @@ class TwoPasses:
                 device = states[matrix.row].local.device
                 places[matrix.row] = group.buffer, device, used.get(device, 0)
                 used[device] = places[matrix.row][2] + -(-states[matrix.row].numel // ALIGNED) * ALIGNED
-                rows, columns = matrix.shape[-2:]
-                needed = workspace_bytes(rows, columns, how[matrix.row].dtype) + 4 * matrix.numel
+                needed = workspace_bytes(matrix.shape, how[matrix.row].dtype, device) + 4 * matrix.numel
                 whole += 4 * matrix.numel if matrix.is_divided else 0
                 workspace[device] = max(workspace.get(device, 0), needed + whole)
             for device, n in used.items():
