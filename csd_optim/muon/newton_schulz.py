@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
@@ -46,10 +47,13 @@ def newton_schulz(
     """
     is_tall = x.size(-2) > x.size(-1)
     y = (x.mT if is_tall else x).unsqueeze(0).flatten(0, -3).to(dtype)
-    if y.device.type == "cpu":
-        y = torch.stack([_orthogonal(matrix, coefficients, eps) for matrix in y])
-    else:
-        y = _orthogonal(y, coefficients, eps)
+    kind = y.device.type
+    # A step within torch.autocast would compute in its dtype, and one that goes on behind the program would not.
+    with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext():
+        if kind == "cpu":
+            y = torch.stack([_orthogonal(matrix, coefficients, eps) for matrix in y])
+        else:
+            y = _orthogonal(y, coefficients, eps)
     y = y.view(*x.shape[:-2], *y.shape[-2:])
     return (y.mT if is_tall else y).to(torch.bfloat16).contiguous()
 

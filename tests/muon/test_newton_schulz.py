@@ -75,6 +75,15 @@ def test_powers_of_two_change_no_bit():
     assert torch.equal(newton_schulz(x * 1024, [JORDAN] * 5, EPS), newton_schulz(x, [JORDAN] * 5, EPS))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("to", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_changes_no_bit(dtype, to):
+    x = matrix(40, 64)
+    expected = newton_schulz(x, [JORDAN] * 3, EPS, dtype)
+    with torch.autocast("cpu", to):
+        assert torch.equal(newton_schulz(x, [JORDAN] * 3, EPS, dtype), expected)
+
+
 def test_zero_stays_zero():
     assert not newton_schulz(torch.zeros(8, 8).bfloat16(), [JORDAN] * 5, EPS).any()
 
