@@ -252,6 +252,7 @@ MUON = UpdateRule(
 
 NAMED: Mapping[str, UpdateRule] = {rule.name: rule for rule in (ADAMW, ADAM, SGD, ADAGRAD, RMSPROP, LION, MUON)}
 HYPERPARAMETERS = frozenset(name for rule in NAMED.values() for name in rule.hyperparameters)
+STATES = frozenset(name for rule in NAMED.values() for name in rule.sections)
 
 
 def rule_of(own: UpdateRule, group: Group) -> UpdateRule:

@@ -34,6 +34,7 @@ from ..signals import defer_signals
 from ..step.mode import InStep
 from ..step.steps import Steps
 from .kernels import check_kernels
+from .rules import STATES
 
 
 class StatesOnDevices(Optimizer):
@@ -193,6 +194,14 @@ class StatesOnDevices(Optimizer):
                 )
             if "rule" in own:
                 groups[k] = {**group, "rule": own["rule"]}
+            names_none = "rule" in own and "rule" not in group
+            others = STATES.difference(rule.sections) if names_none else frozenset[str]()
+            for n in group["params"] if others else ():
+                if foreign := sorted(others.intersection(state.get(n, {}))):
+                    raise CSDValueError(
+                        f"the state dict is of another optimizer: parameters of its group {k} have {foreign[0]}, which "
+                        f"the rule {rule.name} has not"
+                    )
             for n in () if rule.torch_counts else group["params"]:
                 if any(state.get(n, {}).get(name) is not None for name in rule.sections[1:]):
                     state[n] = {"step": 1.0, **state[n]}

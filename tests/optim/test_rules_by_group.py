@@ -245,6 +245,16 @@ def test_a_checkpoint_of_torchs_leaves_each_group_its_rule():
     assert all(torch.allclose(p, q) for p, q in zip(ours, theirs, strict=True))
 
 
+def test_states_of_another_rule_are_refused_where_the_checkpoint_names_none():
+    """Lion's hyperparameters are among AdamW's, so that groups alone do not tell."""
+    of_adamw = train(CSDAdam([{"params": [p]} for p in made()])).state_dict()
+    opt = train(CSDAdam([{"params": [p], **({"rule": "lion"} if k == 1 else {})} for k, p in enumerate(made())]))
+    before = copy.deepcopy(opt.state_dict())
+    with pytest.raises(CSDValueError, match="group 1 have exp_avg_sq, which the rule lion has not"):
+        opt.load_state_dict(of_adamw)
+    assert_same(opt.state_dict()["state"], before["state"])
+
+
 def test_a_checkpoint_of_other_rules_is_refused_before_anything_is_touched():
     opt = train(CSDAdam(lions(made(), state_dtype="fp32"), devices="ram:"))
     before = image(opt)
