@@ -22,7 +22,7 @@ from bench.overlap import IN_A_ROW, WARM_UP, Layer, Row
 from bench.step import say, span
 from csd_optim import CSDAdam
 
-processes = multiprocessing.get_context("spawn")
+processes = multiprocessing.get_context("fork")
 LAYERS = 8
 TILE = 1 << 15  # elements
 MODES: dict[str, Row | None] = {
@@ -76,7 +76,7 @@ class Training:
 
 def on_ranks(arguments: argparse.Namespace) -> list[Row]:
     """Time the modes by turns. Returns a row for each. Exits if parameters differ."""
-    with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
+    with tempfile.TemporaryDirectory(dir=arguments.directory.absolute()) as directory:
         pipes, ranks = [], []
         for rank in range(arguments.ranks):
             ours, theirs = processes.Pipe()

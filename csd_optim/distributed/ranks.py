@@ -122,8 +122,9 @@ class Ranks:
             return again
         with self._marking_lost():
             made = dist.new_group(self.members, CREATED_WITHIN, backend="gloo", use_local_synchronization=True)
-            timeout = self.group._get_backend(self.device).options._timeout
-            dist.distributed_c10d._set_pg_timeout(timeout, made)
+            # Back ends of other vendors need not have options; then gloo's own timeout holds.
+            options = getattr(self.group._get_backend(self.device), "options", None)
+            dist.distributed_c10d._set_pg_timeout(options._timeout if options else dist.default_pg_timeout, made)
         lent.append(Ranks(made))
         return lent[-1]
 

@@ -141,6 +141,8 @@ class Vote:
                 self._exchanged.set()
             complete = not (self.live and self.live.is_undone)
             round = self._engine.committer.await_round() if complete else None
+            if any(ranks.lost for ranks in self._groups):  # those could not exchange the old parameters, either
+                self._note_lost()
             votes = self._gather(complete, round is not None, round or 0)
             if votes and all(vote[0] for vote in votes):
                 verdict = Verdict.KEPT
@@ -150,13 +152,21 @@ class Vote:
             self.verdict = verdict
             self._over.set()
 
+    def _note_lost(self) -> None:
+        """Note that this rank has lost others. Nothing here waits for their votes, which may need its end first."""
+        self.loss = "this rank has lost the others while they exchanged parameters"
+        self.verdict = Verdict.MUST_MEET
+        _voting.discard(threading.current_thread())
+        self._over.set()
+
     def _gather(self, *vote: int) -> list[tuple[int, ...]]:
         """Return all votes; none if a rank is lost, or if the program has destroyed all groups."""
-        lost = any(ranks.lost for ranks in self._groups)  # the ranks could not exchange the old parameters, either
         try:
-            votes = self._control.gather(*vote, lost)  # even then, as the others would wait for it
+            votes = self._control.gather(*vote, bool(self.loss))  # even then, as the others would wait for it
         except Exception as e:
-            self.loss = str(e)
+            self.loss = self.loss or str(e)
+            return []
+        if self.loss:
             return []
         if losers := [rank for rank, (*_, lost) in enumerate(votes) if lost]:
             self.loss = f"ranks {losers} have lost others while they exchanged parameters"

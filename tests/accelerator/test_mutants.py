@@ -111,7 +111,7 @@ MUTANTS = {
     "packing on the current stream": in_sparse("on(streams.get(device))", "on(None)"),
     "entries outlive their step": in_sparse("self._selected.clear()", "pass", "fails"),
     "tile by tile": in_sparse("ROWS, BATCH_BYTES = 8,", "ROWS, BATCH_BYTES = 1,", "counters"),
-    "addresses of the device go to the engine": Mutant("step/steps.py", "s.is_far or", "False or", "match_adamw"),
+    "addresses of the device go to the engine": Mutant("step/images.py", "s.is_far or", "False or", "match_adamw"),
     "buffers are not pinned": Mutant(
         "step/steps.py", "pinned = any(is_on_accelerator", "pinned = 0 and any(is_on_accelerator", "counters"
     ),
@@ -201,7 +201,7 @@ MUTANTS = {
     "gpu: states are not put back": in_near("state.copy_(kept)", "pass", "near and fails"),
     "gpu: states of before are those of after": in_near("state.clone() for", "state for", "near and fails"),
     "gpu: what is left is not queued": in_steps(
-        "meanwhile=launching)\n            _exhaust(launching)", "meanwhile=launching)", "near and bits"
+        "meanwhile=launching)\n        _exhaust(launching)", "meanwhile=launching)", "near and bits"
     ),
     "gpu: shares leave before they are updated": in_steps("ring is None or gather:", "ring is None:", "shares"),
     "gpu: somebody waits": in_near("if timed:\n                wait_for(first)", "wait_for(first)", "near and nothing"),

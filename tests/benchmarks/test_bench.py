@@ -173,6 +173,16 @@ def test_overlap(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_overlap_on_ranks(tmp_path):
+    done = run("bench.overlap", "--ranks=2", "--quick", "--params=1e5", f"--directory={tmp_path}", "--json")
+    rows = json.loads(done.stdout)["rows"]
+    assert [row["mode"] for row in rows] == ["none", "forward", "backward", "free_gradients"]
+    for row in rows:
+        assert len(row["seconds"]) == len(row["step_seconds"]) == 5
+        assert row["reachable_seconds"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_placement(tmp_path):
     """bench/placement.py, whose ways must end with the same states, or nothing is reported."""
     done = run("bench.placement", "--quick", "--runs=5", f"--directory={tmp_path}", "--json")
