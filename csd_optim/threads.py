@@ -11,7 +11,7 @@ POLL_SECONDS = 0.1  # between two looks at a Flag whose lock an interrupt has le
 
 
 class Flag:
-    """Set once by one thread, and awaited by others.
+    """Set by one thread, and awaited by others.
 
     Ctrl-C may interrupt whoever waits, at any instruction. Waiting for a future, or an event, could then leave its lock
     locked, and nobody else would get on. Here the lock beside the flag only spares polling.
@@ -23,8 +23,9 @@ class Flag:
         self._lock.acquire()
 
     def set(self) -> None:
-        self.is_set = True
-        self._lock.release()
+        if not self.is_set:
+            self.is_set = True
+            self._lock.release()
 
     def wait(self) -> None:
         while not self.is_set:
