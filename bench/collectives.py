@@ -20,13 +20,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import multiprocessing
 import os
 import sys
 import tempfile
 import threading
 import time
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from bench.ranks import answers_of
 from bench.step import machine_facts, say, span
 from csd_optim import CSDAdam
 from csd_optim.distributed.ranks import Ranks
@@ -42,7 +41,6 @@ Row = dict[str, Any]
 SIZE = 2  # processes
 WAYS: dict[str, Row] = {"step()": {}, "max_grad_norm": {"max_grad_norm": 1e9}, "overlap()": {}}
 WARM_UP = 3  # steps: states are created, groups are made
-processes = multiprocessing.get_context("fork")
 
 
 def main() -> None:
@@ -61,24 +59,11 @@ def main() -> None:
 
 def measured(place: Path, arguments: argparse.Namespace) -> list[Row]:
     """Return a row for each way and number of ranks. Raises SystemExit if parameters differ."""
-    pipes, ranks = [], []
-    for rank in range(SIZE):
-        ours, theirs = processes.Pipe()
-        ranks.append(processes.Process(target=run, args=(rank, place / "meet", theirs, arguments), daemon=True))
-        pipes.append(ours)
-        ranks[-1].start()
-        theirs.close()
+    results = answers_of(SIZE, run, place / "meet", arguments)
     wanted = {way: Way(way, arguments.params) for way in WAYS}
     for way in wanted.values():
         way.train(WARM_UP)
-    try:
-        answers = [pipe.recv() for pipe in pipes]
-    except EOFError:
-        raise SystemExit("a rank has ended early") from None
-    finally:
-        for process in ranks:
-            process.join(10)
-            process.kill()
+    answers = results()
     for way in WAYS:
         if any(answer["early"][way] != wanted[way].image() for answer in answers):
             raise SystemExit(f"{way}: the parameters are not those of a process alone")
@@ -137,7 +122,7 @@ class Delay:
         Ranks.gather = delayed  # type: ignore[method-assign]
 
 
-def run(rank: int, meeting: Path, pipe: Connection, arguments: argparse.Namespace) -> None:
+def run(rank: int, meeting: Path, arguments: argparse.Namespace) -> Row:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=SIZE)
     delay = Delay()
@@ -161,10 +146,11 @@ def run(rank: int, meeting: Path, pipe: Connection, arguments: argparse.Namespac
         {"way": way, "ranks": n, "collectives": collectives[way], "params": arguments.params, "seconds": taken}
         for (way, n), taken in seconds.items()
     ]
-    pipe.send({"early": early, "late": {name: way.image() for name, way in ways.items()}, "rows": rows})
+    late = {name: way.image() for name, way in ways.items()}
     for each in ways.values():
         each.opt.close()
     dist.destroy_process_group()
+    return {"early": early, "late": late, "rows": rows}
 
 
 def parse() -> argparse.Namespace:

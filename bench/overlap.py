@@ -104,7 +104,28 @@ class Layer(nn.Module):
         return Sleeps.apply(x, self.weight, self.seconds)  # type: ignore[no-untyped-call]
 
 
-class Training:
+class Turns:
+    """A training that is timed by turns."""
+
+    opt: CSDAdam
+    held: float = 0.0  # seconds spent in step() since turn() began
+
+    def iteration(self) -> None:
+        """Take one iteration, and count the seconds in step()."""
+        raise NotImplementedError
+
+    def turn(self) -> tuple[float, float]:
+        """Return the mean seconds of an iteration, and of step() in it."""
+        self.iteration()
+        began, self.held = time.perf_counter(), 0.0
+        for _ in range(IN_A_ROW - 1):
+            self.iteration()
+        elapsed = time.perf_counter() - began
+        self.opt.synchronize()
+        return elapsed / (IN_A_ROW - 1), self.held / (IN_A_ROW - 1)
+
+
+class Training(Turns):
     """One model in one mode. `seconds`: those of forward and of backward."""
 
     def __init__(self, arguments: argparse.Namespace, mode: str, seconds: float, place: Path, case: Row) -> None:
@@ -128,7 +149,6 @@ class Training:
         if how is not None:
             self.opt.overlap(self.model, **(how | ({"hold": case["hold"]} if "hold" in case and how else {})))
         self.iterations = 0
-        self.held = 0.0  # seconds spent in step() since turn() began
 
     def loss(self) -> torch.Tensor:
         if not self.is_gpt:
@@ -157,16 +177,6 @@ class Training:
         elapsed = time.perf_counter() - began
         self.opt.zero_grad()
         return elapsed
-
-    def turn(self) -> tuple[float, float]:
-        """Return the mean seconds of an iteration, and of step() in it."""
-        self.iteration()
-        began, self.held = time.perf_counter(), 0.0
-        for _ in range(IN_A_ROW - 1):
-            self.iteration()
-        elapsed = time.perf_counter() - began
-        self.opt.synchronize()
-        return elapsed / (IN_A_ROW - 1), self.held / (IN_A_ROW - 1)
 
 
 def main() -> None:

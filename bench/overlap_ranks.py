@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
 import statistics
 import tempfile
 import time
-import traceback
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +14,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from bench.overlap import IN_A_ROW, WARM_UP, Layer, Row
+from bench.overlap import WARM_UP, Layer, Row, Turns
+from bench.ranks import answers_of
 from bench.step import say, span
 from csd_optim import CSDAdam
 
-processes = multiprocessing.get_context("fork")
 LAYERS = 8
 TILE = 1 << 15  # elements
 MODES: dict[str, Row | None] = {
@@ -33,7 +29,7 @@ MODES: dict[str, Row | None] = {
 }
 
 
-class Training:
+class Training(Turns):
     """A rank's model in one mode. `seconds`: those of forward and backward."""
 
     def __init__(self, arguments: argparse.Namespace, mode: str, seconds: float, place: Path) -> None:
@@ -47,7 +43,6 @@ class Training:
         self.opt = CSDAdam(self.model.parameters(), lr=1e-3, devices=device, tile_size=TILE, overwrite=True)
         if (how := MODES[mode]) is not None:
             self.opt.overlap(self.model, **how)
-        self.held = 0.0  # seconds in step() since turn() began
 
     def passes(self) -> None:
         self.model(torch.zeros(())).backward()
@@ -63,35 +58,11 @@ class Training:
         self.held += self.step()
         self.opt.zero_grad()
 
-    def turn(self) -> tuple[float, float]:
-        """Return the mean seconds of an iteration, and of step() in it."""
-        self.iteration()
-        began, self.held = time.perf_counter(), 0.0
-        for _ in range(IN_A_ROW - 1):
-            self.iteration()
-        elapsed = time.perf_counter() - began
-        self.opt.synchronize()
-        return elapsed / (IN_A_ROW - 1), self.held / (IN_A_ROW - 1)
-
 
 def on_ranks(arguments: argparse.Namespace) -> list[Row]:
     """Time the modes by turns. Returns a row for each. Exits if parameters differ."""
     with tempfile.TemporaryDirectory(dir=arguments.directory.absolute()) as directory:
-        pipes, ranks = [], []
-        for rank in range(arguments.ranks):
-            ours, theirs = processes.Pipe()
-            ranks.append(processes.Process(target=run, args=(rank, Path(directory), theirs, arguments), daemon=True))
-            pipes.append(ours)
-            ranks[-1].start()
-            theirs.close()
-        try:
-            answers: list[Row] = [pipe.recv() for pipe in pipes]
-        except EOFError:
-            raise SystemExit("a rank has ended early") from None
-        finally:
-            for process in ranks:
-                process.join(10)
-                process.kill()
+        answers: list[Row] = answers_of(arguments.ranks, measured, Path(directory), arguments)()
     if any(image != answer["images"]["none"] for answer in answers for image in answer["images"].values()):
         raise SystemExit("the parameters are not those of a run without overlap: nothing is reported")
     s, model = ([max(at) for at in zip(*(a[key] for a in answers), strict=True)] for key in ("steps", "passes"))
@@ -117,14 +88,6 @@ def on_ranks(arguments: argparse.Namespace) -> list[Row]:
             f"{span(row['ratio_to']['max(f + b, s)'], 2)} of max(f + b, s)"
         )
     return rows
-
-
-def run(rank: int, place: Path, pipe: Connection, arguments: argparse.Namespace) -> None:
-    try:
-        pipe.send(measured(rank, place, arguments))
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)  # the other ranks may wait for this one
 
 
 def measured(rank: int, place: Path, arguments: argparse.Namespace) -> Row:
