@@ -87,22 +87,6 @@ class DeltaWriter(FileWriter):
         self._rows.append(rows)
         self.write(payload)
 
-    def add_changes(self, slice: int, first: int, values: Array, changed: Array) -> None:
-        """Append a block: the values of all its elements (uint16), and which of them have changed (bool)."""
-        count, elems = int(changed.sum()), len(values)
-        if not count:
-            return
-        kind = form_of(count, elems)
-        if kind == SPARSE:
-            at = np.flatnonzero(changed)
-            payload = (at.astype(np.uint32) | values[at].astype(np.uint32) << np.uint32(16)).tobytes()
-        elif kind == BITMAP:
-            bits = np.packbits(changed, bitorder="little").tobytes()
-            payload = bits + bytes(-len(bits) % 8) + values[changed].tobytes()
-        else:
-            payload, count = values.tobytes(), elems
-        self.add(slice, first, elems, kind, count, payload)
-
     def add_whole(self, slice: int, first: int, values: Array) -> None:
         """Append elements from `first` on, a multiple of BLOCK, all of which count as changed."""
         for i in range(0, len(values), BLOCK):

@@ -4,9 +4,9 @@ import math
 
 import numpy as np
 
-from csd_optim.publish.encode import DeltaWriter, write_tensors
+from csd_optim.publish.encode import DeltaWriter, form_of, write_tensors
 from csd_optim.publish.folder import Folder, manifest_of
-from csd_optim.replica.blocks import BLOCK, checksum
+from csd_optim.replica.blocks import BITMAP, BLOCK, SPARSE, checksum
 from csd_optim.replica.versions import Tensor
 
 
@@ -57,7 +57,7 @@ class Writer:
         with DeltaWriter(pending / "delta-0.bin", number) as writer:
             for i, (name, values) in enumerate(self.values.items()):
                 for at in range(0, len(values), BLOCK):
-                    writer.add_changes(i, at, values[at : at + BLOCK], self.changed[name][at : at + BLOCK])
+                    add_changes(writer, i, at, values[at : at + BLOCK], self.changed[name][at : at + BLOCK])
             file = writer.finish([(i, 0, len(values)) for i, values in enumerate(self.values.values())])
         return self._name(pending, number, self.base, file)
 
@@ -67,3 +67,20 @@ class Writer:
         for changed in self.changed.values():
             changed[:] = False
         return self.base
+
+
+def add_changes(writer, slice, first, values, changed):
+    """Append a block: the values of all its elements (uint16), and which of them have changed (bool)."""
+    count, elems = int(changed.sum()), len(values)
+    if not count:
+        return
+    kind = form_of(count, elems)
+    if kind == SPARSE:
+        at = np.flatnonzero(changed)
+        payload = (at.astype(np.uint32) | values[at].astype(np.uint32) << np.uint32(16)).tobytes()
+    elif kind == BITMAP:
+        bits = np.packbits(changed, bitorder="little").tobytes()
+        payload = bits + bytes(-len(bits) % 8) + values[changed].tobytes()
+    else:
+        payload, count = values.tobytes(), elems
+    writer.add(slice, first, elems, kind, count, payload)
