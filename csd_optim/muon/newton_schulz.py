@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..errors import CSDValueError
+
 Coefficients = tuple[float, float, float]
 
 JORDAN: Coefficients = (3.4445, -4.7750, 2.0315)  # torch's default
@@ -30,6 +32,15 @@ class Orthogonal(NamedTuple):
     def of(self, x: torch.Tensor) -> torch.Tensor:
         """Return newton_schulz() of `x`."""
         return newton_schulz(x, self.coefficients, self.eps, self.dtype)
+
+
+def check_matrix(name: str, p: torch.Tensor, shape: Sequence[int]) -> None:
+    """Raise CSDValueError if a parameter, or what it is a part of (`shape`), is nothing that can be orthogonalized."""
+    if len(shape) not in (2, 3) or p.is_complex():
+        raise CSDValueError(
+            f"parameter {name} of shape {tuple(shape)} is no real matrix (2-D), and no batch of these (3-D), as Muon's "
+            'parameters are: put it in a group with "rule": "adamw"'
+        )
 
 
 def newton_schulz(

@@ -13,6 +13,7 @@ ones that got gradients late. So a group's X has its buffer from the first pass 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,15 +37,13 @@ class Matrix:
 
     @property
     def numel(self) -> int:
-        n = 1
-        for size in self.shape:
-            n *= size
-        return n
+        return math.prod(self.shape)
 
-    def flops(self, steps: int) -> int:
-        """Return the floating-point operations that orthogonalize it in so many iterations."""
+    @property
+    def cost(self) -> int:
+        """The floating-point operations of one iteration."""
         rows, columns = self.shape[-2:]
-        return self.numel // (rows * columns) * flops(rows, columns, steps)
+        return math.prod(self.shape[:-2]) * flops(rows, columns, 1)
 
 
 @dataclass

@@ -11,11 +11,10 @@ from ..devices.spec import DeviceSpec
 from ..distributed.ranks import Ranks
 from ..distributed.sharding import Partition
 from ..errors import CSDValueError
+from ..muon.newton_schulz import check_matrix
 from ..params.groups import Groups, name_of
 from ..params.state_map import StateMap
 from ..params.update_rule import UpdateRule
-
-INSTEAD = 'put it in a group with "rule": "adamw"'
 
 
 def any_matrices(groups: Groups, state_map: StateMap) -> bool:
@@ -46,19 +45,13 @@ def check_matrices(
     for i, p in enumerate(group["params"]):
         if not p.requires_grad or is_lazy(p):
             continue
-        name, shape = name_of(groups, k, i), tuple(p.shape)
-        if p.is_complex():
-            raise CSDValueError(f"parameter {name} is complex, and Muon takes real matrices: {INSTEAD}")
-        if p.dim() not in (2, 3):
-            raise CSDValueError(
-                f"parameter {name} of shape {shape} is no matrix (2-D), and no batch of these (3-D), as Muon's "
-                f"parameters are: {INSTEAD}"
-            )
+        name = name_of(groups, k, i)
+        check_matrix(name, p, p.shape)
         part = part_of(p)
         if not (part.is_whole or (ranks and part.rows_by_rank(ranks))):
             raise CSDValueError(
                 f"parameter {name} is divided among ranks otherwise than by rows over all of them, as by tensor "
-                f"parallelism, which Muon cannot make whole: {INSTEAD}"
+                f'parallelism, which Muon cannot make whole: put it in a group with "rule": "adamw"'
             )
 
 

@@ -25,7 +25,7 @@ from ..compression.selection import inverse_of
 from ..distributed.grad_norm import Parts
 from ..engine.engine import Engine
 from ..errors import CSDRuntimeError, CSDValueError
-from ..muon.newton_schulz import Orthogonal
+from ..muon.newton_schulz import Orthogonal, check_matrix
 from ..params.grad_source import GradSource
 from ..params.groups import Groups, members
 from ..params.param_state import ParamState
@@ -225,12 +225,7 @@ def _orthogonal(rule_of: RuleOf, plan: StepPlan, groups: Groups, groups_of: list
         if not (of := rules[k]):
             continue
         shape = whole_shape(state)
-        if len(shape) not in (2, 3) or state.param.is_complex():  # it was frozen or lazy when its group was checked
-            raise CSDValueError(
-                f"parameter {state.name} of shape {tuple(shape)} has a gradient now, and is no real matrix (2-D), and "
-                "no batch of these (3-D), as Muon's parameters are: make a new optimizer with it in a group with "
-                '"rule": "adamw"'
-            )
+        check_matrix(state.name, state.param, shape)  # it may have been frozen or lazy when its group was checked
         if 0 not in shape:
             found[state.index] = of(groups[k], shape, state.local.device)
     return found

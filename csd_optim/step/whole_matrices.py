@@ -95,7 +95,7 @@ def _bytes(t: torch.Tensor) -> torch.Tensor:
 def _roots(matrices: Sequence[Matrix], size: int) -> list[int]:
     """Return the root of each matrix: the costliest first, each to the rank that has least to do."""
     load, roots = [0] * size, [0] * len(matrices)
-    costs = [matrix.flops(1) for matrix in matrices]
+    costs = [matrix.cost for matrix in matrices]
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
         roots[i] = load.index(min(load))
         load[roots[i]] += costs[i]

@@ -377,9 +377,9 @@ def matrix():
 @pytest.mark.parametrize(
     ("groups", "options", "said"),
     [
-        ([torch.nn.Parameter(torch.ones(4))], {}, "no matrix"),
-        ([torch.nn.Parameter(torch.ones(2, 2, 2, 2))], {}, "no matrix"),
-        ([torch.nn.Parameter(torch.ones(2, 2).to(torch.complex64))], {}, "complex"),
+        ([torch.nn.Parameter(torch.ones(4))], {}, "no real matrix"),
+        ([torch.nn.Parameter(torch.ones(2, 2, 2, 2))], {}, "no real matrix"),
+        ([torch.nn.Parameter(torch.ones(2, 2).to(torch.complex64))], {}, "no real matrix"),
         ([matrix()], {"topk": 0.1}, "topk"),
         ([{"params": [matrix()], "topk": 0.1}], {}, "topk"),
         ([matrix()], {"state_dtype": "8bit"}, "state_dtype"),
