@@ -94,7 +94,7 @@ DATA := $(addprefix tests/,store engine compression checkpoint params step optim
 
 # SOAK="--seed 7" repeats one run; a failure reports its seed.
 soak: $(VENV)/.installed
-	$(BIN)/python tests/crash --kills 250 --images 4000 $(SOAK)
+	$(BIN)/python tests/crash --kills 250 --images 4000 --rank-calls 400 $(SOAK)
 	$(BIN)/python tests/crash --accelerator --kills 50 --calls 0 --images 1000 $(SOAK)
 	$(BIN)/python -m pytest --tier soak -k "suite_on_cards or soak"
 	$(BIN)/python -m pytest --state-dtype 8bit -n 3 --dist loadfile -m "not serial" $(DATA)

@@ -3,6 +3,7 @@
 training.py   the training, and what its state must be after every event
 processes.py  forked children, and the two libraries that are preloaded into them
 kills.py      SIGKILL at random moments, and at every call that changes a file
+on_ranks.py   SIGKILL of one rank of several, at calls that change a file
 power.py      what may be on a disk when the power fails at any instant of a recorded run
 near.py       SIGKILL of runs with `gpu:` beside their directories
 

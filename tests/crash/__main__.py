@@ -1,6 +1,7 @@
 """Stops a training in every way there is, and checks that it resumes: see __init__.py."""
 
 import argparse
+import itertools
 import os
 import random
 import shutil
@@ -16,6 +17,7 @@ if __package__ in (None, ""):  # python tests/crash
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from crash.kills import KillsAtCalls, RandomKills
+from crash.on_ranks import CASES, KillsOfRanks
 from crash.power import PowerLosses, Recording
 from crash.processes import KILL_EFFECTS, in_child, preloaded
 from crash.training import Violation, use_accelerator
@@ -48,6 +50,7 @@ def parse():
     parser = argparse.ArgumentParser(prog="crash", description=__doc__)
     parser.add_argument("--kills", type=int, default=200, help="number of kills at random moments")
     parser.add_argument("--calls", type=int, default=-1, help="kills at calls that change a file; -1: all of them")
+    parser.add_argument("--rank-calls", type=int, default=0, help="kills of one rank of 2 or 3 at such calls; -1: all")
     parser.add_argument("--images", type=int, default=2000, help="number of images of disks after a power loss")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
     parser.add_argument("--accelerator", action="store_true", help="with `gpu:` beside the directories, emulated")
@@ -83,6 +86,18 @@ def run(arguments, directory):
                 struck += at_calls.at(call, effect)
                 tick(1)
         parts.append(f"{struck} kills at calls")
+    if arguments.rank_calls:
+        of_ranks = KillsOfRanks(choose.randrange(1 << 30), directory, keep)
+        every = itertools.product(CASES, KILL_EFFECTS)
+        kills = [(case, call, effect) for case, effect in every for call in range(of_ranks.calls(case))]
+        if 0 < arguments.rank_calls < len(kills):
+            kills = choose.sample(kills, arguments.rank_calls)
+        struck = 0
+        with Progress("kills of a rank", len(kills)) as tick:
+            for kill in kills:
+                struck += of_ranks.at(*kill)
+                tick(1)
+        parts.append(f"{struck} kills of a rank at calls")
     if arguments.images:
         # Images are kept in memory if possible: no real disk is tested here.
         images = "/dev/shm" if os.access("/dev/shm", os.W_OK) else directory

@@ -96,7 +96,7 @@ class Child:
             os.kill(self.pid, signal.SIGKILL)
             self.ended(0)
 
-    def wait(self, seconds=60):
+    def wait(self, seconds=300):
         """Wait for the child and return its exit code. Raises TimeoutError if it does not end."""
         end = time.monotonic() + seconds
         pause = 0.0002

@@ -69,7 +69,7 @@ CASES = [  # collectives within step(), and behind the program
 @pytest.mark.parametrize(("kind", "overlap", "options", "within", "behind"), CASES, ids=str)
 def test_collectives_of_a_step(kind, overlap, options, within, behind, tmp_path):
     size = 4 if kind == "HSDP" else 2
-    for counted in on_living_ranks(size, counts, kind, overlap, options, directory=tmp_path, seconds=60):
+    for counted in on_living_ranks(size, counts, kind, overlap, options, directory=tmp_path):
         assert counted == [(within, behind)] * len(counted)
 
 
@@ -115,4 +115,4 @@ def cannot_prepare(rank, overlap, options):
     ids=str,
 )
 def test_a_rank_that_cannot_prepare(overlap, options, tmp_path):
-    on_living_ranks(2, cannot_prepare, overlap, options, directory=tmp_path, seconds=60)
+    on_living_ranks(2, cannot_prepare, overlap, options, directory=tmp_path)

@@ -61,7 +61,7 @@ def fails_at_its_end(rank, kind, overlap, options):
     ids=str,
 )
 def test_no_rank_keeps_it(size, kind, overlap, options, tmp_path):
-    on_living_ranks(size, fails_at_its_end, kind, overlap, options, directory=tmp_path, seconds=60)
+    on_living_ranks(size, fails_at_its_end, kind, overlap, options, directory=tmp_path)
 
 
 def cannot_begin_to_commit(rank, kind, overlap):
@@ -81,7 +81,7 @@ def cannot_begin_to_commit(rank, kind, overlap):
 
 @pytest.mark.parametrize(("kind", "overlap"), [("DDP", None), ("FSDP2", FREE)], ids=str)
 def test_a_commit_that_does_not_begin(kind, overlap, tmp_path):
-    on_living_ranks(2, cannot_begin_to_commit, kind, overlap, directory=tmp_path, seconds=60)
+    on_living_ranks(2, cannot_begin_to_commit, kind, overlap, directory=tmp_path)
 
 
 def has_no_gradients(rank):
@@ -107,7 +107,7 @@ def has_no_gradients(rank):
 
 
 def test_a_rank_without_gradients(tmp_path):
-    on_living_ranks(2, has_no_gradients, directory=tmp_path, seconds=60)
+    on_living_ranks(2, has_no_gradients, directory=tmp_path)
 
 
 def has_residuals(rank):
@@ -135,4 +135,4 @@ def has_residuals(rank):
 
 
 def test_what_cannot_be_undone_is_torn_on_all(tmp_path):
-    on_living_ranks(2, has_residuals, directory=tmp_path, seconds=60)
+    on_living_ranks(2, has_residuals, directory=tmp_path)

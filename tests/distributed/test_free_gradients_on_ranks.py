@@ -157,7 +157,7 @@ def synchronizes(rank, fails):
 
 @pytest.mark.parametrize("fails", [True, False])
 def test_synchronize_before_step(fails, tmp_path):
-    on_living_ranks(2, synchronizes, fails, directory=tmp_path, seconds=60)
+    on_living_ranks(2, synchronizes, fails, directory=tmp_path)
 
 
 def cannot_commit(rank):

@@ -126,7 +126,7 @@ def goes_on_after_an_exception(rank, overlap):
 
 @pytest.mark.parametrize("overlap", [None, {"backward": True}], ids=str)
 def test_after_an_exception_in_backward(overlap, tmp_path):
-    on_ranks(2, goes_on_after_an_exception, overlap, directory=tmp_path, seconds=60)
+    on_ranks(2, goes_on_after_an_exception, overlap, directory=tmp_path)
 
 
 def changes_lr(training, rank, k):

@@ -232,7 +232,7 @@ def loses_a_carrier(rank):
 
 
 def test_a_group_for_rows_is_lost(tmp_path):
-    on_ranks(2, loses_a_carrier, directory=tmp_path, seconds=60)
+    on_ranks(2, loses_a_carrier, directory=tmp_path)
     assert on_ranks(2, resumes, WRAPS["DDP"], directory=tmp_path) in ([2, 2], [3, 3])
 
 
@@ -257,7 +257,7 @@ def closes_at_once(rank):
 
 
 def test_nothing_arrives_after_close(tmp_path):
-    on_ranks(2, closes_at_once, directory=tmp_path, seconds=60)
+    on_ranks(2, closes_at_once, directory=tmp_path)
 
 
 def resumes(rank, options):

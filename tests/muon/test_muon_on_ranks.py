@@ -169,7 +169,7 @@ def names_no_rule(rank, size):
 
 
 def test_a_rule_that_is_none_on_one_rank_is_told_to_all(tmp_path):
-    on_living_ranks(2, names_no_rule, 2, directory=tmp_path, seconds=60)
+    on_living_ranks(2, names_no_rule, 2, directory=tmp_path)
 
 
 def columns(rank, size):

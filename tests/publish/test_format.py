@@ -318,7 +318,7 @@ def test_a_reader_needs_neither_torch_nor_the_extension(writer):
     writer.delta()
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", READER, str(writer.path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=root, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=root, check=False)
     total = int(writer.values["some"].sum())
     assert (done.stdout, done.stderr) == (f"2 {n} {total}\n", "")
 

@@ -131,7 +131,7 @@ def test_what_was_written_after_a_lost_step_is_lost_with_it(tmp_path, monkeypatc
 
 def test_ctrl_c_ends_the_wait_for_a_stopped_owner(tmp_path, monkeypatch):
     monkeypatch.setattr(signals, "GRACE", 0.0)  # the first Ctrl-C is enough
-    with Owner(tmp_path, timeout=60) as owner:
+    with Owner(tmp_path, timeout=300) as owner:
         ours, served = Net(own(tmp_path)).steps(2), Net(owner.address).steps(2)
         served.opt.synchronize()
         os.kill(owner.pid, signal.SIGSTOP)
@@ -204,7 +204,7 @@ def test_a_process_ends_without_close(tmp_path):
                 net = Net({owner.address!r}, overwrite=True).steps(3)
                 {end}
             """
-            done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], timeout=60, capture_output=True)
+            done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], timeout=300, capture_output=True)
             assert (done.returncode, done.stderr) == (0, b"")
         net = Net(owner.address, resume=True)
         assert net.opt.committed_step == 3

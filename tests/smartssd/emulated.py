@@ -124,7 +124,7 @@ class Update:
         to_card(self.report, REPORT)
         assert xrt.xrtRunStart(self.run) == 0
 
-    def wait(self, seconds=30.0):
+    def wait(self, seconds=120.0):
         """Waits until the run has ended, for at most `seconds`; returns its state."""
         deadline = time.monotonic() + seconds
         while (state := xrt.xrtRunState(self.run)) < COMPLETED and time.monotonic() < deadline:

@@ -16,7 +16,7 @@ from csd_optim.devices.xclbin import find_kernels
 
 TILE, TILES, SIZES, PAGE = 8192, 4, [12000, 70, 64, 10000], 4096
 
-def open_card(xclbin=None, seconds=30):
+def open_card(xclbin=None, seconds=120):
     program = find_kernels(xclbin)
     return bindings.card_open("0", program.path, program.kernels, seconds)
 

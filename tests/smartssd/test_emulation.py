@@ -250,7 +250,7 @@ def test_options_of_the_command_are_its_own(separator, places, tmp_path):
         [sys.executable, "-m", "csd_optim", "emu", "--drive", drives[0], "--drive", drives[1], *command],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert (done.returncode, done.stdout, done.stderr) == (3, f"{drives[0]}:{drives[1]}\n", "")
 

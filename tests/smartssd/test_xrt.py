@@ -475,7 +475,7 @@ def refused(tmp_path_factory):
         "LD_LIBRARY_PATH": str(library.parent),
     }
     command = [sys.executable, "-c", PRELUDE + textwrap.dedent(text), library, *map(str, REFUSALS)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
     assert not list(directory.glob("*.store"))
     return dict(line.split(": ", 1) for line in done.stdout.splitlines())

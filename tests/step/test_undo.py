@@ -488,7 +488,7 @@ def sharded(model):
 @in_child
 def test_on_ranks(overlap, state_dtype, tmp_path):
     call = partial(dies_on_a_rank, overlap=overlap, state_dtype=state_dtype)
-    whole, dead = on_ranks(2, call, directory=tmp_path, seconds=30)
+    whole, dead = on_ranks(2, call, directory=tmp_path)
     assert dead == ["CSDTornError"] * 3
     assert whole == ["CSDRankError"] * 3
 

@@ -21,15 +21,25 @@ from csd_optim.store.format import FILE_NAME, PAGE, Region, Superblock
 CRASH = Path(__file__).parents[1] / "crash"
 
 
-def test_training_goes_on_from_a_committed_step(tmp_path):
+def crash(directory, *options):
     # In a separate process, because it forks children and must have no threads; with the preloaded libraries, without
     # which it would restart itself. All cases at once, since imports take seconds; its output names each violation.
-    options = ["--kills=12", "--calls=16", "--images=150", "--seed=1"]
-    command, environment = [sys.executable, CRASH, *options], preloaded(tmp_path)
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    command, environment = [sys.executable, CRASH, *options, "--seed=1"], preloaded(directory)
+    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_training_goes_on_from_a_committed_step(tmp_path):
+    said = crash(tmp_path, "--kills=12", "--calls=16", "--images=150")
     for part in (r"\b12 kills at random", r"\b\d+ kills at calls", r"\b150 power losses", "each one resumed from"):
-        assert re.search(part, done.stdout), (part, done.stdout)
+        assert re.search(part, said), (part, said)
+
+
+@pytest.mark.ci
+def test_one_of_several_ranks_is_killed(tmp_path):
+    said = crash(tmp_path, "--kills=0", "--calls=0", "--images=0", "--rank-calls=6")
+    assert re.search(r"\b[1-6] kills of a rank at calls", said), said
 
 
 def test_a_file_that_takes_the_place_of_another_promises_nothing_for_it():

@@ -235,7 +235,7 @@ def handshakes():
     return [thread for thread in threading.enumerate() if thread.name == "csd_optim handshake"]
 
 
-def until(condition, seconds=30):
+def until(condition, seconds=120):
     """Wait until this is true."""
     end = time.monotonic() + seconds
     while not condition():
