@@ -60,7 +60,7 @@ PARAM = np.dtype(
     ]
 )
 HYPER = np.dtype([("rule", "u4"), ("c", "f4", 9)])
-CODECS = {"fp32": lib.CSD_FP32, "8bit": lib.CSD_8BIT}
+CODECS = {"fp32": lib.CSD_FP32, "8bit": lib.CSD_8BIT, "root": lib.CSD_ROOT}
 EVENT_KINDS = ("read", "update", "write")
 CHANGE = np.dtype([("param", "u4"), ("count", "u4"), ("first", "u8"), ("elems", "u8"), ("at", "u8")])
 BLOCK = np.dtype(
@@ -378,7 +378,7 @@ class Native:
 
         `devices`: the device of each tile, uint32; None: round-robin. `sum_elems`: elements per checksum; None: one
         checksum per section. `sums`: the checksums that go with `states`, uint32, of shape (n_tiles, chunks, sections
-        of a slot). `mappings`: how many memory mappings a window consists of. `param_dtype`: with 8-bit codes, the
+        of a slot). `mappings`: how many memory mappings a window consists of. `param_dtype`: with codes, the
         parameters' dtype.
         Returns one window per state: a buffer of `4 * n_tiles * tile_elems` bytes that unmaps itself; none for codes.
         """
@@ -628,21 +628,37 @@ def update_codes(
     )
 
 
-def encode(isa: str, states: Sequence[torch.Tensor | None], dtype: torch.dtype, codes: Sequence[torch.Tensor]) -> None:
-    """Encode fp32 states of one length, rounding to nearest: master, exp_avg, exp_avg_sq, max_exp_avg_sq.
+def encode(
+    isa: str,
+    states: Sequence[torch.Tensor | None],
+    dtype: torch.dtype,
+    codes: Sequence[torch.Tensor],
+    codec: str = "8bit",
+) -> None:
+    """Encode up to four fp32 states of one length, the master first, rounding to nearest.
 
-    The codes of a state that is None stay as they are. `dtype`: the parameter's.
+    The codes of a state that is None or missing stay as they are. `dtype`: the parameter's.
     """
     n = max(0 if s is None else s.numel() for s in states)
-    of, to = _addresses("float *", states), _addresses("void *", codes)
-    _call(lib.csd_encode, ISAS[isa], n, of, DTYPE_CODES[dtype], to, len(codes))
+    of, to = _addresses("float *", _four(states)), _addresses("void *", codes)
+    _call(lib.csd_encode, ISAS[isa], n, of, CODECS[codec], DTYPE_CODES[dtype], to, len(codes))
 
 
-def decode(isa: str, codes: Sequence[torch.Tensor], dtype: torch.dtype, states: Sequence[torch.Tensor | None]) -> None:
-    """Decode into fp32 states of one length; a state that is None is skipped. `dtype`: the parameter's."""
+def decode(
+    isa: str,
+    codes: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    states: Sequence[torch.Tensor | None],
+    codec: str = "8bit",
+) -> None:
+    """Decode into fp32 states of one length, see encode(); a state that is None or missing is skipped."""
     n = max(0 if s is None else s.numel() for s in states)
-    of, to = _addresses("void *", codes), _addresses("float *", states)
-    _call(lib.csd_decode, ISAS[isa], n, of, DTYPE_CODES[dtype], to, len(codes))
+    of, to = _addresses("void *", codes), _addresses("float *", _four(states))
+    _call(lib.csd_decode, ISAS[isa], n, of, CODECS[codec], DTYPE_CODES[dtype], to, len(codes))
+
+
+def _four(states: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    return [*states, *[None] * (4 - len(states))]
 
 
 def _addresses(kind: str, tensors: Sequence[torch.Tensor | None]) -> list[Any]:

@@ -15,7 +15,7 @@
 #include "stages.h"
 
 static_assert(CSD_SECTIONS == 2 || CSD_SECTIONS == 4, "a kernel has two ports for a tile, or four");
-#define CSD_FIT(number, type, updated, most, codes) \
+#define CSD_FIT(number, type, updated, most, codec) \
   static_assert(!std::is_same<type, Rule>::value || most <= CSD_SECTIONS, "a tile has more sections than the kernel");
 CSD_RULES(CSD_FIT)
 

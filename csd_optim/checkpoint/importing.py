@@ -8,7 +8,7 @@ import math
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -25,9 +25,10 @@ from ..engine.open_engine import open_engine
 from ..errors import CSDError, CSDOSError, CSDStoreError, CSDValueError
 from ..params.groups import check_state_dtype, hyperparameters_of
 from ..params.param_state import MOST_RATIO
+from ..store.check import rule_named
 from ..store.format import FILE_NAME, Contents, Record
 from ..store.layout import Extent, round_up
-from ..store.sections import EIGHT_BIT, FP32, PARAM_DTYPES, SECTIONS, codec_supports
+from ..store.sections import CODEC_OF_RULE, EIGHT_BIT, FP32, PARAM_DTYPES, SECTIONS, codec_supports
 from ..store.transfer import opened
 from ..store.user_state import pack_user_state
 from .export import INDEX_NAME, NUMPY, in_memory_order
@@ -56,6 +57,10 @@ class Export:
             return sections
         return SECTIONS if self.state(row, SECTIONS[-1]) is not None else SECTIONS[:-1]
 
+    def rule(self, p: Mapping[str, Any]) -> str:
+        """Return the name of the rule of a parameter, described in `about`."""
+        return rule_named(self.about, p)
+
     def codec(self, extent: int) -> tuple[str, torch.dtype | None]:
         """Return the codec of an extent's states, and with codes the dtype of its parameters."""
         codes = self.about["codes"][extent] if "codes" in self.about else {}
@@ -68,26 +73,31 @@ class Export:
         """
         coded = state_dtype == EIGHT_BIT
         entries = self.about["params"]
-        for row, p in enumerate(entries):
-            _check_can_keep(state_dtype, self.sections(p["extent"], row), "these states")
+        codecs = {
+            p["extent"]: _codec_for(state_dtype, self.rule(p), self.sections(p["extent"], row), "these states")
+            for row, p in enumerate(entries)
+        }
         kinds = [(p["extent"], _codes_of(p) if coded else "") for p in entries]
         numbers = {kind: number for number, kind in enumerate(sorted({*kinds}))}
         about = {
             **self.about,
             "params": [{**p, "extent": numbers[kind]} for p, kind in zip(entries, kinds, strict=True)],
-            "codes": [{"codec": EIGHT_BIT, "param_dtype": dtype} if coded else {} for _, dtype in numbers],
+            "codes": [{"codec": codecs[e], "param_dtype": dtype} if coded else {} for e, dtype in numbers],
         }
         if "sections" in about:
             about["sections"] = [about["sections"][extent] for extent, _ in numbers]
         return replace(self, about=about)
 
 
-def _check_can_keep(state_dtype: str, sections: Sequence[str], of_what: str) -> None:
-    if not codec_supports(state_dtype, sections, torch.float32 if state_dtype == EIGHT_BIT else None):
+def _codec_for(state_dtype: str, rule: str, sections: Sequence[str], of_what: str) -> str:
+    """Return the codec for such states of this rule. Raises CSDValueError."""
+    codec = FP32 if state_dtype == FP32 else CODEC_OF_RULE.get(rule, "")
+    if not codec_supports(codec, sections, None if codec == FP32 else torch.float32):
         raise CSDValueError(
-            f"{of_what} stay fp32: they are {', '.join(sections[1:]) or 'none'}, and {state_dtype} keeps exp_avg and "
-            "exp_avg_sq"
+            f"{of_what} stay fp32: those of {rule} are {', '.join(sections[1:]) or 'none'}, for which there are no "
+            "codes of 8 bits"
         )
+    return codec
 
 
 def _codes_of(p: dict[str, Any]) -> str:
@@ -215,8 +225,9 @@ def read_store(
             raise CSDStoreError(
                 f"{contents.path} is one of {contents.world_size} ranks: export the stores of all, and import that"
             )
-        for extent in extents if state_dtype else ():
-            _check_can_keep(state_dtype or "", extent.sections, f"the states of {contents.path}")
+        for p in contents.manifest["params"] if state_dtype else ():
+            rule, sections = rule_named(contents.manifest, p), extents[p["extent"]].sections
+            _codec_for(state_dtype or "", rule, sections, f"the states of {contents.path}")
 
     contents, states = mapped_states(paths, zeros, progress, accept)
     rows = [row for _, row, _ in numbered(contents.manifest)]
@@ -358,8 +369,8 @@ def import_store(
                             to_encode.setdefault(extent.first_param + at, []).append(_flat(value, p))
                         tick(4 * numels[i])
                     if state_dtype == EIGHT_BIT:
-                        master, exp_avg, exp_avg_sq, *_ = to_encode[extent.first_param + at]
-                        clipped += _clipped(exp_avg, exp_avg_sq)
+                        master, *moments = to_encode[extent.first_param + at]
+                        clipped += _clipped(*moments[:2]) if codec == EIGHT_BIT else 0
                         if param_dtype and param_dtype != torch.float32:
                             rounded[extent.first_param + at] = _rounded(master, scratch.zeros(numels[i], param_dtype))
                     if (value := export.state(i, "residual")) is not None:

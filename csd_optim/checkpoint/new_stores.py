@@ -82,7 +82,7 @@ class NewStores:
         """Take the second moments of a part decoded, whose codes have other groups here: see Regroup."""
         extent = self._extents[e]
         assert extent.param_dtype
-        regroup = Regroup(numel, extent.sections, extent.param_dtype)
+        regroup = Regroup(numel, extent.sections, extent.codec, extent.param_dtype)
         self._regroups.append((e, start, regroup))
         return regroup
 

@@ -1,4 +1,4 @@
-"""Second moments in 8-bit codes whose groups of 64 elements are others in a new part than they were in the old one.
+"""States in 8-bit codes whose groups of 64 elements are others in a new part than they were in the old one.
 
 The code of a root is relative to its group's exponent. So it is decoded, and encoded again in its new group, rounded to
 nearest. All other codes belong to one element each, and are copied: `master` and the ratio of `exp_avg` to the root
@@ -17,19 +17,20 @@ import torch
 from ..bindings import encode, isa_used
 from ..store.file import StoreFile
 from ..store.reader import Tile
-from ..store.sections import EIGHT_BIT, GROUP, GROUPED, SECTIONS, Section, slot_of
+from ..store.sections import GROUP, GROUPED, Section, recoded_from, slot_of
 
 FLOAT = 4  # bytes
 
 
 class Regroup:
-    """The second moments of one new part, decoded, in a nameless file beside a store: 4 bytes per element each."""
+    """These states of one new part, decoded, in a nameless file beside a store: 4 bytes per element each."""
 
-    def __init__(self, numel: int, states: Sequence[str], dtype: torch.dtype) -> None:
-        """`states`, `dtype`: of the part's extent."""
+    def __init__(self, numel: int, states: Sequence[str], codec: str, dtype: torch.dtype) -> None:
+        """`states`, `codec`, `dtype`: of the part's extent."""
         self.numel = numel
-        self._states, self._dtype = tuple(states), dtype
-        self._moments = len(states) - SECTIONS.index("exp_avg_sq")  # exp_avg_sq, and max_exp_avg_sq if it is there
+        self._states, self._codec, self._dtype = tuple(states), codec, dtype
+        self._others: list[None] = [None] * recoded_from(codec)  # states whose codes are copied
+        self._moments = len(states) - len(self._others)
         self._values = torch.empty(self._moments, 0)
 
     @property
@@ -51,7 +52,7 @@ class Regroup:
         """Decode elements [at, at + n) of an old tile, which are those from `to` on here. Any thread may call it."""
         before = at % GROUP
         moments = [torch.empty(before + n, dtype=torch.float32, device="cpu") for _ in range(self._moments)]
-        tile.decode(data, at - before, [None, None, *moments])
+        tile.decode(data, at - before, [*self._others, *moments])
         for value, moment in zip(self._values, moments, strict=True):
             value[to : to + n] = moment[before:]
 
@@ -60,10 +61,10 @@ class Regroup:
 
         `first`: the beginning of a group.
         """
-        sections: tuple[Section, ...] = slot_of(n, self._states, EIGHT_BIT, self._dtype)
+        sections: tuple[Section, ...] = slot_of(n, self._states, self._codec, self._dtype)
         codes = [torch.zeros(section.size, dtype=torch.uint8, device="cpu") for section in sections]
         moments = [value[first : first + n].contiguous() for value in self._values]
-        encode(isa_used(), [None, None, *moments, *[None] * (2 - len(moments))], self._dtype, codes)
+        encode(isa_used(), [*self._others, *moments], self._dtype, codes, self._codec)
         return [
             (section.name, code.numpy().data[: section.bytes_of(n)])
             for section, code in zip(sections, codes, strict=True)

@@ -28,7 +28,7 @@ from ..store.check import rule_named
 from ..store.file import lock_owner
 from ..store.format import CLEAN, FILE_NAME, RESIDUAL_BYTES, UNDER_WAY, read_contents, rows_with_residual, store_file
 from ..store.layout import MEMORY_STATE_BYTES, STORE_BYTES, Extent, plan_extent
-from ..store.sections import FP32, PARAM_DTYPES, elem_bytes, sections_of, size_of
+from ..store.sections import FP32, PARAM_DTYPES, codec_of, elem_bytes, sections_of, size_of
 from . import measure
 from .io import message, progress
 
@@ -163,7 +163,8 @@ def planned_placement(
         rates = {i: tuned[d].bytes_per_second for i, d in enumerate(chosen) if d in tuned}
         placement = Placement([*chosen.values()], rates, there)
         param_dtype = None if state_dtype == FP32 else dtype
-        how: dict[str, Any] = {"sections": sections, "codec": state_dtype, "param_dtype": param_dtype}
+        codec = codec_of(state_dtype, sections)
+        how: dict[str, Any] = {"sections": sections, "codec": codec, "param_dtype": param_dtype}
         left = params
 
         def plan(shares: Sequence[float] | None = None) -> Extent:

@@ -24,7 +24,6 @@ from ..params.groups import check_state_dtype
 from ..params.update_rule import Group, UpdateRule
 from ..planning.advice import Optimizer
 from ..planning.model import NS_DTYPES, Orthogonalization
-from ..store.sections import FP32
 
 _CLASSES: tuple[type[CSDOptimizer], ...] = (CSDAdam, CSDSGD, CSDAdagrad, CSDRMSprop, CSDLion, CSDMuon)
 OPTIMIZERS = {cls.__name__: cls for cls in _CLASSES}
@@ -43,7 +42,7 @@ def described(text: str, state_dtype: str) -> tuple[Optimizer, tuple[str, ...], 
         raise CSDValueError(f"Invalid optimizer: {text!r}; there are {', '.join(OPTIMIZERS)}")
     of, rule = OPTIMIZERS[name], OPTIMIZERS[name]._rule
     _check_options("optimizer", text, name, options, rule)
-    check_state_dtype(state_dtype, rule=rule)
+    check_state_dtype(state_dtype, "", rule, [rule.switches[name] for name in options])
     asked: dict[str, Any] = dict.fromkeys(options, True)
     with of([torch.nn.Parameter(torch.zeros(1, 1))], devices="null:", **asked) as optimizer:
         group = optimizer.param_groups[0]
@@ -66,7 +65,7 @@ def with_groups(
             raise CSDValueError(f"Invalid group: {text!r}; write RULE=SHARE, the rules are {', '.join(NAMED)}")
         rule = NAMED[name]
         _check_options("group", text, name, options, rule)
-        check_state_dtype(state_dtype, f" of group {text!r}", rule)
+        check_state_dtype(state_dtype, f" of group {text!r}", rule, [rule.switches[name] for name in options])
         try:
             share = float(given.strip().removesuffix("%")) / (100 if given.strip().endswith("%") else 1)
         except ValueError:
@@ -80,8 +79,6 @@ def with_groups(
         raise CSDValueError(f"Invalid groups: their shares are {1 - left:g} of the parameters; 1 is all")
     parts = [(left, *own[1:]), *parts]
     sections = math.fsum(share * len(names) for share, names, _ in parts)
-    if state_dtype != FP32 and len({len(names) for _, names, _ in parts}) > 1:
-        raise CSDValueError("Invalid groups: 8-bit states are planned for amsgrad in all groups, or in none")
     return replace(optimizer, sections=sections if groups else optimizer.sections, groups=tuple(groups)), parts
 
 

@@ -17,7 +17,7 @@ from ..devices.backends import DEFAULT_BLOCK, NO_CACHE
 from ..devices.spec import DEFAULT_BUFFERS
 from ..store.file import StoreFile
 from ..store.layout import TILE_ELEMS, plan_extent
-from ..store.sections import FP32, SECTIONS
+from ..store.sections import FP32, SECTIONS, codec_of
 
 ENGINE_ELEMS, ENGINE_STEPS = 1 << 24, 5  # 200 MB of states, 67 MB of gradients and parameters in 16 bits
 ADAMW_STEP = (bindings.RULES["adamw"], (1.0, 0.9, 0.1, 0.999, 0.001, 1e-3, 1.0, 1e-8, 1.0))  # of an arbitrary step
@@ -59,7 +59,7 @@ class EngineWithoutDrive:
         self._table["grad_dtype"] = self._table["param_dtype"] = DTYPE_CODES[dtype]
         self._table["master"] = bindings.IN_SECTION
         param_dtype = None if state_dtype == FP32 else dtype  # only codes have one
-        codec_options: dict[str, Any] = {"codec": state_dtype, "param_dtype": param_dtype}
+        codec_options: dict[str, Any] = {"codec": codec_of(state_dtype, sections), "param_dtype": param_dtype}
         extent = plan_extent([elems], 1, sections=sections, tile_elems=tile_elems, **codec_options)
         self.tiles: np.ndarray[Any, Any] = np.arange(extent.n_tiles, dtype=np.uint32)
         # As for an existing store without known checksums; nobody reads its windows.

@@ -19,7 +19,7 @@ from ..errors import CSDMemoryError, CSDOSError
 from ..rates import UNPACED
 from ..store.format import devices_of
 from ..store.layout import Extent
-from ..store.sections import FP32
+from ..store.sections import FP32, state_dtype_of
 from .engine_rate import engine_rate
 from .on_accelerator import OnAccelerator
 
@@ -192,7 +192,7 @@ class Placement:
             # The measured rate is AdamW's, with 3 states; for other rules the time scales with the number of states.
             # States from the accelerator are copied and checksummed, which takes as long as an update in memory.
             in_memory = spec.kind.in_memory or is_copied
-            host = elems / engine_rate(dtype or torch.bfloat16, extent.codec, in_memory=in_memory)
+            host = elems / engine_rate(dtype or torch.bfloat16, state_dtype_of(extent.codec), in_memory=in_memory)
             host *= len(extent.sections) / 3
             drive = 0.0 if spec.kind.in_memory else (read + slot) / self._rates[d]
             found.append(Candidate(drive, host, room))

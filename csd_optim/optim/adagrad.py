@@ -27,7 +27,7 @@ class CSDAdagrad(CSDOptimizer, _WithoutSums):
 
     Positional arguments, defaults and results are those of :class:`torch.optim.Adagrad`; ``foreach`` and ``fused`` are
     accepted and ignored, ``differentiable`` and sparse gradients are refused. Everything else is as with
-    :class:`CSDAdam`, except that ``state_dtype="8bit"`` is refused: nothing bounds the sums.
+    :class:`CSDAdam`; ``state_dtype="8bit"`` keeps the roots of the sums.
 
     ``state[p]`` holds ``step``, ``sum`` and ``master``, from the first step on. A parameter group may have its own
     ``initial_accumulator_value``.

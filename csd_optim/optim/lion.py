@@ -23,7 +23,7 @@ class CSDLion(CSDOptimizer):
         params, lr, betas, weight_decay: as with AdamW; the defaults are the paper's.
         maximize: maximize the objective.
         options: the keyword arguments of :class:`CSDAdam` from `devices` on, except ``state_dtype="8bit"``, which is
-            refused: nothing bounds the momentum.
+            refused: the update is a sign, which would be random where ``exp_avg`` is smaller than a code.
 
     Raises the same errors as CSDAdam. ``state[p]`` holds ``step``, ``exp_avg`` and ``master``.
 

@@ -75,7 +75,8 @@ def check_group(groups: Groups, k: int, optimizer: str, rule: UpdateRule, state_
             raise CSDRuntimeError(f"{optimizer} does not support `{name}`: its state is not on the parameter's device")
     check_topk(group.get("topk"), f" of group {k}")
     advice = "" if "state_dtype" in group else '; say so in the group: "state_dtype": "fp32"'
-    check_state_dtype(group.get("state_dtype", state_dtype), f" of group {k}", rule, advice)
+    sections = rule.sections_for(group)
+    check_state_dtype(group.get("state_dtype", state_dtype), f" of group {k}", rule, sections, advice)
     for i, p in enumerate(group["params"]):
         # A frozen parameter is not checked: it may be quantized, or not even allocated yet.
         if p.requires_grad and not is_lazy(p):

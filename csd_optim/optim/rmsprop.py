@@ -18,7 +18,7 @@ class CSDRMSprop(CSDOptimizer, RMSprop):
 
     Positional arguments, defaults and results are those of :class:`torch.optim.RMSprop`; ``foreach`` is accepted and
     ignored, ``capturable`` and ``differentiable`` are refused. Everything else is as with :class:`CSDAdam`, except that
-    ``state_dtype="8bit"`` is refused: nothing bounds the momentum.
+    ``state_dtype="8bit"``, which keeps the roots of ``square_avg``, is refused with `centered` and with momentum.
 
     ``state[p]`` holds ``step``, ``square_avg``, ``master``, with `centered` ``grad_avg``, and with momentum
     ``momentum_buffer``. Neither option can be turned on for a parameter whose first step was without it.

@@ -16,6 +16,7 @@ from ..errors import CSDValueError
 from ..muon.newton_schulz import JORDAN, Coefficients, Orthogonal, fast_dtype
 from ..params.update_rule import FLT_MAX, Group, UpdateRule
 
+UNPROVEN = "no long training has shown that it loses nothing by that"
 Constants = tuple[int, tuple[float, ...]]  # the number of a rule or of a variant of it, and csd_hyper.c
 
 # ---- AdamW and Adam: adamw.h, adam.h ---------------------------------------------------
@@ -64,7 +65,6 @@ ADAMW = UpdateRule(
     },
     constants=_adamw,
     switches={"amsgrad": "max_exp_avg_sq"},
-    has_codes=True,
 )
 ADAM = replace(
     ADAMW,
@@ -96,6 +96,7 @@ SGD = UpdateRule(
     defaults={"lr": 1e-3, "momentum": 0, "dampening": 0, "weight_decay": 0, "nesterov": False, "maximize": False},
     constants=_sgd,
     switches={"momentum": "momentum_buffer"},
+    uncoded={"momentum_buffer": UNPROVEN},
     torch_counts=False,
 )
 
@@ -160,6 +161,10 @@ RMSPROP = UpdateRule(
     },
     constants=_rmsprop,
     switches={"centered": "grad_avg", "momentum": "momentum_buffer"},
+    uncoded={
+        "grad_avg": "square_avg - grad_avg**2 would become negative where both are rounded",
+        "momentum_buffer": UNPROVEN,
+    },
 )
 
 # ---- Lion: lion.h ----------------------------------------------------------------------
@@ -177,6 +182,7 @@ LION = UpdateRule(
     min_sections=2,
     defaults={"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0, "maximize": False},
     constants=_lion,
+    uncoded={"exp_avg": "the update is a sign, which would be random where exp_avg is smaller than a code"},
 )
 
 # ---- Muon: muon.h, and muon/newton_schulz.py between its passes --------------------------
@@ -245,6 +251,7 @@ MUON = UpdateRule(
     constants=_muon,
     texts=("ns_coefficients", "adjust_lr_fn", "ns_dtype"),
     orthogonal=_orthogonal,
+    uncoded={"momentum_buffer": "the codes there are do not bound its error"},
     torch_counts=False,
 )
 

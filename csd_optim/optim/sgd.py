@@ -18,7 +18,7 @@ class CSDSGD(CSDOptimizer, SGD):
 
     Positional arguments, defaults and results are those of :class:`torch.optim.SGD`; ``foreach`` and ``fused`` are
     accepted and ignored, ``differentiable`` and sparse gradients are refused. Everything else is as with
-    :class:`CSDAdam`, except that ``state_dtype="8bit"`` is refused: nothing bounds the momentum.
+    :class:`CSDAdam`, except that ``state_dtype="8bit"`` is refused: it is not known what that costs.
 
     ``state[p]`` holds ``step``, ``master`` and, with momentum, ``momentum_buffer``. Momentum cannot be turned on for a
     parameter whose first step was without it.

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..bindings import CODECS
 from ..errors import CSDTypeError, CSDValueError
+from ..store.sections import FP32, STATE_DTYPES
 from .update_rule import UpdateRule
 
 Groups = Sequence[dict[str, Any]]
@@ -28,18 +28,23 @@ def members(groups: Groups) -> Iterator[tuple[int, int, torch.Tensor]]:
             yield k, i, p
 
 
-def check_state_dtype(value: Any, where: str = "", rule: UpdateRule | None = None, advice: str = "") -> None:
+def check_state_dtype(
+    value: Any, where: str = "", rule: UpdateRule | None = None, sections: Collection[str] = (), advice: str = ""
+) -> None:
     """Raise CSDValueError if `value` is no state_dtype, or if this rule's states cannot be kept in it.
 
-    `where`, `advice`: for the message.
+    `sections`: those of its parameters, where they are known. `where`, `advice`: for the message.
     """
-    if value not in CODECS:
-        raise CSDValueError(f"Invalid state_dtype{where}: {value!r}; it is {' or '.join(map(repr, CODECS))}")
-    if value != "fp32" and rule and not rule.has_codes:
-        raise CSDValueError(
-            f"Invalid state_dtype{where}: {value!r} keeps a first moment as a share of the root of a second moment, "
-            f"which bounds it; the states of {rule.name} have no such bound, and stay 'fp32'{advice}"
-        )
+    if value not in STATE_DTYPES:
+        raise CSDValueError(f"Invalid state_dtype{where}: {value!r}; it is {' or '.join(map(repr, STATE_DTYPES))}")
+    if value == FP32 or not rule:
+        return
+    for state, why in rule.uncoded.items():
+        if state in sections or rule.codec == FP32:
+            raise CSDValueError(
+                f"Invalid state_dtype{where}: {value!r} has no code for the {state} of {rule.name}: {why}; its states "
+                f"stay 'fp32'{advice}"
+            )
 
 
 def _item(value: Any) -> Any:

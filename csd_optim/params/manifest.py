@@ -13,7 +13,7 @@ from ..distributed.sharding import Partition
 from ..store.check import UNNAMED_RULE, rule_named
 from ..store.format import Contents, Record
 from ..store.layout import Extent
-from ..store.sections import FP32
+from ..store.sections import FP32, state_dtype_of
 from .groups import Groups, members, name_of
 from .param_state import ParamState
 from .update_rule import RuleOf
@@ -90,10 +90,11 @@ def codec_difference(stored: dict[str, Any], groups: Groups, codec_of: CodecOf) 
         name, wanted, _ = here[entry["group"], entry["position"]]
         stored_codec = stored["extents"][entry["extent"]].get("codec", FP32)
         if stored_codec != wanted:
+            there, here_ = state_dtype_of(stored_codec), state_dtype_of(wanted)
             return (
-                f"the states of parameter {name} are {stored_codec} there, and state_dtype says {wanted} here. "
-                f"Resume with state_dtype={stored_codec!r}; to change them, make a new store of it with "
-                f"`csd-optim import STORE ... --state-dtype {wanted}`"
+                f"the states of parameter {name} are {there} there, and state_dtype says {here_} here. "
+                f"Resume with state_dtype={there!r}; to change them, make a new store of it with "
+                f"`csd-optim import STORE ... --state-dtype {here_}`"
             )
     return None
 

@@ -17,10 +17,10 @@ from ..distributed.sharding import UNSHARDED, Partition, part_of
 from ..engine.engine import Engine
 from ..errors import CSDRuntimeError, CSDStoreError, CSDWarning, users_stacklevel
 from ..store.check import rule_named
-from ..store.sections import EIGHT_BIT, FP32
+from ..store.sections import FP32
 from . import accelerated
 from .decoded_entry import DecodedEntry
-from .groups import Groups, members, name_of
+from .groups import Groups, check_state_dtype, members, name_of
 from .manifest import manifest
 from .memory_warnings import LOADED, REPLACED, bytes_in_memory, warn_if_large
 from .param_state import MOST_RATIO, ParamState, check_entry, check_param
@@ -134,7 +134,7 @@ class StateMap:
         """Return the codec for states of a parameter of this group, and with codes its dtype; see Engine.extend()."""
         if group.get("state_dtype", self.state_dtype) == FP32:
             return FP32, None
-        return EIGHT_BIT, torch.float32 if p.is_complex() else p.dtype
+        return self.rule_of(group).codec, torch.float32 if p.is_complex() else p.dtype
 
     def describe(self, engine: Engine, groups: Groups) -> None:
         """Give the stores a new manifest if the parameters have changed since the last one."""
@@ -235,9 +235,12 @@ class StateMap:
         self.remember()
 
     def check(self, groups: Groups) -> None:
-        """Raise CSDValueError if an entry of `state` does not fit its parameter."""
+        """Raise CSDValueError if an entry of `state` does not fit its parameter, or has what 8-bit states have not."""
         for k, i, p in members(groups):
-            check_entry(self.state.get(p) or {}, p, name_of(groups, k, i), self.rule_of(groups[k]).sections)
+            group, rule, entry = groups[k], self.rule_of(groups[k]), self.state.get(p) or {}
+            check_entry(entry, p, name_of(groups, k, i), rule.sections)
+            state_dtype = group.get("state_dtype", self.state_dtype)
+            check_state_dtype(state_dtype, f" of group {k}", rule, rule.sections_for(group, entry))
 
     def adopt(self, engine: Engine, groups: Groups, grad_dtype: torch.dtype | None, *, loaded: bool = False) -> None:
         """Copy to the devices what was put into `state`: by load_state_dict() (`loaded`), an assignment or ZeRO.

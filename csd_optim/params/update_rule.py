@@ -11,6 +11,7 @@ import torch
 
 from ..errors import CSDValueError
 from ..muon.newton_schulz import Orthogonal
+from ..store.sections import CODEC_OF_RULE, FP32
 
 FLT_MAX = (2 - 2**-23) * 2.0**127  # the largest finite fp32 number: the devices compute in fp32
 
@@ -35,12 +36,17 @@ class UpdateRule:
     switches: Mapping[str, str] = field(default_factory=dict)
     # state → the hyperparameter that is the initial value of all its elements; other states start at zero.
     initial: Mapping[str, str] = field(default_factory=dict)
-    has_codes: bool = False  # its states can be 8-bit codes (rules.h): they are exp_avg and its bound, exp_avg_sq
+    uncoded: Mapping[str, str] = field(default_factory=dict)  # state → why it cannot be kept in 8 bits
     texts: Collection[str] = ()  # hyperparameters that are text, None or tables of numbers: `orthogonal` checks them
     # (group, shape, device) → how a parameter is orthogonalized between two passes over its tiles, of which `constants`
     # are those of the first; None: there is one pass. Raises CSDValueError.
     orthogonal: Callable[[Group, Sequence[int], torch.device], Orthogonal] | None = None
     torch_counts: bool = True  # torch's checkpoints have a `step` beside its states; else these count as one step's
+
+    @property
+    def codec(self) -> str:
+        """The codec of its 8-bit states; FP32 if it has none."""
+        return CODEC_OF_RULE.get(self.name, FP32)
 
     @property
     def hyperparameters(self) -> tuple[str, ...]:

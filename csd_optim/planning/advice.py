@@ -16,14 +16,13 @@ from ..devices.spec import DEFAULT_BUFFERS
 from ..devices.units import parse_rate
 from ..errors import CSDUnavailableError, CSDValueError
 from ..rates import Rates
-from ..store.sections import FP32
+from ..store.sections import FP32, STATE_DTYPES
 from .model import (
     ADAMS,
     DRIVES,
     ITEM_BYTES,
     PUBLISHED_UPDATE,
     SMARTSSD,
-    STATE_DTYPES,
     VARIANTS,
     ZERO_UPDATE,
     Host,

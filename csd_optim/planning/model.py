@@ -21,7 +21,7 @@ from ..muon.newton_schulz import flops, workspace_bytes
 from ..muon.schedule import IN_MEMORY, LEAST_TILES
 from ..rates import Rates
 from ..store.layout import MAX_MAPPINGS, TILE_ELEMS, TILES_PER_DEVICE
-from ..store.sections import EIGHT_BIT, FP32, SECTIONS, elem_bytes
+from ..store.sections import EIGHT_BIT, FP32, SECTIONS, codec_of, elem_bytes
 
 VARIANTS = {
     "base": "ZeRO-Infinity",  # RAID0, updated by the CPU, gradients through flash
@@ -31,7 +31,6 @@ VARIANTS = {
     "csdadam_topk": "CSDAdam, Top-K",
 }
 ITEM_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
-STATE_DTYPES = (FP32, EIGHT_BIT)
 ADAMS = 3  # fp32 sections of Adam's tile, including the master; a step reads and writes all. Other rules have 1 to 4
 PUBLISHED_ITEM = 4  # bytes of each gradient and parameter that the published systems send
 # Bytes of an entry of a sparse gradient: index and value have 16 bits each, in the published systems 32.
@@ -132,12 +131,18 @@ CARD_MEMORY = 15.4e9  # bytes per second of the memory on a SmartSSD
 def slot_bytes(state_dtype: str, item_bytes: int, sections: float = ADAMS) -> float:
     """Return the bytes of one parameter's states in a slot.
 
-    `item_bytes`: bytes of the parameter itself. `sections`: including the master, the mean over all parameters; 3 or 4
+    `item_bytes`: bytes of the parameter itself. `sections`: including the master, the mean over all parameters; 2 to 4
     for 8-bit states.
     """
     if state_dtype == FP32:
         return 4 * sections
-    return elem_bytes(SECTIONS[: round(sections)], state_dtype, torch.float32 if item_bytes == 4 else torch.bfloat16)
+
+    def of(n: int) -> float:
+        states, dtype = SECTIONS[:n], torch.float32 if item_bytes == 4 else torch.bfloat16
+        return elem_bytes(states, codec_of(state_dtype, states), dtype)
+
+    least = min(int(sections), 3)
+    return of(least) + (sections - least) * (of(least + 1) - of(least))
 
 
 def smartssd(state_dtype: str = FP32, sections: float = ADAMS) -> Rates:

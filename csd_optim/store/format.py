@@ -42,7 +42,7 @@ from .check import (
     check_rules,
     require,
 )
-from .sections import GROUP, sections_of, size_of
+from .sections import EIGHT_BIT, GROUP, sections_of, size_of
 from .transfer import opened, read
 
 FILE_NAME = "csd_optim.store"
@@ -52,6 +52,7 @@ MAGIC = b"CSDOPTIM"
 # name. A store that uses no feature beyond those of an older format is written in that format.
 VERSION = NAMED_FEATURES = 4
 CODEC = "codec"  # extents[].codec and .param_dtype: tiles hold codes of the states. Without it they hold fp32
+CODECS = "codecs"  # extents[].codec has other values than "8bit"
 CHUNK_SUMS = "chunk_sums"  # extents[].sum_elems: a checksum covers that many elements of a section, not all of them
 ORIGIN = "origin"  # origin: the stores of another number of ranks that this one was made from; see Contents.origin
 RESIDUALS = "residuals"  # params[].residual
@@ -59,7 +60,7 @@ RULE = "rule"  # rule: the update rule, which defines the sections. Without it t
 RULES = "rules"  # params[].rule, waiting[].rule: that of a parameter, where it is not the store's; record.groups has it
 SHARES = "shares"  # extents[].shares
 TILE_NUMBERS = "tile_numbers"  # extents[].tile_numbers: the tiles of this device. Without it they follow from shares
-FEATURES = frozenset({CHUNK_SUMS, CODEC, ORIGIN, RESIDUALS, RULE, RULES, SHARES, TILE_NUMBERS})
+FEATURES = frozenset({CHUNK_SUMS, CODEC, CODECS, ORIGIN, RESIDUALS, RULE, RULES, SHARES, TILE_NUMBERS})
 ENDIAN = 0x01020304
 PAGE = sections.PAGE
 CLEAN = 1  # flag: the store was closed properly, and nothing was written since
@@ -166,6 +167,7 @@ def features_of(
     uses = {
         CHUNK_SUMS: any("sum_elems" in e for e in extents),
         CODEC: any("codec" in e for e in extents),
+        CODECS: _has_other_codecs(extents),
         ORIGIN: origin,
         RESIDUALS: residuals,
         RULE: rule,
@@ -174,6 +176,10 @@ def features_of(
         TILE_NUMBERS: any("tile_numbers" in e for e in extents),
     }
     return {feature for feature, used in uses.items() if used}
+
+
+def _has_other_codecs(extents: Sequence[dict[str, Any]]) -> bool:
+    return any(e.get("codec", EIGHT_BIT) != EIGHT_BIT for e in extents)
 
 
 def has_rules(manifest: dict[str, Any]) -> bool:
@@ -348,6 +354,8 @@ def checked_manifest(manifest: dict[str, Any], block: Superblock, size: int) -> 
         areas.append((begin, end, f"extent {e}"))
     has_codes = any("codec" in e for e in manifest["extents"])
     require(has_codes == (CODEC in features), "extents have codes, but its features lack 'codec', or the reverse")
+    others = _has_other_codecs(manifest["extents"])
+    require(others == (CODECS in features), "extents have codecs, but not as a feature, or the reverse")
     require(type(manifest["tiles"]) is int, "tiles is no number")
     require(manifest["tiles"] == sum(e["tiles"] for e in manifest["extents"]), "tiles is not the sum of the extents'")
     last, end = 0, 0  # the current extent, and its first free element

@@ -22,7 +22,7 @@ from ..bindings import IO_DEPTH, crc32c, decode, isa_used
 from ..errors import CSDOSError, CSDStoreError
 from .format import PAGE, RESIDUAL_BYTES, Contents
 from .layout import round_up
-from .sections import GROUP, PARAM_DTYPES, SECTIONS, Section, sections_of, size_of
+from .sections import FP32, GROUP, PARAM_DTYPES, Section, sections_of, size_of
 from .transfer import open_direct, opened, read_into
 
 CHUNK = 4 << 20  # least number of bytes of a residual that are read or written at once
@@ -55,6 +55,10 @@ class Tile(NamedTuple):
         """The dtype of its parameters if it holds codes; None if each state is an fp32 section."""
         return PARAM_DTYPES.get(self.contents.manifest["extents"][self.extent].get("param_dtype", ""))
 
+    @property
+    def codec(self) -> str:
+        return str(self.contents.manifest["extents"][self.extent].get("codec", FP32))
+
     def chunk(self, number: int) -> tuple[int, int]:
         """Return the range [from, to) of elements of each section that checksum `number` covers."""
         return number * self.sum_elems, min((number + 1) * self.sum_elems, self.elems)
@@ -69,7 +73,7 @@ class Tile(NamedTuple):
         end = first + round_up(next(s.numel() for s in states if s is not None), GROUP)
         parts = [(section.at(first), section.at(end)) for section in self.sections]
         codes = [torch.frombuffer(data, dtype=torch.uint8, offset=at, count=to - at) for at, to in parts]
-        decode(isa_used(), codes, dtype, [*states, *[None] * (len(SECTIONS) - len(states))])
+        decode(isa_used(), codes, dtype, states, self.codec)
 
 
 class Residual(NamedTuple):

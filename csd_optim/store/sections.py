@@ -1,11 +1,12 @@
 """The sections of a tile's slot: their names, places and sizes. For the native engine see native/src/layout.h.
 
-With fp32 states each state is a section. With the codec `8bit` (native/include/codec.h) AdamW's states are stored as
+With fp32 states each state is a section. Codes (native/include/codec.h) are stored as
 
     parameter, correction    the 16-bit parameter, and the master's difference from it. For fp32 parameters: master
-    ratio                    exp_avg, divided by the square root of exp_avg_sq
-    root, exponent           that square root; each group of 64 elements shares an exponent
-    peak, peak exponent      with amsgrad, the same for max_exp_avg_sq
+    ratio                    codec `8bit`: exp_avg, divided by the square root of exp_avg_sq
+    root, exponent           codec `8bit`: that square root; each group of 64 elements shares an exponent.
+                             Codec `root`: the square root of the only state, a second moment
+    peak, peak exponent      codec `8bit`, with amsgrad: the same for max_exp_avg_sq
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from ..bindings import CODECS
 
 PAGE = 4096  # each section begins on one
 GROUP = 64  # elements that share an exponent
-FP32, EIGHT_BIT = CODECS
+FP32, EIGHT_BIT, ROOT = CODECS
+STATE_DTYPES = (FP32, EIGHT_BIT)  # what a user asks for; the codec of 8-bit states depends on the rule
+# The codec of each rule's 8-bit states; all other rules have fp32 states only.
+CODEC_OF_RULE: Mapping[str, str] = {"adamw": EIGHT_BIT, "adam": EIGHT_BIT, "adagrad": ROOT, "rmsprop": ROOT}
 GROUPED = ("root", "exponent", "peak", "peak exponent")  # sections whose codes mean nothing outside their group
 SECTIONS = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")  # AdamW's states; without amsgrad the first three
 PARAM_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}  # supported by codes
@@ -47,7 +51,7 @@ def _section_sizes(states: Sequence[str], codec: str, param_dtype: torch.dtype |
         return [(name, 4 * GROUP) for name in states]
     wide = param_dtype == torch.float32
     master = [("master", 4 * GROUP)] if wide else [("parameter", 2 * GROUP), ("correction", GROUP)]
-    moments = [("ratio", GROUP), ("root", GROUP), ("exponent", 1)]
+    moments = [("ratio", GROUP)] * (codec == EIGHT_BIT) + [("root", GROUP), ("exponent", 1)]
     peak = [("peak", GROUP), ("peak exponent", 1)] if len(states) > 3 else []
     return master + moments + peak
 
@@ -81,7 +85,24 @@ def elem_bytes(states: Sequence[str], codec: str = FP32, param_dtype: torch.dtyp
 
 
 def codec_supports(codec: str, states: Iterable[str], param_dtype: object) -> bool:
-    """Return whether a codec exists and supports these states and this parameter dtype. Codes are for AdamW only."""
+    """Return whether a codec exists and supports these states and this parameter dtype."""
     if codec == FP32:
         return param_dtype is None
-    return codec in CODECS and tuple(states) in (SECTIONS[:3], SECTIONS) and param_dtype in PARAM_DTYPES.values()
+    names = tuple(states)
+    supported = names in (SECTIONS[:3], SECTIONS) if codec == EIGHT_BIT else len(names) == 2
+    return codec in CODECS and supported and param_dtype in PARAM_DTYPES.values()
+
+
+def codec_of(state_dtype: str, states: Sequence[str]) -> str:
+    """Return the codec that these states, of a rule that has codes, have with this state_dtype."""
+    return state_dtype if state_dtype == FP32 or len(states) > 2 else ROOT
+
+
+def state_dtype_of(codec: str) -> str:
+    """Return the state_dtype of states with this codec."""
+    return FP32 if codec == FP32 else EIGHT_BIT
+
+
+def recoded_from(codec: str) -> int:
+    """Return the first state, counted from the master, whose codes mean nothing outside their group (GROUPED)."""
+    return SECTIONS.index("exp_avg_sq") if codec == EIGHT_BIT else 1

@@ -1,8 +1,8 @@
-// The 8-bit codes of AdamW's states, element by element. This is their only implementation: the CPU updater and the HLS
-// kernels call it. docs/8-bit-states.md explains the design; docs/store-format.md the layout in a file.
+// The 8-bit codes of states, element by element. This is their only implementation: the CPU updater and the HLS kernels
+// call it. docs/8-bit-states.md explains the design; docs/store-format.md the layout in a file.
 //
 //   root        sqrt(exp_avg_sq): 4 bits of exponent and 4 of mantissa, relative to an exponent that a group of 64
-//               elements shares; max_exp_avg_sq likewise (its *peak*)
+//               elements shares; max_exp_avg_sq likewise (its *peak*), and the second moments of other rules
 //   ratio       exp_avg / root: sign, 3 bits of exponent, 4 of mantissa. |exp_avg| <= c sqrt(exp_avg_sq), where c
 //               depends on the betas alone (Cauchy-Schwarz), so it needs no scale. A root that is rounded down makes
 //               the decoded exp_avg smaller by the same factor, so the update stays bounded
@@ -18,7 +18,7 @@
 #include "hash.h"
 
 constexpr uint32_t kGroup = 64;          // elements that share an exponent
-constexpr uint32_t kRootInfinite = 255;  // code of a root that was, or whose exp_avg was, inf or nan
+constexpr uint32_t kRootInfinite = 255;  // code of a root that was, or whose exp_avg (if any) was, inf or nan
 constexpr uint32_t kLeastExponent = 90;  // least exponent of a group; with it, roots below 2^-51 get subnormal codes
 
 // Random addends for stochastic rounding, in units of the last bit that is cut off, and the side to which a tie of the

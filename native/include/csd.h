@@ -128,7 +128,10 @@ enum csd_codec {
   /* As 8-bit codes of AdamW's states (codec.h). Each section begins on a page of 4096 bytes. The sections are: the
    * 16-bit parameter and its correction (1 byte), or the fp32 master; ratio and root (1 byte each); exponent (1 byte
    * per 64 elements); and for max_exp_avg_sq, peak (1 byte) and its exponent (1 byte per 64 elements) */
-  CSD_8BIT = 1
+  CSD_8BIT = 1,
+  /* Likewise, of one state that is a second moment, such as Adagrad's sum: the parameter and its correction, or the
+   * master; root; exponent. Tiles have two states */
+  CSD_ROOT = 2
 };
 
 /* Index into csd_hyper.c, the same for every rule, of the factor by which gradients are multiplied (1/loss scale,
@@ -219,8 +222,8 @@ typedef struct csd_extent {
   const csd_piece *pieces;     /* sorted by tile, then by tile_first; `tile` counts from this extent's first tile */
   uint64_t n_pieces;
   const uint32_t *devices; /* one per tile: the device that stores it; NULL: tile i is on device (i mod n_devices) */
-  uint32_t codec;          /* csd_codec. CSD_8BIT: tile_elems is a multiple of 4096; pieces begin at multiples of 64 */
-  uint32_t param_dtype;    /* with CSD_8BIT: the dtype of all parameters */
+  uint32_t codec;          /* csd_codec. Codes: tile_elems is a multiple of 4096; pieces begin at multiples of 64 */
+  uint32_t param_dtype;    /* with codes: the dtype of all parameters */
 } csd_extent;
 
 /* Adds an extent. Its tiles are numbered after the existing ones; new states read as zero.
@@ -633,16 +636,17 @@ enum csd_isa { CSD_ISA_SCALAR = 0, CSD_ISA_AVX2 = 1, CSD_ISA_AVX512 = 2 };
 int csd_update(const csd_hyper *hyper, int32_t isa, uint64_t n, const void *grad, int32_t grad_dtype,
                float *const *state, uint32_t sections, void *param, int32_t param_dtype, csd_error *error);
 
-/* Like csd_update, on codes: `codes` has one address per section. `key`: random key of the first element, for the
- * stochastic rounding. */
+/* Like csd_update, on codes of the rule's csd_codec: `codes` has one address per section. `key`: random key of the first
+ * element, for the stochastic rounding. */
 int csd_update_codes(const csd_hyper *hyper, int32_t isa, uint64_t n, const void *grad, int32_t grad_dtype,
                      void *const *codes, uint32_t sections, void *param, int32_t param_dtype, uint32_t key,
                      csd_error *error);
 
-/* Encode fp32 states, rounded to nearest, and decode them again; see csd_param.edited and csd_engine_decode. */
-int csd_encode(int32_t isa, uint64_t n, const float *const *states, int32_t param_dtype, void *const *codes,
-               uint32_t sections, csd_error *error);
-int csd_decode(int32_t isa, uint64_t n, void *const *codes, int32_t param_dtype, float *const *states,
+/* Encode fp32 states (four addresses, or NULL), rounded to nearest, and decode them again; see csd_param.edited and
+ * csd_engine_decode. `codec`: csd_codec, not CSD_FP32. */
+int csd_encode(int32_t isa, uint64_t n, const float *const *states, uint32_t codec, int32_t param_dtype,
+               void *const *codes, uint32_t sections, csd_error *error);
+int csd_decode(int32_t isa, uint64_t n, void *const *codes, uint32_t codec, int32_t param_dtype, float *const *states,
                uint32_t sections, csd_error *error);
 
 int32_t csd_isa_best(void);                     /* the best that this CPU supports */

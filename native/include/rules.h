@@ -18,23 +18,23 @@
 #include "rmsprop.h"
 #include "sgd.h"
 
-// number, type, number of sections it updates, most sections that a tile may have, whether 8-bit codes can store them
-// (codec.h requires that the root of exp_avg_sq bounds exp_avg)
-#define CSD_RULES(RULE)                              \
-  RULE(CSD_ADAMW, AdamW, 3, 4, true)                 \
-  RULE(CSD_AMSGRAD, AdamW, 4, 4, true)               \
-  RULE(CSD_ADAM, Adam, 3, 4, true)                   \
-  RULE(CSD_ADAM_AMSGRAD, Adam, 4, 4, true)           \
-  RULE(CSD_SGD, SGD, 1, 2, false)                    \
-  RULE(CSD_SGD_MOMENTUM, SGD, 2, 2, false)           \
-  RULE(CSD_SGD_NESTEROV, SGD, 2, 2, false)           \
-  RULE(CSD_ADAGRAD, Adagrad, 2, 2, false)            \
-  RULE(CSD_RMSPROP, RMSprop, 2, 4, false)            \
-  RULE(CSD_RMSPROP_CENTERED, RMSprop, 3, 4, false)   \
-  RULE(CSD_RMSPROP_MOMENTUM, RMSprop, 3, 3, false)   \
-  RULE(CSD_RMSPROP_BOTH, RMSprop, 4, 4, false)       \
-  RULE(CSD_RMSPROP_UNCENTERED, RMSprop, 4, 4, false) \
-  RULE(CSD_LION, Lion, 2, 2, false)
+// number, type, number of sections it updates, most sections that a tile may have, the csd_codec of its 8-bit states
+// (CSD_FP32: it has none; CSD_8BIT requires that the root of exp_avg_sq bounds exp_avg)
+#define CSD_RULES(RULE)                                 \
+  RULE(CSD_ADAMW, AdamW, 3, 4, CSD_8BIT)                \
+  RULE(CSD_AMSGRAD, AdamW, 4, 4, CSD_8BIT)              \
+  RULE(CSD_ADAM, Adam, 3, 4, CSD_8BIT)                  \
+  RULE(CSD_ADAM_AMSGRAD, Adam, 4, 4, CSD_8BIT)          \
+  RULE(CSD_SGD, SGD, 1, 2, CSD_FP32)                    \
+  RULE(CSD_SGD_MOMENTUM, SGD, 2, 2, CSD_FP32)           \
+  RULE(CSD_SGD_NESTEROV, SGD, 2, 2, CSD_FP32)           \
+  RULE(CSD_ADAGRAD, Adagrad, 2, 2, CSD_ROOT)            \
+  RULE(CSD_RMSPROP, RMSprop, 2, 4, CSD_ROOT)            \
+  RULE(CSD_RMSPROP_CENTERED, RMSprop, 3, 4, CSD_FP32)   \
+  RULE(CSD_RMSPROP_MOMENTUM, RMSprop, 3, 3, CSD_FP32)   \
+  RULE(CSD_RMSPROP_BOTH, RMSprop, 4, 4, CSD_FP32)       \
+  RULE(CSD_RMSPROP_UNCENTERED, RMSprop, 4, 4, CSD_FP32) \
+  RULE(CSD_LION, Lion, 2, 2, CSD_FP32)
 
 // number, type, pass: 1 works on all sections but the master, 2 on the master. No card has kernels for these.
 #define CSD_PASSES(PASS)                   \

@@ -51,12 +51,18 @@ void require_isa(int32_t isa) {
   if (isa < 0 || isa > csd::best_isa()) throw csd::Failure{CSD_EINVAL, "this CPU does not have that instruction set"};
 }
 
-csd::Codes codes_of(int32_t isa, int32_t param_dtype, uint32_t sections, void *const *codes) {
-  const uint32_t least = param_dtype == CSD_F32 ? 4 : 5;
+csd::Codes codes_of(int32_t isa, uint32_t codec, int32_t param_dtype, uint32_t sections, void *const *codes) {
   require_isa(isa);
-  if (param_dtype < CSD_F32 || param_dtype > CSD_BF16 || (sections != least && sections != least + 2))
+  const auto layout_with = [&](uint32_t states) {
+    return csd::Layout(codec, states, static_cast<uint32_t>(param_dtype), 0);
+  };
+  if (codec < CSD_8BIT || codec > CSD_ROOT || param_dtype < CSD_F32 || param_dtype > CSD_BF16)
+    throw csd::Failure{CSD_EINVAL, "no codec " + std::to_string(codec) + " for dtype " + std::to_string(param_dtype)};
+  const uint32_t least = codec == CSD_8BIT ? 3 : 2;
+  csd::Layout layout = layout_with(least);
+  if (codec == CSD_8BIT && sections > layout.n()) layout = layout_with(least + 1);
+  if (sections != layout.n())
     throw csd::Failure{CSD_EINVAL, "no such codes: " + std::to_string(sections) + " sections"};
-  const csd::Layout layout(CSD_8BIT, sections == least ? 3 : 4, static_cast<uint32_t>(param_dtype), 0);
   char *at[csd::kMostSections] = {};
   std::copy_n(reinterpret_cast<char *const *>(codes), sections, at);
   return csd::codes_at(layout, at, 0);
@@ -212,8 +218,10 @@ int csd_update_codes(const csd_hyper *hyper, int32_t isa, uint64_t n, const void
                      void *const *codes, uint32_t sections, void *param, int32_t param_dtype, uint32_t key,
                      csd_error *error) {
   return guarded(error, [&] {
-    const csd::Codes at = codes_of(isa, param_dtype, sections, codes);
-    if (const csd::SectionRange of = csd::sections_of(hyper->rule); !of.codes || !of.take(at.peak ? 4 : 3))
+    const csd::SectionRange of = csd::sections_of(hyper->rule);
+    if (of.codec == CSD_FP32) throw csd::Failure{CSD_EINVAL, "no codes for update rule " + std::to_string(hyper->rule)};
+    const csd::Codes at = codes_of(isa, of.codec, param_dtype, sections, codes);
+    if (!of.take(at.peak ? 4 : at.ratio ? 3 : 2))
       throw csd::Failure{CSD_EINVAL, "no codes for update rule " + std::to_string(hyper->rule)};
     const csd::CodedSpan span{hyper, n,     grad, static_cast<uint32_t>(grad_dtype), static_cast<uint32_t>(param_dtype),
                               at,    param, key};
@@ -223,19 +231,19 @@ int csd_update_codes(const csd_hyper *hyper, int32_t isa, uint64_t n, const void
   });
 }
 
-int csd_encode(int32_t isa, uint64_t n, const float *const *states, int32_t param_dtype, void *const *codes,
-               uint32_t sections, csd_error *error) {
+int csd_encode(int32_t isa, uint64_t n, const float *const *states, uint32_t codec, int32_t param_dtype,
+               void *const *codes, uint32_t sections, csd_error *error) {
   return guarded(error, [&] {
-    const csd::Codes at = codes_of(isa, param_dtype, sections, codes);
+    const csd::Codes at = codes_of(isa, codec, param_dtype, sections, codes);
     const csd::FloatMode mode(csd::Subnormals::zero);
     csd::encode(states, n, static_cast<uint32_t>(param_dtype), at, isa);
   });
 }
 
-int csd_decode(int32_t isa, uint64_t n, void *const *codes, int32_t param_dtype, float *const *states,
+int csd_decode(int32_t isa, uint64_t n, void *const *codes, uint32_t codec, int32_t param_dtype, float *const *states,
                uint32_t sections, csd_error *error) {
   return guarded(error, [&] {
-    const csd::Codes at = codes_of(isa, param_dtype, sections, codes);
+    const csd::Codes at = codes_of(isa, codec, param_dtype, sections, codes);
     const csd::FloatMode mode(csd::Subnormals::zero);
     csd::decode(at, n, static_cast<uint32_t>(param_dtype), states, isa);
   });

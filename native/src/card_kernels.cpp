@@ -18,9 +18,9 @@ struct Row {
   uint32_t rule;
   std::string_view type;
   uint32_t updated, most;
-  bool codes;
+  uint32_t codec;
 };
-#define CSD_ROW(number, type, updated, most, codes) {number, #type, updated, most, codes},
+#define CSD_ROW(number, type, updated, most, codec) {number, #type, updated, most, codec},
 constexpr Row kRows[] = {CSD_RULES(CSD_ROW)};
 #undef CSD_ROW
 
@@ -43,7 +43,7 @@ std::vector<Kernel> make_kernels() {
       if (row.type == first.type || (first.type == "Adam" && row.type == "AdamW")) kernel.rules.push_back(row.rule);
     }
     kernels.push_back(kernel);
-    if (first.codes)
+    if (first.codec == CSD_8BIT)
       kernels.push_back({name_of(first.type, "_8bit_update"), CSD_8BIT, kPortsOfCodes, kernel.rules, kSectionsOfCodes});
   }
   return kernels;

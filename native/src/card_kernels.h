@@ -11,7 +11,7 @@ namespace csd {
 // has ports in each direction.
 enum class KernelArg { tile_in, grad, entries, segments, tile_out, param, report, numbers };
 
-// There is one kernel for each type of rules.h, with all its variants, and another for codes if the rule supports them.
+// There is one kernel for each type of rules.h, with all its variants, and another for its codes if these are CSD_8BIT.
 struct Kernel {
   std::string name;  // csd_lion_update, csd_adamw_8bit_update
   uint32_t codec;    // csd_codec

@@ -77,9 +77,9 @@ Place place_of(const CodedSpan &span) noexcept {
   const Tile &t = *current_tile;
   if (!t.codes) return find_param(span.param);
   // Codes in memory are where they are: the parameter's last group may be in a copy.
-  const uint32_t ratio = t.layout.has_correction() ? 2 : 1;
-  const char *const begin = t.codes + (t.layout.first(ratio) - t.layout.bytes(0));
-  const auto element = static_cast<uint64_t>(reinterpret_cast<const char *>(span.codes.ratio) - begin);
+  const char *const begin = t.codes + (t.layout.first(t.layout.half(1).begin) - t.layout.bytes(0));
+  const uint8_t *const first = span.codes.ratio ? span.codes.ratio : span.codes.root;
+  const auto element = static_cast<uint64_t>(reinterpret_cast<const char *>(first) - begin);
   return find([element](const csd_piece &piece) { return element - piece.tile_first; });
 }
 

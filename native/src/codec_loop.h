@@ -2,15 +2,15 @@
 // over a whole group and is written so that GCC vectorises it: no branches, maxima on integers, and unconditional
 // divisions even if a result is not used.
 
-struct Group {  // states of kGroup elements
-  alignas(64) float master[kGroup], exp_avg[kGroup], exp_avg_sq[kGroup], max_exp_avg_sq[kGroup];
+struct Group {  // kGroup elements of each state, the master first
+  alignas(64) float state[4][kGroup];
 };
 
 // Working memory for a step on one group. Codes are widened to 32 bits, the width of the fp32 values: a loop over bytes
 // would need four vectors of everything else per vector of codes, more than there are registers.
 struct Work {
   alignas(64) float grad[kGroup], master[kGroup], exp_avg[kGroup];
-  alignas(64) float root[kGroup], peak[kGroup];  // square roots of exp_avg_sq and max_exp_avg_sq
+  alignas(64) float root[kGroup], peak[kGroup];  // square roots of second moments: exp_avg_sq, max_exp_avg_sq
   alignas(64) uint32_t hash[kGroup];
   struct {
     alignas(64) uint32_t param[kGroup], correction[kGroup], ratio[kGroup], root[kGroup], peak[kGroup];
@@ -38,10 +38,10 @@ static inline void decode_moments(const uint8_t *__restrict ratio, const uint8_t
   }
 }
 
-static inline void decode_peak(const uint8_t *__restrict peak, uint32_t exponent, float *__restrict max_exp_avg_sq) {
+static inline void decode_squares(const uint8_t *__restrict root, uint32_t exponent, float *__restrict squares) {
   for (uint32_t i = 0; i < kGroup; i++) {
-    const float u = decode_root(peak[i], exponent);
-    max_exp_avg_sq[i] = u * u;
+    const float u = decode_root(root[i], exponent);
+    squares[i] = u * u;
   }
 }
 
@@ -86,8 +86,13 @@ static inline void encode_moments(const float *__restrict exp_avg, const float *
 }
 
 // Peaks are rounded to nearest, so that a maximum that has not grown keeps its code.
-static inline void encode_peaks(const float *__restrict roots, uint32_t exponent, uint32_t *__restrict peak) {
-  for (uint32_t i = 0; i < kGroup; i++) peak[i] = encode_root(roots[i], exponent, round_to_nearest_bits().root);
+template <bool stochastic>
+static inline void encode_roots(const float *__restrict roots, uint32_t exponent, const uint32_t *__restrict hash,
+                                uint32_t *__restrict root) {
+  for (uint32_t i = 0; i < kGroup; i++) {
+    const RoundingBits rounding = stochastic ? stochastic_rounding_bits(hash[i]) : round_to_nearest_bits();
+    root[i] = encode_root(roots[i], exponent, rounding.root);
+  }
 }
 
 template <bool is_f16>
@@ -114,7 +119,7 @@ static inline Codes codes_from(const Codes &codes, uint32_t dtype, uint64_t i) {
   Codes at = codes;
   at.param = (char *)codes.param + (dtype == CSD_F32 ? 4 : 2) * i;
   if (at.correction) at.correction += i;
-  at.ratio += i;
+  if (at.ratio) at.ratio += i;
   at.root += i;
   at.exponent += i / kGroup;
   if (at.peak) at.peak += i, at.peak_exponent += i / kGroup;
@@ -123,44 +128,47 @@ static inline Codes codes_from(const Codes &codes, uint32_t dtype, uint64_t i) {
 
 // Only the first `n` elements of the group are in use; an fp32 parameter must not be read beyond them.
 static inline void decode_group(const Codes &codes, uint32_t dtype, uint64_t n, Group &group) {
-  if (dtype == CSD_F32) memcpy(group.master, codes.param, 4 * n);
-  else if (dtype == CSD_F16) decode_masters<true>((const uint16_t *)codes.param, codes.correction, group.master);
-  else decode_masters<false>((const uint16_t *)codes.param, codes.correction, group.master);
-  decode_moments(codes.ratio, codes.root, *codes.exponent, group.exp_avg, group.exp_avg_sq);
-  if (codes.peak) decode_peak(codes.peak, *codes.peak_exponent, group.max_exp_avg_sq);
+  if (dtype == CSD_F32) memcpy(group.state[0], codes.param, 4 * n);
+  else if (dtype == CSD_F16) decode_masters<true>((const uint16_t *)codes.param, codes.correction, group.state[0]);
+  else decode_masters<false>((const uint16_t *)codes.param, codes.correction, group.state[0]);
+  if (codes.ratio) decode_moments(codes.ratio, codes.root, *codes.exponent, group.state[1], group.state[2]);
+  else decode_squares(codes.root, *codes.exponent, group.state[1]);
+  if (codes.peak) decode_squares(codes.peak, *codes.peak_exponent, group.state[3]);
 }
 
 // Sets the unused elements, from `n` on, to zero.
 static inline void clear_from(Group &group, uint64_t n) {
-  for (uint64_t i = n; i < kGroup; i++)
-    group.master[i] = group.exp_avg[i] = group.exp_avg_sq[i] = group.max_exp_avg_sq[i] = 0;
+  for (auto &state : group.state)
+    for (uint64_t i = n; i < kGroup; i++) state[i] = 0;
 }
 
 // Decodes and updates a group. The square root to be encoded is often one that the rule has just computed; in the same
 // loop, the compiler computes it only once.
-template <typename Rule, uint32_t sections, uint32_t dtype>
+template <typename Rule, uint32_t sections, bool has_ratio, uint32_t dtype>
 static inline void update_group(const Rule &rule, const Codes &at, Work &work) {
   const auto &codes = work.codes;
   const uint32_t exponent = *at.exponent, peak_exponent = sections > 3 ? *at.peak_exponent : 0;
   for (uint32_t i = 0; i < kGroup; i++) {
     const float u = decode_root(codes.root[i], exponent);
     float state[4] = {dtype == CSD_F32 ? bits_float(codes.param[i])
-                                       : decode_master(codes.param[i], codes.correction[i], dtype == CSD_F16),
-                      decode_exp_avg(codes.ratio[i], u, codes.root[i]), u * u};
+                                       : decode_master(codes.param[i], codes.correction[i], dtype == CSD_F16)};
+    if (has_ratio) state[1] = decode_exp_avg(codes.ratio[i], u, codes.root[i]);
+    state[has_ratio ? 2 : 1] = u * u;
     if (sections > 3) {
       const float peak = decode_root(codes.peak[i], peak_exponent);
       state[3] = peak * peak;
     }
     rule.update(state, work.grad[i]);
     work.master[i] = state[0];
-    work.exp_avg[i] = state[1];
-    work.root[i] = sqrtf(state[2]);
+    if (has_ratio) work.exp_avg[i] = state[1];
+    work.root[i] = sqrtf(state[has_ratio ? 2 : 1]);
     if (sections > 3) work.peak[i] = sqrtf(state[3]);
   }
 }
 
-template <typename Rule, uint32_t number, uint32_t sections, uint32_t dtype>
+template <typename Rule, uint32_t number, uint32_t sections, uint32_t codec, uint32_t dtype>
 static uint64_t update_by(const CodedSpan &s) {
+  constexpr bool has_ratio = codec == CSD_8BIT;
   csd_hyper hyper = *s.hyper;
   hyper.rule = number;
   const Rule rule(hyper);
@@ -184,21 +192,25 @@ static uint64_t update_by(const CodedSpan &s) {
       widen((const uint16_t *)at.param, codes.param);
       widen(at.correction, codes.correction);
     }
-    widen(at.ratio, codes.ratio);
+    if (has_ratio) widen(at.ratio, codes.ratio);
     widen(at.root, codes.root);
     if (sections > 3) widen(at.peak, codes.peak);
-    update_group<Rule, sections, dtype>(rule, at, work);
+    update_group<Rule, sections, has_ratio, dtype>(rule, at, work);
     for (uint64_t k = n; k < kGroup; k++) work.master[k] = work.exp_avg[k] = work.root[k] = work.peak[k] = 0;
 
     draw_hashes(s.key + (uint32_t)i, work.hash);
     const uint32_t exponent = exponent_for(work.root);
-    encode_moments<true>(work.exp_avg, work.root, exponent, work.hash, codes.ratio, codes.root);
+    if (has_ratio) {
+      encode_moments<true>(work.exp_avg, work.root, exponent, work.hash, codes.ratio, codes.root);
+      narrow(codes.ratio, at.ratio);
+    } else {
+      encode_roots<true>(work.root, exponent, work.hash, codes.root);
+    }
     *at.exponent = (uint8_t)exponent;
-    narrow(codes.ratio, at.ratio);
     narrow(codes.root, at.root);
     if (sections > 3) {
       const uint32_t peak_exponent = exponent_for(work.peak);
-      encode_peaks(work.peak, peak_exponent, codes.peak);
+      encode_roots<false>(work.peak, peak_exponent, nullptr, codes.peak);
       *at.peak_exponent = (uint8_t)peak_exponent;
       narrow(codes.peak, at.peak);
     }
@@ -220,9 +232,9 @@ static uint64_t update_by(const CodedSpan &s) {
 template <uint32_t dtype>
 static uint64_t update_params(const CodedSpan &s) {
   switch (s.hyper->rule) {
-#define CSD_CASE(number, Rule, sections, most, codes)                        \
-  case number:                                                               \
-    if constexpr (codes) return update_by<Rule, number, sections, dtype>(s); \
+#define CSD_CASE(number, Rule, sections, most, codec)                                           \
+  case number:                                                                                  \
+    if constexpr (codec != CSD_FP32) return update_by<Rule, number, sections, codec, dtype>(s); \
     else return 0;
     CSD_RULES(CSD_CASE)
 #undef CSD_CASE
@@ -241,9 +253,8 @@ static void decode(const Codes &codes, uint64_t n, uint32_t dtype, float *const 
   for (uint64_t i = 0; i < n; i += kGroup) {
     const uint64_t some = n - i < kGroup ? n - i : kGroup;
     decode_group(codes_from(codes, dtype, i), dtype, some, group);
-    const float *const decoded[] = {group.master, group.exp_avg, group.exp_avg_sq, group.max_exp_avg_sq};
     for (uint32_t s = 0; s < 4; s++)
-      if (states[s]) memcpy(states[s] + i, decoded[s], 4 * some);
+      if (states[s]) memcpy(states[s] + i, group.state[s], 4 * some);
   }
 }
 
@@ -254,25 +265,28 @@ static void encode(const float *const *states, uint64_t n, uint32_t dtype, const
     const uint64_t some = n - i < kGroup ? n - i : kGroup;
     const Codes at = codes_from(codes, dtype, i);
     decode_group(at, dtype, some, group);
-    float *const decoded[] = {group.master, group.exp_avg, group.exp_avg_sq, group.max_exp_avg_sq};
     for (uint32_t s = 0; s < 4; s++)
-      if (states[s]) memcpy(decoded[s], states[s] + i, 4 * some);
+      if (states[s]) memcpy(group.state[s], states[s] + i, 4 * some);
     if (some < kGroup) clear_from(group, some);
-    compute_roots(group.exp_avg_sq, work.root);
+    compute_roots(group.state[at.ratio ? 2 : 1], work.root);
     const uint32_t exponent = exponent_for(work.root);
-    encode_moments<false>(group.exp_avg, work.root, exponent, nullptr, work.codes.ratio, work.codes.root);
+    if (at.ratio) {
+      encode_moments<false>(group.state[1], work.root, exponent, nullptr, work.codes.ratio, work.codes.root);
+      narrow(work.codes.ratio, at.ratio);
+    } else {
+      encode_roots<false>(work.root, exponent, nullptr, work.codes.root);
+    }
     *at.exponent = (uint8_t)exponent;
-    narrow(work.codes.ratio, at.ratio);
     narrow(work.codes.root, at.root);
     if (at.peak) {
-      compute_roots(group.max_exp_avg_sq, work.peak);
+      compute_roots(group.state[3], work.peak);
       const uint32_t peak_exponent = exponent_for(work.peak);
-      encode_peaks(work.peak, peak_exponent, work.codes.peak);
+      encode_roots<false>(work.peak, peak_exponent, nullptr, work.codes.peak);
       *at.peak_exponent = (uint8_t)peak_exponent;
       narrow(work.codes.peak, at.peak);
     }
-    if (dtype == CSD_F32) memcpy(at.param, group.master, 4 * some);
-    else join_masters(group.master, dtype == CSD_F16, (uint16_t *)at.param, at.correction);
+    if (dtype == CSD_F32) memcpy(at.param, group.state[0], 4 * some);
+    else join_masters(group.state[0], dtype == CSD_F16, (uint16_t *)at.param, at.correction);
   }
 }
 

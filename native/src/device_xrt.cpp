@@ -241,8 +241,7 @@ class XrtDevice : public FileDevice {
       });
     };
     for (const Kernel &kernel : all_kernels())
-      if (card_->has_kernel(kernel) && kernel.takes(tile.layout.coded() ? CSD_8BIT : CSD_FP32, tile.layout.n()) &&
-          has_rules(kernel))
+      if (card_->has_kernel(kernel) && kernel.takes(tile.layout.codec(), tile.layout.n()) && has_rules(kernel))
         return kernel;
     Card::fail("its xclbin has no kernel for all rules of tile " + std::to_string(tile.index), EPROTO);
   }

@@ -191,9 +191,9 @@ void Engine::check_rows(const Tile &t, uint32_t pass, const csd_param *rows, uin
     if (!sections_of(rule).take(n_sections))
       refuse(name() + " has " + std::to_string(n_sections) + " sections, which update rule " + std::to_string(rule) +
              " does not take");
-    if (t.layout.coded() && (!sections_of(rule).codes || row.param_dtype != t.param_dtype))
+    if (t.layout.coded() && (sections_of(rule).codec != t.layout.codec() || row.param_dtype != t.param_dtype))
       refuse(name() + " has codes of another rule or dtype");
-    if (const std::string kernel = device.missing_kernel(rule, t.layout.coded() ? CSD_8BIT : CSD_FP32); !kernel.empty())
+    if (const std::string kernel = device.missing_kernel(rule, t.layout.codec()); !kernel.empty())
       throw Failure{CSD_EINVAL, "the xclbin lacks the kernel " + kernel + " (docs/smartssd.md, step 6)", 0,
                     static_cast<int32_t>(t.device)};
     if (row.master != CSD_IN_SECTION && !device.reaches_params())

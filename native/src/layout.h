@@ -20,23 +20,25 @@ class Layout {
  public:
   Layout() = default;
   // `states`: the number of states that the rule has. `elems`: elements of a tile, a multiple of 64.
-  Layout(uint32_t codec, uint32_t states, uint32_t param_dtype, uint64_t elems) : n_(0), coded_(codec != CSD_FP32) {
-    if (!coded_) {
+  Layout(uint32_t codec, uint32_t states, uint32_t param_dtype, uint64_t elems) : n_(0), codec_(codec) {
+    if (!coded()) {
       for (uint32_t s = 0; s < states; s++) add(256, elems);
       return;
     }
     has_correction_ = param_dtype != CSD_F32;
     add(has_correction_ ? 128 : 256, elems);
     if (has_correction_) add(64, elems);
-    add(64, elems);                                   // ratio
-    for (uint32_t root = 2; root < states; root++) {  // of exp_avg_sq, of max_exp_avg_sq
+    const bool has_ratio = codec == CSD_8BIT;  // exp_avg's
+    if (has_ratio) add(64, elems);
+    for (uint32_t state = has_ratio ? 2 : 1; state < states; state++) {  // the code of each, and its exponents
       add(64, elems);
       add(1, elems);
     }
   }
 
   uint32_t n() const { return n_; }
-  bool coded() const { return coded_; }
+  uint32_t codec() const { return codec_; }
+  bool coded() const { return codec_ != CSD_FP32; }
   bool has_correction() const { return has_correction_; }
   uint64_t bytes() const { return at_[n_]; }  // of a slot
   uint64_t first(uint32_t section) const {
@@ -58,8 +60,8 @@ class Layout {
     n_++;
   }
 
-  uint32_t n_ = 0;
-  bool coded_ = false, has_correction_ = false;
+  uint32_t n_ = 0, codec_ = CSD_FP32;
+  bool has_correction_ = false;
   uint32_t per_64_[kMostSections] = {};
   uint64_t at_[kMostSections + 1] = {};
 };

@@ -104,14 +104,14 @@ std::atomic<int32_t> current_isa{best_isa()};
 
 SectionRange sections_of(uint32_t rule) noexcept {
   switch (rule) {
-#define CSD_CASE(number, Rule, sections, most, codes) \
+#define CSD_CASE(number, Rule, sections, most, codec) \
   case number:                                        \
-    return {sections, most, codes};
+    return {sections, most, codec};
     CSD_RULES(CSD_CASE)
 #undef CSD_CASE
 #define CSD_CASE(number, Rule, pass) \
   case number:                       \
-    return {1, 1, false};
+    return {1, 1, CSD_FP32};
     CSD_PASSES(CSD_CASE)
 #undef CSD_CASE
     default:

@@ -26,19 +26,21 @@ struct Span {  // n elements of one parameter
 struct Codes {
   void *param;          // 16-bit parameters, or fp32 masters
   uint8_t *correction;  // null for fp32
-  uint8_t *ratio, *root, *exponent;
+  uint8_t *ratio;       // null: there is no exp_avg, and the root is that of the only state (CSD_ROOT)
+  uint8_t *root, *exponent;
   uint8_t *peak, *peak_exponent;  // null: no max_exp_avg_sq
 };
 
 inline Codes codes_at(const Layout &layout, char *const *sections, uint64_t first) {
   const auto at = [&](uint32_t s) { return reinterpret_cast<uint8_t *>(sections[s]) + layout.bytes_of(s, first); };
-  const uint32_t ratio = layout.has_correction() ? 2 : 1, peak = ratio + 3;
+  const bool has_ratio = layout.codec() == CSD_8BIT;
+  const uint32_t ratio = layout.half(1).begin, root = has_ratio ? ratio + 1 : ratio, peak = root + 2;
   const bool has_peak = peak < layout.n();
   return {at(0),
-          ratio == 2 ? at(1) : nullptr,
-          at(ratio),
-          at(ratio + 1),
-          at(ratio + 2),
+          layout.has_correction() ? at(1) : nullptr,
+          has_ratio ? at(ratio) : nullptr,
+          at(root),
+          at(root + 1),
           has_peak ? at(peak) : nullptr,
           has_peak ? at(peak + 1) : nullptr};
 }
@@ -54,10 +56,10 @@ struct CodedSpan {  // n elements of one parameter
   uint32_t key;  // random key of the first element, for stochastic rounding
 };
 
-// How many sections a tile may have for a rule to update it, and whether they may be codes.
+// How many sections a tile may have for a rule to update it, and the csd_codec of its codes; CSD_FP32: it has none.
 struct SectionRange {
   uint32_t least, most;
-  bool codes;
+  uint32_t codec;
   bool take(uint32_t sections) const { return least <= sections && sections <= most; }
 };
 SectionRange sections_of(uint32_t rule) noexcept;  // most == 0: unknown rule. Of a pass: in its half of a tile
@@ -74,8 +76,8 @@ struct Emits<Rule, std::void_t<decltype(&Rule::emit)>> : std::true_type {};
 uint64_t update(const Span &span, int32_t isa);
 uint64_t update(const CodedSpan &span, int32_t isa);
 
-// Encode, rounding to nearest, and decode master, exp_avg, exp_avg_sq and max_exp_avg_sq of n elements. A state that is
-// null is left alone. encode() keeps the parameter in `codes` if the master is within half a unit of it; otherwise the
+// Encode, rounding to nearest, and decode the states of n elements, the master first. A state that is null is left
+// alone. encode() keeps the parameter in `codes` if the master is within half a unit of it; otherwise the
 // parameter becomes the rounded master.
 void encode(const float *const *states, uint64_t n, uint32_t param_dtype, const Codes &codes, int32_t isa);
 void decode(const Codes &codes, uint64_t n, uint32_t param_dtype, float *const *states, int32_t isa);

@@ -131,7 +131,7 @@ static uint64_t update_by(const Span &s) {
 
 static uint64_t update(const Span &s) {
   switch (s.hyper->rule) {
-#define CSD_CASE(number, Rule, sections, most, codes) \
+#define CSD_CASE(number, Rule, sections, most, codec) \
   case number:                                        \
     return update_by<Rule, number, sections>(s);
     CSD_RULES(CSD_CASE)

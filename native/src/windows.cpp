@@ -24,10 +24,11 @@ void Engine::extend(const csd_extent &e, float **windows) {
   const uint64_t page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
   if (e.tile_elems == 0 || e.tile_elems % 1024 || 4 * e.tile_elems % page || e.sections < 1 || e.sections > 4)
     throw Failure{CSD_EINVAL, "a tile has a multiple of 1024 elements (and of a page), in 1 to 4 sections"};
-  if (e.codec > CSD_8BIT ||
-      (e.codec == CSD_8BIT && (e.tile_elems % 4096 || e.sections < 3 || e.param_dtype > CSD_BF16)))
+  const bool has_states = e.codec == CSD_8BIT ? e.sections >= 3 : e.sections == 2;
+  if (e.codec > CSD_ROOT || (e.codec != CSD_FP32 && (e.tile_elems % 4096 || !has_states || e.param_dtype > CSD_BF16)))
     throw Failure{CSD_EINVAL,
-                  "a tile of codes has a multiple of 4096 elements, 3 or 4 states, and parameters of a known dtype"};
+                  "a tile of codes has a multiple of 4096 elements, as many states as its codec, and parameters of a "
+                  "known dtype"};
   if (e.sum_elems == 0 || e.sum_elems % 1024)
     throw Failure{CSD_EINVAL, "a checksum covers a multiple of 1024 elements of a section"};
   if (e.tile_elems > kMostTileElems || e.n_tiles > kMostElems / e.tile_elems)

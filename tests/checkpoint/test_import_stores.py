@@ -192,7 +192,9 @@ def test_what_cannot_be_kept_is_refused_before_it_is_read(tmp_path, monkeypatch)
     with train(CSDSGD(parameters(), momentum=0.9, devices=str(tmp_path / "a"), tile_size=TILE), 1):
         pass
     monkeypatch.setattr(DurableCommitter, "check_recovered", lambda *_: pytest.fail("the store is read"))
-    with pytest.raises(CSDValueError, match=r"the states of .*a/csd_optim.store stay fp32: they are momentum_buffer"):
+    with pytest.raises(
+        CSDValueError, match=r"states of .*a/csd_optim.store stay fp32: those of sgd are momentum_buffer"
+    ):
         import_store(tmp_path / "a", [tmp_path / "b"], state_dtype="8bit")
     (tmp_path / "empty").mkdir()
     with pytest.raises(CSDStoreError, match="is neither a store nor an export of one"):

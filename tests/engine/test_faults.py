@@ -31,12 +31,12 @@ from faults import (
 )
 from support.comparing import assert_same
 from support.faulty import child, fault, in_child  # noqa: F401
-from support.optimizers import ADAMW, FULL
+from support.optimizers import ADAMW, CODED, FULL
 
 from csd_optim import CSDAdam, CSDOSError, CSDWarning
 from csd_optim.store.format import CLEAN, read_contents
 
-OF = {of.name: of for of in (ADAMW, *FULL)}  # by name, as bodies run in another process
+OF = {of.name: of for of in (ADAMW, *FULL, *CODED)}  # by name, as bodies run in another process
 DEVICES = ["file", "files", "mixed", "scratch", "paced"]  # if there are several devices, csd1 fails
 PACE = "read=20MB/s&write=10MB/s&latency=1ms&update=2M/s&link=10MB/s"  # a step of TiledTraining takes some 20 ms
 

@@ -25,17 +25,19 @@ uint64_t round_up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
 
 // The reference: each section of a parameter as one array, updated by csd_update_codes.
 struct Reference {
-  uint32_t dtype;
+  uint32_t dtype, n_states;
   uint64_t n;
   std::vector<std::vector<uint8_t>> sections;
   std::vector<uint8_t> param;
 
-  Reference(uint32_t of_dtype, uint32_t states, uint64_t elems) : dtype(of_dtype), n(elems) {
+  uint32_t codec() const { return n_states == 2 ? CSD_ROOT : CSD_8BIT; }
+
+  Reference(uint32_t of_dtype, uint32_t states, uint64_t elems) : dtype(of_dtype), n_states(states), n(elems) {
     const uint64_t padded = round_up(n, 64);
     sections.emplace_back(padded * (dtype == CSD_F32 ? 4 : 2));
     if (dtype != CSD_F32) sections.emplace_back(padded);
-    for (uint32_t s = 2; s < states; s++) {
-      if (s == 2) sections.emplace_back(padded);
+    if (codec() == CSD_8BIT) sections.emplace_back(padded);  // the ratio
+    for (uint32_t s = codec() == CSD_8BIT ? 2 : 1; s < states; s++) {
       sections.emplace_back(padded);
       sections.emplace_back(padded / 64);
     }
@@ -70,8 +72,8 @@ struct Reference {
     std::vector<float> found(n);
     float *wanted[4] = {};
     wanted[state] = found.data();
-    OK(csd_decode(0, n, addresses().data(), static_cast<int32_t>(dtype), wanted, static_cast<uint32_t>(sections.size()),
-                  nullptr));
+    OK(csd_decode(0, n, addresses().data(), codec(), static_cast<int32_t>(dtype), wanted,
+                  static_cast<uint32_t>(sections.size()), nullptr));
     return found;
   }
 };
@@ -103,6 +105,7 @@ struct Model {
         const csd_tile_state *initial_states = nullptr, const uint32_t *sums = nullptr)
       : dtype(of_dtype), states(n_states) {
     if (states == 4) hyper.rule = CSD_AMSGRAD;
+    if (states == 2) hyper = {CSD_RMSPROP, {0.01f, 0.1f, 0.99f, 0.01f, 0.0f, 1e-8f, 0.0f, 0.0f, 1.0f}};
     uint64_t at = 0;
     for (uint32_t p = 0; p < kN; p++) {
       for (uint64_t first = 0; first < kParams[p];) {
@@ -123,7 +126,7 @@ struct Model {
                       initial_states, kSumElems,
                       sums,           offsets.data(),
                       pieces.data(),  pieces.size(),
-                      nullptr,        CSD_8BIT,
+                      nullptr,        states == 2 ? CSD_ROOT : CSD_8BIT,
                       dtype};
     float *windows[4] = {};
     OK(csd_engine_extend(engine, &extent, windows, &error));
@@ -305,13 +308,13 @@ struct Pair {  // an engine, and references for its states
 
 // The size of a slot.
 uint64_t slot_bytes(uint32_t dtype, uint32_t states) {
-  const uint64_t roots = (states - 2) * (kTile + kPage);
-  return kTile * (dtype == CSD_F32 ? 4 : 3) + kTile + roots;
+  const uint64_t roots = (states == 2 ? 1 : states - 2) * (kTile + kPage), ratio = states == 2 ? 0 : kTile;
+  return kTile * (dtype == CSD_F32 ? 4 : 3) + ratio + roots;
 }
 
 void like_one_array() {
   for (const uint32_t dtype : {CSD_F32, CSD_F16, CSD_BF16})
-    for (const uint32_t states : {3u, 4u}) {
+    for (const uint32_t states : {2u, 3u, 4u}) {
       const File a, b, c, d;
       Pair files({file(a), file(b)}, dtype, states), kept({file(c, 1 << 20)}, dtype, states);
       Pair slow({paced(file(d))}, dtype, states), memory({{"ram", -1, 0, 0}}, dtype, states);
@@ -350,7 +353,7 @@ void like_one_array() {
 // Parameters that are their own sections. The memory after the last element of one must not be touched.
 void in_parameters() {
   for (const uint32_t dtype : {CSD_F32, CSD_F16, CSD_BF16})
-    for (const uint32_t states : {3u, 4u}) {
+    for (const uint32_t states : {2u, 3u, 4u}) {
       Pair pair({{"ram", -1, 0, 0}}, dtype, states);
       Model &m = pair.model;
       for (uint32_t p = 0; p < kN; p++) {
@@ -437,8 +440,9 @@ void edited() {
       row.edited[1] = exp_avg.data();
       if (dtype != CSD_F32) row.edited[0] = master.data();
       const float *states[4] = {row.edited[0], exp_avg.data(), nullptr, nullptr};
-      OK(csd_encode(0, kParams[0], states, static_cast<int32_t>(dtype), pair.references[0].addresses().data(),
-                    static_cast<uint32_t>(pair.references[0].sections.size()), nullptr));
+      OK(csd_encode(0, kParams[0], states, pair.references[0].codec(), static_cast<int32_t>(dtype),
+                    pair.references[0].addresses().data(), static_cast<uint32_t>(pair.references[0].sections.size()),
+                    nullptr));
       if (!with_grad) row.grad = nullptr;
       pair.step();
       if (!with_grad) CHECK(same(pair.model.decoded(0, 1), pair.references[0].states(1)));
@@ -515,6 +519,7 @@ void refused() {
   CHECK(refuses([](csd_extent &e) { e.codec = 2; }));
   CHECK(refuses([](csd_extent &e) { e.tile_elems = 1024; }));
   CHECK(refuses([](csd_extent &e) { e.sections = 2; }));
+  CHECK(refuses([](csd_extent &e) { e.codec = CSD_ROOT; }));
   CHECK(refuses([](csd_extent &e) { e.param_dtype = 3; }));
   CHECK(refuses([&](csd_extent &e) { e.pieces = &piece, e.n_pieces = 1; }));
   OK(csd_engine_extend(engine, &good, windows, &error));

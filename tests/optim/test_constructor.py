@@ -76,16 +76,6 @@ def test_a_copy_and_a_pickle_go_on_as_the_original(of):
         assert_same(everything(other), everything(ours))
 
 
-@pytest.mark.parametrize("of", [SGD, ADAGRAD, RMSPROP, LION], ids=str)
-def test_8_bits_only_where_something_bounds_the_states(of, tmp_path):
-    message = f"Invalid state_dtype: '8bit' .* the states of {of.rule.name} have no such bound, and stay 'fp32'"
-    with pytest.raises(CSDValueError, match=message):
-        of.ours([leaf(3)], devices=tmp_path / "csd", state_dtype="8bit")
-    assert not (tmp_path / "csd").exists()
-    with pytest.raises(CSDValueError, match="Invalid state_dtype of group 0: '8bit'"):
-        of.ours([{"params": [leaf(3)], "state_dtype": "8bit"}], devices="ram:")
-
-
 def test_a_rule_that_no_card_has_a_kernel_for_is_refused(monkeypatch):
     """A rule for which there is no kernel at all. For kernels that an xclbin lacks see smartssd/test_card_rules.py."""
     monkeypatch.setattr(CSDLion, "_rule", replace(LION.rule, name="newest"))

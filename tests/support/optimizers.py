@@ -11,6 +11,7 @@ from csd_optim import CSDSGD, CSDAdagrad, CSDAdam, CSDLion, CSDMuon, CSDRMSprop
 from csd_optim.devices.backends import BACKENDS
 from csd_optim.optim import rules as named
 from csd_optim.params.update_rule import UpdateRule
+from csd_optim.store.sections import FP32
 
 
 class Lion(torch.optim.Optimizer):
@@ -47,8 +48,18 @@ class Pair:
     other: dict
     kwargs: dict = field(default_factory=dict)
 
+    @property
+    def has_codes(self):
+        return has_codes(self.rule, self.kwargs)
+
     def __str__(self):
         return " ".join([self.name, *(f"{key}={value}" for key, value in self.kwargs.items())])
+
+
+def has_codes(rule, options):
+    """Return whether a group with these options can have 8-bit states."""
+    sections = rule.sections_for({**rule.defaults, **options})
+    return rule.codec != FP32 and rule.uncoded.keys().isdisjoint(sections)
 
 
 AMSGRAD = {"amsgrad": True}
@@ -65,6 +76,11 @@ FULL = [
     replace(ADAGRAD, kwargs={"initial_accumulator_value": 0.1}),
     replace(RMSPROP, kwargs={"momentum": 0.9, "centered": True}),
     replace(LION, kwargs={"weight_decay": 0.1}),
+]
+# With 8-bit states of another codec than AdamW's.
+CODED = [
+    replace(ADAGRAD, name="8-bit Adagrad", ours=partial(CSDAdagrad, state_dtype="8bit"), kwargs={"weight_decay": 0.1}),
+    replace(RMSPROP, name="8-bit RMSprop", ours=partial(CSDRMSprop, state_dtype="8bit"), kwargs={"weight_decay": 0.1}),
 ]
 _MORE = [
     replace(ADAM, kwargs={"amsgrad": True}),
@@ -94,7 +110,7 @@ def by_group(params, **options):
     if not isinstance(groups[0], dict):
         groups = [{"params": [p], **OF_RULES[i % len(OF_RULES)]} for i, p in enumerate(groups)]
     for group in groups:
-        if not named.rule_of(named.ADAMW, group).has_codes:
+        if not has_codes(named.rule_of(named.ADAMW, group), group):
             group.setdefault("state_dtype", "fp32")
     return CSDAdam(groups, **options)
 
