@@ -60,7 +60,7 @@ PARAM = np.dtype(
     ]
 )
 HYPER = np.dtype([("rule", "u4"), ("c", "f4", 9)])
-CODECS = {"fp32": lib.CSD_FP32, "8bit": lib.CSD_8BIT, "root": lib.CSD_ROOT}
+CODECS = {"fp32": lib.CSD_FP32, "8bit": lib.CSD_8BIT, "root": lib.CSD_ROOT, "linear": lib.CSD_LINEAR}
 EVENT_KINDS = ("read", "update", "write")
 CHANGE = np.dtype([("param", "u4"), ("count", "u4"), ("first", "u8"), ("elems", "u8"), ("at", "u8")])
 BLOCK = np.dtype(

@@ -24,6 +24,7 @@ from ..params.groups import check_state_dtype
 from ..params.update_rule import Group, UpdateRule
 from ..planning.advice import Optimizer
 from ..planning.model import NS_DTYPES, Orthogonalization
+from ..store.sections import FP32
 
 _CLASSES: tuple[type[CSDOptimizer], ...] = (CSDAdam, CSDSGD, CSDAdagrad, CSDRMSprop, CSDLion, CSDMuon)
 OPTIMIZERS = {cls.__name__: cls for cls in _CLASSES}
@@ -46,7 +47,7 @@ def described(text: str, state_dtype: str) -> tuple[Optimizer, tuple[str, ...], 
     asked: dict[str, Any] = dict.fromkeys(options, True)
     with of([torch.nn.Parameter(torch.zeros(1, 1))], devices="null:", **asked) as optimizer:
         group = optimizer.param_groups[0]
-    sections, hyper = _first_step(rule, group)
+    sections, hyper = _first_step(rule, group, state_dtype)
     return Optimizer(name, tuple(n for n in rule.switches if n in options), rule.name, len(sections)), sections, hyper
 
 
@@ -73,7 +74,7 @@ def with_groups(
         if not 0 < share < 1:
             raise CSDValueError(f"Invalid group: {text!r}; its share of the parameters is a number such as 0.2 or 20%")
         groups.append((",".join((name, *options)), share))
-        parts.append((share, *_first_step(rule, {**rule.defaults, **dict.fromkeys(options, True)})))
+        parts.append((share, *_first_step(rule, {**rule.defaults, **dict.fromkeys(options, True)}, state_dtype)))
     left = 1 - math.fsum(share for _, share in groups)
     if left < 0:
         raise CSDValueError(f"Invalid groups: their shares are {1 - left:g} of the parameters; 1 is all")
@@ -108,8 +109,9 @@ def _check_options(what: str, text: str, name: str, options: Sequence[str], rule
             raise CSDValueError(f"Invalid {what}: {text!r}; {option!r} adds no state to {name}, but {known} does")
 
 
-def _first_step(rule: UpdateRule, group: Group) -> tuple[tuple[str, ...], Hyper]:
+def _first_step(rule: UpdateRule, group: Group, state_dtype: str) -> tuple[tuple[str, ...], Hyper]:
     sections = rule.sections_for(group)
-    if rule.orthogonal:  # its two passes are planned as the one pass of SGD with momentum, which has the same states
-        rule, group = NAMED["sgd"], {**NAMED["sgd"].defaults, "momentum": 0.95}
+    if rule.orthogonal:  # its two passes are planned as the one pass of a rule with as many states and codes
+        rule = NAMED["sgd" if state_dtype == FP32 else "rmsprop"]
+        group = {**rule.defaults, "momentum": 0.95 if state_dtype == FP32 else 0}
     return sections, rule.constants(group, sections, 1, 1.0)

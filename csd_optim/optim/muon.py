@@ -51,9 +51,11 @@ class CSDMuon(CSDOptimizer, _AnyGroups):
     fp32, whatever a gradient's dtype; the matrix that is orthogonalized is rounded to bf16, as in torch. It is
     orthogonalized by torch, on the parameter's device, once per `step()`.
 
-    Raises the same errors as CSDAdam, CSDValueError also for parameters of Muon that are no matrices, for ``topk`` and
-    ``state_dtype="8bit"`` in their groups, and CSDMemoryError in `step()`, before anything is changed, if there is no
-    room to orthogonalize. ``state[p]`` holds ``step``, ``momentum_buffer`` and ``master``.
+    ``state_dtype="8bit"`` keeps the momentum as 8-bit integers, and 24 bits of the master of a 16-bit parameter.
+
+    Raises the same errors as CSDAdam, CSDValueError also for parameters of Muon that are no matrices and for ``topk``
+    in their groups, and CSDMemoryError in `step()`, before anything is changed, if there is no room to orthogonalize.
+    ``state[p]`` holds ``step``, ``momentum_buffer`` and ``master``.
 
     Rule: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024, with torch's learning rate
     and weight decay; see native/include/muon.h and csd_optim/muon/newton_schulz.py.

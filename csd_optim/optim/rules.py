@@ -251,7 +251,6 @@ MUON = UpdateRule(
     constants=_muon,
     texts=("ns_coefficients", "adjust_lr_fn", "ns_dtype"),
     orthogonal=_orthogonal,
-    uncoded={"momentum_buffer": "the codes there are do not bound its error"},
     torch_counts=False,
 )
 

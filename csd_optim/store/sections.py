@@ -6,6 +6,7 @@ With fp32 states each state is a section. Codes (native/include/codec.h) are sto
     ratio                    codec `8bit`: exp_avg, divided by the square root of exp_avg_sq
     root, exponent           codec `8bit`: that square root; each group of 64 elements shares an exponent.
                              Codec `root`: the square root of the only state, a second moment
+    linear, exponent         codec `linear`: the only state, a momentum, in units of a power of two that a group shares
     peak, peak exponent      codec `8bit`, with amsgrad: the same for max_exp_avg_sq
 """
 
@@ -21,11 +22,18 @@ from ..bindings import CODECS
 
 PAGE = 4096  # each section begins on one
 GROUP = 64  # elements that share an exponent
-FP32, EIGHT_BIT, ROOT = CODECS
+FP32, EIGHT_BIT, ROOT, LINEAR = CODECS
 STATE_DTYPES = (FP32, EIGHT_BIT)  # what a user asks for; the codec of 8-bit states depends on the rule
 # The codec of each rule's 8-bit states; all other rules have fp32 states only.
-CODEC_OF_RULE: Mapping[str, str] = {"adamw": EIGHT_BIT, "adam": EIGHT_BIT, "adagrad": ROOT, "rmsprop": ROOT}
-GROUPED = ("root", "exponent", "peak", "peak exponent")  # sections whose codes mean nothing outside their group
+CODEC_OF_RULE: Mapping[str, str] = {
+    "adamw": EIGHT_BIT,
+    "adam": EIGHT_BIT,
+    "adagrad": ROOT,
+    "rmsprop": ROOT,
+    "muon": LINEAR,
+}
+# Sections whose codes mean nothing outside their group.
+GROUPED = ("linear", "root", "exponent", "peak", "peak exponent")
 SECTIONS = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")  # AdamW's states; without amsgrad the first three
 PARAM_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}  # supported by codes
 
@@ -51,7 +59,8 @@ def _section_sizes(states: Sequence[str], codec: str, param_dtype: torch.dtype |
         return [(name, 4 * GROUP) for name in states]
     wide = param_dtype == torch.float32
     master = [("master", 4 * GROUP)] if wide else [("parameter", 2 * GROUP), ("correction", GROUP)]
-    moments = [("ratio", GROUP)] * (codec == EIGHT_BIT) + [("root", GROUP), ("exponent", 1)]
+    moments = [("ratio", GROUP)] * (codec == EIGHT_BIT)
+    moments += [("linear" if codec == LINEAR else "root", GROUP), ("exponent", 1)]
     peak = [("peak", GROUP), ("peak exponent", 1)] if len(states) > 3 else []
     return master + moments + peak
 
@@ -94,7 +103,7 @@ def codec_supports(codec: str, states: Iterable[str], param_dtype: object) -> bo
 
 
 def codec_of(state_dtype: str, states: Sequence[str]) -> str:
-    """Return the codec that these states, of a rule that has codes, have with this state_dtype."""
+    """Return a codec that takes the bytes of these states with this state_dtype. Their rule has codes."""
     return state_dtype if state_dtype == FP32 or len(states) > 2 else ROOT
 
 

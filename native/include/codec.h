@@ -6,6 +6,8 @@
 //   ratio       exp_avg / root: sign, 3 bits of exponent, 4 of mantissa. |exp_avg| <= c sqrt(exp_avg_sq), where c
 //               depends on the betas alone (Cauchy-Schwarz), so it needs no scale. A root that is rounded down makes
 //               the decoded exp_avg smaller by the same factor, so the update stays bounded
+//   linear      a momentum, which nothing bounds: an integer from -127 to 127, in units of a power of two that a group
+//               shares
 //   correction  extends the 16-bit parameter to the fp32 master, rounded to 24 bits; in units of 1/256 of the
 //               parameter's last place, positive away from zero. An fp32 parameter is its own master
 //
@@ -24,7 +26,7 @@ constexpr uint32_t kLeastExponent = 90;  // least exponent of a group; with it, 
 // Random addends for stochastic rounding, in units of the last bit that is cut off, and the side to which a tie of the
 // correction is moved. The leading bits of the three addends come from different bits of the hash.
 struct RoundingBits {
-  uint32_t root, ratio;  // 19 bits
+  uint32_t root, ratio;  // 19 bits; root also for linear codes
   uint32_t correction;   // 8 bits
   uint32_t side;         // 0 or 2
 };
@@ -39,6 +41,9 @@ inline RoundingBits round_to_nearest_bits() { return {1u << 18, 1u << 18, 0x80, 
 // All bits set if the condition holds, else none. Compilers do not turn this into a branch, which would prevent
 // vectorisation.
 inline uint32_t all_if(bool condition) { return 0u - (uint32_t)condition; }
+
+// The signed number with these 8 bits.
+inline uint32_t signed_8(uint32_t code) { return code - ((code & 0x80u) << 1); }
 
 // ---- Minifloats: 4 bits of mantissa ------------------------------------------------------
 
@@ -104,13 +109,36 @@ inline float decode_exp_avg(uint32_t ratio, float root, uint32_t root_code) {
   return root_code == kRootInfinite ? 0 : exp_avg;
 }
 
+// ---- momentum_buffer -------------------------------------------------------------------------
+
+constexpr uint32_t kLinearNan = 0x80;  // code of a momentum that was inf or nan: all of the matrix is nan then
+
+// The exponent of a group whose largest finite magnitude has these bits: that of its unit, plus 126. The largest
+// magnitude is 64 to 127 units, so that it stays within 127 when rounded up, and no unit is subnormal.
+inline uint32_t linear_exponent_of(uint32_t largest) {
+  const int32_t exponent = (int32_t)((largest + 0x1ffffu) >> 23) - 7;
+  return (uint32_t)(exponent < 0 ? 0 : exponent > 247 ? 247 : exponent);
+}
+
+inline float decode_linear(uint32_t code, uint32_t exponent) {
+  const float value = (float)(int32_t)signed_8(code) * bits_float((exponent + 1) << 23);  // exact
+  return code == kLinearNan ? bits_float(0x7fc00000u) : value;
+}
+
+inline uint32_t encode_linear(float value, uint32_t exponent, uint32_t addend) {
+  const uint32_t b = float_bits(value), magnitude = b & 0x7fffffffu, finite = all_if(magnitude < 0x7f800000u);
+  const float units =
+      bits_float(magnitude & finite) * bits_float((253 - exponent) << 23);  // exact, unless below 2^-126
+  const uint32_t code = ((uint32_t)(int32_t)(units * 0x1p19f) + addend) >> 19, k = code < 127 ? code : 127;
+  const uint32_t negative = all_if(b >> 31 != 0), q = ((k ^ negative) - negative) & 0xffu;
+  return (q & finite) | (kLinearNan & ~finite);
+}
+
 // ---- The master of a parameter of 16 bits ----------------------------------------------------
 
 struct SplitMaster {
   uint32_t param, correction;  // 16 and 8 bits
 };
-
-inline uint32_t signed_8(uint32_t correction) { return correction - ((correction & 0x80u) << 1); }
 
 inline float decode_master(uint32_t param, uint32_t correction, bool is_f16) {
   const uint32_t bf16 = (param << 16) + (signed_8(correction) << 8);

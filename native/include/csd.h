@@ -131,7 +131,9 @@ enum csd_codec {
   CSD_8BIT = 1,
   /* Likewise, of one state that is a second moment, such as Adagrad's sum: the parameter and its correction, or the
    * master; root; exponent. Tiles have two states */
-  CSD_ROOT = 2
+  CSD_ROOT = 2,
+  /* Likewise, of one state that is a momentum: linear (1 byte), in place of root. A rule with it takes two passes */
+  CSD_LINEAR = 3
 };
 
 /* Index into csd_hyper.c, the same for every rule, of the factor by which gradients are multiplied (1/loss scale,
@@ -348,10 +350,11 @@ enum csd_order {
  * listed has its buffer before those listed later, and keeps it until it is pushed. So wait for a pass only when all that
  * are listed before it have been pushed: then a step cannot deadlock, however few buffers there are.
  *
- * All parameters in such a tile take two passes. Its states are fp32, in two slots; that excludes "ram" without buffers,
- * since what the caller does between the passes can fail. Cards have no kernels for passes. No buffer keeps half a slot
- * for the next step. CSD_GIVEN, Top-K and csd_push.hold are refused. csd_engine_undone lists the tile if pass 2 has
- * written parameters; csd_stats counts the bytes of both passes, `updated` in pass 2, and `nonfinite` in pass 1. */
+ * All parameters in such a tile take two passes. Its states are fp32, or codes of CSD_LINEAR, which the halves divide as
+ * they do states. They are in two slots; that excludes "ram" without buffers, since what the caller does between the
+ * passes can fail. Cards have no kernels for passes. No buffer keeps half a slot for the next step. CSD_GIVEN, Top-K and
+ * csd_push.hold are refused. csd_engine_undone lists the tile if pass 2 has written parameters; csd_stats counts the
+ * bytes of both passes, `updated` in pass 2, and `nonfinite` in pass 1. */
 #define CSD_PASS_2 0x80000000u
 
 /* Begins a step over `tiles` (each listed once, or once for each of two passes, in the order of processing) after
@@ -481,10 +484,9 @@ int csd_engine_remap(csd_engine *engine, int32_t open, csd_error *error);
 int csd_engine_edited(csd_engine *engine, const uint32_t *tiles, uint32_t n, csd_error *error);
 
 /* Reads the current states of elements [first, first + n) of a tile, as fp32: the master, then the others in the order
- * of the tile's sections; for codes these are exp_avg, exp_avg_sq and max_exp_avg_sq, decoded. Verifies what it reads
- * from a device (CSD_EDAMAGED). A state whose address is NULL is skipped. For codes, `first` is a multiple of 64.
- * `param`: for codes with CSD_IN_PARAM, these elements of the parameter; otherwise NULL. Waits for writes. Not allowed
- * during a step. */
+ * of the tile's sections; codes are decoded. Verifies what it reads from a device (CSD_EDAMAGED). A state whose address
+ * is NULL is skipped. For codes, `first` is a multiple of 64. `param`: for codes with CSD_IN_PARAM, these elements of the
+ * parameter; otherwise NULL. Waits for writes. Not allowed during a step. */
 int csd_engine_decode(csd_engine *engine, uint32_t tile, uint64_t first, uint64_t n, const void *param,
                       float *const *states, csd_error *error);
 
@@ -637,7 +639,7 @@ int csd_update(const csd_hyper *hyper, int32_t isa, uint64_t n, const void *grad
                float *const *state, uint32_t sections, void *param, int32_t param_dtype, csd_error *error);
 
 /* Like csd_update, on codes of the rule's csd_codec: `codes` has one address per section. `key`: random key of the first
- * element, for the stochastic rounding. */
+ * element, for the stochastic rounding. A csd_pass_rule updates its half of the sections, of which all are given. */
 int csd_update_codes(const csd_hyper *hyper, int32_t isa, uint64_t n, const void *grad, int32_t grad_dtype,
                      void *const *codes, uint32_t sections, void *param, int32_t param_dtype, uint32_t key,
                      csd_error *error);

@@ -36,7 +36,8 @@
   RULE(CSD_RMSPROP_UNCENTERED, RMSprop, 4, 4, CSD_FP32) \
   RULE(CSD_LION, Lion, 2, 2, CSD_FP32)
 
-// number, type, pass: 1 works on all sections but the master, 2 on the master. No card has kernels for these.
+// number, type, pass: 1 works on all sections but the master, 2 on the master. Their 8-bit states are CSD_LINEAR. No card
+// has kernels for these.
 #define CSD_PASSES(PASS)                   \
   PASS(CSD_MUON_MOMENTUM, MuonMomentum, 1) \
   PASS(CSD_MUON_APPLY, MuonApply, 2)

@@ -56,7 +56,7 @@ csd::Codes codes_of(int32_t isa, uint32_t codec, int32_t param_dtype, uint32_t s
   const auto layout_with = [&](uint32_t states) {
     return csd::Layout(codec, states, static_cast<uint32_t>(param_dtype), 0);
   };
-  if (codec < CSD_8BIT || codec > CSD_ROOT || param_dtype < CSD_F32 || param_dtype > CSD_BF16)
+  if (codec < CSD_8BIT || codec > CSD_LINEAR || param_dtype < CSD_F32 || param_dtype > CSD_BF16)
     throw csd::Failure{CSD_EINVAL, "no codec " + std::to_string(codec) + " for dtype " + std::to_string(param_dtype)};
   const uint32_t least = codec == CSD_8BIT ? 3 : 2;
   csd::Layout layout = layout_with(least);
@@ -219,9 +219,14 @@ int csd_update_codes(const csd_hyper *hyper, int32_t isa, uint64_t n, const void
                      csd_error *error) {
   return guarded(error, [&] {
     const csd::SectionRange of = csd::sections_of(hyper->rule);
+    const uint32_t pass = csd::pass_of(hyper->rule);
+    // A first pass does not touch the master: 16 bits, or if there are only three sections, fp32.
+    const int32_t master_dtype = pass != 1 ? param_dtype : sections == 3 ? CSD_F32 : CSD_BF16;
     if (of.codec == CSD_FP32) throw csd::Failure{CSD_EINVAL, "no codes for update rule " + std::to_string(hyper->rule)};
-    const csd::Codes at = codes_of(isa, of.codec, param_dtype, sections, codes);
-    if (!of.take(at.peak ? 4 : at.ratio ? 3 : 2))
+    csd::Codes at = codes_of(isa, of.codec, master_dtype, sections, codes);
+    if (pass == 1) at.param = nullptr, at.correction = nullptr;
+    if (pass == 2) at.linear = at.exponent = nullptr;
+    if (!of.take(pass != 0 ? 1 : at.peak ? 4 : at.ratio ? 3 : 2))
       throw csd::Failure{CSD_EINVAL, "no codes for update rule " + std::to_string(hyper->rule)};
     const csd::CodedSpan span{hyper, n,     grad, static_cast<uint32_t>(grad_dtype), static_cast<uint32_t>(param_dtype),
                               at,    param, key};

@@ -64,11 +64,13 @@ bool Engine::take_buffer(Lane &l, Job &job, bool overtakes) {
       !job.work.from_windows && !job.work.is_new && t.slots[t.slot].summed && (t.cached_buffer || !t.open);
   // Skip reading the parameters if host memory has them. That needs checksums, which tell whether they are the right
   // ones, and a device that can do without: a card can only use what it reads from the drive.
-  job.work.param_at_host = job.needs_read && job.work.verify && t.layout.coded() && l.device->skips_params() &&
+  job.work.param_at_host = job.needs_read && job.work.verify && t.layout.coded() && job.pass != 1 &&
+                           l.device->skips_params() &&
                            std::all_of(t.pieces, t.pieces + t.n_pieces, [&job](const csd_piece &p) {
                              const csd_param &param = job.work.params[p.param];
                              return param.param || param.in_image;
                            });
+  if (job.first_to_read() == job.last_byte()) job.needs_read = false;  // the half of a second pass, if masters are fp32
   job.buffer = l.free.extract(found);
   if (Tile *evicted = std::exchange(job.buffer.value().tile, nullptr)) {
     evicted->cached_buffer = nullptr;

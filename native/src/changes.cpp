@@ -78,7 +78,7 @@ Place place_of(const CodedSpan &span) noexcept {
   if (!t.codes) return find_param(span.param);
   // Codes in memory are where they are: the parameter's last group may be in a copy.
   const char *const begin = t.codes + (t.layout.first(t.layout.half(1).begin) - t.layout.bytes(0));
-  const uint8_t *const first = span.codes.ratio ? span.codes.ratio : span.codes.root;
+  const uint8_t *const first = span.codes.ratio ? span.codes.ratio : span.codes.root;  // passes update nothing in place
   const auto element = static_cast<uint64_t>(reinterpret_cast<const char *>(first) - begin);
   return find([element](const csd_piece &piece) { return element - piece.tile_first; });
 }

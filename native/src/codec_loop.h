@@ -10,10 +10,11 @@ struct Group {  // kGroup elements of each state, the master first
 // would need four vectors of everything else per vector of codes, more than there are registers.
 struct Work {
   alignas(64) float grad[kGroup], master[kGroup], exp_avg[kGroup];
+  alignas(64) float momentum[kGroup];
   alignas(64) float root[kGroup], peak[kGroup];  // square roots of second moments: exp_avg_sq, max_exp_avg_sq
   alignas(64) uint32_t hash[kGroup];
   struct {
-    alignas(64) uint32_t param[kGroup], correction[kGroup], ratio[kGroup], root[kGroup], peak[kGroup];
+    alignas(64) uint32_t param[kGroup], correction[kGroup], ratio[kGroup], root[kGroup], peak[kGroup], linear[kGroup];
   } codes;
 };
 
@@ -45,6 +46,10 @@ static inline void decode_squares(const uint8_t *__restrict root, uint32_t expon
   }
 }
 
+static inline void decode_momenta(const uint8_t *__restrict linear, uint32_t exponent, float *__restrict momentum) {
+  for (uint32_t i = 0; i < kGroup; i++) momentum[i] = decode_linear(linear[i], exponent);
+}
+
 template <bool is_f16>
 static inline void decode_masters(const uint16_t *__restrict param, const uint8_t *__restrict correction,
                                   float *__restrict master) {
@@ -60,15 +65,24 @@ static inline void compute_roots(const float *__restrict squares, float *__restr
   for (uint32_t i = 0; i < kGroup; i++) roots[i] = sqrtf(squares[i]);
 }
 
-// The exponent that a group needs for its roots.
-static inline uint32_t exponent_for(const float *__restrict roots) {
+// The bits of the largest finite value.
+static inline uint32_t largest_of(const float *__restrict values) {
   int32_t largest = 0;
   for (uint32_t i = 0; i < kGroup; i++) {
     // As an int32_t, -nan is negative and so does not raise the maximum.
-    const int32_t b = (int32_t)float_bits(roots[i]), finite = b < 0x7f800000 ? b : 0;
+    const int32_t b = (int32_t)float_bits(values[i]), finite = b < 0x7f800000 ? b : 0;
     largest = largest > finite ? largest : finite;
   }
-  return exponent_of((uint32_t)largest);
+  return (uint32_t)largest;
+}
+
+// The exponent that a group needs for its roots.
+static inline uint32_t exponent_for(const float *__restrict roots) { return exponent_of(largest_of(roots)); }
+
+static inline uint32_t linear_exponent_for(const float *__restrict momentum) {
+  alignas(64) float magnitude[kGroup];
+  for (uint32_t i = 0; i < kGroup; i++) magnitude[i] = fabsf(momentum[i]);
+  return linear_exponent_of(largest_of(magnitude));
 }
 
 // `stochastic`: round stochastically with `hash` (see draw_hashes()); otherwise round to nearest.
@@ -95,6 +109,15 @@ static inline void encode_roots(const float *__restrict roots, uint32_t exponent
   }
 }
 
+template <bool stochastic>
+static inline void encode_momenta(const float *__restrict momentum, uint32_t exponent, const uint32_t *__restrict hash,
+                                  uint32_t *__restrict linear) {
+  for (uint32_t i = 0; i < kGroup; i++) {
+    const RoundingBits rounding = stochastic ? stochastic_rounding_bits(hash[i]) : round_to_nearest_bits();
+    linear[i] = encode_linear(momentum[i], exponent, rounding.root);
+  }
+}
+
 template <bool is_f16>
 static inline void encode_masters(const float *__restrict master, const uint32_t *__restrict hash,
                                   uint32_t *__restrict param, uint32_t *__restrict correction) {
@@ -117,21 +140,23 @@ static inline void join_masters(const float *master, bool is_f16, uint16_t *para
 
 static inline Codes codes_from(const Codes &codes, uint32_t dtype, uint64_t i) {
   Codes at = codes;
-  at.param = (char *)codes.param + (dtype == CSD_F32 ? 4 : 2) * i;
-  if (at.correction) at.correction += i;
-  if (at.ratio) at.ratio += i;
-  at.root += i;
-  at.exponent += i / kGroup;
+  if (at.param) at.param = (char *)codes.param + (dtype == CSD_F32 ? 4 : 2) * i;
+  for (uint8_t **each : {&at.correction, &at.linear, &at.ratio, &at.root})
+    if (*each) *each += i;
+  if (at.exponent) at.exponent += i / kGroup;
   if (at.peak) at.peak += i, at.peak_exponent += i / kGroup;
   return at;
 }
 
 // Only the first `n` elements of the group are in use; an fp32 parameter must not be read beyond them.
 static inline void decode_group(const Codes &codes, uint32_t dtype, uint64_t n, Group &group) {
-  if (dtype == CSD_F32) memcpy(group.state[0], codes.param, 4 * n);
+  if (!codes.param) memset(group.state[0], 0, sizeof group.state[0]);
+  else if (dtype == CSD_F32) memcpy(group.state[0], codes.param, 4 * n);
   else if (dtype == CSD_F16) decode_masters<true>((const uint16_t *)codes.param, codes.correction, group.state[0]);
   else decode_masters<false>((const uint16_t *)codes.param, codes.correction, group.state[0]);
-  if (codes.ratio) decode_moments(codes.ratio, codes.root, *codes.exponent, group.state[1], group.state[2]);
+  if (codes.linear) decode_momenta(codes.linear, *codes.exponent, group.state[1]);
+  else if (!codes.root) memset(group.state[1], 0, sizeof group.state[1]);
+  else if (codes.ratio) decode_moments(codes.ratio, codes.root, *codes.exponent, group.state[1], group.state[2]);
   else decode_squares(codes.root, *codes.exponent, group.state[1]);
   if (codes.peak) decode_squares(codes.peak, *codes.peak_exponent, group.state[3]);
 }
@@ -166,32 +191,132 @@ static inline void update_group(const Rule &rule, const Codes &at, Work &work) {
   }
 }
 
+// Converts the gradients of the group at element `i` to fp32, and returns how many of them are inf or nan.
+static inline uint64_t load_grads(const CodedSpan &s, uint64_t i, uint64_t n, float *grad) {
+  if (n < kGroup) memset(grad, 0, kGroup * sizeof *grad);
+  if (s.grad_dtype == CSD_F16) widen_f16((const uint16_t *)s.grad + i, grad, n);
+  else if (s.grad_dtype == CSD_BF16) widen_bf16((const uint16_t *)s.grad + i, grad, n);
+  else memcpy(grad, (const float *)s.grad + i, 4 * n);
+  return nonfinite(grad, n);
+}
+
+template <uint32_t dtype>
+static inline void load_masters(const Codes &at, uint64_t n, Work &work) {
+  auto &codes = work.codes;
+  if (dtype == CSD_F32) {
+    if (n < kGroup) memset(codes.param, 0, sizeof codes.param);
+    memcpy(codes.param, at.param, 4 * n);
+  } else {
+    widen((const uint16_t *)at.param, codes.param);
+    widen(at.correction, codes.correction);
+  }
+}
+
+template <uint32_t dtype>
+static inline float master_of(const Work &work, uint32_t i) {
+  return dtype == CSD_F32 ? bits_float(work.codes.param[i])
+                          : decode_master(work.codes.param[i], work.codes.correction[i], dtype == CSD_F16);
+}
+
+// Encodes the masters of the group at element `i`, and copies the parameters to the span's.
+template <uint32_t dtype>
+static inline void store_masters(const CodedSpan &s, uint64_t i, const Codes &at, uint64_t n, Work &work) {
+  constexpr uint64_t param_bytes = dtype == CSD_F32 ? 4 : 2;
+  auto &codes = work.codes;
+  if (dtype == CSD_F32) {
+    memcpy(at.param, work.master, 4 * n);
+  } else {
+    encode_masters<dtype == CSD_F16>(work.master, work.hash, codes.param, codes.correction);
+    narrow(codes.param, (uint16_t *)at.param);
+    narrow(codes.correction, at.correction);
+  }
+  if (s.param) stream(at.param, (char *)s.param + param_bytes * i, param_bytes * n);
+}
+
+// The first of two passes: the momentum.
+template <typename Rule>
+static uint64_t update_momenta(const CodedSpan &s, const Rule &rule) {
+  Work work;
+  alignas(64) float emitted[kGroup];
+  alignas(64) uint16_t narrowed[kGroup];
+  uint64_t bad = 0;
+  for (uint64_t i = 0; i < s.n; i += kGroup) {
+    const uint64_t n = s.n - i < kGroup ? s.n - i : kGroup;
+    bad += load_grads(s, i, n, work.grad);
+    const Codes at = codes_from(s.codes, CSD_F32, i);
+    const uint32_t before = *at.exponent;
+    widen(at.linear, work.codes.linear);
+    for (uint32_t k = 0; k < kGroup; k++) {
+      float state[4] = {decode_linear(work.codes.linear[k], before)};
+      rule.update(state, work.grad[k]);
+      emitted[k] = rule.emit(state, work.grad[k]);
+      work.momentum[k] = state[0];
+    }
+    for (uint64_t k = n; k < kGroup; k++) work.momentum[k] = 0;
+    draw_hashes(s.key + (uint32_t)i, work.hash);
+    const uint32_t exponent = linear_exponent_for(work.momentum);
+    encode_momenta<true>(work.momentum, exponent, work.hash, work.codes.linear);
+    *at.exponent = (uint8_t)exponent;
+    narrow(work.codes.linear, at.linear);
+    if (!s.param) continue;
+    if (s.param_dtype == CSD_F32) {
+      stream(emitted, (float *)s.param + i, 4 * n);
+    } else {
+      narrow_bits(emitted, s.param_dtype, narrowed, n);
+      stream(narrowed, (uint16_t *)s.param + i, 2 * n);
+    }
+  }
+  return bad;
+}
+
+// The second one: the master.
+template <typename Rule, uint32_t dtype>
+static uint64_t update_masters(const CodedSpan &s, const Rule &rule) {
+  Work work;
+  uint64_t bad = 0;
+  for (uint64_t i = 0; i < s.n; i += kGroup) {
+    const uint64_t n = s.n - i < kGroup ? s.n - i : kGroup;
+    bad += load_grads(s, i, n, work.grad);
+    const Codes at = codes_from(s.codes, dtype, i);
+    load_masters<dtype>(at, n, work);
+    for (uint32_t k = 0; k < kGroup; k++) {
+      float state[4] = {master_of<dtype>(work, k)};
+      rule.update(state, work.grad[k]);
+      work.master[k] = state[0];
+    }
+    for (uint64_t k = n; k < kGroup; k++) work.master[k] = 0;
+    draw_hashes(s.key + (uint32_t)i, work.hash);
+    store_masters<dtype>(s, i, at, n, work);
+  }
+  return bad;
+}
+
+template <typename Rule, uint32_t number, uint32_t pass, uint32_t dtype>
+static uint64_t update_pass(const CodedSpan &s) {
+  const Rule rule(*s.hyper);
+  uint64_t bad = 0;
+  if constexpr (pass == 1) bad = update_momenta(s, rule);
+  else bad = update_masters<Rule, dtype>(s, rule);
+#if CSD_SIMD
+  _mm_sfence();
+#endif
+  return bad;
+}
+
 template <typename Rule, uint32_t number, uint32_t sections, uint32_t codec, uint32_t dtype>
 static uint64_t update_by(const CodedSpan &s) {
   constexpr bool has_ratio = codec == CSD_8BIT;
   csd_hyper hyper = *s.hyper;
   hyper.rule = number;
   const Rule rule(hyper);
-  constexpr uint64_t param_bytes = dtype == CSD_F32 ? 4 : 2;
   Work work;
   auto &codes = work.codes;
   uint64_t bad = 0;
   for (uint64_t i = 0; i < s.n; i += kGroup) {
     const uint64_t n = s.n - i < kGroup ? s.n - i : kGroup;
-    if (n < kGroup) memset(work.grad, 0, sizeof work.grad);
-    if (s.grad_dtype == CSD_F16) widen_f16((const uint16_t *)s.grad + i, work.grad, n);
-    else if (s.grad_dtype == CSD_BF16) widen_bf16((const uint16_t *)s.grad + i, work.grad, n);
-    else memcpy(work.grad, (const float *)s.grad + i, 4 * n);
-    bad += nonfinite(work.grad, n);
-
+    bad += load_grads(s, i, n, work.grad);
     const Codes at = codes_from(s.codes, dtype, i);
-    if (dtype == CSD_F32) {
-      if (n < kGroup) memset(codes.param, 0, sizeof codes.param);
-      memcpy(codes.param, at.param, 4 * n);
-    } else {
-      widen((const uint16_t *)at.param, codes.param);
-      widen(at.correction, codes.correction);
-    }
+    load_masters<dtype>(at, n, work);
     if (has_ratio) widen(at.ratio, codes.ratio);
     widen(at.root, codes.root);
     if (sections > 3) widen(at.peak, codes.peak);
@@ -214,14 +339,7 @@ static uint64_t update_by(const CodedSpan &s) {
       *at.peak_exponent = (uint8_t)peak_exponent;
       narrow(codes.peak, at.peak);
     }
-    if (dtype == CSD_F32) {
-      memcpy(at.param, work.master, 4 * n);
-    } else {
-      encode_masters<dtype == CSD_F16>(work.master, work.hash, codes.param, codes.correction);
-      narrow(codes.param, (uint16_t *)at.param);
-      narrow(codes.correction, at.correction);
-    }
-    if (s.param) stream(at.param, (char *)s.param + param_bytes * i, param_bytes * n);
+    store_masters<dtype>(s, i, at, n, work);
   }
 #if CSD_SIMD
   _mm_sfence();
@@ -237,6 +355,11 @@ static uint64_t update_params(const CodedSpan &s) {
     if constexpr (codec != CSD_FP32) return update_by<Rule, number, sections, codec, dtype>(s); \
     else return 0;
     CSD_RULES(CSD_CASE)
+#undef CSD_CASE
+#define CSD_CASE(number, Rule, pass) \
+  case number:                       \
+    return update_pass<Rule, number, pass, dtype>(s);
+    CSD_PASSES(CSD_CASE)
 #undef CSD_CASE
     default:
       return 0;  // unreachable: see sections_of()
@@ -258,6 +381,19 @@ static void decode(const Codes &codes, uint64_t n, uint32_t dtype, float *const 
   }
 }
 
+static inline void encode_second_moments(const Group &group, const Codes &at, Work &work) {
+  compute_roots(group.state[at.ratio ? 2 : 1], work.root);
+  const uint32_t exponent = exponent_for(work.root);
+  if (at.ratio) {
+    encode_moments<false>(group.state[1], work.root, exponent, nullptr, work.codes.ratio, work.codes.root);
+    narrow(work.codes.ratio, at.ratio);
+  } else {
+    encode_roots<false>(work.root, exponent, nullptr, work.codes.root);
+  }
+  *at.exponent = (uint8_t)exponent;
+  narrow(work.codes.root, at.root);
+}
+
 static void encode(const float *const *states, uint64_t n, uint32_t dtype, const Codes &codes) {
   Group group;
   Work work;
@@ -268,16 +404,13 @@ static void encode(const float *const *states, uint64_t n, uint32_t dtype, const
     for (uint32_t s = 0; s < 4; s++)
       if (states[s]) memcpy(group.state[s], states[s] + i, 4 * some);
     if (some < kGroup) clear_from(group, some);
-    compute_roots(group.state[at.ratio ? 2 : 1], work.root);
-    const uint32_t exponent = exponent_for(work.root);
-    if (at.ratio) {
-      encode_moments<false>(group.state[1], work.root, exponent, nullptr, work.codes.ratio, work.codes.root);
-      narrow(work.codes.ratio, at.ratio);
-    } else {
-      encode_roots<false>(work.root, exponent, nullptr, work.codes.root);
+    if (at.linear) {
+      const uint32_t exponent = linear_exponent_for(group.state[1]);
+      encode_momenta<false>(group.state[1], exponent, nullptr, work.codes.linear);
+      *at.exponent = (uint8_t)exponent;
+      narrow(work.codes.linear, at.linear);
     }
-    *at.exponent = (uint8_t)exponent;
-    narrow(work.codes.root, at.root);
+    if (at.root) encode_second_moments(group, at, work);
     if (at.peak) {
       compute_roots(group.state[3], work.peak);
       const uint32_t peak_exponent = exponent_for(work.peak);
@@ -285,6 +418,7 @@ static void encode(const float *const *states, uint64_t n, uint32_t dtype, const
       *at.peak_exponent = (uint8_t)peak_exponent;
       narrow(work.codes.peak, at.peak);
     }
+    if (!at.param) continue;
     if (dtype == CSD_F32) memcpy(at.param, group.state[0], 4 * some);
     else join_masters(group.state[0], dtype == CSD_F16, (uint16_t *)at.param, at.correction);
   }

@@ -138,8 +138,8 @@ void update_codes(const csd_piece &piece, uint64_t first, uint64_t n, const Tile
   const bool edited = is_edited(p), in_place = p.master == CSD_IN_PARAM, has_grad = grad_of(piece, tile, work);
   if (!has_grad && !edited) return;
   const uint64_t in_piece = first - piece.tile_first, in_param = piece.param_first + in_piece;
-  const Codes codes = codes_at(tile.layout, sections, first);
-  const void *const param = host_param(piece, work, in_piece);
+  const Codes codes = codes_at(tile.layout, sections, first, work.sections);
+  const void *const param = codes.param ? host_param(piece, work, in_piece) : nullptr;
   const bool adopts = param && has_grad && tile.param_dtype != CSD_F32 && p.master != CSD_UNCOMPARED;
   const bool unless_set = p.master == CSD_UNLESS_SET, is_f16 = tile.param_dtype == CSD_F16;
   uint32_t *const checks = tile.checks ? tile.checks + first / 64 : nullptr;
@@ -178,6 +178,12 @@ void for_each_piece(const Tile &tile, uint64_t first, uint64_t last, Call call) 
     const uint64_t from = std::max(first, p->tile_first), to = std::min(last, p->tile_first + p->elems);
     if (from < to) call(*p, from, to - from);
   }
+}
+
+// Sets elements [first, first + n) of a section to zero, and after the last ones the padding too.
+void clear(const Tile &tile, uint32_t s, uint64_t first, uint64_t n, char *section) {
+  const uint64_t at = tile.layout.bytes_of(s, first);
+  memset(section + at, 0, first + n == tile.elems ? tile.layout.bytes(s) - at : tile.layout.bytes_of(s, n));
 }
 
 // Overwrites elements [first, last) of the section with the parameters, whose addresses `at(piece, i)` returns; gaps
@@ -230,7 +236,7 @@ class Updater {
     // If all is given, gaps between parameters must be zeros. States other than the master begin as zeros, and where
     // the master is not updated, seed() has not put them there.
     if (work_.all_given || (work_.is_new && of.begin > 0)) {
-      for (uint32_t s = of.begin; s < of.end; s++) memset(sections_[s] + 4 * first, 0, 4 * (last - first));
+      for (uint32_t s = of.begin; s < of.end; s++) clear(tile_, s, first, last - first, sections_[s]);
       return n_sections;
     }
     if (work_.from_windows) {
@@ -329,11 +335,8 @@ uint32_t differing_section(const Tile &tile, Sections of, uint64_t chunk, const 
 }
 
 void first_state(const Tile &tile, const Work &work, char *buffer, uint64_t first, uint64_t n) {
-  for (uint32_t s = work.sections.begin; s < work.sections.end; s++) {
-    const uint64_t at = tile.layout.bytes_of(s, first);
-    const bool last = first + n == tile.elems;  // then clear the padding too
-    memset(buffer + tile.layout.first(s) + at, 0, last ? tile.layout.bytes(s) - at : tile.layout.bytes_of(s, n));
-  }
+  for (uint32_t s = work.sections.begin; s < work.sections.end; s++)
+    clear(tile, s, first, n, buffer + tile.layout.first(s));
   if (tile.layout.coded())
     return copy_params(tile, first, first + n, buffer,
                        [&work](const csd_piece &p, uint64_t i) { return param_at(p, work, i); });

@@ -164,14 +164,15 @@ void Engine::check_rows(const Tile &t, uint32_t pass, const csd_param *rows, uin
   const Device &device = *lanes_[t.device].device;
   const auto refuse = [](const std::string &why) { throw Failure{CSD_EINVAL, why}; };
   if (pass != 0) {
-    const std::string lacks = t.n_slots == 1     ? "a second slot, as it could not be undone between them"
-                              : t.layout.coded() ? "fp32 states, as no codes have passes"
-                                                 : device.lacks_for_passes();
+    const std::string lacks = t.n_slots == 1 ? "a second slot, as it could not be undone between them"
+                              : t.layout.coded() && t.layout.codec() != CSD_LINEAR
+                                  ? "fp32 states, or codes of a rule with passes"
+                                  : device.lacks_for_passes();
     if (!lacks.empty())
       throw Failure{CSD_EINVAL, "two passes over tile " + std::to_string(t.index) + " need " + lacks + ",", 0,
                     static_cast<int32_t>(t.device)};
   }
-  const uint32_t n_sections = pass == 0 ? t.states : t.layout.half(pass).n();
+  const uint32_t n_states = pass == 0 ? t.states : pass == 1 ? t.states - 1 : 1;
   for (uint64_t p = 0; p < t.n_pieces; p++) {
     const uint32_t param = t.pieces[p].param;
     const auto name = [param] { return "parameter " + std::to_string(param); };
@@ -188,10 +189,11 @@ void Engine::check_rows(const Tile &t, uint32_t pass, const csd_param *rows, uin
       refuse(name() + " has update rule " + std::to_string(rule) + " in " +
              (pass == 0 ? std::string("the only pass") : "pass " + std::to_string(pass)) + " over tile " +
              std::to_string(t.index) + ": all its parameters take two passes, or none does (CSD_PASS_2)");
-    if (!sections_of(rule).take(n_sections))
-      refuse(name() + " has " + std::to_string(n_sections) + " sections, which update rule " + std::to_string(rule) +
+    if (!sections_of(rule).take(n_states))
+      refuse(name() + " has " + std::to_string(n_states) + " sections, which update rule " + std::to_string(rule) +
              " does not take");
-    if (t.layout.coded() && (sections_of(rule).codec != t.layout.codec() || row.param_dtype != t.param_dtype))
+    const bool is_kept = pass == 1 || row.param_dtype == t.param_dtype;  // what a first pass returns is no parameter
+    if (t.layout.coded() && (sections_of(rule).codec != t.layout.codec() || !is_kept))
       refuse(name() + " has codes of another rule or dtype");
     if (const std::string kernel = device.missing_kernel(rule, t.layout.codec()); !kernel.empty())
       throw Failure{CSD_EINVAL, "the xclbin lacks the kernel " + kernel + " (docs/smartssd.md, step 6)", 0,

@@ -111,7 +111,7 @@ SectionRange sections_of(uint32_t rule) noexcept {
 #undef CSD_CASE
 #define CSD_CASE(number, Rule, pass) \
   case number:                       \
-    return {1, 1, CSD_FP32};
+    return {1, 1, CSD_LINEAR};
     CSD_PASSES(CSD_CASE)
 #undef CSD_CASE
     default:

@@ -22,27 +22,35 @@ struct Span {  // n elements of one parameter
 };
 
 // The addresses of the codes of n elements (codec.h). They begin with a whole group; unused elements of the last group
-// are zero.
+// are zero. One of two passes over a tile has only those of its half: the others are null.
 struct Codes {
   void *param;          // 16-bit parameters, or fp32 masters
   uint8_t *correction;  // null for fp32
-  uint8_t *ratio;       // null: there is no exp_avg, and the root is that of the only state (CSD_ROOT)
+  uint8_t *linear;      // CSD_LINEAR only, which has no root
+  uint8_t *ratio;       // CSD_8BIT only
   uint8_t *root, *exponent;
   uint8_t *peak, *peak_exponent;  // null: no max_exp_avg_sq
 };
 
-inline Codes codes_at(const Layout &layout, char *const *sections, uint64_t first) {
-  const auto at = [&](uint32_t s) { return reinterpret_cast<uint8_t *>(sections[s]) + layout.bytes_of(s, first); };
-  const bool has_ratio = layout.codec() == CSD_8BIT;
+inline Codes codes_at(const Layout &layout, char *const *sections, uint64_t first, Sections of) {
+  const auto at = [&](uint32_t s) {
+    return s < of.begin || s >= of.end ? nullptr : reinterpret_cast<uint8_t *>(sections[s]) + layout.bytes_of(s, first);
+  };
+  const bool has_ratio = layout.codec() == CSD_8BIT, is_linear = layout.codec() == CSD_LINEAR;
   const uint32_t ratio = layout.half(1).begin, root = has_ratio ? ratio + 1 : ratio, peak = root + 2;
   const bool has_peak = peak < layout.n();
   return {at(0),
           layout.has_correction() ? at(1) : nullptr,
+          is_linear ? at(root) : nullptr,
           has_ratio ? at(ratio) : nullptr,
-          at(root),
+          is_linear ? nullptr : at(root),
           at(root + 1),
           has_peak ? at(peak) : nullptr,
           has_peak ? at(peak + 1) : nullptr};
+}
+
+inline Codes codes_at(const Layout &layout, char *const *sections, uint64_t first) {
+  return codes_at(layout, sections, first, layout.all());
 }
 
 struct CodedSpan {  // n elements of one parameter
@@ -50,9 +58,9 @@ struct CodedSpan {  // n elements of one parameter
   uint64_t n;
   const void *grad;
   uint32_t grad_dtype;
-  uint32_t param_dtype;
+  uint32_t param_dtype;  // of codes.param; in a pass without it, of what the rule emits
   Codes codes;
-  void *param;   // receives a copy of codes.param; may be null
+  void *param;   // receives a copy of codes.param, or what the rule emits; may be null
   uint32_t key;  // random key of the first element, for stochastic rounding
 };
 

@@ -25,7 +25,7 @@ void Engine::extend(const csd_extent &e, float **windows) {
   if (e.tile_elems == 0 || e.tile_elems % 1024 || 4 * e.tile_elems % page || e.sections < 1 || e.sections > 4)
     throw Failure{CSD_EINVAL, "a tile has a multiple of 1024 elements (and of a page), in 1 to 4 sections"};
   const bool has_states = e.codec == CSD_8BIT ? e.sections >= 3 : e.sections == 2;
-  if (e.codec > CSD_ROOT || (e.codec != CSD_FP32 && (e.tile_elems % 4096 || !has_states || e.param_dtype > CSD_BF16)))
+  if (e.codec > CSD_LINEAR || (e.codec != CSD_FP32 && (e.tile_elems % 4096 || !has_states || e.param_dtype > CSD_BF16)))
     throw Failure{CSD_EINVAL,
                   "a tile of codes has a multiple of 4096 elements, as many states as its codec, and parameters of a "
                   "known dtype"};

@@ -180,6 +180,35 @@ def regrouped(exp_avg, exp_avg_sq, peak, size):
     return [None if part[0] is None else torch.cat(part).reshape(exp_avg.shape) for part in parts]
 
 
+def alone_in_groups(state, codec):
+    """Encode and decode the only state of a rule, in groups from its first element on."""
+    n = len(state)
+    codes = [torch.zeros(s.size, dtype=torch.uint8) for s in slot_of(n, ("master", "state"), codec, torch.float32)]
+    encode(isa_used(), [None, state], torch.float32, codes, codec)
+    out = torch.empty(n)
+    decode(isa_used(), codes, torch.float32, [None, out], codec)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("rule", "state", "codec"), [("8bit Adagrad", "sum", "root"), ("8bit Muon", "momentum_buffer", "linear")]
+)
+def test_codes_of_one_state_that_do_not_line_up(rule, state, codec, tmp_path):
+    on(1, begins, "odd", "alone", "one", 3, 1, rule, {"dtype": "bfloat16", "spread": True}, directory=tmp_path)
+    with inside(tmp_path):
+        reshard(names("one", 1), to("new", 2), 3, tile_elems=4096)
+    assert not any(v.damage or v.unchecked for v in verify([tmp_path / name for name in names("new", 3, 2)]))
+    old, new = exported(tmp_path, "one", 1), exported(tmp_path, "new", 3, 2)
+    changed = 0
+    for was, now in zip(old["state"].values(), new["state"].values(), strict=True):
+        rows = [was[state].narrow(0, *rows_of(len(was[state]), 3, rank)).reshape(-1) for rank in range(3)]
+        wanted = torch.cat([alone_in_groups(of_rank, codec) for of_rank in rows]).reshape(was[state].shape)
+        assert_same((now[state], now["master"], now["step"]), (wanted, was["master"], was["step"]))
+        changed += int((now[state] != was[state]).sum())
+    assert changed  # or nothing was tested
+    assert all(on(3, goes_on_at_all, "odd", "ddp", rule, "bfloat16", directory=tmp_path))
+
+
 def again_in_groups(second_moment):
     """Encode and decode a second moment, in groups from its first element on."""
     n = len(second_moment)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from support import code_oracle as oracle
 
-from csd_optim.bindings import HYPER, ISAS, RULES, decode, encode, lib, update_codes
+from csd_optim.bindings import HYPER, ISAS, PASS_RULES, RULES, decode, encode, lib, update_codes
 from csd_optim.errors import CSDValueError
 from csd_optim.store.sections import slot_of
 
@@ -18,6 +18,12 @@ def key_of(step, element=0):
     return (step * 0x9E3779B9 + element) % (1 << 32)
 
 
+def passes(momentum=0.95, nesterov=True, decay=0.999, rate=0.02):
+    """Return the constants of Muon's two passes."""
+    first = (PASS_RULES["muon_momentum"], (1 - momentum, momentum, float(nesterov), *(0.0,) * 5, 1.0))
+    return np.array([first], HYPER), np.array([(PASS_RULES["muon_apply"], (decay, rate, *(0.0,) * 7))], HYPER)
+
+
 def hyper(rule, lr=0.01, eps=1e-10, weight_decay=0.0, alpha=0.99):
     constants = {
         "adagrad": (lr, weight_decay, eps, *(0.0,) * 5, 1.0),
@@ -26,17 +32,17 @@ def hyper(rule, lr=0.01, eps=1e-10, weight_decay=0.0, alpha=0.99):
     return np.array([(RULES[rule], constants[rule])], HYPER)
 
 
-def blank(n, dtype):
+def blank(n, dtype, codec="root"):
     """Codes of n elements, all zero, as in a new state."""
     padded = -(-n // 64) * 64
-    sections = slot_of(padded, ("master", "state"), "root", dtype)
+    sections = slot_of(padded, ("master", "state"), codec, dtype)
     codes = [torch.zeros(section.bytes_of(padded), dtype=torch.uint8) for section in sections]
     return [codes[0].view(dtype), *codes[1:]]
 
 
-def decoded(codes, n, dtype, isa="scalar"):
+def decoded(codes, n, dtype, isa="scalar", codec="root"):
     states = [torch.full((n,), torch.nan) for _ in range(2)]
-    decode(isa, codes, dtype, states, "root")
+    decode(isa, codes, dtype, states, codec)
     return states
 
 
@@ -173,3 +179,112 @@ def test_codes_of_another_rule_are_refused():
             update_codes(constants, "scalar", torch.ones(64), codes, torch.empty(64), 0)
     with pytest.raises(CSDValueError, match="no such codes: 4 sections"):
         decode("scalar", [*codes, codes[-1]], torch.float32, [torch.empty(64)], "root")
+
+
+# ---- linear --------------------------------------------------------------------------------
+
+
+def of_momenta(values, isa="scalar"):
+    codes = blank(len(values), torch.float32, "linear")
+    encode(isa, [None, values], torch.float32, codes, "linear")
+    return codes
+
+
+def test_momenta_to_nearest():
+    """The unit is a power of two, and the largest takes 64 to 127 of them."""
+    codes = of_momenta(torch.tensor([127.0, -64.0, 1.4, -0.6, 0.4, -0.0, 0.0]))
+    assert codes[2].tolist() == [126]
+    assert codes[1][:7].view(torch.int8).tolist() == [127, -64, 1, -1, 0, 0, 0]
+    assert decoded(codes, 7, torch.float32, codec="linear")[1].tolist() == [127.0, -64.0, 1.0, -1.0, 0.0, 0.0, 0.0]
+    assert of_momenta(torch.tensor([127.1, 3.0]))[1][:2].tolist() == [64, 2]  # now in units of 2
+    assert of_momenta(torch.tensor([1e-3]))[2].tolist() == [126 - 16]
+
+
+@pytest.mark.parametrize("isa", AVAILABLE)
+def test_every_momentum_is_kept(isa):
+    for exponent in (0, 1, 126, 246):
+        codes = blank(1 << 14, torch.float32, "linear")
+        codes[1][:] = torch.arange(1 << 14).to(torch.uint8)
+        codes[1].view(-1, 64)[:, 0] = 127  # so that the group keeps its exponent
+        codes[2][:] = exponent
+        again = blank(1 << 14, torch.float32, "linear")
+        encode(isa, decoded(codes, 1 << 14, torch.float32, isa, "linear"), torch.float32, again, "linear")
+        assert same_bits(codes, again)
+
+
+def test_a_momentum_that_is_not_finite_is_nan_and_stays_with_its_element():
+    codes = of_momenta(torch.tensor([torch.inf, torch.nan, -torch.inf, 4.0]))
+    found = decoded(codes, 4, torch.float32, codec="linear")[1]
+    assert found.isnan().tolist() == [True, True, True, False]
+    assert found[3] == 4.0
+    largest = torch.tensor([torch.finfo(torch.float32).max, -1e38])
+    found = decoded(of_momenta(largest), 2, torch.float32, codec="linear")[1]
+    torch.testing.assert_close(found, largest, rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_instruction_sets_agree_on_both_passes(dtype, nesterov):
+    n = 10_000 - 7
+    grads = torch.randn(n, generator=torch.Generator().manual_seed(4))
+    grads *= 10.0 ** torch.linspace(-12, 3, n)
+    grads[5], grads[77], grads[78], grads[400] = torch.inf, torch.nan, 0.0, 1e30
+    results = []
+    for isa in AVAILABLE:
+        codes, param, x = blank(n, dtype, "linear"), torch.zeros(n, dtype=dtype), torch.zeros(n, dtype=torch.bfloat16)
+        codes[0][:n] = torch.linspace(-2, 2, n).to(dtype)
+        for step in range(1, 6):
+            first, second = passes(nesterov=nesterov)
+            update_codes(first, isa, grads.roll(step).to(dtype), codes, x, key_of(step))
+            update_codes(second, isa, x.nan_to_num(0, 1, -1).clamp(-1, 1), codes, param, key_of(step))
+        results.append([param, x, *codes, *decoded(codes, n, dtype, isa, "linear")])
+    assert all(same_bits(results[0][2:-1], other[2:-1]) for other in results[1:])
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            assert torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_both_passes_have_the_bits_of_an_independent_implementation(nesterov):
+    """In NumPy, from the definition of the codes; bf16 parameters."""
+    n = 5000
+    generator = torch.Generator().manual_seed(1)
+    codes, out = blank(n, torch.bfloat16, "linear"), torch.empty(n, dtype=torch.bfloat16)
+    codes[0][:n] = torch.randn(n, generator=generator).bfloat16()
+    param = codes[0][:n].view(torch.int16).numpy().view(np.uint16).copy()
+    correction, linear, exponents = np.zeros(n, np.uint8), np.zeros(n, np.uint8), np.zeros(-(-n // 64), np.uint8)
+    first, second = passes(nesterov=nesterov)
+    (one_minus, momentum, *_), (decay, rate, *_) = first["c"][0], second["c"][0]
+    for step in range(1, 8):
+        grad, x = torch.randn(n, generator=generator) * 10.0 ** torch.linspace(-6, 2, n), torch.empty_like(out)
+        update_codes(first, AVAILABLE[-1], grad, codes, x, key_of(step, 77))
+        h, g = oracle.hashes(key_of(step, 77), n), grad.numpy()
+        m = oracle.decoded_momenta(oracle.by_group(linear), exponents)[:n]
+        m = m + one_minus * (g - m)
+        assert torch.equal(x, torch.from_numpy(g + momentum * (m - g) if nesterov else m).bfloat16())
+        linear, exponents = oracle.encoded_momenta(m, h)
+        linear = linear[:n]
+        assert np.array_equal(codes[2][:n].numpy(), linear)
+        assert np.array_equal(codes[3].numpy(), exponents)
+        orthogonal = x.sign()  # what is between the passes does not matter here
+        update_codes(second, AVAILABLE[-1], orthogonal, codes, out, key_of(step, 77))
+        master = oracle.decoded_masters(param, correction) * decay - rate * orthogonal.float().numpy()
+        param, correction = oracle.encoded_masters(master, h)
+        assert np.array_equal(codes[0][:n].view(torch.int16).numpy().view(np.uint16), param)
+        assert np.array_equal(codes[1][:n].numpy(), correction)
+        assert torch.equal(out, codes[0][:n])
+        assert np.array_equal(codes[2][:n].numpy(), linear)  # the second pass leaves the first one's half alone
+
+
+def test_a_momentum_is_right_on_average():
+    """Elements of a thousandth of a code, beside larger ones: each becomes 0 or 1 at random."""
+    n, steps = 1 << 14, 60
+    grad = torch.full((n,), 1e-3)
+    grad[::64] = 100.0
+    codes, x = blank(n, torch.float32, "linear"), torch.empty(n)
+    total = torch.zeros(n)
+    for step in range(1, steps + 1):
+        update_codes(passes(momentum=0.0)[0], AVAILABLE[-1], grad, codes, x, key_of(step))
+        total += decoded(codes, n, torch.float32, codec="linear")[1]
+    found = (total / steps).view(-1, 64)[:, 1:]
+    assert abs(found.mean() / 1e-3 - 1) < 4 * (1000 / (found.numel() * steps)) ** 0.5

@@ -9,7 +9,7 @@ import warnings
 
 import torch
 from support import emulated, served
-from support.optimizers import ADAMW, CODED, FULL, MIXED, MUON
+from support.optimizers import ADAMW, CODED, FULL, MIXED, MUON, MUON_IN_8_BITS
 from torch.nn.functional import dropout, embedding
 
 import csd_optim.engine.open_devices
@@ -36,7 +36,7 @@ OVERLAP = [None, FORWARD, BACKWARD, FREE]
 # With an accelerator (see use_accelerator): its room, chosen each time the optimizer is opened; None: no `gpu:`.
 ROOMS = ["1GB", "1GB", "100kB", "60kB", None]
 # The optimizer, by the seed: every other one is CSDAdam.
-OPTIMIZERS = [ADAMW] * len(FULL) + FULL + [MIXED, MUON, *CODED]
+OPTIMIZERS = [ADAMW] * len(FULL) + FULL + [MIXED, MUON, *CODED, MUON_IN_8_BITS]
 SAMPLES, BATCH = 56, 8
 LAST = 2 * STEPS
 
@@ -82,7 +82,7 @@ class StoppedTraining:
         self.of = OPTIMIZERS[seed // (len(STATE_DTYPES) * len(OVERLAP)) % len(OPTIMIZERS)]
         self.state_dtypes = STATE_DTYPES[seed % len(STATE_DTYPES) if self.of.has_codes else 0]
         self.overlap = OVERLAP[seed // len(STATE_DTYPES) % len(OVERLAP)]
-        if self.of is MUON and self.overlap is FREE:  # which needs all gradients of a matrix
+        if self.of in (MUON, MUON_IN_8_BITS) and self.overlap is FREE:  # which needs all gradients of a matrix
             self.overlap = None
         # With optimizer ranks, residuals are in no store.
         self.topk = TOPK if self.overlap in (None, FORWARD) and not served.assumed() else {}

@@ -321,10 +321,14 @@ def failing(at, error):
         yield
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("at", range(0, len(SHAPES), 3))
-def test_a_failure_between_the_passes_leaves_the_step_before(tmp_path, backend, at):
+@pytest.mark.parametrize("state_dtype", ["fp32", "8bit"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_failure_between_the_passes_leaves_the_step_before(tmp_path, backend, at, state_dtype, dtype):
     """With tiles so small that parameters of earlier groups have been written."""
-    opt, params = both(device_strings(backend, tmp_path), tile_size=64)
+    options = {"state_dtype": state_dtype, "dtype": dtype}
+    opt, params = both(device_strings(backend, tmp_path), tile_size=64, **options)
     with opt:
         for k in range(2):
             set_grads(params, k)
@@ -335,7 +339,7 @@ def test_a_failure_between_the_passes_leaves_the_step_before(tmp_path, backend, 
             opt.step()
         assert_equal(image(opt), before)
         opt.step()
-        assert_equal(image(opt), after(3))
+        assert_equal(image(opt), after(3, **options))
 
 
 def test_ctrl_c_between_matrices():
@@ -382,7 +386,6 @@ def matrix():
         ([torch.nn.Parameter(torch.ones(2, 2).to(torch.complex64))], {}, "no real matrix"),
         ([matrix()], {"topk": 0.1}, "topk"),
         ([{"params": [matrix()], "topk": 0.1}], {}, "topk"),
-        ([matrix()], {"state_dtype": "8bit"}, "state_dtype"),
         ([{"params": [matrix()], "use_muon": False, "rule": "muon"}], {}, "use_muon"),
         ([{"params": [matrix()], "betas": (0.9, 0.9), "use_muon": True}], {}, "betas"),
         ([matrix()], {"ns_steps": 100}, "ns_steps"),

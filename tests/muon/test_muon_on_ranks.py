@@ -28,9 +28,9 @@ def small_groups():
         yield
 
 
-def compares(rank, size, division, devices, image, last):
+def compares(rank, size, kind, division, devices, image, last, rule):
     with small_groups():
-        training = DividedTraining("matrices", division, rank, size, devices, "Muon").until(last)
+        training = DividedTraining(kind, division, rank, size, devices, rule).until(last)
         with training.opt:
             assert_same(training.image(), training.of_twin(image))
             return training.opt.stats()["ns_dtype"]
@@ -40,7 +40,27 @@ def compares(rank, size, division, devices, image, last):
 @pytest.mark.parametrize(("division", "size"), DIVISIONS)
 def test_equals_one_process(tmp_path, division, size, devices):
     image = twin("matrices", 4, "Muon")
-    on_living_ranks(size, compares, size, division, devices, image, 4, directory=tmp_path)
+    on_living_ranks(size, compares, size, "matrices", division, devices, image, 4, "Muon", directory=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("division", "size", "devices"), [("ddp", 3, "ram:"), ("fsdp2", 2, "file:"), ("hsdp", 4, "file:")]
+)
+def test_8_bits_equal_one_process_where_ranks_have_whole_groups(tmp_path, division, size, devices):
+    image = twin("aligned", 4, "8bit Muon")
+    on_living_ranks(size, compares, size, "aligned", division, devices, image, 4, "8bit Muon", directory=tmp_path)
+
+
+def trains(rank, size, division, devices):
+    with small_groups():
+        training = DividedTraining("matrices", division, rank, size, devices, "8bit Muon").until(3)
+        with training.opt:
+            return all(bool(value.isfinite().all()) for value in training.image().values())
+
+
+def test_8_bits_train_where_ranks_cut_groups(tmp_path):
+    """With other bits than one process has: groups, whose elements share an exponent, are others then."""
+    assert all(on_living_ranks(3, trains, 3, "fsdp2", "file:", directory=tmp_path))
 
 
 @contextlib.contextmanager

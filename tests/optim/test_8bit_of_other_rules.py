@@ -8,7 +8,7 @@ import torch
 from support.backends import BACKENDS, device_strings
 from support.beside import everything
 from support.comparing import assert_same, params_of
-from support.optimizers import ADAGRAD, CODED, LION, RMSPROP, SGD, rules
+from support.optimizers import ADAGRAD, CODED, LION, MUON_CODES, RMSPROP, SGD, rules
 from support.training import give_gradients, train
 
 from csd_optim import CSDRMSprop, CSDStoreError, CSDValueError, bindings
@@ -20,7 +20,7 @@ from csd_optim.store.format import read_contents
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 TILE = 4096
-OF = pytest.mark.parametrize("of", rules(CODED))
+OF = pytest.mark.parametrize("of", rules([*CODED, MUON_CODES]))
 
 
 def parameters(*dtypes, seed=0):
@@ -171,7 +171,8 @@ def test_torch_takes_our_checkpoints_and_we_its(of):
     opt = made(of, [torch.nn.Parameter(p.detach().clone()) for p in theirs])
     opt.load_state_dict(oracle.state_dict())
     for p, q in zip(params_of(opt), theirs, strict=True):
-        torch.testing.assert_close(opt.state[p][key], oracle.state[q][key], rtol=0.07, atol=1e-4)
+        wanted = oracle.state[q][key]
+        torch.testing.assert_close(opt.state[p][key], wanted, rtol=0.07, atol=wanted.abs().max().item() / 100)
         assert torch.equal(opt.state[p]["master"], q)
     oracle.load_state_dict(opt.state_dict())
     train(oracle, 1)
@@ -203,6 +204,7 @@ def test_a_store_says_what_older_versions_cannot_read(of, tmp_path, monkeypatch)
 
 
 @OF
+@pytest.mark.at_hand("imports its store")
 @pytest.mark.here("imports its store")
 def test_exports_and_imports(of, tmp_path):
     """8-bit states become fp32 exactly, and codes again: the same ones."""
@@ -275,8 +277,8 @@ def test_it_goes_where_torchs_goes(of):
     for make in (of.reference, of.ours):
         weight = torch.nn.Parameter(torch.zeros(64, 32))
         with contextlib.ExitStack() as stack:
-            rate = {"adagrad": 0.5, "rmsprop": 0.02}[of.rule.name]
-            opt = make([weight], lr=rate, **({} if make is of.reference else {"devices": "ram:"}))
+            rate = {"adagrad": 0.5, "rmsprop": 0.02, "muon": 0.1}[of.rule.name]
+            opt = make([weight], lr=rate, weight_decay=0.0, **({} if make is of.reference else {"devices": "ram:"}))
             if make is of.ours:
                 stack.enter_context(opt)
             for step in range(600):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.backends import on_cards
-from support.optimizers import ADAMW, CODED, FULL, MIXED, MUON, RMSPROP, SGD, rules
+from support.optimizers import ADAMW, CODED, FULL, MIXED, MUON, MUON_IN_8_BITS, RMSPROP, SGD, rules
 
 from csd_optim.bindings import crc32c
 from csd_optim.store.format import FILE_NAME, read_contents
@@ -122,7 +122,7 @@ SOAK = [pytest.mark.soak] if on_cards() else []
 SEEDS = [pytest.param(seed, ADAMW, id=str(seed), marks=SOAK if seed >= 10 else []) for seed in range(40)]
 OTHERS = [
     pytest.param(seed, *of.values, id=f"{of.id} {seed}", marks=[*of.marks, *(SOAK if seed else [])])
-    for of in rules([*FULL, SGD, MIXED, MUON, RMSPROP, *CODED])
+    for of in rules([*FULL, SGD, MIXED, MUON, RMSPROP, *CODED, MUON_IN_8_BITS])
     for seed in range(3)
 ]
 

@@ -17,7 +17,7 @@ from support.backends import TESTS, named_devices, place
 from support.comparing import assert_same
 from support.forked import python
 from support.inside import engine_of
-from support.optimizers import ADAMW, CODED, FULL, MIXED, MUON, rules
+from support.optimizers import ADAMW, CODED, FULL, MIXED, MUON, MUON_IN_8_BITS, rules
 from support.training import (
     JOIN,
     LATE,
@@ -61,7 +61,10 @@ ALL = [
 ]
 OTHERS = [
     pytest.param(JOIN - 1, 3, "crash", topk, *of.values, id=of.id, marks=of.marks)
-    for topk, pairs in ((0.02, [*FULL, MIXED, *CODED]), (None, [MUON]))  # matrices of Muon are sent dense
+    for topk, pairs in (
+        (0.02, [*FULL, MIXED, *CODED]),
+        (None, [MUON, MUON_IN_8_BITS]),
+    )  # matrices of Muon are sent dense
     for of in rules(pairs)
 ]
 

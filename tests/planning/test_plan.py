@@ -734,6 +734,9 @@ def test_command_for_other_optimizers(run, measured):
     assert "CSDAdam" not in out
     found = run_json(run, *two, "--optimizer=CSDAdam,amsgrad", "--state-dtype=8bit")
     assert found["bytes"]["flash"]["towards_flash"] == pytest.approx(7e9 * 6.031, rel=1e-4)
+    for optimizer in ("CSDAdagrad", "CSDRMSprop", "CSDMuon"):
+        found = run_json(run, *two, f"--optimizer={optimizer}", "--state-dtype=8bit", "--orthogonalize=200T/s")
+        assert found["bytes"]["flash"]["towards_flash"] == pytest.approx(7e9 * 4.016, rel=1e-4)
 
 
 def test_command_for_a_rule_per_group(run, measured):
@@ -754,6 +757,8 @@ def test_command_for_a_rule_per_group(run, measured):
     )
     found = run_json(run, *two, "--group=adam=0.5", "--state-dtype=8bit")
     assert found["bytes"]["flash"] == run_json(run, *two, "--state-dtype=8bit")["bytes"]["flash"]
+    found = run_json(run, *two, "--group=adagrad=0.5", "--state-dtype=8bit")
+    assert found["bytes"]["flash"]["towards_flash"] == pytest.approx(7e9 * (5.016 + 4.016) / 2, rel=1e-4)
 
 
 @pytest.fixture
@@ -889,7 +894,10 @@ def test_cpu_is_measured_once_with_the_engine(monkeypatch):
 
 @pytest.mark.parametrize(
     ("text", "state_dtype"),
-    [("CSDAdam", "fp32"), ("CSDAdam", "8bit"), ("CSDSGD", "fp32"), ("CSDRMSprop,momentum,centered", "fp32")],
+    [
+        *(("CSDAdam", "fp32"), ("CSDAdam", "8bit"), ("CSDSGD", "fp32"), ("CSDRMSprop,momentum,centered", "fp32")),
+        ("CSDAdagrad", "8bit"),
+    ],
 )
 def test_engine_without_drives_updates_and_verifies(text, state_dtype):
     """EngineWithoutDrive gives the same bits as a drive, and its reads are verified like a drive's."""
@@ -977,7 +985,6 @@ def test_wrong_commands(run, arguments):
         (["--group", "sophia=0.1"], "write RULE=SHARE, the rules are adamw, adam, sgd, adagrad, rmsprop, lion, muon"),
         (["--optimizer", "CSDMuon", "--place", "--orthogonalize=1T/s", "ram:"], "lack the orthogonalization of muon"),
         (["--group", "muon=0.1", "--topk=0.1"], "muon needs whole gradients"),
-        (["--group", "muon=0.1", "--state-dtype", "8bit"], "no code for the momentum_buffer of muon"),
         (["--group", "muon=0.1", "--orthogonalize", "200TB/s"], "Invalid rate: '200TB/s'"),
         (["--group", "muon=0.1", "--orthogonalize", "0T/s"], "orthogonalize 0.0"),
         (["--group", "lion"], "'lion'; its share of the parameters is a number such as 0.2 or 20%"),

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from support.optimizers import MUON, PAIRS
+from support.optimizers import CODED, MUON, MUON_IN_8_BITS, PAIRS
 from support.owner_here import OwnerHere
 from support.training import Training, resumed
 from support.wires import files
@@ -36,7 +36,7 @@ def assert_alike(a, b):
     assert [key for key, value in here.items() if value != there[key]] == []
 
 
-@pytest.mark.parametrize("of", [*PAIRS, MUON], ids=str)
+@pytest.mark.parametrize("of", [*PAIRS, MUON, *CODED, MUON_IN_8_BITS], ids=str)
 def test_every_rule_has_the_bits_of_directories_and_is_resumed(owner, tmp_path, of):
     ours, served = Training(own(tmp_path), of=of).steps(STEPS), Training(owner.address, of=of).steps(STEPS)
     assert_alike(ours, served)

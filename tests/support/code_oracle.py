@@ -1,4 +1,4 @@
-"""8-bit codes of second moments in NumPy, step by step, to compare native/include/codec.h with."""
+"""8-bit codes of second moments and momenta in NumPy, to compare native/include/codec.h with."""
 
 import numpy as np
 
@@ -55,6 +55,27 @@ def encoded_roots(roots, h=None):
     codes = np.maximum(codes, u != 0)  # a root above zero stays above it
     codes = np.where(np.isfinite(u), codes, 255)
     return codes.reshape(-1).astype(np.uint8), exponents.astype(np.uint8)
+
+
+# ---- linear: integers, in units of a power of two that a group shares ----------------------------------------
+
+
+def decoded_momenta(codes, exponents):
+    """Return the momenta, fp32."""
+    q = codes.reshape(-1, GROUP).view(np.int8).astype(np.float64)
+    values = q * 2.0 ** (exponents.astype(int) - 126)[:, None]
+    return np.where(q == -128, np.nan, values).reshape(-1).astype(np.float32)
+
+
+def encoded_momenta(values, h=None):
+    """Return codes and exponents. `h`: hashes, to round by; None: to nearest. `values`: none is below 2^-126."""
+    m = by_group(values)
+    largest = np.where(np.isfinite(m), np.abs(m), 0).max(1)
+    exponents = np.clip((bits(largest).astype(int) + 0x1FFFF >> 23) - 7, 0, 247)
+    addend = 1 << 18 if h is None else by_group(h >> 13).astype(int)
+    units = np.abs(np.where(np.isfinite(m), m, 0)).astype(np.float64) / 2.0 ** (exponents - 126)[:, None]
+    q = np.minimum((np.floor(units * 2**19).astype(int) + addend) >> 19, 127) * np.where(np.signbit(m), -1, 1)
+    return np.where(np.isfinite(m), q, -128).reshape(-1).astype(np.int8).view(np.uint8), exponents.astype(np.uint8)
 
 
 # ---- a 16-bit parameter and its correction: the master in 24 bits ------------------------------------------

@@ -31,6 +31,7 @@ KINDS = {  # FSDP2 shards contiguous parameters of one dtype only
     "groups": {"weight": (12, 64), "rows": (6, 4, 32), "vector": (256,)},  # 8-bit: 2, 3 and 4 ranks have whole groups
     "odd": {"weight": (12, 64), "odd": (13, 37)},
     "large": {"weight": (90, 50), "columns": (70, 60), "small": (5,)},  # Top-K divides no small ones
+    "aligned": {"weight": (12, 64), "tall": (96, 32)},  # matrices of which 2, 3 and 4 ranks have whole groups
     "tiny": {"weight": (12, 64), "small": (3,)},
 }
 RULES = {
@@ -45,6 +46,8 @@ RULES = {
     "Lion": (CSDLion, {}),
     "a rule per group": (by_group, {}),
     "Muon": (MuonOfMatrices, {}),
+    "8bit Adagrad": (CSDAdagrad, {"state_dtype": "8bit"}),
+    "8bit Muon": (MuonOfMatrices, {"state_dtype": "8bit", "matrices": "8bit"}),
 }
 # A kind of model; how, on how many ranks and on how many devices it was and will be trained; --sharding.
 CHANGES = {

@@ -77,7 +77,15 @@ FULL = [
     replace(RMSPROP, kwargs={"momentum": 0.9, "centered": True}),
     replace(LION, kwargs={"weight_decay": 0.1}),
 ]
-# With 8-bit states of another codec than AdamW's.
+# With 8-bit states of another codec than AdamW's. Muon is for matrices alone; for other parameters see MUON_IN_8_BITS.
+MUON_CODES = Pair(
+    "8-bit Muon",
+    partial(CSDMuon, state_dtype="8bit"),
+    getattr(torch.optim, "Muon", None),
+    named.MUON,
+    {"momentum": 0.9},
+    {"weight_decay": 0.1},
+)
 CODED = [
     replace(ADAGRAD, name="8-bit Adagrad", ours=partial(CSDAdagrad, state_dtype="8bit"), kwargs={"weight_decay": 0.1}),
     replace(RMSPROP, name="8-bit RMSprop", ours=partial(CSDRMSprop, state_dtype="8bit"), kwargs={"weight_decay": 0.1}),
@@ -121,23 +129,24 @@ MIXED = Pair("a rule per group", by_group, None, named.ADAMW, {"rule": "lion"})
 class MuonOfMatrices(CSDMuon):
     """Muon for the matrices that the constructor gets, and for groups of nothing else; AdamW for other parameters."""
 
-    def __init__(self, params, *, state_dtype="fp32", **options):
+    def __init__(self, params, *, state_dtype="fp32", matrices="fp32", **options):
+        """`state_dtype`, `matrices`: of other parameters and of matrices."""
         groups, divided = [*params], []
         if not isinstance(groups[0], dict):
             groups = [{"params": groups}]
-        self.of_others = state_dtype
+        self.of_others, self.of_matrices = state_dtype, matrices
         for group in groups:
             matrices = [p for p in group["params"] if is_matrix(p)]
             if others := [p for p in group["params"] if not is_matrix(p)]:
                 divided.append({**group, "params": others})
             if matrices:
-                divided.append({"params": matrices})
+                divided.append({"params": matrices, "state_dtype": self.of_matrices})
         super().__init__(divided, **options)
 
     def add_param_group(self, group):
         params = [group["params"]] if isinstance(group["params"], torch.Tensor) else group["params"]
         if len(params) and all(map(is_matrix, params)):
-            group = {**group, "rule": "muon", "topk": None, "state_dtype": "fp32"}
+            group = {**group, "rule": "muon", "topk": None, "state_dtype": self.of_matrices}
         else:
             group = {"rule": "adamw", "state_dtype": self.of_others, **group}
         super().add_param_group(group)
@@ -150,6 +159,7 @@ def is_matrix(p):
 
 
 MUON = Pair("CSDMuon", MuonOfMatrices, None, named.ADAMW, {"rule": "adamw"})
+MUON_IN_8_BITS = replace(MUON, name="8-bit CSDMuon", ours=partial(MuonOfMatrices, state_dtype="8bit", matrices="8bit"))
 
 
 def rules(pairs):
@@ -157,8 +167,8 @@ def rules(pairs):
     why = pytest.mark.skip(reason="this rule has no kernel yet")
 
     def marks(pair):
-        others = pair.rule.name != "adamw" or pair in (MIXED, MUON)
-        missing = on_cards() and (pair is MUON or pair.rule.name not in BACKENDS["xrt"].rules)
+        others = pair.rule.name != "adamw" or pair in (MIXED, MUON, MUON_IN_8_BITS)
+        missing = on_cards() and (pair in (MUON, MUON_IN_8_BITS) or pair.rule.name not in BACKENDS["xrt"].rules)
         return [why] * missing + [pytest.mark.all_kernels] * others
 
     return [pytest.param(pair, id=str(pair), marks=marks(pair)) for pair in pairs]
