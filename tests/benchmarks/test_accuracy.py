@@ -197,3 +197,23 @@ def test_verification_notices_what_is_wrong(monkeypatch):
     instead(lambda model, variant, lr: (model, variant, 1.5 * lr))
     with pytest.raises(SystemExit, match="drift"):
         accuracy.verify_codes("digits", accuracy.QUICK, nowhere)
+
+
+def test_rules(tmp_path, monkeypatch):
+    """bench/studies/accuracy_rules.py: all variants of a rule, their differences, and runs that are not repeated."""
+    monkeypatch.chdir(ROOT)
+    arguments = ["--quick", "--rules", "muon", "adagrad", "--dtypes", "bfloat16", f"--json={tmp_path / 'found.json'}"]
+    done = module("bench.studies.accuracy_rules", *arguments, seconds=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [(r["rule"], r["variant"]) for r in found["runs"]] == [
+        (rule, variant) for rule in ("muon", "adagrad") for variant in ("fp32", "nudged", "8bit")
+    ]
+    losses = [r["loss"] for r in found["runs"]]
+    assert all(2 < loss < 6 for loss in losses)
+    assert losses[0] != losses[2]
+    (row,) = (r for r in found["summary"] if (r["rule"], r["variant"], r["dtypes"]) == ("muon", "8bit", ["bfloat16"]))
+    assert row["difference"] == losses[2] - losses[0]
+    again = module("bench.studies.accuracy_rules", *arguments, seconds=300)
+    assert "seed" not in again.stderr  # nothing was run
+    assert json.loads((tmp_path / "found.json").read_text()) == found
