@@ -59,17 +59,23 @@ def assert_bits(found, expected):
     assert [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if not torch.equal(a, b)] == []
 
 
+@pytest.mark.parametrize("state_dtype", ["fp32", "8bit"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("devices", SCRATCH, ids=str)
-def test_same_bits_as_on_the_cpu(devices, dtype):
-    assert_bits(trained_with_muon(DEVICE, dtype, devices), trained_with_muon("cpu", dtype, devices))
+def test_same_bits_as_on_the_cpu(devices, dtype, state_dtype):
+    options = {"state_dtype": state_dtype}
+    assert_bits(
+        trained_with_muon(DEVICE, dtype, devices, **options), trained_with_muon("cpu", dtype, devices, **options)
+    )
 
 
+@pytest.mark.parametrize("state_dtype", ["fp32", "8bit"])
 @pytest.mark.parametrize("on_host", [(0, 3), (1, 2, 6)], ids=str)
-def test_some_on_the_host(on_host):
+def test_some_on_the_host(on_host, state_dtype):
     """Matrices of host and device share tiles."""
-    expected = trained_with_muon("cpu", torch.bfloat16, ["file:"])
-    assert_bits(trained_with_muon(DEVICE, torch.bfloat16, ["file:"], on_host=on_host), expected)
+    options = {"state_dtype": state_dtype}
+    expected = trained_with_muon("cpu", torch.bfloat16, ["file:"], **options)
+    assert_bits(trained_with_muon(DEVICE, torch.bfloat16, ["file:"], on_host=on_host, **options), expected)
 
 
 @pytest.mark.parametrize("devices", [["file:"], ["ram:", "file:"]], ids=str)

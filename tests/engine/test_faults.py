@@ -169,7 +169,7 @@ def test_io_error_undoes_the_step(kind, calls, nth, steps_before, tmp_path):
 @pytest.mark.parametrize("name", [*OF])
 @in_child
 def test_io_error_undoes_the_step_of_any_rule(name, calls, tmp_path):
-    with TiledTraining(device_strings("files", tmp_path, "?buffers=3"), OF[name]) as training:
+    with TiledTraining(device_strings("files", tmp_path, "?buffers=1"), OF[name]) as training:  # tiles of codes are few
         fails_and_recovers(training, calls, failing("files", tmp_path), errno.EIO, skip=1, steps_before=2)
 
 

@@ -9,7 +9,7 @@ import hashlib
 import numpy as np
 import pytest
 import torch
-from support.optimizers import ADAGRAD, ADAM, ADAMW, LION, MUON, RMSPROP, SGD
+from support.optimizers import ADAGRAD, ADAM, ADAMW, CODED, LION, MUON, MUON_IN_8_BITS, RMSPROP, SGD
 from support.published import Model, Published, bf16, gradients, weights
 
 from csd_optim import CSDAdam, CSDBusyError, Replica, bindings
@@ -20,7 +20,7 @@ BLIND = ("transposed", "empty")  # not recorded by updates, but compared
 
 
 @pytest.mark.sampled(together=2)
-@pytest.mark.parametrize("of", [ADAMW, ADAM, SGD, ADAGRAD, RMSPROP, LION, MUON], ids=str)
+@pytest.mark.parametrize("of", [ADAMW, ADAM, SGD, ADAGRAD, RMSPROP, LION, MUON, *CODED, MUON_IN_8_BITS], ids=str)
 @pytest.mark.parametrize("dtype", [bf16, fp16, torch.float32], ids=["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("lr", [1e-6, 1e-3])
 def test_each_rule(backend, of, dtype, lr, tmp_path, devices):
