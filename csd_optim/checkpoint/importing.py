@@ -8,7 +8,7 @@ import math
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -57,10 +57,6 @@ class Export:
             return sections
         return SECTIONS if self.state(row, SECTIONS[-1]) is not None else SECTIONS[:-1]
 
-    def rule(self, p: Mapping[str, Any]) -> str:
-        """Return the name of the rule of a parameter, described in `about`."""
-        return rule_named(self.about, p)
-
     def codec(self, extent: int) -> tuple[str, torch.dtype | None]:
         """Return the codec of an extent's states, and with codes the dtype of its parameters."""
         codes = self.about["codes"][extent] if "codes" in self.about else {}
@@ -74,7 +70,9 @@ class Export:
         coded = state_dtype == EIGHT_BIT
         entries = self.about["params"]
         codecs = {
-            p["extent"]: _codec_for(state_dtype, self.rule(p), self.sections(p["extent"], row), "these states")
+            p["extent"]: _codec_for(
+                state_dtype, rule_named(self.about, p), self.sections(p["extent"], row), "these states"
+            )
             for row, p in enumerate(entries)
         }
         kinds = [(p["extent"], _codes_of(p) if coded else "") for p in entries]

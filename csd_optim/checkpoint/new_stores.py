@@ -79,7 +79,7 @@ class NewStores:
         self._residual_numels[row] = numel
 
     def add_regroup(self, e: int, start: int, numel: int) -> Regroup:
-        """Take the second moments of a part decoded, whose codes have other groups here: see Regroup."""
+        """Take the states of a part decoded whose codes have other groups here: see Regroup."""
         extent = self._extents[e]
         assert extent.param_dtype
         regroup = Regroup(numel, extent.sections, extent.codec, extent.param_dtype)

@@ -1,8 +1,9 @@
 """States in 8-bit codes whose groups of 64 elements are others in a new part than they were in the old one.
 
 The code of a root is relative to its group's exponent. So it is decoded, and encoded again in its new group, rounded to
-nearest. All other codes belong to one element each, and are copied: `master` and the ratio of `exp_avg` to the root
-keep their bits. A root keeps its value unless a much larger one has joined its group.
+nearest, as is a momentum. All other codes belong to one element each, and are copied: `master` and the ratio of
+`exp_avg` to the root keep their bits. A root keeps its value unless a much larger one has joined its group, a momentum
+unless a larger one has.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ FLOAT = 4  # bytes
 
 
 class Regroup:
-    """These states of one new part, decoded, in a nameless file beside a store: 4 bytes per element each."""
+    """The states of one new part that are encoded again, decoded, in a nameless file beside a store.
+
+    They take 4 bytes per element each.
+    """
 
     def __init__(self, numel: int, states: Sequence[str], codec: str, dtype: torch.dtype) -> None:
         """`states`, `codec`, `dtype`: of the part's extent."""

@@ -39,12 +39,12 @@ def check_state_dtype(
         raise CSDValueError(f"Invalid state_dtype{where}: {value!r}; it is {' or '.join(map(repr, STATE_DTYPES))}")
     if value == FP32 or not rule:
         return
-    for state, why in rule.uncoded.items():
-        if state in sections or rule.codec == FP32:
-            raise CSDValueError(
-                f"Invalid state_dtype{where}: {value!r} has no code for the {state} of {rule.name}: {why}; its states "
-                f"stay 'fp32'{advice}"
-            )
+    why = [f"{s} of {rule.name}: {reason}" for s, reason in rule.uncoded.items() if rule.codec == FP32 or s in sections]
+    missing = why or [f"states of {rule.name}"] * (rule.codec == FP32)
+    if missing:
+        raise CSDValueError(
+            f"Invalid state_dtype{where}: {value!r} has no code for the {missing[0]}; its states stay 'fp32'{advice}"
+        )
 
 
 def _item(value: Any) -> Any:
