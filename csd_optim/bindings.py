@@ -278,12 +278,16 @@ def checksum_of(address: int, first: int, n: int) -> int:
 class Watch:
     """A csd_watch: makes the updates of a parameter record what they change. See csd.h.
 
-    `groups`: by tile from `first_tile` on, the index of the first check; None: it needs no checks.
+    `first`: the index of its first element in the tensor of which it is a part. `groups`: by tile from `first_tile` on,
+    the index of the first check; None: it needs no checks.
     """
 
-    def __init__(self, changes: Changes, param: int, first_tile: int, groups: np.ndarray[Any, Any] | None) -> None:
+    def __init__(
+        self, changes: Changes, param: int, first: int, first_tile: int, groups: np.ndarray[Any, Any] | None
+    ) -> None:
         self._struct: Any = ffi.new("csd_watch *")
-        self._struct.changes, self._struct.param, self._struct.first_tile = changes.handle, param, first_tile
+        self._struct.changes, self._struct.param, self._struct.first = changes.handle, param, first
+        self._struct.first_tile = first_tile
         self._checks: list[np.ndarray[Any, Any]] = []
         if groups is not None:
             self._groups = np.ascontiguousarray(groups, np.uint64)

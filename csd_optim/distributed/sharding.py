@@ -7,10 +7,12 @@ is, or as the local tensor of a DTensor of the parameter's shape.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..errors import CSDRuntimeError
@@ -80,6 +82,13 @@ class Partition:
     def whole_shape(self) -> torch.Size:
         """The shape of the tensor that this is a part of. For parts that blocks_by_rank() knows."""
         raise NotImplementedError
+
+    def run_in(self, p: torch.Tensor) -> tuple[int, int] | None:
+        """Return the first element of the part in a parameter, numbered in row-major order, and their number.
+
+        None if the part is no such run of elements, or its place is not known.
+        """
+        return (0, p.numel()) if self.is_whole else None
 
     def rows_by_rank(self, ranks: Ranks) -> list[tuple[int, int]] | None:
         """Return which rows (dimension 0) each of these ranks updates: the first one, and their number.
@@ -154,6 +163,14 @@ class _BlockOfTensor(Partition):
 
     def first_element(self) -> int:
         return sum(first * math.prod(self.shape[dim + 1 :]) for dim, first in enumerate(self.first))
+
+    def run_in(self, p: torch.Tensor) -> tuple[int, int] | None:
+        from torch.distributed.tensor import Shard as ShardOfDim
+
+        # Others, such as the strided shards of FSDP2 beside tensor parallelism, are no run, or need not be.
+        if not all(of.is_replicate() or (type(of) is ShardOfDim and of.dim == 0) for of in self.placements):
+            return None
+        return self.first_element(), math.prod(self.sizes)
 
 
 class DTensorShard(_BlockOfTensor):
@@ -301,6 +318,12 @@ def part_of(p: torch.Tensor, ranks: Ranks | None, *, sharded: bool) -> Partition
 def is_replicated(p: torch.Tensor) -> bool:
     """Return whether it is a plain parameter, which ranks may replicate: neither a DTensor nor a shard of FSDP1."""
     return not hasattr(p, "to_local") and not is_flat(p)
+
+
+def is_fsdp(module: nn.Module) -> bool:
+    """Return whether it is a module of FSDP2."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def is_flat(p: torch.Tensor) -> bool:

@@ -56,6 +56,7 @@ class Committer:
         Raises CSDOSError; nothing has been touched then, and the next call tries again. If all ranks return the same
         number, call note_confirmed().
         """
+        self.states.watcher.join()
         return 0
 
     def await_round(self) -> int | None:
@@ -63,10 +64,12 @@ class Committer:
 
         Needs no lock: any thread may call it. If all ranks return the same number, call note_confirmed().
         """
+        self.states.watcher.join()
         return 0
 
-    def note_confirmed(self) -> None:
-        """Note that all ranks have the last round, as confirm() does."""
+    def note_confirmed(self, *, has_failed: bool = False) -> None:
+        """Note that all ranks have the last round, as confirm() does. `has_failed`: see Watcher.after_commit()."""
+        self.states.watcher.after_commit(self.states.step, has_failed=has_failed)
 
     @property
     def is_confirmed(self) -> bool:

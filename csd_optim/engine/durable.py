@@ -247,17 +247,18 @@ class DurableCommitter(Committer):
         commit.complete(in_parallel)
         self._mark_recoverable(commit)
 
-    def _mark_recoverable(self, commit: Commit) -> None:
+    def _mark_recoverable(self, commit: Commit, *, has_failed: bool = False) -> None:
         """Note that a resume after a crash continues from this commit from now on."""
         self.states.committed_step, self._residuals.committed = commit.job.step, commit.job.spaces
-        self.states.watcher.after_commit(commit.job.step)
+        self.states.watcher.after_commit(commit.job.step, has_failed=has_failed)
         self.background.on_progress()
 
     def confirm(self) -> None:
-        with self.all_ranks_or_none():
+        with all_ranks_or_none(self.ranks) as said:
             self.own_round()
+            said.own = self.states.watcher.has_failed
         if self.ranks and self.ranks.meet_here:
-            self.note_confirmed()
+            self.note_confirmed(has_failed=any(said.by_ranks))
 
     def own_round(self) -> int:
         self.states.check_whole()
@@ -275,9 +276,9 @@ class DurableCommitter(Committer):
     def is_confirmed(self) -> bool:
         return not (self.rounds.unconfirmed or self.rounds.withdrawn or self._makes_round)
 
-    def note_confirmed(self) -> None:
+    def note_confirmed(self, *, has_failed: bool = False) -> None:
         if commit := self.rounds.confirm():
-            self._mark_recoverable(commit)
+            self._mark_recoverable(commit, has_failed=has_failed)
             self.background.start(f"step {self.states.committed_step}", commit.complete)
 
     @contextlib.contextmanager

@@ -182,6 +182,11 @@ class Engine:
         self._note_end(is_undone=not keep)
         self.states.step += keep
 
+    def count_step_of_others(self) -> None:
+        """Count a step in which only other ranks have updated anything."""
+        self.states.watcher.step_of_others()
+        self.states.step += 1
+
     def _note_end(self, *, is_undone: bool) -> None:
         self.stepping, self.is_speculative, self._kept_alive = False, False, None
         self.states.timeline.end(is_undone=is_undone)
@@ -228,6 +233,7 @@ class Engine:
         for extent, steps in zip(self.tiles.extents, self.states.steps, strict=True):
             here = params[(params >= extent.first_param) & (params < extent.first_param + len(steps))]
             steps[here - extent.first_param] -= 1
+        self.states.watcher.step_taken_back()
         self.committer.after_undo()
 
     @contextlib.contextmanager

@@ -26,14 +26,34 @@ class Watcher:
     def step_ends(self, *, is_undone: bool) -> None:
         """Note that the step is complete here, or was undone."""
 
+    def step_of_others(self) -> None:
+        """Note that a step is complete in which only other ranks have updated anything, instead of these two."""
+
+    def step_taken_back(self) -> None:
+        """Note that the last complete step, even if before_commit() was called, is undone on all ranks."""
+
     def no_commit(self, step: int) -> None:
-        """Note that a complete step gets no commit, as nothing is durable."""
+        """Begin what before_commit() does, for a complete step that gets no commit, as nothing is durable.
+
+        One process goes on with what after_commit() does. Several ranks call that once all have the step.
+        """
+
+    def join(self) -> None:
+        """Return when what no_commit() has begun is done. On any thread."""
 
     def before_commit(self, step: int) -> None:
         """Do what has to be durable before the states of this step are. On any thread; may be repeated."""
 
-    def after_commit(self, step: int) -> None:
-        """Note that the states of this step are durable on all devices. On any thread."""
+    @property
+    def has_failed(self) -> bool:
+        """Whether before_commit() has failed here since the ranks last told each other, as they confirm a step."""
+        return False
+
+    def after_commit(self, step: int, *, has_failed: bool = False) -> None:
+        """Note that the states of this step are durable on all devices, of all ranks. On any thread.
+
+        `has_failed`: on any rank.
+        """
 
     def params_written(self, params: Sequence[int]) -> None:
         """Note that states of these parameters are written outside of a step."""

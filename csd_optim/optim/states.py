@@ -345,20 +345,21 @@ class StatesOnDevices(Optimizer):
         `keep`: how many versions stay at least; the last full one stays, with all that follow it. `dtype`: "bf16"
         publishes fp32 parameters, rounded to bfloat16; without it they are refused.
 
+        All ranks call it, with a folder that all of them see. Each writes its part of the model; a DDP wrapper of the
+        model counts as the module in it.
+
         The first version is the model as it is, unless the folder's newest one has the same bits, as after a resume.
         No step fails if a version cannot be written: see Publisher.error.
 
         Raises CSDValueError for devices and options with which it is not possible, CSDTypeError for a parameter that is
         not of 16 bits, CSDBusyError if somebody else publishes there, CSDOSError.
         """
-        if min(every, keep, full_every) < 1 or dtype not in (None, "bf16"):
-            raise CSDValueError('every, keep and full_every are at least 1, and dtype is None or "bf16"')
-        options = PublishOptions(every, keep, full_every, as_bf16=dtype == "bf16")
+        options = PublishOptions(every, keep, full_every, dtype)
         settle = weakref.WeakMethod(self.synchronize)
         with defer_signals(), self._settled(meets=True) as engine:
-            check_engine(engine, self._ranks)
+            check_engine(engine, self._ranks, options)
             engine.wait()
-            publisher = Publisher(engine, self._state_map, model, Path(path), options, settle)
+            publisher = Publisher(engine, self._state_map, self._ranks, model, Path(path), options, settle)
             engine.states.watcher = publisher
             self._state_map.changes += 1  # the next plan names watches
         return publisher

@@ -141,12 +141,14 @@ class Vote:
                 self._exchanged.set()
             complete = not (self.live and self.live.is_undone)
             round = self._engine.committer.await_round() if complete else None
+            watch_failed = self._engine.states.watcher.has_failed
             if any(ranks.lost for ranks in self._groups):  # those could not exchange the old parameters, either
                 self._note_lost()
-            votes = self._gather(complete, round is not None, round or 0)
+            votes = self._gather(complete, round is not None, round or 0, watch_failed)
             if votes and all(vote[0] for vote in votes):
                 verdict = Verdict.KEPT
-                self._keep(has_round=round is not None and len({*votes}) == 1)
+                has_round = round is not None and len({vote[:-1] for vote in votes}) == 1
+                self._keep(has_round=has_round, watch_failed=any(vote[-1] for vote in votes))
         finally:
             self._mark(busy=False)
             self.verdict = verdict
@@ -173,13 +175,16 @@ class Vote:
             return []
         return [vote[:-1] for vote in votes]
 
-    def _keep(self, *, has_round: bool) -> None:
-        """Keep the step. `has_round`: all ranks have its commit; otherwise the next confirm() asks them again."""
+    def _keep(self, *, has_round: bool, watch_failed: bool) -> None:
+        """Keep the step. `has_round`: all ranks have its commit; otherwise the next confirm() asks them again.
+
+        `watch_failed`: Watcher.has_failed of any of them.
+        """
         if self.live:
             self.live.keep()
         with self._engine.lock:  # whoever holds it waits for no vote, and for no other rank while one is under way
             if has_round and not self._engine.closed:
-                self._engine.committer.note_confirmed()
+                self._engine.committer.note_confirmed(has_failed=watch_failed)
 
     def wait_for_rows(self) -> None:
         """Return when no other rank's parameters arrive here any more, if they do so without a flight."""

@@ -101,10 +101,15 @@ class DeltaWriter(FileWriter):
         return super().finish(slices)
 
 
-def write_tensors(path: Path, tensors: Sequence[Tensor], values: Iterable[Array]) -> dict[str, Any]:
-    """Write whole tensors as safetensors: `values` are theirs, in parts, one after another. Returns its entry."""
+def write_tensors(
+    path: Path, tensors: Sequence[Tensor], values: Iterable[Array], slices: Sequence[Sequence[int]] = ()
+) -> dict[str, Any]:
+    """Write tensors as safetensors: `values` are theirs, in parts, one after another. Returns the file's entry.
+
+    `slices`: if these are rows of other tensors, which ones.
+    """
     with FileWriter(path) as file:
         file.write(header_of(tensors, {}))
         for part in values:
             file.write(part)
-        return file.finish()
+        return file.finish(slices)

@@ -1,4 +1,8 @@
-"""The folder of versions, as its only writer sees it: versions appear as a whole, and old ones go."""
+"""The folder of versions, as its writers see it: versions appear as a whole, and old ones go.
+
+Each process (rank) writes a file with its share of a version, and then a description of that, `Share`, into a directory
+that readers do not see. Once all are there, rank 0 writes the manifest, and gives the directory its name.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,10 @@ import fcntl
 import json
 import os
 import re
+import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +23,40 @@ from ..errors import CSDBusyError, CSDOSError, CSDStoreError
 from ..replica.versions import FORMAT, MANIFEST, Tensor, Version, directory_of, numbers, read_version
 
 PENDING = re.compile(r"\.v(\d{10,})\.pending")
-LOCK = ".lock"
+LOCK, MARK = ".lock", ".mark"
+WHOLE, CHANGED = "model", "delta"  # files of whole tensors, and of changed elements
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one of `ranks` processes has of a version: `files`, as in the manifest, which are on its disk."""
+
+    run: str
+    number: int
+    step: int
+    base: int | None  # number of the version from which it differs, of the same run; None: it is full
+    rank: int
+    ranks: int
+    model: str  # the same for the same tensors
+    checksums: Sequence[tuple[int, int]] = ()  # index of a tensor, and the part of its checksum for the elements here
+    files: Sequence[dict[str, Any]] = ()
 
 
 class Folder:
     """A folder of versions, locked against other writers until close(). Methods raise OSError.
 
-    The constructor raises CSDBusyError if somebody else publishes there, and CSDOSError.
+    All ranks call begin(), add() and remove(), and rank 0 the others. The constructor raises CSDBusyError if somebody
+    else publishes there, and CSDOSError.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, rank: int = 0, ranks: int = 1) -> None:
+        """Rank 0 makes and locks it, the others expect that it is there."""
         self.path: Path = path
+        self.rank: int = rank
+        self.ranks: int = ranks
+        self._lock = -1
+        if rank:
+            return
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -44,6 +73,17 @@ class Folder:
         fd, self._lock = self._lock, -1
         if fd >= 0:
             os.close(fd)
+
+    def make_mark(self) -> str:
+        """Leave a mark in the folder for other ranks to find, until one is made again; return its text."""
+        write(self.path / MARK, (text := secrets.token_hex(8)).encode())
+        return text
+
+    def has_mark(self, text: str) -> bool:
+        try:
+            return (self.path / MARK).read_text() == text
+        except FileNotFoundError:
+            return False
 
     def newest(self) -> Version | None:
         """Return the newest version; None if there is none, or it cannot be read."""
@@ -71,45 +111,86 @@ class Folder:
 
     # ---- one version ---------------------------------------------------------------
 
+    def pending(self, number: int) -> Path:
+        """Return the directory of a version that has no name yet."""
+        return self.path / f".{directory_of(number)}.pending"
+
     def begin(self, number: int) -> Path:
-        """Return a new directory for the files of a version, which readers do not see."""
-        path = self.path / f".{directory_of(number)}.pending"
-        if path.exists():
-            shutil.rmtree(path)
-        path.mkdir()
+        """Return the directory for this rank's share of a version, where it has nothing yet."""
+        path = self.pending(number)
+        try:
+            path.mkdir()
+        except FileExistsError:
+            self.remove(number)
         return path
 
-    def complete(self, pending: Path, manifest: dict[str, Any]) -> None:
-        """Write the manifest of a version whose files are on the disk, and flush all of it. It gets no name yet."""
-        fd = os.open(pending / MANIFEST, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        with os.fdopen(fd, "wb") as file:
-            file.write(json.dumps({"format": FORMAT, **manifest}).encode())
-            file.flush()
-            os.fsync(fd)
+    def remove(self, number: int) -> None:
+        """Remove this rank's share, such as that of a step that was undone; first what describes it."""
+        described = _described(self.rank)
+        for name in (described, described + ".new", self.file_of(CHANGED), self.file_of(WHOLE)):
+            (self.pending(number) / name).unlink(missing_ok=True)
+
+    def file_of(self, kind: str) -> str:
+        """Return the name of this rank's file of a version. `kind`: WHOLE or CHANGED."""
+        if kind == CHANGED:
+            return f"{kind}-{self.rank}.bin"
+        return f"{kind}-{self.rank}.safetensors" if self.ranks > 1 else f"{kind}.safetensors"
+
+    def add(self, share: Share) -> None:
+        """Add this rank's share, whose files are on the disk, and flush all of it."""
+        path = (pending := self.pending(share.number)) / _described(self.rank)
+        write(new := path.with_name(path.name + ".new"), json.dumps(asdict(share)).encode())
+        new.rename(path)
         sync(pending)
         sync(self.path)
 
-    def pending(self) -> tuple[Path, Version] | None:
-        """Return a complete version that has no name yet, if there is one."""
-        for path in sorted(self.path.iterdir()):
-            if PENDING.fullmatch(path.name):
-                with contextlib.suppress(CSDStoreError, CSDOSError):
-                    return path, read_version(path)
-        return None
+    def shares(self, number: int) -> list[Share]:
+        """Return the shares of all ranks, by rank. Raises CSDStoreError if they are not all there, or do not match.
 
-    def name(self, pending: Path) -> Version:
-        """Let readers see a complete version: it appears as a whole."""
-        match = PENDING.fullmatch(pending.name)
-        assert match
-        path = self.path / directory_of(int(match[1]))
+        They are looked up by name: of another machine, a listing of the directory may be out of date.
+        """
+        found: list[Share] = []
+        while not found or len(found) < found[0].ranks:
+            try:
+                described = json.loads((self.pending(number) / _described(len(found))).read_bytes())
+            except FileNotFoundError as e:
+                raise CSDStoreError(f"version {number} is not complete: it lacks the share of rank {len(found)}") from e
+            checksums = tuple((index, checksum) for index, checksum in described.pop("checksums"))
+            found.append(Share(**described, checksums=checksums))
+        if len({(s.run, s.number, s.step, s.base, s.ranks) for s in found}) > 1 or found[0].number != number:
+            raise CSDStoreError(f"the shares of version {number} are of different steps")
+        return found
+
+    def complete(self) -> Iterator[list[Share]]:
+        """Yield the shares of each complete version that has no name yet."""
+        for path in sorted(self.path.iterdir()):
+            if match := PENDING.fullmatch(path.name):
+                with contextlib.suppress(CSDStoreError, ValueError, KeyError, TypeError):
+                    yield self.shares(int(match[1]))
+
+    def name(self, shares: Sequence[Share], base: Version | None, tensors: Sequence[Tensor]) -> Version:
+        """Let readers see a version of which all shares are there: it appears as a whole.
+
+        `base`: the version from which it differs; None: it is full. `tensors`: as of with_checksums().
+        """
+        number, step = shares[0].number, shares[0].step
+        pending, path = self.pending(number), self.path / directory_of(number)
+        files = [file for share in shares for file in share.files]
+        manifest = manifest_of(shares[0].run, number, step, base, tensors, files)
+        write(pending / MANIFEST, json.dumps({"format": FORMAT, **manifest}).encode())
+        sync(pending)
         pending.rename(path)
         sync(self.path)
+        for share in shares:
+            with contextlib.suppress(OSError):
+                (path / _described(share.rank)).unlink()
         return read_version(path)
 
-    def discard_pending(self) -> None:
-        """Remove what has no name."""
+    def discard(self, last: int | None = None) -> None:
+        """Remove what has no name, of all versions or of those up to number `last`."""
         for path in [*self.path.iterdir()]:
-            if path.name.startswith(".v"):
+            match = PENDING.fullmatch(path.name)
+            if path.name.startswith(".v") and (last is None or (match and int(match[1]) <= last)):
                 shutil.rmtree(path, ignore_errors=True)
 
     # ---- old versions --------------------------------------------------------------
@@ -124,6 +205,18 @@ class Folder:
             with contextlib.suppress(FileNotFoundError):
                 (self.path / directory_of(number)).rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
+
+
+def _described(rank: int) -> str:
+    return f".share-{rank}.json"
+
+
+def with_checksums(tensors: Sequence[Tensor], parts: Iterable[tuple[int, int]]) -> list[Tensor]:
+    """Return the tensors with their checksums, the sums of these parts: index of the tensor, part of its checksum."""
+    sums = [0] * len(tensors)
+    for index, part in parts:
+        sums[index] += part
+    return [replace(tensor, checksum=total % (1 << 32)) for tensor, total in zip(tensors, sums, strict=True)]
 
 
 def manifest_of(
@@ -150,6 +243,15 @@ def check_room(path: Path, nbytes: int) -> None:
     stats = os.statvfs(path)
     if (free := stats.f_bavail * stats.f_frsize) < nbytes:
         raise CSDOSError(errno.ENOSPC, f"{nbytes / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB are free")
+
+
+def write(path: Path, data: bytes) -> None:
+    """Write a file, and flush it to the disk."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    with os.fdopen(fd, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(fd)
 
 
 def sync(directory: Path) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,23 +12,24 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from ..bindings import NEW, UNCOMPARED, UNLESS_SET
-from ..distributed.ranks import Ranks
+from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..engine.engine import Engine
 from ..engine.watcher import Watcher
 from ..errors import CSDError, CSDOSError, CSDRuntimeError, CSDValueError, CSDWarning
 from ..params.param_state import ParamState
 from ..params.state_map import StateMap
-from ..replica.blocks import DENSE
-from ..replica.versions import Version
 from ..threads import running_pool
-from .encode import DeltaWriter, write_tensors
-from .folder import Folder, check_room, manifest_of
+from .chain import Chain
+from .folder import Folder, Share
 from .recording import Recording
-from .tracked import Tracked, tensors_of
+from .tracked import Tracked, own_share, tensors_of
+from .writer import ShareWriter
 
 Array = np.ndarray[Any, Any]
+ELSEWHERE = "another rank could not write its share"
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Options:
     every: int
     keep: int
     full_every: int
-    as_bf16: bool
+    dtype: str | None
 
 
 class Publisher(Watcher):
@@ -47,12 +47,17 @@ class Publisher(Watcher):
 
     Nothing here makes a step fail. If a version cannot be written, a warning says so, and `error` says why until a
     version has been published again: a full one.
+
+    Each of several ranks writes its share of a version before it commits the step. When they tell each other that all
+    have committed it, they also say whether they have that share: so all know alike which versions there are and when
+    a full one is due, and rank 0 gives the version its name.
     """
 
     def __init__(
         self,
         engine: Engine,
         state_map: StateMap,
+        ranks: Ranks | None,
         model: torch.nn.Module,
         path: Path,
         options: Options,
@@ -60,51 +65,62 @@ class Publisher(Watcher):
     ) -> None:
         """Publishes the model as it is, as a full version, unless the newest version has the same bits.
 
-        `settle`: returns what waits until the last step is durable; None if the optimizer is gone. Raises CSDBusyError,
-        CSDOSError, CSDTypeError, CSDValueError.
+        `settle`: returns what waits until the last step is durable; None if the optimizer is gone. A collective. Raises
+        CSDBusyError, CSDOSError, CSDTypeError, CSDValueError; if another rank has failed, CSDRankError.
         """
         self.path: Path = path
         self.error: str = ""
-        self._engine, self._state_map, self._model, self._options = engine, state_map, model, options
+        self._engine, self._state_map, self._ranks, self._options = engine, state_map, ranks, options
+        self._model = model.module if isinstance(model, DistributedDataParallel) else model
         self._settle = settle
-        self._tracked = tensors_of(model, as_bf16=options.as_bf16)
+        self._leads = ranks is None or ranks.rank == 0
         self._watched: dict[int, Tracked] = {}  # by the engine's index of the parameter
         self._planned: list[Tracked] = []  # those of them that the next step may update
         self._in_step: set[Tracked] = set()  # those that the last step has updated
-        self._last: Version | None = None
+        self._sums: list[int] = []  # the checksums of all before the last step
+        self._named: tuple[int, int] | None = None  # number and step of the newest version
+        # The same on all ranks:
+        self._run = ""
+        self._number = 1  # of the next version
+        self._base = 0  # the number of the one from which it differs
         self._last_full = 0  # the number of the last full version
         self._needs_full = True
-        self._run = ""
         self._is_full = False  # the version that is made next
-        self._due: int | None = None  # the step of which a version is to be written
-        self._written: tuple[int, Path] | None = None  # a step, and its version, which has no name yet
+        self._unconfirmed: int | None = None  # the last step, if it makes a version and may still be undone
+        # Of this rank:
+        self._due: int | None = None  # a step of which the share is to be written
+        self._has_written = False  # that share
+        self._has_failed = False  # see Watcher
         self._working: Future[None] | None = None  # what no_commit() has begun
+        self._naming: Future[None] | None = None  # of the last version, on rank 0 of several
         self._closed = False
-        self._folder = Folder(path)
+        with all_ranks_or_none(ranks):
+            tensors = tensors_of(self._model, state_map.part_of, as_bf16=options.dtype == "bf16")
+            for tracked in tensors:
+                tracked.has_changed()  # reads it
+        self._tracked = own_share(tensors, ranks)
+        self._tensors = [t.tensor for t in tensors]
         with contextlib.ExitStack() as stack:
-            stack.callback(self._folder.close)
             try:
-                self._recording = Recording(path)
-                stack.callback(self._recording.close)
+                self._open(stack)
                 self._begin()
             except OSError as e:
                 if isinstance(e, CSDError):
                     raise
                 raise CSDOSError(e.errno, f"cannot publish in {path}: {e.strerror}") from e
-            self._pool = running_pool(1, "csd_optim publish")
             stack.pop_all()
 
     # ---- what users ask ------------------------------------------------------------
 
     @property
     def version(self) -> int | None:
-        """The number of the newest version; None if there is none yet."""
-        return self._last.number if self._last else None
+        """The number of the newest version; None if there is none yet. On ranks but 0, as of the last wait()."""
+        return self._named and self._named[0]
 
     @property
     def step(self) -> int | None:
-        """The step of which the newest version has the weights."""
-        return self._last.step if self._last else None
+        """The step of which the newest version has the weights. On ranks but 0, as of the last wait()."""
+        return self._named and self._named[1]
 
     def arrays(self) -> list[Array]:
         """Return what this holds in memory for each parameter: sums of groups, where updates cannot do without."""
@@ -113,14 +129,30 @@ class Publisher(Watcher):
     def wait(self) -> None:
         """Return when the version of the last step, if it makes one, is published, or `error` says why not.
 
-        Raises CSDOSError if that step failed, or cannot be committed.
+        All ranks call it. Raises CSDOSError if that step failed, or cannot be committed.
         """
         if settle := self._settle():
             settle()
-        self._join()
+        self.join()
+        with all_ranks_or_none(self._ranks) as said:
+            said.own = self._has_failed
+        # Where nothing is durable, nobody has confirmed the step yet.
+        self.after_commit(self._engine.states.step, has_failed=any(said.by_ranks))
+        self._end_naming()
+        with all_ranks_or_none(self._ranks) as said:
+            said.own = self._named, self.error
+        self._named = said.by_ranks[0][0]
+        errors = [
+            f"rank {rank}: {error}" for rank, (_, error) in enumerate(said.by_ranks) if error not in ("", ELSEWHERE)
+        ]
+        if self._ranks and errors:
+            self.error = "; ".join(errors)
 
     def close(self) -> None:
-        """Publish nothing more; the last step's version is published first. The versions stay. opt.close() does it."""
+        """Publish nothing more; the last step's version is published first. The versions stay. All ranks call it.
+
+        opt.close() ends it, too. That is no collective: with several ranks, wait() before it for the last version.
+        """
         if self._closed or self._engine.closed:
             return
         self.wait()
@@ -134,48 +166,74 @@ class Publisher(Watcher):
     def engine_closed(self) -> None:
         if not self._closed:
             self._closed = True
-            self._join()
+            self.join()
             self._pool.shutdown()
             self._recording.close()
             self._folder.close()
 
     # ---- the beginning -------------------------------------------------------------
 
+    def _open(self, stack: contextlib.ExitStack) -> None:
+        """Open the folder, which all ranks have to see, and a file for records in it. A collective."""
+        rank, size = (self._ranks.rank, self._ranks.size) if self._ranks else (0, 1)
+        with all_ranks_or_none(self._ranks) as said:
+            self._pool = running_pool(1, "csd_optim publish")
+            stack.callback(self._pool.shutdown)
+            self._folder = Folder(self.path, rank, size)
+            stack.callback(self._folder.close)
+            said.own = self._folder.make_mark() if self._leads and self._ranks else None
+        with all_ranks_or_none(self._ranks):
+            if self._ranks and not self._folder.has_mark(said.by_ranks[0]):
+                raise CSDValueError(
+                    f"rank {rank} does not see in {self.path} what rank 0 writes there: publish() needs a folder on a "
+                    "file system that all ranks share"
+                )
+            self._recording = Recording(self.path)
+            stack.callback(self._recording.close)
+        self._writer = ShareWriter(self._folder, self._recording, self._tracked)
+        self._chain = Chain(self._folder, self._tensors)
+
     def _begin(self) -> None:
-        """Continue the chain of versions if the newest has the model's bits; otherwise begin a new run."""
-        step, durable = self._engine.states.step, self._engine.durable
-        for tracked in self._tracked:
-            tracked.has_changed()
-        now = [t.tensor for t in self._tracked]
-        pending = self._folder.pending()
-        if durable and pending and pending[1].step == step and [*pending[1].tensors] == now:
-            self._folder.name(pending[0])  # this process, or the one before it, was killed just before that
-        self._folder.discard_pending()
-        newest = self._folder.newest()
-        if newest and durable and newest.step == step and [*newest.tensors] == now:
-            self._last, self._run, self._last_full = newest, newest.run, self._folder.last_full(newest)
-            self._needs_full = not self._last_full
-        else:
-            self._run = secrets.token_hex(16)
-            self._is_full = True
-            self._write(step)
-            self._name()
+        """Continue the chain if the newest version has the model's bits; otherwise begin a new run. A collective."""
+        with all_ranks_or_none(self._ranks) as said:
+            said.own = [(t.index, t.checksum) for t in self._tracked]
+        sums = [part for of_rank in said.by_ranks for part in of_rank]
+        with all_ranks_or_none(self._ranks) as said:
+            if self._leads:
+                said.own = self._chain.find(self._engine.states.step, sums, durable=self._engine.durable)
+        self._run, self._number, self._base, self._last_full = said.by_ranks[0]
+        self._needs_full = not self._last_full
+        if self._base:
+            self._named = self._base, self._engine.states.step
+            return
+        with all_ranks_or_none(self._ranks):
+            self._write(self._engine.states.step, is_full=True)
+        with all_ranks_or_none(self._ranks) as said:
+            if self._leads:
+                self._name(self._number, self._number)
+            said.own = self._named
+        self._named = said.by_ranks[0]
+        self._last_full, self._base, self._needs_full = self._number, self._number, False
+        self._number += 1
 
     # ---- steps: see Watcher --------------------------------------------------------
 
     def enter(self, table: Array, params: Sequence[ParamState]) -> None:
         now = dict(self._model.named_parameters(remove_duplicate=False))
         for tracked in self._tracked:
-            tracked.param = now.get(tracked.name, tracked.param)
+            tracked.adopt(now)
         tracked_of = {id(t.param): (i, t) for i, t in enumerate(self._tracked)}
         self._planned = []
         for state in params:
-            if id(state.param) not in tracked_of or not _can_watch(state):
+            if id(state.param) not in tracked_of:
                 continue
             number, tracked = tracked_of[id(state.param)]
+            if not _can_watch(state, tracked):
+                continue
             if self._watched.get(state.index) is not tracked or tracked.watch is None:
                 checked = state.is_coded or tracked.is_fp32
-                tracked.watch = self._recording.watch(number, self._engine.tiles, state.index, checked=checked)
+                tiles = self._engine.tiles
+                tracked.watch = self._recording.watch(number, tracked.first, tiles, state.index, checked=checked)
                 tracked.row, tracked.checked, tracked.whole = state.index, checked, True
                 self._watched[state.index] = tracked
             # A program may write to the master itself. Where `checked`, the parameter's bits before the step tell more.
@@ -184,12 +242,8 @@ class Publisher(Watcher):
             table["watch"][state.index] = tracked.watch.address
 
     def step_begins(self, table: Array, written: Array) -> None:
-        self._join()
+        self._begin_step()
         self.tiles_written(written)
-        publishes = (self._engine.states.step + 1) % self._options.every == 0
-        since = self._last.number - self._last_full if self._last else 0
-        self._is_full = publishes and (self._needs_full or since + 1 >= self._options.full_every)
-        self._recording.begin(anew=self._needs_full or self._is_full)
         for tracked in self._planned:
             assert tracked.watch is not None
             tracked.see_master(tracked.master)
@@ -199,12 +253,18 @@ class Publisher(Watcher):
             tracked.whole |= bool(is_set or row["master"] == NEW or row["edited"].any())
             tracked.watch.begin(whole=tracked.whole or self._is_full)
 
+    def _begin_step(self) -> None:
+        self.join()
+        is_due = (self._engine.states.step + 1) % self._options.every == 0
+        self._is_full = is_due and (self._needs_full or self._number - self._last_full >= self._options.full_every)
+        self._recording.begin(anew=self._needs_full or self._is_full)
+        self._sums = [tracked.checksum for tracked in self._tracked]
+
     def step_ends(self, *, is_undone: bool) -> None:
         if is_undone:
             self._recording.undo()
             return
-        step = self._engine.states.step + 1
-        self._in_step.clear()
+        self._note_kept()
         try:
             for tracked in self._planned:
                 if tracked.watch and tracked.watch.updated:
@@ -212,9 +272,27 @@ class Publisher(Watcher):
                     self._in_step.add(tracked)
             self._recording.check()
         except CSDError as e:
-            self._fail(step, e)
-        else:
-            self._due = step if step % self._options.every == 0 else None
+            self._fail(self._engine.states.step + 1, e)
+
+    def step_of_others(self) -> None:
+        self._begin_step()
+        self._note_kept()
+
+    def _note_kept(self) -> None:
+        step = self._engine.states.step + 1
+        self._in_step.clear()
+        self._due = self._unconfirmed = step if step % self._options.every == 0 else None
+
+    def step_taken_back(self) -> None:
+        self.join()
+        self._recording.undo()
+        for tracked, checksum in zip(self._tracked, self._sums, strict=True):
+            tracked.checksum = checksum
+        for tracked in self._in_step:
+            tracked.whole = True  # what is recorded next differs from the version before
+        self._due, self._unconfirmed, self._has_written = None, None, False
+        with contextlib.suppress(OSError):  # then _write() cannot replace it, either, and all ranks learn that
+            self._folder.remove(self._number)
 
     def params_written(self, params: Sequence[int]) -> None:
         for row in params:
@@ -228,37 +306,77 @@ class Publisher(Watcher):
     # ---- commits -------------------------------------------------------------------
 
     def no_commit(self, step: int) -> None:
-        if self._due is not None:
-            self._working = self._pool.submit(self._publish, step)
+        if self._unconfirmed == step:
+            self._working = self._submit(self.before_commit if self._ranks else self._publish, step)
 
     def _publish(self, step: int) -> None:
         self.before_commit(step)
         self.after_commit(step)
 
-    def _join(self) -> None:
+    def _submit(self, work: Callable[..., None], *arguments: int) -> Future[None] | None:
+        """Do this work in the background, after what was submitted before; at interpreter shutdown here."""
+        try:
+            return self._pool.submit(work, *arguments)
+        except RuntimeError:
+            self._end_naming()
+            work(*arguments)
+            return None
+
+    def join(self) -> None:
         if self._working:
             wait([self._working])
 
+    def _end_naming(self) -> None:
+        if self._naming:
+            wait([self._naming])
+
+    @property
+    def has_failed(self) -> bool:
+        return self._has_failed
+
     def before_commit(self, step: int) -> None:
-        if self._due == step:
+        self._end_naming()  # a share that is there says that its base has its name
+        if self._due == step and not self._has_failed:
             try:
-                self._write(step)
+                self._write(step, is_full=self._is_full)
             except Exception as e:  # whatever it is, training goes on
                 self._fail(step, e)
 
-    def after_commit(self, step: int) -> None:
-        if self._written and self._written[0] == step:
-            try:
-                self._name()
-            except Exception as e:
-                self._fail(step, e)
+    def after_commit(self, step: int, *, has_failed: bool = False) -> None:
+        if has_failed:
+            self._give_up()
+        if self._unconfirmed != step:
+            return
+        number, self._number, self._unconfirmed = self._number, self._number + 1, None
+        has_written, self._has_written = self._has_written, False
+        if not has_written:
+            if self._leads:
+                self._naming = self._submit(self._discard, number)
+            return
+        self._base = number
+        if self._is_full:
+            self._last_full, self._needs_full = number, False
+        with contextlib.suppress(OSError):  # its space is given back after the next version
+            self._recording.clear()
+        if not self._ranks:
+            self._name_or_fail(number, step, self._last_full)
+        elif self._leads:
+            self._naming = self._submit(self._name_or_fail, number, step, self._last_full)
+        else:
+            self.error = ""
 
     def _fail(self, step: int, e: Exception) -> None:
-        """Note that the version of a step is not published: the next one is full. Gives its space back."""
-        self._due, self._written, self._needs_full = None, None, True
+        """Note that this process has no share of the version of a step. Gives its space back."""
+        self._due, self._has_written = None, False
         with contextlib.suppress(OSError):
-            self._folder.discard_pending()
-            self._recording.clear()
+            self._folder.remove(self._number)
+        self._note_failure(step, e)
+        if not self._ranks:
+            self._give_up()
+
+    def _note_failure(self, step: int, e: Exception) -> None:
+        """Say why a version is not published. Several ranks tell each other before the next step."""
+        self._has_failed = True
         is_first, self.error = not self.error, str((isinstance(e, OSError) and e.strerror) or e or type(e).__name__)
         if is_first:
             with contextlib.suppress(CSDWarning):  # where warnings are errors
@@ -269,89 +387,69 @@ class Publisher(Watcher):
                     stacklevel=1,
                 )
 
+    def _give_up(self) -> None:
+        """Make the next version a full one, as some rank has no share of this one. On all ranks at the same time."""
+        self._due, self._has_written, self._has_failed, self._needs_full = None, False, False, True
+        self.error = self.error or ELSEWHERE
+        with contextlib.suppress(OSError):
+            self._recording.clear()
+
     # ---- versions ------------------------------------------------------------------
 
-    def _write(self, step: int) -> None:
-        """Write the version of a step, all but its name. Raises OSError, CSDTypeError."""
-        number, base = self._folder.next_number(), None if self._is_full else self._last
-        for tracked in self._tracked:
-            tracked.check()
-        pending = self._folder.begin(number)
-        if self._is_full:
-            check_room(self.path, 2 * sum(t.numel for t in self._tracked))
-            tensors = [t.tensor for t in self._tracked]  # their checksums are not in the file
-            file = write_tensors(pending / "model.safetensors", tensors, self._values())
-        else:
-            file = self._write_delta(pending / "delta-0.bin", step)
-        tensors = [t.tensor for t in self._tracked]
-        self._folder.complete(pending, manifest_of(self._run, number, step, base, tensors, [file]))
-        self._due, self._written = None, (step, pending)
+    def _write(self, step: int, *, is_full: bool) -> None:
+        """Write this process's share of the version of a step. Raises OSError, CSDTypeError."""
+        share = Share(
+            self._run,
+            self._number,
+            step,
+            None if is_full else self._base,
+            self._folder.rank,
+            self._folder.ranks,
+            self._chain.model,
+        )
+        self._writer.write(share, self._in_step)
+        self._due, self._has_written = None, True
 
-    def _values(self) -> Iterator[Array]:
-        """Yield the values of all tensors, one after another: those that the step has updated as it has left them."""
-        recorded = self._recorded_values()
-        for number, tracked in enumerate(self._tracked):
-            if tracked not in self._in_step:
-                for _, some in tracked.take():
-                    yield some
-                continue
-            done = 0
-            while done < tracked.numel:
-                at, first, values = next(recorded)
-                if (at, first) != (number, done):
-                    raise CSDRuntimeError(f"the step has not recorded all of {tracked.name}")
-                yield values
-                done += len(values)
+    def _name_or_fail(self, number: int, step: int, last_full: int) -> None:
+        try:
+            self._name(number, last_full)
+        except Exception as e:
+            self._note_failure(step, e)
+            if not self._ranks:
+                self._give_up()
+            self._discard(number)
 
-    def _recorded_values(self) -> Iterator[tuple[int, int, Array]]:
-        """Yield the whole blocks that the step has recorded: number of the tensor, first element, values."""
-        for numbers, blocks, payload in self._recording.encoded([t.numel for t in self._tracked]):
-            for number, block in zip(numbers.tolist(), blocks, strict=True):
-                values = payload[int(block["payload"]) :].view(np.uint16)[: int(block["elems"])]
-                yield number, int(block["first"]) if block["kind"] == DENSE else -1, values
-
-    def _write_delta(self, path: Path, step: int) -> dict[str, Any]:
-        sizes = [t.numel for t in self._tracked]
-        # Those that the step has not updated may have been set by the program: they are compared, and sent whole.
-        read = {i: t for i, t in enumerate(self._tracked) if t not in self._in_step and t.has_changed()}
-        with DeltaWriter(path, step) as file:
-            for encoded in self._recording.encoded(sizes, without=[*read]):
-                file.add_encoded(*encoded)
-            for number, tracked in read.items():
-                tracked.whole = True  # its master may be another one
-                for first, some in tracked.take():
-                    file.add_whole(number, first, some)
-            return file.finish([(i, 0, n) for i, n in enumerate(sizes)])
-
-    def _name(self) -> None:
-        """Let readers see what _write() has written. Raises OSError."""
-        assert self._written
-        (_, pending), self._written = self._written, None
-        self._last = self._folder.name(pending)
-        if self._last.is_full:
-            self._last_full = self._last.number
-        self._needs_full, self.error = False, ""
+    def _name(self, number: int, last_full: int) -> None:
+        """Let readers see a version of which all ranks have written their share. Raises OSError, CSDStoreError."""
+        version = self._chain.name(self._run, number)
+        self._named, self.error = (number, version.step), ""
         with contextlib.suppress(OSError):  # what is not removed now is removed after the next version
-            self._recording.clear()
-            self._folder.retire(self._options.keep, self._last_full)
+            self._folder.retire(self._options.keep, last_full)
+
+    def _discard(self, number: int) -> None:
+        with contextlib.suppress(OSError):
+            self._folder.discard(number)
 
 
-def _can_watch(state: ParamState) -> bool:
+def _can_watch(state: ParamState, tracked: Tracked) -> bool:
     """Whether the updates of a parameter can record what they change: its elements are in row-major order."""
     in_order = torch.empty_strided(state.own_master.shape, state.stride, device="meta").is_contiguous()
-    return in_order and state.numel > 0 and state.part.is_whole and not state.param.is_complex()
+    return in_order and 0 < state.numel == tracked.numel and not state.param.is_complex()
 
 
-def check_engine(engine: Engine, ranks: Ranks | None) -> None:
-    """Raise CSDValueError if the updates of these devices cannot record what they change."""
-    if ranks:
-        raise CSDValueError("publish() is for one process: several ranks cannot publish together yet")
-    if engine.devices.images_only:
-        raise CSDValueError("publish() needs devices of this process: over serve:// it is not possible yet")
-    for spec in engine.devices.named:
-        if not (spec.kind.has_file or spec.kind.in_memory) or spec.kind.on_card or not spec.kind.keeps_state:
-            raise CSDValueError(
-                f"publish() needs devices that the CPU updates, and {spec} is none: its updates record nothing"
-            )
-    if type(engine.states.watcher) is not Watcher:
-        raise CSDValueError("this optimizer publishes already: close() that publisher first")
+def check_engine(engine: Engine, ranks: Ranks | None, options: Options) -> None:
+    """Raise CSDValueError if the updates of these devices cannot record what they change. A collective."""
+    with all_ranks_or_none(ranks):
+        if min(options.every, options.keep, options.full_every) < 1 or options.dtype not in (None, "bf16"):
+            raise CSDValueError('every, keep and full_every are at least 1, and dtype is None or "bf16"')
+        if engine.devices.images_only:
+            raise CSDValueError("publish() needs devices of this process: over serve:// it is not possible yet")
+        for spec in engine.devices.named:
+            if not (spec.kind.has_file or spec.kind.in_memory) or spec.kind.on_card or not spec.kind.keeps_state:
+                raise CSDValueError(
+                    f"publish() needs devices that the CPU updates, and {spec} is none: its updates record nothing"
+                )
+        if type(engine.states.watcher) is not Watcher:
+            raise CSDValueError("this optimizer publishes already: close() that publisher first")
+    if ranks and (difference := ranks.first_difference([("arguments", options), ("durable", engine.durable)])):
+        raise CSDValueError(f"the ranks do not publish alike: {difference}")

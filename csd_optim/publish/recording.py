@@ -28,12 +28,15 @@ class Recording:
         self._changes = Changes(self._file.fileno())
         self._mark = 0  # the records before the step under way
 
-    def watch(self, number: int, tiles: Tiles, row: int, *, checked: bool) -> Watch:
-        """Return a Watch of the parameter with this row, whose records get this number. `checked`: see csd_watch."""
+    def watch(self, number: int, first: int, tiles: Tiles, row: int, *, checked: bool) -> Watch:
+        """Return a Watch of the parameter with this row, whose records get this number.
+
+        `first`: see Watch. `checked`: see csd_watch.
+        """
         pieces = Pieces(tiles).of(row)
         inside = (pieces["tile_first"] % GROUP + pieces["elems"] + GROUP - 1) // GROUP
         groups = np.concatenate([np.zeros(1, np.uint64), np.cumsum(inside, dtype=np.uint64)])
-        return Watch(self._changes, number, int(pieces["tile"][0]), groups if checked else None)
+        return Watch(self._changes, number, first, int(pieces["tile"][0]), groups if checked else None)
 
     def begin(self, *, anew: bool) -> None:
         """Begin a step. `anew`: nothing that was recorded before counts."""
@@ -58,13 +61,16 @@ class Recording:
         self._changes.free()
         self._file.close()
 
-    def encoded(self, sizes: Sequence[int], without: Sequence[int] = ()) -> Iterator[Encoded]:
+    def encoded(self, runs: Sequence[tuple[int, int]], without: Sequence[int] = ()) -> Iterator[Encoded]:
         """Yield the blocks in which something has changed, by tensor and then by element, some at a time.
 
-        `sizes`: the elements of each tensor, by the number of its watch. `without`: numbers of tensors to leave out.
+        `runs`: the first element here of each tensor, from which blocks count, and their number, by the number of its
+        watch. `without`: numbers of tensors to leave out.
         """
         records = self._changes.list()
         records = records[~np.isin(records["param"], [*without])]
+        firsts, elems = np.array(runs, np.uint64).reshape(-1, 2).T
+        records["first"] -= firsts[records["param"]]
         first, last = records["first"] // BLOCK, (records["first"] + records["elems"] - 1) // BLOCK
         touched = np.concatenate([np.arange(len(records)), np.flatnonzero(last > first)])
         at = np.concatenate([first, last[last > first]])
@@ -74,7 +80,6 @@ class Recording:
         is_first[1:] = (np.diff(numbers) != 0) | (at[1:] != at[:-1])
         begins = np.flatnonzero(is_first)
         payload = np.empty(BLOCKS * (2 * BLOCK + BLOCK // 8 + 16), np.uint8)
-        elems = np.array(sizes, np.uint64)
         for i in range(0, len(begins), BLOCKS):
             some = begins[i : i + BLOCKS]
             end = begins[i + BLOCKS] if i + BLOCKS < len(begins) else len(at)

@@ -1,8 +1,10 @@
-"""The tensors that are published: which parameters they are, and what is known of their values."""
+"""The tensors that are published: which parameters they are, which elements of them this process publishes, and what
+is known of their values.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +12,8 @@ import numpy as np
 import torch
 
 from ..bindings import Watch, checksum_of
+from ..distributed.ranks import Ranks
+from ..distributed.sharding import UNSHARDED, Partition, is_fsdp
 from ..errors import CSDRuntimeError, CSDTypeError, CSDValueError
 from ..replica.versions import Tensor
 
@@ -20,14 +24,18 @@ CHUNK = 1 << 24  # elements that are copied at a time
 
 @dataclass(eq=False)
 class Tracked:
-    """A tensor of the model."""
+    """A tensor of the model: the `numel` elements of it, from `first` on, that this process publishes."""
 
+    index: int  # among all tensors
     name: str
     aliases: tuple[str, ...]
     param: torch.Tensor
     dtype: str
     shape: tuple[int, ...]
-    checksum: int = 0  # of the values after the last step that updated it, or that were read from it since
+    part: Partition = UNSHARDED  # those elements, in row-major order
+    first: int = 0
+    numel: int = 0
+    checksum: int = 0  # their part of it, after the last step that updated them, or as they were read since
     is_fp32: bool = False  # the parameter is fp32, and published as bfloat16
     watch: Watch | None = None  # None: no step updates it, or none that can record what it changes
     row: int = -1  # of its watch: the engine's index of the parameter
@@ -37,16 +45,25 @@ class Tracked:
     _seen: tuple[int, int] = 0, 0  # which tensor its master was, and torch's count of writes to it
 
     @property
-    def numel(self) -> int:
-        return self.param.numel()
+    def tensor(self) -> Tensor:
+        """The whole tensor, without its checksum."""
+        return Tensor(self.name, self.dtype, self.shape, 0, self.aliases)
 
     @property
-    def tensor(self) -> Tensor:
-        return Tensor(self.name, self.dtype, self.shape, self.checksum, self.aliases)
+    def slice(self) -> tuple[int, int, int]:
+        """What a manifest calls so."""
+        return self.index, self.first, self.numel
 
+    def adopt(self, params: dict[str, torch.Tensor]) -> None:
+        """Take the parameter that has the name now. Not one that FSDP2 has gathered: it will be a shard again."""
+        new = params.get(self.name, self.param)
+        if hasattr(new, "placements") == hasattr(self.param, "placements"):
+            self.param = new
+
+    @torch.no_grad()
     def read(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield copies of the parameter's values as they are now, int16 and 1-D, with the index of the first one."""
-        flat = self.param.detach().contiguous().view(-1)
+        """Yield copies of these elements as they are now, int16 and 1-D, with the index of the first one among them."""
+        flat = self.part.of(self.param).contiguous().view(-1)
         for first in range(0, self.numel, CHUNK):
             some = flat[first : first + CHUNK]
             some = some.to(torch.bfloat16) if some.dtype is torch.float32 else some.clone()
@@ -56,7 +73,7 @@ class Tracked:
         """Yield the same as uint16, while `checksum` becomes that of these values."""
         checksum = 0
         for first, some in self.read():
-            checksum += checksum_of(some.data_ptr(), first, len(some))
+            checksum += checksum_of(some.data_ptr(), self.first + first, len(some))
             yield first, some.numpy().view(np.uint16)
         self.checksum = checksum % (1 << 32)
 
@@ -102,24 +119,64 @@ class Tracked:
         return DTYPES.get(dtype, "BF16" if self.is_fp32 else "") == self.dtype
 
 
-def tensors_of(model: torch.nn.Module, *, as_bf16: bool) -> list[Tracked]:
-    """Return the parameters of a model in its order. `as_bf16`: those of 32 bits are published as bfloat16.
+PartOf = Callable[[torch.Tensor], Partition]
 
-    Raises CSDTypeError for a parameter of another dtype, CSDValueError if there is none.
+
+def tensors_of(model: torch.nn.Module, part_of: PartOf, *, as_bf16: bool) -> list[Tracked]:
+    """Return the parameters of a model in its order, each the part that this process has or updates.
+
+    `as_bf16`: those of 32 bits are published as bfloat16. Raises CSDTypeError for a parameter of another dtype,
+    CSDValueError for one that is not divided by rows, or if there is none.
     """
+    for module in filter(is_fsdp, model.modules()):
+        module.reshard()  # type: ignore[operator]
     names: dict[torch.Tensor, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
-    found = []
+    found: list[Tracked] = []
     for p, (first, *others) in names.items():
         dtype = "BF16" if as_bf16 and p.dtype is torch.float32 else DTYPES.get(p.dtype)
         if dtype is None:
             advice = 'publish(..., dtype="bf16") rounds it' if p.dtype is torch.float32 else "it cannot be published"
             raise CSDTypeError(f"parameter {first} is {p.dtype}, and versions hold 16 bits: {advice}")
-        if p.is_meta or p.layout is not torch.strided or hasattr(p, "placements"):
+        if p.is_meta or p.layout is not torch.strided:
             raise CSDTypeError(f"parameter {first} is no plain tensor with data: it cannot be published")
+        part = part_of(p)
+        if (run := part.run_in(p)) is None:
+            raise CSDValueError(
+                f"parameter {first} is divided otherwise than by rows, as by tensor parallelism or FSDP1: it cannot be "
+                "published. Use DistributedDataParallel, or fully_shard (FSDP2) alone"
+            )
         is_fp32 = p.dtype is torch.float32
-        found.append(Tracked(first, tuple(others), p, dtype, tuple(p.shape), is_fp32=is_fp32))
+        found.append(Tracked(len(found), first, tuple(others), p, dtype, tuple(p.shape), part, *run, is_fp32=is_fp32))
     if not found:
         raise CSDValueError("the model has no parameters: there is nothing to publish")
     return found
+
+
+def own_share(found: Sequence[Tracked], ranks: Ranks | None) -> list[Tracked]:
+    """Return the tensors of which this rank publishes elements: those that several ranks have, the first one does.
+
+    All have read them (Tracked.take). Raises CSDValueError, on all ranks, if they have not the same model, or not all
+    of it together. A collective.
+    """
+    if not ranks:
+        return [*found]
+    if difference := ranks.first_difference([(t.name, t.dtype, t.shape, t.aliases) for t in found]):
+        raise CSDValueError(f"the ranks publish different models: {difference}")
+    by_rank = ranks.gather_objects([(t.first, t.numel, t.checksum) for t in found])
+    own = []
+    for tracked, parts in zip(found, zip(*by_rank, strict=True), strict=True):
+        end, whole = 0, tracked.param.numel()
+        for first, n, _ in sorted({*parts}):
+            if n and first != end:
+                raise CSDValueError(
+                    f"parameter {tracked.name} has elements that ranks hold with different values, or that none holds: "
+                    "its parts cannot be published together"
+                )
+            end += n
+        if end != whole:
+            raise CSDValueError(f"parameter {tracked.name} has {whole} elements, of which the ranks hold {end}")
+        if parts.index(parts[ranks.rank]) == ranks.rank and (tracked.numel or not whole):
+            own.append(tracked)
+    return own

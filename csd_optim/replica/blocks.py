@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import struct
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -157,10 +159,11 @@ class DeltaFile(Reader):
 
 
 class TensorFile(Reader):
-    """A file of whole tensors, in the format of safetensors."""
+    """A file of whole tensors, or of the rows of them that `slices` name, in the format of safetensors."""
 
     def __init__(self, file: File) -> None:
         super().__init__(file)
+        self.slices: tuple[tuple[int, int, int], ...] = file.slices
         try:
             _, self._at = parse_tensors(self)
         except BaseException:
@@ -173,6 +176,14 @@ class TensorFile(Reader):
         Raises CSDStoreError if the file has no such tensor.
         """
         yield from read_values(self, tensor, self._at)
+
+    def rows(self, tensor: Tensor, first: int, n: int) -> Iterator[tuple[int, Array]]:
+        """Yield the same of `n` elements of a tensor, from `first` on, which the file has under its name."""
+        shape = self._at.get(tensor.name, ("", [], 0))[1]
+        if math.prod(shape) != n:
+            raise CSDStoreError(f"{self.path} has not the {n} elements of {tensor.name} that its manifest says")
+        for i, values in read_values(self, replace(tensor, shape=tuple(shape)), self._at):
+            yield first + i, values
 
 
 def read_values(file: Reader, tensor: Tensor, at: dict[str, tuple[str, list[int], int]]) -> Iterator[tuple[int, Array]]:

@@ -179,18 +179,27 @@ def changes(version: Version, files: Files, index: int) -> Iterator[tuple[Array,
                 yield from file.changes(slice)
 
 
-def whole(files: Files, tensor: Tensor) -> Iterator[tuple[int, Array]]:
+def whole(version: Version, files: Files, tensor: Tensor) -> Iterator[tuple[int, Array]]:
     """Yield the values of a tensor of a full version, in parts, each with the index of its first element."""
-    (file,) = files
-    assert isinstance(file, TensorFile)
-    yield from file.values(tensor)
+    index, found = index_of(version, tensor), 0
+    for file in files:
+        assert isinstance(file, TensorFile)
+        if not file.slices:
+            yield from file.values(tensor)
+            return
+        for of, first, n in file.slices:
+            if of == index:
+                yield from file.rows(tensor, first, n)
+                found += n
+    if found != tensor.numel:
+        raise CSDStoreError(f"{version.path} has {found} of the {tensor.numel} elements of {tensor.name}")
 
 
 def apply(version: Version, files: Files, before: Version | None, target: Target) -> None:
     """Apply a version to what has the one before it. Raises CSDStoreError if the result is not what was published."""
     if version.is_full:
         for tensor in version.tensors:
-            for first, values in whole(files, tensor):
+            for first, values in whole(version, files, tensor):
                 target.set(tensor, first, values)
         return
     assert before is not None
@@ -218,7 +227,9 @@ def _patch(tensor: Tensor, way: Sequence[Version], files: Sequence[Files]) -> Pa
     parts: list[Array] = []
     for version, of_version in zip(way, files, strict=True):
         if version.is_full:
-            values = np.concatenate([np.zeros(0, np.uint16), *(some for _, some in whole(of_version, tensor))])
+            values = np.zeros(tensor.numel, np.uint16)
+            for first, some in whole(version, of_version, tensor):
+                values[first : first + len(some)] = some
             continue
         for at, some in changes(version, of_version, index_of(version, tensor)):
             if values is not None:

@@ -108,7 +108,7 @@ def _tensor(tensor: Tensor, way: list[Version], files: list[Files], old: _Old | 
     for version, of_version in zip(way, files, strict=True):
         begin: Iterator[tuple[int, Array]] = iter(())
         if version.is_full:
-            begin = whole(of_version, tensor)
+            begin = whole(version, of_version, tensor)
         elif version is way[0]:
             assert old is not None
             begin = old.values(tensor)

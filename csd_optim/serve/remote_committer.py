@@ -109,7 +109,7 @@ class RemoteCommitter(Committer):
     def is_confirmed(self) -> bool:
         return not self._unconfirmed
 
-    def note_confirmed(self) -> None:
+    def note_confirmed(self, *, has_failed: bool = False) -> None:
         self._unconfirmed = False
         # If it is lost now, the next request finds out, within a context in which the other ranks learn of it.
         with contextlib.suppress(CSDError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Container
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ import torch
 from ..distributed.grad_norm import OwnNorm
 from ..distributed.ranks import Ranks
 from ..distributed.sharding import is_replicated
+from ..engine.committer import Committer
 from ..engine.rounds import check_rounds
 from ..errors import CSDRankError
 from ..params.groups import Groups, members, name_of
@@ -38,6 +39,7 @@ class _Vote(NamedTuple):
     under_way: int  # the step has begun in backward, and only has to be ended
     failed: int  # it cannot take a step
     round: int  # the last round of commits that it has; -1: it lacks that one
+    watch_failed: int  # see Watcher.has_failed
     # As in Offer:
     is_examined: int
     is_prepared: int
@@ -99,7 +101,7 @@ def agree_on_step(
     scale: float | None,
     failure: BaseException | None,
     round: int | None,
-    note_confirmed: Callable[[], None],
+    committer: Committer,
     offer: Offer,
     reduced: Container[int] = (),
     divided: Container[int] = (),
@@ -109,8 +111,8 @@ def agree_on_step(
     `placed`: the ids of parameters that have taken part before. `descending`: tiles would flow from the last to the
     first. `scale`: that of a GradScaler, which ranks that have `joined` lack. `failure`: why this rank cannot take a
     step; it is raised, and CSDRankError on the other ranks. `mode`: see InStep.kind. `round`: see
-    Committer.own_round(); None: that is what has failed. `note_confirmed`: called once all ranks have it, whatever else
-    fails. `offer`: what is ready here. `reduced`: the ids of parameters whose gradients a hook of DDP has reduced,
+    Committer.own_round(); None: that is what has failed. `committer`: is told once all ranks have the round, whatever
+    else fails. `offer`: what is ready here. `reduced`: the ids of parameters whose gradients a hook of DDP has reduced,
     which has to be so on all ranks. `divided`: the ids of sharded parameters that have gradients on all ranks or none.
 
     Raises CSDRankError, on all ranks, if they cannot take this step together. In particular, replicas of a parameter
@@ -130,7 +132,8 @@ def agree_on_step(
         names = _checksum([name for name, _ in alike])
         new = _checksum([name for name, p in replicated if not is_bound(p)])
         own = -1 if round is None else round
-        vote = _Vote(skips, taken, joined, names, new, descending, mode, under_way, failure is not None, own, *offer)
+        failed, watch_failed = failure is not None, committer.states.watcher.has_failed
+        vote = _Vote(skips, taken, joined, names, new, descending, mode, under_way, failed, own, watch_failed, *offer)
         return [_Vote(*numbers) for numbers in ranks.gather(*vote)]
 
     # In backward no parameter has joined, and these have changed already.
@@ -138,7 +141,7 @@ def agree_on_step(
     votes = exchange_votes()
     if all(vote.round >= 0 for vote in votes):
         check_rounds(vote.round for vote in votes)
-        note_confirmed()
+        committer.note_confirmed(has_failed=any(vote.watch_failed for vote in votes))
     if any(vote.failed for vote in votes):
         ranks.agree(failure)
     if len(steps := {vote.taken for vote in votes}) > 1:

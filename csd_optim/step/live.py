@@ -394,7 +394,7 @@ class LiveStep:
         elif step.near:
             engine.end_without_tiles()
         elif self.progress.ranks:
-            engine.states.step += 1  # that of the others
+            engine.count_step_of_others()
         for extent, own in zip(engine.tiles.extents, engine.states.steps, strict=True):
             own[:] = step.spec.steps[extent.first_param : extent.first_param + len(own)]
         self.progress.steps_taken += 1

@@ -210,7 +210,7 @@ class Steps(Progress):
                 scale=scale,
                 failure=cause,
                 round=round,
-                note_confirmed=self.engine.committer.note_confirmed,
+                committer=self.engine.committer,
                 offer=ready.offer(),
                 reduced=self.reduced,
                 divided=divided,
@@ -297,7 +297,7 @@ class Steps(Progress):
             with all_ranks_or_none(self.ranks):
                 pass
         self.steps_taken += 1
-        self.engine.states.step += 1
+        self.engine.count_step_of_others()
         self.state_map.describe(self.engine, self.groups)
         self.commit(record)
 

@@ -279,6 +279,7 @@ typedef struct csd_watch {
   uint32_t whole;      /* 1: all elements are recorded, and count as 0 before */
   uint32_t sum;        /* by how much the checksum of the parameter (docs/publish-format.md) changes, modulo 2^32 */
   uint32_t first_tile; /* the first of its tiles, which follow one another */
+  uint64_t first;      /* index of its first element in the tensor that records and checksum refer to */
   uint64_t updated;    /* number of elements that were updated */
   /* For each of its tiles, the index in `checks` of its first group of 64 elements there; groups are those of the tile.
    * A step reads `checks`, and writes `new_checks`. All NULL: for fp32 states and 16 bits */
@@ -499,7 +500,7 @@ int csd_engine_read(csd_engine *engine, uint32_t tile, uint32_t sections, uint64
 
 /* ---- What steps change ---------------------------------------------------- */
 
-/* Elements [first, first + elems) of a parameter were updated, and `count` of them were recorded. */
+/* Elements [first, first + elems) of a watched tensor were updated, and `count` of them were recorded. */
 typedef struct csd_change {
   uint32_t param; /* csd_watch.param */
   uint32_t count;

@@ -23,8 +23,9 @@ thread_local uint64_t last_piece = 0;  // spans come in the order of their piece
 Place place_at(const csd_piece &piece, uint64_t in_piece) {
   Place place;
   place.watch = current_work->params[piece.param].watch;
-  place.first = piece.param_first + in_piece;
-  if (!place.watch || !place.watch->checks) return place;
+  if (!place.watch) return place;
+  place.first = place.watch->first + piece.param_first + in_piece;
+  if (!place.watch->checks) return place;
   const uint64_t element = piece.tile_first + in_piece;
   place.group =
       place.watch->groups[current_tile->index - place.watch->first_tile] + element / kGroup - piece.tile_first / kGroup;

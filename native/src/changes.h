@@ -14,7 +14,7 @@ struct CodedSpan;
 
 // The changed elements of a span that is being updated.
 struct Changes {
-  uint64_t first;    // index of its first element in the parameter
+  uint64_t first;    // index of its first element in the watched tensor
   uint64_t *mask;    // one bit per element of the span
   uint16_t *values;  // of the changed elements
   uint64_t n_noted = 0, count = 0;
@@ -50,7 +50,7 @@ void end_updates() noexcept;  // and now of none
 // Where a span of this thread's tile is, if its parameter is watched.
 struct Place {
   csd_watch *watch = nullptr;  // null: it is not watched
-  uint64_t first = 0;          // index of its first element in the parameter
+  uint64_t first = 0;          // index of its first element in the watched tensor
   uint64_t group = 0;          // index of its first element's group in the watch's checks
   uint64_t in_group = 0;       // and of the element in this group
 };

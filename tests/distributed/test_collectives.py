@@ -3,6 +3,7 @@
 import contextlib
 import threading
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from test_shared_updates import training_on
 from csd_optim import CSDOSError
 from csd_optim.engine.durable import DurableCommitter
 from csd_optim.errors import CSDRankError
+from csd_optim.replica.versions import numbers
 from csd_optim.step.steps import Steps
 
 STEPS, WARM_UP = 6, 3  # steps in all; those in which parameters join, groups are made, and the first guess is tried
@@ -23,7 +25,10 @@ COLLECTIVES = ("all_to_all_single", "all_gather_single", "all_gather_into_tensor
 
 def counts(rank, kind, overlap, options):
     """Return the number of collectives within each step(), and of those behind the program, by step."""
+    publishes = options.pop("publishes", False)
     training, here, behind = training_on(rank, "this", overlap, kind, **options), Counter(), Counter()
+    if publishes:
+        training.opt.publish("policy", training.model, dtype="bf16")
     within = False
 
     def counted(collective, *args, **kwargs):
@@ -45,10 +50,12 @@ def counts(rank, kind, overlap, options):
             training.opt.zero_grad()
             training.opt.synchronize()  # the vote on this step is over
     training.opt.close()
+    assert not publishes or len(numbers(Path("policy"))) == STEPS + 1
     return [(here[k], behind[k]) for k in range(WARM_UP + 1, STEPS)]
 
 
 CLIP, EARLY, FREE = {"max_grad_norm": 0.5}, {"backward": True}, {"free_gradients": True}
+PUBLISHES = {"named": True, "publishes": True}
 NAMED, TOPK = {"named": True}, {"topk": 0.1, "width": 96}
 CASES = [  # collectives within step(), and behind the program
     ("DDP", None, {}, 2, 0),
@@ -58,6 +65,9 @@ CASES = [  # collectives within step(), and behind the program
     ("DDP", None, {**NAMED, **CLIP}, 3, 0),
     ("FSDP2", None, {**NAMED, **CLIP}, 3, 0),
     ("HSDP", None, {**NAMED, **CLIP}, 3, 0),
+    ("DDP", None, PUBLISHES, 2, 0),
+    ("FSDP2", None, PUBLISHES, 2, 0),
+    ("FSDP2", EARLY, PUBLISHES, 1, 1),
     ("DDP", {}, NAMED, 1, 1),
     ("FSDP2", {}, NAMED, 1, 1),
     ("FSDP2", {}, {**NAMED, **CLIP}, 2, 1),

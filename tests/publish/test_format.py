@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import json
+import math
 import os
 import struct
 import subprocess
@@ -39,15 +40,10 @@ def tensors_of(folder, number):
         datas.append(data)
     names = [t["name"] for t in manifest["tensors"]]
     if manifest["base"] is None:
-        (data,) = datas
-        (n,) = struct.unpack("<Q", data[:8])
-        header = json.loads(data[8 : 8 + n])
-        found = {}
-        for t in manifest["tensors"]:
-            assert header[t["name"]]["dtype"] == t["dtype"]
-            assert header[t["name"]]["shape"] == t["shape"]
-            begin, end = header[t["name"]]["data_offsets"]
-            found[t["name"]] = list(struct.unpack(f"<{(end - begin) // 2}H", data[8 + n + begin : 8 + n + end]))
+        found = {t["name"]: [None] * math.prod(t["shape"]) for t in manifest["tensors"]}
+        for file, data in zip(manifest["files"], datas, strict=True):
+            take_whole(data, file.get("slices"), manifest["tensors"], found)
+        assert not any(value is None for values in found.values() for value in values)
     else:
         base = folder / f"v{manifest['base']['number']:010d}"
         assert hashlib.sha256((base / "manifest.json").read_bytes()).hexdigest() == manifest["base"]["id"]
@@ -57,6 +53,23 @@ def tensors_of(folder, number):
     for t in manifest["tensors"]:
         assert sum(v * weight(i) for i, v in enumerate(found[t["name"]])) % 2**32 == t["checksum"], t["name"]
     return found
+
+
+def take_whole(data, slices, tensors, found):
+    (size,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + size])
+    header.pop("__metadata__", None)
+    parts = slices or [(i, 0, math.prod(t["shape"])) for i, t in enumerate(tensors)]
+    assert [*header] == [tensors[i]["name"] for i, _, _ in parts]
+    for i, first, n in parts:
+        t = tensors[i]
+        there = header[t["name"]]
+        assert there["dtype"] == t["dtype"]
+        assert there["shape"][1:] == t["shape"][1:]
+        assert slices or there["shape"] == t["shape"]
+        begin, end = there["data_offsets"]
+        assert (math.prod(there["shape"]), end - begin) == (n, 2 * n)
+        found[t["name"]][first : first + n] = struct.unpack(f"<{n}H", data[8 + size + begin : 8 + size + end])
 
 
 def apply(data, slices, tensors):
@@ -100,20 +113,37 @@ def writer(tmp_path):
         yield writer
 
 
-@pytest.mark.parametrize("share", [0, 0.001, 0.05, 0.3, 0.97, 1])
-def test_the_page_suffices(writer, share):
-    """What was published is read from the page alone, and by the Replica, in any form of a block."""
-    writer.full()
-    for _ in range(3):
-        writer.change(share)
-        writer.delta()
-    found = tensors_of(writer.path, 4)
-    assert {name: np.array(values, np.uint16).tolist() for name, values in found.items()} == writer.lists()
-    replica, model = Replica(writer.path), {}
-    replica.load(model)
-    replica.verify(model)
-    assert {name: values.tolist() for name, values in model.items()} == writer.lists()
-    assert (replica.version, replica.step) == (4, 4)
+@pytest.fixture(params=[1, 3], ids=["alone", "3 ranks"])
+def any_writer(request, tmp_path):
+    with Writer(tmp_path / "policy", SHAPES, ranks=request.param) as writer:
+        yield writer
+
+
+@pytest.mark.parametrize(
+    ("share", "ranks"), [(0, 1), (0.001, 1), (0.05, 1), (0.3, 1), (0.97, 1), (1, 1), (0, 3), (0.05, 3), (0.4, 2)]
+)
+def test_the_page_suffices(share, ranks, tmp_path):
+    """What was published is read from the page alone, and by the Replica, in any form of a block, from any ranks."""
+    with Writer(tmp_path / "policy", SHAPES, ranks=ranks) as writer:
+        writer.full()
+        for _ in range(3):
+            writer.change(share)
+            writer.delta()
+        found = tensors_of(writer.path, 4)
+        assert {name: np.array(values, np.uint16).tolist() for name, values in found.items()} == writer.lists()
+        replica, model = Replica(writer.path), {}
+        replica.load(model)
+        replica.verify(model)
+        assert {name: values.tolist() for name, values in model.items()} == writer.lists()
+        assert (replica.version, replica.step) == (4, 4)
+        files = {file.name for file in writer.path.glob("v*/*")} | {f.name for f in writer.path.glob("v*/.*")}
+        alone = {"model.safetensors", "delta-0.bin"}
+        several = {
+            f"{name}-{rank}.{kind}"
+            for name, kind in (("model", "safetensors"), ("delta", "bin"))
+            for rank in range(ranks)
+        }
+        assert files == {"manifest.json", *(alone if ranks == 1 else several)}
 
 
 def test_the_smallest_form():
@@ -124,7 +154,8 @@ def test_the_smallest_form():
     assert form_of(1, 1) == DENSE
 
 
-def test_follow_and_patches(writer):
+def test_follow_and_patches(any_writer):
+    writer = any_writer
     writer.full()
     replica, model = Replica(writer.path), {}
     replica.load(model)
@@ -144,8 +175,9 @@ def test_follow_and_patches(writer):
     assert [p.name for p in replica.patches(since=4)] == []
 
 
-def test_a_new_run_begins_with_a_full_version(writer):
+def test_a_new_run_begins_with_a_full_version(any_writer):
     """A replica follows from one run to the next, and patches() then has whole tensors."""
+    writer = any_writer
     writer.full()
     replica, model = Replica(writer.path), {}
     replica.load(model)
@@ -185,7 +217,8 @@ def file_of(path):
     return {name: t.view(-1).view(torch.int16).numpy().view(np.uint16).tolist() for name, t in load_file(path).items()}
 
 
-def test_a_file_follows(writer, run, tmp_path):
+def test_a_file_follows(any_writer, run, tmp_path):
+    writer = any_writer
     out = tmp_path / "model.safetensors"
     writer.full()
     code, text, _ = run("follow", writer.path, "--to", out, "--once")
@@ -259,6 +292,25 @@ def test_a_damaged_file_is_refused(writer, at):
         replica.follow(model)
     assert {name: values.tolist() for name, values in model.items()} == was
     assert replica.version == 1
+
+
+@pytest.mark.parametrize("what", ["files", "slices", "elements"])
+def test_a_full_version_that_lacks_a_part_is_refused(what, tmp_path):
+    with Writer(tmp_path / "policy", SHAPES, ranks=3) as writer:
+        writer.full()
+        path = writer.path / "v0000000001/manifest.json"
+        manifest = json.loads(path.read_text())
+        if what == "files":
+            del manifest["files"][1]
+        elif what == "slices":
+            manifest["files"][1]["slices"].pop()
+        else:
+            manifest["files"][1]["slices"][-1][2] -= 1
+        path.write_text(json.dumps(manifest))
+        with pytest.raises(CSDStoreError, match=r"has (not )?the|of the"):
+            Replica(writer.path).load({})
+        with pytest.raises(CSDStoreError):
+            to_file.follow(writer.path, tmp_path / "model.safetensors")
 
 
 def test_a_manifest_that_was_changed_breaks_the_chain(writer):

@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+from torch.distributed.tensor import distribute_tensor
 
 from csd_optim import CSDAdam, Replica
 
@@ -31,10 +32,11 @@ class Model(torch.nn.Module):
 
 
 def weights(model, as_bf16=False):
-    """Return the bits of all parameters, name → uint16 array."""
+    """Return the bits of all parameters, name → uint16 array. Of DTensors on all ranks: a collective."""
 
     def bits(p):
-        p = p.detach().contiguous().view(-1)
+        p = p.detach()
+        p = (p.full_tensor() if hasattr(p, "full_tensor") else p).contiguous().view(-1)
         return (p.to(bf16) if as_bf16 else p).clone().view(torch.int16).numpy().view(np.uint16)
 
     return {name: bits(p) for name, p in model.named_parameters(remove_duplicate=False)}
@@ -45,21 +47,36 @@ def gradients(model, step, scale=1.0, without=("late",)):
     generator = torch.Generator().manual_seed(1000 + step)
     for name, p in model.named_parameters():
         grad = (scale * torch.randn(p.shape, generator=generator)).to(p.dtype)
+        if hasattr(p, "placements"):
+            grad = distribute_tensor(grad, p.device_mesh, p.placements)
         p.grad = grad if p.requires_grad and name not in without else None
 
 
 class Published:
-    """A model, its optimizer with `options`, its publisher, and a replica that is compared after each step."""
+    """A model, its optimizer with `options`, its publisher, and a replica that is compared after each step.
+
+    `wrapped`: what publish() gets as the model.
+    """
 
     def __init__(
-        self, path, devices, optimizer=CSDAdam, dtype=bf16, publish=(), model=None, params=None, done=0, **options
+        self,
+        path,
+        devices,
+        optimizer=CSDAdam,
+        dtype=bf16,
+        publish=(),
+        model=None,
+        params=None,
+        wrapped=None,
+        done=0,
+        **options,
     ):
         self.model, self.dtype = model or Model(dtype), dtype
         self.as_bf16 = dtype is torch.float32
         options = {"lr": 1e-5, "tile_size": 2048, **options}
         self.opt = optimizer(params or self.model.parameters(), devices=devices, **options)
         publish = {**({"dtype": "bf16"} if self.as_bf16 else {}), **dict(publish)}
-        self.pub = self.opt.publish(path, model=self.model, **publish)
+        self.pub = self.opt.publish(path, model=wrapped or self.model, **publish)
         self.replica, self.copy, self.done = Replica(path), {}, done
         self.replica.load(self.copy)
         self.check()

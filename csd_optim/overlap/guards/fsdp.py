@@ -9,17 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...distributed.sharding import is_fsdp
 from ..arrivals import Arrivals, NoArrivals
 
 
 def is_fsdp1(module: nn.Module) -> bool:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
-
-
-def is_fsdp(module: nn.Module) -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def unit_modules(module: nn.Module) -> list[nn.Module]:

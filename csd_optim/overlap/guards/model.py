@@ -26,10 +26,11 @@ from types import FunctionType
 import torch
 from torch import nn
 
+from ...distributed.sharding import is_fsdp
 from ...errors import CSDRuntimeError
 from ..arrivals import Arrivals
 from .compiled import CompiledCall, CompiledGuard, CompiledState, compiled_parts
-from .fsdp import GatherGuard, groups_of, is_fsdp, is_fsdp1, shards_in, unit_modules
+from .fsdp import GatherGuard, groups_of, is_fsdp1, shards_in, unit_modules
 from .module import Guarded, ModuleGuard, ModuleHook, WaitingDict, give_up
 
 

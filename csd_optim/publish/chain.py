@@ -1,0 +1,52 @@
+"""The chain of versions in a folder, as rank 0 continues it: each version gets its name when all shares are there."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Sequence
+
+from ..errors import CSDStoreError
+from ..replica.versions import Tensor, Version
+from .folder import Folder, Share, with_checksums
+
+
+class Chain:
+    """The versions of a model with these tensors. Methods raise OSError, CSDStoreError."""
+
+    def __init__(self, folder: Folder, tensors: Sequence[Tensor]) -> None:
+        self.model: str = hashlib.sha256(repr([*tensors]).encode()).hexdigest()  # see Share
+        self._folder, self._tensors = folder, tensors
+        self._last: Version | None = None
+
+    def find(self, step: int, sums: Sequence[tuple[int, int]], *, durable: bool) -> tuple[str, int, int, int]:
+        """Return the run, and the numbers of the next version, of the last one, and of the last full one.
+
+        It is a new run, and the last two are 0, unless the last version has the weights of this `step`, whose checksums
+        are `sums`, as in Share. If the process before this one was killed just before a version got its name, it gets
+        that now; what else has no name is removed.
+        """
+        newest, now = self._folder.newest(), with_checksums(self._tensors, sums)
+        for shares in self._folder.complete() if durable else ():
+            of, base = shares[0], None if shares[0].base is None else newest
+            follows = of.base is None or (base and (base.run, base.number) == (of.run, of.base))
+            if follows and (of.step, of.model) == (step, self.model) and self._total(shares) == now:
+                newest = self._folder.name(shares, base, now)
+                break
+        self._folder.discard()
+        if newest and durable and newest.step == step and [*newest.tensors] == now:
+            self._last = newest
+            return newest.run, newest.number + 1, newest.number, self._folder.last_full(newest)
+        return secrets.token_hex(16), self._folder.next_number(), 0, 0
+
+    def name(self, run: str, number: int) -> Version:
+        """Let readers see a version of which all ranks have written their share."""
+        shares = self._folder.shares(number)
+        base = None if shares[0].base is None else self._last
+        if shares[0].run != run or (base and base.number != shares[0].base):
+            raise CSDStoreError(f"somebody else has written to {self._folder.path}")
+        self._last = self._folder.name(shares, base, self._total(shares))
+        return self._last
+
+    def _total(self, shares: Sequence[Share]) -> list[Tensor]:
+        return with_checksums(self._tensors, [part for share in shares for part in share.checksums])

@@ -1,0 +1,481 @@
+"""Several ranks publish together: each its share, and a version is what all have committed.
+
+The oracle is the model as it is gathered from all ranks after each step: a replica equals it, bit for bit.
+"""
+
+import contextlib
+import errno
+import os
+import random
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from support.optimizers import MUON
+from support.published import Model, Published, bf16, gradients, weights
+from support.ranks import KILLED, on_living_ranks, on_ranks
+from support.replacing import failing, replaced
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import csd_optim
+from csd_optim import CSDAdam, CSDBusyError, CSDError, CSDValueError, Replica
+from csd_optim.engine.commit import Commit
+from csd_optim.engine.engine import Engine
+from csd_optim.errors import CSDRankError
+from csd_optim.publish.folder import Folder
+from csd_optim.replica.versions import directory_of, numbers, read_version
+
+pytestmark = pytest.mark.at_hand("its updates are on the owner's machine")
+
+
+def divided(model, kind):
+    """Divide a model as FSDP2 or HSDP do, which know neither scalars nor strides. Returns it."""
+    if kind == "DDP":
+        return model
+    if isinstance(model, Model):
+        del model.one
+        model.transposed = nn.Parameter(model.transposed.detach().contiguous())
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards")) if kind == "HSDP" else None
+    for layer in model.children():
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def training_on(rank, kind="DDP", devices="store-{rank}", dtype=bf16, seed=0, **options):
+    Path(f"store-{rank}").mkdir(exist_ok=True)
+    return Published("policy", devices, model=divided(Model(dtype, seed), kind), dtype=dtype, **options)
+
+
+def local(p):
+    """This rank's part of a parameter, or all of a replica."""
+    p = p.detach()
+    return p.to_local() if hasattr(p, "to_local") else p
+
+
+def follows(rank, kind, options):
+    """Steps, what is set from outside, a parameter without a gradient, and full versions."""
+    with training_on(rank, kind, publish={"full_every": 6, "keep": 4}, tile_size=4096, **options) as t:
+        m = t.model
+        t.steps(3)
+        changed, sent = t.check()
+        assert (sum(changed.values()), sum(sent.values())) == (0, 0)
+        t.step()
+        changed, sent = t.check()
+        if options.get("optimizer") is None and not options.get("topk"):
+            for name in t.names():  # just what differs, but for parameters that are not recorded
+                if name not in ("transposed", "empty"):
+                    assert changed[name] <= sent[name] <= changed[name] * 16 / 15 + 4096, name
+        for p, value in (m.odd, 0.25), (m.frozen, 3), (m.embedding, -1), (m.late, 0.5):
+            local(p)[1:9] = value
+        t.steps(1)
+        with torch.no_grad():
+            m.odd.mul_(1.5)
+        t.steps(1, without=("late", "odd"))
+        t.steps(2, without=())
+        assert t.pub.version == 9
+        versions = [read_version(Path("policy") / directory_of(n)) for n in numbers(Path("policy"))]
+        assert [v.is_full for v in versions] == [v.number % 6 == 1 for v in versions]
+        shares = dist.get_world_size()
+        if options.get("sharded") is False:  # of ranks that have the same, one publishes
+            shares = {"DDP": 1, "HSDP": 2}[kind]
+        assert {len(v.files) for v in versions} == {shares}
+        t.pub.close()
+
+
+FP32, CODES = {"state_dtype": "fp32"}, {"state_dtype": "8bit", "lr": 1e-4}
+CASES = [
+    (2, "DDP", FP32),
+    (3, "DDP", {**FP32, "devices": "ram:"}),
+    (3, "DDP", CODES),
+    (2, "DDP", {**CODES, "dtype": torch.float32}),
+    (2, "DDP", {"sharded": False, "max_grad_norm": 0.5}),
+    (2, "DDP", {"topk": 0.1, "dtype": torch.float32}),
+    (2, "DDP", {"optimizer": MUON.ours, **MUON.kwargs}),
+    (2, "FSDP2", FP32),
+    (2, "FSDP2", CODES),
+    (2, "FSDP2", {"dtype": torch.float32, "topk": 0.1, "devices": "ram:"}),
+    (2, "FSDP2", {"optimizer": MUON.ours, **MUON.kwargs}),
+    (4, "HSDP", {**FP32, "devices": "ram:"}),
+    (4, "HSDP", CODES),
+    (4, "HSDP", {"sharded": False, "max_grad_norm": 0.5}),
+]
+
+
+@pytest.mark.parametrize(("size", "kind", "options"), CASES, ids=str)
+def test_each_division(size, kind, options, tmp_path):
+    on_living_ranks(size, follows, kind, options, directory=tmp_path)
+
+
+# ---- overlap -----------------------------------------------------------------------------------------
+
+
+def network(dtype=bf16):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(50, 301), nn.ReLU(), nn.Linear(301, 30)).to(dtype)
+
+
+class Overlapping:
+    """A network that ranks train together, and publish."""
+
+    def __init__(self, rank, kind, mode, devices="store-{rank}", **options):
+        Path(f"store-{rank}").mkdir(exist_ok=True)
+        self.rank, self.inner = rank, divided(network(), kind)
+        self.model = DDP(self.inner) if kind == "DDP" else self.inner
+        options = {"lr": 1e-4, "tile_size": 4096, **options}
+        self.t = Published("policy", devices, model=self.inner, wrapped=self.model, **options)
+        if kind == "DDP" and mode and mode.get("backward"):
+            self.model.register_comm_hook(self.t.opt, csd_optim.push)
+        if mode is not None:
+            self.t.opt.overlap(self.model, **mode)
+
+    def backward(self):
+        generator = torch.Generator().manual_seed(100 * self.t.done + self.rank)
+        self.t.opt.zero_grad()
+        self.model(torch.randn(8, 50, generator=generator).bfloat16()).square().sum().backward()
+
+    def step(self):
+        self.backward()
+        self.t.opt.step()
+        self.t.done += 1
+
+    def checked(self):
+        self.t.opt.wait()
+        self.t.check()
+
+
+def overlaps(rank, kind, mode, options):
+    o = Overlapping(rank, kind, mode, **options)
+    with o.t:
+        assert o.t.names() == [*o.t.copy]  # a wrapper adds nothing to the names
+        for i in range(9):
+            if i == 5 and not mode.get("free_gradients"):
+                o.t.opt.param_groups[0]["lr"] = 3e-4  # a wrong guess
+            o.step()
+            if i % 3 != 1:  # else the next one follows at once
+                o.checked()
+        assert o.t.pub.version == 10
+
+
+MODES = [
+    (2, "DDP", {}, {}),
+    (3, "DDP", {"backward": True}, CODES),
+    (2, "FSDP2", {}, {"devices": "ram:"}),
+    (2, "FSDP2", {"backward": True}, FP32),
+    (2, "FSDP2", {"free_gradients": True}, CODES),
+    (4, "HSDP", {"backward": True}, FP32),
+]
+
+
+@pytest.mark.parametrize(("size", "kind", "mode", "options"), MODES, ids=str)
+def test_overlap(size, kind, mode, options, tmp_path):
+    """Steps that go on behind the program, that begin in backward, or on a guess that is sometimes wrong."""
+    on_living_ranks(size, overlaps, kind, mode, options, directory=tmp_path)
+
+
+# ---- what fails --------------------------------------------------------------------------------------
+
+
+def fails(rank, kind, mode, options):
+    """A step fails on one rank, and is undone on all: it makes no version, and the next ones miss nothing."""
+    o = Overlapping(rank, kind, mode, **options)
+
+    def take():
+        o.step()
+        o.t.opt.synchronize()  # with overlap, the ranks learn of it here
+
+    with o.t as t:
+        for _ in range(2):
+            o.step()
+            o.checked()
+        for _ in range(2):
+            version, done = t.pub.version, t.done
+            with failing(Engine, "finish", int(rank == 1), "unplugged"), pytest.raises(CSDError, match="unplugged"):
+                take()
+            t.done = done
+            assert numbers(Path("policy"))[-1] == version
+            o.step()
+            o.checked()
+            assert t.pub.version == version + 1
+        o.step()
+        o.checked()
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "options"),
+    [
+        ("DDP", None, FP32),
+        ("DDP", {}, {**CODES, "devices": "file:"}),
+        ("FSDP2", None, CODES),
+        ("FSDP2", {}, FP32),
+        ("FSDP2", {"backward": True}, CODES),
+    ],
+    ids=str,
+)
+def test_a_step_that_fails_on_one_rank(kind, mode, options, tmp_path):
+    on_living_ranks(2, fails, kind, mode, options, directory=tmp_path)
+
+
+@contextlib.contextmanager
+def full_disk(rank, victim, place):
+    """On one rank, files of a version cannot be written, or those whose path contains `place`."""
+    real = os.pwrite
+
+    def refused(fd, data, at):
+        if rank == victim and place in os.readlink(f"/proc/self/fd/{fd}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(fd, data, at)
+
+    os.pwrite = refused
+    try:
+        yield
+    finally:
+        os.pwrite = real
+
+
+def is_full(pub):
+    return read_version(Path("policy") / directory_of(pub.version)).is_full
+
+
+def has_no_room(rank, victim, mode, options, every):
+    """Training goes on, and all ranks make a full version together as soon as that works."""
+    o = Overlapping(rank, "FSDP2", mode, publish={"every": every}, **options)
+    with o.t as t:
+        for _ in range(2 * every):
+            o.step()
+        t.check()
+        version = t.pub.version
+        how = pytest.warns(csd_optim.CSDWarning, match="No space left") if rank == victim else contextlib.nullcontext()
+        with full_disk(rank, victim, ".pending"), how:
+            for _ in range(2 * every):
+                o.step()
+            t.pub.wait()
+            assert (t.pub.version, t.pub.error) == (version, f"rank {victim}: No space left on device")
+        for _ in range(every):
+            o.step()
+        t.check()
+        assert is_full(t.pub)
+        for _ in range(every):
+            o.step()
+        t.check()
+        assert not is_full(t.pub)
+        assert not [*Path("policy").glob(".v*")]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    ("mode", "options", "every"), [(None, FP32, 1), (None, {**CODES, "devices": "ram:"}, 1), ({}, CODES, 2)], ids=str
+)
+def test_a_full_disk_of_one_rank(victim, mode, options, every, tmp_path):
+    on_living_ranks(2, has_no_room, victim, mode, options, every, directory=tmp_path)
+
+
+def cannot_name(rank, mode, options):
+    """Rank 0 cannot name a version that is there: the others learn of it, and the next one is full."""
+    o = Overlapping(rank, "DDP", mode, **options)
+    with o.t as t:
+        o.step()
+        o.checked()
+        version = t.pub.version
+        how = pytest.warns(csd_optim.CSDWarning, match="unplugged") if rank == 0 else contextlib.nullcontext()
+        with failing(Folder, "name", int(rank == 0), "unplugged"), how:
+            o.step()
+            t.pub.wait()
+        assert (t.pub.version, t.pub.error) == (version, "rank 0: unplugged")
+        for _ in range(2):  # all learn of it in wait(), or in the first of these steps, which then makes no version
+            o.step()
+            t.pub.wait()
+        o.checked()
+        last = [read_version(Path("policy") / directory_of(n)) for n in numbers(Path("policy"))][-2:]
+        assert any(v.is_full and v.number > version for v in last)
+
+
+@pytest.mark.parametrize(("mode", "options"), [(None, FP32), ({}, {**CODES, "devices": "ram:"})], ids=str)
+def test_a_version_that_cannot_be_named(mode, options, tmp_path):
+    on_living_ranks(2, cannot_name, mode, options, directory=tmp_path)
+
+
+# ---- ranks are killed --------------------------------------------------------------------------------
+
+
+STEPS = 4
+
+
+def expected_weights(rank, state_dtype):
+    """Return the weights after each step, by step."""
+    model = Model()
+    found = [weights(model)]
+    with CSDAdam(model.parameters(), devices="ram:", lr=1e-4, tile_size=4096, state_dtype=state_dtype) as opt:
+        for step in range(1, 2 * STEPS):
+            gradients(model, step)
+            opt.step()
+            found.append(weights(model))
+    return found
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dies(rank, victim, point, n, state_dtype):
+    """Publishes until the victim is killed at its n-th call of a kind; the others end then, in one way or the other."""
+    Path(f"store-{rank}").mkdir()
+    model = Model()
+    opt = CSDAdam(model.parameters(), devices=f"store-{rank}", lr=1e-4, tile_size=4096, state_dtype=state_dtype)
+    with contextlib.ExitStack() as stack:
+        if rank == victim:
+            left = n
+
+            def counting(call, *args, **kwargs):
+                nonlocal left
+                left -= 1
+                if not left:
+                    die()
+                return call(*args, **kwargs)
+
+            owner, names = POINTS[point]
+            for name in names:
+                stack.enter_context(replaced(owner, name, counting))
+        try:
+            pub = opt.publish("policy", model=model, keep=1, full_every=3)
+            for step in range(1, STEPS + 1):
+                gradients(model, step)
+                opt.step()
+            pub.wait()
+        except RuntimeError:  # from torch or CSDRankError: other ranks are gone
+            opt.close()
+            return "lost another"
+        opt.close()
+    return "ended"
+
+
+POINTS = {
+    "files": (os, ("open", "pwrite", "fsync", "rename", "mkdir", "unlink", "replace")),
+    "commits": (Commit, ("prepare", "complete")),
+}
+
+
+def goes_on(rank, size, state_dtype, expected):
+    """All resume at the same step; no version is ahead of it, or of other weights than those of its step."""
+    policy = Path("policy")
+    versions = [read_version(policy / directory_of(n)) for n in (numbers(policy) if policy.exists() else [])]
+    model = Model(seed=1)
+    options = {"lr": 1e-4, "tile_size": 4096, "state_dtype": state_dtype}
+    with CSDAdam(model.parameters(), devices=f"store-{rank}", resume=True, **options) as opt:
+        step = opt.committed_step
+        if not step:  # a store without a commit gives the model nothing
+            model.load_state_dict(Model().state_dict())
+        replica, copy = Replica(policy), {}
+        if versions:
+            replica.load(copy)
+            assert replica.step <= step
+            assert_same(copy, expected[replica.step])
+        dist.barrier()
+        pub = opt.publish(policy, model=model, keep=1, full_every=3)
+        assert pub.step == step
+        replica.follow(copy)
+        replica.verify(copy)
+        assert_same(copy, expected[step])
+        newest = read_version(policy / directory_of(pub.version))
+        if versions and step:
+            assert newest.run == versions[-1].run
+        assert not [*policy.glob(".v*")]
+        dist.barrier()
+        for i in (step + 1, step + 2):
+            gradients(model, i)
+            opt.step()
+        pub.wait()
+        replica.follow(copy)
+        assert (replica.step, pub.error) == (step + 2, "")
+        assert_same(copy, expected[step + 2])
+    return len(versions)
+
+
+def assert_same(found, expected):
+    assert [name for name, values in found.items() if not np.array_equal(values, expected[name])] == []
+
+
+KILLS = [(2, 0, "commits", "fp32"), (2, 1, "commits", "8bit"), (2, 0, "files", "fp32"), (3, 2, "files", "8bit")]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("size", "victim", "point", "state_dtype"), KILLS, ids=str)
+def test_a_rank_that_is_killed(size, victim, point, state_dtype, tmp_path):
+    """Killed at random calls: no other rank hangs, and the resumed ranks go on with the chain."""
+    expected = on_living_ranks(size, expected_weights, state_dtype, directory=tmp_path)[0]
+    last = 2 * STEPS if point == "commits" else 30 + 12 * STEPS
+    choose = random.Random(f"{size} {victim} {point}")
+    seen = []
+    for n in sorted(choose.sample(range(1, last), 4)):
+        directory = tmp_path / str(n)
+        directory.mkdir()
+        said = on_ranks(size, dies, victim, point, n, state_dtype, directory=directory, may_die=(victim,))
+        seen.append(said[victim])
+        on_living_ranks(size, goes_on, size, state_dtype, expected, directory=directory)
+    assert KILLED in seen
+
+
+# ---- other ranks go on -------------------------------------------------------------------------------
+
+
+def begins(rank, kind):
+    with training_on(rank, kind) as t:
+        t.steps(3)
+        t.opt.synchronize()
+
+
+def other_ranks(rank, size, kind):
+    Path(f"new-{rank}").mkdir()
+    model = divided(Model(seed=9), kind)
+    options = {"resume": True, "resume_from": [f"store-{k}" for k in range(2)], "tile_size": 2048, "lr": 1e-5}
+    with Published("policy", f"new-{rank}", model=model, done=3, **options) as t:
+        t.steps(2)
+    versions = [read_version(Path("policy") / directory_of(n)) for n in numbers(Path("policy"))]
+    assert [v.is_full for v in versions] == [True] + [False] * 5
+    assert [len(v.files) for v in versions] == [2] * 4 + [size] * 2
+    assert len({v.run for v in versions}) == 1
+
+
+def test_other_ranks_go_on_with_the_chain(tmp_path):
+    on_living_ranks(2, begins, "FSDP2", directory=tmp_path)
+    on_living_ranks(3, other_ranks, 3, "FSDP2", directory=tmp_path)
+
+
+# ---- what is refused ---------------------------------------------------------------------------------
+
+
+def refused(rank):
+    """All ranks raise, whichever of them cannot publish, and then they can publish all the same."""
+    model = nn.Linear(6, 4, dtype=bf16)
+
+    def raised(text, error=CSDValueError, path="policy", of=model, opt=None, **arguments):
+        with pytest.raises(CSDError) as e:
+            (opt or ours).publish(path, model=of, **arguments)
+        assert text in str(e.value)
+        assert isinstance(e.value, error)
+
+    with CSDAdam(model.parameters(), devices="ram:") as ours:
+        raised("do not publish alike", every=1 + rank)
+        raised("at least 1", CSDValueError if rank else CSDRankError, every=1 - rank)
+        raised("different models", of=nn.ParameterDict({f"w{rank}": model.weight}))
+        raised("rank 1 does not see", CSDValueError if rank else CSDRankError, path=f"policy-{rank}/of/one")
+        columns = distribute_tensor(torch.zeros(4, 6, dtype=bf16), init_device_mesh("cpu", (2,)), [Shard(1)])
+        raised("otherwise than by rows", of=nn.ParameterDict({"w": nn.Parameter(columns)}))
+        pub = ours.publish("policy", model=model)
+        with CSDAdam(model.parameters(), devices="ram:") as other:
+            raised("somebody else publishes", CSDRankError if rank else CSDBusyError, opt=other)
+        pub.close()
+    different = nn.Linear(6, 4, dtype=bf16)
+    nn.init.constant_(different.weight, rank)
+    with CSDAdam(different.parameters(), devices="ram:", sharded=False) as opt:
+        raised("different values", of=different, opt=opt)
+
+
+def test_what_is_refused(tmp_path):
+    on_living_ranks(2, refused, directory=tmp_path)
