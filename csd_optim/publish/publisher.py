@@ -91,6 +91,7 @@ class Publisher(Watcher):
         self._due: int | None = None  # a step of which the share is to be written
         self._has_written = False  # that share
         self._has_failed = False  # see Watcher
+        self._failure = ""  # why there is no version, if that is because of this rank
         self._working: Future[None] | None = None  # what no_commit() has begun
         self._naming: Future[None] | None = None  # of the last version, on rank 0 of several
         self._closed = False
@@ -140,13 +141,11 @@ class Publisher(Watcher):
         self.after_commit(self._engine.states.step, has_failed=any(said.by_ranks))
         self._end_naming()
         with all_ranks_or_none(self._ranks) as said:
-            said.own = self._named, self.error
-        self._named = said.by_ranks[0][0]
-        errors = [
-            f"rank {rank}: {error}" for rank, (_, error) in enumerate(said.by_ranks) if error not in ("", ELSEWHERE)
-        ]
-        if self._ranks and errors:
-            self.error = "; ".join(errors)
+            said.own = self._named, self._failure
+        if self._ranks:
+            self._named = said.by_ranks[0][0]
+            failures = [f"rank {rank}: {failure}" for rank, (_, failure) in enumerate(said.by_ranks) if failure]
+            self.error = "; ".join(failures) or self.error
 
     def close(self) -> None:
         """Publish nothing more; the last step's version is published first. The versions stay. All ranks call it.
@@ -363,7 +362,7 @@ class Publisher(Watcher):
         elif self._leads:
             self._naming = self._submit(self._name_or_fail, number, step, self._last_full)
         else:
-            self.error = ""
+            self._failure = self.error = ""
 
     def _fail(self, step: int, e: Exception) -> None:
         """Note that this process has no share of the version of a step. Gives its space back."""
@@ -376,8 +375,8 @@ class Publisher(Watcher):
 
     def _note_failure(self, step: int, e: Exception) -> None:
         """Say why a version is not published. Several ranks tell each other before the next step."""
-        self._has_failed = True
-        is_first, self.error = not self.error, str((isinstance(e, OSError) and e.strerror) or e or type(e).__name__)
+        self._has_failed, is_first = True, not self._failure
+        self._failure = self.error = str((isinstance(e, OSError) and e.strerror) or e or type(e).__name__)
         if is_first:
             with contextlib.suppress(CSDWarning):  # where warnings are errors
                 warnings.warn(
@@ -422,7 +421,7 @@ class Publisher(Watcher):
     def _name(self, number: int, last_full: int) -> None:
         """Let readers see a version of which all ranks have written their share. Raises OSError, CSDStoreError."""
         version = self._chain.name(self._run, number)
-        self._named, self.error = (number, version.step), ""
+        self._named, self._failure, self.error = (number, version.step), "", ""
         with contextlib.suppress(OSError):  # what is not removed now is removed after the next version
             self._folder.retire(self._options.keep, last_full)
 

@@ -113,7 +113,8 @@ def read_version(path: Path) -> Version:
             tensors,
             tuple(_file(path, f) for f in found["files"]),
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        _check_slices(version)
+    except (ValueError, LookupError, TypeError, AttributeError) as e:
         if isinstance(e, CSDStoreError):
             raise
         raise CSDStoreError(f"{path / MANIFEST} is no manifest of a version: {type(e).__name__} {e}") from e
@@ -128,6 +129,18 @@ def _file(path: Path, found: dict[str, Any]) -> File:
         raise ValueError(f"{name!r} is no name of a file")
     slices = tuple((int(t), int(first), int(n)) for t, first, n in found.get("slices", ()))
     return File(path / name, found["bytes"], found["sha256"], slices)
+
+
+def _check_slices(version: Version) -> None:
+    """Raise ValueError unless slices are disjoint parts of tensors, in a full version of several files all of them."""
+    is_divided = version.is_full and any(file.slices for file in version.files)
+    ends = [0] * len(version.tensors)
+    for tensor, first, n in sorted(s for file in version.files for s in file.slices):
+        if tensor < 0 or n < 0 or first < ends[tensor] or (is_divided and first > ends[tensor]):
+            raise ValueError(f"slices of tensor {tensor} overlap, or leave something out")
+        ends[tensor] = first + n
+    if any(t.numel < end or (is_divided and end < t.numel) for t, end in zip(version.tensors, ends, strict=True)):
+        raise ValueError("its slices have not the elements that the tensors have")
 
 
 def way_to_newest(directory: Path, have: tuple[int, str] | None) -> list[Version]:

@@ -30,7 +30,7 @@ from support.ranks import on_ranks
 from torch import nn
 from trainers import library, llama, texts
 
-from csd_optim import CSDAdam, CSDError, CSDOSError
+from csd_optim import CSDAdam, CSDError, CSDOSError, Replica
 from csd_optim.cli import benchmark, facts
 from csd_optim.trainers import log_stats, scalars
 
@@ -119,6 +119,9 @@ def why_not(beginning):
 
 def each(chosen):
     return pytest.mark.parametrize("snippet", list(chosen), ids=str)
+
+
+ALONE = "opt = CSDAdam(model.parameters(), lr=1e-6"  # of the snippet about publishing that is for one process
 
 
 def on_page(name, text=""):
@@ -327,7 +330,7 @@ def an_optimizer_whose_gradients_stay(reading):
         assert opt.stats()["overlap"]["early_params"] > 0
 
 
-@starts("docs/publish.md", "opt.publish(")
+@starts("docs/publish.md", ALONE)
 def a_training_that_publishes(reading):
     yield
     assert (reading.names["pub"].version, reading.names["pub"].step) == (4, 3)
@@ -336,7 +339,7 @@ def a_training_that_publishes(reading):
 @starts("docs/publish.md", "csd_optim.Replica(")
 def an_inference_process(reading):
     other = {}
-    on_page("docs/publish.md", "opt.publish(").execute(other, reading.directory)
+    on_page("docs/publish.md", ALONE).execute(other, reading.directory)
     yield
     assert reading.names["replica"].version == 4
     assert all(map(torch.equal, reading.names["model"].parameters(), other["model"].parameters()))
@@ -594,6 +597,7 @@ def without_a_compiler(reading):
 # ---- Python --------------------------------------------------------------------------------
 
 RECIPES = [s for s in snippets("python") if s.page.parent.name == "recipes"]  # test_recipes.py
+PUBLISHES = on_page("docs/publish.md", "init_process_group()")
 ON_RANKS = [s for s in snippets("python") if s.page.name == "distributed.md" and 'torch.load("state.pt"' not in s.text]
 SCRIPTS = [s for s in [*ON_RANKS, *RECIPES] if s.text.startswith("# ") and "init_process_group()" in s.text]
 
@@ -601,7 +605,7 @@ SCRIPTS = [s for s in [*ON_RANKS, *RECIPES] if s.text.startswith("# ") and "init
 @pytest.mark.filterwarnings("ignore:there is no store")
 @pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
-@each(s for s in snippets("python") if s not in [*ON_RANKS, *RECIPES] and not why_not(s.text))
+@each(s for s in snippets("python") if s not in [*ON_RANKS, *RECIPES, PUBLISHES] and not why_not(s.text))
 def test_python(snippet, tmp_path, run):
     if "resume=True" in snippet.text:
         return crashes_and_goes_on(snippet, tmp_path)
@@ -643,6 +647,14 @@ def test_script_on_two_ranks(snippet, tmp_path):
             assert again.startswith("step 20, 0 ")
     assert (tmp_path / "shared/checkpoint").exists() == checkpoint
     assert {p.name for p in tmp_path.glob("nvme*")} == {"nvme0", "nvme1"}
+
+
+def test_ranks_publish_together(tmp_path):
+    assert on_ranks(2, script, PUBLISHES, tmp_path, free_ports(1), directory=tmp_path) == [["4 3"]] * 2
+    replica, copy = Replica(tmp_path / "policy"), {}
+    replica.load(copy)
+    replica.verify(copy)
+    assert sorted(copy) == ["0.bias", "0.weight", "1.bias", "1.weight"]
 
 
 def test_ranks_go_on_together(tmp_path):
