@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.optimizers import MUON
+from support.owner_here import OwnerHere
 from support.published import Model, Published, bf16, gradients, weights
 from support.ranks import KILLED, on_living_ranks, on_ranks
 from support.replacing import failing, replaced
@@ -99,7 +100,7 @@ CASES = [
     (2, "DDP", {"topk": 0.1, "dtype": torch.float32}),
     (2, "DDP", {"optimizer": MUON.ours, **MUON.kwargs}),
     (2, "FSDP2", FP32),
-    (2, "FSDP2", CODES),
+    (2, "FSDP2", {**CODES, "max_grad_norm": 0.5}),
     (2, "FSDP2", {"dtype": torch.float32, "topk": 0.1, "devices": "ram:"}),
     (2, "FSDP2", {"optimizer": MUON.ours, **MUON.kwargs}),
     (4, "HSDP", {**FP32, "devices": "ram:"}),
@@ -499,6 +500,8 @@ def refused(rank):
         with CSDAdam(model.parameters(), devices="ram:") as other:
             raised("somebody else publishes", CSDRankError if rank else CSDBusyError, opt=other)
         pub.close()
+    with OwnerHere(f"owner-{rank}") as owner, CSDAdam(model.parameters(), devices=owner.address) as served:
+        raised("over serve://", opt=served)
     different = nn.Linear(6, 4, dtype=bf16)
     nn.init.constant_(different.weight, rank)
     with CSDAdam(different.parameters(), devices="ram:", sharded=False) as opt:
