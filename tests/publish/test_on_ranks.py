@@ -142,9 +142,18 @@ def test_a_rank_without_rows(options, tmp_path):
 # ---- overlap -----------------------------------------------------------------------------------------
 
 
-def network(dtype=bf16):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(50, 301), nn.ReLU(), nn.Linear(301, 30)).to(dtype)
+class Network(nn.Module):
+    """Has parameters of its own, which FSDP2 leaves gathered after a forward, and one that is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(50, 301), nn.Linear(301, 30)
+        self.scale, self.frozen = nn.Parameter(torch.ones(30)), nn.Parameter(torch.zeros(40), requires_grad=False)
+        self.to(bf16)
+
+    def forward(self, x):
+        return self.second(self.first(x).relu()) * self.scale
 
 
 class Overlapping:
@@ -152,12 +161,13 @@ class Overlapping:
 
     def __init__(self, rank, kind, mode, devices="store-{rank}", **options):
         Path(f"store-{rank}").mkdir(exist_ok=True)
-        self.rank, self.inner = rank, divided(network(), kind)
+        self.rank, self.inner = rank, divided(Network(), kind)
         self.model = DDP(self.inner) if kind == "DDP" else self.inner
+        params = [*self.model.parameters()]
         with torch.no_grad():
             self.model(torch.zeros(1, 50).bfloat16())  # after which FSDP2 leaves some parameters gathered
         options = {"lr": 1e-4, "tile_size": 4096, **options}
-        self.t = Published("policy", devices, model=self.inner, wrapped=self.model, **options)
+        self.t = Published("policy", devices, model=self.inner, wrapped=self.model, params=params, **options)
         if kind == "DDP" and mode and mode.get("backward"):
             self.model.register_comm_hook(self.t.opt, csd_optim.push)
         if mode is not None:
@@ -224,6 +234,7 @@ def fails(rank, kind, mode, options):
             o.checked()
         for _ in range(2):
             version, done = t.pub.version, t.done
+            local(o.inner.frozen)[:5] += 1
             with failing(Engine, "finish", int(rank == 1), "unplugged"), pytest.raises(CSDError, match="unplugged"):
                 take()
             t.done = done
