@@ -51,7 +51,8 @@ class CSDAdam(CSDOptimizer, _AdamOrAdamW):
             a nameless file that disappears with the process), ``"xrt:0"`` (a SmartSSD), ``"ram:"``, ``"null:"``. If
             ``"auto"`` is among them, the states are divided so that all devices finish a step at the same time. None
             takes ``CSD_OPTIM_DEVICES``, or ``"file:"`` if that is not set.
-        grad_dtype: push gradients rounded to this dtype (float16, bfloat16 or float32) instead of their own.
+        grad_dtype: push gradients rounded to this dtype (float16, bfloat16 or float32) instead of their own. Its name
+            will do, as in configuration files: "bfloat16", "torch.bfloat16" or "bf16".
         topk: send only this share of each gradient, the entries of largest magnitude (0.01 is 1 %); the others count
             as zero. Parameters with less than two dimensions or 4096 elements are sent dense, unless their parameter
             group has its own ``topk``; from 0.5 on all are sent dense. None: all are sent dense.

@@ -34,7 +34,7 @@ from ..step.steps import Steps
 from ..store.file import Mode
 from .kernels import check_kernels, kernels_for
 from .matrices import any_matrices, check_devices, check_matrices
-from .options import Options, check_group, check_options
+from .options import Options, check_group, check_options, grad_dtype_of
 from .rules import fill_in_defaults, rule_of
 from .states import Box, StatesOnDevices
 from .stats import describe
@@ -80,7 +80,7 @@ class CSDOptimizer(StatesOnDevices, Joinable):
         self,
         *args: Any,
         devices: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
-        grad_dtype: torch.dtype | None = None,
+        grad_dtype: torch.dtype | str | None = None,
         topk: float | None = None,
         error_feedback: bool = True,
         topk_warmup: int = 0,
@@ -96,7 +96,7 @@ class CSDOptimizer(StatesOnDevices, Joinable):
     ) -> None:
         """`args`, `kwargs`: the arguments of torch's optimizer."""
         self.devices = devices
-        self.grad_dtype = grad_dtype
+        self.grad_dtype = grad_dtype_of(grad_dtype)
         self.topk = topk
         self.error_feedback = error_feedback
         self.topk_warmup = topk_warmup

@@ -21,7 +21,7 @@ class Options(TypedDict, total=False):
     """The keyword arguments that every optimizer here takes in addition to torch's: see CSDAdam."""
 
     devices: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
-    grad_dtype: torch.dtype | None
+    grad_dtype: torch.dtype | str | None
     topk: float | None
     error_feedback: bool
     topk_warmup: int
@@ -35,13 +35,27 @@ class Options(TypedDict, total=False):
     state_dtype: str
 
 
+_SHORT = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_NAMED = {**{str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_CODES}, **_SHORT}
+
+
+def grad_dtype_of(value: torch.dtype | str | None, where: str = "") -> torch.dtype | None:
+    """Return the `grad_dtype` that the argument names: a dtype, or "bfloat16", "torch.bfloat16" or "bf16".
+
+    Configuration files have no dtypes but only text. Raises CSDValueError; `where`: for the message.
+    """
+    dtype = _NAMED.get(value.strip().removeprefix("torch.")) if isinstance(value, str) else value
+    if (value is not None and dtype is None) or dtype not in (None, *DTYPE_CODES):
+        names = ", ".join(map(str, DTYPE_CODES))
+        raise CSDValueError(f"Invalid grad_dtype{where}: {value!r}; it is one of {names}, or the name of one")
+    return dtype
+
+
 def check_options(a: Any, tile_size: Any, *, resume: bool, resume_from: object, overwrite: bool, shadow: bool) -> None:
     """Raise CSDValueError for an invalid one. `a`: the optimizer, which has the others as attributes.
 
     `shadow`: an option that there once was; False kept one copy of the states instead of two.
     """
-    if a.grad_dtype is not None and a.grad_dtype not in DTYPE_CODES:
-        raise CSDValueError(f"Invalid grad_dtype: {a.grad_dtype}; it is one of {', '.join(map(str, DTYPE_CODES))}")
     check_topk(a.topk)
     if not isinstance(a.error_feedback, bool):
         raise CSDValueError(f"Invalid error_feedback: {a.error_feedback!r}; it is True or False")

@@ -129,6 +129,17 @@ def test_devices_come_from_the_environment(monkeypatch):
     assert "[ram:, file:]" in repr(CSDAdam([leaf(5)]))
 
 
+@pytest.mark.parametrize("name", ["bfloat16", "torch.bfloat16", "bf16"])
+def test_grad_dtype_by_name(name):
+    """As configuration files have it: they know no dtypes."""
+    p = torch.nn.Parameter(torch.ones(9))
+    p.grad = torch.rand(9)
+    with CSDAdam([p], devices="ram:", grad_dtype=name) as optimizer:
+        optimizer.step()
+        assert optimizer.grad_dtype is torch.bfloat16
+        assert optimizer.stats()["push_bytes"] == 2 * 9
+
+
 @pytest.mark.parametrize(
     "kwargs",
     [
@@ -181,6 +192,8 @@ def test_bad_params_in_torchs_words(bad):
     ("kwargs", "error"),
     [
         ({"grad_dtype": torch.float64}, "Invalid grad_dtype: torch.float64"),
+        ({"grad_dtype": "float64"}, "Invalid grad_dtype: 'float64'; it is one of torch.float32"),
+        ({"grad_dtype": 16}, "Invalid grad_dtype: 16"),
         ({"max_grad_norm": 0.0}, "Invalid max_grad_norm: 0.0"),
         ({"max_grad_norm": float("nan")}, "Invalid max_grad_norm: nan"),
         ({"tile_size": 0}, "Invalid tile_size: 0"),
