@@ -2,17 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from .errors import CSDValueError
 
 EMULATED_DRIVES = "CSD_OPTIM_EMULATED_DRIVES"
+OPTIONS = "CSD_OPTIM_OPTIONS"
 
 
 def devices() -> list[str]:
     """Return the device strings in CSD_OPTIM_DEVICES, where commas separate them."""
     return [d.strip() for d in os.environ.get("CSD_OPTIM_DEVICES", "").split(",") if d.strip()]
+
+
+def options() -> dict[str, str]:
+    """Return the options in CSD_OPTIM_OPTIONS, `name=value` with commas between them, as text. Raises CSDValueError."""
+    found: dict[str, str] = {}
+    for text in filter(None, map(str.strip, os.environ.get(OPTIONS, "").split(","))):
+        name, _, value = (part.strip() for part in text.partition("="))
+        if not name or not value:
+            raise CSDValueError(f"Invalid {OPTIONS}: {text!r}; write name=value, as in state_dtype=8bit,resume=1")
+        if name in found:
+            raise CSDValueError(f"Invalid {OPTIONS}: {name!r} is in it twice")
+        found[name] = value
+    return found
+
+
+@contextlib.contextmanager
+def without_options() -> Iterator[None]:
+    """Hide CSD_OPTIM_OPTIONS, which is meant for training scripts, from an optimizer that a command makes."""
+    text = os.environ.pop(OPTIONS, None)
+    try:
+        yield
+    finally:
+        if text is not None:
+            os.environ[OPTIONS] = text
 
 
 def xclbin() -> Path | None:

@@ -150,7 +150,8 @@ def kernels(request, monkeypatch):
 def in_tmp_path(tmp_path, monkeypatch):
     """Make the current directory a temporary one, because scratch stores go below it."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("CSD_OPTIM_DEVICES", raising=False)
+    for variable in ("CSD_OPTIM_DEVICES", "CSD_OPTIM_OPTIONS"):
+        monkeypatch.delenv(variable, raising=False)
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .. import bindings
+from .. import bindings, settings
 from ..devices.backends import BACKENDS
 from ..devices.machine import available_memory, machine, storage, updater
 from ..devices.smartssd import find, with_directory
@@ -190,7 +190,8 @@ def make_optimizer(
     for p in tensors:
         p.grad = torch.randn(p.numel()).to(dtype)
     groups = [{"params": tensors, "topk": topk}]  # as a group's option it applies to every parameter
-    return CSDAdam(groups, devices=[str(s) if durable else scratch(s) for s in specs], **options)
+    with settings.without_options():
+        return CSDAdam(groups, devices=[str(s) if durable else scratch(s) for s in specs], **options)
 
 
 def scratch(spec: DeviceSpec) -> str:
@@ -234,7 +235,9 @@ def verify(
     def expected(q: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         return {**oracle.state[q], "master": q.detach()}
 
-    with ours(params, devices=[scratch(s) for s in specs]) as opt:
+    with settings.without_options():
+        opt = ours(params, devices=[scratch(s) for s in specs])
+    with opt:
         for _ in range(VERIFIED_STEPS):
             for p, q, magnitude in zip(params, copies, magnitudes, strict=True):
                 # An element's gradients differ by sign and a tenth: Lion adds 0.1 of one to at most 0.09 of one before,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .. import settings
 from ..devices.units import parse_rate
 from ..errors import CSDValueError
 from ..muon import newton_schulz
@@ -45,7 +46,8 @@ def described(text: str, state_dtype: str) -> tuple[Optimizer, tuple[str, ...], 
     _check_options("optimizer", text, name, options, rule)
     check_state_dtype(state_dtype, "", rule, [rule.switches[name] for name in options])
     asked: dict[str, Any] = dict.fromkeys(options, True)
-    with of([torch.nn.Parameter(torch.zeros(1, 1))], devices="null:", **asked) as optimizer:
+    parameter = torch.nn.Parameter(torch.zeros(1, 1))
+    with settings.without_options(), of([parameter], devices="null:", **asked) as optimizer:
         group = optimizer.param_groups[0]
     sections, hyper = _first_step(rule, group, state_dtype)
     return Optimizer(name, tuple(n for n in rule.switches if n in options), rule.name, len(sections)), sections, hyper

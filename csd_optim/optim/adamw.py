@@ -78,6 +78,9 @@ class CSDAdam(CSDOptimizer, _AdamOrAdamW):
             not AdamW's; see docs/8-bit-states.md. A parameter group may have its own. A store keeps the one with which
             it was created.
 
+    The environment variable ``CSD_OPTIM_OPTIONS``, such as ``state_dtype=8bit,resume=1``, sets those of the arguments
+    from `grad_dtype` on that are not passed: docs/settings.md.
+
     Raises:
         CSDValueError, CSDTypeError: an argument is wrong (each is also the builtin).
         CSDStoreExistsError: a directory already holds a store.

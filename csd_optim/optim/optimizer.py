@@ -34,7 +34,7 @@ from ..step.steps import Steps
 from ..store.file import Mode
 from .kernels import check_kernels, kernels_for
 from .matrices import any_matrices, check_devices, check_matrices
-from .options import Options, check_group, check_options, grad_dtype_of
+from .options import Options, check_group, check_options, grad_dtype_of, takes_environment
 from .rules import fill_in_defaults, rule_of
 from .states import Box, StatesOnDevices
 from .stats import describe
@@ -76,6 +76,7 @@ class CSDOptimizer(StatesOnDevices, Joinable):
     sharded: bool
     resumed_user_states: list[dict[str, Any]]
 
+    @takes_environment
     def __init__(
         self,
         *args: Any,

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Sequence
-from typing import Any, TypedDict
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict, TypeVar
 
 import torch
 from torch.nn.parameter import is_lazy
 
+from .. import settings
 from ..bindings import DTYPE_CODES
 from ..compression.policy import check_topk
-from ..errors import CSDRuntimeError, CSDValueError
+from ..errors import CSDRuntimeError, CSDValueError, CSDWarning
 from ..params.groups import Groups, check_state_dtype, name_of
 from ..params.param_state import check_param
 from ..params.update_rule import UpdateRule
+
+_Init = TypeVar("_Init", bound=Callable[..., None])
 
 
 class Options(TypedDict, total=False):
@@ -51,26 +56,103 @@ def grad_dtype_of(value: torch.dtype | str | None, where: str = "") -> torch.dty
     return dtype
 
 
+def _read_bool(text: str) -> bool:
+    return {"1": True, "true": True, "0": False, "false": False}[text.lower()]
+
+
+# How the text of an option in CSD_OPTIM_OPTIONS is read, and what it has to be. `devices` has a variable of its own,
+# and a process group has no text.
+_READERS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "state_dtype": (str, ""),
+    "grad_dtype": (str, ""),
+    "topk": (float, "a number"),
+    "error_feedback": (_read_bool, "1 or 0"),
+    "topk_warmup": (int, "a number of steps"),
+    "max_grad_norm": (float, "a number"),
+    "resume": (_read_bool, "1 or 0"),
+    "resume_from": (str, ""),
+    "overwrite": (_read_bool, "1 or 0"),
+    "tile_size": (int, "a number of elements"),
+    "sharded": (_read_bool, "1 or 0"),
+}
+
+
+def takes_environment(init: _Init) -> _Init:
+    """Make the ``__init__`` of an optimizer take the options in CSD_OPTIM_OPTIONS that its caller does not pass."""
+
+    @functools.wraps(init)
+    def with_environment(self: Any, *args: Any, **given: Any) -> None:
+        init(self, *args, **_from_environment(given, self._rule), **given)
+
+    return with_environment  # type: ignore[return-value]
+
+
+def _from_environment(given: dict[str, Any], rule: UpdateRule) -> dict[str, Any]:
+    """Return the options in CSD_OPTIM_OPTIONS that are not `given`. Warns of each that is, with another value.
+
+    Raises CSDValueError, also for an option that is `given`, so that a misspelt one is noticed in any case.
+    """
+    where, found = f" in {settings.OPTIONS}", {}
+    for name, text in settings.options().items():
+        if name not in _READERS:
+            advice = "; CSD_OPTIM_DEVICES names the devices" if name == "devices" else ""
+            raise CSDValueError(
+                f"Invalid {settings.OPTIONS}: there is no option {name!r}; it takes {', '.join(_READERS)}{advice}"
+            )
+        read, what = _READERS[name]
+        try:
+            value = read(text)
+        except (KeyError, ValueError):
+            raise CSDValueError(f"Invalid {name}{where}: {text!r}; it is {what}") from None
+        _check(name, value, where, None if name in given else rule)
+        if name not in given:
+            found[name] = value
+        elif given[name] != value:
+            warnings.warn(
+                f"{name}={text}{where} has no effect: the argument {name}={given[name]!r} counts",
+                CSDWarning,
+                stacklevel=4,  # the caller of the optimizer's class
+            )
+    return found
+
+
+def _check(name: str, value: Any, where: str = "", rule: UpdateRule | None = None) -> None:
+    """Raise CSDValueError if this value of an option is invalid by itself. `where`: for the message."""
+    wrong: str | None = None  # what the message says after the value
+    if name == "grad_dtype":
+        grad_dtype_of(value, where)
+    elif name == "state_dtype":
+        check_state_dtype(value, where, rule)
+    elif name == "topk":
+        check_topk(value, where)
+    elif name in ("error_feedback", "sharded"):
+        wrong = None if isinstance(value, bool) else "; it is True or False"
+    elif name == "topk_warmup":
+        wrong = None if type(value) is int and value >= 0 else "; it is a number of steps"
+    elif name == "max_grad_norm":
+        wrong = None if value is None or (isinstance(value, (int, float)) and value > 0) else ""
+    elif name == "tile_size":
+        wrong = None if value is None or (type(value) is int and value > 0) else ""
+    if wrong is not None:
+        raise CSDValueError(f"Invalid {name}{where}: {value!r}{wrong}")
+
+
 def check_options(a: Any, tile_size: Any, *, resume: bool, resume_from: object, overwrite: bool, shadow: bool) -> None:
     """Raise CSDValueError for an invalid one. `a`: the optimizer, which has the others as attributes.
 
     `shadow`: an option that there once was; False kept one copy of the states instead of two.
     """
-    check_topk(a.topk)
-    if not isinstance(a.error_feedback, bool):
-        raise CSDValueError(f"Invalid error_feedback: {a.error_feedback!r}; it is True or False")
-    if not (type(a.topk_warmup) is int and a.topk_warmup >= 0):
-        raise CSDValueError(f"Invalid topk_warmup: {a.topk_warmup!r}; it is a number of steps")
-    if a.max_grad_norm is not None and not (isinstance(a.max_grad_norm, (int, float)) and a.max_grad_norm > 0):
-        raise CSDValueError(f"Invalid max_grad_norm: {a.max_grad_norm!r}")
-    if tile_size is not None and not (type(tile_size) is int and tile_size > 0):
-        raise CSDValueError(f"Invalid tile_size: {tile_size!r}")
-    if not isinstance(a.sharded, bool):
-        raise CSDValueError(f"Invalid sharded: {a.sharded!r}; it is True or False")
+    for name in ("topk", "error_feedback", "topk_warmup", "max_grad_norm"):
+        _check(name, getattr(a, name))
+    _check("tile_size", tile_size)
+    _check("sharded", a.sharded)
+    beside = f" ({settings.OPTIONS} is {text!r})" if (text := os.environ.get(settings.OPTIONS)) else ""
     if resume and overwrite:
-        raise CSDValueError("resume=True and overwrite=True exclude each other")
+        raise CSDValueError(f"resume=True and overwrite=True exclude each other{beside}")
     if resume_from is not None and not resume:
-        raise CSDValueError("resume_from needs resume=True: it says from which other stores these are to continue")
+        raise CSDValueError(
+            f"resume_from needs resume=True: it says from which other stores these are to continue{beside}"
+        )
     if not shadow:
         raise CSDValueError(
             "Invalid shadow: False; there are two copies of the states, so that every step can be undone. To save "

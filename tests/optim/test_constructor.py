@@ -22,7 +22,7 @@ from support.comparing import assert_same, params_of
 from support.optimizers import ADAGRAD, ADAMW, LION, PAIRS, RMSPROP, SGD
 from torch.optim import AdamW
 
-from csd_optim import CSDSGD, CSDAdagrad, CSDAdam, CSDLion, CSDTypeError, CSDValueError
+from csd_optim import CSDSGD, CSDAdagrad, CSDAdam, CSDLion, CSDTypeError, CSDValueError, CSDWarning
 
 OWN_OPTIONS = {"devices", "grad_dtype", "max_grad_norm", "overwrite", "tile_size"}
 
@@ -138,6 +138,94 @@ def test_grad_dtype_by_name(name):
         optimizer.step()
         assert optimizer.grad_dtype is torch.bfloat16
         assert optimizer.stats()["push_bytes"] == 2 * 9
+
+
+# ---- Options from the environment ---------------------------------------------------
+
+
+def test_options_come_from_the_environment(monkeypatch):
+    monkeypatch.setenv(
+        "CSD_OPTIM_OPTIONS", "state_dtype=8bit, grad_dtype=bf16,topk=0.01,error_feedback=false,max_grad_norm=2.5"
+    )
+    with CSDAdam([leaf(5)]) as optimizer:
+        assert (optimizer.state_dtype, optimizer.grad_dtype) == ("8bit", torch.bfloat16)
+        assert (optimizer.topk, optimizer.error_feedback, optimizer.max_grad_norm) == (0.01, False, 2.5)
+
+
+def test_a_run_is_resumed_by_the_environment_alone(monkeypatch, tmp_path):
+    def train():
+        p = torch.nn.Parameter(torch.ones(9))
+        with CSDAdam([p], devices=tmp_path / "csd") as optimizer:
+            p.grad = torch.ones(9)
+            optimizer.step()
+            return optimizer.committed_step + 1, p
+
+    monkeypatch.setenv("CSD_OPTIM_OPTIONS", "resume=1")
+    with pytest.warns(CSDWarning, match="there is no store"):
+        train()
+    p = train()[1]
+    reference = torch.nn.Parameter(torch.ones(9))
+    adamw = AdamW([reference])
+    for _ in range(2):
+        reference.grad = torch.ones(9)
+        adamw.step()
+    torch.testing.assert_close(p, reference)
+
+
+def test_arguments_win_over_the_environment(monkeypatch):
+    monkeypatch.setenv("CSD_OPTIM_OPTIONS", "state_dtype=8bit,sharded=1")
+    with (
+        pytest.warns(
+            CSDWarning, match="state_dtype=8bit in CSD_OPTIM_OPTIONS has no effect: .*='fp32' counts"
+        ) as caught,
+        CSDAdam([leaf(5)], state_dtype="fp32", sharded=True) as optimizer,
+    ):
+        assert optimizer.state_dtype == "fp32"
+    assert [w.filename for w in caught] == [__file__]
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (
+            "stat_dtype=8bit",
+            "Invalid CSD_OPTIM_OPTIONS: there is no option 'stat_dtype'; it takes state_dtype, grad_dtype",
+        ),
+        ("devices=ram:", "there is no option 'devices'; .*CSD_OPTIM_DEVICES names the devices"),
+        ("state_dtype", "Invalid CSD_OPTIM_OPTIONS: 'state_dtype'; write name=value"),
+        ("topk=", "Invalid CSD_OPTIM_OPTIONS: 'topk='; write name=value"),
+        ("topk=0.1,topk=0.2", "Invalid CSD_OPTIM_OPTIONS: 'topk' is in it twice"),
+        ("state_dtype=4bit", "Invalid state_dtype in CSD_OPTIM_OPTIONS: '4bit'; it is 'fp32' or '8bit'"),
+        ("grad_dtype=int8", "Invalid grad_dtype in CSD_OPTIM_OPTIONS: 'int8'"),
+        ("topk=much", "Invalid topk in CSD_OPTIM_OPTIONS: 'much'; it is a number"),
+        ("topk=2", "Invalid topk in CSD_OPTIM_OPTIONS: 2.0; it is the share"),
+        ("max_grad_norm=nan", "Invalid max_grad_norm in CSD_OPTIM_OPTIONS: nan"),
+        ("topk_warmup=1.5", "Invalid topk_warmup in CSD_OPTIM_OPTIONS: '1.5'; it is a number of steps"),
+        ("tile_size=0", "Invalid tile_size in CSD_OPTIM_OPTIONS: 0"),
+        ("resume=yes", "Invalid resume in CSD_OPTIM_OPTIONS: 'yes'; it is 1 or 0"),
+        ("resume=1", r"exclude each other \(CSD_OPTIM_OPTIONS is 'resume=1'\)"),
+        ("resume=0,resume_from=old", "resume_from needs resume=True.*CSD_OPTIM_OPTIONS"),
+    ],
+)
+def test_mistakes_in_the_environment(monkeypatch, tmp_path, text, error):
+    """They are refused before anything is touched, also where arguments would win."""
+    monkeypatch.setenv("CSD_OPTIM_OPTIONS", text)
+    with pytest.raises(CSDValueError, match=error):
+        CSDAdam([leaf(5)], devices=tmp_path / "csd", overwrite=True)
+    assert not (tmp_path / "csd").exists()
+
+
+def test_a_state_dtype_in_the_environment_that_a_rule_cannot_have(monkeypatch):
+    monkeypatch.setenv("CSD_OPTIM_OPTIONS", "state_dtype=8bit")
+    with pytest.raises(CSDValueError, match=r"Invalid state_dtype in CSD_OPTIM_OPTIONS: '8bit' .* the states of lion"):
+        CSDLion([leaf(5)])
+
+
+def test_commands_measure_what_their_arguments_say(monkeypatch, run):
+    monkeypatch.setenv("CSD_OPTIM_OPTIONS", "resume=1,topk=0.5,max_grad_norm=1")
+    code, out, err = run("plan", "--params", "1e6", "--optimizer", "CSDLion")
+    assert code == 0, err
+    assert out
 
 
 @pytest.mark.parametrize(
