@@ -26,6 +26,7 @@ from trainers import (
     hugging_face_optimizers,
     library,
     lightning,
+    lightning_cli,
     peft_lora,
     texts,
 )
@@ -93,7 +94,10 @@ def test_resumed_run_equals_the_uninterrupted_one(trainer, monkeypatch):
     assert_same_bits(resumed, whole)
     told = {w.filename for w in caught if issubclass(w.category, CSDWarning)}
     assert len(told) == 1
-    where = {"lightning": "/lightning/", "compiled": "/trainers.py", "peft_lora": "/trainers.py"}
+    where = dict.fromkeys(["lightning", "lightning_cli"], "/lightning/") | {
+        "compiled": "/trainers.py",
+        "peft_lora": "/trainers.py",
+    }
     assert where.get(trainer.__name__, "/accelerate/") in told.pop()
 
 
@@ -120,6 +124,14 @@ def test_the_same_on_optimizer_ranks_by_the_environment_alone(trainer, tmp_path,
     for name, p in whole.params.items():
         assert torch.equal(run.params[name], p), name
         assert torch.equal(resumed.params[name], p), name
+
+
+def test_a_dtype_in_a_configuration_file(tmp_path):
+    """It is text there, and rounds the gradients."""
+    run, exact = lightning_cli(CSDAdam, {"grad_dtype": "bfloat16"}, tmp_path), uninterrupted(lightning_cli)[0]
+    assert run.losses[:BATCHES] == exact.losses[:BATCHES]
+    assert run.losses[BATCHES:] != exact.losses[BATCHES:]
+    assert run.losses == pytest.approx(exact.losses, rel=0.02)
 
 
 def test_16_bit_parameters(tmp_path):

@@ -10,9 +10,12 @@ Those with a trainer also run on several ranks (with an initialized process grou
 With consolidate=True the states of all ranks are consolidated before a checkpoint is written.
 """
 
+import json
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -247,10 +250,9 @@ def for_large_state():
     return {"plugins": [MappedCheckpoints()], "strategy": StateStays("cpu")}
 
 
-def lightning(Optimizer, options, directory, resume=False, overlap=None, trainer_options=dict):
-    library("lightning")
-    from lightning.pytorch import LightningModule, Trainer
-    from lightning.pytorch.callbacks import ModelCheckpoint
+def lightning_module(overlap, **methods):
+    """Return a class that trains a LanguageModel and keeps its losses, with these further methods."""
+    from lightning.pytorch import LightningModule
 
     class Module(LightningModule):
         def __init__(self):
@@ -262,19 +264,29 @@ def lightning(Optimizer, options, directory, resume=False, overlap=None, trainer
             self.losses.append(loss.item())
             return loss
 
-        def configure_optimizers(self):
-            optimizer = Optimizer(self.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, **options)
-            return {
-                "optimizer": optimizer,
-                "lr_scheduler": {"scheduler": schedule_of(optimizer), "interval": "step"},
-            }
-
         def on_fit_start(self):
             if overlap is not None:
                 self.trainer.optimizers[0].overlap(self, **overlap)
 
+    for name, method in methods.items():
+        setattr(Module, name, method)
+    return Module
+
+
+def lightning(Optimizer, options, directory, resume=False, overlap=None, trainer_options=dict):
+    library("lightning")
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    def configure_optimizers(module):
+        optimizer = Optimizer(module.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, **options)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule_of(optimizer), "interval": "step"},
+        }
+
     torch.manual_seed(0)
-    module = Module()
+    module = lightning_module(overlap, configure_optimizers=configure_optimizers)()
     checkpoints = ModelCheckpoint(directory, filename="{step}", every_n_train_steps=SAVED, save_top_k=-1)
     trainer = Trainer(
         accelerator="cpu",
@@ -294,4 +306,41 @@ def lightning(Optimizer, options, directory, resume=False, overlap=None, trainer
     return finished(module.losses, module, trainer.optimizers[0])
 
 
-TRAINERS = [compiled, hugging_face_optimizers, hugging_face_class, peft_lora, accelerate, lightning]
+def lightning_cli(Optimizer, options, directory, resume=False, overlap=None):
+    """All is in a YAML file, the optimizer by name; the checkpoint is made at the end of the first epoch."""
+    library("lightning")
+    library("jsonargparse")
+    from lightning.pytorch.cli import LightningCLI
+
+    def train_dataloader(module):
+        return torch.utils.data.DataLoader(texts(SAVED * BATCHES), batch_size=4)
+
+    checkpoints = {"dirpath": str(directory), "filename": "{step}", "save_top_k": -1}
+    configuration = {
+        "seed_everything": 0,
+        "trainer": {
+            "accelerator": "cpu",
+            "devices": 1,
+            "max_epochs": STEPS // SAVED,
+            "accumulate_grad_batches": BATCHES,
+            "gradient_clip_val": CLIP,
+            "callbacks": [{"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": checkpoints}],
+            **dict.fromkeys(["logger", "enable_progress_bar", "enable_model_summary"], False),
+        },
+        "optimizer": {
+            "class_path": f"{Optimizer.__module__}.{Optimizer.__name__}",
+            "init_args": {"lr": LR, "weight_decay": WEIGHT_DECAY, **options},
+        },
+        "lr_scheduler": {"class_path": "torch.optim.lr_scheduler.ExponentialLR", "init_args": {"gamma": 0.7}},
+        "ckpt_path": os.path.join(directory, f"step={SAVED}.ckpt") if resume else None,
+    }
+    os.makedirs(directory, exist_ok=True)
+    file = Path(directory) / "fit.yaml"
+    file.write_text(json.dumps(configuration))  # JSON is YAML
+    module = lightning_module(overlap, train_dataloader=train_dataloader)
+    with mock.patch.object(sys, "argv", sys.argv[:1]):  # the CLI warns of others
+        cli = LightningCLI(module, args=["fit", "--config", str(file)], save_config_callback=None)
+    return finished(cli.model.losses, cli.model, cli.trainer.optimizers[0])
+
+
+TRAINERS = [compiled, hugging_face_optimizers, hugging_face_class, peft_lora, accelerate, lightning, lightning_cli]
