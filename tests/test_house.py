@@ -19,6 +19,7 @@ FLOORS = {  # the floor of each folder, and of each file beside them
     "__main__": 10,
     "cli": 9,
     "trainers": 9,
+    "integrations": 9,
     "optim": 8,
     "overlap": 7,
     "serve": 7,

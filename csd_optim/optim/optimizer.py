@@ -97,7 +97,7 @@ class CSDOptimizer(StatesOnDevices, Joinable):
     ) -> None:
         """`args`, `kwargs`: the arguments of torch's optimizer."""
         self.devices = devices
-        self.grad_dtype = grad_dtype_of(grad_dtype)
+        self.grad_dtype: torch.dtype | None = grad_dtype_of(grad_dtype)
         self.topk = topk
         self.error_feedback = error_feedback
         self.topk_warmup = topk_warmup
