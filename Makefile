@@ -14,6 +14,7 @@
 # make soak       tests that take too long for every change: training killed more than 200 times, 4000 power losses, the
 #                 whole suite on cards, and tests that guard data with 8-bit states, on devices that are far, and with
 #                 optimizer ranks
+# make trainers   a tiny model in each training framework that installs on a CPU, killed and resumed: an hour, 5 GB of disk
 # make matrix     the tests that touch torch's interface with other versions of torch and Python: hours, 8 GB of disk
 # Each target first sets up a virtual environment below build/; nothing else on the machine is changed.
 
@@ -34,8 +35,8 @@ CXX_FILES := $(foreach d,native/* hls_kernels hls_kernels/* tests/native tests/n
     $(wildcard $(d)/*.h $(d)/*.cpp $(d)/*.c))
 
 # The pattern targets below cannot be here: make looks for no rule of that kind for phony targets.
-.PHONY: demo demo-big emu-demo quick test ci rest ready soak matrix tables lint check docs types numbers wheels aarch64 \
-    gpu-check sanitize clean
+.PHONY: demo demo-big emu-demo quick test ci rest ready soak trainers matrix tables lint check docs types numbers \
+    wheels aarch64 gpu-check sanitize clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python bench/demo.py
@@ -101,6 +102,10 @@ soak: $(VENV)/.installed
 	$(BIN)/python -m pytest --far -n 3 --dist loadfile -m "not serial" $(DATA)
 	$(BIN)/python -m pytest --served -n 3 --dist loadfile -m "not serial" $(DATA)
 	$(BIN)/python -m pytest --tier soak "--accelerator=late,side first,main first,random=1,random=2" tests/accelerator
+
+# Downloads a few GB, most of it for Axolotl. TRAINERS="timm fastai" runs these.
+trainers: $(VENV)/.installed
+	$(BIN)/python tests/frameworks $(TRAINERS)
 
 # Takes hours, and downloads several GB for most versions of torch. PAIRS="3.13:2.15.0" runs one.
 matrix: $(VENV)/.installed

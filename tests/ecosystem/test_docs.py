@@ -7,6 +7,7 @@ more than make an optimizer that trains, there is a generator (see `starts`): it
 
 import contextlib
 import functools
+import importlib.util
 import io
 import json
 import os
@@ -30,6 +31,7 @@ from support.ranks import on_ranks
 from torch import nn
 from trainers import library, llama, texts
 
+import csd_optim
 from csd_optim import CSDAdam, CSDError, CSDOSError, Replica
 from csd_optim.cli import benchmark, facts
 from csd_optim.trainers import log_stats, scalars
@@ -43,12 +45,14 @@ PAGES = [
 ]
 
 CARD, RUNS_THIS, VITIS = "needs a SmartSSD", "is what runs this test", "needs Vitis"
+TRAINERS = "make trainers does the same: tests/frameworks/"
 NOT_RUN = {  # the beginning of a command, or of a Python snippet's first line: the reason why it is not run
     "make demo": "test_demo.py runs it, with fewer steps",
     "make emu-demo": "minutes; test_demo.py runs the demo, and test_xrt.py what it needs of cards",
     "make quick": "runs tests beside this",
     "make test": RUNS_THIS,
     "make ci": RUNS_THIS,
+    "make trainers": "an hour, and downloads several GB",
     "make matrix": "hours, and downloads several GB",
     "make gpu-check": "needs an accelerator; tests/accelerator/test_accelerator_bench.py tests it",
     "make check": "make ci runs it beside this",
@@ -65,6 +69,10 @@ NOT_RUN = {  # the beginning of a command, or of a Python snippet's first line: 
     "sudo make -C hls_kernels": VITIS,
     "python -m bench.": "test_bench.py, test_kernel_model.py and test_accuracy.py run them, at tiny size",
     "mkdir -p ~/xrt": "leaves links in the home directory",
+    "from csd_optim.integrations.torchtitan import": TRAINERS,
+    "# timm": TRAINERS,
+    "# skorch": TRAINERS,
+    "# fastai": TRAINERS,
     "csd-optim follow policy": "follows until it is stopped; tests/publish/test_format.py has what it does",
     "csd-optim inspect policy": "tests/publish/test_format.py has what it does",
     "csd-optim serve ": "serves until it is stopped; tests/serve/ has what it does",
@@ -688,6 +696,27 @@ def saves_and_loads(rank, save, load):
         assert all(torch.equal(loaded[key], value) for key, value in saved.items())
 
 
+# ---- configuration files -------------------------------------------------------------------
+
+
+def texts_in(node):
+    """Return the strings in what a YAML file says."""
+    if isinstance(node, (dict, list)):
+        return [text for part in (node.values() if isinstance(node, dict) else node) for text in texts_in(part)]
+    return [node] if isinstance(node, str) else []
+
+
+@each(snippets("yaml"))
+def test_configuration(snippet):
+    """It is YAML, and what it names of ours is there; `make trainers` runs what it says."""
+    parsed = library("yaml").safe_load(snippet.text)
+    named = [v.rpartition(".") for v in texts_in(parsed) if v.startswith("csd_optim")]
+    assert named
+    for where, _, name in named:
+        assert importlib.util.find_spec(where or name)
+        assert where != "csd_optim" or hasattr(csd_optim, name)
+
+
 # ---- commands ------------------------------------------------------------------------------
 
 EMULATED = "csd-optim emu "
@@ -767,7 +796,7 @@ def test_every_block_says_what_it_is(page):
     """Every block has a language: otherwise a snippet would be overlooked, and not run."""
     fences = [line for line in page.read_text().splitlines() if line.lstrip().startswith("```")]
     assert all(fence == "```" for fence in fences[1::2])
-    assert {*fences[::2]} <= {"```python", "```sh", "```console", "```text"}
+    assert {*fences[::2]} <= {"```python", "```sh", "```console", "```text", "```yaml"}
 
 
 def test_what_is_not_run_is_there():

@@ -5,9 +5,18 @@ import os
 import pytest
 import torch
 from support.ranks import on_living_ranks, on_ranks
-from test_trainers import assert_close, assert_same_bits
 from torch.optim import AdamW
-from trainers import BATCHES, SAVED, STEPS, accelerate, hugging_face_class, library, lightning
+from trainers import (
+    BATCHES,
+    SAVED,
+    STEPS,
+    accelerate,
+    assert_close,
+    assert_same_bits,
+    hugging_face_class,
+    library,
+    lightning,
+)
 
 from csd_optim import CSDAdam
 
