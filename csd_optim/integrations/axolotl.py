@@ -60,14 +60,15 @@ class CSDOptimPlugin(BasePlugin):
         args = trainer.args
         options = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
         trainer.optimizer_cls_and_kwargs = (CSDAdam, {**options, **(cfg.csd_optim or {})})
-        trainer.add_callback(_Consolidate())
+        if not trainer.is_fsdp_enabled:  # with FSDP each rank saves its own part
+            trainer.add_callback(_Consolidate())
 
 
 class _Consolidate(TrainerCallback):
-    """Gathers the states of all ranks before a checkpoint, which Axolotl's trainer writes on rank 0."""
+    """Gathers the states of all ranks before a checkpoint, which the trainer writes on rank 0."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any, **_: Any) -> None:
-        if control.should_save:
+        if control.should_save and not args.save_only_model and args.world_size > 1:
             optimizer.optimizer.consolidate_state_dict()
 
     on_epoch_end = on_step_end

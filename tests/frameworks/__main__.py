@@ -7,9 +7,11 @@ TRAINERS="torchtitan timm"`. docs/trainers.md says what else there is, and why i
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,22 +74,23 @@ def environment(framework: Framework) -> Path:
 
 
 def run(framework: Framework, inside: Path) -> tuple[bool, str]:
-    """Run the framework's script. Returns whether it passed, and what it says."""
+    """Run the framework's script. Returns whether it passed, and what it says. Raises TimeoutExpired."""
     report = BUILD / f"{framework.name}.txt"
     paths = [ROOT, HERE, ROOT / "tests", ROOT / "tests" / "ecosystem"]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "CUDA_VISIBLE_DEVICES": ""}
+    command = [inside, HERE / f"on_{framework.name}.py"]
     with report.open("w") as out:
-        done = subprocess.run(
-            [inside, HERE / f"on_{framework.name}.py"],
-            cwd=BUILD,
-            env=variables,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            check=False,
-            timeout=SECONDS,
+        # A session of its own, so that the processes of a script that is given up end with it.
+        process = subprocess.Popen(
+            command, cwd=BUILD, env=variables, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
         )
+        try:
+            process.wait(SECONDS)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     lines = report.read_text().splitlines() or [""]
-    if done.returncode:
+    if process.returncode:
         return False, f"{framework.name}: {lines[-1]} ({report})"
     return True, next((line for line in reversed(lines) if "from AdamW" in line), lines[-1])
 

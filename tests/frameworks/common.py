@@ -1,6 +1,6 @@
-"""What all frameworks of `make trainers` go through: main(name, train), in a script of each.
+"""What all frameworks of `make trainers` go through: main(name, fit), in a script of each.
 
-`train(optimizer, options, directory)` makes STEPS steps of a tiny model with the framework: with "AdamW", or with
+`fit(optimizer, options, directory)` makes STEPS steps of a tiny model with the framework: with "AdamW", or with
 "CSDAdam" and options of ours. Started again with the same directory it goes on, from the framework's checkpoint, or
 from the store where the framework leaves that to the script. It runs in processes of its own, forked after the
 framework is imported: AdamW; CSDAdam; CSDAdam that is killed after KILLED steps, and once more. Losses, parameters and
@@ -47,10 +47,10 @@ def batches():
     return texts(STEPS).split(4)
 
 
-def loop(make, options, directory, between=lambda optimizer: None):
-    """A loop of one's own around an optimizer that the framework makes: make(model). It resumes from the store.
+def loop(make, between=lambda optimizer: None):
+    """Train with an optimizer that the framework makes, make(model), in a loop of one's own. It resumes from the store.
 
-    `between`: called after each step.
+    `between`: called with the optimizer after each step.
     """
     torch.manual_seed(0)
     model, losses = LanguageModel(), []
@@ -80,7 +80,7 @@ def import_torchvision():
     return torchvision
 
 
-def _child(train, optimizer, options, directory, result, killed):
+def _child(fit, optimizer, options, directory, result, killed):
     taken = []
 
     def count(stepped, *_):
@@ -94,15 +94,15 @@ def _child(train, optimizer, options, directory, result, killed):
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "there is no store")
     os.chdir(directory)
-    run = train(optimizer, options, Path(directory))
+    run = fit(optimizer, options, Path(directory))
     torch.save(vars(run), result)
 
 
-def _run(train, optimizer, options, directory, killed=None):
-    """Run train() in a process of its own. Returns its Run, or None if it was to be killed, and was."""
+def _run(fit, optimizer, options, directory, killed=None):
+    """Run fit() in a process of its own. Returns its Run, or None if it was to be killed, and was."""
     directory.mkdir(exist_ok=True)
     result = directory / "result.pt"
-    arguments = (train, optimizer, options, str(directory), result, killed)
+    arguments = (fit, optimizer, options, str(directory), result, killed)
     process = multiprocessing.get_context("fork").Process(target=_child, args=arguments)
     process.start()
     process.join(SECONDS)
@@ -114,15 +114,15 @@ def _run(train, optimizer, options, directory, killed=None):
     return None if killed else Run(**torch.load(result))
 
 
-def main(name, train, **options):
-    """Check a framework. `options`: those of CSDAdam beside `devices`, with which train() goes on."""
+def main(name, fit, **options):
+    """Check a framework. `options`: those of CSDAdam beside `devices`, with which fit() goes on."""
     with tempfile.TemporaryDirectory() as place:
         place = Path(place)
 
         def ours(directory, **how):
-            return _run(train, "CSDAdam", {"devices": str(directory / "csd"), **options}, directory, **how)
+            return _run(fit, "CSDAdam", {"devices": str(directory / "csd"), **options}, directory, **how)
 
-        reference = _run(train, "AdamW", {}, place / "adamw")
+        reference = _run(fit, "AdamW", {}, place / "adamw")
         whole = ours(place / "whole")
         assert len(whole.losses) == STEPS
         assert whole.losses[-1] < whole.losses[0]

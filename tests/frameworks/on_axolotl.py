@@ -52,7 +52,7 @@ def make_model(directory):
     (directory / "data.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in sentences))
 
 
-def train(optimizer, options, directory):
+def fit(optimizer, options, directory):
     if not (directory / "model").exists():
         make_model(directory)
     ours = {"plugins": ["csd_optim.integrations.axolotl.CSDOptimPlugin"], "csd_optim": options} if options else {}
@@ -111,4 +111,4 @@ def refuses():
 
 if __name__ == "__main__":
     refuses()
-    common.main(f"Axolotl {axolotl.__version__}", train, overwrite=True)
+    common.main(f"Axolotl {axolotl.__version__}", fit, overwrite=True)

@@ -21,7 +21,7 @@ def loaders(part):
     return DataLoaders(loader, loader)
 
 
-def train(optimizer, options, directory):
+def fit(optimizer, options, directory):
     from fastai.callback.core import Callback
     from fastai.learner import Learner
     from fastai.optimizer import OptimWrapper
@@ -36,7 +36,7 @@ def train(optimizer, options, directory):
 
     torch.manual_seed(0)
     model, kept, losses, data = common.LanguageModel(), Losses(), [], common.batches()
-    cls = getattr(csd_optim, optimizer) if options else getattr(torch.optim, optimizer)
+    cls = getattr(csd_optim if options else torch.optim, optimizer)
     make = partial(OptimWrapper, opt=cls, betas=common.BETAS, **options)
     first, second = loaders(data[: common.SAVED]), loaders(data[common.SAVED :])
     learner = Learner(first, model, loss, opt_func=make, path=directory, cbs=kept)
@@ -57,4 +57,4 @@ if __name__ == "__main__":
     common.import_torchvision()
     import fastai.learner
 
-    common.main(f"fastai {fastai.__version__}", train, overwrite=True)
+    common.main(f"fastai {fastai.__version__}", fit, overwrite=True)

@@ -5,7 +5,7 @@ import hydra
 from omegaconf import OmegaConf
 
 
-def train(optimizer, options, directory):
+def fit(optimizer, options, directory):
     if options:
         options = {**options, "devices": [f"{options['devices']}{i}" for i in range(2)]}
     target = f"csd_optim.{optimizer}" if options else f"torch.optim.{optimizer}"
@@ -14,8 +14,8 @@ def train(optimizer, options, directory):
     def make(model):
         return hydra.utils.instantiate(config, params=model.parameters())
 
-    return common.loop(make, options, directory)
+    return common.loop(make)
 
 
 if __name__ == "__main__":
-    common.main(f"Hydra {hydra.__version__}", train, resume=True)
+    common.main(f"Hydra {hydra.__version__}", fit, resume=True)

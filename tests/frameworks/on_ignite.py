@@ -14,10 +14,10 @@ def loss(logits, target):
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), target[:, 1:].flatten())
 
 
-def train(optimizer, options, directory):
+def fit(optimizer, options, directory):
     torch.manual_seed(0)
     model, losses = common.LanguageModel(), []
-    cls = getattr(csd_optim, optimizer) if options else getattr(torch.optim, optimizer)
+    cls = getattr(csd_optim if options else torch.optim, optimizer)
     optimizer = cls(model.parameters(), **common.HYPER, **options)
     trainer = create_supervised_trainer(model, optimizer, loss)
     parts = {"model": model, "optimizer": optimizer, "trainer": trainer}
@@ -33,4 +33,4 @@ def train(optimizer, options, directory):
 
 
 if __name__ == "__main__":
-    common.main(f"Ignite {ignite.__version__}", train, overwrite=True)
+    common.main(f"Ignite {ignite.__version__}", fit, overwrite=True)

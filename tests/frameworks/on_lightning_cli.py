@@ -4,10 +4,12 @@ import common
 import torch
 import trainers
 
+import csd_optim
 
-def train(optimizer, options, directory):
+
+def fit(optimizer, options, directory):
     trainers.STEPS, trainers.SAVED, trainers.BATCHES = common.STEPS, common.SAVED, 1
-    cls = getattr(__import__("csd_optim"), optimizer, None) or getattr(torch.optim, optimizer)
+    cls = getattr(csd_optim if options else torch.optim, optimizer)
     resume = (directory / f"step={common.SAVED}.ckpt").exists()
     return trainers.lightning_cli(cls, options, directory, resume)
 
@@ -15,4 +17,4 @@ def train(optimizer, options, directory):
 if __name__ == "__main__":
     import lightning.pytorch.cli
 
-    common.main(f"Lightning CLI {lightning.__version__}", train, overwrite=True)
+    common.main(f"Lightning CLI {lightning.__version__}", fit, overwrite=True)

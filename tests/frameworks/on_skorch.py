@@ -13,12 +13,12 @@ class Loss(torch.nn.Module):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), target[:, 1:].flatten())
 
 
-def train(optimizer, options, directory):
+def fit(optimizer, options, directory):
     torch.manual_seed(0)
     net = skorch.NeuralNet(
         common.LanguageModel,
         Loss,
-        optimizer=getattr(csd_optim, optimizer) if options else getattr(torch.optim, optimizer),
+        optimizer=getattr(csd_optim if options else torch.optim, optimizer),
         **{f"optimizer__{name}": value for name, value in {**common.HYPER, **options}.items()},
         max_epochs=1,
         batch_size=4,
@@ -34,4 +34,4 @@ def train(optimizer, options, directory):
 
 
 if __name__ == "__main__":
-    common.main(f"skorch {skorch.__version__}", train, resume=True)
+    common.main(f"skorch {skorch.__version__}", fit, resume=True)

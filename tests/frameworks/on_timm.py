@@ -5,7 +5,7 @@ import common
 from csd_optim import CSDAdam
 
 
-def train(optimizer, options, directory):
+def fit(optimizer, options, directory):
     from timm.optim import OptimInfo, create_optimizer_v2
     from timm.optim._optim_factory import default_registry
 
@@ -15,11 +15,11 @@ def train(optimizer, options, directory):
     def make(model):
         return create_optimizer_v2(model, opt=optimizer.lower(), **hyper, **options)
 
-    return common.loop(make, options, directory)
+    return common.loop(make)
 
 
 if __name__ == "__main__":
     common.import_torchvision()
     import timm
 
-    common.main(f"timm {timm.__version__}", train, resume=True)
+    common.main(f"timm {timm.__version__}", fit, resume=True)

@@ -4,6 +4,7 @@ Its Trainer asks for a GPU.
 """
 
 import importlib.metadata
+from unittest import mock
 
 import common
 import pytest
@@ -13,6 +14,8 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
+from torchtitan.config import ConfigManager
+from torchtitan.models.llama3 import config_registry
 
 from csd_optim import CSDValueError
 from csd_optim.integrations.torchtitan import CSDOptimizersContainer, csd_adam
@@ -24,7 +27,7 @@ def adamw():
     return OptimizersContainer.Config(param_groups=[group], implementation="for-loop")
 
 
-def train(optimizer, options, directory):
+def fit(optimizer, options, directory):
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.manual_seed(0)
@@ -70,6 +73,17 @@ def refuses():
             CSDOptimizersContainer.Config(**config).build(model_parts=[torch.nn.Linear(2, 2)])
 
 
+def passes_its_parser():
+    """torchtitan parses its command line into a copy of the configuration."""
+    default = config_registry.llama3_debugmodel()
+    default.optimizer = csd_adam(devices="/mnt/nvme{local_rank}")
+    with mock.patch.object(config_registry, "llama3_debugmodel", return_value=default):
+        parsed = ConfigManager().parse_args(["--module", "llama3", "--config", "llama3_debugmodel"])
+    assert isinstance(parsed.optimizer, CSDOptimizersContainer.Config)
+    assert parsed.optimizer.optimizer_factory_kwargs_by_name == {"CSDAdam": {"devices": "/mnt/nvme{local_rank}"}}
+
+
 if __name__ == "__main__":
     refuses()
-    common.main(f"torchtitan {importlib.metadata.version('torchtitan')}", train, overwrite=True)
+    passes_its_parser()
+    common.main(f"torchtitan {importlib.metadata.version('torchtitan')}", fit, overwrite=True)

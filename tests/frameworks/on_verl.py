@@ -7,7 +7,7 @@ from verl.utils.fsdp_utils import load_fsdp_optimizer, offload_fsdp_optimizer
 from verl.workers.config.optimizer import FSDPOptimizerConfig, build_optimizer
 
 
-def train(optimizer, options, directory):
+def fit(optimizer, options, directory):
     config = FSDPOptimizerConfig(
         optimizer_impl="csd_optim" if options else "torch.optim",
         optimizer=optimizer,
@@ -19,8 +19,8 @@ def train(optimizer, options, directory):
         offload_fsdp_optimizer(optimizer)
         load_fsdp_optimizer(optimizer, "cpu")
 
-    return common.loop(lambda model: build_optimizer(model.parameters(), config), options, directory, park)
+    return common.loop(lambda model: build_optimizer(model.parameters(), config), park)
 
 
 if __name__ == "__main__":
-    common.main(f"verl {importlib.metadata.version('verl')}", train, resume=True)
+    common.main(f"verl {importlib.metadata.version('verl')}", fit, resume=True)
