@@ -42,8 +42,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec"),
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists"),
-    pytest.mark.filterwarnings(r"ignore:\s.*deprecated in v4"),  # jsonargparse to Lightning
-    pytest.mark.filterwarnings(r"ignore:(?s:.)*``instantiat"),
 ]
 each_trainer = pytest.mark.parametrize("trainer", TRAINERS, ids=lambda trainer: trainer.__name__)
 

@@ -358,7 +358,10 @@ def lightning_cli(Optimizer, options, directory, resume=False, overlap=None):
     file = Path(directory) / "fit.yaml"
     file.write_text(json.dumps(configuration))  # JSON is YAML
     module = lightning_module(overlap, train_dataloader=train_dataloader)
-    with mock.patch.object(sys, "argv", sys.argv[:1]):  # the CLI warns of others
+    with (
+        mock.patch.object(sys, "argv", sys.argv[:1]),  # the CLI warns of others
+        mock.patch.dict(os.environ, JSONARGPARSE_DEPRECATION_WARNINGS="off"),  # which are meant for Lightning
+    ):
         cli = LightningCLI(module, args=["fit", "--config", str(file)], save_config_callback=None)
     return finished(cli.model.losses, cli.model, cli.trainer.optimizers[0])
 
