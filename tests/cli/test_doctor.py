@@ -11,8 +11,8 @@ from csd_optim.cli import doctor
 from csd_optim.cli.doctor import BAD, OK, SLOW, UNKNOWN
 from csd_optim.devices import health, machine
 from csd_optim.devices.spec import parse_devices
-from csd_optim.params.groups import CODECS
 from csd_optim.store.file import FILE_NAME
+from csd_optim.store.sections import STATE_DTYPES
 
 HEALTHY = {
     "passed": True, "percent_used": 3, "written_bytes": 5e12, "media_errors": 0, "critical_warning": 0,
@@ -203,7 +203,7 @@ def test_limits_of_control_groups(version, monkeypatch):
     assert machine.io_limits("254:1") == {}
 
 
-@pytest.mark.parametrize("state_dtype", list(CODECS))
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES)
 def test_room_is_shared_by_what_lies_on_one_file_system(tmp_path, state_dtype):
     each = {"fp32": 24, "8bit": 2 * 5.016}[state_dtype]
     specs = parse_devices([str(tmp_path / "a"), str(tmp_path / "b"), "null:"])

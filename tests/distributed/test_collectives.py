@@ -28,7 +28,7 @@ def counts(rank, kind, overlap, options):
     publishes = options.pop("publishes", False)
     training, here, behind = training_on(rank, "this", overlap, kind, **options), Counter(), Counter()
     if publishes:
-        training.opt.publish("policy", training.model, dtype="bf16")
+        published = training.opt.publish("policy", training.model, dtype="bf16")
     within = False
 
     def counted(collective, *args, **kwargs):
@@ -49,8 +49,10 @@ def counts(rank, kind, overlap, options):
             within = False
             training.opt.zero_grad()
             training.opt.synchronize()  # the vote on this step is over
+    if publishes:
+        published.wait()
+        assert len(numbers(Path("policy"))) == STEPS + 1
     training.opt.close()
-    assert not publishes or len(numbers(Path("policy"))) == STEPS + 1
     return [(here[k], behind[k]) for k in range(WARM_UP + 1, STEPS)]
 
 

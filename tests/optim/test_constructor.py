@@ -217,7 +217,8 @@ def test_mistakes_in_the_environment(monkeypatch, tmp_path, text, error):
 
 def test_a_state_dtype_in_the_environment_that_a_rule_cannot_have(monkeypatch):
     monkeypatch.setenv("CSD_OPTIM_OPTIONS", "state_dtype=8bit")
-    with pytest.raises(CSDValueError, match=r"Invalid state_dtype in CSD_OPTIM_OPTIONS: '8bit' .* the states of lion"):
+    wrong = "Invalid state_dtype in CSD_OPTIM_OPTIONS: '8bit' has no code for the exp_avg of lion"
+    with pytest.raises(CSDValueError, match=wrong):
         CSDLion([leaf(5)])
 
 

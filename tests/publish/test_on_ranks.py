@@ -415,13 +415,13 @@ def goes_on(rank, size, state_dtype, expected):
         if versions:
             replica.load(copy)
             assert replica.step <= step
-            assert_same(copy, expected[replica.step])
+            assert_same_arrays(copy, expected[replica.step])
         dist.barrier()
         pub = opt.publish(policy, model=model, keep=1, full_every=3)
         assert pub.step == step
         replica.follow(copy)
         replica.verify(copy)
-        assert_same(copy, expected[step])
+        assert_same_arrays(copy, expected[step])
         newest = read_version(policy / directory_of(pub.version))
         if versions and step:
             assert newest.run == versions[-1].run
@@ -433,11 +433,11 @@ def goes_on(rank, size, state_dtype, expected):
         pub.wait()
         replica.follow(copy)
         assert (replica.step, pub.error) == (step + 2, "")
-        assert_same(copy, expected[step + 2])
+        assert_same_arrays(copy, expected[step + 2])
     return len(versions)
 
 
-def assert_same(found, expected):
+def assert_same_arrays(found, expected):
     assert [name for name, values in found.items() if not np.array_equal(values, expected[name])] == []
 
 

@@ -168,7 +168,7 @@ def rules(pairs):
 
     def marks(pair):
         others = pair.rule.name != "adamw" or pair in (MIXED, MUON, MUON_IN_8_BITS)
-        missing = on_cards() and (pair in (MUON, MUON_IN_8_BITS) or pair.rule.name not in BACKENDS["xrt"].rules)
+        missing = on_cards() and (pair in (MUON, MUON_IN_8_BITS, *CODED) or pair.rule.name not in BACKENDS["xrt"].rules)
         return [why] * missing + [pytest.mark.all_kernels] * others
 
     return [pytest.param(pair, id=str(pair), marks=marks(pair)) for pair in pairs]

@@ -1,8 +1,9 @@
-// Replaces native/include/rules.h when tests/sanitize.py builds the engine: AdamW's rules, two more that have one and two
-// sections, and a rule of two passes.
+// Replaces native/include/rules.h when tests/sanitize.py builds the engine: AdamW's rules, RMSprop, whose states can be
+// codes without a ratio, two more that have one and two sections, and a rule of two passes.
 #pragma once
 #include "adamw.h"
 #include "muon.h"
+#include "rmsprop.h"
 
 constexpr uint32_t kPlain = 100, kHeavy = 101;  // as values of csd_rule
 
@@ -21,11 +22,12 @@ struct Descent {
   }
 };
 
-#define CSD_RULES(RULE)                \
-  RULE(CSD_ADAMW, AdamW, 3, 4, true)   \
-  RULE(CSD_AMSGRAD, AdamW, 4, 4, true) \
-  RULE(kPlain, Descent, 1, 1, false)   \
-  RULE(kHeavy, Descent, 2, 2, false)
+#define CSD_RULES(RULE)                      \
+  RULE(CSD_ADAMW, AdamW, 3, 4, CSD_8BIT)     \
+  RULE(CSD_AMSGRAD, AdamW, 4, 4, CSD_8BIT)   \
+  RULE(CSD_RMSPROP, RMSprop, 2, 4, CSD_ROOT) \
+  RULE(kPlain, Descent, 1, 1, CSD_FP32)      \
+  RULE(kHeavy, Descent, 2, 2, CSD_FP32)
 
 #define CSD_PASSES(PASS)                   \
   PASS(CSD_MUON_MOMENTUM, MuonMomentum, 1) \
