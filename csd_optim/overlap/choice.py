@@ -41,7 +41,7 @@ def choose(
         return InStep
     settings.refuse_use_check()
     if steps.ranks:
-        check_ranks(steps.arguments, model, backward=backward, free_gradients=free_gradients)
+        backward = check_ranks(steps.arguments, model, backward=backward, free_gradients=free_gradients)
     if (backward or free_gradients) and engine.devices.resident:
         raise CSDValueError(
             f"overlap({'backward' if backward else 'free_gradients'}=True) undoes steps, which takes a second copy "

@@ -17,11 +17,12 @@ from test_overlap_on_ranks import now, training_on
 from test_rank_commits import die
 from test_votes import slow, until
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_
 
-from csd_optim import CSDAdam, CSDOSError, CSDRuntimeError
+from csd_optim import CSDAdam, CSDOSError, CSDRuntimeError, CSDWarning
 from csd_optim.bindings import Native
 from csd_optim.engine.durable import DurableCommitter
 from csd_optim.engine.engine import Engine
@@ -392,6 +393,35 @@ def test_killed_again_and_again(overlap, seeds, tmp_path):
         assert steps[0] == steps[1] >= last
         last = steps[0]
     assert last
+
+
+# ---- other hooks --------------------------------------------------------------------------------
+
+
+def hooked(model):
+    ddp = DDP(model)
+    ddp.register_comm_hook(None, fp16_compress_hook)
+    return ddp
+
+
+def has_a_hook_of_its_own(rank):
+    seen = []
+    for overlap in None, EARLY:
+        says = pytest.warns(CSDWarning, match="another communication hook") if overlap else contextlib.nullcontext()
+        with says:
+            training = training_on(rank, str(overlap), overlap, wrap=hooked, named=True)
+        for _ in range(4):
+            training.step()
+        if overlap:
+            assert training.opt.stats()["overlap"]["early_params"] == 0
+        training.opt.synchronize()
+        seen.append(now(training))
+        training.opt.close()
+    assert seen[0] == seen[1]
+
+
+def test_a_hook_of_the_users_own(tmp_path):
+    on_living_ranks(2, has_a_hook_of_its_own, directory=tmp_path)
 
 
 # ---- what is refused ----------------------------------------------------------------------------
