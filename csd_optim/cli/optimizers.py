@@ -13,22 +13,14 @@ from .. import settings
 from ..devices.units import parse_rate
 from ..errors import CSDValueError
 from ..muon import newton_schulz
-from ..optim.adagrad import CSDAdagrad
-from ..optim.adamw import CSDAdam
-from ..optim.lion import CSDLion
-from ..optim.muon import CSDMuon
-from ..optim.optimizer import CSDOptimizer
-from ..optim.rmsprop import CSDRMSprop
+from ..optim.classes import OPTIMIZERS
 from ..optim.rules import NAMED
-from ..optim.sgd import CSDSGD
 from ..params.groups import check_state_dtype
 from ..params.update_rule import Group, UpdateRule
 from ..planning.advice import Optimizer
 from ..planning.model import NS_DTYPES, Orthogonalization
 from ..store.sections import FP32
 
-_CLASSES: tuple[type[CSDOptimizer], ...] = (CSDAdam, CSDSGD, CSDAdagrad, CSDRMSprop, CSDLion, CSDMuon)
-OPTIMIZERS = {cls.__name__: cls for cls in _CLASSES}
 Hyper = tuple[int, tuple[float, ...]]  # the rule and constants of a first step, as csd_hyper has them
 Part = tuple[float, tuple[str, ...], Hyper]  # the share of some parameters, the names of their sections, their Hyper
 

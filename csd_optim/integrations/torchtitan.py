@@ -13,13 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CSDValueError
-from ..optim.adagrad import CSDAdagrad
-from ..optim.adamw import CSDAdam
-from ..optim.lion import CSDLion
-from ..optim.muon import CSDMuon
+from ..optim.classes import OPTIMIZERS
 from ..optim.options import Options
-from ..optim.rmsprop import CSDRMSprop
-from ..optim.sgd import CSDSGD
 
 if TYPE_CHECKING:
     OptimizersContainer = object
@@ -30,9 +25,6 @@ else:
 
     _Config = OptimizersContainer.Config
 
-_OURS: dict[str, Callable[..., Any]] = {
-    cls.__name__: cls for cls in (CSDAdam, CSDSGD, CSDAdagrad, CSDRMSprop, CSDLion, CSDMuon)
-}
 _OF_A_GROUP = ("topk", "state_dtype")  # the options that a parameter group may have
 
 
@@ -49,7 +41,7 @@ class CSDOptimizersContainer(OptimizersContainer):
         """OptimizersContainer.Config, for this container."""
 
     def __init__(self, config: Any, *, model_parts: Any) -> None:
-        ours = [group for group in config.param_groups if group.optimizer_name in _OURS]
+        ours = [group for group in config.param_groups if group.optimizer_name in OPTIMIZERS]
         for group in ours:
             if wrong := [k for k in group.optimizer_kwargs if k in Options.__annotations__ and k not in _OF_A_GROUP]:
                 raise CSDValueError(
@@ -67,7 +59,7 @@ class CSDOptimizersContainer(OptimizersContainer):
     @staticmethod
     def _resolve_optimizer_factory(name: str) -> Callable[..., Any]:
         closed: Any = OptimizersContainer
-        factory: Callable[..., Any] = _OURS.get(name) or closed._resolve_optimizer_factory(name)
+        factory: Callable[..., Any] = OPTIMIZERS.get(name) or closed._resolve_optimizer_factory(name)
         return factory
 
 

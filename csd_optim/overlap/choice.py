@@ -17,7 +17,7 @@ from ..step.steps import Steps
 from .guards.fsdp import is_fsdp1
 from .in_backward import StepsInBackward, check_can_free
 from .overlap import Overlap
-from .together import check_ranks
+from .together import check_ranks, has_other_hook
 
 
 def hold_bytes(hold: str | int | None, *, backward: bool, free_gradients: bool) -> int:
@@ -41,7 +41,15 @@ def choose(
         return InStep
     settings.refuse_use_check()
     if steps.ranks:
-        backward = check_ranks(steps.arguments, model, backward=backward, free_gradients=free_gradients)
+        check_ranks(steps.arguments, model, backward=backward, free_gradients=free_gradients)
+        if backward and has_other_hook(steps.arguments, model):
+            warnings.warn(
+                "DistributedDataParallel has another communication hook than csd_optim.push: no step begins in "
+                "backward, as with overlap(model)",
+                CSDWarning,
+                users_stacklevel(),
+            )
+            backward = False
     if (backward or free_gradients) and engine.devices.resident:
         raise CSDValueError(
             f"overlap({'backward' if backward else 'free_gradients'}=True) undoes steps, which takes a second copy "

@@ -14,7 +14,6 @@ import functools
 import os
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Collection
 from enum import Enum, auto
@@ -24,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..distributed.ranks import Ranks
 from ..engine.engine import Engine
-from ..errors import CSDError, CSDRankError, CSDRuntimeError, CSDWarning, users_stacklevel
+from ..errors import CSDError, CSDRankError, CSDRuntimeError
 from ..signals import defer_signals
 from ..step.all_gather import ParamAllGather
 from ..step.live import LiveStep, Phase
@@ -34,30 +33,23 @@ from .flight import Flight
 EXIT_SECONDS = 60.0  # for which the end of a program waits for votes: see _wait_at_exit()
 
 
-def check_ranks(optimizer: object, model: torch.nn.Module, *, backward: bool, free_gradients: bool) -> bool:
-    """Return whether steps may begin in backward: with `backward`, unless DDP has another hook than csd_optim.push.
-
-    Raises CSDRuntimeError if overlap() does not support these options with several ranks.
-    """
+def check_ranks(optimizer: object, model: torch.nn.Module, *, backward: bool, free_gradients: bool) -> None:
+    """Raise CSDRuntimeError if overlap() does not support these options with several ranks."""
     if free_gradients and has_ddp(model):
         raise CSDRuntimeError(
             "overlap(free_gradients=True) does not work with DistributedDataParallel, whose buckets hold all gradients "
             "until backward ends: call overlap(model), or use fully_shard (FSDP2)"
         )
-    without = [ddp for ddp in _ddps(model) if not _is_hooked(ddp, optimizer)] if backward else []
-    if not all(getattr(ddp, "_comm_hooks", ()) for ddp in without):
+    if backward and not (all(_is_hooked(ddp, optimizer) for ddp in _ddps(model)) or has_other_hook(optimizer, model)):
         raise CSDRuntimeError(
             "overlap(backward=True) with DistributedDataParallel needs gradients as soon as they are reduced: call "
             "ddp.register_comm_hook(optimizer, csd_optim.push) before it (docs/distributed.md)"
         )
-    if without:
-        warnings.warn(
-            "DistributedDataParallel has another communication hook than csd_optim.push: no step begins in backward, "
-            "as with overlap(model)",
-            CSDWarning,
-            users_stacklevel(),
-        )
-    return backward and not without
+
+
+def has_other_hook(optimizer: object, model: torch.nn.Module) -> bool:
+    """Return whether a communication hook of the user's own reduces gradients: when, nobody tells us."""
+    return any(getattr(ddp, "_comm_hooks", ()) and not _is_hooked(ddp, optimizer) for ddp in _ddps(model))
 
 
 def _ddps(model: torch.nn.Module) -> list[DistributedDataParallel]:
