@@ -13,6 +13,7 @@ from support.backends import BACKENDS, NEAR, XRT_BACKENDS, device_strings, on_ca
 from support.states import assume, assumed
 from support.tiers import TIERS, of_tier
 
+from csd_optim import bindings
 from csd_optim.cli import commands as cli
 from csd_optim.devices.emulation import MEMORY_BYTES, PLATFORM
 from csd_optim.devices.xclbin import KERNELS, kernel_for, write_emulated
@@ -170,6 +171,15 @@ def no_living_ranks():
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def restored():
+    """Restores the process-wide instruction set and number of threads after a test."""
+    isa, threads = bindings.isa_used(), bindings.threads_used()
+    yield
+    bindings.isa_use(isa)
+    bindings.threads_use(threads)
 
 
 @pytest.fixture

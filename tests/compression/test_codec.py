@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from support.gradients import of_all_magnitudes
 
 from csd_optim.bindings import HYPER, ISAS, RULES, decode, encode, lib, update_codes
 
@@ -234,9 +235,7 @@ def random_codes(n, dtype, amsgrad, seed=3):
 )
 def test_instruction_sets_agree(dtype, grad_dtype, rule):
     n = 10_000 - 7
-    grads = torch.randn(n, generator=torch.Generator().manual_seed(4))
-    grads *= 10.0 ** torch.linspace(-12, 3, n)
-    grads[5], grads[77], grads[78], grads[400] = torch.inf, torch.nan, 0.0, 1e30
+    grads = of_all_magnitudes(n)
     results = []
     for isa in AVAILABLE:
         codes, param = random_codes(n, dtype, rule.endswith("amsgrad")), torch.zeros(n, dtype=dtype)

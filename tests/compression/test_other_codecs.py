@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from support import code_oracle as oracle
+from support.gradients import of_all_magnitudes
 
 from csd_optim.bindings import HYPER, ISAS, PASS_RULES, RULES, decode, encode, lib, update_codes
 from csd_optim.errors import CSDValueError
@@ -95,9 +96,7 @@ def test_what_is_not_finite_stays_with_its_element():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_instruction_sets_agree(rule, dtype):
     n = 10_000 - 7
-    grads = torch.randn(n, generator=torch.Generator().manual_seed(4))
-    grads *= 10.0 ** torch.linspace(-12, 3, n)
-    grads[5], grads[77], grads[78], grads[400] = torch.inf, torch.nan, 0.0, 1e30
+    grads = of_all_magnitudes(n)
     results = []
     for isa in AVAILABLE:
         codes, param = random_codes(n, dtype), torch.zeros(n, dtype=dtype)
@@ -226,9 +225,7 @@ def test_a_momentum_that_is_not_finite_is_nan_and_stays_with_its_element():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_instruction_sets_agree_on_both_passes(dtype, nesterov):
     n = 10_000 - 7
-    grads = torch.randn(n, generator=torch.Generator().manual_seed(4))
-    grads *= 10.0 ** torch.linspace(-12, 3, n)
-    grads[5], grads[77], grads[78], grads[400] = torch.inf, torch.nan, 0.0, 1e30
+    grads = of_all_magnitudes(n)
     results = []
     for isa in AVAILABLE:
         codes, param, x = blank(n, dtype, "linear"), torch.zeros(n, dtype=dtype), torch.zeros(n, dtype=torch.bfloat16)

@@ -9,8 +9,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 from support.ranks import on_living_ranks, on_ranks
-from support.twins import Twin
-from torch.distributed.fsdp import fully_shard
+from support.twins import Twin, sharded
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import csd_optim
@@ -21,14 +20,8 @@ from .training import Violation
 BEFORE, AFTER = 3, 1  # steps before a run is closed, and after it is resumed
 
 
-def _fsdp2(model):
-    for layer in model:
-        fully_shard(layer)
-    return fully_shard(model)
-
-
 # How the ranks divide a model, and how a step overlaps with it: the arguments of overlap(), or None.
-WRAPS = {"FSDP2": _fsdp2, "DDP": DDP}
+WRAPS = {"FSDP2": sharded, "DDP": DDP}
 MODES = [
     *itertools.product(WRAPS, [None, {}, {"backward": True}]),
     ("FSDP2", {"free_gradients": True}),

@@ -20,7 +20,7 @@ from support.exact import Linear
 from support.inside import engine_of, flight_of, together_of
 from support.owner_here import OwnerHere
 from support.ranks import on_living_ranks
-from test_overlap_on_ranks import sharded
+from support.twins import sharded
 from test_shared_updates import hybrid
 from test_votes import until
 from torch import nn

@@ -12,7 +12,7 @@ import torch
 from support.inside import flight_of, mode_of
 from support.ranks import KILLED, on_living_ranks, on_ranks
 from support.replacing import class_with, failing, replaced
-from support.twins import Twin, assert_twins
+from support.twins import Twin, assert_twins, sharded
 from test_distributed import MODELS, raised_by, train_model
 from test_rank_commits import POINTS, ShardTraining, die, dies_at, goes_on, train_until_death, uninterrupted
 from torch import nn
@@ -26,12 +26,6 @@ from csd_optim.errors import CSDRankError
 from csd_optim.overlap.together import Together
 
 STEPS = 6
-
-
-def sharded(model):
-    for layer in model:
-        fully_shard(layer)
-    return fully_shard(model)
 
 
 def unplugged(rank, method):

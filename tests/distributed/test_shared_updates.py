@@ -10,9 +10,9 @@ import torch
 from support.inside import flight_of
 from support.ranks import on_living_ranks, on_ranks
 from support.replacing import failing, replaced
-from support.twins import Twin
+from support.twins import Twin, sharded
 from test_distributed import raised_by
-from test_overlap_on_ranks import now, sharded
+from test_overlap_on_ranks import now
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh

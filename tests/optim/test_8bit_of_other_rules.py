@@ -1,7 +1,7 @@
 """state_dtype="8bit" with rules other than AdamW's. Single codes: tests/compression/test_other_codecs.py."""
 
-import contextlib
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from support.backends import BACKENDS, device_strings
 from support.beside import everything
 from support.comparing import assert_same, params_of
 from support.optimizers import ADAGRAD, CODED, LION, MUON_CODES, RMSPROP, SGD, rules
+from support.regression import assert_solved_alike, regression
 from support.training import give_gradients, train
 
 from csd_optim import CSDRMSprop, CSDStoreError, CSDValueError, bindings
@@ -54,15 +55,6 @@ def test_every_back_end_gives_the_same_bits(of, options, tmp_path):
             found.append(everything(train(opt, 5)))
     for other in found[1:]:
         assert_same(found[0], other)
-
-
-@pytest.fixture
-def restored():
-    """Restores the process-wide instruction set and number of threads after a test."""
-    isa, threads = bindings.isa_used(), bindings.threads_used()
-    yield
-    bindings.isa_use(isa)
-    bindings.threads_use(threads)
 
 
 @OF
@@ -270,25 +262,6 @@ def test_cards_have_no_kernels_for_these_codes():
 @OF
 def test_it_goes_where_torchs_goes(of):
     """A least-squares regression that torch's optimizer solves: ours reaches its loss, with weights close to its."""
-    generator = torch.Generator().manual_seed(2)
-    x, truth = torch.randn(512, 64, generator=generator), torch.randn(64, 32, generator=generator)
-    y = x @ truth
-    losses, weights = [], []
-    for make in (of.reference, of.ours):
-        weight = torch.nn.Parameter(torch.zeros(64, 32))
-        with contextlib.ExitStack() as stack:
-            rate = {"adagrad": 0.5, "rmsprop": 0.02, "muon": 0.1}[of.rule.name]
-            opt = make([weight], lr=rate, weight_decay=0.0, **({} if make is of.reference else {"devices": "ram:"}))
-            if make is of.ours:
-                stack.enter_context(opt)
-            for step in range(600):
-                opt.param_groups[0]["lr"] = rate * (1 - step / 600)
-                rows = torch.randint(0, 512, (64,), generator=torch.Generator().manual_seed(step))
-                opt.zero_grad()
-                (x[rows] @ weight - y[rows]).square().mean().backward()
-                opt.step()
-        losses.append((x @ weight - y).square().mean().item())
-        weights.append(weight.detach())
-    start = y.square().mean().item()
-    assert max(losses) < 1e-3 * start
-    assert (weights[1] - weights[0]).norm() / weights[0].norm() < 0.02
+    rate = {"adagrad": 0.5, "rmsprop": 0.02, "muon": 0.1}[of.rule.name]
+    ours = regression(partial(of.ours, weight_decay=0.0, devices="ram:"), rate)
+    assert_solved_alike(regression(partial(of.reference, weight_decay=0.0), rate), ours)

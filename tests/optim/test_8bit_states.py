@@ -22,6 +22,7 @@ from support.beside import everything
 from support.comparing import assert_same
 from support.forked import printed
 from support.inside import idle_engine_of, state_map_of
+from support.regression import assert_solved_alike, regression
 from support.training import give_gradients, train
 from torch.optim import Adam, AdamW
 
@@ -795,27 +796,9 @@ def test_a_step_that_fails_changes_nothing(monkeypatch):
 )
 def test_it_goes_where_torchs_goes(reference, options):
     """A least-squares regression that AdamW solves: ours reaches the same loss, with weights close to AdamW's."""
-    generator = torch.Generator().manual_seed(2)
-    x = torch.randn(512, 64, generator=generator)
-    truth = torch.randn(64, 32, generator=generator)
-    y = x @ truth
-    losses, weights = [], []
-    for make in (reference, partial(adam, decoupled_weight_decay=reference is AdamW)):
-        weight = torch.nn.Parameter(torch.zeros(64, 32))
-        opt = make([weight], lr=2e-2, **{"weight_decay": 0.0, **options})
-        for step in range(600):
-            opt.param_groups[0]["lr"] = 2e-2 * (1 - step / 600)
-            rows = torch.randint(0, 512, (64,), generator=torch.Generator().manual_seed(step))
-            opt.zero_grad()
-            (x[rows] @ weight - y[rows]).square().mean().backward()
-            opt.step()
-        losses.append((x @ weight - y).square().mean().item())
-        weights.append(weight.detach())
-    start = y.square().mean().item()
-    assert losses[0] < 1e-3 * start
-    assert losses[1] < 1e-3 * start
-    drift = (weights[1] - weights[0]).norm() / weights[0].norm()
-    assert drift < 0.02
+    options = {"weight_decay": 0.0, **options}
+    ours = partial(adam, decoupled_weight_decay=reference is AdamW, **options)
+    assert_solved_alike(regression(partial(reference, **options), 2e-2), regression(ours, 2e-2))
 
 
 # ---- states that move, steps that fail -----------------------------------------------------------------

@@ -481,15 +481,6 @@ def expected():
     return final_bits(["ram:"])
 
 
-@pytest.fixture
-def restored():
-    """Restores the process-wide instruction set and number of threads after a test."""
-    isa, threads = bindings.isa_used(), bindings.threads_used()
-    yield
-    bindings.isa_use(isa)
-    bindings.threads_use(threads)
-
-
 def test_bits_do_not_depend_on_back_end(devices, expected):
     assert_same(final_bits(devices), expected)
 

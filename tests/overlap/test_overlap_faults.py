@@ -8,8 +8,7 @@ from faults import META_WRITE, SYNC, TILE_READ, TILE_WRITE
 from support.faulty import child, fault, in_child  # noqa: F401
 from support.ranks import on_ranks
 from support.repeating import STEPS, Repeating, never_failed
-from support.twins import checksum
-from torch.distributed.fsdp import fully_shard
+from support.twins import checksum, sharded
 
 from csd_optim import CSDOSError
 
@@ -71,12 +70,6 @@ def test_a_step_that_fails_before_it_returns(tmp_path):
         training.step(number)
     assert training.image() == never_failed("fp32")
     training.opt.close()
-
-
-def sharded(model):
-    for layer in model:
-        fully_shard(layer)
-    return fully_shard(model)
 
 
 def one_call_fails_on_a_rank(rank):

@@ -5,11 +5,10 @@ import os
 import signal
 import time
 
-import numpy as np
 import pytest
 import torch
 from support.forked import process
-from support.published import Model, Published, gradients, weights
+from support.published import Model, Published, gradients, publishes_on, weights
 from support.versions import Writer
 
 from csd_optim import CSDAdam, CSDWarning, Replica
@@ -80,10 +79,6 @@ def expected_weights(state_dtype):
     return found
 
 
-def same(found, expected):
-    return all(np.array_equal(values, expected[name]) for name, values in found.items())
-
-
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("after", "state_dtype"),
@@ -102,35 +97,10 @@ def test_a_training_that_is_killed(after, state_dtype, tmp_path):
         directory = tmp_path / str(n)
         directory.mkdir()
         was_killed = ended(process(trains_and_publishes, str(directory), n, after, state_dtype))
-        policy = directory / "policy"
-        versions = [read_version(policy / directory_of(v)) for v in (numbers(policy) if policy.exists() else [])]
         model = Model(seed=1)
         options = {"lr": 1e-4, "tile_size": 4096, "state_dtype": state_dtype}
         with CSDAdam(model.parameters(), devices=directory / "store", resume=True, **options) as opt:
-            step = opt.committed_step
-            if not step:  # a store without a commit gives the model nothing
-                model.load_state_dict(Model().state_dict())
-            replica, copy = Replica(policy), {}
-            if versions:
-                replica.load(copy)
-                assert replica.step <= step
-                assert same(copy, expected[replica.step])
-            pub = opt.publish(policy, model=model, keep=1, full_every=3)
-            assert pub.step == step
-            replica.follow(copy)
-            replica.verify(copy)
-            assert same(copy, expected[step])
-            newest = read_version(policy / directory_of(pub.version))
-            if versions and step:
-                assert newest.run == versions[-1].run
-            assert not [*policy.glob(".v*")]
-            for i in (step + 1, step + 2):
-                gradients(model, i)
-                opt.step()
-            pub.wait()
-            replica.follow(copy)
-            assert (replica.step, pub.error) == (step + 2, "")
-            assert same(copy, expected[step + 2])
+            publishes_on(opt, directory / "policy", model, expected)
         if not was_killed:
             break
     assert n > 40

@@ -10,13 +10,12 @@ import random
 import signal
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from support.optimizers import MUON
 from support.owner_here import OwnerHere
-from support.published import Model, Published, bf16, gradients, weights
+from support.published import Model, Published, bf16, gradients, publishes_on, weights
 from support.ranks import KILLED, on_living_ranks, on_ranks
 from support.replacing import failing, replaced
 from torch import nn
@@ -26,7 +25,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import csd_optim
-from csd_optim import CSDAdam, CSDBusyError, CSDError, CSDValueError, Replica
+from csd_optim import CSDAdam, CSDBusyError, CSDError, CSDValueError
 from csd_optim.engine.commit import Commit
 from csd_optim.engine.engine import Engine
 from csd_optim.errors import CSDRankError
@@ -403,42 +402,10 @@ POINTS = {
 
 def goes_on(rank, size, state_dtype, expected):
     """All resume at the same step; no version is ahead of it, or of other weights than those of its step."""
-    policy = Path("policy")
-    versions = [read_version(policy / directory_of(n)) for n in (numbers(policy) if policy.exists() else [])]
     model = Model(seed=1)
     options = {"lr": 1e-4, "tile_size": 4096, "state_dtype": state_dtype}
     with CSDAdam(model.parameters(), devices=f"store-{rank}", resume=True, **options) as opt:
-        step = opt.committed_step
-        if not step:  # a store without a commit gives the model nothing
-            model.load_state_dict(Model().state_dict())
-        replica, copy = Replica(policy), {}
-        if versions:
-            replica.load(copy)
-            assert replica.step <= step
-            assert_same_arrays(copy, expected[replica.step])
-        dist.barrier()
-        pub = opt.publish(policy, model=model, keep=1, full_every=3)
-        assert pub.step == step
-        replica.follow(copy)
-        replica.verify(copy)
-        assert_same_arrays(copy, expected[step])
-        newest = read_version(policy / directory_of(pub.version))
-        if versions and step:
-            assert newest.run == versions[-1].run
-        assert not [*policy.glob(".v*")]
-        dist.barrier()
-        for i in (step + 1, step + 2):
-            gradients(model, i)
-            opt.step()
-        pub.wait()
-        replica.follow(copy)
-        assert (replica.step, pub.error) == (step + 2, "")
-        assert_same_arrays(copy, expected[step + 2])
-    return len(versions)
-
-
-def assert_same_arrays(found, expected):
-    assert [name for name, values in found.items() if not np.array_equal(values, expected[name])] == []
+        return publishes_on(opt, Path("policy"), model, expected, meet=dist.barrier)
 
 
 KILLS = [(2, 0, "commits", "fp32"), (2, 1, "commits", "8bit"), (2, 0, "files", "fp32"), (3, 2, "files", "8bit")]

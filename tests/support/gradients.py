@@ -1,4 +1,4 @@
-"""Gradients of every kind for the tests of Top-K, and residuals for them."""
+"""Gradients of every kind for the tests of Top-K and codecs, and residuals for them."""
 
 import math
 
@@ -16,6 +16,14 @@ def any_bits(n, dtype, seed=0):
     else:
         bits = rng.integers(1 << 16, size=n, dtype=np.uint16).view(np.int16)
     return torch.from_numpy(bits).view(dtype)
+
+
+def of_all_magnitudes(n):
+    """Return n fp32 gradients from 1e-12 to 1e3 and more, some of which are 0, inf and nan."""
+    grads = torch.randn(n, generator=torch.Generator().manual_seed(4))
+    grads *= 10.0 ** torch.linspace(-12, 3, n)
+    grads[5], grads[77], grads[78], grads[400] = torch.inf, torch.nan, 0.0, 1e30
+    return grads
 
 
 def residual_of(grad, scale, seed=1):

@@ -5,6 +5,7 @@ import torch
 from torch.distributed.tensor import distribute_tensor
 
 from csd_optim import CSDAdam, Replica
+from csd_optim.replica.versions import directory_of, numbers, read_version
 
 bf16 = torch.bfloat16
 
@@ -123,3 +124,43 @@ class Published:
 
     def __exit__(self, *_):
         self.opt.close()
+
+
+def publishes_on(opt, policy, model, expected, meet=lambda: None):
+    """Publish with a resumed optimizer in the folder of a run that was stopped, and train on for two steps.
+
+    No version is ahead of the store, or of other weights than those of its step (`expected`, by step), and the chain
+    goes on. `meet`: waits for other ranks. Returns how many versions there were.
+    """
+    versions = [read_version(policy / directory_of(n)) for n in (numbers(policy) if policy.exists() else [])]
+    step = opt.committed_step
+    if not step:  # a store without a commit gives the model nothing
+        model.load_state_dict(Model().state_dict())
+    replica, copy = Replica(policy), {}
+    if versions:
+        replica.load(copy)
+        assert replica.step <= step
+        assert_weights(copy, expected[replica.step])
+    meet()
+    pub = opt.publish(policy, model=model, keep=1, full_every=3)
+    assert pub.step == step
+    replica.follow(copy)
+    replica.verify(copy)
+    assert_weights(copy, expected[step])
+    newest = read_version(policy / directory_of(pub.version))
+    if versions and step:
+        assert newest.run == versions[-1].run
+    assert not [*policy.glob(".v*")]
+    meet()
+    for i in (step + 1, step + 2):
+        gradients(model, i)
+        opt.step()
+    pub.wait()
+    replica.follow(copy)
+    assert (replica.step, pub.error) == (step + 2, "")
+    assert_weights(copy, expected[step + 2])
+    return len(versions)
+
+
+def assert_weights(found, expected):
+    assert [name for name, values in found.items() if not np.array_equal(values, expected[name])] == []

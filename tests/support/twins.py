@@ -8,6 +8,7 @@ from support.comparing import bits
 from support.exact import Linear
 from support.inside import engine_of, guess_of
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from csd_optim import CSDAdam
 
@@ -30,6 +31,13 @@ class Seen(nn.Module):
 def checksum(t):
     t = t.to_local() if hasattr(t, "to_local") else t
     return zlib.crc32(bits(t.detach().cpu()).numpy().tobytes())
+
+
+def sharded(model):
+    """Divide the layers of a sequence, and the rest of it, with FSDP2."""
+    for layer in model:
+        fully_shard(layer)
+    return fully_shard(model)
 
 
 class Twin:
