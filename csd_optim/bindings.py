@@ -521,7 +521,8 @@ class Native:
         """Confirm a speculative step: write the parameters of tiles pushed early, and let other tiles be pushed.
 
         `params`: the rows passed to begin(), with current addresses of gradients and parameters. `order`: tiles
-        (uint32) in the order in which their parameters are needed; the other tiles follow.
+        (uint32) in the order in which their parameters are needed; the other tiles follow. Tiles that came before
+        others in begin() may have buffers, and keep them until they are pushed: do not wait for the others before that.
         """
         assert (params.dtype, order.dtype) == (PARAM, np.uint32)
         rows, tiles = _array(params, "csd_param *"), _array(order, "uint32_t *")

@@ -156,7 +156,7 @@ class Engine:
         first = tiles[tiles < PASS_2]
         written = self.committer.before_step(first, record)
         others = np.setdiff1d(written, first)
-        if len(first) < len(tiles):
+        if is_speculative or len(first) < len(tiles):
             tiles = np.concatenate([tiles, others])
         elif len(written):
             tiles = self.in_step_order(np.sort(np.concatenate([tiles, others])))

@@ -20,7 +20,7 @@ from ..step.spec import Participants, StepSpec
 from ..step.steps import Steps
 from ..threads import running_pool
 from .guess import Guess
-from .order import split_for_backward
+from .order import early_of
 
 MAX_PAUSE = 15  # steps: the longest pause after several wrong guesses in a row, each of which wrote for nothing
 FIRST_SHARE = 0.5  # fraction of the tiles that flow in backward until the durations of backward and step are known
@@ -128,11 +128,12 @@ class EarlySteps:
             return False
         step, engine = live.step, self._engine
         with defer_signals():  # no Ctrl-C between the start of the guess and self._guess
-            early, late = split_for_backward(engine.in_step_order(step.not_given), self._share)
+            flow = engine.in_step_order(step.may_begin)
+            early = early_of(flow, self._share)
             if step.given:
-                late = np.concatenate([late, step.given.tiles])
+                flow = np.concatenate([flow, step.given.tiles])
             self._began = time.perf_counter()
-            self._guess = Guess(engine, self._state_map, live, early, late, pieces, self._hold, self._pusher)
+            self._guess = Guess(engine, self._state_map, live, early, flow, pieces, self._hold, self._pusher)
             self._guess.begin()
         for param_state in step.spec.plan.param_states:  # some gradients were final before the guess could begin
             self._offer_gradient(param_state.param)

@@ -40,7 +40,18 @@ class EarlyImages:
         if step.ring:
             step.ring.begin(step.spec.sources)
 
-    def can_push(self, tile: int) -> bool:
+    def that_fit(self, tiles: Iterable[int], nbytes: int) -> list[int]:
+        """Return `tiles` without the images that cannot be pushed, or for which `hold`, of `nbytes`, has no room."""
+        found = []
+        for tile in tiles:
+            if tile in self.tiles:
+                if not self._can_push(tile) or self.hold_bytes(tile) > nbytes:
+                    continue
+                nbytes -= self.hold_bytes(tile)
+            found.append(tile)
+        return found
+
+    def _can_push(self, tile: int) -> bool:
         """Return whether the image of this tile has all that a device reads.
 
         False where states are kept as codes and some parameters of the tile are in host memory.

@@ -35,15 +35,16 @@ class Guess:
         state_map: StateMap,
         live: LiveStep,
         early: np.ndarray[Any, Any],
-        late: np.ndarray[Any, Any],
+        flow: np.ndarray[Any, Any],
         pieces: Pieces,
         hold: torch.Tensor,
         pusher: Executor,
     ) -> None:
         """`live`: not begun, and prepared with the parameters in place of their gradients.
 
-        `early`: tiles that are pushed as soon as their gradients are final, while `hold` (uint8, 1-D) has room; `late`:
-        tiles that step() pushes. Both uint32, in flow order. `pusher`: an executor with one thread.
+        `early`: tiles to be pushed as soon as their gradients are final, while `hold` (uint8, 1-D) has room, in this
+        order; step() pushes the others. `flow`: all tiles, in the order in which their parameters are needed. Both
+        uint32. `pusher`: an executor with one thread.
         """
         self.live: LiveStep = live
         self.step: PreparedStep = live.step
@@ -53,22 +54,23 @@ class Guess:
         self._grads: dict[int, torch.Tensor] = {}  # final ones, by row
         self._ready_events: dict[int, Any] = {}  # by row: event after which the gradient, on an accelerator, is ready
         self._images = EarlyImages(engine, state_map, step, pusher)
+        early = np.array(self._images.that_fit(early.tolist(), len(hold)), np.uint32)
+        self._flow, self._early = flow, early
         self._tiles_of: dict[int, list[int]] = {}  # by row: tiles that may be pushed in backward
         missing = np.zeros(pieces.n_tiles, np.int64)  # by tile: number of gradients that are not final yet
         rows, tiles = pieces.all["param"], pieces.all["tile"]
-        pushable = [tile for tile in early.tolist() if tile not in self._images.tiles or self._images.can_push(tile)]
-        awaited = (spec.table["grad"][rows] != 0) & np.isin(tiles, pushable)
+        awaited = (spec.table["grad"][rows] != 0) & np.isin(tiles, early)
         for row, tile in {*zip(rows[awaited].tolist(), tiles[awaited].tolist(), strict=True)}:
             self._tiles_of.setdefault(row, []).append(tile)
             missing[tile] += 1
         self._countdown = Countdown(missing, early.tolist())
         self._far = {row for row, source in spec.sources.items() if source.is_far}
         self._versions_before = self._state_versions()
-        self._order = np.concatenate([early, late])
 
     def begin(self) -> None:
         """Begin the step. Raises what Engine.begin() raises."""
-        self.live.begin(Phase.GUESS, tiles=self._order, order=SAME_ORDER, kept_alive=self._hold)
+        order = np.concatenate([self._early, self._flow[~np.isin(self._flow, self._early)]])
+        self.live.begin(Phase.GUESS, tiles=order, order=SAME_ORDER, kept_alive=self._hold)
 
     @property
     def pushed(self) -> list[int]:
@@ -128,7 +130,7 @@ class Guess:
         """Return why the guess differs from the actual step; "" if it does not. Raises CSDError if it has failed."""
         if spec.plan is not self.live.spec.plan or spec.sources.keys() != self._far:
             return "parameters that take part"
-        if not np.array_equal(spec.hypers, self.live.spec.hypers):
+        if not np.array_equal(spec.hypers, self.live.spec.hypers) or spec.orthogonal != self.live.spec.orthogonal:
             return "constants"
         table = spec.table.copy()
         if self.step.given:  # these are the same in `spec`: no state was written, no parameter was moved
@@ -137,6 +139,8 @@ class Guess:
         if not all(np.array_equal(table[name], self.live.spec.table[name]) for name in but_grad):
             return "constants"
         # All bytes are compared, as writes through `grad.data` or NumPy do not change torch's version counters.
+        if self.step.passes:  # rows of second passes: no tile of these is early
+            table = np.concatenate([table, table])
         unchanged = self._images.unchanged(spec) and self._engine.native.unchanged(table)
         return "" if unchanged else "gradients"
 
@@ -145,7 +149,11 @@ class Guess:
 
         Raises CSDOSError if the store has no room for the commit, and what a step raises; then undo the step.
         """
-        order = self._engine.in_step_order(np.sort(self.live.tiles))
+        # Images are pushed a few at a time, when others have come back. So these are the first: devices process them
+        # before tiles that were not early, and may have read their states into buffers, which they keep until then.
+        first = self._early[np.isin(self._early, [*self._images.tiles]) & ~np.isin(self._early, self.pushed)]
+        order = np.concatenate([first, self._flow, self.live.tiles])
+        order = order[np.sort(np.unique(order, return_index=True)[1])]
         self.live.confirm(step, record, order, self.pushed)
         return self._images.buffers(order.tolist())
 

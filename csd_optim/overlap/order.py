@@ -32,13 +32,14 @@ def by_next_use(pieces: Pieces, n_params: int, uses: Mapping[int, int]) -> np.nd
     return ranks
 
 
-def split_for_backward(flow: np.ndarray[Any, Any], share: float) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Divide tiles, given in the order of use, into those for backward and those for step(), each in flow order.
+def early_of(flow: np.ndarray[Any, Any], share: float) -> np.ndarray[Any, Any]:
+    """Return those tiles of `flow`, given in the order of use, that backward pushes, in the order in which it does.
 
-    Backward gets the fraction `share` of every layer, last layer first. The next forward then finds that fraction of
-    each layer done, and waits for the rest of one layer at a time.
+    They are the fraction `share` of every layer, last layer first. The next forward then finds that fraction of each
+    layer done, and waits for the rest of one layer at a time.
     """
     places = np.arange(len(flow))
     early = np.floor((places + 1) * share) > np.floor(places * share)
     early[-1] |= not early.any()
-    return flow[early][::-1].copy(), flow[~early]
+    found: np.ndarray[Any, Any] = flow[early][::-1].copy()
+    return found

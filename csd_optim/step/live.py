@@ -138,7 +138,7 @@ class LiveStep:
     ) -> None:
         """READY to `phase`. Raises what Engine.begin() raises; then it is READY still, unless the devices have begun.
 
-        `tiles`: those of the step, in another order. `order`: as in Engine.begin(); None: the usual one.
+        `tiles`: those that take one pass, in another order. `order`: as in Engine.begin(); None: the usual one.
         `kept_alive`: memory that the engine uses until the end.
         """
         engine, step, spec = self.engine, self.step, self.spec
@@ -147,6 +147,8 @@ class LiveStep:
         table, hypers = spec.table, spec.hypers
         if step.passes:
             table, hypers = step.passes.tables(spec, step.images)
+            if tiles is not None:
+                step.passes.begin_with(tiles)
             tiles = step.passes.in_order
         try:
             begun = engine.begin(
@@ -183,7 +185,7 @@ class LiveStep:
         """Carry the tiles of images, and those of two passes. For the arguments see StagingRing.run()."""
         step = self.step
         if step.passes:
-            step.passes.run(step.ring, pulled or self.note_pulled, meanwhile)
+            step.passes.run(step.ring, pulled or self.note_pulled, early_buffers, meanwhile)
         elif step.ring is not None:
             step.ring.run(self.engine, step.images, step.spec.sources, pulled, early_buffers, meanwhile)
 
@@ -209,7 +211,13 @@ class LiveStep:
         self.phase, self.step, self._record = Phase.STEP, step, record
         self._not_pulled = self._carried
         self.progress.has_updated = True
-        self.engine.release(step.spec.table, order)
+        step.images = order[np.isin(order, step.images)].tolist()
+        table, listed = step.spec.table, order
+        if step.passes:
+            table, _ = step.passes.tables(step.spec, step.images)
+            step.passes.begin_with(order[~np.isin(order, step.passes.tiles)])
+            listed = step.passes.in_order
+        self.engine.release(table, listed)
         self._push_all(order[~np.isin(order, pushed)])
         if step.given and step.ring:
             step.ring.begin(step.spec.sources, step.given)

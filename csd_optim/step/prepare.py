@@ -273,8 +273,8 @@ def foresee(
 ) -> StepSpec | None:
     """Return the step that follows that of `plan` if the same parameters take part; they stand in for their gradients.
 
-    Returns None if something has changed since, or if gradients have to be converted before they are pushed. Raises
-    what specify() raises.
+    Returns None if something has changed since, if gradients have to be converted before they are pushed, or if ranks
+    divide a matrix that is orthogonalized: step() ends such a step. Raises what specify() raises.
     """
     if not is_steady(state_map, plan):
         return None
@@ -291,8 +291,8 @@ def foresee(
     bound = BoundStep(plan, taking_part, [], [], state_map.coded)
     spec = specify(engine, rule_of, bound, groups, grad_scale, options)
     rounded = any(s.param_and_copy or s.grad_dtype is not s.grad.dtype for s in spec.sources.values())
-    # Passes over matrices begin in step(), when all gradients are there.
-    return None if rounded or spec.table["topk"].any() or spec.orthogonal else spec
+    divided = any(state.index in spec.orthogonal and not state.part.is_whole for state in plan.param_states)
+    return None if rounded or divided or spec.table["topk"].any() else spec
 
 
 def _hypers(

@@ -29,6 +29,7 @@ class PreparedStep:
     passes: TwoPasses | None = None  # of the matrices among them
 
     @property
-    def not_given(self) -> np.ndarray[Any, Any]:
-        """The tiles, ascending, that get no states from the accelerator: these may begin in backward."""
-        return np.sort(self.tiles) if self.given is None else np.setdiff1d(self.tiles, self.given.tiles)
+    def may_begin(self) -> np.ndarray[Any, Any]:
+        """The tiles, ascending, that may begin in backward: no states from the accelerator, and a single pass."""
+        others = [of.tiles for of in (self.given, self.passes) if of]
+        return np.setdiff1d(self.tiles, np.concatenate(others)) if others else np.sort(self.tiles)

@@ -336,8 +336,8 @@ class Steps(Progress):
             spec = foresee(engine, rule_of, self.state_map, self.plan, self.groups, self.grad_scale, options)
             if spec is None:
                 return None
-            step = self._prepared(spec)
-            return self.live(step, self.record()) if len(step.not_given) else None
+            step = self._prepared(spec, foreseen=True)
+            return self.live(step, self.record()) if len(step.may_begin) else None
 
     def _divided_matrices(self) -> set[int]:
         """Return the ids of sharded matrices that are made whole in a step, for which all ranks need gradients."""
@@ -393,14 +393,14 @@ class Steps(Progress):
                     "changed; make a new optimizer"
                 )
 
-    def _prepared(self, spec: StepSpec) -> PreparedStep:
-        """Do everything that may fail, as for lack of memory, before ranks begin to exchange parameters."""
+    def _prepared(self, spec: StepSpec, *, foreseen: bool = False) -> PreparedStep:
+        """Do all that may fail, as for lack of memory, before ranks exchange parameters. `foreseen`: see TwoPasses."""
         engine = self.engine
         tiles = engine.in_step_order(engine.tiles.of_mask(spec.table["grad"] != 0))
         given = given_states(engine, spec, tiles)
         images = images_of(engine, self.state_map, spec, tiles, given)
         ring = self._ring(spec, given) if images else None
-        passes = TwoPasses(engine, spec, tiles, self.ranks) if spec.orthogonal else None
+        passes = TwoPasses(engine, spec, tiles, self.ranks, foreseen=foreseen) if spec.orthogonal else None
         self.ns_dtypes = passes.dtypes if passes else []
         return PreparedStep(spec, tiles, given, images, ring, self._gather(spec.plan), passes=passes)
 

@@ -30,9 +30,10 @@ from ..params.param_state import ParamState
 from ..signals import raise_deferred
 from ..store.layout import TILE_ELEMS
 from .spec import StepSpec
-from .staging import NOTHING, StagingRing
+from .staging import NOTHING, StagingBuffer, StagingRing
 from .whole_matrices import WholeMatrices
 
+NOWHERE = torch.empty(0, dtype=torch.bfloat16, device="cpu")
 ALIGNED = 64  # elements: an X begins at a multiple of so many
 
 
@@ -64,8 +65,19 @@ class InTwoPasses:
 class TwoPasses:
     """The parameters of one step that take two passes. Holds X of a few groups at a time, in buffers."""
 
-    def __init__(self, engine: Engine, spec: StepSpec, tiles: np.ndarray[Any, Any], ranks: Ranks | None) -> None:
-        """`tiles`: of the step, in flow order. Raises CSDMemoryError: there is no room to orthogonalize."""
+    def __init__(
+        self,
+        engine: Engine,
+        spec: StepSpec,
+        tiles: np.ndarray[Any, Any],
+        ranks: Ranks | None,
+        *,
+        foreseen: bool = False,
+    ) -> None:
+        """`tiles`: of the step, in flow order. `foreseen`: the one that step() prepares takes its place before it runs.
+
+        Raises CSDMemoryError: there is no room to orthogonalize.
+        """
         self._engine, self._n = engine, engine.tiles.n_params
         states = {state.index: state for state in spec.plan.param_states if state.index in spec.orthogonal}
         any_divided = not all(state.part.is_whole for state in states.values())
@@ -88,9 +100,13 @@ class TwoPasses:
             self.exchange = WholeMatrices(
                 ranks, [(of, [states[m.row].part.blocks_by_rank(ranks) for m in of]) for of in divided]
             )
-        self._params = self._with_buffers(states, spec.orthogonal)
+        if foreseen:
+            self._params = {row: InTwoPasses(state, spec.orthogonal[row], NOWHERE) for row, state in states.items()}
+        else:
+            self._params = self._with_buffers(states, spec.orthogonal)
         self.tiles: np.ndarray[Any, Any] = pieces.tiles_of([*self._params])  # ascending
         self._one_pass: list[int] = tiles[~np.isin(tiles, self.tiles)].tolist()
+        self._one_pass_first = False  # before the first group
         self.images: frozenset[int] = frozenset()
         self._sources: dict[int, GradSource] = {}
         self.sources: Mapping[int, GradSource] = self._sources  # by row of the table
@@ -141,14 +157,26 @@ class TwoPasses:
 
     # ---- before the step begins --------------------------------------------------------
 
+    def begin_with(self, one_pass: np.ndarray[Any, Any]) -> None:
+        """Put these tiles (uint32), all that take one pass, before the others: some are pushed in backward.
+
+        Second passes are possible only in step(), so that devices would wait for them.
+        """
+        self._one_pass, self._one_pass_first = one_pass.tolist(), True
+
     @property
     def in_order(self) -> np.ndarray[Any, Any]:
         """The tiles of the step for Engine.begin(), with second passes: uint32."""
-        listed = [*self.groups[0].first, *self._one_pass]
+        listed = self._first(self._one_pass)
         for k, group in enumerate(self.groups):
             listed += self.groups[k + 1].first if k + 1 < len(self.groups) else []
             listed += [tile | PASS_2 for tile in group.second]
         return np.array(listed, np.uint32)
+
+    def _first(self, one_pass: Sequence[int]) -> list[int]:
+        """Return these tiles of one pass, and the first group's: the step begins with both."""
+        first = self.groups[0].first
+        return [*one_pass, *first] if self._one_pass_first else [*first, *one_pass]
 
     def tables(self, spec: StepSpec, images: Sequence[int]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Return the step's table, with a second row for each parameter, and its constants: for Engine.begin().
@@ -164,7 +192,7 @@ class TwoPasses:
         for row, p in self._params.items():
             if not p.state.numel:
                 continue
-            at = p.x.data_ptr()
+            at = p.x.data_ptr() or p.state.local.data_ptr()  # which stands in, NOWHERE
             one, two = first[row], second[row]
             two["grad"], two["grad_dtype"], two["hyper"] = at, DTYPE_CODES[torch.bfloat16], kinds[p.how[3:]]
             one["param"], one["param_dtype"], one["in_image"] = at, DTYPE_CODES[torch.bfloat16], 0
@@ -183,13 +211,19 @@ class TwoPasses:
         """Return these tiles (uint32), where there are two passes as the second, which returns the parameters."""
         return np.where(np.isin(tiles, self.tiles), tiles | np.uint32(PASS_2), tiles).astype(np.uint32)
 
-    def run(self, ring: StagingRing | None, pulled: Callable[[int], None], meanwhile: Iterator[None] = NOTHING) -> None:
+    def run(
+        self,
+        ring: StagingRing | None,
+        pulled: Callable[[int], None],
+        early_buffers: Mapping[int, StagingBuffer] | None = None,
+        meanwhile: Iterator[None] = NOTHING,
+    ) -> None:
         """Take all passes, and the tiles of one pass that travel as images. With an exchange, a collective.
 
         `pulled` is called with each of these tiles when its parameters are there, or on their way: see
-        StagingRing.run(), also for `meanwhile`.
+        StagingRing.run(), also for `early_buffers` and `meanwhile`.
         """
-        self._carry([*self.groups[0].first, *self._images_of(self._one_pass)], ring, pulled, meanwhile)
+        self._carry(self._first(self._images_of(self._one_pass)), ring, pulled, early_buffers, meanwhile)
         for k, group in enumerate(self.groups):
             ahead = self.groups[k + 1].first if k + 1 < len(self.groups) else []
             if k + 1 >= BEHIND:  # whose buffers come next
@@ -245,6 +279,7 @@ class TwoPasses:
         tiles: Sequence[int],
         ring: StagingRing | None,
         pulled: Callable[[int], None],
+        early_buffers: Mapping[int, StagingBuffer] | None = None,
         meanwhile: Iterator[None] = NOTHING,
     ) -> None:
         """Push these tiles or passes, and return when what those of images return is there."""
@@ -259,7 +294,7 @@ class TwoPasses:
         if ring is not None and (images := self._images_of(tiles)):
             for device in {p.x.device for p in self._params.values() if is_on_accelerator(p.x)}:
                 ring.wait_for_current(device)  # for what was orthogonalized
-            ring.run(self._engine, images, self.sources, note, meanwhile=meanwhile)
+            ring.run(self._engine, images, self.sources, note, early_buffers, meanwhile)
 
 
 def whole_shape(state: ParamState) -> torch.Size:

@@ -465,7 +465,8 @@ int csd_engine_unchanged(csd_engine *engine, const csd_param *params, uint64_t n
  * addresses `grad` and `param` may differ, and must be NULL where they were NULL. The new parameters of tiles that were
  * pushed early are copied to `param`: first of the tiles that are already updated, in the order of `order`, then of
  * each other tile as soon as it is updated. Tiles that have not begun are processed in the order of `order`, followed
- * by those that `order` does not list. */
+ * by those that `order` does not list. Others may have a buffer each, and keep it until they are pushed: do not wait for
+ * a tile before all those are pushed that began before it in the guess's order. */
 int csd_engine_release(csd_engine *engine, const csd_param *params, uint64_t n_params, const uint32_t *order,
                        uint32_t n_order, csd_error *error);
 

@@ -66,6 +66,33 @@ def test_twins_that_begin_in_backward(tmp_path, script):
     twins(tmp_path, script, BACKWARD, patient=True, latency="100us").opt.close()
 
 
+@pytest.mark.parametrize("muon", [False, True], ids=["", "muon"])
+def test_little_room_for_what_begins_in_backward(tmp_path, muon):
+    """More tiles than a device has buffers are left to step(), which pushes a few at a time, and must not hang."""
+    overlap = {**BACKWARD, "hold": "20kB"}
+    twins(tmp_path, ten_steps, overlap, patient=True, latency="100us", width=LARGE, depth=8, muon=muon).opt.close()
+
+
+def steps_with_strided_gradients(training):
+    """The gradients of the last layers have another order in memory than their parameters: step() pushes these."""
+    for layer in training.model[-3:]:
+        layer.inner.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad.t().contiguous().t()))
+    if training.overlap is not None:  # so that the hooks above come first
+        training.opt.overlap(training.model, **training.overlap)
+    ten_steps(training)
+
+
+@pytest.mark.parametrize("muon", [False, True], ids=["", "muon"])
+def test_gradients_that_cannot_be_pushed_in_backward(tmp_path, muon):
+    script = steps_with_strided_gradients
+    twins(tmp_path, script, BACKWARD, patient=True, latency="100us", width=LARGE, depth=6, muon=muon).opt.close()
+
+
+@pytest.mark.parametrize("script", OFTEN, ids=lambda script: script.__name__)
+def test_twins_with_matrices(tmp_path, script):
+    twins(tmp_path, script, BACKWARD, patient=True, latency="100us", muon=True).opt.close()
+
+
 @pytest.mark.parametrize(
     ("place", "options"),
     [

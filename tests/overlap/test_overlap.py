@@ -73,6 +73,15 @@ def test_options(tmp_path, overlap, options):
 
 
 @pytest.mark.sampled(together=2)
+@pytest.mark.parametrize("patient", [False, True], ids=["", "patient"])
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_twins_with_matrices(tmp_path, patient, script):
+    """Tiles of one pass begin in backward, those of two passes in step()."""
+    latency = "100us" if patient else "2ms"
+    assert_twins(tmp_path, BACKWARD, script, patient=patient, latency=latency, muon=True).opt.close()
+
+
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize(
     ("overlap", "patient"),
     [(FORWARD, False), (BACKWARD, False), (BACKWARD, True)],

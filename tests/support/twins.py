@@ -3,6 +3,7 @@
 import time
 import zlib
 
+import numpy as np
 import torch
 from support.comparing import bits
 from support.exact import Linear
@@ -45,7 +46,8 @@ class Twin:
 
     `named`: devices are named directories, durable. `patient`: wait until each step is complete before the next
     backward, so that a step can begin in it; and wait after backward until that step has copied its gradients, because
-    a guess is still right if gradients change before they are copied. `wrap`: a function that wraps the model, for this
+    a guess is still right if gradients change before they are copied. `muon`: the matrices of every other layer have
+    this rule. `wrap`: a function that wraps the model, for this
     `rank`. `place`: devices of its layers, by turns. `near`: devices named before its drives.
     """
 
@@ -59,6 +61,7 @@ class Twin:
         width=48,
         depth=4,
         groups=False,
+        muon=False,
         latency="2ms",
         patient=False,
         named=False,
@@ -76,11 +79,15 @@ class Twin:
         names = [directory / f"csd{d}" for d in range(devices)]
         for name in names:
             name.mkdir(exist_ok=True)
-        params = self.model.parameters()
+        params = [*self.model.parameters()]
         if groups:
             decay = [p for p in self.model.parameters() if p.dim() > 1]
             rest = [p for p in self.model.parameters() if p.dim() <= 1]
             params = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+        if muon:
+            matrices = [p for p in params if p.dim() > 1][1::2]
+            rest = [p for p in self.model.parameters() if not any(p is q for q in matrices)]
+            params = [{"params": rest}, {"params": matrices, "rule": "muon"}]
         self.opt = CSDAdam(
             params,
             lr=1e-2,
@@ -105,7 +112,8 @@ class Twin:
         loss.backward()
         if self.patient and (guess := guess_of(self.opt)):
             guess._images.wait()
-            engine_of(self.opt).native.unchanged(guess.live.spec.table)  # waits for the copies
+            table = guess.live.spec.table
+            engine_of(self.opt).native.unchanged(np.concatenate([table] * (2 if guess.step.passes else 1)))  # waits
         self.losses.append(loss.detach())
         self.steps += 1
 
