@@ -186,7 +186,8 @@ class TwoPasses:
         """
         self.images = frozenset(images)
         self.sources = ChainMap(self._sources, spec.sources)  # whose gradients are freed there
-        kinds = {how: len(spec.hypers) + k for k, how in enumerate({p.how[3:]: None for p in self._params.values()})}
+        hows = {self._params[row].how[3:]: None for row in sorted(self._params)}
+        kinds = {how: len(spec.hypers) + k for k, how in enumerate(hows)}
         hypers = np.concatenate([spec.hypers, np.array([*kinds], HYPER)])
         first, second = spec.table.copy(), spec.table.copy()
         for row, p in self._params.items():

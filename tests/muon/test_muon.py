@@ -15,7 +15,7 @@ from csd_optim import CSDAdam, CSDMemoryError, CSDMuon, CSDRuntimeError, CSDValu
 from csd_optim.step import two_passes
 
 TILE = 1024  # elements
-SHAPES = [(64, 64), (40, 100), (100, 40), (1, 300), (3, 5), (70, 90), (8, 8), (3, 24, 40)]
+SHAPES = [(64, 64), (40, 100), (100, 40), (1, 300), (3, 5), (70, 90), (8, 8), (3, 24, 40), (60, 20)]
 MUON = getattr(torch.optim, "Muon", None)
 needs_muon = pytest.mark.skipif(MUON is None, reason="this torch has no Muon")
 
@@ -269,16 +269,36 @@ def test_what_the_program_writes_counts(what):
         assert_equal(image(other), found)
 
 
-def test_overlap_changes_no_bit(tmp_path, backend):
+class Weighted(torch.nn.Module):
+    """The sum of all parameters, each weighted by what is to be its gradient."""
+
+    def __init__(self, params):
+        super().__init__()
+        self.params = torch.nn.ParameterList(params)
+
+    def forward(self, weights):
+        return sum((p.float() * w.float()).sum() for p, w in zip(self.params, weights, strict=True))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_overlap_changes_no_bit(tmp_path, backend, backward):
     matrices, others = model(torch.bfloat16), rest()
-    module = torch.nn.ParameterList(matrices + others)
+    module, stand_ins = Weighted(matrices + others), model(torch.bfloat16) + rest()
     groups = [{"params": matrices, "lr": 0.02}, {"params": others, "use_muon": False, "lr": 0.01}]
     with CSDMuon(groups, devices=device_strings(backend, tmp_path), tile_size=TILE) as opt:
-        opt.overlap(module)
+        opt.overlap(module, backward=backward)
+        early = 0
         for k in range(4):
-            opt.wait()
-            set_grads([*matrices, *others], k)
+            set_grads(stand_ins, k)
+            loss = module([p.grad for p in stand_ins])
+            opt.synchronize()  # a step begins in backward once the last one is durable
+            loss.backward()
             opt.step()
+            opt.zero_grad()
+            if backward:
+                early += opt.stats()["overlap"]["early_params"]
+                assert not opt.stats()["overlap"]["redone"]
+        assert bool(early) is backward
         opt.wait()
         found = image(opt)
     assert_equal(found, after(4, dtype=torch.bfloat16))

@@ -76,7 +76,7 @@ class Net:
         ).to(dtype)
         params = [*self.model.parameters()]
         if muon:
-            params = [{"params": params[:1], "rule": "muon"}, {"params": params[1:]}]
+            params = [{"params": params[:3:2], "rule": "muon"}, {"params": [params[1], *params[3:]]}]
         self.opt = CSDAdam(params, lr=0.01, devices=devices, tile_size=1024, **options)
         self.done, self.dtype = 0, dtype
 
