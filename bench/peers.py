@@ -5,8 +5,15 @@
                          down-cast
     deepspeed-cpu-fp32   DeepSpeedCPUAdam, likewise in memory
     deepspeed-cpu-fp16, -bf16
+    deepspeed-cpu-bf16-states
+                         DeepSpeedCPUAdam with bf16 states of bf16 parameters, without masters
+    bitsandbytes-8bit    bitsandbytes' AdamW8bit on the CPU, of bf16 parameters, without masters
     deepspeed-nvme       ZeRO-Infinity: a ZeRO-3 engine with its optimizer state on NVMe, one process on the CPU, bf16
+    deepspeed-nvme-muon  the same with its Muon, whose momentum is on NVMe, too
     tensornvme           fp32 state moved by TensorNVMe's DiskOffloader, fused AdamW between, bf16 model
+    nvme-stream-fp32     how RL trainers stream Adam states from NVMe, as miles describes it: master and moments of one
+    nvme-stream-bf16     bucket after another are read, updated and written, through the page cache, and nothing
+                         overlaps. Written here, and compared with torch's AdamW first. Moments in fp32 or bf16
 
 A peer runs in an interpreter of its own, which may be another virtual environment: its memory, threads and imports then
 disturb no other measurement. A peer that is not installed is reported as such.
@@ -16,7 +23,7 @@ disturb no other measurement. A peer that is not installed is reported as such.
 To install them, in an environment of their own (with a CPU build of torch):
 
     apt install g++ libaio-dev liburing-dev cmake
-    pip install torch numpy ninja setuptools wheel packaging "deepspeed>=0.19,<0.20"
+    pip install torch numpy ninja setuptools wheel packaging "deepspeed>=0.19,<0.20" "bitsandbytes>=0.50,<0.51"
     HOME=$(mktemp -d) LIBRARY_PATH=/usr/lib/$(gcc -print-multiarch) pip install --no-build-isolation tensornvme
 
 DeepSpeed compiles its kernels when first used, which takes minutes once; if that is interrupted, delete the `lock`
@@ -30,6 +37,7 @@ import argparse
 import importlib.metadata
 import json
 import os
+import resource
 import shutil
 import signal
 import statistics
@@ -37,7 +45,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +55,7 @@ import torch
 Result = dict[str, Any]
 WARM_UP = 2  # steps; the first creates the states, the second warms up memory and code
 TENSOR = 1 << 24  # elements per parameter tensor in memory, a 4096 x 4096 weight
+BUCKET = 1 << 25  # parameters that the NVMe stream moves at a time: 400 MB with fp32 moments
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
 PEER_PYTHON = "CSD_BENCH_PEER_PYTHON"  # environment variable: the interpreter that has the peers installed
 
@@ -104,8 +114,9 @@ def measure(name: str, params: int, runs: int, directory: Path, threads: int) ->
     """Time `runs` steps (at least 5) of one peer in this interpreter, after two steps that do not count.
 
     Returns `name`, `params` (the number really updated, which may be rounded), `threads`, `versions`, `seconds` of
-    every step and `mparam_per_s` of the median one. Peers that use a disk add `bytes_read` and `bytes_written`, the
-    mean per step as the kernel counted them for this process. `{"name", "params", "skipped": reason}` if it cannot.
+    every step, `mparam_per_s` of the median one, and `peak_bytes`, the most memory that the process has had resident,
+    which includes torch itself, parameters and gradients. Peers that use a disk add `bytes_read` and `bytes_written`,
+    the mean per step as the kernel counted them for this process. `{"name", "params", "skipped": reason}` if it cannot.
     """
     torch.set_num_threads(threads)
     try:
@@ -115,7 +126,9 @@ def measure(name: str, params: int, runs: int, directory: Path, threads: int) ->
     except Skipped as error:
         return {"name": name, "params": params, "skipped": str(error)}
     rate = result["params"] / statistics.median(result["seconds"]) / 1e6
-    return {"name": name, "threads": threads, "mparam_per_s": rate, "versions": _versions(), **result}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    facts = {"threads": threads, "mparam_per_s": rate, "peak_bytes": peak, "versions": _versions()}
+    return {"name": name, **facts, **result}
 
 
 # ---------------------------------------------------------------------------------------------- in memory
@@ -136,6 +149,39 @@ def deepspeed_cpu(dtype: torch.dtype) -> Callable[[int, int, Path], Result]:
         return _in_memory(lambda p: DeepSpeedCPUAdam(p, **ADAMW, adamw_mode=True), dtype, params, runs)
 
     return peer
+
+
+def deepspeed_bf16_states(params: int, runs: int, _: Path) -> Result:
+    """Time DeepSpeed's AVX kernel on bf16 states: 6 bytes per parameter, the parameters among them."""
+    _prepare_deepspeed()
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return _without_masters(
+        lambda p: DeepSpeedCPUAdam(p, **ADAMW, adamw_mode=True, fp32_optimizer_states=False), params, runs
+    )
+
+
+def bitsandbytes_8bit(params: int, runs: int, _: Path) -> Result:
+    """Time bitsandbytes' 8-bit AdamW on the CPU: 4 bytes per parameter, the parameters among them."""
+    from bitsandbytes.cextension import ErrorHandlerMockBNBNativeLibrary, lib
+    from bitsandbytes.optim import AdamW8bit
+
+    if isinstance(lib, ErrorHandlerMockBNBNativeLibrary):
+        raise Skipped("bitsandbytes did not find its compiled part, and would quantize in Python")
+    return _without_masters(lambda p: AdamW8bit(p, **ADAMW), params, runs)
+
+
+def _without_masters(
+    make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], params: int, runs: int
+) -> Result:
+    """Time the optimizer from `make` on bf16 parameters that it updates in place."""
+    _need_memory(params * 12)
+    torch.manual_seed(0)
+    sizes = [min(TENSOR, params - first) for first in range(0, params, TENSOR)]
+    weights = [torch.nn.Parameter(torch.randn(n, dtype=torch.bfloat16)) for n in sizes]
+    for p in weights:
+        p.grad = torch.randn_like(p)
+    return {"params": params, "seconds": _timed(make(weights).step, runs)}
 
 
 def _in_memory(
@@ -183,12 +229,15 @@ def _timed(step: Callable[[], Any], runs: int) -> list[float]:
 # ------------------------------------------------------------------------------------------------- on disk
 
 
-def deepspeed_nvme(params: int, runs: int, directory: Path) -> Result:
+def deepspeed_nvme(params: int, runs: int, directory: Path, *, muon: bool = False) -> Result:
     """Time ZeRO-Infinity's optimizer step: `engine.step()`, with reads, updates and writes pipelined.
 
     Only the step is timed. Gradients are swapped out partly in `backward`, before the clock starts; what that wrote is
     `backward_bytes_written`. The settings are the best of those tried here, not the defaults: the default sub-group
     of 1e9 parameters leaves a model of this size nothing to overlap, and four buffers are too few for a pipeline.
+
+    `muon`: with its Muon, which reads and writes the momentum and orthogonalizes in backward. So backward is timed,
+    too, and its bytes are counted as those of the step; the matrix products of this model are little beside it.
     """
     _prepare_deepspeed()
     # One process; the group meets in a file, so that no port has to be free.
@@ -206,15 +255,19 @@ def deepspeed_nvme(params: int, runs: int, directory: Path) -> Result:
         )
         torch.manual_seed(0)
         model = _Layers(layers, width).bfloat16()
+        for p in model.parameters():
+            p.use_muon = muon
+        rule = {"lr": ADAMW["lr"], "momentum": 0.95, "weight_decay": 0.1} if muon else ADAMW
         engine, *_ = deepspeed.initialize(
             model=model,
             model_parameters=model.parameters(),
             config={
                 "train_micro_batch_size_per_gpu": 1,
                 "bf16": {"enabled": True},
-                "optimizer": {"type": "AdamW", "params": ADAMW},
+                "optimizer": {"type": "Muon" if muon else "AdamW", "params": rule},
                 "zero_optimization": {
                     "stage": 3,
+                    "reduce_scatter": not muon,  # which its Muon refuses
                     "sub_group_size": max(1, min(4, layers // 4)) * width**2,
                     "offload_optimizer": {
                         "device": "nvme",
@@ -230,9 +283,11 @@ def deepspeed_nvme(params: int, runs: int, directory: Path) -> Result:
         batch = torch.randn(1, width, dtype=torch.bfloat16)
         seconds, moved, before_step = [], [], []
         for i in range(WARM_UP + runs):
-            at_backward = _io()
-            engine.backward(engine(batch))
-            at_step, start = _io(), time.perf_counter()
+            loss = engine(batch)
+            at_backward, start = _io(), time.perf_counter()
+            engine.backward(loss)
+            at_step = at_backward if muon else _io()
+            start = start if muon else time.perf_counter()
             engine.step()
             elapsed, after = time.perf_counter() - start, _io()
             if i >= WARM_UP:
@@ -305,22 +360,118 @@ def tensornvme(params: int, runs: int, directory: Path) -> Result:
                 os.fdatasync(file)
 
         files = [os.open(path, os.O_RDWR) for path in scratch.iterdir()]
-        seconds, moved = [], []
-        with torch.no_grad():
-            for i in range(WARM_UP + runs):
-                for file in files:
-                    os.fdatasync(file)  # only clean pages can be dropped
-                    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-                before, start = _io(), time.perf_counter()
-                step()
-                elapsed, after = time.perf_counter() - start, _io()
-                if i >= WARM_UP:
-                    seconds.append(elapsed)
-                    moved.append((after[0] - before[0], after[1] - before[1]))
+        timed = _timed_on_disk(step, files, runs)
         for file in files:
             os.close(file)
         offloaders.clear()  # deletes their files
-    return {"params": params, "seconds": seconds, **_bytes(moved)}
+    return {"params": params, **timed}
+
+
+def nvme_stream(moments: torch.dtype) -> Callable[[int, int, Path], Result]:
+    """Time the NVMe stream of RL trainers, see the top. Like TensorNVMe's, its steps end when the disk has the data."""
+
+    def peer(params: int, runs: int, directory: Path) -> Result:
+        _verify_stream(moments, directory)
+        _need_memory(4 * params + 40 * BUCKET)
+        torch.manual_seed(0)
+        sizes = [min(BUCKET, params - first) for first in range(0, params, BUCKET)]
+        grads = [torch.randn(n, dtype=torch.bfloat16) for n in sizes]
+        weights = [torch.zeros(n, dtype=torch.bfloat16) for n in sizes]
+        with _scratch(directory, (4 + 2 * moments.itemsize) * params) as scratch:
+            stream = _Stream(scratch / "states", (torch.randn(n) for n in sizes), moments)
+
+            def step() -> None:
+                stream.step(grads, weights)
+                os.fdatasync(stream.file)
+
+            timed = _timed_on_disk(step, [stream.file], runs)
+            os.close(stream.file)
+        return {"params": params, **timed}
+
+    return peer
+
+
+class _Stream:
+    """AdamW of buckets in a file, each of them its fp32 masters, then both moments."""
+
+    def __init__(self, path: Path, masters: Iterable[torch.Tensor], moments: torch.dtype) -> None:
+        """`moments`: their dtype in the file."""
+        self.file = os.open(path, os.O_RDWR | os.O_CREAT)
+        self._moments, self._steps = moments, torch.zeros(())
+        self._places = [0]  # where a bucket begins, and the last one ends
+        for master in masters:
+            state = [master, *(torch.zeros(len(master), dtype=moments) for _ in range(2))]
+            self._write(state, self._places[-1])
+            self._places.append(self._places[-1] + sum(t.nbytes for t in state))
+
+    @torch.no_grad()
+    def step(self, grads: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> None:
+        """Update all buckets, one after another. `grads`, `weights`: bf16, a tensor for each bucket."""
+        from torch.optim.adamw import adamw
+
+        rule = {name: ADAMW[name] for name in ("lr", "eps", "weight_decay")}
+        rule |= dict(zip(("beta1", "beta2"), ADAMW["betas"], strict=True)) | {"amsgrad": False, "maximize": False}
+        for place, grad, weight in zip(self._places, grads, weights, strict=False):
+            master = torch.empty(len(grad))
+            kept = [torch.empty(len(grad), dtype=self._moments) for _ in range(2)]
+            moved = os.preadv(self.file, [_memory(t) for t in (master, *kept)], place)
+            if moved != master.nbytes + sum(t.nbytes for t in kept):
+                raise OSError(f"{moved} bytes read of a bucket")
+            first, second = (t.float() for t in kept)  # the same tensors, if they are fp32
+            adamw([master], [grad.float()], [first], [second], [], [self._steps.clone()], fused=True, **rule)
+            weight.copy_(master)
+            self._write([master, *(t.to(self._moments) for t in (first, second))], place)
+        self._steps += 1
+
+    def _write(self, state: Sequence[torch.Tensor], place: int) -> None:
+        if os.pwritev(self.file, [_memory(t) for t in state], place) != sum(t.nbytes for t in state):
+            raise OSError("a bucket was not written as a whole")
+
+
+def _memory(t: torch.Tensor) -> memoryview:
+    return memoryview(t.view(torch.uint8).numpy())
+
+
+def _verify_stream(moments: torch.dtype, directory: Path) -> None:
+    """Compare five steps of a stream with torch's. Raises SystemExit if masters are not where they should be."""
+    torch.manual_seed(0)
+    sizes = (1000, 3, 777)
+    expected = [torch.nn.Parameter(torch.randn(n)) for n in sizes]
+    began = [p.detach().clone() for p in expected]
+    weights = [torch.empty(n, dtype=torch.bfloat16) for n in sizes]
+    optimizer = torch.optim.AdamW(expected, **ADAMW, fused=True)
+    with _scratch(directory, 1 << 20) as scratch:
+        stream = _Stream(scratch / "states", began, moments)
+        for _ in range(5):
+            grads = [torch.randn(n, dtype=torch.bfloat16) for n in sizes]
+            for p, grad in zip(expected, grads, strict=True):
+                p.grad = grad.float()
+            optimizer.step()
+            stream.step(grads, weights)
+        for place, p, start, weight in zip(stream._places, expected, began, weights, strict=False):
+            master = torch.empty(len(p))
+            os.preadv(stream.file, [_memory(master)], place)
+            off = float((master - p.detach()).norm() / (p.detach() - start).norm())
+            if off > (0 if moments is torch.float32 else 1e-2) or not torch.equal(weight, master.bfloat16()):
+                raise SystemExit(f"the stream's masters are off by {off:.1e} of the distance moved: nothing is timed")
+        os.close(stream.file)
+
+
+def _timed_on_disk(step: Callable[[], None], files: Sequence[int], runs: int) -> Result:
+    """Time steps that each begin without any page of these files in the cache. Return `seconds` and bytes moved."""
+    seconds, moved = [], []
+    with torch.no_grad():
+        for i in range(WARM_UP + runs):
+            for file in files:
+                os.fdatasync(file)  # only clean pages can be dropped
+                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            before, start = _io(), time.perf_counter()
+            step()
+            elapsed, after = time.perf_counter() - start, _io()
+            if i >= WARM_UP:
+                seconds.append(elapsed)
+                moved.append((after[0] - before[0], after[1] - before[1]))
+    return {"seconds": seconds, **_bytes(moved)}
 
 
 # --------------------------------------------------------------------------------------------------- tools
@@ -374,7 +525,7 @@ def _bytes(moved: Sequence[tuple[int, int]]) -> dict[str, int]:
 
 def _versions() -> dict[str, str]:
     """Return the versions of torch and of the peers that this interpreter has imported."""
-    imported = [name for name in ("torch", "deepspeed", "tensornvme") if name in sys.modules]
+    imported = [name for name in ("torch", "deepspeed", "tensornvme", "bitsandbytes") if name in sys.modules]
     return {name: importlib.metadata.version(name) for name in imported}
 
 
@@ -385,8 +536,13 @@ PEERS: dict[str, Callable[[int, int, Path], Result]] = {
     "deepspeed-cpu-fp32": deepspeed_cpu(torch.float32),
     "deepspeed-cpu-fp16": deepspeed_cpu(torch.float16),
     "deepspeed-cpu-bf16": deepspeed_cpu(torch.bfloat16),
+    "deepspeed-cpu-bf16-states": deepspeed_bf16_states,
+    "bitsandbytes-8bit": bitsandbytes_8bit,
     "deepspeed-nvme": deepspeed_nvme,
+    "deepspeed-nvme-muon": partial(deepspeed_nvme, muon=True),
     "tensornvme": tensornvme,
+    "nvme-stream-fp32": nvme_stream(torch.float32),
+    "nvme-stream-bf16": nvme_stream(torch.bfloat16),
 }
 
 

@@ -58,7 +58,8 @@ BURST = 4  # steps without a pause between them
 MEMORY = 1 << 30  # bytes, several times a last-level cache
 LITTLE_MEMORY = 64 << 20  # with --quick
 BACKENDS = ("file", "8bit", "commit", "cache", "ram", "null", "rules")
-ON_DISK = ("deepspeed-nvme", "tensornvme")
+ON_DISK = ("deepspeed-nvme", "tensornvme", "nvme-stream-fp32", "nvme-stream-bf16")
+WITHOUT_MASTERS = ("deepspeed-cpu-bf16-states", "bitsandbytes-8bit")
 OURS = {"fp32": "our", "8bit": "our_8bit"}  # prefix of CSDAdam's keys in a peer's row, by its states
 
 
@@ -93,6 +94,8 @@ def main() -> None:
             rows.append(ram_row(arguments, in_memory, dtype))
             names = [f"torch-{dtype}", f"deepspeed-cpu-{dtype}"]
             rows += [peer_row(name, arguments, in_memory, dtype) for name in names if name in arguments.peers]
+        in_place = [name for name in WITHOUT_MASTERS if name in arguments.peers]
+        rows += [peer_row(name, arguments, in_memory, "bf16", OURS) for name in in_place]
     if "null" in arguments.backends:
         rows.append(overhead_row(arguments.runs))
     if "rules" in arguments.backends:
@@ -429,7 +432,7 @@ def peer_row(
         "params": peer["params"],
         "versions": peer["versions"],
         "seconds": theirs,
-        **{k: peer[k] for k in ("bytes_read", "bytes_written", "backward_bytes_written") if k in peer},
+        **{k: peer[k] for k in ("peak_bytes", "bytes_read", "bytes_written", "backward_bytes_written") if k in peer},
     }
     for kind in ours:
         row |= {f"{OURS[kind]}_seconds": ours[kind], f"{OURS[kind]}_speed_over_it": ratios[kind]}
@@ -466,6 +469,8 @@ def describe(row: Row) -> str:
             k: row[k] / row["params"] for k in ("bytes_read", "bytes_written", "backward_bytes_written") if k in row
         }
         lines.append("bytes per parameter: " + ", ".join(f"{k} {v:.1f}" for k, v in each.items()))
+    if "peak_bytes" in row:
+        lines.append(f"most memory: {row['peak_bytes'] / 1e9:.2f} GB")
     if "buffer_bytes" in row:
         lines.append(f"tile buffers: {row['buffer_bytes'] / 1e6:.0f} MB")
     lines += [f"{span(ratio, 3)} of {name}" for name, ratio in row.get("ratio_to", {}).items()]

@@ -435,7 +435,7 @@ def test_tables(tmp_path):
 
 
 def test_peers(tmp_path):
-    for name in ("torch-fp16", "torch-fp32"):
+    for name in ("torch-fp16", "torch-fp32", "nvme-stream-fp32", "nvme-stream-bf16"):
         done = run("bench.peers", name, "--params=100000", f"--directory={tmp_path}", "--json")
         result = json.loads(done.stdout)
         assert (result["name"], result["params"], len(result["seconds"])) == (name, 100000, 5)
