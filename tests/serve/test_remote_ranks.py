@@ -240,7 +240,7 @@ def owner_dies(rank, address, pid):
 
 
 def test_the_owner_is_killed_and_all_resume(owner, tmp_path):
-    on_ranks(2, owner_dies, owner.address + "&timeout=2", owner.pid, directory=tmp_path)
+    on_ranks(2, owner_dies, owner.address + "&timeout=6", owner.pid, directory=tmp_path)
     owner.start()
     said = on_ranks(2, trains, owner.address, 5, True, directory=tmp_path)
     assert [begun for begun, _ in said] == [3, 3]
