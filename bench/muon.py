@@ -16,7 +16,11 @@ timed by turns, over the matrices of a GPT's blocks in bf16:
 With d seconds of the second and o of the last, a step of CSDMuon, s, could take max(d, o). "hidden" is
 (d + o - s) / min(d, o): 1 if the shorter one is hidden behind the longer one. The engine's own counters say how many
 bytes were read and written. Only ratios mean anything, and they depend on the pace. Newton-Schulz and the updates share
-the cores. DeepSpeed's Muon is not compared.
+the cores.
+
+With --peer, DeepSpeed's Muon, ZeRO-Infinity with the momentum on NVMe, takes turns with CSDMuon on the same disk, not
+paced, over as many square matrices of the same size (peers.py, which says how to install it). It orthogonalizes in
+backward, once for each micro-batch; its backward, with one micro-batch, is timed with its step.
 
 --json prints schema csd_optim.bench.muon/1.
 """
@@ -26,6 +30,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -34,6 +39,7 @@ from typing import Any
 
 import torch
 
+from bench import peers
 from bench.step import machine_facts, say, span, timed
 from csd_optim import CSDAdam, CSDMuon
 from csd_optim.cli.benchmark import DTYPES, WARM_UP
@@ -45,6 +51,7 @@ from csd_optim.optim.optimizer import CSDOptimizer
 Row = dict[str, Any]
 Params = list[torch.nn.Parameter]
 NS_STEPS, EPS = 5, 1e-7  # torch's defaults
+PEER = "deepspeed-nvme-muon"
 VERIFIED_STEPS, MOMENTUM_OFF, PARAMS_OFF = 10, 1e-6, 5e-3
 MEASURED = OURS, BARE, ADAM, TORCH, ALONE = (
     "CSDMuon",
@@ -68,6 +75,8 @@ def main() -> None:
     momentum, moved = verify()
     say(f"verified against torch.optim.Muon: off by {momentum:.1e} of the momentum, {moved:.2%} of the distance moved")
     result = measured(arguments, shapes)
+    if arguments.peer:
+        result["rows"].append(peer_row(arguments))
     verified = {"momentum": momentum, "parameters": moved}
     for row in result["rows"]:
         say(describe(row))
@@ -163,6 +172,40 @@ def measured(arguments: argparse.Namespace, shapes: Sequence[tuple[int, int]]) -
     return {"rows": rows, "ratios": ratios(seconds)}
 
 
+def peer_row(arguments: argparse.Namespace) -> Row:
+    """Time DeepSpeed's Muon and CSDMuon by turns, on the same disk."""
+    theirs: list[float] = []
+    ours: list[float] = []
+    ratios: list[float] = []
+    for _ in range(arguments.rounds):
+        say(f"running {PEER} ...")
+        runs = {"threads": arguments.threads, "timeout": 1800}
+        peer = peers.run(PEER, arguments.peer_params, arguments.runs, arguments.directory, **runs)
+        if "skipped" in peer:
+            return {"what": PEER, "skipped": peer["skipped"]}
+        shapes = [(peers.WIDTH, peers.WIDTH)] * (peer["params"] // peers.WIDTH**2)
+        with tempfile.TemporaryDirectory(dir=arguments.directory) as place:
+            how: Row = {"devices": f"file:{place}?scratch=1&cache=off", "ns_dtype": arguments.ns_dtype}
+            with CSDMuon(made(shapes, torch.bfloat16), **how) as opt:
+                seconds = [timed(stepping(opt)) for _ in range(WARM_UP + arguments.runs)][WARM_UP:]
+                moved = {kind: opt.stats()[f"flash_{kind}_bytes"] / peer["params"] for kind in ("read", "write")}
+        theirs += peer["seconds"]
+        ours += seconds
+        ratios.append(statistics.median(peer["seconds"]) / statistics.median(seconds))
+    kinds = (("read", "bytes_read"), ("write", "bytes_written"))
+    their_bytes = {kind: peer[key] / peer["params"] for kind, key in kinds}
+    return {
+        "what": PEER,
+        "params": peer["params"],
+        "versions": peer["versions"],
+        "seconds": theirs,
+        "disk_bytes_per_param": their_bytes,
+        "our_seconds": ours,
+        "our_disk_bytes_per_param": moved,
+        "our_speed_over_it": ratios,
+    }
+
+
 def stepping(opt: CSDOptimizer) -> Callable[[], Any]:
     return lambda: (opt.step(), opt.stats())  # stats() waits until all states are written
 
@@ -180,9 +223,17 @@ def ratios(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
 
 
 def describe(row: Row) -> str:
+    if "skipped" in row:
+        return f"{row['what']}: skipped, {row['skipped']}"
     parts = [f"{row['what']}: {span(row['seconds'], 3)} s"]
     if moved := row.get("bytes_per_param"):
         parts.append(f"{moved['flash_read']:.2f} B read and {moved['flash_write']:.2f} B written per parameter")
+    if moved := row.get("disk_bytes_per_param"):
+        parts.append(f"{moved['read']:.1f} B read and {moved['write']:.1f} B written per parameter")
+    if ratio := row.get("our_speed_over_it"):
+        each = row["our_disk_bytes_per_param"]
+        parts.append(f"CSDMuon beside it: {span(row['our_seconds'], 3)} s, {span(ratio, 2)} times as fast")
+        parts.append(f"{each['read']:.1f} B read and {each['write']:.1f} B written per parameter")
     if speed := row.get("flops_per_second"):
         parts.append(f"{span([s / 1e12 for s in speed], 3)} TFLOP/s in {row['dtype']}")
     return ", ".join(parts)
@@ -197,6 +248,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ns-dtype", default="bf16", choices=["bf16", "fp32"], help="of Newton-Schulz")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch; 1 on busy cores")
     parser.add_argument("--runs", type=int, default=7, help="turns, at least 5")
+    parser.add_argument("--peer", action="store_true", help="DeepSpeed's Muon, too")
+    parser.add_argument("--peer-params", type=int, default=1 << 25, help="parameters of that comparison")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of DeepSpeed and CSDMuon")
     parser.add_argument("--directory", type=Path, default=Path("build/bench"), help="where the states go")
     parser.add_argument("--quick", action="store_true", help="little matrices")
     parser.add_argument("--json", action="store_true", help="print everything on stdout")

@@ -55,6 +55,7 @@ import torch
 Result = dict[str, Any]
 WARM_UP = 2  # steps; the first creates the states, the second warms up memory and code
 TENSOR = 1 << 24  # elements per parameter tensor in memory, a 4096 x 4096 weight
+WIDTH = 2048  # of the weights in ZeRO-Infinity's model, which are square
 BUCKET = 1 << 25  # parameters that the NVMe stream moves at a time: 400 MB with fp32 moments
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
 PEER_PYTHON = "CSD_BENCH_PEER_PYTHON"  # environment variable: the interpreter that has the peers installed
@@ -245,7 +246,7 @@ def deepspeed_nvme(params: int, runs: int, directory: Path, *, muon: bool = Fals
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import deepspeed
 
-    width = 2048
+    width = WIDTH
     layers = max(4, round(params / width**2))  # with fewer, sub-groups would be smaller than DeepSpeed swaps
     params = layers * width**2
     _need_memory(8 * params + (2 << 30))

@@ -187,7 +187,7 @@ def test_devices_share_the_link(device):
 
 
 @pytest.mark.parametrize(
-    ("device", "crossing"), [("file:?link=20MB/s&host=1", 0), ("file:?link=5MB/s&flash_grads=1", 1)]
+    ("device", "crossing"), [("file:?link=1MB/s&host=1", 0), ("file:?link=1MB/s&flash_grads=1", 1)]
 )
 def test_what_does_not_cross_the_link(device, crossing):
     """If the host updates, gradients and parameters do not; gradients on the drive do not, but their parameters do."""
