@@ -26,12 +26,14 @@ def scalars(stats: dict[str, Any], prefix: str = "csd_optim") -> dict[str, float
     """Return what is worth logging of an optimizer's stats(), by names such as "csd_optim/step_seconds".
 
     Bytes, and seconds on the busiest device, are those of the last step; `written_bytes` counts since the stores were
-    made, and `days_left` is that of the device that wears out first.
+    made, and `days_left` is that of the device that wears out first. Joules are there if the machine counts them.
     """
     found = {name: stats[name] for name in _LOGGED if name in stats}
     found |= {f"{part}_seconds": seconds for part, seconds in stats["seconds"].items()}
     if overlap := stats.get("overlap"):
         found["waited_seconds"] = overlap["waited"]
+    if joules := stats["energy"]["machine_joules"]:
+        found |= {f"machine_{part}_joules": value for part, value in joules.items()}
     if left := [d["days_left"] for d in stats["devices"] if d["days_left"] is not None]:
         found["days_left"] = min(left)
     return {f"{prefix}/{name}": float(value) for name, value in found.items()}

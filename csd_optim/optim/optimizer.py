@@ -14,6 +14,7 @@ import torch
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from ..accelerator import check_not_capturing
+from ..devices.energy import EnergyMeter
 from ..devices.spec import DeviceSpec, parse_devices
 from ..distributed.ranks import Ranks, ranks_of
 from ..engine.engine import Engine
@@ -142,6 +143,7 @@ class CSDOptimizer(StatesOnDevices, Joinable):
         self._consolidated_hook = None
         Joinable.__init__(self)
         self._mode = InStep()
+        self._energy = EnergyMeter()
         # The next three describe the last step.
         self._step_seconds = 0.0
         self._skipped = False
@@ -205,6 +207,7 @@ class CSDOptimizer(StatesOnDevices, Joinable):
             Join.notify_join_context(self)
         self._forget_consolidated()
         start = time.perf_counter()
+        self._energy.begin()
         self._steps.trained_seconds += 0.0 if self._last_start is None else start - self._last_start
         self._last_start = start
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
@@ -228,6 +231,7 @@ class CSDOptimizer(StatesOnDevices, Joinable):
                 unscaled=found_inf is not None and grad_scale is None,
             )
             self._step_seconds = time.perf_counter() - start
+            self._energy.end()
         return loss
 
     def __getstate__(self) -> dict[str, Any]:
@@ -383,12 +387,21 @@ class CSDOptimizer(StatesOnDevices, Joinable):
         ``overlap``, with overlap(): ``waited``, seconds for which the program, or backward with free_gradients, waited
         for the step; ``early_params``, elements updated before step(); ``redone``, over all steps, the number of wrong
         guesses, by the cause.
+        ``energy``: ``machine_joules`` that the processors and the memory of this machine have used, whichever programs
+        ran (RAPL, without drives and GPUs): in the last ``step``, in all ``steps``, and in the ``training``, from the
+        first step() to the end of the last, forward and backward included. None without counters, or where only root
+        may read them: ``problem`` says so. ``domains``: what was added. Ranks on one machine see the same joules.
         """
         with self._settled() as engine:
             engine.native.wait_writes()
             counters = engine.committer.stats()
         return describe(
-            self._steps, counters, seconds=self._step_seconds, skipped=self._skipped, overlap=self._mode.stats()
+            self._steps,
+            counters,
+            seconds=self._step_seconds,
+            skipped=self._skipped,
+            overlap=self._mode.stats(),
+            energy=self._energy.describe(),
         )
 
     def close(self) -> None:

@@ -12,11 +12,17 @@ NOTHING_DONE = ("params", "nonfinite_grads", "seconds", "commit_bytes")
 
 
 def describe(
-    steps: Steps, counters: list[dict[str, Any]], *, seconds: float, skipped: bool, overlap: dict[str, Any] | None
+    steps: Steps,
+    counters: list[dict[str, Any]],
+    *,
+    seconds: float,
+    skipped: bool,
+    overlap: dict[str, Any] | None,
+    energy: dict[str, Any],
 ) -> dict[str, Any]:
     """Build the result of stats(). `counters`: the engine's counters, one dict per device.
 
-    `seconds`: duration of the step. `overlap`: counters of the mode.
+    `seconds`: duration of the step. `overlap`: counters of the mode. `energy`: of EnergyMeter.describe().
     """
     engine, near, trained = steps.engine, steps.near, steps.trained_seconds
     n = int(steps.has_updated)  # 0 if the step was skipped or had no gradients
@@ -67,6 +73,7 @@ def describe(
     totals["residual_bytes"] = sum(residual.nbytes for residual in engine.states.residuals.values())
     totals["gathered_bytes"] = n * (steps.gather.received_bytes if steps.gather else 0)
     totals["skipped"] = skipped
+    totals["energy"] = energy
     if steps.ns_dtypes:
         totals["ns_dtype"] = " and ".join(steps.ns_dtypes)
     if steps.grad_norm is not None:
