@@ -556,8 +556,24 @@ def plan(
     ] = 0,
     accumulate: Annotated[int, typer.Option(min=1, help="Batches per step (gradient accumulation).")] = 1,
     tbw: Annotated[
-        str | None, typer.Option(help="Endurance rating of each device: 600TB.", show_default="7PB for smartssd")
+        str | None, typer.Option(metavar="SIZE", help="Endurance rating of each device: 600TB.", show_default=False)
     ] = None,
+    prices: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME=$,...",
+            help="Prices, of dram and gpu memory per GB, of a drive and its capacity in TB: dram=11,drive=600.",
+            show_default=False,
+        ),
+    ] = "",
+    watts: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME=W,...",
+            help="Watts, of the cpu, a drive, an idle one, dram per GB, a waiting gpu: cpu=200,drive=9.",
+            show_default=False,
+        ),
+    ] = "",
     _: Annotated[
         str | None, typer.Option(*RANKS, parser=moved_to_bench, is_eager=True, hidden=True, show_default=False)
     ] = None,
@@ -589,7 +605,7 @@ def plan(
     with reported():
         from ..engine.engine_rate import engine_rate
         from ..errors import CSDValueError
-        from ..planning import advice, model
+        from ..planning import advice, costs, model
         from . import benchmark
         from .facts import measured_request, planned_placement
         from .optimizers import described, orthogonalization, with_groups
@@ -620,7 +636,9 @@ def plan(
             forward=forward,
             backward=backward,
             accumulate=accumulate,
-            tbw=parse_bytes(tbw) if tbw else model.SMARTSSD_TBW if csd == "smartssd" and not names else None,
+            tbw=parse_bytes(tbw) if tbw else None,
+            prices=costs.parse_costs(prices, "--prices", {n: p for n, p in costs.PRICES.items() if n != "tbw"}),
+            watts=costs.parse_costs(watts, "--watts", costs.WATTS),
         )
         advice.check(request)
         if place:

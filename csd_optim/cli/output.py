@@ -15,6 +15,7 @@ from rich.table import Table
 from ..checkpoint.verify import Verdict
 from ..devices.backends import BACKENDS
 from ..planning import advice
+from ..planning.costs import describe_assumed
 from ..store.layout import MEMORY_STATE_BYTES, STORE_BYTES
 from . import benchmark
 from .doctor import Finding, Status
@@ -365,7 +366,7 @@ def show_bench(result: dict[str, Any]) -> None:
 
 def show_plan(found: dict[str, Any]) -> None:
     out = console()
-    r, memory, wear = found["request"], found["memory_bytes"], found["wear"]
+    r, memory = found["request"], found["memory_bytes"]
     own = next(row for row in found["predictions"] if row["chosen"])
     d, kind = r[r["on"]], advice.KINDS[r["on"]]
     optimizer = advice.optimizer_of(r)
@@ -374,7 +375,7 @@ def show_plan(found: dict[str, Any]) -> None:
     out.print(
         f"{number(r['params'])} {r['dtype']} parameters{of}{states} on "
         f"{r['devices']} {kind[:-1] if r['devices'] == 1 else kind}, "
-        f"{'as measured' if r['measured'] else 'with the rates below'}. All times are predicted (docs/plan.md).",
+        f"{'as measured' if r['measured'] else 'with the rates below'}; all predicted (docs/plan.md)",
         style="bold",
     )
     capacity = found["capacity_bytes_per_device"]
@@ -393,10 +394,8 @@ def show_plan(found: dict[str, Any]) -> None:
         rows.append(("", f"to orthogonalize, at most {short(memory['orthogonalization'])} beside the parameters"))
     for name, what in (("flash", "to and from flash"), ("link", "host to devices"), ("gpu", "GPU to host")):
         moved, rate = found["bytes"][name], r["host"].get({"link": "link", "gpu": "gpu_link"}.get(name))
-        at = (
-            f", {rate / 1e9:.1f} GB/s each way" if rate else ", every device on its own lanes" if name == "link" else ""
-        )
-        rows.append((what, f"{short(moved['towards_flash'])} there, {short(moved['back'])} back in each step{at}"))
+        at = f", {rate / 1e9:.1f} GB/s each way" if rate else ", own lanes" if name == "link" else ""
+        rows.append((what, f"{short(moved['towards_flash'])} there, {short(moved['back'])} back a step{at}"))
     out.print(facts(rows))
     out.print(predictions_table(found["predictions"], optimizer.name))
     rows = [("waits for", f"{advice.BOUNDS[own['bound']]}: {own['stages'][own['bound']]:.2f} of {own['step']:.2f} s")]
@@ -411,18 +410,45 @@ def show_plan(found: dict[str, Any]) -> None:
         ("CSDs", f"each {describe_rates(r['csd'])}; a plain drive {describe_rates(r['drive'])}"),
         ("break even", f"CSDs beat as many plain drives with ZeRO-Infinity: {base}; with {optimizer.name}: {ours}"),
     ]
-    trains = r["forward"] + r["backward"] > 0
-    a_day = f", {short(wear['bytes_per_day_and_device'])} a day" if trains else ""
-    rows.append(("wear", f"{short(wear['bytes_per_step_and_device'])} written to each in a step{a_day}"))
-    if rating := wear["tbw_bytes"]:
-        days = f"{wear['days']:,.0f} days{'' if trains else ' of nothing but steps'}"
-        rows.append(("", f"the rating of {short(rating)} is used up after {wear['steps']:,.0f} steps, {days}"))
-    else:
-        rows.append(("", "--tbw 600TB, the drive's endurance rating, would show how long it lasts"))
+    rows += describe_costs(found, f"{r['devices']} {kind[:-1] if r['devices'] == 1 else kind}")
     out.print(facts(rows))
     if found["sweep"]:
         out.print("\nseconds per iteration", style="bold")
         out.print(sweep_table(found["sweep"], optimizer.name))
+
+
+def describe_costs(found: dict[str, Any], devices: str) -> list[tuple[str, str]]:
+    """Return rows on wear, money and energy. `devices`: what they are, such as "2 plain drives"."""
+    r, wear, costs = found["request"], found["wear"], found["costs"]
+    dollars, joules = costs["dollars"], costs["joules_per_step"]
+    trains = r["forward"] + r["backward"] > 0
+    a_day = f", {short(wear['bytes_per_day_and_device'])} a day" if trains else ""
+    days = f"{wear['days']:,.0f} days{'' if trains else ' of nothing but steps'}"
+    assumed = "" if r["tbw"] else " (assumed)"
+    small = "" if costs["drives_are_large_enough"] else ", which are too small"
+    used = f"{(joules['cpu'] + joules['drives']) / 1e3:.1f} kJ"
+    parts = f"CPU {joules['cpu'] / 1e3:.1f}, drives {joules['drives'] / 1e3:.1f}"
+    rows = [
+        ("wear", f"{short(wear['bytes_per_step_and_device'])} written to each in a step{a_day}"),
+        ("", f"{short(wear['tbw_bytes'])} of endurance{assumed} are used up after {wear['steps']:,.0f} steps, {days}"),
+        (
+            "money",
+            f"{devices} {money(dollars['drives'])}{small}, and {money(dollars['wear_of_1000_steps'])} of wear in 1000 "
+            f"steps; the states in DRAM {money(dollars['dram'])}, in GPU memory {money(dollars['gpu_memory'])}",
+        ),
+        (
+            "energy",
+            f"{used} a step ({parts}), beside {joules['waiting_gpu'] / 1e3:.1f} kJ of a waiting GPU; DRAM for the "
+            f"states {costs['dram_watts']:.0f} W all the time",
+        ),
+    ]
+    if costs["assumed"]:
+        rows.append(("assumed", f"{describe_assumed(costs['assumed'])}: see --prices, --watts, --tbw"))
+    return rows
+
+
+def money(dollars: float) -> str:
+    return f"${dollars:,.0f}" if dollars >= 100 else f"${dollars:.2f}"
 
 
 def show_placement(params: int, found: dict[str, Any]) -> None:
@@ -473,13 +499,13 @@ def describe_orthogonalization(ns: dict[str, Any]) -> str:
 
 
 def predictions_table(predictions: list[dict[str, Any]], name: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    for head in ("seconds", "GPU", "gradients", "step", "iteration", "the step waits for"):
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)  # as wide as a terminal
+    for head in (" seconds", "GPU", "gradients", "step", "iteration", "waits for"):
         table.add_column(head, justify="left" if head.endswith(("seconds", "for")) else "right")
     for row in predictions:
         parts = (row["forward"] + row["backward"], row["gradients"], row["step"], row["seconds"])
         table.add_row(
-            advice.label(row, name),
+            f" {advice.label(row, name)}",
             *(f"{s:.2f}" if s else "" for s in parts),
             advice.BOUNDS[row["bound"]],
             style="bold" if row["chosen"] else None,

@@ -1,4 +1,4 @@
-"""A plan for a user's model and drives: times (from model.py), space, wear, break-even, what to change."""
+"""A plan for a user's model and drives: times (from model.py), space, wear, costs, break-even, what to change."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from ..devices.units import parse_rate
 from ..errors import CSDUnavailableError, CSDValueError
 from ..rates import Rates
 from ..store.sections import FP32, STATE_DTYPES
+from .costs import costs_of
 from .model import (
     ADAMS,
     DRIVES,
@@ -81,6 +82,8 @@ class Request:
     backward: float = 0.0
     accumulate: int = 1  # batches per step
     tbw: float | None = None  # a device's endurance rating in bytes
+    prices: dict[str, float] = field(default_factory=dict)  # that are given, as costs.PRICES
+    watts: dict[str, float] = field(default_factory=dict)  # as costs.WATTS
     free: float | None = None  # free bytes of the fullest device
     measured: bool = False  # whether the devices' rates were measured
     cpu_measured: bool = False  # whether host.update was measured, on this machine
@@ -115,6 +118,18 @@ def plan(request: Request, sweep: Sequence[int] = ()) -> dict[str, Any]:
     written, slot = moved["flash"][0] / r.devices, slot_bytes(item_bytes=item, **states)
     tile = math.ceil(r.params / r.devices / tiles_per_device(r.params, r.devices, **states))
     owed = r.error_feedback and r.topk is not None and r.topk < DENSE_FROM
+    costs = costs_of(
+        r.prices | ({"tbw": r.tbw / 1e12} if r.tbw else {}),
+        r.watts,
+        on_csd=r.on == "csd",
+        devices=r.devices,
+        state_bytes=slot * r.params,
+        stored_bytes=2 * slot * r.params / r.devices,
+        written_bytes=written,
+        step=own["step"],
+        iteration=own["seconds"],
+    )
+    steps = costs["tbw_bytes"] / written
     found = {
         "request": r.to_dict(),
         "bytes": {name: {"towards_flash": there, "back": back} for name, (there, back) in moved.items()},
@@ -132,10 +147,11 @@ def plan(request: Request, sweep: Sequence[int] = ()) -> dict[str, Any]:
         "wear": {
             "bytes_per_step_and_device": written,
             "bytes_per_day_and_device": written / own["seconds"] * 86400,
-            "tbw_bytes": r.tbw,
-            "steps": r.tbw / written if r.tbw else None,
-            "days": r.tbw / written * own["seconds"] / 86400 if r.tbw else None,
+            "tbw_bytes": costs["tbw_bytes"],
+            "steps": steps,
+            "days": steps * own["seconds"] / 86400,
         },
+        "costs": costs,
         "advice": _advice(r, own),
         "sweep": [row for n in sweep for row in _rows(r, n)],
     }
@@ -242,7 +258,7 @@ def optimizer_of(request: dict[str, Any]) -> Optimizer:
 def label(row: dict[str, Any], name: str) -> str:
     """Return a row's name for people. `name`: the optimizer's."""
     states = "" if row["state_dtype"] == FP32 else ", 8-bit states,"
-    return f"{VARIANTS[row['variant']].replace('CSDAdam', name)}{states} on {KINDS[row['on']]}"
+    return f"{VARIANTS[row['variant']].replace('CSDAdam', name)}{states} on {KINDS[row['on']].removeprefix('plain ')}"
 
 
 def _break_even(r: Request) -> dict[str, int | None]:
@@ -322,7 +338,7 @@ def _of_orthogonalization(own: dict[str, Any], ns: Orthogonalization) -> list[st
 BOUNDS = {
     "read": "reads from flash",
     "write": "writes to flash",
-    "drive": "flash, read and written at once",
+    "drive": "flash, both ways",
     "update": "the update",
     "orthogonalize": "the orthogonalization",
     "link": "the link to the drives",

@@ -124,7 +124,6 @@ DRIVES = {
     "gen4": Rates.in_turn(6.5e9, 4.0e9, on_host=True),
     "gen5": Rates.in_turn(13e9, 6.5e9, on_host=True),
 }
-SMARTSSD_TBW = 7.008e15  # bytes: all 3.84 TB once a day, for five years
 CARD_MEMORY = 15.4e9  # bytes per second of the memory on a SmartSSD
 
 

@@ -15,7 +15,7 @@ from csd_optim.cli.optimizers import OPTIMIZERS, described
 from csd_optim.engine import engine_rate
 from csd_optim.muon import newton_schulz
 from csd_optim.planning import advice as plan
-from csd_optim.planning import model
+from csd_optim.planning import costs, model
 from csd_optim.planning.advice import Request
 from csd_optim.planning.model import Host, predict, traffic
 from csd_optim.rates import Rates
@@ -534,7 +534,76 @@ def test_plan_refuses(changes, named):
     assert named in str(caught.value)
 
 
+# ---- costs ---------------------------------------------------------------------------
+
+
+def test_costs_by_hand():
+    """7 B parameters on two drives that read 6 and write 3 GB/s: 21 s in an iteration of 30, 84 GB of states."""
+    drive = Rates.in_turn(6e9, 3e9, on_host=True)
+    r = Request(params=7 * 10**9, devices=2, host=server(), drive=drive, tbw=1e15, forward=4, backward=5)
+    prices = {"dram": 10.0, "gpu": 300.0, "drive": 500.0, "capacity": 0.084}
+    watts = {"cpu": 200.0, "drive": 9.0, "idle": 3.0, "dram": 0.5, "gpu": 100.0}
+    found = plan.plan(plan.replace(r, prices=prices, watts=watts))
+    step, cost = own(found)["step"], found["costs"]
+    wear = 2 * 500 * 1000 * 42e9 / 1e15
+    assert cost["dollars"] == pytest.approx(
+        {"dram": 840, "gpu_memory": 25200, "drives": 1000, "wear_of_1000_steps": wear}
+    )
+    assert cost["joules_per_step"] == pytest.approx(
+        {"cpu": 200 * step, "drives": 2 * (9 * step + 3 * 9), "waiting_gpu": 100 * step}
+    )
+    assert cost["dram_watts"] == pytest.approx(42)
+    assert cost["drives_are_large_enough"]  # exactly
+    assert cost["assumed"] == []
+    small = plan.plan(plan.replace(r, prices=prices | {"capacity": 0.0839}))["costs"]
+    assert not small["drives_are_large_enough"]
+
+
+def test_costs_with_8bit_states_and_of_csds():
+    request = Request(params=7 * 10**9, devices=2, host=server())
+    fp32, coded = (plan.plan(plan.replace(request, state_dtype=s))["costs"]["dollars"] for s in ("fp32", "8bit"))
+    assert coded["dram"] / fp32["dram"] == pytest.approx(5.016 / 12, rel=1e-3)
+    assert coded["wear_of_1000_steps"] / fp32["wear_of_1000_steps"] == pytest.approx(5.016 / 12, rel=1e-3)
+    assert coded["drives"] == fp32["drives"]
+    on_csds = plan.plan(plan.replace(request, on="csd"))["costs"]
+    assert on_csds["dollars"]["drives"] == 2 * costs.CARD_PRICES["drive"].value
+    assert on_csds["tbw_bytes"] == 7.008e15
+
+
+def test_what_was_assumed_is_said():
+    """Every default that nobody gave, and no other, with its date and source."""
+    r = Request(params=10**9, devices=1, host=server(), prices={"dram": 9.0}, watts={"cpu": 90.0})
+    assumed = plan.plan(r)["costs"]["assumed"]
+    names = {(a["option"], a["name"]) for a in assumed}
+    every = {("prices", name) for name in costs.PRICES} | {("watts", name) for name in costs.WATTS}
+    assert names == every - {("prices", "dram"), ("watts", "cpu")}
+    for a in assumed:
+        assert a["source"]
+        assert f"{a['what']} {a['text']}" in costs.describe_assumed(assumed)
+        assert a["as_of"] in costs.describe_assumed(assumed)
+    assert ("prices", "tbw") not in {
+        (a["option"], a["name"]) for a in plan.plan(plan.replace(r, tbw=1e15))["costs"]["assumed"]
+    }
+
+
+def test_the_page_has_the_defaults_that_are_assumed():
+    """docs/plan.md: one row for each, with its value, date and source."""
+    page = (Path(__file__).parents[2] / "docs/plan.md").read_text()
+    for option, table in (("--prices", costs.PRICES), ("--watts", costs.WATTS)):
+        for name, of in table.items():
+            given = "--tbw" if name == "tbw" else f"{option} {name}="
+            assert f"| `{given}` | {of.text} | {of.as_of or 'assumed'} | {of.source} |" in page
+    for name in ("drive", "capacity", "tbw"):
+        of = costs.CARD_PRICES[name]
+        assert f"| {of.text} | {of.as_of or 'assumed'} | {of.source} |" in page
+
+
 # ---- what people write ---------------------------------------------------------------
+
+
+def test_costs_are_parsed():
+    assert costs.parse_costs("", "--prices", costs.PRICES) == {}
+    assert costs.parse_costs(" dram=11, drive=0.5e3,", "--prices", costs.PRICES) == {"dram": 11, "drive": 500}
 
 
 def test_rates_are_parsed():
@@ -688,7 +757,7 @@ def test_command_for_csds_with_topk(run):
     found = run_json(run, "--params=33B", "--devices=10", "--csd=smartssd", "--link=8GB/s", "--topk=0.01")
     assert (own(found)["variant"], own(found)["on"]) == ("csdadam_topk", "csd")
     assert found["memory_bytes"]["residuals"] == 66e9
-    assert found["request"]["tbw"] == model.SMARTSSD_TBW
+    assert (found["request"]["tbw"], found["wear"]["tbw_bytes"]) == (None, 7.008e15)
     assert {row["variant"] for row in found["predictions"]} == set(model.VARIANTS)
     without = run_json(run, "--params=33B", "--topk=0.01", "--no-error-feedback")
     assert without["memory_bytes"]["residuals"] == 0
@@ -705,7 +774,7 @@ def test_command_with_8bit_states(run, measured):
     assert code == 0
     for words in (
         "7.00 B bf16 parameters with 8-bit states",
-        "CSDAdam, 8-bit states, on plain drives",
+        "CSDAdam, 8-bit states, on drives",
         "35.1 GB on each",
     ):
         assert words in out
@@ -855,10 +924,36 @@ def test_command_says_what_cards_have_no_kernel_for(run, monkeypatch):
 def test_command_for_people(run):
     code, out, err = run("plan", "--params", "7B", "--devices", "2", "--forward", "0.4", "--backward", "0.8")
     assert (code, err) == (0, "")
-    for word in ("84.0 GB on each", "CSDAdam on plain drives", "waits for", "--accumulate", "with ZeRO-Infinity"):
+    for word in ("84.0 GB on each", "CSDAdam on drives", "waits for", "--accumulate", "with ZeRO-Infinity"):
         assert word in out
-    assert "--tbw" in out
-    assert "of nothing but steps" in run("plan", "--params", "7B", "--tbw", "1PB")[1]
+    for words in ("2400.0 TB of endurance (assumed) are used up after 57,143 steps", "2 plain drives $1,560"):
+        assert words in out
+    assert "1000.0 TB of endurance are used up after" in (out := run("plan", "--params", "7B", "--tbw", "1PB")[1])
+    assert "of nothing but steps" in out
+
+
+def test_command_with_prices_and_watts(run):
+    two = ("--params=7B", "--devices=2", "--cpu=1.4G/s")
+    found = run_json(run, *two, "--prices=dram=10,drive=1e3", "--watts", "cpu=200,drive=9")
+    assert (found["request"]["prices"], found["request"]["watts"]) == (
+        {"dram": 10, "drive": 1000},
+        {"cpu": 200, "drive": 9},
+    )
+    assert found["costs"]["dollars"]["dram"] == pytest.approx(840)
+    out = run("plan", *two, "--prices=dram=10,drive=1e3", "--watts", "cpu=200,drive=9")[1]
+    out = " ".join(out.split())
+    for words in (
+        "drives $2,000, and $35.00 of wear",
+        "DRAM $840",
+        "GPU memory $340/GB (2026-Q1)",
+        "--prices, --watts",
+    ):
+        assert words in out
+    for words in ("DRAM $32", "CPU 150 W", "too small"):
+        assert words not in out
+    assert "$2,000, which are too small" in " ".join(run("plan", *two, "--prices=drive=1e3,capacity=0.01")[1].split())
+    whole = "dram=1,gpu=1,drive=1,capacity=1", "cpu=1,drive=1,idle=1,dram=1,gpu=1"
+    assert "assumed" not in run("plan", *two, "--tbw=1PB", "--prices", whole[0], "--watts", whole[1])[1]
 
 
 def test_command_measures_this_cpu_unless_a_rate_is_given(run, measured):
@@ -995,6 +1090,12 @@ def test_wrong_commands(run, arguments):
         (["--group", "rmsprop,centered=0.1", "--state-dtype", "8bit"], "no code for the grad_avg of rmsprop"),
         (["--sweep", "devices=4"], "devices=1..16"),
         (["--tbw", "much"], "Invalid size"),
+        (["--prices", "dram"], "Invalid --prices: 'dram'; write NAME=NUMBER, of dram ($/GB), gpu ($/GB), drive ($)"),
+        (["--prices", "dram=-1"], "'dram=-1'"),
+        (["--prices", "dram=1,dram=2"], "'dram=2'"),
+        (["--prices", "tbw=1"], "'tbw=1'"),  # is an option of its own
+        (["--watts", "cpu=inf"], "Invalid --watts: 'cpu=inf'; write NAME=NUMBER, of cpu (W), drive (W)"),
+        (["--watts", "disk=3"], "'disk=3'"),
     ],
 )
 def test_bad_values_are_one_line(run, arguments, said):
