@@ -302,7 +302,7 @@ def plot(rows: list[Row], validations: list[Validation], title: str, path: Path)
     for name, mark in marks.items():
         validated = [v.loss[name] for v in validations]
         upper.plot(at, validated, ls="none", label=f"{NAMES[name]}, validation", **mark)
-    upper.set_ylabel("loss (nats per byte; training smoothed)")
+    upper.set_ylabel("loss, nats per byte (training smoothed)")
     upper.set_title(title, fontsize=11)
     upper.legend(frameon=False)
     lower.axhline(0, color=grey, lw=0.8)
@@ -313,7 +313,7 @@ def plot(rows: list[Row], validations: list[Validation], title: str, path: Path)
     largest = max(abs(r.loss[name] - r.loss["adamw"]) for r in rows for name in CSDADAM)
     reach = max(0.02, 1.3 * largest)
     lower.set_ylim(-reach, reach)
-    lower.set_ylabel("minus AdamW")
+    lower.set_ylabel("loss minus AdamW's")
     lower.set_xlabel("step")
     lower.legend(frameon=False, ncols=2, fontsize=9)
     for axes in (upper, lower):
@@ -467,13 +467,13 @@ def main() -> None:
         compute, why = getattr(torch, options.compute), "as asked for"
     else:
         compute, faster = fastest_dtype(first, batch(train_text, size, torch.Generator().manual_seed(SEED)))
-        why = f"here {faster:.1f} times as fast as the other"
+        why = f"{faster:.1f} times as fast here"
     params = sum(p.numel() for p in first.parameters())
     here = machine()
     compute_name = str(compute).removeprefix("torch.")
     say(f"[bold]csd_optim demo[/]: one GPT, three optimizers, {size.steps} steps side by side")
     say(f"  machine  {here['cpu']}, {here['cores']} cores; torch {here['torch']}")
-    say(f"  model    {params / 1e6:.2f} M bfloat16 parameters, computed in {compute_name}, {why}")
+    say(f"  model    {params / 1e6:.2f} M bf16 parameters, computed in {compute_name}, {why}")
     say(f"  text     {files} files of Python's standard library, {len(train_text) / 1e6:.1f} MB to train on,")
     say(f"           {len(validation_text) / 1e6:.1f} MB of other files to validate on")
     emulated = bool(os.environ.get("XCL_EMULATION_MODE"))
@@ -554,7 +554,7 @@ def main() -> None:
         "validations": [asdict(v) for v in validations],
         "png": str(options.out / "loss.png"),
     }
-    title = f"GPT, {params / 1e6:.1f} M bf16 parameters, on Python source: same weights and batches, three optimizers"
+    title = f"GPT of {params / 1e6:.1f} M parameters: AdamW in memory, and CSDAdam with its states on {what}"
     plot(rows, validations, title, options.out / "loss.png")
     report["seconds"] = time.perf_counter() - started
 
@@ -575,7 +575,7 @@ def main() -> None:
     for make, note in notes.items():
         say()
         say(make(report))
-        say(note, style="dim")
+        say(note)
     say()
     real = "These CSDs are emulated: here the flash bytes also went through the host; with real ones only the link "
     real += "bytes would."

@@ -26,10 +26,18 @@ from ..devices.units import parse_bytes, parse_rate
 from .io import message, print_json, progress, reported
 
 app: typer.Typer = typer.Typer(
-    help="Inspect and measure computational storage devices for CSDAdam, real or emulated.",
+    help="""Optimizer states on NVMe drives: check, plan, measure, watch, convert.
+
+    \b
+    Before a training:  csd-optim doctor /mnt/nvme0
+                        csd-optim plan --params 7B /mnt/nvme0
+    In its script:      CSDAdam(model.parameters(), devices=["/mnt/nvme0"])
+    While it runs:      csd-optim top /mnt/nvme0
+    """,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its frames take a third of 80 columns, and some colours vanish on a light background
 )
 
 Devices = Annotated[
@@ -76,7 +84,7 @@ def devices(
     check: Annotated[bool, typer.Option("--probe", help="Measure each disk and card for a few seconds.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show devices: the disks behind them, free space, stores, and the CPU updater.
+    """Show devices: disks, space, stores, and the CPU's updater.
 
     Without DEVICE, all SmartSSDs are shown too.
     """
@@ -135,10 +143,10 @@ def doctor(
     ] = 0,
     as_json: Json = False,
 ) -> None:
-    """Check this machine and these drives for what would stop training or slow it down, and say what to do.
+    """Find what would stop a training or slow it down, and what to do.
 
-    A probe of 60 seconds writes up to 30 seconds' worth of data at the drive's full rate. Exit code 1: the machine or a
-    device cannot be used as it is.
+    Checks this machine and these drives. A probe of 60 seconds writes up to 30 seconds' worth of data at the
+    drive's full rate. Exit code 1: the machine or a device cannot be used as it is.
     """
     with reported():
         from ..params.groups import check_state_dtype
@@ -174,7 +182,10 @@ def inspect(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show what a store holds, or which versions a folder of published ones. It is only read, and may be in use."""
+    """Show what a store holds, or a folder of published versions.
+
+    It is only read, and may be in use.
+    """
     with reported():
         from .facts import describe_store
         from .output import show_store
@@ -238,7 +249,7 @@ def top(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per update, each on a line.")] = False,
 ) -> None:
-    """Watch a training: steps, commits, what each drive does now, wear, and what the step waits for.
+    """Watch a training: its steps, drives, wear, and what it waits for.
 
     The training is not disturbed. If it has ended, its last known state is shown.
     """
@@ -266,9 +277,10 @@ def top(
 
 @app.command()
 def verify(stores: Stores, as_json: Json = False) -> None:
-    """Read stores or snapshots whole, compare every checksum, and name what is damaged.
+    """Read stores or snapshots, and name what is damaged.
 
-    A store in use cannot be verified: make a snapshot of it with save(), and verify the snapshot.
+    They are read whole, and every checksum is compared. A store in use cannot be verified: make a snapshot of it
+    with save(), and verify the snapshot.
     """
     with reported():
         from ..checkpoint.files import progress_bar
@@ -299,9 +311,10 @@ def export(
     ] = "5GB",
     as_json: Json = False,
 ) -> None:
-    """Write a store or snapshot as the state dict of torch's optimizer; `master` in it are the fp32 parameters.
+    """Write a store or snapshot as the state dict of torch's optimizer.
 
-    Every tile is checked. Memory for a few tiles is enough, whatever the size of the model.
+    `master` in it are the fp32 parameters. Every tile is checked. Memory for a few tiles is enough, whatever the
+    size of the model.
     """
     if form not in ("torch", "safetensors"):
         raise typer.BadParameter(f"{form!r} is not one of torch, safetensors", param_hint="--format")
@@ -343,10 +356,11 @@ def import_(
     tile_size: Annotated[int | None, typer.Option(min=1, help="Elements per tile.", show_default="automatic")] = None,
     as_json: Json = False,
 ) -> None:
-    """Create a store from an export or another store: CSDAdam(..., devices=[...], resume=True) continues from it.
+    """Make a store from an export, a snapshot or another store.
 
-    Use it to change the number of devices or the state_dtype. The source is only read. Memory for a few tiles is
-    enough; to decode the 8-bit states of a store, the first new drive needs another 12 B per parameter meanwhile.
+    CSDAdam(..., devices=[...], resume=True) continues from it. Use it to change the number of devices or the
+    state_dtype. The source is only read. Memory for a few tiles is enough; to decode the 8-bit states of a store,
+    the first new drive needs another 12 B per parameter meanwhile.
     """
     with reported():
         from ..checkpoint.files import progress_bar
@@ -397,10 +411,11 @@ def reshard(
     tile_size: Annotated[int | None, typer.Option(min=1, help="Elements per tile.", show_default="automatic")] = None,
     as_json: Json = False,
 ) -> None:
-    """Make the stores of M ranks from those of N: resume=True continues from them on another number of processes.
+    """Make the stores of M ranks from those of N.
 
-    For DDP, FSDP2, HSDP and a process on its own. The states keep all bits. Old stores are only read, and everything is
-    checked first. If it was stopped, run it again.
+    resume=True continues from them on another number of processes. For DDP, FSDP2, HSDP and a process on its own.
+    The states keep all bits. Old stores are only read, and everything is checked first. If it was stopped, run it
+    again.
     """
     with reported():
         from ..checkpoint.files import progress_bar
@@ -438,7 +453,7 @@ def bench(
     steps: Annotated[int, typer.Option(min=5, help="Number of steps to time.")] = 5,
     as_json: Json = False,
 ) -> None:
-    """Measure a step on these devices, and the same reads and writes without the update.
+    """Measure a step on these devices, and the same transfers alone.
 
     Uses unnamed scratch files in the devices' directories, 48 bytes per parameter; stores there are not touched.
     """
@@ -515,14 +530,14 @@ def plan(
     optimizer: Annotated[
         str,
         typer.Option(
-            metavar="CLASS[,OPTION...]",
+            metavar="CLASS",
             help="The optimizer, and its options that add states: CSDSGD,momentum or CSDAdam,amsgrad.",
         ),
     ] = "CSDAdam",
     group: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="RULE[,OPTION...]=SHARE",
+            metavar="RULE=SHARE",
             help="A part of the parameters with another rule, such as lion=20% or sgd,momentum=0.1; may be repeated.",
             show_default=False,
         ),
@@ -586,9 +601,11 @@ def plan(
     plot: Annotated[Path | None, typer.Option(help="Plot the sweep to this PNG file.", show_default=False)] = None,
     as_json: Json = False,
 ) -> None:
-    """Predict the time of a step and what bounds it, space and wear, on devices you have or think of buying.
+    """Predict time, space, wear and costs of a step on any devices.
 
-    Example: csd-optim plan --params 7B --devices 2 --drive gen4 --forward 0.4 --backward 0.8
+    Name your own, to have them measured, or say how many of which kind you think of buying.
+
+    Example: csd-optim plan --params 7B --devices 2 --drive gen4
     """
     if (params is None) == (config is None):
         raise typer.BadParameter("give either --params or --config", param_hint="--params")
@@ -721,10 +738,11 @@ def serve(
         typer.Option(metavar="FILE", is_eager=True, callback=make_key, help="Make a key file, and stop."),
     ] = None,
 ) -> None:
-    """Run an optimizer rank: keep states here for trainers elsewhere, whose devices are serve://HOST:PORT.
+    """Keep the states here for trainers elsewhere: an optimizer rank.
 
-    With --key, connections are authenticated and encrypted; make the file with --init-key, and copy it to the trainers.
-    SIGTERM or Ctrl-C stops it; started again, it continues when a trainer connects with resume=True.
+    Their devices are serve://HOST:PORT. With --key, connections are authenticated and encrypted; make the file with
+    --init-key, and copy it to the trainers. SIGTERM or Ctrl-C stops it; started again, it continues when a trainer
+    connects with resume=True.
     """
     with reported():
         from .serving import parse_accept
@@ -757,10 +775,10 @@ def emu(
         typer.Option(min=0, metavar="S", help="Stop the command after S seconds; the exit code is then 124."),
     ] = None,
 ) -> None:
-    """Run a command with emulated SmartSSDs: devices=["xrt:0"] works without a card.
+    """Run a command with emulated SmartSSDs.
 
-    Uses the real XRT in its software emulation (apt install libxrt1); the FPGA's kernels run on the CPU, so times mean
-    nothing.
+    devices=["xrt:0"] works without a card. Uses the real XRT in its software emulation (apt install libxrt1); the
+    FPGA's kernels run on the CPU, so times mean nothing.
 
     Example: csd-optim emu --devices 2 -- python train.py
     """

@@ -305,6 +305,21 @@ def test_help_does_not_wait_for_torch():
     assert done.stdout.count("Usage:") == 1 + len(commands)
 
 
+def test_help_fits_a_terminal(run, monkeypatch):
+    """On 80 columns no line is too long, and the list of commands has a whole sentence for each."""
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = run("--help")
+    lines = out.splitlines()
+    listed = lines[lines.index("Commands:") + 1 :]
+    assert code == 0
+    assert len(listed) == len([command for command in cli.app.registered_commands if not command.hidden])
+    assert not [line for line in listed if line.endswith("...")]
+    for command in listed:
+        code, out, _ = run(command.split()[0], "--help")
+        assert code == 0
+        assert max(map(len, out.splitlines())) <= 80
+
+
 @pytest.mark.ci
 def test_the_package_names_what_it_has():
     """CSDAdam is imported lazily, which is invisible to code that lists or imports the package's names."""
