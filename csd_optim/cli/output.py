@@ -425,7 +425,7 @@ def describe_costs(found: dict[str, Any], devices: str) -> list[tuple[str, str]]
     a_day = f", {short(wear['bytes_per_day_and_device'])} a day" if trains else ""
     days = f"{wear['days']:,.0f} days{'' if trains else ' of nothing but steps'}"
     assumed = "" if r["tbw"] else " (assumed)"
-    small = "" if costs["drives_are_large_enough"] else ", which are too small"
+    small = "" if costs["drives_are_large_enough"] else " (too small)"
     used = f"{(joules['cpu'] + joules['drives']) / 1e3:.1f} kJ"
     parts = f"CPU {joules['cpu'] / 1e3:.1f}, drives {joules['drives'] / 1e3:.1f}"
     rows = [

@@ -257,7 +257,7 @@ def optimizer_of(request: dict[str, Any]) -> Optimizer:
 
 def label(row: dict[str, Any], name: str) -> str:
     """Return a row's name for people. `name`: the optimizer's."""
-    states = "" if row["state_dtype"] == FP32 else ", 8-bit states,"
+    states = "" if row["state_dtype"] == FP32 else ", 8-bit,"
     return f"{VARIANTS[row['variant']].replace('CSDAdam', name)}{states} on {KINDS[row['on']].removeprefix('plain ')}"
 
 

@@ -1,7 +1,8 @@
 """What a plan costs: dollars for memory, drives and their wear, and joules per step.
 
 Prices and watts are inputs. The tables here are the only place with defaults, each with its date and its source, and a
-plan says which of them it has used. Prices of memory and flash changed by half within a quarter of 2026: give your own.
+plan says which of them it has used. In 2026 prices of memory and flash rose by half and more within a quarter: give
+those of today.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ..errors import CSDValueError
 
 @dataclass(frozen=True)
 class Assumed:
-    """A default value. `as_of`: year and quarter of the source; "" if it is no more than an assumption."""
+    """A default value. `as_of`: date of the source, or "undated"; "" if it is no more than an assumption."""
 
     value: float
     unit: str
@@ -36,7 +37,7 @@ _H100 = "an H100 of 80 GB costs $25,000 to $30,000: awesomeagents.ai/hardware/nv
 _NVME = "twice a consumer drive of 2 TB, $300 to $480: thorstenmeyerai.com/?p=9018"
 _CARD = "SmartSSD, in Smart-Infinity (HPCA 2024); no longer made, the rest was listed at $517 in 2025"
 _D5_P5316 = "data sheet of the D5-P5316, a PCIe 4.0 drive: most in writes, and idle"
-_H200 = "an idle H200, by nvidia-smi: conservemode.com/case-studies.html. Within a running program it is more"
+_CONTEXT = "80 W of an idle H200 (api.serialalice.pt/alice-benchmark), 26 to 50 W of a CUDA context (arXiv 2605.23918)"
 
 PRICES = {
     "dram": Assumed(32, "$/GB", "DRAM", "2026-Q2", _RDIMM),
@@ -52,10 +53,10 @@ CARD_PRICES = PRICES | {  # of SmartSSDs
 }
 WATTS = {
     "cpu": Assumed(150, "W", "CPU", "", "a server's processor that updates states and moves them"),
-    "drive": Assumed(25, "W", "busy drive", "2021", _D5_P5316),
-    "idle": Assumed(5, "W", "idle drive", "2021", _D5_P5316),
+    "drive": Assumed(25, "W", "busy drive", "undated", _D5_P5316),
+    "idle": Assumed(5, "W", "idle drive", "undated", _D5_P5316),
     "dram": Assumed(0.1, "W/GB", "DRAM", "", "6 W for a module of 64 GB"),
-    "gpu": Assumed(75, "W", "waiting GPU", "2026", _H200),
+    "gpu": Assumed(120, "W", "waiting GPU", "2026-Q2", _CONTEXT),
 }
 
 

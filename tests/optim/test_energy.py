@@ -128,7 +128,7 @@ def test_counters_that_vanish_during_training(tmp_path):
     assert "No such file" in found["problem"]
 
 
-def train(opt, p, tree=None):
+def two_steps(opt, p, tree=None):
     for _ in range(2):
         p.grad = torch.ones_like(p)
         opt.step()
@@ -142,7 +142,7 @@ def test_stats_have_it(tmp_path, monkeypatch):
     p = torch.nn.Parameter(torch.ones(10))
     with CSDAdam([p], devices=["ram:"]) as opt:
         assert opt.stats()["energy"]["machine_joules"] is None
-        train(opt, p, tree)
+        two_steps(opt, p, tree)
         found = opt.stats()["energy"]
         assert found["machine_joules"] == {"step": 0, "steps": 0, "training": 50}
         assert found["domains"] == ["package-0"]
@@ -153,7 +153,7 @@ def test_stats_say_why_there_is_none(tmp_path, monkeypatch):
     monkeypatch.setattr(optimizer, "EnergyMeter", functools.partial(EnergyMeter, tmp_path))
     p = torch.nn.Parameter(torch.ones(10))
     with CSDAdam([p], devices=["ram:"]) as opt:
-        train(opt, p)
+        two_steps(opt, p)
         assert not any("joules" in name for name in scalars(opt.stats()))
         assert opt.stats()["energy"] == {
             "machine_joules": None,

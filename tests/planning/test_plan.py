@@ -774,7 +774,7 @@ def test_command_with_8bit_states(run, measured):
     assert code == 0
     for words in (
         "7.00 B bf16 parameters with 8-bit states",
-        "CSDAdam, 8-bit states, on drives",
+        "CSDAdam, 8-bit, on drives",
         "35.1 GB on each",
     ):
         assert words in out
@@ -951,7 +951,7 @@ def test_command_with_prices_and_watts(run):
         assert words in out
     for words in ("DRAM $32", "CPU 150 W", "too small"):
         assert words not in out
-    assert "$2,000, which are too small" in " ".join(run("plan", *two, "--prices=drive=1e3,capacity=0.01")[1].split())
+    assert "$2,000 (too small), and" in " ".join(run("plan", *two, "--prices=drive=1e3,capacity=0.01")[1].split())
     whole = "dram=1,gpu=1,drive=1,capacity=1", "cpu=1,drive=1,idle=1,dram=1,gpu=1"
     assert "assumed" not in run("plan", *two, "--tbw=1PB", "--prices", whole[0], "--watts", whole[1])[1]
 
