@@ -499,7 +499,7 @@ def describe_orthogonalization(ns: dict[str, Any]) -> str:
 
 
 def predictions_table(predictions: list[dict[str, Any]], name: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)  # as wide as a terminal
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)  # to fit 80 columns
     for head in (" seconds", "GPU", "gradients", "step", "iteration", "waits for"):
         table.add_column(head, justify="left" if head.endswith(("seconds", "for")) else "right")
     for row in predictions:
