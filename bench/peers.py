@@ -48,7 +48,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -78,13 +78,21 @@ def run(
     """Time one peer in a fresh interpreter; see `measure` for what comes back.
 
     The interpreter is the one named by the environment variable CSD_BENCH_PEER_PYTHON, else `python`. `timeout` is in
-    seconds and has to leave room for a peer that compiles itself at first use. Files go into a new directory below
-    `directory`, which is gone afterwards even if the peer was killed.
+    seconds and has to leave room for a peer that compiles itself at first use.
     """
-    python = os.environ.get(PEER_PYTHON) or python
-    with tempfile.TemporaryDirectory(prefix="csd-peer-", dir=Path(directory).resolve()) as scratch:
-        command = [python, "-m", "bench.peers", name, f"--params={params}", f"--runs={runs}"]
-        command += [f"--directory={scratch}", "--json"] + ([f"--threads={threads}"] if threads else [])
+    arguments = [name, f"--params={params}", f"--runs={runs}"] + ([f"--threads={threads}"] if threads else [])
+    answer = call("bench.peers", arguments, directory, os.environ.get(PEER_PYTHON) or python, timeout)
+    return {"name": name, "params": params, **answer} if "skipped" in answer else answer
+
+
+def call(module: str, arguments: Sequence[str], directory: Path | str, python: str, timeout: float) -> Result:
+    """Return the JSON that `python -m module` prints as its last line, or {"skipped": reason}.
+
+    It gets --json and a --directory for its files: a new one below `directory`, which is gone afterwards even if the
+    process was killed.
+    """
+    with tempfile.TemporaryDirectory(prefix="csd-peer-", dir=Path(directory).resolve()) as folder:
+        command = [python, "-m", module, *arguments, f"--directory={folder}", "--json"]
         try:
             # In a session of its own, so that compilers that it starts can be killed with it.
             peer = subprocess.Popen(
@@ -96,18 +104,18 @@ def run(
                 start_new_session=True,
             )
         except OSError as error:
-            return {"name": name, "params": params, "skipped": f"cannot start {python}: {error.strerror}"}
+            return {"skipped": f"cannot start {python}: {error.strerror}"}
         try:
             out, err = peer.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
-            return {"name": name, "params": params, "skipped": f"not done after {timeout:.0f} s"}
+            return {"skipped": f"not done after {timeout:.0f} s"}
         finally:
             if peer.poll() is None:
                 os.killpg(peer.pid, signal.SIGKILL)
                 peer.communicate()
     if peer.returncode != 0 or not out.strip():
         last = (err.strip().splitlines() or [f"status {peer.returncode}"])[-1]
-        return {"name": name, "params": params, "skipped": f"failed: {last}"}
+        return {"skipped": f"failed: {last}"}
     return json.loads(out.strip().splitlines()[-1])
 
 
@@ -128,7 +136,7 @@ def measure(name: str, params: int, runs: int, directory: Path, threads: int) ->
         return {"name": name, "params": params, "skipped": str(error)}
     rate = result["params"] / statistics.median(result["seconds"]) / 1e6
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    facts = {"threads": threads, "mparam_per_s": rate, "peak_bytes": peak, "versions": _versions()}
+    facts = {"threads": threads, "mparam_per_s": rate, "peak_bytes": peak, "versions": versions()}
     return {"name": name, **facts, **result}
 
 
@@ -176,7 +184,7 @@ def _without_masters(
     make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], params: int, runs: int
 ) -> Result:
     """Time the optimizer from `make` on bf16 parameters that it updates in place."""
-    _need_memory(params * 12)
+    need_memory(params * 12)
     torch.manual_seed(0)
     sizes = [min(TENSOR, params - first) for first in range(0, params, TENSOR)]
     weights = [torch.nn.Parameter(torch.randn(n, dtype=torch.bfloat16)) for n in sizes]
@@ -192,7 +200,7 @@ def _in_memory(
 
     The fp32 copies of the gradients are allocated once, before the clock starts.
     """
-    _need_memory(params * (16 if dtype == torch.float32 else 20))
+    need_memory(params * (16 if dtype == torch.float32 else 20))
     torch.manual_seed(0)
     sizes = [min(TENSOR, params - first) for first in range(0, params, TENSOR)]
     masters = [torch.nn.Parameter(torch.randn(n)) for n in sizes]
@@ -240,57 +248,33 @@ def deepspeed_nvme(params: int, runs: int, directory: Path, *, muon: bool = Fals
     `muon`: with its Muon, which reads and writes the momentum and orthogonalizes in backward. So backward is timed,
     too, and its bytes are counted as those of the step; the matrix products of this model are little beside it.
     """
-    _prepare_deepspeed()
-    # One process; the group meets in a file, so that no port has to be free.
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    import deepspeed
-
     width = WIDTH
     layers = max(4, round(params / width**2))  # with fewer, sub-groups would be smaller than DeepSpeed swaps
     params = layers * width**2
-    _need_memory(8 * params + (2 << 30))
-    with _scratch(directory, 16 * params) as scratch:
-        deepspeed.init_distributed(
-            dist_backend="gloo", init_method=f"file://{scratch}/rendezvous", rank=0, world_size=1, verbose=False
-        )
+    need_memory(8 * params + (2 << 30))
+    with scratch(directory, 16 * params) as folder:
+        start_deepspeed(folder)
+        import deepspeed
+
         torch.manual_seed(0)
         model = _Layers(layers, width).bfloat16()
         for p in model.parameters():
             p.use_muon = muon
         rule = {"lr": ADAMW["lr"], "momentum": 0.95, "weight_decay": 0.1} if muon else ADAMW
-        engine, *_ = deepspeed.initialize(
-            model=model,
-            model_parameters=model.parameters(),
-            config={
-                "train_micro_batch_size_per_gpu": 1,
-                "bf16": {"enabled": True},
-                "optimizer": {"type": "Muon" if muon else "AdamW", "params": rule},
-                "zero_optimization": {
-                    "stage": 3,
-                    "reduce_scatter": not muon,  # which its Muon refuses
-                    "sub_group_size": max(1, min(4, layers // 4)) * width**2,
-                    "offload_optimizer": {
-                        "device": "nvme",
-                        "nvme_path": str(scratch),
-                        "buffer_count": 12,  # 4 tensors each of the sub-group read, updated and written
-                        "pipeline_read": True,
-                        "pipeline_write": True,
-                    },
-                },
-                "aio": {"block_size": 8 << 20, "queue_depth": 32, "single_submit": False, "overlap_events": True},
-            },
-        )
+        config = zero_infinity(folder, max(1, min(4, layers // 4)) * width**2)
+        config["optimizer"] = {"type": "Muon" if muon else "AdamW", "params": rule}
+        config["zero_optimization"]["reduce_scatter"] = not muon  # which its Muon refuses
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
         batch = torch.randn(1, width, dtype=torch.bfloat16)
         seconds, moved, before_step = [], [], []
         for i in range(WARM_UP + runs):
             loss = engine(batch)
-            at_backward, start = _io(), time.perf_counter()
+            at_backward, start = io_bytes(), time.perf_counter()
             engine.backward(loss)
-            at_step = at_backward if muon else _io()
+            at_step = at_backward if muon else io_bytes()
             start = start if muon else time.perf_counter()
             engine.step()
-            elapsed, after = time.perf_counter() - start, _io()
+            elapsed, after = time.perf_counter() - start, io_bytes()
             if i >= WARM_UP:
                 seconds.append(elapsed)
                 moved.append((after[0] - at_step[0], after[1] - at_step[1]))
@@ -302,6 +286,38 @@ def deepspeed_nvme(params: int, runs: int, directory: Path, *, muon: bool = Fals
         "seconds": seconds,
         **_bytes(moved),
         "backward_bytes_written": round(statistics.mean(before_step)),
+    }
+
+
+def start_deepspeed(folder: Path) -> None:
+    """Set the environment of a DeepSpeed of one process on the CPU; its group meets in a file in `folder`."""
+    _prepare_deepspeed()
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    import deepspeed
+
+    deepspeed.init_distributed(
+        dist_backend="gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1, verbose=False
+    )
+
+
+def zero_infinity(folder: Path, sub_group: int) -> dict[str, Any]:
+    """Return a configuration of ZeRO-3 with optimizer states in `folder`, `sub_group` elements of them at a time."""
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": 3,
+            "sub_group_size": sub_group,
+            "offload_optimizer": {
+                "device": "nvme",
+                "nvme_path": str(folder),
+                "buffer_count": 12,  # 4 tensors each of the sub-group read, updated and written
+                "pipeline_read": True,
+                "pipeline_write": True,
+            },
+        },
+        "aio": {"block_size": 8 << 20, "queue_depth": 32, "single_submit": False, "overlap_events": True},
     }
 
 
@@ -328,7 +344,7 @@ def tensornvme(params: int, runs: int, directory: Path) -> Result:
 
     chunk = 1 << 24
     sizes = [min(chunk, params - first) for first in range(0, params, chunk)]
-    _need_memory(4 * params + 12 * chunk * 8)
+    need_memory(4 * params + 12 * chunk * 8)
     torch.manual_seed(0)
     grads = [torch.randn(n, dtype=torch.bfloat16) for n in sizes]
     weights = [torch.zeros(n, dtype=torch.bfloat16) for n in sizes]
@@ -336,10 +352,10 @@ def tensornvme(params: int, runs: int, directory: Path) -> Result:
     rule = dict(zip(("beta1", "beta2"), ADAMW["betas"], strict=True), **{k: ADAMW[k] for k in ("lr", "eps")})
     rule |= {"weight_decay": ADAMW["weight_decay"], "amsgrad": False, "maximize": False}
 
-    with _scratch(directory, 12 * params) as scratch:
+    with scratch(directory, 12 * params) as folder:
         # Waiting for a read waits for everything its offloader does (sync_read_events is bound to the writes), so
         # neighbouring chunks use different offloaders: one reads, one has been read, one writes.
-        offloaders = [DiskOffloader(str(scratch), n_entries=16, backend="uring") for _ in range(3)]
+        offloaders = [DiskOffloader(str(folder), n_entries=16, backend="uring") for _ in range(3)]
         states = []
         for i, n in enumerate(sizes):
             states.append([torch.randn(n), torch.zeros(n), torch.zeros(n)])
@@ -360,7 +376,7 @@ def tensornvme(params: int, runs: int, directory: Path) -> Result:
             for file in files:
                 os.fdatasync(file)
 
-        files = [os.open(path, os.O_RDWR) for path in scratch.iterdir()]
+        files = [os.open(path, os.O_RDWR) for path in folder.iterdir()]
         timed = _timed_on_disk(step, files, runs)
         for file in files:
             os.close(file)
@@ -373,13 +389,13 @@ def nvme_stream(moments: torch.dtype) -> Callable[[int, int, Path], Result]:
 
     def peer(params: int, runs: int, directory: Path) -> Result:
         _verify_stream(moments, directory)
-        _need_memory(4 * params + 40 * BUCKET)
+        need_memory(4 * params + 40 * BUCKET)
         torch.manual_seed(0)
         sizes = [min(BUCKET, params - first) for first in range(0, params, BUCKET)]
         grads = [torch.randn(n, dtype=torch.bfloat16) for n in sizes]
         weights = [torch.zeros(n, dtype=torch.bfloat16) for n in sizes]
-        with _scratch(directory, (4 + 2 * moments.itemsize) * params) as scratch:
-            stream = _Stream(scratch / "states", (torch.randn(n) for n in sizes), moments)
+        with scratch(directory, (4 + 2 * moments.itemsize) * params) as folder:
+            stream = _Stream(folder / "states", (torch.randn(n) for n in sizes), moments)
 
             def step() -> None:
                 stream.step(grads, weights)
@@ -441,8 +457,8 @@ def _verify_stream(moments: torch.dtype, directory: Path) -> None:
     began = [p.detach().clone() for p in expected]
     weights = [torch.empty(n, dtype=torch.bfloat16) for n in sizes]
     optimizer = torch.optim.AdamW(expected, **ADAMW, fused=True)
-    with _scratch(directory, 1 << 20) as scratch:
-        stream = _Stream(scratch / "states", began, moments)
+    with scratch(directory, 1 << 20) as folder:
+        stream = _Stream(folder / "states", began, moments)
         for _ in range(5):
             grads = [torch.randn(n, dtype=torch.bfloat16) for n in sizes]
             for p, grad in zip(expected, grads, strict=True):
@@ -466,9 +482,9 @@ def _timed_on_disk(step: Callable[[], None], files: Sequence[int], runs: int) ->
             for file in files:
                 os.fdatasync(file)  # only clean pages can be dropped
                 os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-            before, start = _io(), time.perf_counter()
+            before, start = io_bytes(), time.perf_counter()
             step()
-            elapsed, after = time.perf_counter() - start, _io()
+            elapsed, after = time.perf_counter() - start, io_bytes()
             if i >= WARM_UP:
                 seconds.append(elapsed)
                 moved.append((after[0] - before[0], after[1] - before[1]))
@@ -487,7 +503,7 @@ def _prepare_deepspeed() -> None:
         raise Skipped(f"DeepSpeed needs {' and '.join(missing)} to compile its kernels")
 
 
-def _scratch(directory: Path, nbytes: int) -> _PathDirectory:
+def scratch(directory: Path, nbytes: int) -> _PathDirectory:
     """Make a temporary directory with room for `nbytes` bytes and some to spare."""
     free = shutil.disk_usage(directory).free
     if free < nbytes * 1.5 + (1 << 30):
@@ -502,7 +518,7 @@ class _PathDirectory(tempfile.TemporaryDirectory):
         return Path(super().__enter__())
 
 
-def _need_memory(nbytes: int) -> None:
+def need_memory(nbytes: int) -> None:
     """Raise Skipped if memory has no room for `nbytes` bytes, rather than swap or be killed."""
     pages = {line.split(":")[0]: line.split()[1] for line in Path("/proc/meminfo").read_text().splitlines()}
     available = int(pages["MemAvailable"]) << 10
@@ -510,7 +526,14 @@ def _need_memory(nbytes: int) -> None:
         raise Skipped(f"needs {nbytes} bytes of memory, {available} are available")
 
 
-def _io() -> tuple[int, int]:
+def own_stdout() -> TextIO:
+    """Return what was stdout. Peers, and compilers that they start, write there, even at exit: that goes to stderr."""
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return answer
+
+
+def io_bytes() -> tuple[int, int]:
     """Return the bytes this process has had read from and written to block devices so far."""
     counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(counters["read_bytes"]), int(counters["write_bytes"])
@@ -524,7 +547,7 @@ def _bytes(moved: Sequence[tuple[int, int]]) -> dict[str, int]:
     }
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     """Return the versions of torch and of the peers that this interpreter has imported."""
     imported = [name for name in ("torch", "deepspeed", "tensornvme", "bitsandbytes") if name in sys.modules]
     return {name: importlib.metadata.version(name) for name in imported}
@@ -558,9 +581,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print one line of JSON and nothing else")
     chosen = parser.parse_args(arguments)
 
-    # Peers and the compilers they start write to stdout, some of it when the process ends: send all that to stderr.
-    answer = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    answer = own_stdout()
     result = measure(chosen.name, chosen.params, chosen.runs, chosen.directory.resolve(), chosen.threads)
     with answer:
         if chosen.json:

@@ -229,6 +229,23 @@ def test_imports():
     assert command > 0
 
 
+def test_end_to_end(tmp_path):
+    """Trainings of the same model are timed as a whole; a peer that is not installed is reported as such."""
+    pytest.importorskip("transformers", reason="pip install csd_optim[bench]")
+    trainings = ("deepspeed-nvme", "csdadam-8bit", "csdadam-8bit-overlap")
+    done = run("bench.end_to_end", "--quick", f"--directory={tmp_path}", "--json", "--trainings", *trainings)
+    result = json.loads(done.stdout)
+    assert result["schema"] == "csd_optim.bench.end_to_end/1"
+    peer, blocking, overlapped = result["rows"]
+    assert "deepspeed" in peer["skipped"] or len(peer["seconds"]) == 5
+    for row in (blocking, overlapped):
+        assert len(row["losses"]) == 7
+        assert len(row["seconds"]) == 5
+        assert 4 * row["params"] <= row["bytes_written"] < 7 * row["params"]
+    assert max(abs(a - b) for a, b in zip(blocking["losses"], overlapped["losses"], strict=True)) < 0.1
+    assert not any(tmp_path.iterdir())
+
+
 def test_big(tmp_path):
     """CSDAdam trains in a process too small for AdamW, and a killed training resumes with the same parameters."""
     pytest.importorskip("transformers", reason="pip install csd_optim[bench]")
