@@ -2,13 +2,14 @@
 
     python -m bench.publish                       both parts, about ten minutes on two cores
     python -m bench.publish --part cost --params 32e6 --directory /mnt/nvme0
-    python -m bench.publish --part bytes --width 1024 --layers 8 --pretrain 100
+    python -m bench.publish --part bytes --width 1024 --layers 8 --pretrain 40 --pretrain-lr 3e-4
 
 cost     a step with and without it, by turns, with fp32 and 8-bit states: in memory, on a drive, and on one paced to
          2.5 GB/s. Beside them a publisher that keeps a snapshot of the weights and compares it after the step
-bytes    a byte-level GPT (that of bench/demo.py, or a larger one) is trained for --pretrain steps, saved, and opened
-         again for each learning rate: bytes per parameter of versions of 1, 8 and 32 steps, against 2 for all weights,
-         and how fast they are encoded and applied. It is no substitute for a published model
+bytes    a byte-level GPT (that of bench/demo.py, or a larger one) is trained for --pretrain steps, saved to a file, and
+         read from it again for each learning rate: bytes per parameter of versions of 1, 8 and 32 steps, against 2 for
+         all weights, and how fast they are applied. It is no substitute for a published model. --keep DIR leaves the
+         versions, for `python -m bench.studies.zstd`
 
 Every version is compared with the model, bit for bit.
 """
@@ -16,6 +17,7 @@ Every version is compared with the model, bit for bit.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import json
 import os
@@ -35,7 +37,7 @@ from csd_optim import CSDAdam, Replica
 from csd_optim.devices import machine
 from csd_optim.publish.encode import form_of
 from csd_optim.replica.blocks import BITMAP, BLOCK, DENSE, SPARSE
-from csd_optim.replica.replica import changes, opened
+from csd_optim.replica.reading import changes, opened
 from csd_optim.replica.versions import Version, directory_of, numbers, read_version
 
 from .demo import FULL, GPT, Size, batch, loss_of, standard_library
@@ -59,8 +61,9 @@ def main() -> None:
                 say(describe_cost(row))
                 rows.append(row)
         if "bytes" in arguments.part:
-            size = Size(arguments.width, arguments.layers, 8, 64, 8, 0, 0, 0, 12_000_000, 1e-3)
-            for row in bytes_rows(Path(place), size, arguments.pretrain, max(arguments.steps)):
+            width, layers, lr = arguments.width, arguments.layers, arguments.pretrain_lr
+            size = Size(width, layers, 8, 64, 8, 0, 0, 0, 12_000_000, lr)
+            for row in bytes_rows(arguments.keep or Path(place), size, arguments.pretrain, max(arguments.steps)):
                 say(describe_bytes(row))
                 rows.append(row)
     facts["load_average_after"] = os.getloadavg()
@@ -188,9 +191,10 @@ def bytes_rows(place: Path, size: Size, pretrain: int, steps: int) -> Iterator[R
             losses.append(train_step(model, opt, text, size, generator))
             if i % 20 == 0:
                 say(f"step {i}: loss {losses[-1]:.3f}")
-    saved = copy.deepcopy(model.state_dict())
+    place.mkdir(parents=True, exist_ok=True)
+    torch.save(model.state_dict(), place / "model.pt")
     for lr in LRS:
-        model.load_state_dict(saved)
+        model.load_state_dict(torch.load(place / "model.pt"))
         path = place / f"lr-{lr:g}"
         held: dict[str, np.ndarray[Any, Any]] = {}
         generator = torch.Generator().manual_seed(2)
@@ -208,10 +212,13 @@ def bytes_rows(place: Path, size: Size, pretrain: int, steps: int) -> Iterator[R
             if not np.array_equal(held[name], wanted):
                 raise SystemExit(f"{name} differs from the model at lr {lr:g}")
         versions = [read_version(path / directory_of(n)) for n in numbers(path)][2:]  # after the first step's
+        say(f"lr {lr:g}: {steps} steps, {len(versions)} versions")
         yield {
             "what": "bytes",
             "params": params,
             "pretrained_steps": pretrain,
+            "pretrain_lr": size.lr,
+            "first_loss": losses[0] if losses else None,
             "last_loss": losses[-1] if losses else None,
             "lr": lr,
             "apply_seconds": median(apply_seconds[1:]),
@@ -232,18 +239,19 @@ def union(versions: Sequence[Version], n: int, params: int) -> Row:
     """Return the mean share of changed elements, and bytes per parameter, of versions of n steps each."""
     changed, nbytes, sparse, groups = 0, 0, 0, len(versions) // n
     for group in (versions[i * n : (i + 1) * n] for i in range(groups)):
-        for index, tensor in enumerate(group[0].tensors):
-            mask = np.zeros(tensor.numel, bool)
-            for version in group:
-                with opened(version) as files:
+        with contextlib.ExitStack() as stack:
+            opened_group = [(version, stack.enter_context(opened(version))) for version in group]
+            for index, tensor in enumerate(group[0].tensors):
+                mask = np.zeros(tensor.numel, bool)
+                for version, files in opened_group:
                     for indices, _ in changes(version, files, index):
                         mask[indices] = True
-            for first in range(0, len(mask), BLOCK):
-                block = mask[first : first + BLOCK]
-                count = int(block.sum())
-                sizes = {SPARSE: 4 * count, BITMAP: -(-len(block) // 64) * 8 + 2 * count, DENSE: 2 * len(block)}
-                changed, sparse = changed + count, sparse + 4 * count
-                nbytes += sizes[form_of(count, len(block))]
+                for first in range(0, len(mask), BLOCK):
+                    block = mask[first : first + BLOCK]
+                    count = int(block.sum())
+                    sizes = {SPARSE: 4 * count, BITMAP: -(-len(block) // 64) * 8 + 2 * count, DENSE: 2 * len(block)}
+                    changed, sparse = changed + count, sparse + 4 * count
+                    nbytes += sizes[form_of(count, len(block))]
     total = groups * params
     return {"changed": changed / total, "bytes_per_param": nbytes / total, "sparse_only": sparse / total}
 
@@ -292,9 +300,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=15)
     parser.add_argument("--width", type=int, default=FULL.width, help="of the GPT")
     parser.add_argument("--layers", type=int, default=FULL.layers)
-    parser.add_argument("--pretrain", type=int, default=250, help="steps before, at 1e-3")
+    parser.add_argument("--pretrain", type=int, default=250, help="steps before")
+    parser.add_argument("--pretrain-lr", type=float, default=1e-3, help="their learning rate (default 1e-3)")
     parser.add_argument("--steps", type=int, nargs="+", default=[32], help="steps of `bytes` at each learning rate")
     parser.add_argument("--directory", type=Path, default=Path("build/bench"), help="on the disk to be measured")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="leave the versions of `bytes` there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the bytes of versions")
     parser.add_argument("--quick", action="store_true", help="tiny")
     parser.add_argument("--json", action="store_true", help="print everything on stdout")

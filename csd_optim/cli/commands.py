@@ -24,6 +24,7 @@ from .. import settings
 from ..devices import emulation
 from ..devices.units import parse_bytes, parse_rate
 from .io import message, print_json, progress, reported
+from .receivers import Receiver
 
 app: typer.Typer = typer.Typer(
     help="""Optimizer states on NVMe drives: check, plan, measure, watch, convert.
@@ -207,25 +208,41 @@ def follow(
         Path, typer.Argument(metavar="DIR", help="A folder of versions, as of opt.publish().", show_default=False)
     ],
     to: Annotated[
-        Path, typer.Option("--to", metavar="FILE", help="The safetensors file to make and update.", show_default=False)
+        Path,
+        typer.Option("--to", metavar="PATH", help="The file to make and update, or a folder.", show_default=False),
     ],
+    form: Annotated[
+        Receiver,
+        typer.Option("--as", help="A safetensors file; or, into a folder, patches for vLLM, or what slime reads."),
+    ] = Receiver.SAFETENSORS,
+    base: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="With --as slime: a checkpoint whose config.json etc. full versions need.",
+            show_default=False,
+        ),
+    ] = None,
     once: Annotated[bool, typer.Option("--once", help="Bring it to the newest version, and end.")] = False,
     interval: Annotated[float, typer.Option(min=0.01, metavar="S", help="Seconds between two looks.")] = 1.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per new version, on a line.")] = False,
 ) -> None:
-    """Keep a safetensors file at the newest published version. It is replaced as a whole, until Ctrl-C.
+    """Keep a safetensors file at the newest published version.
 
-    The file says in its metadata which version it has: it can be continued later, and by another process.
+    It is replaced as a whole, until Ctrl-C. Or write for each new version a file of patches for vLLM, or a directory as
+    slime, miles and SGLang read it. Files say which version they have: another process can go on with them.
     """
     with reported(), contextlib.suppress(KeyboardInterrupt):
-        from ..replica.to_file import follow as follow_to
+        from .receivers import follower
 
+        follow_to = follower(form, directory, to, base)
         while True:
-            version = follow_to(directory, to)
-            if version and as_json:
-                print_json("follow", file=str(to), version=version.number, step=version.step, run=version.run)
-            elif version:
-                print(f"{to}: version {version.number}, of step {version.step}")
+            if done := follow_to():
+                path, version = done
+                if as_json:
+                    print_json("follow", file=str(path), version=version.number, step=version.step, run=version.run)
+                else:
+                    print(f"{path}: version {version.number}, of step {version.step}")
             sys.stdout.flush()
             if once:
                 break

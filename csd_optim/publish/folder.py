@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CSDBusyError, CSDOSError, CSDStoreError
+from ..replica.atomic import sync
 from ..replica.versions import FORMAT, MANIFEST, Tensor, Version, directory_of, numbers, read_version
 
 PENDING = re.compile(r"\.v(\d{10,})\.pending")
@@ -252,12 +253,3 @@ def write(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(fd)
-
-
-def sync(directory: Path) -> None:
-    """Flush the entries of a directory to the disk."""
-    fd = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -212,11 +212,17 @@ def parse_tensors(file: Reader) -> tuple[dict[str, str], dict[str, tuple[str, li
 
 def header_of(tensors: Sequence[Tensor], metadata: dict[str, str]) -> bytes:
     """Return the header of a safetensors file of these tensors, whose data follow one another."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    entries = [(t.name, t.dtype, t.shape, 2 * t.numel) for t in tensors]
+    return safetensors_header(entries, {"format": "pt", **metadata})
+
+
+def safetensors_header(tensors: Iterable[tuple[str, str, Sequence[int], int]], metadata: dict[str, str]) -> bytes:
+    """Return the header of a safetensors file. `tensors`: the name, dtype, shape and bytes of each."""
+    entries: dict[str, Any] = {"__metadata__": metadata}
     end = 0
-    for tensor in tensors:
-        begin, end = end, end + 2 * tensor.numel
-        entries[tensor.name] = {"dtype": tensor.dtype, "shape": [*tensor.shape], "data_offsets": [begin, end]}
+    for name, dtype, shape, nbytes in tensors:
+        begin, end = end, end + nbytes
+        entries[name] = {"dtype": dtype, "shape": [*shape], "data_offsets": [begin, end]}
     header = json.dumps(entries).encode()
     header += b" " * (-len(header) % 8)
     return struct.pack("<Q", len(header)) + header

@@ -154,7 +154,11 @@ def way_to_newest(directory: Path, have: tuple[int, str] | None) -> list[Version
     found = numbers(directory)
     if not found:
         raise CSDOSError(errno.ENOENT, f"no version has been published in {directory} yet")
-    version = read_version(directory / directory_of(found[-1]))
+    return way_to(directory, read_version(directory / directory_of(found[-1])), have)
+
+
+def way_to(directory: Path, version: Version, have: tuple[int, str] | None) -> list[Version]:
+    """Do as way_to_newest() for another version of the folder."""
     if have == version.key:
         return []
     way = [version]

@@ -74,6 +74,7 @@ NOT_RUN = {  # the beginning of a command, or of a Python snippet's first line: 
     "# skorch": TRAINERS,
     "# fastai": TRAINERS,
     "csd-optim follow policy": "follows until it is stopped; tests/publish/test_format.py has what it does",
+    "from vllm.": "tests/publish/test_vllm.py has what it does",
     "csd-optim inspect policy": "tests/publish/test_format.py has what it does",
     "csd-optim serve ": "serves until it is stopped; tests/serve/ has what it does",
     "sudo xbmgmt": CARD,

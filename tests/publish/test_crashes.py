@@ -2,12 +2,12 @@
 
 import errno
 import os
-import signal
 import time
 
 import pytest
 import torch
 from support.forked import process
+from support.killed import ended, killed_at
 from support.published import Model, Published, gradients, publishes_on, weights
 from support.versions import Writer
 
@@ -16,31 +16,7 @@ from csd_optim.replica import to_file
 from csd_optim.replica.versions import directory_of, numbers, read_version
 
 pytestmark = pytest.mark.at_hand("its updates are on the owner's machine")
-CALLS = ("open", "pwrite", "write", "fsync", "rename", "mkdir", "rmdir", "unlink", "replace")  # of the module os
 STEPS = 3
-
-
-def killed_at(n, *, after, body):
-    """Run body(), and kill this process before its n-th call that changes a file, or after it."""
-    left = n
-
-    def counting(function):
-        def call(*arguments, **options):
-            nonlocal left
-            left -= 1
-            if left == 0 and not after:
-                os.kill(os.getpid(), signal.SIGKILL)
-            result = function(*arguments, **options)
-            if left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return result
-
-        return call
-
-    for name in CALLS:
-        setattr(os, name, counting(getattr(os, name)))
-    body()
-    os._exit(0)
 
 
 def trains_and_publishes(directory, n, after, state_dtype):
@@ -58,13 +34,6 @@ def trains_and_publishes(directory, n, after, state_dtype):
         opt.close()
 
     killed_at(n, after=after, body=body)
-
-
-def ended(child):
-    """Wait for a child. Returns whether it was killed."""
-    child.join(120)
-    assert child.exitcode in (0, -signal.SIGKILL)
-    return child.exitcode != 0
 
 
 def expected_weights(state_dtype):

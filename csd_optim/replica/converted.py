@@ -1,0 +1,69 @@
+"""Files of other formats that are made from versions, and say in their metadata from which one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ..errors import CSDOSError, CSDStoreError
+from .atomic import remove
+from .blocks import Reader, parse_tensors
+from .versions import Version
+
+Key = tuple[int, str]  # number and id of a version
+
+
+def metadata_of(version: Version) -> dict[str, str]:
+    """Return what a converted file says about its version."""
+    about = {"version": str(version.number), "id": version.id, "run": version.run, "step": str(version.step)}
+    return {f"csd_optim.{key}": value for key, value in about.items()}
+
+
+def key_in(metadata: dict[str, str]) -> Key | None:
+    """Return number and id of the version that a file with this metadata has; None: it does not say."""
+    try:
+        return int(metadata["csd_optim.version"]), metadata["csd_optim.id"]
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+class Converted(Reader):
+    """A safetensors file as it is, which somebody may have changed.
+
+    `have`: the version of which it says it is; None: of none. `at`: as from parse_tensors().
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises CSDOSError."""
+        self.path: Path = path
+        try:
+            self._fd: int = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as e:
+            raise CSDOSError(e.errno, f"cannot read {path}: {e.strerror}") from e
+        self.have: Key | None = None
+        self.at: dict[str, tuple[str, list[int], int]] = {}
+        try:
+            metadata, self.at = parse_tensors(self)
+            self.have = key_in(metadata)
+        except CSDStoreError:
+            pass
+
+    def __enter__(self) -> Converted:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def retire(paths: Sequence[Path], is_full: Callable[[Path], bool]) -> None:
+    """Remove what is before the last full one of these, with which a receiver may just have begun.
+
+    Raises CSDOSError.
+    """
+    full = [i for i, path in enumerate(paths) if is_full(path)]
+    for path in paths[: full[-1]] if full else ():
+        try:
+            remove(path)
+        except OSError as e:
+            raise CSDOSError(e.errno, f"cannot remove {path}: {e.strerror}") from e
