@@ -116,5 +116,13 @@ def _patch(tensor: Tensor, way: Sequence[Version], files: Sequence[Files]) -> Pa
         return None
     if values is not None:
         return Patch(tensor.name, tensor.dtype, tensor.shape, None, values, number)
-    every, last = np.unique(np.concatenate(indices)[::-1], return_index=True)  # of equal indices, the latest counts
-    return Patch(tensor.name, tensor.dtype, tensor.shape, every, np.concatenate(parts)[::-1][last], number)
+    every, new = np.concatenate(indices), np.concatenate(parts)
+    if not is_ascending(every):
+        every, last = np.unique(every[::-1], return_index=True)  # of equal indices, the latest counts
+        new = new[::-1][last]
+    return Patch(tensor.name, tensor.dtype, tensor.shape, every, new, number)
+
+
+def is_ascending(indices: Array) -> bool:
+    """Return whether each index is larger than the one before, as are those of one version: they need no sorting."""
+    return bool((indices[1:] > indices[:-1]).all())

@@ -16,6 +16,7 @@ from . import zstd
 from .atomic import appears, locked
 from .blocks import header_of, safetensors_header
 from .converted import Converted, Key, key_in, metadata_of, retire
+from .patches import is_ascending
 from .reading import opened, retried
 from .replica import Arrays, apply
 from .versions import Tensor, Version, directory_of, read_version, way_to, way_to_newest
@@ -161,8 +162,11 @@ class Weights(Arrays):
         changes = self._changes.get(tensor.name)
         if not changes:
             return np.zeros(0, np.int64), np.zeros(0, np.uint16)
-        indices, first = np.unique(np.concatenate([at for at, _ in changes]), return_index=True)
-        return indices, np.concatenate([before for _, before in changes])[first]
+        indices, before = (np.concatenate(parts) for parts in zip(*changes, strict=True))
+        if not is_ascending(indices):
+            indices, first = np.unique(indices, return_index=True)
+            before = before[first]
+        return indices, before
 
 
 def overwrite(indices: Array, before: Array, after: Array) -> bytes:
