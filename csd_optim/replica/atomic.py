@@ -74,8 +74,11 @@ def locked(folder: Path) -> Iterator[None]:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
             raise CSDBusyError(e.errno, f"another process follows in {folder}") from e
-        for path in (*folder.glob(".*.new"), *folder.glob(".*.old")):
-            remove(path)
+        try:
+            for path in (*folder.glob(".*.new"), *folder.glob(".*.old")):
+                remove(path)
+        except OSError as e:
+            raise CSDOSError(e.errno, f"cannot remove what is half written in {folder}: {e.strerror}") from e
         yield
     finally:
         os.close(fd)

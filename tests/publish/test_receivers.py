@@ -39,9 +39,9 @@ def change(writer, share=0.01):
         values[is_nan(values, writer.dtype)] = 0x3C00
 
 
-@pytest.fixture(params=["BF16", "F16"])
+@pytest.fixture(params=[("BF16", 1), ("F16", 3)], ids=["bf16", "fp16 of 3 ranks"])
 def writer(request, tmp_path):
-    with Writer(tmp_path / "policy", SHAPES, request.param) as writer:
+    with Writer(tmp_path / "policy", SHAPES, *request.param) as writer:
         change(writer, 0)
         yield writer
 
@@ -507,6 +507,17 @@ def test_a_full_disk_leaves_nothing(writer, kind, tmp_path, monkeypatch):
     reader.follow() if kind == "vllm" else reader.pull(2)
     assert reader.lists() == writer.lists()
     assert path.name in ("patch-v0000000003.safetensors", "weight_v000002")
+
+
+@pytest.mark.parametrize("kind", ["vllm", "slime"])
+def test_what_a_killed_follower_left_is_removed(writer, kind, tmp_path):
+    writer.full()
+    out = tmp_path / kind
+    (out / ".weight_v000009.new").mkdir(parents=True)
+    (out / ".weight_v000009.new/model.safetensors").write_text("half")
+    (out / ".patch-v0000000009.safetensors.new").write_text("half")
+    path, _ = followers(writer.path, tmp_path)[kind]()
+    assert {p.name for p in out.iterdir()} == {".lock", path.name}
 
 
 @pytest.mark.parametrize("kind", ["vllm", "slime"])
