@@ -317,6 +317,14 @@ class Watch:
         """Begin a step. `whole`: it records all elements."""
         self._struct.whole, self._struct.sum, self._struct.updated = whole, 0, 0
 
+    def note(self, tile: int, piece: np.ndarray[Any, Any], dtype: torch.dtype, before: int, after: int) -> None:
+        """Record what a step has changed in a piece that was updated elsewhere. See csd_watch_note.
+
+        `piece`: an array of one, dtype PIECE. `before`, `after`: addresses.
+        """
+        of = _array(piece, "csd_piece *"), DTYPE_CODES[dtype]
+        lib.csd_watch_note(self._struct, tile, *of, _address(before), _address(after))
+
     def arrays(self) -> Sequence[np.ndarray[Any, Any]]:
         """Return the memory that it takes."""
         return [*self._checks]

@@ -124,6 +124,11 @@ class Backend:
     rules: frozenset[str] | None = None  # update rules (UpdateRule.name) that it has kernels for; None: all
     block_bytes: int = DEFAULT_BLOCK  # default size of one I/O request
 
+    @property
+    def updated_by_cpu(self) -> bool:
+        """Whether the native engine updates its state, with the code that opt.publish() has record what changes."""
+        return (self.has_file or self.in_memory) and not self.on_card and self.keeps_state
+
 
 BACKENDS = {
     b.name: b

@@ -83,6 +83,11 @@ class OpenDevices:
         return any(s.kind.images_only for s in self.specs)
 
     @property
+    def records_changes(self) -> bool:
+        """Whether updates record what they change, as those of the CPU do."""
+        return self.accelerator is None and all(spec.kind.updated_by_cpu for spec in self.specs)
+
+    @property
     def states_on_demand(self) -> bool:
         """Whether states are read when somebody looks at them, because those of some device have no windows."""
         return any(s.kind.states_on_demand for s in self.specs)

@@ -51,6 +51,13 @@ class Devices(Protocol):
         """
 
     @property
+    def records_changes(self) -> bool:
+        """Whether updates record what they change in watched parameters: see csd_watch.
+
+        Else it is seen when a parameter arrives: see Watcher.param_arrives().
+        """
+
+    @property
     def states_on_demand(self) -> bool:
         """Whether no states have windows, not even fp32 ones.
 

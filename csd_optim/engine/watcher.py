@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 
 class Watcher:
@@ -21,6 +22,19 @@ class Watcher:
         """Note that a step has begun on the devices; no tile was pushed yet.
 
         `written`: tiles whose states were written since the last step (uint32).
+        """
+
+    def param_arrives(self, tile: int, piece: np.ndarray[Any, Any], before: torch.Tensor, after: torch.Tensor) -> None:
+        """Note that a piece of a parameter has come back in an image, and is copied to the parameter next.
+
+        On any thread. `piece`: an array of one, dtype PIECE. `before`, `after`: its elements, 1-D; `after` in host
+        memory.
+        """
+
+    def step_completes(self, step: int) -> None:
+        """Do what before_commit() does, where the end of a step is also the beginning of its commit: that comes next.
+
+        All parameters of the step have arrived. On any thread.
         """
 
     def step_ends(self, *, is_undone: bool) -> None:

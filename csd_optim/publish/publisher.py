@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ..bindings import NEW, UNCOMPARED, UNLESS_SET
 from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..engine.engine import Engine
 from ..engine.watcher import Watcher
@@ -25,7 +24,8 @@ from ..threads import running_pool
 from .chain import Chain
 from .folder import Folder, Share
 from .recording import Recording
-from .tracked import Tracked, own_share, tensors_of
+from .tracked import own_share, tensors_of
+from .watching import Watching
 from .writer import ShareWriter
 
 Array = np.ndarray[Any, Any]
@@ -74,10 +74,9 @@ class Publisher(Watcher):
         self._model = model.module if isinstance(model, DistributedDataParallel) else model
         self._settle = settle
         self._leads = ranks is None or ranks.rank == 0
-        self._watched: dict[int, Tracked] = {}  # by the engine's index of the parameter
-        self._planned: list[Tracked] = []  # those of them that the next step may update
-        self._in_step: set[Tracked] = set()  # those that the last step has updated
-        self._sums: list[int] = []  # the checksums of all before the last step
+        # Whether versions get their names in the background. Else after_commit() is called there.
+        self._names_behind = ranks is not None or not engine.devices.records_changes
+        self._is_complete = False  # step_completes() was called, and step_ends() was not yet
         self._named: tuple[int, int] | None = None  # number and step of the newest version
         # The same on all ranks:
         self._run = ""
@@ -189,6 +188,7 @@ class Publisher(Watcher):
                 )
             self._recording = Recording(self.path)
             stack.callback(self._recording.close)
+        self._watching = Watching(self._engine, self._recording, self._tracked, self._model)
         self._writer = ShareWriter(self._folder, self._recording, self._tracked)
         self._chain = Chain(self._folder, self._tensors)
 
@@ -218,58 +218,40 @@ class Publisher(Watcher):
     # ---- steps: see Watcher --------------------------------------------------------
 
     def enter(self, table: Array, params: Sequence[ParamState]) -> None:
-        now = dict(self._model.named_parameters(remove_duplicate=False))
-        for tracked in self._tracked:
-            tracked.adopt(now)
-        tracked_of = {id(t.param): (i, t) for i, t in enumerate(self._tracked)}
-        self._planned = []
-        for state in params:
-            if id(state.param) not in tracked_of:
-                continue
-            number, tracked = tracked_of[id(state.param)]
-            if not _can_watch(state, tracked):
-                continue
-            if self._watched.get(state.index) is not tracked or tracked.watch is None:
-                checked = state.is_coded or tracked.is_fp32
-                tiles = self._engine.tiles
-                tracked.watch = self._recording.watch(number, tracked.first, tiles, state.index, checked=checked)
-                tracked.row, tracked.checked, tracked.whole = state.index, checked, True
-                self._watched[state.index] = tracked
-            # A program may write to the master itself. Where `checked`, the parameter's bits before the step tell more.
-            tracked.see_master(None if tracked.checked else state.windows.get("master"))
-            self._planned.append(tracked)
-            table["watch"][state.index] = tracked.watch.address
+        self._watching.enter(table, params)
 
     def step_begins(self, table: Array, written: Array) -> None:
         self._begin_step()
-        self.tiles_written(written)
-        for tracked in self._planned:
-            assert tracked.watch is not None
-            tracked.see_master(tracked.master)
-            row = table[tracked.row]
-            # Where it is known that they were set from outside, all elements are sent.
-            is_set = tracked.checked and row["master"] in (UNLESS_SET, UNCOMPARED)
-            tracked.whole |= bool(is_set or row["master"] == NEW or row["edited"].any())
-            tracked.watch.begin(whole=tracked.whole or self._is_full)
+        self._watching.step_begins(table, written)
 
     def _begin_step(self) -> None:
         self.join()
         is_due = (self._engine.states.step + 1) % self._options.every == 0
         self._is_full = is_due and (self._needs_full or self._number - self._last_full >= self._options.full_every)
-        self._recording.begin(anew=self._needs_full or self._is_full)
-        self._sums = [tracked.checksum for tracked in self._tracked]
+        self._watching.begin(anew=self._needs_full or self._is_full, is_whole=self._is_full)
+        self._is_complete = False
+
+    def param_arrives(self, tile: int, piece: Array, before: torch.Tensor, after: torch.Tensor) -> None:
+        self._watching.param_arrives(tile, piece, before, after)
+
+    def step_completes(self, step: int) -> None:
+        self._keep()
+        self._is_complete = True
+        self.before_commit(step)
 
     def step_ends(self, *, is_undone: bool) -> None:
-        if is_undone:
-            self._recording.undo()
-            return
+        is_complete, self._is_complete = self._is_complete, False
+        if is_undone and is_complete:
+            self.step_taken_back()
+        elif is_undone:
+            self._watching.undo()
+        elif not is_complete:
+            self._keep()
+
+    def _keep(self) -> None:
         self._note_kept()
         try:
-            for tracked in self._planned:
-                if tracked.watch and tracked.watch.updated:
-                    tracked.update(is_whole=tracked.whole or self._is_full)
-                    self._in_step.add(tracked)
-            self._recording.check()
+            self._watching.keep()
         except CSDError as e:
             self._fail(self._engine.states.step + 1, e)
 
@@ -279,28 +261,21 @@ class Publisher(Watcher):
 
     def _note_kept(self) -> None:
         step = self._engine.states.step + 1
-        self._in_step.clear()
+        self._watching.in_step.clear()
         self._due = self._unconfirmed = step if step % self._options.every == 0 else None
 
     def step_taken_back(self) -> None:
         self.join()
-        self._recording.undo()
-        for tracked, checksum in zip(self._tracked, self._sums, strict=True):
-            tracked.checksum = checksum
-        for tracked in self._in_step:
-            tracked.whole = True  # what is recorded next differs from the version before
+        self._watching.take_back()
         self._due, self._unconfirmed, self._has_written = None, None, False
         with contextlib.suppress(OSError):  # then _write() cannot replace it, either, and all ranks learn that
             self._folder.remove(self._number)
 
     def params_written(self, params: Sequence[int]) -> None:
-        for row in params:
-            if row in self._watched:
-                self._watched[row].whole = True
+        self._watching.params_written(params)
 
     def tiles_written(self, tiles: Array) -> None:
-        for tile in tiles.tolist():
-            self.params_written(self._engine.tiles.pieces_of(tile)["param"].tolist())
+        self._watching.tiles_written(tiles)
 
     # ---- commits -------------------------------------------------------------------
 
@@ -357,7 +332,7 @@ class Publisher(Watcher):
             self._last_full, self._needs_full = number, False
         with contextlib.suppress(OSError):  # its space is given back after the next version
             self._recording.clear()
-        if not self._ranks:
+        if not self._names_behind:
             self._name_or_fail(number, step, self._last_full)
         elif self._leads:
             self._naming = self._submit(self._name_or_fail, number, step, self._last_full)
@@ -406,7 +381,7 @@ class Publisher(Watcher):
             self._folder.ranks,
             self._chain.model,
         )
-        self._writer.write(share, self._in_step)
+        self._writer.write(share, self._watching.in_step)
         self._due, self._has_written = None, True
 
     def _name_or_fail(self, number: int, step: int, last_full: int) -> None:
@@ -414,7 +389,7 @@ class Publisher(Watcher):
             self._name(number, last_full)
         except Exception as e:
             self._note_failure(step, e)
-            if not self._ranks:
+            if not self._names_behind:
                 self._give_up()
             self._discard(number)
 
@@ -430,21 +405,13 @@ class Publisher(Watcher):
             self._folder.discard(number)
 
 
-def _can_watch(state: ParamState, tracked: Tracked) -> bool:
-    """Whether the updates of a parameter can record what they change: its elements are in row-major order."""
-    in_order = torch.empty_strided(state.own_master.shape, state.stride, device="meta").is_contiguous()
-    return in_order and 0 < state.numel == tracked.numel and not state.param.is_complex()
-
-
 def check_engine(engine: Engine, ranks: Ranks | None, options: Options) -> None:
     """Raise CSDValueError if the updates of these devices cannot record what they change. A collective."""
     with all_ranks_or_none(ranks):
         if min(options.every, options.keep, options.full_every) < 1 or options.dtype not in (None, "bf16"):
             raise CSDValueError('every, keep and full_every are at least 1, and dtype is None or "bf16"')
-        if engine.devices.images_only:
-            raise CSDValueError("publish() needs devices of this process: over serve:// it is not possible yet")
         for spec in engine.devices.named:
-            if not (spec.kind.has_file or spec.kind.in_memory) or spec.kind.on_card or not spec.kind.keeps_state:
+            if not spec.kind.updated_by_cpu:
                 raise CSDValueError(
                     f"publish() needs devices that the CPU updates, and {spec} is none: its updates record nothing"
                 )

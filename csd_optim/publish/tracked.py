@@ -4,7 +4,7 @@ is known of their values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,7 @@ class Tracked:
         """What a manifest calls so."""
         return self.index, self.first, self.numel
 
-    def adopt(self, params: dict[str, torch.Tensor]) -> None:
+    def adopt(self, params: Mapping[str, torch.Tensor]) -> None:
         """Take the parameter that has the name now. Not one that FSDP2 has gathered: it will be a shard again."""
         new = params.get(self.name, self.param)
         if hasattr(new, "placements") == hasattr(self.param, "placements"):

@@ -45,7 +45,7 @@ class Link:
         self.changed: threading.Condition = threading.Condition()
         self.committed_step: int = 0
         self._commits = (0, 0)  # at the owner: begun, and ended
-        self.on_committed: Callable[[int], None] = lambda _: None  # called on any thread with the committed step
+        self.on_committed: Callable[[], None] = lambda: None  # called on any thread that has learnt of commits
         # Takes the link up again: returns the fields of a HELLO, and takes the answer. Set once the states are known.
         self.reattach: tuple[Callable[[], dict[str, Any]], Callable[[Answer], None]] | None = None
         self._session: Session | None = None
@@ -202,9 +202,12 @@ class Link:
         """Take over from an answer or news which step is committed. News may come before an older answer is read."""
         committed, begun, ended = map(fields.integer, ("committed", "begun_commits", "ended_commits"))
         with self.changed:
-            self.committed_step = max(committed, self.committed_step)
+            if ended > self._commits[1]:
+                self.committed_step = committed  # a lower one if a state dict of an earlier step was loaded
+            elif ended == self._commits[1]:
+                self.committed_step = max(committed, self.committed_step)
             self._commits = max(begun, self._commits[0]), max(ended, self._commits[1])
-            self.on_committed(self.committed_step)
+            self.on_committed()
             self.changed.notify_all()
 
     @property

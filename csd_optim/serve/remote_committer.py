@@ -41,6 +41,7 @@ class RemoteCommitter(Committer):
         self._sent: Record | None = None  # the record that went with the last step
         self._within_loading = False
         self._unconfirmed = False  # the ranks have not met since the last commit
+        self._awaited: int | None = None  # the step whose commit has begun, and is not known to be durable
         self._round = 0  # the last one that this rank has told the others
 
     # ---- commits -----------------------------------------------------------------
@@ -60,6 +61,7 @@ class RemoteCommitter(Committer):
     def before_finish(self, record: Record | None, steps: np.ndarray[Any, Any]) -> None:
         self._sent = record or self.states.record
         self._native.ending = *parts_of(self._sent), steps
+        self.states.watcher.step_completes(self.states.step + 1)
 
     def commit(self, record: Record | None = None) -> None:
         record = record or self.states.record
@@ -70,11 +72,28 @@ class RemoteCommitter(Committer):
             failure, self._native.commit_failure = self._native.commit_failure, None
             if failure:
                 raise failure
+            self._await_commit()
             return
         head, user_state = parts_of(record)
         counts = pack_counts(self.states.all_steps())
+        self.states.watcher.before_commit(self.states.step)
         answer = self._link.request("commit", counts, user_state, step=self.states.step, record=head)
         self._link.note_committed(answer.fields)
+        self._await_commit()
+
+    def _await_commit(self) -> None:
+        """Have the watcher told once the owner's commit of the last step is durable."""
+        with self._link.changed:
+            self._awaited = self.states.step
+            self.note_committed()
+
+    def note_committed(self) -> None:
+        """Take note of what the link knows of commits. On any thread, which holds the link's `changed`."""
+        self.states.committed_step = self._link.committed_step
+        # Of several ranks, all must have it: see note_confirmed().
+        if self._ranks is None and self._awaited == self._link.committed_step and self._link.commits_at_rest:
+            step, self._awaited = self._awaited, None
+            self.states.watcher.after_commit(step, has_failed=self.states.watcher.has_failed)
 
     def all_ranks_or_none(self) -> contextlib.AbstractContextManager[object]:
         return all_ranks_or_none(self._ranks)
@@ -84,10 +103,10 @@ class RemoteCommitter(Committer):
 
     def confirm(self) -> None:
         with all_ranks_or_none(self._ranks) as exchanged:
-            exchanged.own = self.own_round()
+            exchanged.own = self.own_round(), self.states.watcher.has_failed
         if self._ranks:
-            check_rounds(exchanged.by_ranks)
-            self.note_confirmed()
+            check_rounds(round for round, _ in exchanged.by_ranks)
+            self.note_confirmed(has_failed=any(failed for _, failed in exchanged.by_ranks))
 
     def own_round(self) -> int:
         if self._ranks is None:
@@ -110,6 +129,8 @@ class RemoteCommitter(Committer):
         return not self._unconfirmed
 
     def note_confirmed(self, *, has_failed: bool = False) -> None:
+        if self._unconfirmed:
+            self.states.watcher.after_commit(self.states.step, has_failed=has_failed)
         self._unconfirmed = False
         # If it is lost now, the next request finds out, within a context in which the other ranks learn of it.
         with contextlib.suppress(CSDError):
@@ -245,7 +266,7 @@ class RemoteCommitter(Committer):
             elif self.steps_changed:
                 self.commit()
         with contextlib.suppress(CSDTornError):
-            self._link.request("close")
+            self._link.note_committed(self._link.request("close").fields)
 
 
 def _bytes_of(record: Record) -> int:

@@ -51,6 +51,7 @@ class RemoteDevices:
     # ---- capabilities ------------------------------------------------------------
 
     images_only = True
+    records_changes = False
     states_on_demand = True
     keeps_state = True
     resident = False

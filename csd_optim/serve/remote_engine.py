@@ -81,7 +81,7 @@ def open_remote(address: Address, model: str, *, mode: Mode, tile_elems: int | N
             if answer.fields.flag("recovered"):
                 _adopt(engine, answer)
                 committer.committed_steps = states.all_steps()
-            Attaching(engine, link, native, answer.fields.text("store"), is_alone=ranks is None)
+            Attaching(engine, link, native, committer, answer.fields.text("store"), is_alone=ranks is None)
     except BaseException:
         if link:
             link.close()
@@ -132,16 +132,23 @@ def _store_found(fields: Fields) -> RanksStore | None:
 class Attaching:
     """Takes a lost link up again: compares the steps that trainer and owner have made."""
 
-    def __init__(self, engine: Engine, link: Link, native: RemoteNative, store: str, *, is_alone: bool) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        link: Link,
+        native: RemoteNative,
+        committer: RemoteCommitter,
+        store: str,
+        *,
+        is_alone: bool,
+    ) -> None:
         """`is_alone`: no other trainer has to go back to the step that the owner has."""
         self._engine, self._native, self._store, self._is_alone = engine, native, store, is_alone
         self._lose = link.lose
         link.reattach = self._hello, self._take
-        link.on_committed = self._note_committed
-        self._note_committed(link.committed_step)
-
-    def _note_committed(self, step: int) -> None:
-        self._engine.states.committed_step = step
+        link.on_committed = committer.note_committed
+        with link.changed:
+            committer.note_committed()
 
     def _hello(self) -> dict[str, Any]:
         return {"store": self._store, "step": self._engine.states.step}
@@ -171,6 +178,7 @@ class Attaching:
         for extent, own in zip(self._engine.tiles.extents, states.steps, strict=True):
             own[:] = counts[extent.first_param : extent.first_param + len(own)]
         if there < here:
+            states.watcher.step_taken_back()
             raise CSDRankError(
                 f"the optimizer ranks have lost step {here}, which was not durable yet: parameters and states go back "
                 f"to step {there}"

@@ -95,7 +95,7 @@ class RemoteNative:
         )
         self._link.travel(Travelling(under_way, self._outgoing, self._returning))
         try:
-            self._link.request(
+            answer = self._link.request(
                 "begin",
                 pack_rows(params, rows),
                 pack_hypers(hypers),
@@ -108,6 +108,7 @@ class RemoteNative:
         except BaseException:
             self._link.travel(None)
             raise
+        self._link.note_committed(answer.fields)  # the owner has waited for the last step's commit
         self._under_way, self._stepping = under_way, True
 
     def send_edits(self, params: np.ndarray[Any, Any]) -> None:

@@ -269,17 +269,19 @@ class StagingRing:
         """Return the source of a row if its gradient and parameter travel in images: not so if its states are given."""
         return None if self._given and row in self._given.copies else sources.get(row)
 
-    def begin_empty(self, slot: StagingBuffer, pieces: np.ndarray[Any, Any], sources: Mapping[int, GradSource]) -> None:
+    def begin_empty(self, slot: StagingBuffer, engine: Engine, tile: int, sources: Mapping[int, GradSource]) -> None:
         """Begin to copy a tile's parameters out of the slot. Does not change version counters: the step does."""
         _, streams = self._copy_streams()
         used, copied = {}, list[tuple[GradSource, Any]]()
-        for param, _, first, tile_first, n in pieces.tolist():
+        pieces, watcher = engine.tiles.pieces_of(tile), engine.states.watcher
+        for i, (param, _, first, tile_first, n) in enumerate(pieces.tolist()):
             source = self._image_source(param, sources)
             if source is None or source.is_dropped:
                 continue
             stream = streams.get(source.param.device)
-            image = slot.param[4 * tile_first :].view(source.param.dtype)[:n]
-            _copy(source.param.data[first : first + n], image, stream)
+            image, to = slot.param[4 * tile_first :].view(source.param.dtype)[:n], source.param.data[first : first + n]
+            watcher.param_arrives(tile, pieces[i : i + 1], to, image)
+            _copy(to, image, stream)
             if stream is not None:
                 used[stream.device] = stream
                 copied.append((source, stream.device))
@@ -366,7 +368,7 @@ class StagedTiles:
 
     def _pull_slot(self, tile: int) -> None:
         slot = self._pushed.pop(tile)
-        self._ring.begin_empty(slot, self._engine.tiles.pieces_of(tile), self._sources.pop(tile))
+        self._ring.begin_empty(slot, self._engine, tile, self._sources.pop(tile))
         if tile not in self.early_buffers:
             self._in_flight_on[self._engine.tiles.device_of(tile)] -= 1
             self._free.append(slot)

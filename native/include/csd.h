@@ -272,7 +272,7 @@ typedef struct csd_changes csd_changes;
  * update, with their new values. A parameter of 32 bits counts as its master, rounded to bfloat16. For fp32 states and
  * 16 bits, "after the last update" is the rounded master before the step, so a parameter that was set from outside
  * makes no difference. Elsewhere the bits before the update are compared, and `checks` show what was set from outside.
- * The caller owns this struct, and must not touch it during a step. CPU updates only. */
+ * The caller owns this struct, and must not touch it during a step. CPU updates only; for others see csd_watch_note. */
 typedef struct csd_watch {
   csd_changes *changes;
   uint32_t param;      /* names the parameter in the records */
@@ -534,6 +534,13 @@ typedef struct csd_block {
  * in `*bytes`. */
 int csd_changes_encode(const csd_changes *changes, const csd_change *records, uint64_t n_records, csd_block *blocks,
                        uint64_t n_blocks, void *payload, uint64_t *bytes, csd_error *error);
+
+/* Records what a step has changed in a piece of a watched parameter that was updated elsewhere, as the updates of this
+ * process do. `before` and `after`: its elements before and after the step, of this dtype; `before` is not read if all
+ * are recorded (`whole`). `tile`: the number of its tile over all extents. The watch has checks. May run on several
+ * threads for different pieces. */
+void csd_watch_note(csd_watch *watch, uint32_t tile, const csd_piece *piece, uint32_t dtype, const void *before,
+                    const void *after);
 
 /* Returns the checksum of `n` values of a parameter, of which the first is element `first`. */
 uint32_t csd_changes_sum(const uint16_t *values, uint64_t first, uint64_t n);

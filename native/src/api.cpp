@@ -297,6 +297,11 @@ int csd_changes_encode(const csd_changes *changes, const csd_change *records, ui
   });
 }
 
+void csd_watch_note(csd_watch *watch, uint32_t tile, const csd_piece *piece, uint32_t dtype, const void *before,
+                    const void *after) {
+  csd::note_update(*watch, tile, *piece, dtype, before, after);
+}
+
 uint32_t csd_changes_sum(const uint16_t *values, uint64_t first, uint64_t n) {
   return csd::weighted_sum(values, first, n);
 }

@@ -21,16 +21,8 @@ thread_local const Work *current_work = nullptr;
 thread_local uint64_t last_piece = 0;  // spans come in the order of their pieces, so the search begins here
 
 Place place_at(const csd_piece &piece, uint64_t in_piece) {
-  Place place;
-  place.watch = current_work->params[piece.param].watch;
-  if (!place.watch) return place;
-  place.first = place.watch->first + piece.param_first + in_piece;
-  if (!place.watch->checks) return place;
-  const uint64_t element = piece.tile_first + in_piece;
-  place.group =
-      place.watch->groups[current_tile->index - place.watch->first_tile] + element / kGroup - piece.tile_first / kGroup;
-  place.in_group = element % kGroup;
-  return place;
+  csd_watch *const watch = current_work->params[piece.param].watch;
+  return watch ? place_in(*watch, current_tile->index, piece, in_piece) : Place{};
 }
 
 template <typename Is>
@@ -67,6 +59,15 @@ void begin_updates_of(const Tile &tile, const Work &work) noexcept {
 }
 
 void end_updates() noexcept { current_tile = nullptr; }
+
+Place place_in(csd_watch &watch, uint32_t tile, const csd_piece &piece, uint64_t in_piece) noexcept {
+  Place place{&watch, watch.first + piece.param_first + in_piece};
+  if (!watch.checks) return place;
+  const uint64_t element = piece.tile_first + in_piece;
+  place.group = watch.groups[tile - watch.first_tile] + element / kGroup - piece.tile_first / kGroup;
+  place.in_group = element % kGroup;
+  return place;
+}
 
 Place place_of(const Span &span) noexcept {
   if (!current_tile) return {};

@@ -54,8 +54,14 @@ struct Place {
   uint64_t group = 0;          // index of its first element's group in the watch's checks
   uint64_t in_group = 0;       // and of the element in this group
 };
+// `in_piece`: an element of the piece, which is in this tile.
+Place place_in(csd_watch &, uint32_t tile, const csd_piece &, uint64_t in_piece) noexcept;
 Place place_of(const Span &) noexcept;
 Place place_of(const CodedSpan &) noexcept;
+
+// See csd_watch_note.
+void note_update(csd_watch &, uint32_t tile, const csd_piece &, uint32_t dtype, const void *before,
+                 const void *after) noexcept;  // in updater.cpp
 
 // See csd_changes_sum.
 uint32_t weighted_sum(const uint16_t *values, uint64_t first, uint64_t n) noexcept;  // in updater.cpp

@@ -140,9 +140,12 @@ constexpr uint64_t kPiece = 4096;           // elements that are compared while 
 void copy_bits(const Span &s, uint64_t i, uint64_t n, int32_t isa, uint16_t *to) {
   CSD_IN(isa, narrow_bits(s.state[0] + i, s.param_dtype, to, n));
 }
+void copy_bits(const void *param, uint32_t dtype, uint64_t i, uint64_t n, int32_t isa, uint16_t *to) {
+  if (dtype == CSD_F32) CSD_IN(isa, narrow_bits(static_cast<const float *>(param) + i, CSD_BF16, to, n));
+  else memcpy(to, static_cast<const uint16_t *>(param) + i, 2 * n);
+}
 void copy_bits(const CodedSpan &s, uint64_t i, uint64_t n, int32_t isa, uint16_t *to) {
-  if (s.param_dtype == CSD_F32) CSD_IN(isa, narrow_bits((const float *)s.codes.param + i, CSD_BF16, to, n));
-  else memcpy(to, static_cast<const uint16_t *>(s.codes.param) + i, 2 * n);
+  copy_bits(s.codes.param, s.param_dtype, i, n, isa, to);
 }
 
 Span part_of(const Span &s, uint64_t i, uint64_t n) {
@@ -163,6 +166,20 @@ CodedSpan part_of(const CodedSpan &s, uint64_t i, uint64_t n) {
   if (s.param) part.param = static_cast<char *>(s.param) + bytes * i;
   part.key += static_cast<uint32_t>(i);
   return part;
+}
+
+// Records what was noted of n elements. `copy_all` copies the bits of all of them.
+template <typename CopyAll>
+void record(csd_watch &watch, Changes &changes, uint64_t n, CopyAll copy_all) {
+  // Above 15/16 it is smaller, and for the reader simpler, to record all of them.
+  if (changes.count < n && 16 * changes.count > 15 * n) {
+    copy_all(changes.values);
+    changes.count = n;
+  }
+  changes.whole = changes.count == n;
+  if (changes.count) watch.changes->recorder.add(watch.param, changes, n);
+  __atomic_fetch_add(&watch.sum, changes.sum, __ATOMIC_RELAXED);
+  __atomic_fetch_add(&watch.updated, n, __ATOMIC_RELAXED);
 }
 
 // Updates a span of a watched parameter, piece by piece if its bits have to be compared with those before.
@@ -192,15 +209,7 @@ uint64_t update_watched(const Place &place, Span span, int32_t isa) {
       in_group = 0;
     }
   }
-  // Above 15/16 it is smaller, and for the reader simpler, to record all of them.
-  if (changes.count < span.n && 16 * changes.count > 15 * span.n) {
-    copy_bits(span, 0, span.n, isa, values);
-    changes.count = span.n;
-  }
-  changes.whole = changes.count == span.n;
-  if (changes.count) watch.changes->recorder.add(watch.param, changes, span.n);
-  __atomic_fetch_add(&watch.sum, changes.sum, __ATOMIC_RELAXED);
-  __atomic_fetch_add(&watch.updated, span.n, __ATOMIC_RELAXED);
+  record(watch, changes, span.n, [&](uint16_t *to) { copy_bits(span, 0, span.n, isa, to); });
   return bad;
 }
 
@@ -217,6 +226,31 @@ uint64_t update_any(const Span &span, int32_t isa) {
 }
 
 }  // namespace
+
+void note_update(csd_watch &watch, uint32_t tile, const csd_piece &piece, uint32_t dtype, const void *before,
+                 const void *after) noexcept {
+  alignas(64) uint64_t mask[kMostElems / 64 + 1];
+  alignas(64) uint16_t values[kMostElems + 64], was[kPiece], is[kPiece];  // see take()
+  const int32_t isa = current_isa.load();
+  for (uint64_t i = 0, n; i < piece.elems; i += n) {
+    const Place place = place_in(watch, tile, piece, i);
+    n = std::min(kMostElems - place.in_group, piece.elems - i);
+    memset(mask, 0, sizeof mask);
+    Changes changes{place.first, mask, values};
+    changes.whole = watch.whole;
+    uint64_t group = place.group, in_group = place.in_group;
+    for (uint64_t j = 0, some; j < n; j += some) {
+      some = std::min(kPiece - in_group, n - j);
+      if (!changes.whole) copy_bits(before, dtype, i + j, some, isa, was);
+      copy_bits(after, dtype, i + j, some, isa, is);
+      CSD_IN(isa, note_checked(changes.whole ? is : was, is, some, in_group, watch.checks + group,
+                               watch.new_checks + group, changes));
+      group += (in_group + some + 63) / 64;
+      in_group = 0;
+    }
+    record(watch, changes, n, [&](uint16_t *to) { copy_bits(after, dtype, i, n, isa, to); });
+  }
+}
 
 uint32_t weighted_sum(const uint16_t *values, uint64_t first, uint64_t n) noexcept {
   return CSD_IN(current_isa.load(), weighted_sum(values, first, n));

@@ -15,7 +15,6 @@ from csd_optim import CSDAdam, CSDWarning, Replica
 from csd_optim.replica import to_file
 from csd_optim.replica.versions import directory_of, numbers, read_version
 
-pytestmark = pytest.mark.at_hand("its updates are on the owner's machine")
 STEPS = 3
 
 

@@ -9,8 +9,6 @@ from support.published import Published
 
 from csd_optim import CSDOSError
 
-pytestmark = pytest.mark.at_hand("its updates are on the owner's machine")
-
 
 @pytest.mark.parametrize("state_dtype", ["fp32", "8bit"])
 @pytest.mark.parametrize("overlap", [False, True])

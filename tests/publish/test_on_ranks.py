@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.optimizers import MUON
-from support.owner_here import OwnerHere
+from support.owners import Owner
 from support.published import Model, Published, bf16, gradients, publishes_on, weights
 from support.ranks import KILLED, on_living_ranks, on_ranks
 from support.replacing import failing, replaced
@@ -31,8 +31,7 @@ from csd_optim.engine.engine import Engine
 from csd_optim.errors import CSDRankError
 from csd_optim.publish.folder import Folder
 from csd_optim.replica.versions import directory_of, numbers, read_version
-
-pytestmark = pytest.mark.at_hand("its updates are on the owner's machine")
+from csd_optim.serve.remote_native import RemoteNative
 
 
 def divided(model, kind):
@@ -138,6 +137,31 @@ def test_a_rank_without_rows(options, tmp_path):
     on_living_ranks(2, has_no_rows, options, directory=tmp_path)
 
 
+@pytest.fixture
+def owners(tmp_path):
+    """Two owners: their addresses."""
+    with contextlib.ExitStack() as stack:
+        for name in "ab":
+            (tmp_path / name).mkdir()
+        yield [stack.enter_context(Owner(tmp_path / name, timeout=30)).address for name in "ab"]
+
+
+SERVED = [
+    (2, "DDP", FP32),
+    (3, "DDP", CODES),
+    (2, "DDP", {"sharded": False, "topk": 0.1, "dtype": torch.float32}),
+    (2, "DDP", {"optimizer": MUON.ours, **MUON.kwargs}),
+    (2, "FSDP2", {**CODES, "max_grad_norm": 0.5}),
+    (2, "FSDP2", {"dtype": torch.float32, "topk": 0.1}),
+    (4, "HSDP", FP32),
+]
+
+
+@pytest.mark.parametrize(("size", "kind", "options"), SERVED, ids=str)
+def test_trainers_with_owners(size, kind, options, owners, tmp_path):
+    on_living_ranks(size, follows, kind, {**options, "devices": owners}, directory=tmp_path)
+
+
 # ---- overlap -----------------------------------------------------------------------------------------
 
 
@@ -216,6 +240,20 @@ def test_overlap(size, kind, mode, options, tmp_path):
     on_living_ranks(size, overlaps, kind, mode, options, directory=tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("kind", "mode", "options"),
+    [
+        ("DDP", {}, CODES),
+        ("DDP", {"backward": True}, FP32),
+        ("FSDP2", {"backward": True}, CODES),
+        ("FSDP2", {"free_gradients": True}, FP32),
+    ],
+    ids=str,
+)
+def test_overlap_with_owners(kind, mode, options, owners, tmp_path):
+    on_living_ranks(2, overlaps, kind, mode, {**options, "devices": owners}, directory=tmp_path)
+
+
 # ---- what fails --------------------------------------------------------------------------------------
 
 
@@ -258,6 +296,11 @@ def fails(rank, kind, mode, options):
 )
 def test_a_step_that_fails_on_one_rank(kind, mode, options, tmp_path):
     on_living_ranks(2, fails, kind, mode, options, directory=tmp_path)
+
+
+@pytest.mark.parametrize(("kind", "mode"), [("DDP", None), ("FSDP2", {}), ("FSDP2", {"backward": True})], ids=str)
+def test_a_step_that_fails_at_one_owner(kind, mode, owners, tmp_path):
+    on_living_ranks(2, fails, kind, mode, {**CODES, "devices": owners}, directory=tmp_path)
 
 
 @contextlib.contextmanager
@@ -315,6 +358,11 @@ def test_a_full_disk_of_one_rank(victim, mode, options, every, tmp_path):
     on_living_ranks(2, has_no_room, victim, mode, options, every, directory=tmp_path)
 
 
+@pytest.mark.parametrize(("mode", "victim", "every"), [(None, 0, 1), ({}, 1, 2)], ids=str)
+def test_a_full_disk_of_one_trainer(mode, victim, every, owners, tmp_path):
+    on_living_ranks(2, has_no_room, victim, mode, {**CODES, "devices": owners}, every, directory=tmp_path)
+
+
 def cannot_name(rank, mode, options):
     """Rank 0 cannot name a version that is there: the others learn of it, and the next one is full."""
     o = Overlapping(rank, "DDP", mode, **options)
@@ -362,11 +410,11 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def dies(rank, victim, point, n, state_dtype):
+def dies(rank, victim, point, n, state_dtype, devices="store-{rank}"):
     """Publishes until the victim is killed at its n-th call of a kind; the others end then, in one way or the other."""
     Path(f"store-{rank}").mkdir()
     model = Model()
-    opt = CSDAdam(model.parameters(), devices=f"store-{rank}", lr=1e-4, tile_size=4096, state_dtype=state_dtype)
+    opt = CSDAdam(model.parameters(), devices=devices, lr=1e-4, tile_size=4096, state_dtype=state_dtype)
     with contextlib.ExitStack() as stack:
         if rank == victim:
             left = n
@@ -397,14 +445,15 @@ def dies(rank, victim, point, n, state_dtype):
 POINTS = {
     "files": (os, ("open", "pwrite", "fsync", "rename", "mkdir", "unlink", "replace")),
     "commits": (Commit, ("prepare", "complete")),
+    "requests": (RemoteNative, ("begin", "_keep")),
 }
 
 
-def goes_on(rank, size, state_dtype, expected):
+def goes_on(rank, size, state_dtype, expected, devices="store-{rank}"):
     """All resume at the same step; no version is ahead of it, or of other weights than those of its step."""
     model = Model(seed=1)
     options = {"lr": 1e-4, "tile_size": 4096, "state_dtype": state_dtype}
-    with CSDAdam(model.parameters(), devices=f"store-{rank}", resume=True, **options) as opt:
+    with CSDAdam(model.parameters(), devices=devices, resume=True, **options) as opt:
         return publishes_on(opt, Path("policy"), model, expected, meet=dist.barrier)
 
 
@@ -425,6 +474,25 @@ def test_a_rank_that_is_killed(size, victim, point, state_dtype, tmp_path):
         said = on_ranks(size, dies, victim, point, n, state_dtype, directory=directory, may_die=(victim,))
         seen.append(said[victim])
         on_living_ranks(size, goes_on, size, state_dtype, expected, directory=directory)
+    assert KILLED in seen
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("victim", "point"), [(0, "files"), (1, "files"), (1, "requests")], ids=str)
+def test_a_trainer_that_is_killed(victim, point, tmp_path):
+    """The same for trainers whose states are with two owners."""
+    expected = on_living_ranks(2, expected_weights, "fp32", directory=tmp_path)[0]
+    choose = random.Random(f"{victim} {point}")
+    seen = []
+    for n in sorted(choose.sample(range(1, 2 * STEPS if point == "requests" else 60), 3)):
+        with contextlib.ExitStack() as stack:
+            directory = tmp_path / str(n)
+            for name in "ab":
+                (directory / name).mkdir(parents=True)
+            owners = [stack.enter_context(Owner(directory / name, timeout=30)).address for name in "ab"]
+            killed = dies, victim, point, n, "fp32", owners
+            seen.append(on_ranks(2, *killed, directory=directory, may_die=(victim,))[victim])
+            on_living_ranks(2, goes_on, 2, "fp32", expected, owners, directory=directory)
     assert KILLED in seen
 
 
@@ -478,8 +546,6 @@ def refused(rank):
         with CSDAdam(model.parameters(), devices="ram:") as other:
             raised("somebody else publishes", CSDRankError if rank else CSDBusyError, opt=other)
         pub.close()
-    with OwnerHere(f"owner-{rank}") as owner, CSDAdam(model.parameters(), devices=owner.address) as served:
-        raised("over serve://", opt=served)
     different = nn.Linear(6, 4, dtype=bf16)
     nn.init.constant_(different.weight, rank)
     with CSDAdam(different.parameters(), devices="ram:", sharded=False) as opt:

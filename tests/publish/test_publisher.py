@@ -14,7 +14,6 @@ from support.published import Model, Published, bf16, gradients, weights
 
 from csd_optim import CSDAdam, CSDBusyError, Replica, bindings
 
-pytestmark = pytest.mark.at_hand("its updates are on the owner's machine")
 fp16 = torch.float16
 BLIND = ("transposed", "empty")  # not recorded by updates, but compared
 
@@ -133,6 +132,7 @@ def test_overlap(mode, state_dtype, tmp_path):
             t.check()
 
 
+@pytest.mark.at_hand("paces a device")
 def test_edits_while_a_step_lands(tmp_path):
     """With overlap, a program may change a parameter as soon as it has arrived: that is no part of the version."""
     torch.manual_seed(0)

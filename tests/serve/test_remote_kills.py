@@ -4,88 +4,22 @@ The trainer repeats what its owner has lost; a new trainer resumes. Either way a
 has disturbed. The soak tier kills each side 200 times.
 """
 
-import contextlib
 import functools
-import os
 import random
 import signal
-import threading
 import time
-from unittest import mock
 
 import pytest
 import torch
 from support.forked import process
+from support.kills import OWNER, TRAINER, Killing, killed_at, restarting
 from support.owners import Owner
 from test_remote_engine import Net
 
 from csd_optim import CSDError
-from csd_optim.engine.commit import Commit
-from csd_optim.serve.link import Link
-from csd_optim.serve.owner_requests import OwnerRequests
-from csd_optim.serve.owner_step import OwnerStep
-from csd_optim.serve.remote_native import RemoteNative
 
 STEPS = 30
 PATIENCE = 60  # seconds for which a program tries again
-
-# Where they are killed: a class, its method, and whether that has run.
-OWNER = {
-    "before-BEGIN": (OwnerRequests, "_on_begin", False),
-    "after-BEGIN": (OwnerRequests, "_on_begin", True),
-    "in-PUSH": (OwnerStep, "receive", False),
-    "after-PUSH": (OwnerStep, "receive", True),
-    "in-PARAMS": (OwnerStep, "send_next", True),
-    "before-FINISH": (OwnerRequests, "_on_finish", False),
-    "in-FINISH": (OwnerStep, "keep", True),
-    "after-FINISH": (OwnerRequests, "_on_finish", True),
-    "before-COMMITTED": (Commit, "prepare", False),
-    "in-COMMITTED": (Commit, "prepare", True),
-}
-TRAINER = {
-    "before-BEGIN": (RemoteNative, "begin", False),
-    "after-BEGIN": (RemoteNative, "begin", True),
-    "in-PUSH": (RemoteNative, "push", True),
-    "in-PARAMS": (RemoteNative, "pull", True),
-    "before-FINISH": (RemoteNative, "_keep", False),
-    "after-FINISH": (RemoteNative, "_keep", True),
-    "in-an-answer": (Link, "_exchange", True),
-}
-
-
-@contextlib.contextmanager
-def killed_at(place, call):
-    """Kill this process with SIGKILL at the given call of a method, counted from 1; 0: never."""
-    owner, name, after = place
-    real, calls = getattr(owner, name), [0]
-
-    @functools.wraps(real)
-    def method(*arguments, **options):
-        calls[0] += 1
-        mine = calls[0] == call
-        if mine and not after:
-            os.kill(os.getpid(), signal.SIGKILL)
-        result = real(*arguments, **options)
-        if mine:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-
-    with mock.patch.object(owner, name, method):
-        yield
-
-
-class Killing:
-    """Called in an owner's process before it serves: it will be killed as a file says."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __call__(self):
-        if self.path.exists():
-            name, call = self.path.read_text().rsplit(" ", 1)
-            self.path.unlink()
-            self.kept = killed_at(OWNER[name], int(call))  # as long as this lives
-            self.kept.__enter__()
 
 
 @functools.cache
@@ -112,25 +46,6 @@ def assert_like(net, images):
 
 def done_of(net):
     return int(net.opt.state_dict()["state"][0]["step"])
-
-
-@contextlib.contextmanager
-def restarting(owner):
-    """Start the owner again whenever it ends."""
-    stop = threading.Event()
-
-    def watch():
-        while not stop.wait(0.01):
-            if not owner.process.is_alive():
-                owner.start()
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
 
 
 def persist(net, images, until):

@@ -1,0 +1,123 @@
+"""What steps change in the tensors that are published: which of them the next one may update, and what it records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..accelerator import is_on_accelerator
+from ..bindings import NEW, PASS_2, UNCOMPARED, UNLESS_SET, Watch
+from ..engine.engine import Engine
+from ..params.param_state import ParamState
+from .recording import Recording
+from .tracked import Tracked
+
+Array = np.ndarray[Any, Any]
+
+
+class Watching:
+    """Has steps record what they change. Methods as of Watcher, which see.
+
+    Updates of this process record it themselves. Others return new parameters in images: these are compared with the
+    old ones, which are still there.
+    """
+
+    def __init__(
+        self, engine: Engine, recording: Recording, tracked: Sequence[Tracked], model: torch.nn.Module
+    ) -> None:
+        self._engine, self._recording, self._tracked, self._model = engine, recording, tracked, model
+        self._compares = not engine.devices.records_changes
+        self._watched: dict[int, Tracked] = {}  # by the engine's index of the parameter
+        self._planned: list[Tracked] = []  # those of them that the next step may update
+        self._arriving: dict[int, Watch] = {}  # those that are compared, by row of the step's table
+        self.in_step: set[Tracked] = set()  # those that the last step has updated
+        self._sums: list[int] = []  # the checksums of all before the last step
+        self._is_whole = False  # the step records all elements
+
+    def enter(self, table: Array, params: Sequence[ParamState]) -> None:
+        now = dict(self._model.named_parameters(remove_duplicate=False))
+        for tracked in self._tracked:
+            tracked.adopt(now)
+        tracked_of = {id(t.param): (i, t) for i, t in enumerate(self._tracked)}
+        self._planned = []
+        for state in params:
+            if id(state.param) not in tracked_of:
+                continue
+            number, tracked = tracked_of[id(state.param)]
+            if not _can_watch(state, tracked):
+                continue
+            if self._watched.get(state.index) is not tracked or tracked.watch is None:
+                checked = state.is_coded or tracked.is_fp32 or self._compares
+                tiles = self._engine.tiles
+                tracked.watch = self._recording.watch(number, tracked.first, tiles, state.index, checked=checked)
+                tracked.row, tracked.checked, tracked.whole = state.index, checked, True
+                self._watched[state.index] = tracked
+            # A program may write to the master itself. Where `checked`, the parameter's bits before the step tell more.
+            tracked.see_master(None if tracked.checked else state.windows.get("master"))
+            self._planned.append(tracked)
+            table["watch"][state.index] = tracked.watch.address
+
+    def begin(self, *, anew: bool, is_whole: bool) -> None:
+        """Begin a step. `anew`: nothing that was recorded before counts. `is_whole`: it records all elements."""
+        self._recording.begin(anew=anew)
+        self._sums = [tracked.checksum for tracked in self._tracked]
+        self._is_whole = is_whole
+
+    def step_begins(self, table: Array, written: Array) -> None:
+        self.tiles_written(written)
+        for tracked in self._planned:
+            assert tracked.watch is not None
+            tracked.see_master(tracked.master)
+            row = table[tracked.row]
+            # Where it is known that they were set from outside, all elements are sent.
+            is_set = tracked.checked and row["master"] in (UNLESS_SET, UNCOMPARED)
+            # What an accelerator has is not read for this.
+            is_unknown = self._compares and is_on_accelerator(tracked.param)
+            tracked.whole |= bool(is_set or is_unknown or row["master"] == NEW or row["edited"].any())
+            tracked.watch.begin(whole=tracked.whole or self._is_whole)
+        if self._compares:
+            watches = {t.watch.address: t.watch for t in self._planned if t.watch}
+            rows = np.flatnonzero(table["watch"]).tolist()
+            self._arriving = {row: watches[int(table["watch"][row])] for row in rows}
+
+    def param_arrives(self, tile: int, piece: Array, before: torch.Tensor, after: torch.Tensor) -> None:
+        if watch := self._arriving.get(int(piece["param"][0])):
+            watch.note(tile & ~PASS_2, piece, after.dtype, before.data_ptr(), after.data_ptr())
+
+    def keep(self) -> None:
+        """Take over what the step has recorded. Raises CSDOSError, CSDRuntimeError if that is not all."""
+        for tracked in self._planned:
+            if tracked.watch and tracked.watch.updated:
+                tracked.update(is_whole=tracked.whole or self._is_whole)
+                self.in_step.add(tracked)
+        self._recording.check()
+
+    def undo(self) -> None:
+        """Drop what the step under way has recorded."""
+        self._recording.undo()
+
+    def take_back(self) -> None:
+        """Drop what the last step has recorded, which was kept."""
+        self._recording.undo()
+        for tracked, checksum in zip(self._tracked, self._sums, strict=True):
+            tracked.checksum = checksum
+        for tracked in self.in_step:
+            tracked.whole = True  # what is recorded next differs from the version before
+
+    def params_written(self, params: Sequence[int]) -> None:
+        for row in params:
+            if row in self._watched:
+                self._watched[row].whole = True
+
+    def tiles_written(self, tiles: Array) -> None:
+        for tile in tiles.tolist():
+            self.params_written(self._engine.tiles.pieces_of(tile)["param"].tolist())
+
+
+def _can_watch(state: ParamState, tracked: Tracked) -> bool:
+    """Whether what a step changes in a parameter can be recorded: its elements are in row-major order."""
+    in_order = torch.empty_strided(state.own_master.shape, state.stride, device="meta").is_contiguous()
+    return in_order and 0 < state.numel == tracked.numel and not state.param.is_complex()
