@@ -351,7 +351,7 @@ class ParamState:
         target, param_and_copy = p, None
         if not same_order(p.stride(), self.stride, p.shape):
             target = torch.empty_strided(p.shape, self.stride, dtype=p.dtype, device=p.device)
-            if self.is_new or self.is_coded:
+            if self.is_new or self.is_coded or self.images_only:  # of images, Watcher.param_arrives() is told
                 target.copy_(p)
             param_and_copy = (p, target)
         dtype = grad_dtype or grad.dtype

@@ -40,6 +40,7 @@ class Tracked:
     watch: Watch | None = None  # None: no step updates it, or none that can record what it changes
     row: int = -1  # of its watch: the engine's index of the parameter
     checked: bool = False  # the watch has checks: see csd_watch
+    is_copied_late: bool = False  # it has no watch, and gets its new values only after the step has ended
     whole: bool = True  # the next step that updates it records all elements: what it begins with is not known
     _master: torch.Tensor | None = None
     _seen: tuple[int, int] = 0, 0  # which tensor its master was, and torch's count of writes to it
@@ -108,7 +109,12 @@ class Tracked:
         self.watch.keep()
 
     def check(self) -> None:
-        """Raise CSDTypeError if the model has another parameter of that name by now."""
+        """Raise CSDTypeError if it cannot be published, as the model has another parameter of that name by now."""
+        if self.is_copied_late:
+            raise CSDTypeError(
+                f"the elements of parameter {self.name} are neither in row-major order nor without gaps: make it "
+                "contiguous() before the optimizer is constructed"
+            )
         if tuple(self.param.shape) != self.shape or not self.fits(self.param.dtype):
             raise CSDTypeError(
                 f"parameter {self.name} is {self.param.dtype} {tuple(self.param.shape)} now, and was {self.dtype} "

@@ -12,6 +12,7 @@ from ..accelerator import is_on_accelerator
 from ..bindings import NEW, PASS_2, UNCOMPARED, UNLESS_SET, Watch
 from ..engine.engine import Engine
 from ..params.param_state import ParamState
+from ..params.strides import same_order
 from .recording import Recording
 from .tracked import Tracked
 
@@ -41,6 +42,7 @@ class Watching:
         now = dict(self._model.named_parameters(remove_duplicate=False))
         for tracked in self._tracked:
             tracked.adopt(now)
+            tracked.is_copied_late = False
         tracked_of = {id(t.param): (i, t) for i, t in enumerate(self._tracked)}
         self._planned = []
         for state in params:
@@ -48,6 +50,7 @@ class Watching:
                 continue
             number, tracked = tracked_of[id(state.param)]
             if not _can_watch(state, tracked):
+                tracked.is_copied_late = not same_order(state.local.stride(), state.stride, state.local.shape)
                 continue
             if self._watched.get(state.index) is not tracked or tracked.watch is None:
                 checked = state.is_coded or tracked.is_fp32 or self._compares

@@ -112,6 +112,15 @@ def test_each_division(size, kind, options, tmp_path):
     on_living_ranks(size, follows, kind, options, directory=tmp_path)
 
 
+@pytest.fixture
+def owners(tmp_path):
+    """Two owners: their addresses."""
+    with contextlib.ExitStack() as stack:
+        for name in "ab":
+            (tmp_path / name).mkdir()
+        yield [stack.enter_context(Owner(tmp_path / name, timeout=30)).address for name in "ab"]
+
+
 class Few(nn.Module):
     """On two ranks the second one updates nothing, and has rows of what is frozen."""
 
@@ -137,13 +146,8 @@ def test_a_rank_without_rows(options, tmp_path):
     on_living_ranks(2, has_no_rows, options, directory=tmp_path)
 
 
-@pytest.fixture
-def owners(tmp_path):
-    """Two owners: their addresses."""
-    with contextlib.ExitStack() as stack:
-        for name in "ab":
-            (tmp_path / name).mkdir()
-        yield [stack.enter_context(Owner(tmp_path / name, timeout=30)).address for name in "ab"]
+def test_a_trainer_without_rows(owners, tmp_path):
+    on_living_ranks(2, has_no_rows, {"devices": owners}, directory=tmp_path)
 
 
 SERVED = [
@@ -386,6 +390,10 @@ def cannot_name(rank, mode, options):
 @pytest.mark.parametrize(("mode", "options"), [(None, FP32), ({}, {**CODES, "devices": "ram:"})], ids=str)
 def test_a_version_that_cannot_be_named(mode, options, tmp_path):
     on_living_ranks(2, cannot_name, mode, options, directory=tmp_path)
+
+
+def test_a_version_of_trainers_that_cannot_be_named(owners, tmp_path):
+    on_living_ranks(2, cannot_name, {}, {"devices": owners}, directory=tmp_path)
 
 
 # ---- ranks are killed --------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ What is promised everywhere is tested in the other files; here with an owner by 
 """
 
 import contextlib
+import copy
 import random
 import signal
 import time
@@ -25,6 +26,7 @@ from csd_optim import CSDAdam, CSDError, CSDRankError
 from csd_optim.engine.commit import Commit
 from csd_optim.publish.folder import Folder
 from csd_optim.serve.link import Link
+from csd_optim.serve.owner_session import OwnerSession
 from csd_optim.serve.remote_native import RemoteNative
 
 PATIENCE = 60  # seconds for which a program tries again
@@ -86,16 +88,42 @@ def test_overlap(mode, tmp_path):
                 t.check()
 
 
+def appears(t, step):
+    until = time.monotonic() + PATIENCE
+    while t.pub.step != step:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
 def test_a_version_appears_while_training_goes_on(tmp_path):
     """Nobody has to ask for it, and close() names the last one."""
     with published(tmp_path) as (t, _):
         t.step()
-        until = time.monotonic() + PATIENCE
-        while t.pub.step != 1:
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        appears(t, 1)
         t.step()
     assert [v.step for v in chain(tmp_path / "policy")] == [0, 1, 2]
+
+
+def test_a_version_appears_after_a_state_dict_of_an_earlier_step(tmp_path):
+    with published(tmp_path) as (t, _):
+        t.steps(1)
+        early = copy.deepcopy(t.opt.state_dict())
+        t.steps(3)
+        t.opt.load_state_dict(early)
+        t.step()
+        appears(t, 2)
+        t.done = 2
+        t.check()
+        t.steps(2)
+
+
+def test_news_that_come_late(tmp_path):
+    """Steps follow one another at once, and what is durable is known from the answers to requests alone."""
+    with published(tmp_path) as (t, _), replaced(OwnerSession, "_note_progress", lambda *_: None):
+        for _ in range(4):
+            t.step()
+        t.check()
+    assert [v.step for v in chain(tmp_path / "policy")] == [0, 1, 2, 3, 4]
 
 
 def test_it_has_no_name_before_its_step_is_durable(tmp_path):

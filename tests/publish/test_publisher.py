@@ -9,10 +9,11 @@ import hashlib
 import numpy as np
 import pytest
 import torch
+from support.backends import device_strings
 from support.optimizers import ADAGRAD, ADAM, ADAMW, CODED, LION, MUON, MUON_IN_8_BITS, RMSPROP, SGD
 from support.published import Model, Published, bf16, gradients, weights
 
-from csd_optim import CSDAdam, CSDBusyError, Replica, bindings
+from csd_optim import CSDAdam, CSDBusyError, CSDWarning, Replica, bindings
 
 fp16 = torch.float16
 BLIND = ("transposed", "empty")  # not recorded by updates, but compared
@@ -178,6 +179,33 @@ def test_groups_that_join_and_steps_that_are_skipped(backend, tmp_path, devices)
         assert t.pub.version == version
         t.opt.found_inf = torch.tensor(0.0)
         t.steps(2, without=())
+
+
+class Strided(torch.nn.Module):
+    """One parameter that fills its memory, and one of some columns of a matrix."""
+
+    def __init__(self, crooked):
+        super().__init__()
+        torch.manual_seed(0)
+        self.plain = torch.nn.Parameter(torch.randn(5000).to(bf16))
+        matrix = torch.randn(600, 40).t() if crooked else torch.randn(40, 600)
+        self.columns = torch.nn.Parameter(matrix.to(bf16)[:, ::2])
+
+
+@pytest.mark.parametrize("state_dtype", ["fp32", "8bit"])
+def test_parameters_with_gaps(backend, state_dtype, tmp_path, devices):
+    """Those in row-major order are published; others get their values too late, and are refused."""
+    with Published(tmp_path / "policy", devices, model=Strided(crooked=False), state_dtype=state_dtype) as t:
+        t.steps(3)
+        t.model.columns.data[3, 4] += 1
+        t.steps(2)
+        changed, sent = t.check()
+        assert (sum(changed.values()), sum(sent.values())) == (0, 0)
+    (beside := tmp_path / "beside").mkdir()
+    with Published(tmp_path / "other", device_strings(backend, beside), model=Strided(crooked=True)) as t:
+        with pytest.warns(CSDWarning, match=r"parameter columns are neither in row-major order"):
+            t.step_and_wait()
+        assert t.pub.version == 1
 
 
 def test_every_third_step_and_full_versions(backend, tmp_path, devices):

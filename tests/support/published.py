@@ -38,7 +38,7 @@ def weights(model, as_bf16=False):
     def bits(p):
         p = p.detach()
         p = (p.full_tensor() if hasattr(p, "full_tensor") else p).contiguous().view(-1)
-        return (p.to(bf16) if as_bf16 else p).clone().view(torch.int16).numpy().view(np.uint16)
+        return (p.to(bf16) if as_bf16 else p).clone().view(torch.int16).cpu().numpy().view(np.uint16)
 
     return {name: bits(p) for name, p in model.named_parameters(remove_duplicate=False)}
 
@@ -47,7 +47,7 @@ def gradients(model, step, scale=1.0, without=("late",)):
     """Set gradients that depend only on the step."""
     generator = torch.Generator().manual_seed(1000 + step)
     for name, p in model.named_parameters():
-        grad = (scale * torch.randn(p.shape, generator=generator)).to(p.dtype)
+        grad = (scale * torch.randn(p.shape, generator=generator)).to(p.device, p.dtype)
         if hasattr(p, "placements"):
             grad = distribute_tensor(grad, p.device_mesh, p.placements)
         p.grad = grad if p.requires_grad and name not in without else None
