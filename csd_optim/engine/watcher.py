@@ -24,11 +24,18 @@ class Watcher:
         `written`: tiles whose states were written since the last step (uint32).
         """
 
+    def compares(self, row: int) -> bool:
+        """Whether param_arrives() reads the old values of the parameter with this row of the step's table.
+
+        The same from the plan of a step to its end. On any thread.
+        """
+        return False
+
     def param_arrives(self, tile: int, piece: np.ndarray[Any, Any], before: torch.Tensor, after: torch.Tensor) -> None:
         """Note that a piece of a parameter has come back in an image, and is copied to the parameter next.
 
-        On any thread. `piece`: an array of one, dtype PIECE. `before`, `after`: its elements, 1-D; `after` in host
-        memory.
+        On any thread. `piece`: an array of one, dtype PIECE. `before`, `after`: its elements, 1-D, in host memory;
+        `before` may be on an accelerator unless it compares() them.
         """
 
     def step_completes(self, step: int) -> None:

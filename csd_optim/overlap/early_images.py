@@ -14,7 +14,7 @@ from ..params.grad_source import GradSource
 from ..params.state_map import StateMap
 from ..step.prepared import PreparedStep
 from ..step.spec import StepSpec
-from ..step.staging import StagingBuffer
+from ..step.staging import StagingBuffer, keeps_old
 
 IMAGE_BYTES = 4  # per element of a tile
 
@@ -60,13 +60,19 @@ class EarlyImages:
         return not (self._engine.tiles.coded[tile] and self._step.spec.table["param"][rows].any())
 
     def hold_bytes(self, tile: int) -> int:
-        """Return a tile's bytes in `hold`: gradients and new parameters, and the old ones where a device reads them."""
-        images = 3 if self._is_read(tile) else 2
+        """Return a tile's bytes in `hold`: gradients, new parameters, and the old ones where they are read or kept."""
+        images = 2 + self._is_read(tile) + self._keeps_old(tile)
         return images * IMAGE_BYTES * self._engine.tiles.elems_of(tile)
 
+    def _sources_in(self, tile: int) -> list[tuple[int, GradSource]]:
+        rows, sources = self._engine.tiles.pieces_of(tile)["param"].tolist(), self._step.spec.sources
+        return [(row, sources[row]) for row in rows if row in sources]
+
     def _is_read(self, tile: int) -> bool:
-        sources = (self._step.spec.sources.get(row) for row in self._engine.tiles.pieces_of(tile)["param"].tolist())
-        return any(source is not None and source.param_is_read for source in sources)
+        return any(source.param_is_read for _, source in self._sources_in(tile))
+
+    def _keeps_old(self, tile: int) -> bool:
+        return any(keeps_old(self._engine, row, source) for row, source in self._sources_in(tile))
 
     def push(self, tile: int, grads: Mapping[int, torch.Tensor], after: Iterable[Any], hold: torch.Tensor) -> None:
         """Begin to copy and push a tile.
@@ -74,10 +80,12 @@ class EarlyImages:
         `grads`: by row. `after`: events after which the gradients are ready. `hold`: hold_bytes(tile) bytes.
         """
         assert self._step.ring
-        grad, param, *read = hold.view(-1, IMAGE_BYTES * self._engine.tiles.elems_of(tile))
+        grad, param, *others = hold.view(-1, IMAGE_BYTES * self._engine.tiles.elems_of(tile))
         slot = self._buffers[tile] = StagingBuffer(grad, param, torch.empty(0, dtype=torch.int32, device="cpu"))
-        if read:
-            self._old_params[tile] = read[0]
+        if self._keeps_old(tile):
+            slot.before = others.pop()
+        if others:
+            self._old_params[tile] = others.pop()
         sources = {row: self._source(row, grad) for row, grad in grads.items()}
         self._step.ring.fill(slot, self._engine, tile, sources, after)
         try:

@@ -231,6 +231,9 @@ class Publisher(Watcher):
         self._watching.begin(anew=self._needs_full or self._is_full, is_whole=self._is_full)
         self._is_complete = False
 
+    def compares(self, row: int) -> bool:
+        return self._watching.compares(row)
+
     def param_arrives(self, tile: int, piece: Array, before: torch.Tensor, after: torch.Tensor) -> None:
         self._watching.param_arrives(tile, piece, before, after)
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..accelerator import is_on_accelerator
 from ..bindings import NEW, PASS_2, UNCOMPARED, UNLESS_SET, Watch
 from ..engine.engine import Engine
 from ..params.param_state import ParamState
@@ -77,14 +76,15 @@ class Watching:
             row = table[tracked.row]
             # Where it is known that they were set from outside, all elements are sent.
             is_set = tracked.checked and row["master"] in (UNLESS_SET, UNCOMPARED)
-            # What an accelerator has is not read for this.
-            is_unknown = self._compares and is_on_accelerator(tracked.param)
-            tracked.whole |= bool(is_set or is_unknown or row["master"] == NEW or row["edited"].any())
+            tracked.whole |= bool(is_set or row["master"] == NEW or row["edited"].any())
             tracked.watch.begin(whole=tracked.whole or self._is_whole)
         if self._compares:
             watches = {t.watch.address: t.watch for t in self._planned if t.watch}
             rows = np.flatnonzero(table["watch"]).tolist()
             self._arriving = {row: watches[int(table["watch"][row])] for row in rows}
+
+    def compares(self, row: int) -> bool:
+        return self._compares and row % self._engine.tiles.n_params in self._watched
 
     def param_arrives(self, tile: int, piece: Array, before: torch.Tensor, after: torch.Tensor) -> None:
         if watch := self._arriving.get(int(piece["param"][0])):

@@ -38,6 +38,7 @@ class StagingBuffer:
     param: torch.Tensor  # likewise
     entries: torch.Tensor  # int32: grows to what the fullest tile so far needed
     n_entries: int = 0  # most words that a tile's entries may take, plus one for the actual number; 0: no entries
+    before: torch.Tensor | None = None  # uint8, as `param`: old parameters of an accelerator, see keeps_old()
     states: torch.Tensor | None = None  # fp32: all sections of a tile; only where an accelerator gives states
     has_states: bool = False
     under_way: list[Any] = field(default_factory=list)  # events: the last copies from or to this buffer
@@ -87,7 +88,7 @@ class StagingRing:
 
     @property
     def bytes(self) -> int:
-        of_slots = [t for slot in self.slots for t in (slot.grad, slot.param, slot.entries, slot.states)]
+        of_slots = [t for s in self.slots for t in (s.grad, s.param, s.entries, s.before, s.states)]
         return sum(t.nbytes for t in of_slots if t is not None)
 
     def begin(self, sources: Mapping[int, GradSource], given: GivenStates | None = None) -> None:
@@ -237,6 +238,11 @@ class StagingRing:
             if source.param_is_read:
                 image = slot.param[4 * tile_first :].view(source.param.dtype)[:n]
                 copies.append((streams.get(source.param.device), image, source.param[here]))
+            if keeps_old(engine, param, source):
+                if slot.before is None:
+                    slot.before = self._buffer(len(slot.param), torch.uint8)
+                old = slot.before[4 * tile_first :].view(source.param.dtype)[:n]
+                copies.append((streams.get(source.param.device), old, source.param[here]))
             if not source.topk and not source.is_dropped:
                 image, begin = slot.grad[4 * tile_first :].view(source.grad_dtype)[:n], first - source.first
                 copies.append((streams.get(source.grad.device), image, source.grad[begin : begin + n]))
@@ -280,7 +286,10 @@ class StagingRing:
                 continue
             stream = streams.get(source.param.device)
             image, to = slot.param[4 * tile_first :].view(source.param.dtype)[:n], source.param.data[first : first + n]
-            watcher.param_arrives(tile, pieces[i : i + 1], to, image)
+            old = to
+            if slot.before is not None and keeps_old(engine, param, source):
+                old = slot.before[4 * tile_first :].view(to.dtype)[:n]
+            watcher.param_arrives(tile, pieces[i : i + 1], old, image)
             _copy(to, image, stream)
             if stream is not None:
                 used[stream.device] = stream
@@ -289,6 +298,11 @@ class StagingRing:
         for source, device in copied:
             source.copy_event = events[device]
         slot.under_way = [*events.values()]
+
+
+def keeps_old(engine: Engine, row: int, source: GradSource) -> bool:
+    """Return whether a parameter's old values come to the host, too, where a watcher compares them with the new."""
+    return is_on_accelerator(source.param) and engine.states.watcher.compares(row)
 
 
 class StagedTiles:

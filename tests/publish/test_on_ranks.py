@@ -362,7 +362,7 @@ def test_a_full_disk_of_one_rank(victim, mode, options, every, tmp_path):
     on_living_ranks(2, has_no_room, victim, mode, options, every, directory=tmp_path)
 
 
-@pytest.mark.parametrize(("mode", "victim", "every"), [(None, 0, 1), ({}, 1, 2)], ids=str)
+@pytest.mark.parametrize(("mode", "victim", "every"), [(None, 0, 1), (None, 1, 1), ({}, 1, 2)], ids=str)
 def test_a_full_disk_of_one_trainer(mode, victim, every, owners, tmp_path):
     on_living_ranks(2, has_no_room, victim, mode, {**CODES, "devices": owners}, every, directory=tmp_path)
 

@@ -119,11 +119,13 @@ def test_a_version_appears_after_a_state_dict_of_an_earlier_step(tmp_path):
 
 def test_news_that_come_late(tmp_path):
     """Steps follow one another at once, and what is durable is known from the answers to requests alone."""
-    with published(tmp_path) as (t, _), replaced(OwnerSession, "_note_progress", lambda *_: None):
+    with replaced(OwnerSession, "_note_progress", lambda *_: None), published(tmp_path) as (t, _):
         for _ in range(4):
             t.step()
-        t.check()
+        wanted = weights(t.model)
     assert [v.step for v in chain(tmp_path / "policy")] == [0, 1, 2, 3, 4]
+    t.replica.follow(t.copy)
+    assert_weights(t.copy, wanted)
 
 
 def test_it_has_no_name_before_its_step_is_durable(tmp_path):
