@@ -199,8 +199,10 @@ def test_parameters_with_gaps(backend, state_dtype, tmp_path, devices):
         t.steps(3)
         t.model.columns.data[3, 4] += 1
         t.steps(2)
+        t.step()
         changed, sent = t.check()
-        assert (sum(changed.values()), sum(sent.values())) == (0, 0)
+        for name in t.names():
+            assert changed[name] <= sent[name] <= changed[name] * 16 / 15 + 1024, name
     (beside := tmp_path / "beside").mkdir()
     with Published(tmp_path / "other", device_strings(backend, beside), model=Strided(crooked=True)) as t:
         with pytest.warns(CSDWarning, match=r"parameter columns are neither in row-major order"):
