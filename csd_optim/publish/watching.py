@@ -49,7 +49,8 @@ class Watching:
                 continue
             number, tracked = tracked_of[id(state.param)]
             if not _can_watch(state, tracked):
-                tracked.is_copied_late = not same_order(state.local.stride(), state.stride, state.local.shape)
+                in_order = same_order(state.local.stride(), state.stride, state.local.shape)
+                tracked.is_copied_late = not (in_order or state.part.replicas)  # ranks exchange it before the end
                 continue
             if self._watched.get(state.index) is not tracked or tracked.watch is None:
                 checked = state.is_coded or tracked.is_fp32 or self._compares
