@@ -91,7 +91,7 @@ tables: $(VENV)/.installed
 	PYTHONPATH=.:tests $(BIN)/python tests/distributed/test_combinations.py docs/distributed.md
 
 # Tests that guard data; `make soak` also runs them with 8-bit states, on devices that are far, and with optimizer ranks.
-DATA := $(addprefix tests/,store engine compression checkpoint params step optim overlap distributed)
+DATA := $(addprefix tests/,store engine compression checkpoint params step optim overlap publish distributed)
 
 # SOAK="--seed 7" repeats one run; a failure reports its seed.
 soak: $(VENV)/.installed
