@@ -156,10 +156,7 @@ class Engine:
         first = tiles[tiles < PASS_2]
         written = self.committer.before_step(first, record)
         others = np.setdiff1d(written, first)
-        if is_speculative or len(first) < len(tiles):
-            tiles = np.concatenate([tiles, others])
-        elif len(written):
-            tiles = self.in_step_order(np.sort(np.concatenate([tiles, others])))
+        tiles = np.concatenate([tiles, others])  # whatever their order is, the caller will push them in it
         self.truth.step_begins(np.concatenate([first, others]))
         self.states.begin(params, hypers, tiles, order)
         self.states.watcher.step_begins(params, written)

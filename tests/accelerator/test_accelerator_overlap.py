@@ -73,6 +73,19 @@ def test_little_room_for_what_begins_in_backward(tmp_path, muon):
     twins(tmp_path, ten_steps, overlap, patient=True, latency="100us", width=LARGE, depth=8, muon=muon).opt.close()
 
 
+def writes_states_before_each_step(training):
+    for _ in range(5):
+        training.step()
+        training.opt.state[next(training.model.parameters())]["exp_avg"].mul_(0.5)
+    ten_steps(training)
+
+
+@pytest.mark.parametrize("overlap", [{}, BACKWARD], ids=["", "backward"])
+def test_states_are_written_before_the_order_of_tiles_changes(tmp_path, overlap):
+    """The second step with overlap is the first that begins with what forward uses first."""
+    twins(tmp_path, writes_states_before_each_step, overlap, latency="100us", width=LARGE, depth=8).opt.close()
+
+
 def steps_with_strided_gradients(training):
     """The gradients of the last layers have another order in memory than their parameters: step() pushes these."""
     for layer in training.model[-3:]:

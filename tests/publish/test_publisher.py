@@ -133,7 +133,6 @@ def test_overlap(mode, state_dtype, tmp_path):
             t.check()
 
 
-@pytest.mark.at_hand("paces a device")
 def test_edits_while_a_step_lands(tmp_path):
     """With overlap, a program may change a parameter as soon as it has arrived: that is no part of the version."""
     torch.manual_seed(0)

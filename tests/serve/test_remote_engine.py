@@ -165,6 +165,24 @@ def test_a_window_of_two_tiles_suffices(tmp_path, monkeypatch, mode, muon):
         served.opt.close()
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_edits_before_the_order_of_tiles_changes(tmp_path, monkeypatch, mode):
+    """The second step with overlap is the first that begins with what forward uses first."""
+    monkeypatch.setattr(ownership, "WINDOW", 2)
+    monkeypatch.setattr(ownership, "LEAST_WINDOW", 2)
+    with OwnerHere(tmp_path / "owner") as owner:
+        ours, served = Net(own(tmp_path)), Net(owner.address)
+        if (options := MODES[mode]) is not None:
+            served.opt.overlap(served.model, **options)
+        for _ in range(4):
+            for net in (ours, served):
+                net.step()
+                with torch.no_grad():
+                    next(iter(net.model.parameters())).clamp_(-0.05, 0.05)
+        assert_equal(ours, served)
+        served.opt.close()
+
+
 def test_days_left_are_those_of_the_owners_drives(tmp_path):
     rated, other = (
         parse_devices([f"file:{tmp_path / name}{rating}"])[0] for name, rating in (("a", "?tbw=1GB"), ("b", ""))
