@@ -6,8 +6,10 @@ import contextlib
 import functools
 import math
 import os
+import platform
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -17,7 +19,8 @@ from ..errors import CSDValueError
 Coefficients = tuple[float, float, float]
 
 JORDAN: Coefficients = (3.4445, -4.7750, 2.0315)  # torch's default
-SLOWER = 4.0  # bf16 is torch's arithmetic: fp32 replaces it only where bf16 takes this many times as long
+# Values of oneDNN's ONEDNN_MAX_CPU_ISA with which it multiplies bf16 with the CPU's instructions for that.
+ISAS_WITH_BF16 = {"ALL", "DEFAULT", "AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX512_CORE_AMX", "AVX512_CORE_AMX_FP16"}
 
 
 class Orthogonal(NamedTuple):
@@ -103,21 +106,28 @@ def _seconds(n: int, dtype: torch.dtype, device: torch.device) -> float:
     return best
 
 
-@functools.cache
 def fast_dtype(device: torch.device) -> torch.dtype:
-    """Return bf16, or fp32 where bf16 is slow: on CPUs without bf16 instructions it can take 100 times as long.
+    """Return bf16, or fp32 where the processor cannot multiply bf16: on such CPUs it takes 4 to 100 times as long.
 
-    Where torch does not know these instructions, the first call measures it, which takes up to a second.
+    This is not measured: it has to be the same in all processes, and after a resume, as the bits depend on it.
     """
-    if device.type == "cpu" and _has_bf16_instructions() and "ONEDNN_MAX_CPU_ISA" not in os.environ:
-        return torch.bfloat16
-    fp32, bf16 = (_seconds(256, dtype, device) for dtype in (torch.float32, torch.bfloat16))
-    return torch.float32 if bf16 > SLOWER * fp32 else torch.bfloat16
+    if device.type == "cpu":
+        has_bf16 = _has_bf16_instructions()
+    elif device.type == "cuda":
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        has_bf16 = True
+    return torch.bfloat16 if has_bf16 else torch.float32
 
 
+@functools.cache
 def _has_bf16_instructions() -> bool:
-    """Return whether torch says so of this CPU. It asks for those of x86 only."""
-    return any(getattr(torch.cpu, f"_is_{name}_supported", bool)() for name in ("avx512_bf16", "amx_tile"))
+    """Return whether the CPU multiplies matrices of bf16. For x86, torch says; it asks for no others."""
+    if os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper() not in ISAS_WITH_BF16:
+        return False
+    if any(getattr(torch.cpu, f"_is_{name}_supported", bool)() for name in ("avx512_bf16", "amx_tile")):
+        return True
+    return platform.machine() == "aarch64" and "bf16" in Path("/proc/cpuinfo").read_text().split()
 
 
 def rate(dtype: torch.dtype, device: torch.device) -> float:

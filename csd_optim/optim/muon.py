@@ -43,8 +43,8 @@ class CSDMuon(CSDOptimizer, _AnyGroups):
             ``"use_muon": False`` in a group is short for ``"rule": "adamw"``, and True for ``"rule": "muon"``.
         ns_coefficients: three coefficients of the Newton-Schulz iteration, or three for each of the `ns_steps`
             iterations.
-        ns_dtype: dtype of the iteration: "bf16", torch's; "fp32"; or "auto": bf16, and fp32 where bf16 is slow, which
-            is measured once. ``stats()["ns_dtype"]`` says which one it is.
+        ns_dtype: dtype of the iteration: "bf16", torch's; "fp32"; or "auto": bf16, and fp32 where the processor has no
+            instructions for bf16. ``stats()["ns_dtype"]`` says which one it is.
         options: the keyword arguments of :class:`CSDAdam` from `devices` on.
 
     Parameters of Muon are matrices, or batches of these (3-D, such as the weights of experts). Momentum and masters are

@@ -95,8 +95,8 @@ MUTANTS = {
         "_copy(to, source_, stream)", "to.copy_(source_, non_blocking=stream is not None)"
     ),
     "copies back on the current stream": in_staging(
-        "_copy(source.param.data[first : first + n], image, stream)",
-        "source.param.data[first : first + n].copy_(image, non_blocking=stream is not None)",
+        "_copy(to, image, stream)",
+        "to.copy_(image, non_blocking=stream is not None)",
     ),
     "nobody joins": in_staging("torch.accelerator.current_stream(device).wait_stream(stream)"),
     "nobody joins after a failure": in_staging("finally:\n            " + JOIN, ELSE + JOIN, "fails"),

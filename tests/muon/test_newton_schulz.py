@@ -8,7 +8,8 @@ from torch.optim import _muon
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from csd_optim.muon.newton_schulz import JORDAN, fast_dtype, flops, newton_schulz, workspace_bytes
+from csd_optim.muon import newton_schulz as module
+from csd_optim.muon.newton_schulz import JORDAN, fast_dtype, flops, newton_schulz, rate, workspace_bytes
 
 EPS = 1e-7
 SHAPES = [(1, 300), (300, 1), (64, 64), (96, 160), (160, 96), (384, 128)]
@@ -130,13 +131,39 @@ def test_workspace_is_enough(shape, dtype):
     assert x.nbytes < live.most <= workspace_bytes(shape, dtype, x.device) + x.nbytes + 4096
 
 
-def test_a_dtype_is_chosen_once():
-    assert fast_dtype(torch.device("cpu")) in (torch.bfloat16, torch.float32)
-    assert fast_dtype(torch.device("cpu")) is fast_dtype(torch.device("cpu"))
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def asked_anew():
+    """Has the CPU asked again for its instructions, before the test and after it."""
+    module._has_bf16_instructions.cache_clear()
+    yield
+    module._has_bf16_instructions.cache_clear()
+
+
+def test_the_dtype_is_that_of_the_processors_instructions(asked_anew, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    assert fast_dtype(CPU) is torch.bfloat16
+    module._has_bf16_instructions.cache_clear()
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
+    assert fast_dtype(CPU) is torch.float32
+    module._has_bf16_instructions.cache_clear()
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
+    for name in ("avx512_bf16", "amx_tile"):
+        monkeypatch.setattr(torch.cpu, f"_is_{name}_supported", lambda: False)
+    monkeypatch.setattr(module.platform, "machine", lambda: "x86_64")
+    assert fast_dtype(CPU) is torch.float32
+
+
+def test_the_dtype_is_not_measured(monkeypatch):
+    """Two processes of a run would have other bits, if one of them found the machine busy."""
+    monkeypatch.setattr(module, "_seconds", None)
+    assert fast_dtype(CPU) in (torch.bfloat16, torch.float32)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_torchs_default_device_does_not_matter(device):
-    fast_dtype.cache_clear()
     with torch.device(device):
-        assert fast_dtype(torch.device("cpu")) in (torch.bfloat16, torch.float32)
+        assert fast_dtype(CPU) is fast_dtype(torch.device("cpu"))
+        assert rate(torch.float32, CPU) > 0
