@@ -75,7 +75,8 @@ def newton_schulz(
 def _orthogonal(y: torch.Tensor, coefficients: Sequence[Coefficients], eps: float) -> torch.Tensor:
     """Iterate on a wide matrix, or on a batch of these (3-D)."""
     add = torch.addmm if y.dim() == 2 else torch.baddbmm
-    y = y / torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True).clamp(min=eps)
+    # Row by row, whatever the order of x in memory: matrix products may have other bits with another order.
+    y = (y / torch.linalg.vector_norm(y.contiguous(), dim=(-2, -1), keepdim=True).clamp(min=eps)).contiguous()
     for a, b, c in coefficients:
         gram = y @ y.mT
         y = add(y, add(gram, gram, gram, beta=b, alpha=c), y, beta=a)

@@ -79,7 +79,8 @@ def test_equals_torchs(tmp_path, backend, nesterov, adjust, dtype):
     start = [p.detach().clone() for p in copies]
     arguments = {"lr": 0.02, "weight_decay": 0.1, "nesterov": nesterov, "adjust_lr_fn": adjust}
     reference = MUON(copies, **arguments)
-    with CSDMuon(params, **arguments, devices=device_strings(backend, tmp_path), tile_size=TILE) as opt:
+    devices = device_strings(backend, tmp_path)
+    with CSDMuon(params, **arguments, ns_dtype="bf16", devices=devices, tile_size=TILE) as opt:  # as torch's
         assert isinstance(opt, MUON)
         for k in range(10):
             set_grads(params, k)
