@@ -184,7 +184,7 @@ def _without_masters(
     make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], params: int, runs: int
 ) -> Result:
     """Time the optimizer from `make` on bf16 parameters that it updates in place."""
-    need_memory(params * 12)
+    _need_memory(params * 12)
     torch.manual_seed(0)
     sizes = [min(TENSOR, params - first) for first in range(0, params, TENSOR)]
     weights = [torch.nn.Parameter(torch.randn(n, dtype=torch.bfloat16)) for n in sizes]
@@ -200,7 +200,7 @@ def _in_memory(
 
     The fp32 copies of the gradients are allocated once, before the clock starts.
     """
-    need_memory(params * (16 if dtype == torch.float32 else 20))
+    _need_memory(params * (16 if dtype == torch.float32 else 20))
     torch.manual_seed(0)
     sizes = [min(TENSOR, params - first) for first in range(0, params, TENSOR)]
     masters = [torch.nn.Parameter(torch.randn(n)) for n in sizes]
@@ -251,8 +251,8 @@ def deepspeed_nvme(params: int, runs: int, directory: Path, *, muon: bool = Fals
     width = WIDTH
     layers = max(4, round(params / width**2))  # with fewer, sub-groups would be smaller than DeepSpeed swaps
     params = layers * width**2
-    need_memory(8 * params + (2 << 30))
-    with scratch(directory, 16 * params) as folder:
+    _need_memory(8 * params + (2 << 30))
+    with _scratch(directory, 16 * params) as folder:
         start_deepspeed(folder)
         import deepspeed
 
@@ -344,7 +344,7 @@ def tensornvme(params: int, runs: int, directory: Path) -> Result:
 
     chunk = 1 << 24
     sizes = [min(chunk, params - first) for first in range(0, params, chunk)]
-    need_memory(4 * params + 12 * chunk * 8)
+    _need_memory(4 * params + 12 * chunk * 8)
     torch.manual_seed(0)
     grads = [torch.randn(n, dtype=torch.bfloat16) for n in sizes]
     weights = [torch.zeros(n, dtype=torch.bfloat16) for n in sizes]
@@ -352,7 +352,7 @@ def tensornvme(params: int, runs: int, directory: Path) -> Result:
     rule = dict(zip(("beta1", "beta2"), ADAMW["betas"], strict=True), **{k: ADAMW[k] for k in ("lr", "eps")})
     rule |= {"weight_decay": ADAMW["weight_decay"], "amsgrad": False, "maximize": False}
 
-    with scratch(directory, 12 * params) as folder:
+    with _scratch(directory, 12 * params) as folder:
         # Waiting for a read waits for everything its offloader does (sync_read_events is bound to the writes), so
         # neighbouring chunks use different offloaders: one reads, one has been read, one writes.
         offloaders = [DiskOffloader(str(folder), n_entries=16, backend="uring") for _ in range(3)]
@@ -389,12 +389,12 @@ def nvme_stream(moments: torch.dtype) -> Callable[[int, int, Path], Result]:
 
     def peer(params: int, runs: int, directory: Path) -> Result:
         _verify_stream(moments, directory)
-        need_memory(4 * params + 40 * BUCKET)
+        _need_memory(4 * params + 40 * BUCKET)
         torch.manual_seed(0)
         sizes = [min(BUCKET, params - first) for first in range(0, params, BUCKET)]
         grads = [torch.randn(n, dtype=torch.bfloat16) for n in sizes]
         weights = [torch.zeros(n, dtype=torch.bfloat16) for n in sizes]
-        with scratch(directory, (4 + 2 * moments.itemsize) * params) as folder:
+        with _scratch(directory, (4 + 2 * moments.itemsize) * params) as folder:
             stream = _Stream(folder / "states", (torch.randn(n) for n in sizes), moments)
 
             def step() -> None:
@@ -457,7 +457,7 @@ def _verify_stream(moments: torch.dtype, directory: Path) -> None:
     began = [p.detach().clone() for p in expected]
     weights = [torch.empty(n, dtype=torch.bfloat16) for n in sizes]
     optimizer = torch.optim.AdamW(expected, **ADAMW, fused=True)
-    with scratch(directory, 1 << 20) as folder:
+    with _scratch(directory, 1 << 20) as folder:
         stream = _Stream(folder / "states", began, moments)
         for _ in range(5):
             grads = [torch.randn(n, dtype=torch.bfloat16) for n in sizes]
@@ -503,7 +503,7 @@ def _prepare_deepspeed() -> None:
         raise Skipped(f"DeepSpeed needs {' and '.join(missing)} to compile its kernels")
 
 
-def scratch(directory: Path, nbytes: int) -> _PathDirectory:
+def _scratch(directory: Path, nbytes: int) -> _PathDirectory:
     """Make a temporary directory with room for `nbytes` bytes and some to spare."""
     free = shutil.disk_usage(directory).free
     if free < nbytes * 1.5 + (1 << 30):
@@ -518,7 +518,7 @@ class _PathDirectory(tempfile.TemporaryDirectory):
         return Path(super().__enter__())
 
 
-def need_memory(nbytes: int) -> None:
+def _need_memory(nbytes: int) -> None:
     """Raise Skipped if memory has no room for `nbytes` bytes, rather than swap or be killed."""
     pages = {line.split(":")[0]: line.split()[1] for line in Path("/proc/meminfo").read_text().splitlines()}
     available = int(pages["MemAvailable"]) << 10

@@ -75,8 +75,8 @@ def newton_schulz(
 def _orthogonal(y: torch.Tensor, coefficients: Sequence[Coefficients], eps: float) -> torch.Tensor:
     """Iterate on a wide matrix, or on a batch of these (3-D)."""
     add = torch.addmm if y.dim() == 2 else torch.baddbmm
-    # Row by row, whatever the order of x in memory: matrix products may have other bits with another order.
-    y = (y / torch.linalg.vector_norm(y.contiguous(), dim=(-2, -1), keepdim=True).clamp(min=eps)).contiguous()
+    y = y.contiguous()  # row by row, as matrix products may have other bits with another order in memory
+    y = y / torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True).clamp(min=eps)
     for a, b, c in coefficients:
         gram = y @ y.mT
         y = add(y, add(gram, gram, gram, beta=b, alpha=c), y, beta=a)
@@ -108,7 +108,7 @@ def _seconds(n: int, dtype: torch.dtype, device: torch.device) -> float:
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
-    """Return bf16, or fp32 where the processor cannot multiply bf16: on such CPUs it takes 4 to 100 times as long.
+    """Return bf16, or fp32 where the processor cannot multiply bf16: there torch emulates it, many times as slow.
 
     This is not measured: it has to be the same in all processes, and after a resume, as the bits depend on it.
     """
