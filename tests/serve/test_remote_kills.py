@@ -55,15 +55,16 @@ def persist(net, images, until):
         assert time.monotonic() < end
         try:
             net.step()
-        except CSDError:
-            failures += 1
+        except CSDError as e:
+            failures, last = failures + 1, e
             while True:
-                assert time.monotonic() < end
+                assert time.monotonic() < end, f"in step {net.done + 1}: {last}"
                 try:
                     net.opt.wait()
                     net.done = done_of(net)
                     break
-                except CSDError:
+                except CSDError as e:
+                    last = e
                     time.sleep(0.01)
             net.opt.zero_grad()
         assert_like(net, images)
