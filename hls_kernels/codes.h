@@ -394,8 +394,8 @@ UPDATE_CODES:
       const uint32_t half = param[i / 2] >> i % 2 * 16 & 0xffffu, correction_code = first_byte(correction, i);
       const uint32_t r = first_byte(ratio, i), u = first_byte(root, i), p = first_byte(peak, i);
       const float old_root = decode_root(u, exponent), old_peak = decode_root(p, peak_exponent);
-      float e[4] = {narrow ? decode_master(half, correction_code, is_f16) : bits_float(param[i]),
-                    decode_exp_avg(r, old_root, u), old_root * old_root, old_peak * old_peak};
+      float e[4] = {narrow ? decode_master(half, signed_8(correction_code), is_f16) : bits_float(param[i]),
+                    decode_exp_avg(signed_8(r), old_root, u), old_root * old_root, old_peak * old_peak};
       rule.update(e, g);
       const float new_root = in_use ? sqrtf(e[2]) : 0, new_peak = in_use ? sqrtf(e[3]) : 0;
       lane_roots[i] = finite_bits(new_root);
@@ -422,13 +422,14 @@ UPDATE_CODES:
   nonfinite_out.write(nonfinite);
 }
 
-// Encodes the groups. Each element needs two multiplications for its hash and a division for its ratio; everything else
-// is shifts and additions.
+// Encodes the groups. Each element needs two multiplications for its hash, a multiplication by a power of two for each
+// of its three minifloats, and a division for its ratio; everything else is shifts and additions.
 inline void encode(Words &masters, Words &exp_avgs, Words &roots, Words &peaks, Groups &groups, Words &params_out,
                    Words &corrections_out, Words &ratios_out, Words &roots_out, Words &exponents_out, Words &peaks_out,
                    Words &peak_exponents_out, Words &params, uint32_t n_words, uint32_t sections) {
 #pragma HLS INLINE off
 #pragma HLS ALLOCATION operation instances = mul limit = 16
+#pragma HLS ALLOCATION operation instances = fmul limit = 24
 #pragma HLS ALLOCATION operation instances = fsub limit = 8
 #pragma HLS ALLOCATION operation instances = fdiv limit = 8
   const bool narrow = sections % 2 != 0, has_peak = sections > 5;

@@ -30,13 +30,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 
 from bench.demo import table
 from bench.step import machine_facts, say
-from bench.studies.accuracy_tasks import schedule, sources, windows
+from bench.studies.accuracy_tasks import schedule
+from bench.studies.gpt import GPT, loss_of, pieces_of
 from csd_optim import CSDAdagrad, CSDMuon, CSDRMSprop
 from csd_optim.optim.optimizer import CSDOptimizer
 
@@ -50,46 +50,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 RATES = {"adagrad": (0.02, 0.05, 0.1, 0.2), "rmsprop": (0.002, 0.005, 0.01, 0.02), "muon": (0.005, 0.01, 0.02, 0.04)}
 
 Row = dict[str, Any]
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(torch.relu(self.up(self.norms[1](x))))
-
-
-class GPT(nn.Module):
-    """Bytes [batch, n] to the logits of those that follow, [batch, n, 256]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.byte, self.place = nn.Embedding(256, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        for embedding in (self.byte, self.place):
-            nn.init.normal_(embedding.weight, std=0.1)
-        self.layers = nn.Sequential(*(Layer() for _ in range(LAYERS)))
-        self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256))
-
-    def forward(self, pieces: Tensor) -> Tensor:
-        return self.head(self.layers(self.byte(pieces) + self.place.weight[: pieces.shape[1]]))
-
-
-def loss_of(model: nn.Module, pieces: Tensor) -> Tensor:
-    """Return the loss of pieces [n, LENGTH + 1], computed in fp32 whatever the parameters' dtype."""
-    weights = {name: p.float() for name, p in model.named_parameters()}
-    logits = torch.func.functional_call(model, weights, (pieces[:, :-1],))
-    return F.cross_entropy(logits.flatten(0, 1), pieces[:, 1:].flatten())
-
-
-def pieces_of(held_out: bool, n: int, rng: np.random.Generator) -> Tensor:
-    return torch.from_numpy(windows(sources()[held_out], n, LENGTH + 1, rng)[1].astype(np.int64))
 
 
 def optimizer_of(rule: str, model: GPT, lr: float, state_dtype: str) -> CSDOptimizer:
@@ -106,7 +66,7 @@ def run(rule: str, dtype: str, variant: str, seed: int, lr: float, steps: int, h
     """Train once. Returns the held-out loss and that of the last tenth of the steps."""
     began, (state_dtype, nudge) = time.perf_counter(), VARIANTS[variant]
     torch.manual_seed(seed)
-    model, rng = GPT(), np.random.default_rng(seed)
+    model, rng = GPT(LENGTH, WIDTH, LAYERS, HEADS), np.random.default_rng(seed)
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(1 + nudge * torch.randn_like(p))
@@ -116,14 +76,14 @@ def run(rule: str, dtype: str, variant: str, seed: int, lr: float, steps: int, h
         scheduler = schedule(optimizer, steps)
         for _ in range(steps):
             optimizer.zero_grad()
-            loss = loss_of(model, pieces_of(False, BATCH, rng))
+            loss = loss_of(model, pieces_of(False, BATCH, LENGTH, rng))
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             scheduler.step()
             losses.append(loss.item())
     with torch.no_grad():
-        evaluated = pieces_of(True, held_out, np.random.default_rng(0)).split(256)
+        evaluated = pieces_of(True, held_out, LENGTH, np.random.default_rng(0)).split(256)
         loss = statistics.fmean(loss_of(model, pieces).item() for pieces in evaluated)
     about = {"rule": rule, "dtype": dtype, "variant": variant, "seed": seed, "lr": lr, "steps": steps}
     training_loss = statistics.fmean(losses[-max(1, steps // 10) :])

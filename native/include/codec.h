@@ -11,8 +11,9 @@
 //   correction  extends the 16-bit parameter to the fp32 master, rounded to 24 bits; in units of 1/256 of the
 //               parameter's last place, positive away from zero. An fp32 parameter is its own master
 //
-// All integer arithmetic is on uint32, which wraps; each operation on floats is a single IEEE operation and involves no
-// subnormal numbers.
+// All integer arithmetic is on uint32, which wraps. Each operation on floats is a single IEEE operation; whether subnormal
+// numbers count as zero makes no difference. Maxima and minima stand where a choice between two values would need a
+// comparison as well: with AVX-512, arithmetic alone limits the speed of the CPU updater.
 #pragma once
 #include <stdint.h>
 
@@ -47,12 +48,23 @@ inline uint32_t signed_8(uint32_t code) { return code - ((code & 0x80u) << 1); }
 
 // ---- Minifloats: 4 bits of mantissa ------------------------------------------------------
 
-// Converts the magnitude with fp32 bits `b` to a minifloat whose least normal exponent is `least`, in fp32's bias.
-inline uint32_t minifloat(uint32_t b, uint32_t least, uint32_t addend) {
-  const uint32_t below = least - (b >> 23);
-  const uint32_t normal = b - ((least - 1) << 23);
-  const uint32_t subnormal = ((b & 0x7fffffu) | 0x800000u) >> (below < 31 ? below : 31);
-  return (((int32_t)below > 0 ? subnormal : normal) + addend) >> 19;
+inline uint32_t least_of(uint32_t a, uint32_t b) { return a < b ? a : b; }
+inline int32_t largest_of(int32_t a, int32_t b) { return a > b ? a : b; }
+
+// Converts a magnitude, the bits of an fp32 value without a sign, to a minifloat whose least normal exponent is `least`,
+// in fp32's bias. Below that exponent, `normal` is the smaller one of the two; from there on, `subnormal` is 2^23.
+inline uint32_t minifloat(uint32_t magnitude, uint32_t least, uint32_t addend) {
+  const int32_t normal = (int32_t)(magnitude - ((least - 1) << 23));
+  const float units = bits_float(magnitude) * bits_float((277 - least) << 23);  // of the last place of 2^-(127 - least)
+  const int32_t subnormal = (int32_t)bits_float(least_of(float_bits(units), float_bits(0x1p23f)));
+  return ((uint32_t)largest_of(normal, subnormal) + addend) >> 19;
+}
+
+// Converts the exponent and mantissa of a minifloat to fp32. If the value is normal, `subnormal` is the larger one.
+inline uint32_t minifloat_bits(uint32_t code, uint32_t least) {
+  const uint32_t above = (least << 23) + (code << 19), normal = above - (1u << 23);
+  const float subnormal = bits_float(above) - bits_float(least << 23);  // exact
+  return least_of(float_bits(subnormal), normal);
 }
 
 // ---- exp_avg_sq ----------------------------------------------------------------------------
@@ -64,48 +76,50 @@ inline uint32_t exponent_of(uint32_t largest) {
 }
 
 // Decodes a root whose code is not kRootInfinite.
-inline float finite_root(uint32_t code, uint32_t exponent) {
-  const uint32_t least = (exponent - 14) << 23, above = least + (code << 19);
-  const float subnormal = bits_float(above) - bits_float(least);  // exact
-  const uint32_t bits = code < 16 ? float_bits(subnormal) : above - (1u << 23);
-  return bits_float(bits);
-}
+inline float finite_root(uint32_t code, uint32_t exponent) { return bits_float(minifloat_bits(code, exponent - 14)); }
 
 inline float decode_root(uint32_t code, uint32_t exponent) {
   return code == kRootInfinite ? bits_float(0x7f800000u) : finite_root(code, exponent);
 }
 
-// A nonzero root never becomes zero, because exp_avg would then be divided by eps alone. Inf, nan and negative roots
-// give more than 8 bits and are clamped to kRootInfinite; finite roots give at most 254, see exponent_of. There is no
-// conditional between constants: where one such choice depends on another, compilers generate branches, which vectorise
-// badly.
+// Encodes a root that is finite and has no sign: at most 254, see exponent_of. A nonzero root never becomes zero,
+// because exp_avg would then be divided by eps alone.
+inline uint32_t encode_finite_root(float root, uint32_t exponent, uint32_t addend) {
+  const uint32_t b = float_bits(root), code = minifloat(b, exponent - 14, addend), least = least_of(b, 1);
+  return code > least ? code : least;
+}
+
+// Any root: inf, nan and negative ones are kRootInfinite. There is no conditional between constants: where one such
+// choice depends on another, compilers generate branches, which vectorise badly.
 inline uint32_t encode_root(float root, uint32_t exponent, uint32_t addend) {
-  const uint32_t b = float_bits(root), code = minifloat(b, exponent - 14, addend), least = b < 1 ? b : 1;
-  const uint32_t some = code > least ? code : least;
-  return some < kRootInfinite ? some : kRootInfinite;
+  const uint32_t finite = all_if(float_bits(root) < 0x7f800000u);
+  return (encode_finite_root(root, exponent, addend) & finite) | (kRootInfinite & ~finite);
 }
 
 // ---- exp_avg -------------------------------------------------------------------------------
 
 constexpr uint32_t kLeastRatio = 124;  // least normal exponent: below 1/4 the steps are 1/128
 
-inline float decode_ratio(uint32_t code) {
-  const uint32_t k = code & 127u, above = (kLeastRatio << 23) + (k << 19);
-  const float subnormal = bits_float(above) - bits_float(kLeastRatio << 23);
-  const uint32_t bits = k < 16 ? float_bits(subnormal) : above - (1u << 23);
-  return bits_float(bits | (code & 128u) << 24);
+// `signed_code`: signed_8() of the code.
+inline float decode_ratio(uint32_t signed_code) {
+  return bits_float(minifloat_bits(signed_code & 127u, kLeastRatio) | (signed_code & 0x80000000u));
 }
 
-// `root` is the decoded root; any number if the code is kRootInfinite.
-inline uint32_t encode_ratio(float exp_avg, float root, uint32_t root_code, uint32_t addend) {
+// `root`: the decoded root, which is finite.
+inline uint32_t encode_finite_ratio(float exp_avg, float root, uint32_t root_code, uint32_t addend) {
   const uint32_t ratio = float_bits(exp_avg / root) & 0x7fffffffu;
-  const uint32_t code = minifloat(ratio, kLeastRatio, addend), most = code < 127 ? code : 127;
-  const uint32_t k = most & all_if((root_code != 0) & (root_code != kRootInfinite));
-  return k | ((float_bits(exp_avg) >> 31 << 7) & all_if(k != 0));
+  const uint32_t k = least_of(minifloat(ratio, kLeastRatio, addend), 127) & all_if(root_code != 0);
+  return k | ((float_bits(exp_avg) >> 24 & 0x80u) & all_if(k != 0));
 }
 
-inline float decode_exp_avg(uint32_t ratio, float root, uint32_t root_code) {
-  const float exp_avg = decode_ratio(ratio) * root;  // exact: 5 bits by 5 bits
+// `root`: the decoded root; any number if its code is kRootInfinite.
+inline uint32_t encode_ratio(float exp_avg, float root, uint32_t root_code, uint32_t addend) {
+  return encode_finite_ratio(exp_avg, root, root_code, addend) & all_if(root_code != kRootInfinite);
+}
+
+// `signed_ratio`: signed_8() of the ratio's code; `root`: the decoded root.
+inline float decode_exp_avg(uint32_t signed_ratio, float root, uint32_t root_code) {
+  const float exp_avg = decode_ratio(signed_ratio) * root;  // exact: 5 bits by 5 bits
   return root_code == kRootInfinite ? 0 : exp_avg;
 }
 
@@ -140,9 +154,10 @@ struct SplitMaster {
   uint32_t param, correction;  // 16 and 8 bits
 };
 
-inline float decode_master(uint32_t param, uint32_t correction, bool is_f16) {
-  const uint32_t bf16 = (param << 16) + (signed_8(correction) << 8);
-  const uint32_t magnitude = ((param & 0x7fffu) << 8) + signed_8(correction);
+// `signed_correction`: signed_8() of its code.
+inline float decode_master(uint32_t param, uint32_t signed_correction, bool is_f16) {
+  const uint32_t bf16 = (param << 16) + (signed_correction << 8);
+  const uint32_t magnitude = ((param & 0x7fffu) << 8) + signed_correction;
   const float subnormal = (float)(int32_t)magnitude * 0x1p-32f;  // exact, and no subnormal of fp32
   uint32_t f16 = (magnitude << 5) + ((127u - 15u) << 23);
   f16 = (int32_t)magnitude < 1 << 18 ? float_bits(subnormal) : f16;
@@ -160,20 +175,22 @@ inline uint32_t magnitude_of(float master, uint32_t addend, bool is_f16) {
   return is_f16 ? (f16 < most ? f16 : most) : (b + addend) >> 8;
 }
 
-// Splits a magnitude into parameter and correction. The parameter must be what torch rounds the decoded master to (to
-// nearest even), so a tie is never stored: it is moved to one side first.
+// Splits a magnitude, or one with its sign above it, into parameter and correction. The parameter must be what torch
+// rounds the decoded master to (to nearest even), so a tie is never stored: it is moved to one side first.
 inline SplitMaster split(uint32_t magnitude, uint32_t side) {
-  const uint32_t off = (magnitude & 0xffu) == 0x80 ? magnitude + side - 1 : magnitude;
+  const uint32_t off = magnitude + ((magnitude & 0xffu) == 0x80 ? side - 1 : 0);
   return {(off + 0x80u) >> 8, off & 0xffu};
 }
 
 // Inf and nan have no correction, nor does a master of 65520 or more with an fp16 parameter, which rounds to inf.
 inline SplitMaster encode_master(float master, RoundingBits rounding, bool is_f16) {
   const uint32_t b = float_bits(master), magnitude = b & 0x7fffffffu, sign = b >> 16 & 0x8000u;
-  const SplitMaster finite = split(magnitude_of(master, rounding.correction, is_f16), rounding.side);
-  const bool lost = is_f16 ? magnitude >= 0x477ff000u : magnitude > 0x7f800000u;
+  const uint32_t bf16 = (b + rounding.correction) >> 8;  // no magnitude carries into the sign, unless it is nan
+  const SplitMaster finite =
+      split(is_f16 ? magnitude_of(master, rounding.correction, true) | sign << 8 : bf16, rounding.side);
+  const bool lost = is_f16 ? magnitude >= 0x477ff000u : master != master;
   const uint32_t f16 = sign | (magnitude > 0x7f800000u ? 0x7e00u | (b >> 13 & 0x3ffu) : 0x7c00u);
-  return {lost ? is_f16 ? f16 : 0x7fc0u : finite.param | sign, lost ? 0 : finite.correction};
+  return {lost ? is_f16 ? f16 : 0x7fc0u : finite.param, lost ? 0 : finite.correction};
 }
 
 // Encodes, to nearest, a master together with a given parameter. If the master belongs to the parameter (within half a

@@ -18,15 +18,65 @@ struct Work {
   } codes;
 };
 
+#if CSD_SIMD == 3
+// GCC makes about twice as many instructions of loops that widen or narrow.
+static inline __m512i load_16(const uint32_t *from) { return _mm512_loadu_si512(from); }
+static inline __m512i load_16(const uint16_t *from) {
+  return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
+}
+static inline __m512i load_16(const uint8_t *from) {
+  return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from));
+}
+static inline __m512i load_16(const int8_t *from) {
+  return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from));
+}
+#endif
+
+// Signed numbers keep their sign.
 template <typename T>
 static inline void widen(const T *__restrict from, uint32_t *__restrict to) {
-  for (uint32_t i = 0; i < kGroup; i++) to[i] = from[i];
+#if CSD_SIMD == 3
+  for (uint32_t i = 0; i < kGroup; i += 16) _mm512_storeu_si512(to + i, load_16(from + i));
+#else
+  for (uint32_t i = 0; i < kGroup; i++) to[i] = (uint32_t)from[i];
+#endif
 }
 
-template <typename T>
-static inline void narrow(const uint32_t *__restrict from, T *__restrict to) {
-  for (uint32_t i = 0; i < kGroup; i++) to[i] = (T)from[i];
+// The values must fit.
+static inline void narrow(const uint32_t *__restrict from, uint8_t *__restrict to) {
+#if CSD_SIMD == 3
+  const auto eight = [from](uint32_t i) { return _mm512_packus_epi32(load_16(from + i), load_16(from + i + 16)); };
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  _mm512_storeu_si512(to, _mm512_permutexvar_epi32(order, _mm512_packus_epi16(eight(0), eight(32))));
+#else
+  for (uint32_t i = 0; i < kGroup; i++) to[i] = (uint8_t)from[i];
+#endif
 }
+
+static inline void narrow(const uint32_t *__restrict from, uint16_t *__restrict to) {
+#if CSD_SIMD == 3
+  const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+  for (uint32_t i = 0; i < kGroup; i += 32) {
+    const __m512i packed = _mm512_packus_epi32(load_16(from + i), load_16(from + i + 16));
+    _mm512_storeu_si512(to + i, _mm512_permutexvar_epi64(order, packed));
+  }
+#else
+  for (uint32_t i = 0; i < kGroup; i++) to[i] = (uint16_t)from[i];
+#endif
+}
+
+// Whether a code of the group is kRootInfinite.
+static inline bool any_infinite(const uint8_t *root) {
+#if CSD_SIMD == 3
+  return _mm512_cmpeq_epi8_mask(_mm512_loadu_si512(root), _mm512_set1_epi8((char)kRootInfinite)) != 0;
+#else
+  return memchr(root, kRootInfinite, kGroup) != nullptr;
+#endif
+}
+
+// The largest exponent of a group: its roots are those of fp32 values. If none was inf, the next update makes exp_avg inf
+// or nan only where it makes the root so: where a gradient is, or its square overflows.
+constexpr uint32_t kLargestExponent = 127 + 64;
 
 // ---- One group -----------------------------------------------------------------------------
 
@@ -34,7 +84,7 @@ static inline void decode_moments(const uint8_t *__restrict ratio, const uint8_t
                                   float *__restrict exp_avg, float *__restrict exp_avg_sq) {
   for (uint32_t i = 0; i < kGroup; i++) {
     const float u = decode_root(root[i], exponent);
-    exp_avg[i] = decode_exp_avg(ratio[i], u, root[i]);
+    exp_avg[i] = decode_exp_avg(signed_8(ratio[i]), u, root[i]);
     exp_avg_sq[i] = u * u;
   }
 }
@@ -53,7 +103,7 @@ static inline void decode_momenta(const uint8_t *__restrict linear, uint32_t exp
 template <bool is_f16>
 static inline void decode_masters(const uint16_t *__restrict param, const uint8_t *__restrict correction,
                                   float *__restrict master) {
-  for (uint32_t i = 0; i < kGroup; i++) master[i] = decode_master(param[i], correction[i], is_f16);
+  for (uint32_t i = 0; i < kGroup; i++) master[i] = decode_master(param[i], signed_8(correction[i]), is_f16);
 }
 
 // Draws a hash for each element of the group; `key` is the random key of the first one.
@@ -63,6 +113,13 @@ static inline void draw_hashes(uint32_t key, uint32_t *__restrict hash) {
 
 static inline void compute_roots(const float *__restrict squares, float *__restrict roots) {
   for (uint32_t i = 0; i < kGroup; i++) roots[i] = sqrtf(squares[i]);
+}
+
+// The largest bits of the values as unsigned numbers: below 0x7f800000, all are finite and have no sign.
+static inline uint32_t largest_bits(const float *__restrict values) {
+  uint32_t largest = 0;
+  for (uint32_t i = 0; i < kGroup; i++) largest = largest > float_bits(values[i]) ? largest : float_bits(values[i]);
+  return largest;
 }
 
 // The bits of the largest finite value.
@@ -86,16 +143,21 @@ static inline uint32_t linear_exponent_for(const float *__restrict momentum) {
 }
 
 // `stochastic`: round stochastically with `hash` (see draw_hashes()); otherwise round to nearest.
-template <bool stochastic>
+// `finite`: all moments are, and no root has a sign.
+template <bool stochastic, bool finite>
 static inline void encode_moments(const float *__restrict exp_avg, const float *__restrict roots, uint32_t exponent,
                                   const uint32_t *__restrict hash, uint32_t *__restrict ratio,
                                   uint32_t *__restrict root) {
   for (uint32_t i = 0; i < kGroup; i++) {
     const RoundingBits rounding = stochastic ? stochastic_rounding_bits(hash[i]) : round_to_nearest_bits();
-    const bool is_finite = (float_bits(exp_avg[i]) & 0x7f800000u) != 0x7f800000u;
-    const uint32_t code = encode_root(roots[i], exponent, rounding.root) | (kRootInfinite & all_if(!is_finite));
-    root[i] = code;
-    ratio[i] = encode_ratio(exp_avg[i], finite_root(code, exponent), code, rounding.ratio);
+    if (finite) {
+      root[i] = encode_finite_root(roots[i], exponent, rounding.root);
+      ratio[i] = encode_finite_ratio(exp_avg[i], finite_root(root[i], exponent), root[i], rounding.ratio);
+    } else {
+      const bool is_finite = (float_bits(exp_avg[i]) & 0x7f800000u) != 0x7f800000u;
+      root[i] = encode_root(roots[i], exponent, rounding.root) | (kRootInfinite & all_if(!is_finite));
+      ratio[i] = encode_ratio(exp_avg[i], finite_root(root[i], exponent), root[i], rounding.ratio);
+    }
   }
 }
 
@@ -167,17 +229,23 @@ static inline void clear_from(Group &group, uint64_t n) {
     for (uint64_t i = n; i < kGroup; i++) state[i] = 0;
 }
 
-// Decodes and updates a group. The square root to be encoded is often one that the rule has just computed; in the same
-// loop, the compiler computes it only once.
-template <typename Rule, uint32_t sections, bool has_ratio, uint32_t dtype>
+template <uint32_t dtype>
+static inline float master_of(const Work &work, uint32_t i) {
+  return dtype == CSD_F32 ? bits_float(work.codes.param[i])
+                          : decode_master(work.codes.param[i], work.codes.correction[i], dtype == CSD_F16);
+}
+
+// Decodes and updates a group. `finite`: all its roots are. The square root to be encoded is often one that the rule has
+// just computed; in the same loop, the compiler computes it only once.
+template <typename Rule, uint32_t sections, bool has_ratio, uint32_t dtype, bool finite>
 static inline void update_group(const Rule &rule, const Codes &at, Work &work) {
   const auto &codes = work.codes;
   const uint32_t exponent = *at.exponent, peak_exponent = sections > 3 ? *at.peak_exponent : 0;
   for (uint32_t i = 0; i < kGroup; i++) {
-    const float u = decode_root(codes.root[i], exponent);
-    float state[4] = {dtype == CSD_F32 ? bits_float(codes.param[i])
-                                       : decode_master(codes.param[i], codes.correction[i], dtype == CSD_F16)};
-    if (has_ratio) state[1] = decode_exp_avg(codes.ratio[i], u, codes.root[i]);
+    const float u = finite ? finite_root(codes.root[i], exponent) : decode_root(codes.root[i], exponent);
+    float state[4] = {master_of<dtype>(work, i)};
+    if (has_ratio)
+      state[1] = finite ? decode_ratio(codes.ratio[i]) * u : decode_exp_avg(codes.ratio[i], u, codes.root[i]);
     state[has_ratio ? 2 : 1] = u * u;
     if (sections > 3) {
       const float peak = decode_root(codes.peak[i], peak_exponent);
@@ -194,10 +262,14 @@ static inline void update_group(const Rule &rule, const Codes &at, Work &work) {
 // Converts the gradients of the group at element `i` to fp32, and returns how many of them are inf or nan.
 static inline uint64_t load_grads(const CodedSpan &s, uint64_t i, uint64_t n, float *grad) {
   if (n < kGroup) memset(grad, 0, kGroup * sizeof *grad);
-  if (s.grad_dtype == CSD_F16) widen_f16((const uint16_t *)s.grad + i, grad, n);
-  else if (s.grad_dtype == CSD_BF16) widen_bf16((const uint16_t *)s.grad + i, grad, n);
-  else memcpy(grad, (const float *)s.grad + i, 4 * n);
-  return nonfinite(grad, n);
+  if (s.grad_dtype == CSD_F32) {
+    memcpy(grad, (const float *)s.grad + i, 4 * n);
+    return nonfinite(grad, n);
+  }
+  const uint16_t *narrow = (const uint16_t *)s.grad + i;
+  if (s.grad_dtype == CSD_F16) widen_f16(narrow, grad, n);
+  else widen_bf16(narrow, grad, n);
+  return nonfinite(narrow, s.grad_dtype, n);
 }
 
 template <uint32_t dtype>
@@ -208,14 +280,8 @@ static inline void load_masters(const Codes &at, uint64_t n, Work &work) {
     memcpy(codes.param, at.param, 4 * n);
   } else {
     widen((const uint16_t *)at.param, codes.param);
-    widen(at.correction, codes.correction);
+    widen((const int8_t *)at.correction, codes.correction);
   }
-}
-
-template <uint32_t dtype>
-static inline float master_of(const Work &work, uint32_t i) {
-  return dtype == CSD_F32 ? bits_float(work.codes.param[i])
-                          : decode_master(work.codes.param[i], work.codes.correction[i], dtype == CSD_F16);
 }
 
 // Encodes the masters of the group at element `i`, and copies the parameters to the span's.
@@ -317,16 +383,21 @@ static uint64_t update_by(const CodedSpan &s) {
     bad += load_grads(s, i, n, work.grad);
     const Codes at = codes_from(s.codes, dtype, i);
     load_masters<dtype>(at, n, work);
-    if (has_ratio) widen(at.ratio, codes.ratio);
+    if (has_ratio) widen((const int8_t *)at.ratio, codes.ratio);
     widen(at.root, codes.root);
     if (sections > 3) widen(at.peak, codes.peak);
-    update_group<Rule, sections, has_ratio, dtype>(rule, at, work);
+    const bool finite_before = *at.exponent <= kLargestExponent && !any_infinite(at.root);
+    if (finite_before) update_group<Rule, sections, has_ratio, dtype, true>(rule, at, work);
+    else update_group<Rule, sections, has_ratio, dtype, false>(rule, at, work);
     for (uint64_t k = n; k < kGroup; k++) work.master[k] = work.exp_avg[k] = work.root[k] = work.peak[k] = 0;
 
     draw_hashes(s.key + (uint32_t)i, work.hash);
-    const uint32_t exponent = exponent_for(work.root);
+    const uint32_t largest = largest_bits(work.root);
+    const bool finite = finite_before && largest < 0x7f800000u;
+    const uint32_t exponent = finite ? exponent_of(largest) : exponent_for(work.root);
     if (has_ratio) {
-      encode_moments<true>(work.exp_avg, work.root, exponent, work.hash, codes.ratio, codes.root);
+      if (finite) encode_moments<true, true>(work.exp_avg, work.root, exponent, work.hash, codes.ratio, codes.root);
+      else encode_moments<true, false>(work.exp_avg, work.root, exponent, work.hash, codes.ratio, codes.root);
       narrow(codes.ratio, at.ratio);
     } else {
       encode_roots<true>(work.root, exponent, work.hash, codes.root);
@@ -385,7 +456,7 @@ static inline void encode_second_moments(const Group &group, const Codes &at, Wo
   compute_roots(group.state[at.ratio ? 2 : 1], work.root);
   const uint32_t exponent = exponent_for(work.root);
   if (at.ratio) {
-    encode_moments<false>(group.state[1], work.root, exponent, nullptr, work.codes.ratio, work.codes.root);
+    encode_moments<false, false>(group.state[1], work.root, exponent, nullptr, work.codes.ratio, work.codes.root);
     narrow(work.codes.ratio, at.ratio);
   } else {
     encode_roots<false>(work.root, exponent, nullptr, work.codes.root);

@@ -90,6 +90,14 @@ static inline uint32_t nonfinite(const float *grad, uint64_t n) {
   return count;
 }
 
+// The same of 16 bits, for n < 2^16.
+static inline uint32_t nonfinite(const uint16_t *grad, uint32_t dtype, uint64_t n) {
+  const uint16_t infinity = dtype == CSD_F16 ? 0x7c00 : 0x7f80;
+  uint16_t count = 0;
+  for (uint64_t i = 0; i < n; i++) count += (grad[i] & infinity) == infinity;
+  return count;
+}
+
 template <typename Rule, uint32_t number, uint32_t sections>
 static uint64_t update_by(const Span &s) {
   csd_hyper hyper = *s.hyper;
@@ -105,7 +113,7 @@ static uint64_t update_by(const Span &s) {
     if (s.grad_dtype == CSD_F16) widen_f16((const uint16_t *)s.grad + i, wide, n);
     else if (s.grad_dtype == CSD_BF16) widen_bf16((const uint16_t *)s.grad + i, wide, n);
     else grad = (const float *)s.grad + i;
-    bad += nonfinite(grad, n);
+    bad += s.grad_dtype == CSD_F32 ? nonfinite(grad, n) : nonfinite((const uint16_t *)s.grad + i, s.grad_dtype, n);
 
     const auto section = [&s, i](uint32_t k) { return k < sections ? s.state[k] + i : nullptr; };
     float *const master = section(0);

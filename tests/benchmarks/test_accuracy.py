@@ -1,4 +1,4 @@
-"""bench/studies/accuracy.py at its smallest size: it verifies, trains, and reports what it promises."""
+"""The studies of accuracy at their smallest sizes: they verify, train, and report what they promise."""
 
 import json
 from dataclasses import replace
@@ -10,7 +10,7 @@ import torch
 from matplotlib import pyplot
 from support.forked import module
 
-from bench.studies import accuracy, accuracy_plot, accuracy_tasks, accuracy_training
+from bench.studies import accuracy, accuracy_plot, accuracy_tasks, accuracy_training, pretraining
 
 ROOT = Path(__file__).parents[2]
 
@@ -217,3 +217,37 @@ def test_rules(tmp_path, monkeypatch):
     again = module("bench.studies.accuracy_rules", *arguments, seconds=300)
     assert "seed" not in again.stderr  # nothing was run
     assert json.loads((tmp_path / "found.json").read_text()) == found
+
+
+def test_pretraining(tmp_path, monkeypatch):
+    """bench/studies/pretraining.py: differences to AdamW, and trainings that go on."""
+    monkeypatch.chdir(ROOT)
+    arguments = ["--quick", "--variants", "adamw", "8bit", "--directory", str(tmp_path / "runs")]
+    json_file, picture = tmp_path / "found.json", tmp_path / "plot.png"
+    done = module("bench.studies.pretraining", *arguments, f"--json={json_file}", f"--plot={picture}", seconds=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(json_file.read_text())
+    adamw, coded = found["runs"]
+    assert (adamw["variant"], coded["variant"]) == ("adamw", "8bit")
+    for run in found["runs"]:
+        assert (run["step"], run["begun"], len(run["held_out"])) == (40, 2, 4)
+        assert 3 < run["loss"] < run["held_out"][0] < 7
+    assert found["summary"][1]["difference"] == coded["loss"] - adamw["loss"] != 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    again = module("bench.studies.pretraining", *arguments, f"--json={json_file}", seconds=300)
+    assert again.returncode == 0, again.stderr
+    assert [r["loss"] for r in json.loads(json_file.read_text())["runs"]] == [adamw["loss"], coded["loss"]]
+
+
+def test_pretraining_compares_parts(tmp_path, monkeypatch):
+    until = pretraining.Training.until
+
+    def otherwise(training, last):
+        with torch.no_grad():
+            training.params[0].add_(0.1 if training.done["step"] else 0.0)
+        until(training, last)
+
+    pretraining.verify_parts(["8bit"], tmp_path / "runs")
+    monkeypatch.setattr(pretraining.Training, "until", otherwise)
+    with pytest.raises(SystemExit, match="8bit: in parts"):
+        pretraining.verify_parts(["8bit"], tmp_path / "runs")

@@ -174,7 +174,7 @@ def test_training_goes_on_while_a_snapshot_is_copied(tmp_path, slow):
     assert not future.done()
     assert not (tmp_path / "snap").exists()
     slow.go.set()
-    trainer.join(60)
+    trainer.join(300)
     assert done == [3, 4]
     assert future.result(60) == tmp_path / "snap"
     others, again = resumed(in_snapshot(tmp_path / "snap"))
@@ -203,7 +203,7 @@ def test_what_is_copied_is_not_overwritten_by_edits_either(tmp_path, slow):
     time.sleep(0.2)
     assert loading.is_alive()
     slow.go.set()
-    loading.join(60)
+    loading.join(300)
     future.result(60)
     others, again = resumed(in_snapshot(tmp_path / "snap"))
     assert_same(state_of(again, others), before)
@@ -220,7 +220,7 @@ def test_close_waits_for_a_copy(tmp_path, slow):
     time.sleep(0.1)
     assert closing.is_alive()
     slow.go.set()
-    closing.join(60)
+    closing.join(300)
     assert future.done()
     assert (tmp_path / "snap").exists()
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import threading
 import time
 from pathlib import Path
 
@@ -150,24 +151,25 @@ def test_fewer_rows_than_ranks(make, tmp_path):
     on_living_ranks(3, few_rows, make, 3, directory=tmp_path)
 
 
-def one_lands_late(rank):
+def one_lands_late(rank, place):
     """A parameter is read when its rows of the other rank are there, not later than that, and no earlier."""
     training = training_on(rank, "this", {}, named=True)
     for _ in range(2):
         training.step()
     before = [p.detach().clone() for p in training.model.parameters()]
 
-    def sleeps(begin, gather, *args, **kwargs):
-        time.sleep(0.5 if rank == 1 else 0)
+    def waits(begin, gather, *args, **kwargs):
+        while not all((place / f"may begin, says {r}").exists() for r in range(2)):
+            time.sleep(0.01)
         begin(gather, *args, **kwargs)
 
     training.backward()
-    with replaced(ParamAllGather, "begin", sleeps):
+    with replaced(ParamAllGather, "begin", waits):
+        training.opt.step()  # if it waited for the rows, it would do so for ever
         began = time.monotonic()
-        training.opt.step()
-        assert time.monotonic() - began < 0.4
+        threading.Timer(0.4, (place / f"may begin, says {rank}").touch).start()
         (weight := training.model.module[0].inner.weight).sum()
-        assert time.monotonic() - began > 0.4
+        assert time.monotonic() - began >= 0.4
     for rows in before[0].chunk(2), weight.detach().chunk(2):
         assert len(rows) == 2
     changed = [(a != b).any(1).all() for a, b in zip(before[0].chunk(2), weight.detach().chunk(2), strict=True)]
@@ -176,7 +178,7 @@ def one_lands_late(rank):
 
 
 def test_a_parameter_waits_for_the_rows_of_other_ranks(tmp_path):
-    on_living_ranks(2, one_lands_late, directory=tmp_path)
+    on_living_ranks(2, one_lands_late, tmp_path, directory=tmp_path)
 
 
 # ---- failures ------------------------------------------------------------------------------------

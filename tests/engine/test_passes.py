@@ -702,7 +702,7 @@ def killed_between_passes(directory, updated):
 @pytest.mark.parametrize("updated", [0, 3, len(SHAPES)])
 def test_a_kill_between_passes_leaves_the_committed_step(updated, tmp_path):
     child = process(killed_between_passes, tmp_path, updated)
-    child.join(60)
+    child.join(300)
     assert child.exitcode == -signal.SIGKILL
     model = Model(initial(SHAPES))
     for step in range(2):

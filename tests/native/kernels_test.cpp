@@ -119,8 +119,8 @@ void check_coded_kernel() {
       const uint32_t e = kFirst + first + i;
       const float u = decode_root(tile.root[e], tile.exponent[group]);
       const float p = decode_root(tile.peak[e], tile.peak_exponent[group]);
-      float state[4] = {decode_master(tile.param[e], tile.correction[e], false),
-                        decode_exp_avg(tile.ratio[e], u, tile.root[e]), u * u, p * p};
+      float state[4] = {decode_master(tile.param[e], signed_8(tile.correction[e]), false),
+                        decode_exp_avg(signed_8(tile.ratio[e]), u, tile.root[e]), u * u, p * p};
       AdamW(hyper).update(state, bf16_to_f32(grad[first + i]));
       memcpy(states[i], state, sizeof state);
       const uint32_t b = float_bits(finite(sqrtf(state[2]))), b_peak = float_bits(finite(sqrtf(state[3])));

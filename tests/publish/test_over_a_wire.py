@@ -29,7 +29,7 @@ from csd_optim.serve.link import Link
 from csd_optim.serve.owner_session import OwnerSession
 from csd_optim.serve.remote_native import RemoteNative
 
-PATIENCE = 60  # seconds for which a program tries again
+PATIENCE = 300  # seconds for which a program tries again
 CODES = {"state_dtype": "8bit", "lr": 1e-4}
 
 
@@ -265,7 +265,7 @@ def test_a_trainer_goes_on_when_its_owner_was_killed(name, options, tmp_path):
     call = random.Random(name).randint(2, 4) * (30 if "PUSH" in name or "PARAMS" in name else 1) + 1
     (tmp_path / "kill").write_text(f"{name} {call}")
     with contextlib.ExitStack() as stack:
-        owner = stack.enter_context(Owner(tmp_path, before=Killing(tmp_path / "kill"), timeout=10))
+        owner = stack.enter_context(Owner(tmp_path, before=Killing(tmp_path / "kill"), timeout=30))
         stack.enter_context(restarting(owner))
         t = stack.enter_context(Published(tmp_path / "policy", owner.address, **{"lr": 1e-4, **options}))
         trains_on(t, expected, 9)

@@ -63,7 +63,7 @@ def test_what_is_not_sent(monkeypatch):
         with pytest.raises(CSDValueError):
             one.send(message, *arrays)
     one.send({"a": 1})
-    assert other.receive(5) == ({"a": 1}, [])
+    assert other.receive(30) == ({"a": 1}, [])
 
 
 def encoded(text, *arrays):
@@ -106,7 +106,7 @@ def test_what_is_refused(data):
     tracemalloc.start()
     try:
         with pytest.raises(ConnectionClosed) as error:
-            receiver.receive(5)
+            receiver.receive(30)
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
     finally:
         tracemalloc.stop()
@@ -119,7 +119,7 @@ def test_a_backslash_is_no_escape():
     one, other = ends()
     message = {"a": "\\ud800 \\\\udfff", "\\": "\U0001f600"}
     one.send(message)
-    assert other.receive(5) == (message, [])
+    assert other.receive(30) == (message, [])
 
 
 # ---- the JSON of a message ------------------------------------------------------------------
@@ -179,13 +179,13 @@ def test_more_values_or_text_than_is_allowed(text, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(json, "loads", None)
         with pytest.raises(ConnectionClosed, match=r"(1000|20000) are the limits"):
-            ControlConnection(other).receive(5)
+            ControlConnection(other).receive(30)
     one, other = ends()
     for message in ({"a": [0] * 1001}, {"a": "x" * 20_000}):
         with pytest.raises(CSDValueError, match="are the limits, enough for 47 parameters: join parameters"):
             one.send(message)
     one.send({"a": [0] * 900})
-    assert other.receive(5) == ({"a": [0] * 900}, [])
+    assert other.receive(30) == ({"a": [0] * 900}, [])
 
 
 def test_an_answer_may_have_twice_as_much(monkeypatch):
@@ -198,10 +198,10 @@ def test_an_answer_may_have_twice_as_much(monkeypatch):
         with pytest.raises(CSDValueError):
             trainer.send(message)
         owner.send(message)
-        assert trainer.receive(5) == (message, [])
+        assert trainer.receive(30) == (message, [])
     one.send([memoryview(encoded(b'{"a":"' + b"x" * 1500 + b'"}'))])
     with pytest.raises(ConnectionClosed, match="64 and 1000 are the limits"):
-        owner.receive(5)
+        owner.receive(30)
 
 
 def test_a_cut_message():
@@ -211,7 +211,7 @@ def test_a_cut_message():
         one.send([memoryview(whole)[:n]])
         one.shutdown()
         with pytest.raises(ConnectionClosed):
-            ControlConnection(other).receive(5)
+            ControlConnection(other).receive(30)
 
 
 def test_a_silent_peer():

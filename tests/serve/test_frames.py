@@ -58,7 +58,7 @@ def test_frames(encrypted, nbytes):
     for sender, receiver in (one, other), (other, one), (one, other):
         thread = threading.Thread(target=sender.send, args=(header, pieces))
         thread.start()
-        assert receiver.receive_header(5) == header
+        assert receiver.receive_header(30) == header
         into = bytearray(nbytes)
         receiver.receive(header, cut(memoryview(into), 4097, 100_000) if nbytes else [])
         thread.join()
@@ -146,7 +146,7 @@ def test_too_long():
     one, other = connected()
     one.send([memoryview(HEADER.pack(1, 1, 1, 2**40, 0))])
     with pytest.raises(ConnectionClosed, match="1099511627776 bytes was refused"):
-        DataConnection(other).receive_header(5)
+        DataConnection(other).receive_header(30)
     with pytest.raises(CSDValueError):
         ends(True)[0].send(Header(1, 1, 1, FRAME_BYTES + 1, 0), [np.empty(FRAME_BYTES + 1, np.uint8)])
 
@@ -173,7 +173,7 @@ def receives(wire, keys=KEYS[::-1]):
     sender.start()
     try:
         while True:
-            header = receiver.receive_header(5)
+            header = receiver.receive_header(30)
             receiver.receive(header, [into := bytearray(header.nbytes)])
             accepted.append((header, bytes(into)))
     except ConnectionClosed:
@@ -304,9 +304,9 @@ def test_a_new_key_after_many_bytes(monkeypatch):
     assert receives(wire) == FRAMES * 3
     for header, payload in FRAMES:
         one.send(header, [payload])
-        other.discard(other.receive_header(5))
+        other.discard(other.receive_header(30))
         one.send(header, [payload])
-        other.receive(other.receive_header(5), [into := bytearray(header.nbytes)])
+        other.receive(other.receive_header(30), [into := bytearray(header.nbytes)])
         assert into == payload
     monkeypatch.setattr(sealed, "KEY_BYTES", 1 << 36)
     assert receives(wire) == FRAMES[:2]
@@ -339,7 +339,7 @@ def test_shutdown_wakes_threads(encrypted):
         receives = threading.Thread(target=run, args=(one.shutdown,))
         receives.start()
         for thread in (waits, sends, receives):
-            thread.join(5)
+            thread.join(60)
             assert not thread.is_alive()
         assert len(errors) == 2
         other.shutdown()
@@ -404,7 +404,7 @@ def test_fork():
         os._exit(refused)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
     one.send(*(Header(1, 2, 3, 4, 5), [b"abcd"]))
-    header = other.receive_header(5)
+    header = other.receive_header(30)
     other.receive(header, [into := bytearray(4)])
     assert into == b"abcd"
 
@@ -419,9 +419,9 @@ def test_a_child_does_not_hide_the_end_of_its_parent():
         kept = [DataConnection(Tcp(socket.create_connection(server.getsockname()), 20))]
         child = os.fork()
         if not child:
-            time.sleep(30)
+            time.sleep(300)
         os.write(write, child.to_bytes(4, "big"))
-        time.sleep(30)
+        time.sleep(300)
         os._exit(len(kept))
     with server:
         for _ in range(2):
@@ -431,8 +431,8 @@ def test_a_child_does_not_hide_the_end_of_its_parent():
     os.waitpid(parent, 0)
     began = time.monotonic()
     with pytest.raises(ConnectionClosed, match="has closed the connection"):
-        DataConnection(other).receive_header(10)
-    assert time.monotonic() - began < 5
+        DataConnection(other).receive_header(120)
+    assert time.monotonic() - began < 60
     os.kill(child, signal.SIGKILL)
     os.close(read)
     os.close(write)
@@ -454,4 +454,4 @@ def test_an_interrupt_ends_the_connection(monkeypatch):
     assert sent
     assert closed(one)
     with pytest.raises(ConnectionClosed):
-        other.receive_header(5)
+        other.receive_header(30)

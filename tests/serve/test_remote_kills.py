@@ -19,7 +19,7 @@ from test_remote_engine import Net
 from csd_optim import CSDError
 
 STEPS = 30
-PATIENCE = 60  # seconds for which a program tries again
+PATIENCE = 300  # seconds for which a program tries again
 
 
 @functools.cache
@@ -79,7 +79,7 @@ def test_a_trainer_goes_on_when_its_owner_was_killed(tmp_path, name):
     order = tmp_path / "kill"
     call = random.Random(name).randint(2, 4)
     order.write_text(f"{name} {call * (5 if 'PUSH' in name or 'PARAMS' in name else 1) + 1}")
-    with Owner(tmp_path, before=Killing(order), timeout=10) as owner, restarting(owner):
+    with Owner(tmp_path, before=Killing(order), timeout=30) as owner, restarting(owner):
         net = Net(owner.address)
         persist(net, images, 8)
         assert owner.runs == 2, owner.said
@@ -114,7 +114,7 @@ def kill_trainers(directory, names, seed):
     images = directory / "images.pt"
     torch.save(expected(directory / "undisturbed"), images)
     chance = random.Random(seed)
-    with Owner(directory, timeout=10) as owner:
+    with Owner(directory, timeout=30) as owner:
         Net(owner.address).steps(1).opt.close()
         pid = owner.pid
         kills = 0
@@ -149,7 +149,7 @@ def test_an_owner_is_killed_200_times(tmp_path):
     order, kills = tmp_path / "kill", 0
     places = [name for _ in range(22) for name in OWNER]
     net = None
-    with Owner(tmp_path, before=Killing(order), timeout=10) as owner:
+    with Owner(tmp_path, before=Killing(order), timeout=30) as owner:
         for name in places:
             if net is None or net.done > STEPS - 10:
                 if net:

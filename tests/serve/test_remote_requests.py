@@ -62,7 +62,7 @@ def session_with(owner, **changes):
     """Connect, say HELLO with these changes, and return the session; raise if it is refused."""
     session = connect(("127.0.0.1", owner.port), key=None, timeout=10, streams=2)
     session.control.send({**HELLO, **changes})
-    answer, _ = session.control.receive(10)
+    answer, _ = session.control.receive(30)
     if "error" in answer:
         session.close()
         raise CSDRankError(answer["text"])
@@ -73,7 +73,7 @@ def ask(session, message, *arrays):
     """Send a request, and return the answer; None: the session has ended."""
     try:
         session.control.send({"n": 7, **message}, *arrays)
-        return session.control.receive(10)[0]
+        return session.control.receive(30)[0]
     except ConnectionClosed:
         return None
 

@@ -65,19 +65,19 @@ def disordered(chance, sent):
 
 def play(owner, trainers, items):
     """Send this in a session of its own, until the owner ends it. Returns the number of requests that were executed."""
-    session = connect(("127.0.0.1", owner.port), key=None, timeout=10, streams=2)
+    session = connect(("127.0.0.1", owner.port), key=None, timeout=30, streams=2)
     token = os.urandom(16).hex()
     session.control.send({**HELLO, "mode": "overwrite", "trainers": trainers, "token": token})
     executed = 0
     try:
-        if "error" in session.control.receive(10)[0]:
+        if "error" in session.control.receive(30)[0]:
             return executed
         for item, data in items:
             if isinstance(item, Header):
                 session.data[item.tile % 2].send(item, data)
                 continue
             session.control.send({"n": 7, **item}, *data)
-            while "working" in (answer := session.control.receive(10)[0]):
+            while "working" in (answer := session.control.receive(30)[0]):
                 pass
             executed += "error" not in answer
     except CSDError:
@@ -92,7 +92,7 @@ def outlive(tmp_path, monkeypatch, times, seed):
     for trainers in (1, 2):
         place = tmp_path / str(trainers)
         place.mkdir()
-        with Owner(place, timeout=10) as owner:
+        with Owner(place, timeout=30) as owner:
             (tmp_path / f"alone-{trainers}").mkdir()
             with Owner(tmp_path / f"alone-{trainers}") as undisturbed:
                 sent, image = recorded(undisturbed, monkeypatch)

@@ -98,8 +98,8 @@ def send(connection, nbytes):
 
 def receive(connection):
     if isinstance(connection, ControlConnection):
-        return connection.receive(5)
-    header = connection.receive_header(5)
+        return connection.receive(30)
+    header = connection.receive_header(30)
     return connection.receive(header, [bytearray(header.nbytes)])
 
 
@@ -159,7 +159,7 @@ def test_who_sends_slowly(kind, files):
 def test_who_sends_the_payload_slowly(kind, how, files):
     """What the header was in time for."""
     with nothing_left(), wire(kind, files, piece=64) as there, sending(there.one, CHUNK + 1):
-        header = there.other.receive_header(5)
+        header = there.other.receive_header(30)
         there.slow.set()
         arguments = (header, [bytearray(header.nbytes)]) if how == "receive" else (header,)
         assert is_too_slow(getattr(there.other, how), *arguments)

@@ -28,7 +28,7 @@ def links(owner, *trainers):
     """Return a link for each (trainer, trainers, training)."""
 
     def dial():
-        return connect(("127.0.0.1", owner.port), key=None, timeout=20, streams=2, within=10)
+        return connect(("127.0.0.1", owner.port), key=None, timeout=60, streams=2, within=60)
 
     with contextlib.ExitStack() as stack:
         made = []
@@ -106,11 +106,11 @@ def test_the_last_one_wins(owner):
 
 
 def test_the_owner_ends_while_trainers_choose(tmp_path):
-    with OwnerHere(tmp_path / "owner", timeout=60) as owner, links(owner, (0, 2, "a")) as (link,):
+    with OwnerHere(tmp_path / "owner", timeout=300) as owner, links(owner, (0, 2, "a")) as (link,):
         waiting = Opening(link, waits=True)
         begun = time.monotonic()
         owner.stop()
-        assert time.monotonic() - begun < 30
+        assert time.monotonic() - begun < 150
         assert waiting.go() != "opened"
         owner.start()
 

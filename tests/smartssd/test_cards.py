@@ -597,10 +597,10 @@ def test_a_broken_pyxrt_does_no_harm(machine, pyxrt, source):
 
 
 def test_a_pyxrt_that_hangs_is_not_waited_for(pyxrt):
-    pyxrt("import time; time.sleep(60)")
+    pyxrt("import time; time.sleep(300)")
     start = time.monotonic()
     assert ask_pyxrt(seconds=0.5) == {}
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 120
 
 
 def test_training_never_asks_pyxrt(machine, monkeypatch):

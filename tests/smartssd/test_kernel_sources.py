@@ -87,8 +87,8 @@ extern "C" void lane(float (*e)[4], const csd_hyper *h, const uint16_t *grad, ui
     "update_codes": """
 extern "C" void lane(const csd_hyper *h, const uint16_t *grad, const uint32_t *code, float *out) {
   const float u = decode_root(code[0], code[1]), p = decode_root(code[2], code[3]);
-  const float master = code[4] ? decode_master(code[5], code[6], code[7]) : bits_float(code[5]);
-  float e[4] = {master, decode_exp_avg(code[8], u, code[0]), u * u, p * p};
+  const float master = code[4] ? decode_master(code[5], signed_8(code[6]), code[7]) : bits_float(code[5]);
+  float e[4] = {master, decode_exp_avg(signed_8(code[8]), u, code[0]), u * u, p * p};
   Rule(*h).update(e, f16_to_f32(*grad));
   out[0] = e[0], out[1] = e[1], out[2] = sqrtf(e[2]), out[3] = sqrtf(e[3]);
 }

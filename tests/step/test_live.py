@@ -107,5 +107,5 @@ def test_a_reader_waits_for_images_or_for_the_end(ends):
     assert said == []
     engine.is_over = ends
     live.note_ended() if ends else live.note_pulled(2)
-    reader.join(10)
+    reader.join(300)
     assert said == ["over" if ends else True]

@@ -67,7 +67,7 @@ def killed_trainer(children, directory, **options):
     theirs.close()
     left = []
     try:
-        assert ours.poll(60), "the trainer hangs"
+        assert ours.poll(300), "the trainer hangs"
         left = ours.recv()  # EOFError: the trainer has failed
         trainer.kill()
         trainer.join()

@@ -656,7 +656,7 @@ def test_what_is_copied_is_not_written_over(tmp_path, monkeypatch, what):
         time.sleep(0.3)  # for a second one that does not wait
         assert done == [0]
         go.set()
-        other.join(60)
+        other.join(300)
         saving.wait()
     assert done == [0, 1, 2]
     assert_state(CSDAdam.load(tmp_path / "snap"), 4)

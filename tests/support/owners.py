@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from support.forked import process
 
-STARTS = 60  # seconds that it may take to start
+STARTS = 300  # seconds that it may take to start
 
 
 class Owner:

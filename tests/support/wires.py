@@ -115,7 +115,7 @@ class Pair(NamedTuple):
         try:
             session = self.connect(**options)
             session.control.send({})
-            session.control.receive(5)
+            session.control.receive(30)
         except (CSDUnavailableError, ConnectionClosed):
             answered = False
         else:
