@@ -58,7 +58,8 @@ static inline void narrow(const uint32_t *__restrict from, uint16_t *__restrict 
   const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
   for (uint32_t i = 0; i < kGroup; i += 32) {
     const __m512i packed = _mm512_packus_epi32(load_16(from + i), load_16(from + i + 16));
-    _mm512_storeu_si512(to + i, _mm512_permutexvar_epi64(order, packed));
+    // The variant with a mask, as GCC 12 warns of the other one: its header has an uninitialized operand there.
+    _mm512_storeu_si512(to + i, _mm512_maskz_permutexvar_epi64(0xff, order, packed));
   }
 #else
   for (uint32_t i = 0; i < kGroup; i++) to[i] = (uint16_t)from[i];
@@ -497,22 +498,24 @@ static void encode(const float *const *states, uint64_t n, uint32_t dtype, const
 
 // ---- Detecting parameters that the user has set ----------------------------------------------
 
+constexpr uint32_t kPairs = kGroup / 2;
+
 struct CheckWeights {
-  uint32_t of[kGroup];
+  uint32_t of[kPairs];
   constexpr CheckWeights() : of() {
-    for (uint32_t i = 0; i < kGroup; i++) of[i] = mix_bits(i + 1) | 1;
+    for (uint32_t i = 0; i < kPairs; i++) of[i] = mix_bits(i + 1) | 1;
   }
 };
 
-// A checksum of a group's parameters, weighted with odd numbers: it always changes if a single parameter does. If
-// several change, it stays the same with a probability of 2^-32.
+// A checksum of a group's parameters, weighted in pairs with odd numbers: it always changes if a single parameter does.
+// If several change, it stays the same with a probability of 2^-32.
 static inline uint32_t check_of(const uint16_t *params, uint64_t n) {
   static constexpr CheckWeights weights;
+  alignas(64) uint32_t pairs[kPairs] = {};
+  if (n == kGroup) memcpy(pairs, params, sizeof pairs);
+  else memcpy(pairs, params, n * sizeof *params);
   uint32_t sum = 0;
-  if (n == kGroup)
-    for (uint32_t i = 0; i < kGroup; i++) sum += params[i] * weights.of[i];
-  else
-    for (uint64_t i = 0; i < n; i++) sum += params[i] * weights.of[i];
+  for (uint32_t i = 0; i < kPairs; i++) sum += pairs[i] * weights.of[i];
   return sum;
 }
 

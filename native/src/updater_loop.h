@@ -94,7 +94,7 @@ static inline uint32_t nonfinite(const float *grad, uint64_t n) {
 static inline uint32_t nonfinite(const uint16_t *grad, uint32_t dtype, uint64_t n) {
   const uint16_t infinity = dtype == CSD_F16 ? 0x7c00 : 0x7f80;
   uint16_t count = 0;
-  for (uint64_t i = 0; i < n; i++) count += (grad[i] & infinity) == infinity;
+  for (uint64_t i = 0; i < n; i++) count = (uint16_t)(count + ((grad[i] & infinity) == infinity));
   return count;
 }
 
