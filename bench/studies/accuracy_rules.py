@@ -36,7 +36,8 @@ from torch import nn
 from bench.demo import table
 from bench.step import machine_facts, say
 from bench.studies.accuracy_tasks import schedule
-from bench.studies.gpt import GPT, loss_of, pieces_of
+from bench.studies.accuracy_training import nudged
+from bench.studies.gpt import GPT, held_out_loss, loss_of, pieces_of
 from csd_optim import CSDAdagrad, CSDMuon, CSDRMSprop
 from csd_optim.optim.optimizer import CSDOptimizer
 
@@ -67,10 +68,7 @@ def run(rule: str, dtype: str, variant: str, seed: int, lr: float, steps: int, h
     began, (state_dtype, nudge) = time.perf_counter(), VARIANTS[variant]
     torch.manual_seed(seed)
     model, rng = GPT(LENGTH, WIDTH, LAYERS, HEADS), np.random.default_rng(seed)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(1 + nudge * torch.randn_like(p))
-    model.to(DTYPES[dtype])
+    nudged(model, nudge).to(DTYPES[dtype])
     losses = []
     with optimizer_of(rule, model, lr, state_dtype) as optimizer:
         scheduler = schedule(optimizer, steps)
@@ -82,9 +80,7 @@ def run(rule: str, dtype: str, variant: str, seed: int, lr: float, steps: int, h
             optimizer.step()
             scheduler.step()
             losses.append(loss.item())
-    with torch.no_grad():
-        evaluated = pieces_of(True, held_out, LENGTH, np.random.default_rng(0)).split(256)
-        loss = statistics.fmean(loss_of(model, pieces).item() for pieces in evaluated)
+    loss = held_out_loss(model, held_out, LENGTH)
     about = {"rule": rule, "dtype": dtype, "variant": variant, "seed": seed, "lr": lr, "steps": steps}
     training_loss = statistics.fmean(losses[-max(1, steps // 10) :])
     return {**about, "loss": loss, "training_loss": training_loss, "seconds": time.perf_counter() - began}

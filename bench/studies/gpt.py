@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -50,3 +52,10 @@ def loss_of(model: nn.Module, pieces: Tensor) -> Tensor:
 def pieces_of(held_out: bool, n: int, length: int, rng: np.random.Generator) -> Tensor:
     """Draw n pieces of length + 1 bytes, of the files to train on or of the others: [n, length + 1]."""
     return torch.from_numpy(windows(sources()[held_out], n, length + 1, rng)[1].astype(np.int64))
+
+
+@torch.no_grad()
+def held_out_loss(model: nn.Module, n: int, length: int) -> float:
+    """Return the mean loss of n held-out pieces, the same ones for every model, in nats per byte."""
+    pieces = pieces_of(True, n, length, np.random.default_rng(0))
+    return statistics.fmean(loss_of(model, some).item() for some in pieces.split(256))

@@ -38,8 +38,9 @@ from torch import nn
 
 from bench.demo import table
 from bench.step import machine_facts, say
+from bench.studies.accuracy_rules import compared
 from bench.studies.accuracy_training import nudged
-from bench.studies.gpt import GPT, loss_of, pieces_of
+from bench.studies.gpt import GPT, held_out_loss, loss_of, pieces_of
 from csd_optim import CSDAdam
 
 SCHEMA = "csd_optim.bench.pretraining/1"
@@ -131,7 +132,7 @@ class Training:
             if step % (size.steps // size.marks) == 0:  # before the step, so that it is committed with it
                 done["losses"].append(statistics.fmean(done["recent"] or [math.nan]))
                 done["recent"] = []
-                done["held_out"].append(self.held_out_loss(EVALUATED))
+                done["held_out"].append(held_out_loss(self.model, EVALUATED, size.length))
             for group in self.optimizer.param_groups:
                 group["lr"] = rate(size, step)
             rng = np.random.default_rng((self.seed, step))
@@ -145,11 +146,6 @@ class Training:
             self.optimizer.step()
             self.optimizer.zero_grad()
             done["seconds"] += time.perf_counter() - began
-
-    @torch.no_grad()
-    def held_out_loss(self, n: int) -> float:
-        pieces = pieces_of(True, n, self.size.length, np.random.default_rng(0))
-        return statistics.fmean(loss_of(self.model, some).item() for some in pieces.split(64))
 
     def stop(self) -> None:
         if isinstance(self.optimizer, CSDAdam):
@@ -167,7 +163,7 @@ def train(size: Size, name: str, seed: int, directory: Path, last: int) -> Row:
         training.until(last)
         done = {k: v for k, v in training.done.items() if k != "recent"}
         if last == size.steps:
-            done["loss"] = training.held_out_loss(EVALUATED_LAST)
+            done["loss"] = held_out_loss(training.model, EVALUATED_LAST, size.length)
     finally:
         training.stop()
     return {"variant": name, "seed": seed, "params": sum(p.numel() for p in training.params), **done}
@@ -189,26 +185,13 @@ def verify_parts(variants: list[str], directory: Path) -> None:
 
 
 def summary(runs: list[Row]) -> list[Row]:
-    """Return for each variant how the loss of finished runs differs from AdamW's with the same seed, at the end and at
-    each mark (mean over the seeds), with its standard error at the end.
-    """
-    finished = {(r["variant"], r["seed"]): r for r in runs if "loss" in r}
+    """Return for each variant how the final loss of finished runs differs from AdamW's with the same seed."""
+    finished = {(r["variant"], r["seed"]): r["loss"] for r in runs if "loss" in r}
     rows = []
-    for name in dict.fromkeys(r["variant"] for r in runs):
-        pairs = [(r, finished["adamw", s]) for (v, s), r in finished.items() if v == name and ("adamw", s) in finished]
-        if pairs:
-            differences = [r["loss"] - base["loss"] for r, base in pairs]
-            error = statistics.stdev(differences) / math.sqrt(len(pairs)) if len(pairs) > 1 else math.nan
-            rows.append(
-                {
-                    "variant": name,
-                    "seeds": len(pairs),
-                    "loss": statistics.fmean(r["loss"] for r, _ in pairs),
-                    "difference": statistics.fmean(differences),
-                    "error": error,
-                    "begun": statistics.fmean(r["begun"] for r, _ in pairs),
-                }
-            )
+    for name in dict.fromkeys(variant for variant, _ in finished):
+        seeds = [s for variant, s in finished if variant == name and ("adamw", s) in finished]
+        if seeds:
+            rows.append({"variant": name, **compared([(finished["adamw", s], finished[name, s]) for s in seeds])})
     return rows
 
 
@@ -275,19 +258,13 @@ def main() -> None:
         row = rows[variant, seed] = train(size, variant, seed, at, last)
         say(f"{variant}, seed {seed}: step {row['step']}, {row['held_out'][-1]:.4f}, {row['seconds']:.0f} s")
         runs = list(rows.values())
-        report = {
-            "schema": SCHEMA,
-            "machine": machine_facts(),
-            "size": {"name": name, **size._asdict()},
-            "runs": runs,
-            "summary": summary(runs),
-        }
         if asked.json:
-            asked.json.write_text(json.dumps(report, indent=1) + "\n")
-    made = table("", "", "seeds", "held-out loss, nats per byte", "minus AdamW's", "begun")
+            about = {"schema": SCHEMA, "machine": machine_facts(), "size": {"name": name, **size._asdict()}}
+            asked.json.write_text(json.dumps({**about, "runs": runs, "summary": summary(runs)}, indent=1) + "\n")
+    made = table("", "", "seeds", "held-out loss, nats per byte", "minus AdamW's")
     for r in summary(runs):
         difference = f"{r['difference']:+.4f} ± {r['error']:.4f}" if r["variant"] != "adamw" else ""
-        made.add_row(VARIANTS[r["variant"]].name, str(r["seeds"]), f"{r['loss']:.4f}", difference, f"{r['begun']:.0f}")
+        made.add_row(VARIANTS[r["variant"]].name, str(r["pairs"]), f"{r['loss']:.4f}", difference)
     Console().print(made)
     if asked.plot:
         plot(runs, size, asked.plot)

@@ -48,23 +48,23 @@ inline uint32_t signed_8(uint32_t code) { return code - ((code & 0x80u) << 1); }
 
 // ---- Minifloats: 4 bits of mantissa ------------------------------------------------------
 
-inline uint32_t least_of(uint32_t a, uint32_t b) { return a < b ? a : b; }
-inline int32_t largest_of(int32_t a, int32_t b) { return a > b ? a : b; }
+inline uint32_t min_of(uint32_t a, uint32_t b) { return a < b ? a : b; }
+inline int32_t max_of(int32_t a, int32_t b) { return a > b ? a : b; }
 
 // Converts a magnitude, the bits of an fp32 value without a sign, to a minifloat whose least normal exponent is `least`,
 // in fp32's bias. Below that exponent, `normal` is the smaller one of the two; from there on, `subnormal` is 2^23.
 inline uint32_t minifloat(uint32_t magnitude, uint32_t least, uint32_t addend) {
   const int32_t normal = (int32_t)(magnitude - ((least - 1) << 23));
   const float units = bits_float(magnitude) * bits_float((277 - least) << 23);  // of the last place of 2^-(127 - least)
-  const int32_t subnormal = (int32_t)bits_float(least_of(float_bits(units), float_bits(0x1p23f)));
-  return ((uint32_t)largest_of(normal, subnormal) + addend) >> 19;
+  const int32_t subnormal = (int32_t)bits_float(min_of(float_bits(units), float_bits(0x1p23f)));
+  return ((uint32_t)max_of(normal, subnormal) + addend) >> 19;
 }
 
 // Converts the exponent and mantissa of a minifloat to fp32. If the value is normal, `subnormal` is the larger one.
 inline uint32_t minifloat_bits(uint32_t code, uint32_t least) {
   const uint32_t above = (least << 23) + (code << 19), normal = above - (1u << 23);
   const float subnormal = bits_float(above) - bits_float(least << 23);  // exact
-  return least_of(float_bits(subnormal), normal);
+  return min_of(float_bits(subnormal), normal);
 }
 
 // ---- exp_avg_sq ----------------------------------------------------------------------------
@@ -85,7 +85,7 @@ inline float decode_root(uint32_t code, uint32_t exponent) {
 // Encodes a root that is finite and has no sign: at most 254, see exponent_of. A nonzero root never becomes zero,
 // because exp_avg would then be divided by eps alone.
 inline uint32_t encode_finite_root(float root, uint32_t exponent, uint32_t addend) {
-  const uint32_t b = float_bits(root), code = minifloat(b, exponent - 14, addend), least = least_of(b, 1);
+  const uint32_t b = float_bits(root), code = minifloat(b, exponent - 14, addend), least = min_of(b, 1);
   return code > least ? code : least;
 }
 
@@ -108,7 +108,7 @@ inline float decode_ratio(uint32_t signed_code) {
 // `root`: the decoded root, which is finite.
 inline uint32_t encode_finite_ratio(float exp_avg, float root, uint32_t root_code, uint32_t addend) {
   const uint32_t ratio = float_bits(exp_avg / root) & 0x7fffffffu;
-  const uint32_t k = least_of(minifloat(ratio, kLeastRatio, addend), 127) & all_if(root_code != 0);
+  const uint32_t k = min_of(minifloat(ratio, kLeastRatio, addend), 127) & all_if(root_code != 0);
   return k | ((float_bits(exp_avg) >> 24 & 0x80u) & all_if(k != 0));
 }
 
