@@ -75,10 +75,6 @@ static inline bool any_infinite(const uint8_t *root) {
 #endif
 }
 
-// The largest exponent of a group: its roots are those of fp32 values. If none was inf, the next update makes exp_avg inf
-// or nan only where it makes the root so: where a gradient is, or its square overflows.
-constexpr uint32_t kLargestExponent = 127 + 64;
-
 // ---- One group -----------------------------------------------------------------------------
 
 static inline void decode_moments(const uint8_t *__restrict ratio, const uint8_t *__restrict root, uint32_t exponent,
@@ -387,13 +383,14 @@ static uint64_t update_by(const CodedSpan &s) {
     if (has_ratio) widen((const int8_t *)at.ratio, codes.ratio);
     widen(at.root, codes.root);
     if (sections > 3) widen(at.peak, codes.peak);
-    const bool finite_before = *at.exponent <= kLargestExponent && !any_infinite(at.root);
+    const bool finite_before = !any_infinite(at.root);
     if (finite_before) update_group<Rule, sections, has_ratio, dtype, true>(rule, at, work);
     else update_group<Rule, sections, has_ratio, dtype, false>(rule, at, work);
     for (uint64_t k = n; k < kGroup; k++) work.master[k] = work.exp_avg[k] = work.root[k] = work.peak[k] = 0;
 
     draw_hashes(s.key + (uint32_t)i, work.hash);
     const uint32_t largest = largest_bits(work.root);
+    // exp_avg is then finite, too: what makes it overflow, does so earlier to the square of the root or of the gradient.
     const bool finite = finite_before && largest < 0x7f800000u;
     const uint32_t exponent = finite ? exponent_of(largest) : exponent_for(work.root);
     if (has_ratio) {
