@@ -142,9 +142,8 @@ static inline uint32_t linear_exponent_for(const float *__restrict momentum) {
 // `stochastic`: round stochastically with `hash` (see draw_hashes()); otherwise round to nearest.
 // `finite`: all moments are, and no root has a sign.
 template <bool stochastic, bool finite>
-static inline void encode_moments(const float *__restrict exp_avg, const float *__restrict roots, uint32_t exponent,
-                                  const uint32_t *__restrict hash, uint32_t *__restrict ratio,
-                                  uint32_t *__restrict root) {
+CSD_INLINE void encode_moments(const float *__restrict exp_avg, const float *__restrict roots, uint32_t exponent,
+                               const uint32_t *__restrict hash, uint32_t *__restrict ratio, uint32_t *__restrict root) {
   for (uint32_t i = 0; i < kGroup; i++) {
     const RoundingBits rounding = stochastic ? stochastic_rounding_bits(hash[i]) : round_to_nearest_bits();
     if (finite) {
@@ -178,8 +177,8 @@ static inline void encode_momenta(const float *__restrict momentum, uint32_t exp
 }
 
 template <bool is_f16>
-static inline void encode_masters(const float *__restrict master, const uint32_t *__restrict hash,
-                                  uint32_t *__restrict param, uint32_t *__restrict correction) {
+CSD_INLINE void encode_masters(const float *__restrict master, const uint32_t *__restrict hash,
+                               uint32_t *__restrict param, uint32_t *__restrict correction) {
   for (uint32_t i = 0; i < kGroup; i++) {
     const SplitMaster split = encode_master(master[i], stochastic_rounding_bits(hash[i]), is_f16);
     param[i] = split.param;
@@ -257,7 +256,7 @@ static inline void update_group(const Rule &rule, const Codes &at, Work &work) {
 }
 
 // Converts the gradients of the group at element `i` to fp32, and returns how many of them are inf or nan.
-static inline uint64_t load_grads(const CodedSpan &s, uint64_t i, uint64_t n, float *grad) {
+CSD_INLINE uint64_t load_grads(const CodedSpan &s, uint64_t i, uint64_t n, float *grad) {
   if (n < kGroup) memset(grad, 0, kGroup * sizeof *grad);
   if (s.grad_dtype == CSD_F32) {
     memcpy(grad, (const float *)s.grad + i, 4 * n);
@@ -283,7 +282,7 @@ static inline void load_masters(const Codes &at, uint64_t n, Work &work) {
 
 // Encodes the masters of the group at element `i`, and copies the parameters to the span's.
 template <uint32_t dtype>
-static inline void store_masters(const CodedSpan &s, uint64_t i, const Codes &at, uint64_t n, Work &work) {
+CSD_INLINE void store_masters(const CodedSpan &s, uint64_t i, const Codes &at, uint64_t n, Work &work) {
   constexpr uint64_t param_bytes = dtype == CSD_F32 ? 4 : 2;
   auto &codes = work.codes;
   if (dtype == CSD_F32) {

@@ -23,6 +23,10 @@
 // intrinsics. Because of -ffp-contract=off and IEEE division and square root, all instruction sets compute the same
 // bits.
 
+// For what the loop over a span calls once per group: at a call, constants lose their registers. 8-bit updates are 7 %
+// faster with it.
+#define CSD_INLINE static inline __attribute__((always_inline))
+
 #define CSD_SIMD 0
 namespace csd::scalar {
 #include "changes_loop.h"
