@@ -215,8 +215,8 @@ def plot(runs: list[Row], size: Size, path: Path) -> None:
             right.plot(steps[:length], apart.mean(0), **style)
             right.fill_between(steps[:length], apart.min(0), apart.max(0), color=COLOURS[name], alpha=0.15, lw=0)
     right.axhline(0, color="black", lw=0.8)
-    left.set(title="loss on held-out files", xlabel="steps", ylabel="nats per byte", yscale="log")
-    right.set(title="minus AdamW's with the same seed: mean and range", xlabel="steps", ylabel="nats per byte")
+    left.set(title="loss on held-out files", xlabel="steps", ylabel="nats per byte")
+    right.set(title="minus AdamW's, same seed: mean and range", xlabel="steps", ylabel="nats per byte")
     for axis in (left, right):
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
