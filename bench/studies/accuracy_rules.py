@@ -111,11 +111,16 @@ def summary(runs: list[Row]) -> list[Row]:
 
 
 def compared(pairs: list[tuple[float, float]]) -> Row:
-    """Return mean loss and mean difference of pairs of losses, with its standard error."""
+    """Return mean loss and mean difference of pairs of losses, with its standard error (None for a single pair)."""
     differences = [loss - base for base, loss in pairs]
-    error = statistics.stdev(differences) / math.sqrt(len(pairs)) if len(pairs) > 1 else math.nan
+    error = statistics.stdev(differences) / math.sqrt(len(pairs)) if len(pairs) > 1 else None
     loss = statistics.fmean(loss for _, loss in pairs)
     return {"pairs": len(pairs), "loss": loss, "difference": statistics.fmean(differences), "error": error}
+
+
+def difference_in(row: Row) -> str:
+    """Return the difference in a row of compared() as text."""
+    return f"{row['difference']:+.4f}" + (f" ± {row['error']:.4f}" if row["error"] is not None else "")
 
 
 def main() -> None:
@@ -159,7 +164,7 @@ def main() -> None:
         once(runs, *job)
     made = table("", "rule", "lr", "parameters", "states", "pairs", "loss", "minus fp32 states")
     for r in summary(runs):
-        difference = f"{r['difference']:+.4f} ± {r['error']:.4f}"
+        difference = difference_in(r)
         dtypes = "both" if len(r["dtypes"]) > 1 else r["dtypes"][0]
         made.add_row(r["rule"], str(r["lr"]), dtypes, r["variant"], str(r["pairs"]), f"{r['loss']:.4f}", difference)
     Console().print(made)

@@ -38,7 +38,7 @@ from torch import nn
 
 from bench.demo import table
 from bench.step import machine_facts, say
-from bench.studies.accuracy_rules import compared
+from bench.studies.accuracy_rules import compared, difference_in
 from bench.studies.accuracy_training import nudged
 from bench.studies.gpt import GPT, held_out_loss, loss_of, pieces_of
 from csd_optim import CSDAdam
@@ -130,7 +130,7 @@ class Training:
         for step in range(done["step"], last):
             began = time.perf_counter()
             if step % (size.steps // size.marks) == 0:  # before the step, so that it is committed with it
-                done["losses"].append(statistics.fmean(done["recent"] or [math.nan]))
+                done["losses"].append(statistics.fmean(done["recent"]) if done["recent"] else None)
                 done["recent"] = []
                 done["held_out"].append(held_out_loss(self.model, EVALUATED, size.length))
             for group in self.optimizer.param_groups:
@@ -178,7 +178,7 @@ def verify_parts(variants: list[str], directory: Path) -> None:
             shutil.rmtree(directory, ignore_errors=True)
             for part in range(parts):
                 row = train(size, name, 0, directory / "store", size.steps * (part + 1) // parts)
-            rows.append((row["losses"][1:], row["held_out"], row["loss"]))
+            rows.append((row["losses"], row["held_out"], row["loss"]))
         shutil.rmtree(directory)
         if rows[0] != rows[1]:
             raise SystemExit(f"{name}: in parts, its losses are others; nothing is reported")
@@ -256,14 +256,15 @@ def main() -> None:
     for seed, variant, last in parts(size, asked.variants, seeds):
         at = asked.directory / f"{name}-{size.steps}-{variant}-{seed}"
         row = rows[variant, seed] = train(size, variant, seed, at, last)
-        say(f"{variant}, seed {seed}: step {row['step']}, {row['held_out'][-1]:.4f}, {row['seconds']:.0f} s")
+        if row["step"] == last:  # else an earlier call has done more than this part
+            say(f"{variant}, seed {seed}: step {last}, {row['held_out'][-1]:.4f}, {row['seconds']:.0f} s")
         runs = list(rows.values())
         if asked.json:
             about = {"schema": SCHEMA, "machine": machine_facts(), "size": {"name": name, **size._asdict()}}
             asked.json.write_text(json.dumps({**about, "runs": runs, "summary": summary(runs)}, indent=1) + "\n")
     made = table("", "", "seeds", "held-out loss, nats per byte", "minus AdamW's")
     for r in summary(runs):
-        difference = f"{r['difference']:+.4f} ± {r['error']:.4f}" if r["variant"] != "adamw" else ""
+        difference = difference_in(r) if r["variant"] != "adamw" else ""
         made.add_row(VARIANTS[r["variant"]].name, str(r["pairs"]), f"{r['loss']:.4f}", difference)
     Console().print(made)
     if asked.plot:
