@@ -98,6 +98,7 @@ def measure(name: str, model: dict[str, Any], batches: torch.Tensor, directory: 
     losses, marks, before = [], [], (0, 0)
     for i, tokens in enumerate(batches):
         if i == WARM_UP:
+            wait()  # what these steps have left to write is not counted
             before = peers.io_bytes()
         if i >= WARM_UP:
             marks.append(time.perf_counter())
