@@ -1,25 +1,26 @@
 """A step with an optimizer rank (an owner), compared with the same step on directories. From the project's root:
 
     python -m bench.optimizer_ranks             64 M bf16 parameters, 1 and 2 trainers: about ten minutes
+    python -m bench.optimizer_ranks --trainers 1 --owners 1 2    one trainer with one and with two owners
     python -m bench.optimizer_ranks --quick     half a minute, to see that it works
 
-    local       CSDAdam on a directory, on each trainer
-    plain       CSDAdam on an owner (csd-optim serve) that has no key: on loopback nothing is encrypted
+    local       CSDAdam on a directory, on each trainer; on one for each of its owners, if it has several
+    plain       CSDAdam on owners (csd-optim serve) that have no key: on loopback nothing is encrypted
     encrypted   the same with a key
 
 All ways step by turns in the same processes, and must end with the same parameters on all trainers, to the last bit, or
 nothing is reported.
 
 On loopback, drives and links are as fast as this machine makes them: the difference to `local` is what the wire costs.
-CPU seconds are those of all trainers and the owner together until the step is durable; per GB, of what crosses the wire
+CPU seconds are those of all trainers and owners together until the step is durable; per GB, of what crosses the wire
 in both directions, they are those beyond `local`. All processes share this machine's cores.
 
-Then trainers and owner are machines of a network of namespaces (bench/paced_network.py), where everything is encrypted.
-Bytes really move, by TCP, at the rate of --link, and drives are paced to take --drive times as long. The limit of a
-step is the longer of two times that are measured in the same run: what TCP alone needs for the bytes of the busiest
-link, in both directions at once, and what a step takes with `local` on drives of that pace.
+Then trainers and owners are machines of a network of namespaces (bench/paced_network.py), where everything is
+encrypted. Bytes really move, by TCP, at the rate of --link, and drives are paced to take --drive times as long. The
+limit of a step is the longer of two times that are measured in the same run: what TCP alone needs for the bytes of the
+busiest link, in both directions at once, and what a step takes with `local` on drives of that pace.
 
---json prints schema csd_optim.bench.optimizer_ranks/2.
+--json prints schema csd_optim.bench.optimizer_ranks/3.
 """
 
 from __future__ import annotations
@@ -85,51 +86,63 @@ def main() -> None:
         directory = Path(name).absolute()
         init_key(directory / "key.pem")
         network = None if why_not else made_network(arguments)
-        for n in arguments.trainers:
-            rows += measured(directory / f"loopback{n}", n, arguments, None, "file:{}")
-        for n in arguments.trainers if network else ():
-            rows += paced(directory, n, arguments, network)
+        pairs = [(n, m) for n in arguments.trainers for m in arguments.owners]
+        for n, m in pairs:
+            rows += measured(directory / f"loopback{n}-{m}", n, m, arguments, None, "file:{}")
+        for n, m in pairs if network else ():
+            rows += paced(directory, n, m, arguments, network)
     if arguments.json:
-        json.dump({"schema": "csd_optim.bench.optimizer_ranks/2", "machine": facts, "rows": rows}, sys.stdout, indent=1)
+        json.dump({"schema": "csd_optim.bench.optimizer_ranks/3", "machine": facts, "rows": rows}, sys.stdout, indent=1)
         print()
 
 
 def made_network(arguments: argparse.Namespace) -> Network:
-    return Network({**dict.fromkeys(names(max(arguments.trainers)), arguments.link), "owner": arguments.link})
+    machines = names("trainer", max(arguments.trainers)) + names("owner", max(arguments.owners))
+    return Network(dict.fromkeys(machines, arguments.link))
 
 
-def names(trainers: int) -> list[str]:
-    return [f"trainer{k}" for k in range(trainers)]
+def names(kind: str, n: int) -> list[str]:
+    return [f"{kind}{k}" for k in range(n)]
 
 
 # ------------------------------------------------------------------------------------------------------- measuring
 
 
-def measured(directory: Path, n: int, arguments: argparse.Namespace, network: Network | None, device: str) -> list[Row]:
-    """Time each way by turns. `device`: {} is a directory. Raises SystemExit if parameters differ."""
+def measured(
+    directory: Path, n: int, m: int, arguments: argparse.Namespace, network: Network | None, device: str
+) -> list[Row]:
+    """Time each way by turns, with `n` trainers and `m` owners. `device`: {} is a directory.
+
+    Raises SystemExit if parameters differ.
+    """
     directory.mkdir()
-    key, host = directory.parent / "key.pem", network.address("owner") if network else "127.0.0.1"
+    key = directory.parent / "key.pem"
     params = arguments.paced_params if network else arguments.params
     keys = {"encrypted": key} if network else {"plain": None, "encrypted": key}
     with contextlib.ExitStack() as stack:
-        trainers = stack.enter_context(Trainers(places(network, names(n)), f"file://{directory}/meeting", params))
-        owners: dict[str, Owner] = {}
+        at_trainers = places(network, names("trainer", n))
+        trainers = stack.enter_context(Trainers(at_trainers, f"file://{directory}/meeting", params))
+        owners: dict[str, list[Owner]] = {}
         for way, key_file in keys.items():
-            log, place = directory / f"{way}.log", places(network, ["owner"])[0]
-            owner = Owner(device.format(directory / way), key_file, host, log, place)
-            owners[way] = stack.enter_context(owner)
-        trainers.tell("open", *(("local", device.format(directory / f"local{k}")) for k in range(n)))
-        for way, owner in owners.items():
-            trainers.tell("open", (way, owner.address))
-        rows = {way: new_row(way, n, params) for way in ("local", *owners)}
+            for name, place in zip(names("owner", m), places(network, names("owner", m)), strict=True):
+                host = network.address(name) if network else "127.0.0.1"
+                owner = Owner(
+                    device.format(directory / f"{way}-{name}"), key_file, host, directory / f"{way}-{name}.log", place
+                )
+                owners.setdefault(way, []).append(stack.enter_context(owner))
+        drives = [[device.format(directory / f"local{d}") for d in range(k, max(n, m), n)] for k in range(n)]
+        trainers.tell("open", *(("local", own) for own in drives))
+        for way, these in owners.items():
+            trainers.tell("open", (way, [owner.address for owner in these]))
+        rows = {way: new_row(way, n, m, params) for way in ("local", *owners)}
         for run in range(WARM_UP + arguments.runs):
             for way, row in rows.items():
-                step_once(row, trainers, owners.get(way), network, is_counted=run >= WARM_UP)
+                step_once(row, trainers, owners.get(way, []), network, is_counted=run >= WARM_UP)
             if run == WARM_UP:
                 same_bits(trainers, rows)  # verified before it is timed
         same_bits(trainers, rows)
-        for way, owner in owners.items():
-            rows[way]["owner_memory_bytes"] = owner.memory() - owner.idle_memory
+        for way, these in owners.items():
+            rows[way]["owner_memory_bytes"] = max(owner.memory() - owner.idle_memory for owner in these)
         trainers.tell("close", *[None] * n)
     for row in rows.values():
         summarize(row, rows["local"])
@@ -137,23 +150,23 @@ def measured(directory: Path, n: int, arguments: argparse.Namespace, network: Ne
     return [*rows.values()]
 
 
-def new_row(way: str, trainers: int, params: int) -> Row:
+def new_row(way: str, trainers: int, owners: int, params: int) -> Row:
     lists = ("seconds", "durable_seconds", "trainer_cpu_seconds", "owner_cpu_seconds")
-    return {"way": way, "trainers": trainers, "params": params, **{name: [] for name in lists}}
+    return {"way": way, "trainers": trainers, "owners": owners, "params": params, **{name: [] for name in lists}}
 
 
-def step_once(row: Row, trainers: Trainers, owner: Owner | None, network: Network | None, *, is_counted: bool) -> None:
-    before, cpu = network.counters() if network else {}, owner.cpu() if owner else 0.0
+def step_once(row: Row, trainers: Trainers, owners: list[Owner], network: Network | None, *, is_counted: bool) -> None:
+    before, cpu = network.counters() if network else {}, sum(owner.cpu() for owner in owners)
     steps = trainers.tell("step", row["way"])
     if not is_counted:
         return
     row["seconds"].append(max(step["seconds"] for step in steps))
     row["durable_seconds"].append(max(step["durable"] for step in steps))
     row["trainer_cpu_seconds"].append(sum(step["cpu"] for step in steps))
-    row["owner_cpu_seconds"].append(owner.cpu() - cpu if owner else 0.0)
+    row["owner_cpu_seconds"].append(sum(owner.cpu() for owner in owners) - cpu)
     row["bytes"] = {name: sum(step[name] for step in steps) for name in ("push_bytes", "pull_bytes", "gathered_bytes")}
-    if network and owner:
-        out, there = paced_network.moved(before, network.counters(), ["owner"])
+    if network and owners:
+        out, there = paced_network.moved(before, network.counters(), names("owner", len(owners)))
         row["owner_link_bytes"] = {"in": there, "out": out}
 
 
@@ -174,16 +187,16 @@ def summarize(row: Row, local: Row) -> None:
         row["cpu_seconds_per_gb_with_update"] = spent / len(row["seconds"]) / (crossed / 1e9)
 
 
-def paced(directory: Path, n: int, arguments: argparse.Namespace, network: Network) -> list[Row]:
+def paced(directory: Path, n: int, m: int, arguments: argparse.Namespace, network: Network) -> list[Row]:
     """Measure `local` and owners on the paced network, with drives of several paces."""
     rows = []
     nbytes = 2 * arguments.paced_params
     for factor in arguments.drive:
         link = min(tcp_seconds(network, nbytes) for _ in range(2))  # the best: too low a limit would flatter us
-        # Each trainer has a drive of its own at the owner, for its part of the states.
+        # Each trainer has a drive of its own at each of its owners. One drive would have its part of the states.
         rate = STATE_BYTES * arguments.paced_params / n / (factor * nbytes / arguments.link)
-        where = directory / f"paced{n}-{factor:g}"
-        local, served = measured(where, n, arguments, network, f"file:{{}}?mixed={int(rate)}B/s&cache=off")
+        where = directory / f"paced{n}-{m}-{factor:g}"
+        local, served = measured(where, n, m, arguments, network, f"file:{{}}?mixed={int(rate)}B/s&cache=off")
         limit = max(link, statistics.median(local["seconds"]))
         served["ratio_to_limit"] = [s / limit for s in served["seconds"]]
         for row in (local, served):
@@ -198,14 +211,14 @@ def paced(directory: Path, n: int, arguments: argparse.Namespace, network: Netwo
 
 def describe(row: Row) -> str:
     lines = [
-        f"{row['trainers']} trainer(s), {row['way']}: {span(row['seconds'], 3)} s, durable after "
-        f"{span(row['durable_seconds'], 3)}; {span(row['ratio_to_local'], 2)} of local"
+        f"{row['trainers']} trainer(s), {row['owners']} owner(s), {row['way']}: {span(row['seconds'], 3)} s, durable "
+        f"after {span(row['durable_seconds'], 3)}; {span(row['ratio_to_local'], 2)} of local"
     ]
     if row["way"] != "local":
         lines.append(
             f"{sum(row['bytes'].values()) / 1e6:.1f} MB moved; {row['cpu_seconds_per_gb']:.2f} CPU seconds per GB "
             f"beyond local, {row['cpu_seconds_per_gb_with_update']:.2f} in all; "
-            f"owner's memory {row['owner_memory_bytes'] / 1e6:.0f} MB"
+            f"an owner's memory {row['owner_memory_bytes'] / 1e6:.0f} MB"
         )
     return "\n    ".join(lines)
 
@@ -229,7 +242,7 @@ class Trainer:
         generator = torch.Generator().manual_seed(seed)
         return [torch.randn(shape, generator=generator).to(torch.bfloat16) for shape in self._shapes]
 
-    def open(self, way: str, devices: str) -> None:
+    def open(self, way: str, devices: list[str]) -> None:
         params = [torch.nn.Parameter(t) for t in self._made(1)]
         self._held[way] = params, CSDAdam(params, lr=0.01, devices=devices, overwrite=True), 0
 
@@ -384,9 +397,9 @@ def places(network: Network | None, machines: list[str]) -> list[Place]:
 def tcp_seconds(network: Network, nbytes: int) -> float:
     """Return the seconds in which a trainer and the owner exchange `nbytes` each way, at once, by TCP alone."""
     here, there = processes.Pipe()
-    at = [processes.Process(target=_answer, args=(places(network, ["owner"])[0], there, nbytes), daemon=True)]
+    at = [processes.Process(target=_answer, args=(places(network, ["owner0"])[0], there, nbytes), daemon=True)]
     at[0].start()
-    address = network.address("owner"), here.recv()
+    address = network.address("owner0"), here.recv()
     at += [processes.Process(target=_ask, args=(places(network, ["trainer0"])[0], address, nbytes), daemon=True)]
     at[1].start()
     seconds: float = here.recv()
@@ -427,6 +440,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--params", type=float, default=1 << 26, help="on loopback: bf16 parameters (default 67e6)")
     parser.add_argument("--paced-params", type=float, default=1 << 26, help="on the paced network (default 67e6)")
     parser.add_argument("--trainers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--owners", type=int, nargs="+", default=[1])
     parser.add_argument("--link", type=parse_link, default=50e6, help="each way, such as 400Mb/s, the default")
     parser.add_argument(
         "--drive", type=float, nargs="+", default=[0.5, 1, 2], help="paces of drives: their time over that of the link"

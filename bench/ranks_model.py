@@ -28,6 +28,7 @@ from csd_optim.rates import Rates
 
 BUCKET_BYTES = 25e6  # DDP's
 MOST = 256  # buckets at most: more change nothing but the time of the simulation
+MOST_OWNERS = 16  # of each trainer
 HIDDEN = 1.05  # owners are enough if an iteration takes at most so many times what it takes with infinitely fast owners
 MOST_DRIVES = 64  # the search for enough drives in a trainer ends here
 
@@ -42,7 +43,7 @@ class Fleet:
     """How many trainers and owners there are, and how fast their links are."""
 
     trainers: int
-    owners: int  # at most as many as trainers, each of which has one
+    owners: int
     trainer_link: float  # bytes per second each way; math.inf: no bound
     owner_link: float
 
@@ -51,9 +52,11 @@ class Fleet:
         return {name: self.trainer_link if name.startswith("trainer") else self.owner_link for name in LINKS}
 
     @property
-    def of_owner(self) -> int:
-        """The trainers of the owner that has most of them."""
-        return math.ceil(self.trainers / self.owners)
+    def of_owner(self) -> float:
+        """How many trainers' states the owner has that has most of them."""
+        if self.owners <= self.trainers:
+            return math.ceil(self.trainers / self.owners)
+        return 1 / (self.owners // self.trainers)
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,7 @@ def _local(r: Request, fleet: Fleet) -> list[Stage]:
 
 
 def _owners(r: Request, fleet: Fleet) -> list[Stage]:
-    """Return what follows the reduction: each trainer pushes its rows to its owner, and gets their parameters back."""
+    """Return what follows the reduction: each trainer pushes its rows to owners, and gets their parameters back."""
     rows, many = size(r) / fleet.trainers, fleet.of_owner
     push = Stage("push", {TRAINER_OUT: rows, OWNER_IN: many * rows}, {}, after=0)
     pull = Stage("pull", {OWNER_OUT: many * rows, TRAINER_IN: rows}, {})
@@ -246,8 +249,8 @@ def plan_ranks(r: Request, fleet: Fleet) -> dict[str, Any]:
     check(r)
     if not 1 <= fleet.trainers <= 10**6:
         raise CSDValueError(f"Invalid trainers: {fleet.trainers!r}; it is a number from 1 to 1000000")
-    if not 1 <= fleet.owners <= fleet.trainers:
-        raise CSDValueError(f"Invalid owners: {fleet.owners!r}; each trainer has one, so there are 1 to as many")
+    if not 1 <= fleet.owners <= 10**6:
+        raise CSDValueError(f"Invalid owners: {fleet.owners!r}; it is a number from 1 to 1000000")
     for name in ("trainer_link", "owner_link"):
         if not getattr(fleet, name) > 0:
             raise CSDValueError(f"Invalid rate: {name} {getattr(fleet, name)!r}; it is more than 0")
@@ -293,11 +296,11 @@ def plan_ranks(r: Request, fleet: Fleet) -> dict[str, Any]:
 
 def enough_owners(way: str, r: Request, fleet: Fleet) -> int | None:
     """Return the least number of owners that are enough: an iteration takes at most HIDDEN times what it takes with
-    infinitely fast owners. None: not even one for each trainer.
+    infinitely fast owners. None: not even MOST_OWNERS for each trainer.
     """
     alone = replace(r, host=Host(update=math.inf), on="csd", csd=Rates(math.inf, math.inf, math.inf))
     target = HIDDEN * iteration(way, alone, replace(fleet, owner_link=math.inf))
-    return _first(fleet.trainers, lambda n: iteration(way, r, replace(fleet, owners=n)) <= target)
+    return _first(MOST_OWNERS * fleet.trainers, lambda n: iteration(way, r, replace(fleet, owners=n)) <= target)
 
 
 def drives_per_trainer(way: str, r: Request, fleet: Fleet) -> int | None:

@@ -49,7 +49,7 @@ def planned(arguments: argparse.Namespace) -> dict[str, Any]:
     states = arguments.state_dtype
     optimizer, sections, hyper = described(arguments.optimizer, states)
     if NAMED[optimizer.rule].orthogonal:
-        raise CSDValueError(f"Invalid optimizer: {arguments.optimizer!r}; optimizer ranks take no steps of two passes")
+        raise CSDValueError(f"Invalid optimizer: {arguments.optimizer!r}; the model has no steps of two passes")
     smartssd = model.smartssd(states, len(sections))
     rate = parse_rate(arguments.cpu, "") if arguments.cpu else math.inf
     r = advice.Request(

@@ -61,7 +61,13 @@ def pytest_addoption(parser):
     )
     parser.addoption("--state-dtype", default="fp32", help="CSDAdam's default in tests that do not set it")
     parser.addoption("--far", action="store_true", help="as if every device were on another machine: support/far.py")
-    parser.addoption("--served", action="store_true", help="named directories by an optimizer rank: support/served.py")
+    parser.addoption(
+        "--served",
+        type=int,
+        default=0,
+        metavar="N",
+        help="named directories by N optimizer ranks of each trainer: support/served.py",
+    )
     parser.addoption("--tier", default="ci", choices=TIERS, help="which tests: see tests/support/tiers.py")
     parser.addoption("--shuffle", type=int, metavar="SEED", help="run the files in this random order")
     parser.addoption("--beyond", choices=TIERS, help="leave out what this tier runs")

@@ -13,6 +13,7 @@ import torch
 from ..errors import CSDStoreError
 from ..store.file import StoreFile
 from ..store.format import Contents
+from ..store.joined import joined
 from ..store.recovery import RanksStore, common_commits, last_round
 from .snapshot import Paths, last_step, stores_at_rest
 
@@ -50,9 +51,9 @@ def consolidated_stores(paths: Paths) -> Iterator[Consolidated]:
         for store in stores:
             by_rank.setdefault(store.recovered[0].rank if store.recovered else 0, []).append(store)
         if len(by_rank) == 1:
-            yield merge([last_step(stores)])
+            yield merge(joined([last_step(stores)]))
         else:
-            yield merge(_last_round([own for _, own in sorted(by_rank.items())]))
+            yield merge(joined(_last_round([own for _, own in sorted(by_rank.items())])))
 
 
 def _last_round(by_rank: list[list[StoreFile]]) -> list[list[Contents]]:

@@ -189,12 +189,12 @@ class Committer:
     def meet_at_highest_step(self, ranks: Ranks | RanksElsewhere | None) -> bool:
         """Continue from the highest step of all ranks: some may have parameters that have made more steps.
 
-        Returns whether any rank has parameters. A collective.
+        Returns whether any rank has parameters, also if only ranks elsewhere know that. A collective.
         """
         own = self.states.step, self.states.tiles.n_params
         of_ranks = ranks.gather(*own) if ranks else [own]
         self.states.step = max((step for step, n in of_ranks if n), default=self.states.step)
-        return any(n for _, n in of_ranks)
+        return any(n for _, n in of_ranks) or bool(ranks and not ranks.meet_here)
 
     def warn_of_loss(self, reason: str) -> None:
         """Warn that the engine is closed without what was written to states since the last step."""

@@ -63,7 +63,7 @@ class DurableCommitter(Committer):
         self.rounds: Rounds = Rounds(has_ranks=ranks is not None)
         self._recovered: Sequence[Contents] = ()  # that of the resume, by device
         self._within_loading = False  # inside loading()
-        self._loaded_record: Record | None = None  # to be committed with the states that are being loaded
+        self._due_record: Record | None = None  # the next commit's, if that names none: of what is being loaded, say
 
     def adopt_commit(self, recovered: Sequence[Contents]) -> None:
         """Continue from the commit found in the stores, given by device; the engine adopts the commit next."""
@@ -151,7 +151,7 @@ class DurableCommitter(Committer):
             self.background.discard()
 
     def after_undo(self) -> None:
-        self.states.record = self.rounds.withdraw(self.states.step) or self.states.record
+        self.states.record, self._due_record = self.rounds.withdraw(self.states.step) or self.states.record, None
         self.uncommitted = True
 
     def reserve(self, record: Record | None) -> None:
@@ -189,12 +189,12 @@ class DurableCommitter(Committer):
 
     def commit(self, record: Record | None = None, *, clean: bool = False, background: bool = True) -> None:
         """Commit as Committer.commit(), in the `background` or before returning. `clean`: the store closes next."""
-        states = self.states
+        states, self._due_record = self.states, record or self._due_record  # of the next one, too, if this one fails
         states.check_whole()
         self.background.wait()
         if self.rounds.unconfirmed:
             raise CSDRuntimeError("the last round is not confirmed: call confirm() before the next commit")
-        before, states.record = states.record, record or self._loaded_record or states.record
+        before, states.record, self._due_record = states.record, self._due_record or states.record, None
         makes_round = self._makes_round
         commit = Commit(self._job(clean=clean, round=self.rounds.number + makes_round))
         self.rounds.begin(commit if makes_round else None, states.step, before)
@@ -232,7 +232,7 @@ class DurableCommitter(Committer):
     def _prepare(self, commit: Commit, in_parallel: InParallel) -> None:
         self.states.watcher.before_commit(commit.job.step)
         commit.prepare(in_parallel)
-        if commit.job.step:
+        if commit.job.step and self.states.native.is_open:
             self._reports.report(
                 self.states,
                 self._stores,
@@ -287,7 +287,7 @@ class DurableCommitter(Committer):
         states = self.states
         if states.unmapped.any():
             self._commit_pending_step()
-        self.rounds.is_forced, self._loaded_record, self._within_loading = True, record, True
+        self.rounds.is_forced, self._due_record, self._within_loading = True, record, True
         try:
             with self.all_ranks_or_none():
                 yield
@@ -297,7 +297,7 @@ class DurableCommitter(Committer):
                 self.wait()
             self.rounds.is_forced = False  # still set if there was nothing to commit
         finally:
-            self._loaded_record, self._within_loading = None, False
+            self._due_record, self._within_loading = None, False
 
     def wait(self) -> None:
         self.confirm()

@@ -73,7 +73,7 @@ class Manifests:
         return version_of(self._features(0, rooms))
 
     def _features(self, device: int, rooms: Mapping[int, Room]) -> set[str]:
-        named = {key: key in self._params for key in ("rule", "origin")}
+        named = {key: key in self._params for key in ("rule", "origin", "divided")}
         return features_of(self.extents_on[device], residuals=bool(rooms), rules=self._has_rules, **named)
 
     def pack(self, device: int, rooms: Mapping[int, Room]) -> bytes:

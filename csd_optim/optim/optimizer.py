@@ -27,7 +27,7 @@ from ..params.manifest import digest_of_groups
 from ..params.memory_warnings import COPIED, warn_if_large
 from ..params.state_map import StateMap
 from ..params.update_rule import UpdateRule
-from ..serve.address import Address, address_of
+from ..serve.address import Owners, owners_named
 from ..signals import defer_signals
 from ..step.joining import StepHook
 from ..step.mode import InStep
@@ -73,7 +73,7 @@ class CSDOptimizer(StatesOnDevices, Joinable):
     _rule: UpdateRule
     _sparse_alternatives = "SGD, Adagrad or SparseAdam of torch.optim"  # what an error message recommends
     _step_supports_amp_scaling: bool
-    _owner_address: Address | None  # of the optimizer rank whose devices it uses
+    _owners: Owners | None  # whose devices it uses
     sharded: bool
     resumed_user_states: list[dict[str, Any]]
 
@@ -110,8 +110,8 @@ class CSDOptimizer(StatesOnDevices, Joinable):
         check_state_dtype(state_dtype, rule=self._rule)
         self._init_attributes(ranks_of(process_group), sharded, state_dtype)
         specs: list[DeviceSpec] = []
-        self._owner_address = address_of(devices, self._ranks)
-        if self._owner_address is None:
+        self._owners = owners_named(devices, self._ranks)
+        if self._owners is None:
             specs = parse_devices(devices)
         super().__init__(*args, **kwargs)
         if self._ranks:
@@ -131,7 +131,7 @@ class CSDOptimizer(StatesOnDevices, Joinable):
 
     def _init_attributes(self, ranks: Ranks | None, sharded: bool, state_dtype: str) -> None:
         self._engine: Engine | None = None
-        self._owner_address = None
+        self._owners = None
         self._ranks = ranks
         self.sharded = sharded
         self.state_dtype = state_dtype
@@ -153,11 +153,11 @@ class CSDOptimizer(StatesOnDevices, Joinable):
 
     def _open(self, specs: Sequence[DeviceSpec], ranks: Ranks | None, mode: Mode = "new") -> None:
         tile_elems = self._options["tile_size"]
-        if self._owner_address:
+        if self._owners:
             from ..serve.remote_engine import open_remote  # TLS and encryption, which others need not load
 
             model = digest_of_groups(self.param_groups, self._state_map.part_of)
-            engine = open_remote(self._owner_address, model, mode=mode, tile_elems=tile_elems, ranks=ranks)
+            engine = open_remote(self._owners, model, mode=mode, tile_elems=tile_elems, ranks=ranks)
         else:
             kernels = kernels_for(specs, self.param_groups, self._state_map)
             if passes := any_matrices(self.param_groups, self._state_map):

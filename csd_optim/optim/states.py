@@ -29,7 +29,7 @@ from ..params.memory_warnings import DECODED, FETCHED, warn_if_large
 from ..params.state_map import StateMap
 from ..publish.publisher import Options as PublishOptions
 from ..publish.publisher import Publisher, check_engine
-from ..serve.address import Address
+from ..serve.address import Owners
 from ..signals import defer_signals
 from ..step.mode import InStep
 from ..step.steps import Steps
@@ -45,7 +45,7 @@ class StatesOnDevices(Optimizer):
     user_state: dict[str, Any]
     _ranks: Ranks | None
     _options: dict[str, Any]
-    _owner_address: Address | None
+    _owners: Owners | None
     _engine: Engine | None
     _state_map: StateMap
     _steps: Steps
@@ -54,7 +54,7 @@ class StatesOnDevices(Optimizer):
 
     def _make_stores(self, old: checkpoint.Paths, specs: Sequence[DeviceSpec]) -> list[dict[str, Any]]:
         """Make the stores on these devices from others: see make_own_stores()."""
-        if self._owner_address:
+        if self._owners:
             raise CSDValueError(
                 "resume_from makes stores in directories of this process, and serve:// has an owner: run csd-optim "
                 "reshard on the owner's machine (docs/optimizer-ranks.md)"

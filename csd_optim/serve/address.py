@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
@@ -30,15 +31,29 @@ class Address(NamedTuple):
     timeout: float  # seconds
     key: str | None  # the trainer's key file; None: see keys.resolve()
     owner: str | None  # the optimizer rank's fingerprint
+    share: float | None = None  # its part of a trainer's states, relative to that of others; None: by its devices
 
     def __str__(self) -> str:
         return self.text
 
 
-def address_of(devices: Any, ranks: Ranks | None) -> Address | None:
-    """Return this trainer's optimizer rank if `devices` (or CSD_OPTIM_DEVICES, if it is None) names one or several.
+class Owners(NamedTuple):
+    """The optimizer ranks that have the states of this trainer."""
 
-    Several are divided among the ranks. Raises CSDValueError.
+    addresses: list[Address]
+    indices: list[int]  # which of all shares each of them has
+    n_shares: int  # of all trainers: each trainer has one, or each optimizer rank, whichever are more
+    n_owners: int  # of all trainers
+
+    def shares_beside(self, index: int) -> int:
+        """Return how many shares the optimizer rank has that has this one."""
+        return len(range(index % self.n_owners, self.n_shares, self.n_owners))
+
+
+def owners_named(devices: Any, ranks: Ranks | None) -> Owners | None:
+    """Return this trainer's optimizer ranks if `devices` (or CSD_OPTIM_DEVICES, if it is None) names one or several.
+
+    Several are divided among the trainers, or the trainers among them. Raises CSDValueError.
     """
     named = settings.devices() if devices is None else [devices] if isinstance(devices, str) else devices
     if not isinstance(named, (list, tuple)):
@@ -53,29 +68,30 @@ def address_of(devices: Any, ranks: Ranks | None) -> Address | None:
             f"Invalid devices: {str(addresses[0])!r} stands for all devices of a trainer: name no others beside it"
         )
     rank, size = (ranks.rank, ranks.size) if ranks else (0, 1)
-    if size < len(addresses):
-        raise CSDValueError(
-            f"Invalid devices: {len(addresses)} optimizer ranks and {size} trainer{'s' * (size > 1)}; each trainer "
-            "has its states with one of them"
-        )
-    return addresses[rank % len(addresses)]
+    if size >= len(addresses):
+        return Owners([addresses[rank % len(addresses)]], [rank], size, len(addresses))
+    own = range(rank, len(addresses), size)
+    return Owners([addresses[k] for k in own], [*own], len(addresses), len(addresses))
 
 
 def parse_address(text: str) -> Address:
-    """Parse `serve://host:port` or `serve://host:port?timeout=60&key=FILE`. Raises CSDValueError."""
+    """Parse `serve://host:port` or `serve://host:port?timeout=60&key=FILE&share=2`. Raises CSDValueError."""
     try:
         parts = urlsplit(text)
         host, port = parts.hostname, parts.port
         options = dict(parse_qsl(parts.query, keep_blank_values=True))
         timeout = float(options.pop("timeout", DEFAULT_TIMEOUT))
+        share = float(options.pop("share")) if "share" in options else None
         key, owner = (options.pop(name, None) for name in ("key", "owner"))
     except ValueError as e:
         raise CSDValueError(f"Invalid device: {text!r}; {e}") from None
     if not host or not port or parts.path or parts.username or parts.fragment:
         raise CSDValueError(f"Invalid device: {text!r}; write serve://host:port")
     for name in options:
-        why = FORMER.get(name, "the options are timeout, key and owner")
+        why = FORMER.get(name, "the options are timeout, key, owner and share")
         raise CSDValueError(f"Invalid device: {text!r}; there is no option {name!r}: {why}")
     if not 0.1 <= timeout <= MAX_TIMEOUT:
         raise CSDValueError(f"Invalid device: {text!r}; timeout is a number of seconds from 0.1 to {MAX_TIMEOUT:.0f}")
-    return Address(text, host, port, timeout, key, owner)
+    if share is not None and not 0 < share < math.inf:
+        raise CSDValueError(f"Invalid device: {text!r}; share is a positive number")
+    return Address(text, host, port, timeout, key, owner, share)

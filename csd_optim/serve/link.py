@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ..errors import CSDError, CSDRankError, CSDRuntimeError
-from ..signals import interruptible
 from .frames import DataConnection, Header
 from .messages import MAX_NEWS, NEWS, PARAMS, PROTOCOL, PUSH, Fields, raise_error, refuse, said, unpack_news
 from .session import Session
@@ -37,18 +36,29 @@ class Travelling(NamedTuple):
 class Link:
     """The link of one trainer to one owner. Requests may come from any thread, one after another."""
 
-    def __init__(self, connect: Callable[[], Session], hello: Mapping[str, Any], streams: int, timeout: float) -> None:
-        """`hello`: the fields of each HELLO. `timeout`: seconds without a sign of life, after which it is lost."""
+    def __init__(
+        self,
+        connect: Callable[[], Session],
+        hello: Mapping[str, Any],
+        streams: int,
+        timeout: float,
+        changed: threading.Condition | None = None,
+    ) -> None:
+        """`hello`: the fields of each HELLO. `timeout`: seconds without a sign of life, after which it is lost.
+
+        `changed`: that of the trainer's other links; None: it has no others.
+        """
         self._connect, self._streams, self._timeout = connect, streams, timeout
         self._hello = {"op": "hello", "protocol": PROTOCOL, **hello}
         self.pid: int = os.getpid()
-        self.changed: threading.Condition = threading.Condition()
+        self.changed: threading.Condition = changed or threading.Condition()
         self.committed_step: int = 0
         self._commits = (0, 0)  # at the owner: begun, and ended
         self.on_committed: Callable[[], None] = lambda: None  # called on any thread that has learnt of commits
         # Takes the link up again: returns the fields of a HELLO, and takes the answer. Set once the states are known.
         self.reattach: tuple[Callable[[], dict[str, Any]], Callable[[Answer], None]] | None = None
         self._session: Session | None = None
+        self._asking: Session | None = None  # a session that is not granted yet
         self._threads: list[threading.Thread] = []
         self._travelling: Travelling | None = None
         self._lock = threading.RLock()  # held for a request and its answer
@@ -59,34 +69,59 @@ class Link:
 
     # ---- open and close ------------------------------------------------------------
 
-    def open(self, choose: Callable[[Fields], int | None] | None = None, **fields: Any) -> Answer:
+    def open(self, **fields: Any) -> Answer:
         """Connect, and ask for a session. Raises what the owner answers, or CSDUnavailableError if there is none.
 
-        `choose`: called with what the owner has of this trainer, if several resume; returns the round that all have.
+        If the answer has `found`, what the owner has of this trainer, several resume: choose() comes next.
         """
         with self._lock:
             self._drop(None)
-            session = self._connect()
-            try:
+            self._asking = self._connect()
+            with self._closing() as session:
                 answer = self._exchange(session, {**self._hello, **fields}, [])
-                if "found" in answer.fields:
-                    if choose is None:
-                        refuse("a choice between steps")
-                    chosen = choose(answer.fields)
-                    answer = self._exchange(session, {"none": chosen is None, "round": chosen}, [], anew=False)
-            except BaseException:
-                session.close()
-                raise
-            self._session, self._why_lost = session, None
-            self.committed_step, self._commits = 0, (0, 0)
-            self.note_committed(answer.fields)
-            for stream, connection in enumerate(session.data[: self._streams]):
-                for work in (self._receive, self._send):
-                    thread = threading.Thread(target=work, args=(session, connection, stream), daemon=True)
-                    thread.name = f"csd_optim {work.__name__.strip('_')}s {stream}"
-                    thread.start()
-                    self._threads.append(thread)
+                if "found" not in answer.fields:
+                    self._begin(session, answer)
+                return answer
+
+    def choose(self, round: int | None) -> None:
+        """Have the owner resume this round, which all have; None: there is none. Call granted() next."""
+        with self._lock, self._closing() as session:
+            self._say(session, {"none": round is None, "round": round}, [], anew=False)
+
+    def granted(self) -> Answer:
+        """Return the answer to choose(). Raises what the owner answers."""
+        with self._lock, self._closing() as session:
+            answer = self._hear(session)
+            self._begin(session, answer)
             return answer
+
+    @contextlib.contextmanager
+    def _closing(self) -> Iterator[Session]:
+        """Yield the session that is not granted yet, and close it if the body raises."""
+        assert self._asking
+        try:
+            yield self._asking
+        except BaseException:
+            self.stop_asking()
+            raise
+
+    def stop_asking(self) -> None:
+        """Close a session that is not granted yet; any thread may do so."""
+        session, self._asking = self._asking, None
+        if session is not None:
+            session.close()
+
+    def _begin(self, session: Session, answer: Answer) -> None:
+        """Begin a session that was granted."""
+        self._session, self._asking, self._why_lost = session, None, None
+        self.committed_step, self._commits = 0, (0, 0)
+        self.note_committed(answer.fields)
+        for stream, connection in enumerate(session.data[: self._streams]):
+            for work in (self._receive, self._send):
+                thread = threading.Thread(target=work, args=(session, connection, stream), daemon=True)
+                thread.name = f"csd_optim {work.__name__.strip('_')}s {stream}"
+                thread.start()
+                self._threads.append(thread)
 
     def close(self) -> None:
         """End the connections and their threads. Idempotent; a no-op in a forked child, which has no threads."""
@@ -100,6 +135,7 @@ class Link:
     def _drop(self, why: CSDError | None) -> None:
         """Close the session, and return when its threads have ended."""
         session, self._session = self._session, None
+        self.stop_asking()
         if session is not None:
             if why:
                 self._lost(session, why)
@@ -128,20 +164,15 @@ class Link:
             if self._session:
                 self._lost(self._session, why)
 
-    @contextlib.contextmanager
-    def interruptible(self) -> Iterator[None]:
-        """Give up the session if the owner is silent after Ctrl-C: see signals.interruptible()."""
+    def give_up(self) -> None:
+        """Give up the session, as the owner is silent after Ctrl-C: it is not taken up again before go_on()."""
+        self._given_up = True
+        if session := self._session:
+            self._lost(session, CSDRankError("the optimizer ranks were silent, and Ctrl-C has ended the wait"))
 
-        def give_up() -> None:
-            self._given_up = True
-            if session := self._session:
-                self._lost(session, CSDRankError("the optimizer ranks were silent, and Ctrl-C has ended the wait"))
-
-        try:
-            with interruptible(give_up):
-                yield
-        finally:
-            self._given_up = False
+    def go_on(self) -> None:
+        """Let the session be taken up again."""
+        self._given_up = False
 
     @property
     def is_lost(self) -> bool:
@@ -158,6 +189,8 @@ class Link:
                 raise self._why_lost or CSDRankError("there is no session")
             fields, take = self.reattach
             answer = self.open(mode="attach", **fields())
+            if "found" in answer.fields:
+                refuse("a choice between steps")
             try:
                 take(answer)
             except BaseException:
@@ -176,27 +209,40 @@ class Link:
             assert self._session
             return self._exchange(self._session, {"op": op, **fields}, [*arrays])
 
-    def _exchange(self, session: Session, message: dict[str, Any], arrays: list[Any], *, anew: bool = True) -> Answer:
-        """Send a message, a request `anew` or what the last one still needs, and return the answer."""
+    def _exchange(self, session: Session, message: dict[str, Any], arrays: list[Any]) -> Answer:
+        self._say(session, message, arrays)
+        return self._hear(session)
+
+    def _say(self, session: Session, message: dict[str, Any], arrays: list[Any], *, anew: bool = True) -> None:
+        """Send a message: a request `anew`, or what the last one still needs."""
         self._requests += anew
-        number = self._requests
-        try:
-            session.control.send({**message, "n": number}, *arrays)
+        with self._losing(session):
+            session.control.send({**message, "n": self._requests}, *arrays)
+
+    def _hear(self, session: Session) -> Answer:
+        """Return the answer to the last message. Raises the owner's error."""
+        with self._losing(session):
             while True:
                 answer, received = session.control.receive(self._timeout)
                 fields = Fields(answer)
-                if fields.integer("n") != number:
+                if fields.integer("n") != self._requests:
                     refuse("the answer to another request")
                 if "working" not in fields:
                     break
-        except BaseException as e:  # also an interrupt: the answer would be taken for that to the next request
+        raise_error(answer)
+        return Answer(fields, received)
+
+    @contextlib.contextmanager
+    def _losing(self, session: Session) -> Iterator[None]:
+        """Give up the session if the body raises, also an interrupt: an answer might be taken for a later one."""
+        try:
+            yield
+        except BaseException as e:
             lost = e if isinstance(e, CSDRankError) else CSDRankError(f"the optimizer ranks are gone: {said(e)}")
             self._lost(session, lost)
             if isinstance(e, (CSDRankError, OSError)):
                 raise lost from e
             raise
-        raise_error(answer)
-        return Answer(fields, received)
 
     def note_committed(self, fields: Fields) -> None:
         """Take over from an answer or news which step is committed. News may come before an older answer is read."""

@@ -20,8 +20,9 @@ from .. import errors
 from ..bindings import DTYPE_CODES, HYPER, IN_SECTION, NEW, PARAM, PASS_RULES, RULES, UNCOMPARED
 from ..errors import CSDError, CSDOSError, CSDRankError
 from ..store.check import MAX_SIZE
+from ..store.layout import Extent
 
-PROTOCOL = 4
+PROTOCOL = 5
 PUSH, PARAMS, NEWS = 1, 2, 3  # kinds of frames
 MODES = ("new", "overwrite", "resume", "attach")
 MAX_NEWS = 1 << 16  # bytes of a NEWS frame
@@ -187,6 +188,12 @@ def unpack_counts(data: memoryview, n_params: int) -> np.ndarray[Any, Any]:
 
 def name_of_dtype(dtype: torch.dtype | None) -> str:
     return "" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def extent_fields(extent: Extent) -> dict[str, Any]:
+    """Return how the states of an extent are stored."""
+    sections, dtype = [*extent.sections], name_of_dtype(extent.param_dtype)
+    return {"tile_elems": extent.tile_elems, "sections": sections, "codec": extent.codec, "param_dtype": dtype}
 
 
 def dtype_named(name: str) -> torch.dtype | None:

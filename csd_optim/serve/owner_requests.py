@@ -63,6 +63,7 @@ class Hello(NamedTuple):
 
     trainer: int
     trainers: int
+    here: int  # how many of them have states at this owner
     token: str  # the same for all trainers of a training
     mode: str
     model: str  # see digest_of_entries()
@@ -96,6 +97,7 @@ def check_hello(fields: Fields) -> Hello:
     return Hello(
         trainer,
         trainers,
+        fields.integer("here", 1, trainers),
         fields.text("token"),
         fields.text("mode"),
         fields.text("model"),
@@ -125,7 +127,8 @@ class OwnerRequests:
 
     def __init__(self, ownership: Ownership, role: Role, note_step: Callable[[OwnerStep | None], None]) -> None:
         """`role`: the trainer's. `note_step` is called with the step that frames belong to from now on."""
-        self._ownership, self._role, self._note_step = ownership, role, note_step
+        self.ownership: Ownership = ownership
+        self._role, self._note_step = role, note_step
         self._buffers = Buffers(ownership.window)
         self._step: OwnerStep | None = None
         self._brackets = contextlib.ExitStack()  # of writing() and loading()
@@ -144,13 +147,13 @@ class OwnerRequests:
         if work is None or not op.isidentifier():
             refuse(f"the operation {op!r}")
         if op not in CHANGES_NOTHING:
-            self._ownership.discard_newer()
+            self.ownership.discard_newer()
         with torch.no_grad():
             return work(fields, arrays)
 
     def end(self) -> None:
         """Undo what the session has left unfinished, once its connections are shut down."""
-        ownership = self._ownership
+        ownership = self.ownership
         if self._step:
             self._undo_step()
         try:
@@ -168,7 +171,7 @@ class OwnerRequests:
 
     @property
     def _engine(self) -> Any:
-        return self._ownership.engine
+        return self.ownership.engine
 
     def _extent(self, row: int) -> tuple[Extent, int]:
         """Return the extent of a parameter, and its number there. Raises CSDRankError."""
@@ -194,6 +197,8 @@ class OwnerRequests:
             refuse("the names of states")
         if not len(numels) or numels.max() > MAX_NUMELS or int(numels.sum(dtype=object)) > MAX_NUMELS:
             refuse("the sizes of parameters")
+        if not fields.is_null("tile_elems"):
+            engine.tile_elems = fields.integer("tile_elems", 1, MAX_TILE_ELEMS)
         some = int(numels.sum(dtype=object)) // (engine.tile_elems or TILE_ELEMS)
         if some > MAX_TILES - len(engine.tiles) or len(numels) > MAX_PARAMS - engine.tiles.n_params:
             refuse(f"more than {MAX_TILES} tiles, for which a larger tile_size helps, or {MAX_PARAMS} parameters")
@@ -201,7 +206,7 @@ class OwnerRequests:
             refuse("new parameters that do not follow those before")
         param_dtype = dtype_named(fields.text("param_dtype"))
         sizes = [int(n) for n in numels]
-        self._ownership.check_room(sizes, sections, codec, param_dtype)
+        self.ownership.check_room(sizes, sections, codec, param_dtype)
         extent = engine.extend(sizes, sections, codec=codec, param_dtype=param_dtype)
         return {"tile_elems": extent.tile_elems}, [extent.devices.astype(WIRE_INDEX)]
 
@@ -209,7 +214,7 @@ class OwnerRequests:
         return DONE  # execute() has done it
 
     def _on_describe(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
-        self._ownership.describe(fields.object("manifest"))
+        self.ownership.describe(fields.object("manifest"))
         return DONE
 
     # ---- states between steps ------------------------------------------------------
@@ -269,7 +274,7 @@ class OwnerRequests:
         """Enter contexts that the session may never leave: what it writes is in memory only until then."""
         if self._bracketed:
             refuse("states are being written already")
-        self._bracketed = self._ownership.in_doubt = True
+        self._bracketed = self.ownership.in_doubt = True
         for context in contexts:
             self._brackets.enter_context(context)
 
@@ -303,7 +308,7 @@ class OwnerRequests:
         except BaseException:  # some states may be written, and others not
             self.is_broken = True
             raise
-        self._ownership.in_doubt = False
+        self.ownership.in_doubt = False
 
     def _counts(self, data: memoryview) -> np.ndarray[Any, Any]:
         return unpack_counts(data, self._engine.tiles.n_params)
@@ -360,7 +365,7 @@ class OwnerRequests:
         record = Record(user_state=bytes(fields.integer("record_bytes", 0, MAX_RECORD)))
         if engine.committer.rounds.unconfirmed:
             refuse("a step before all trainers have the last one")
-        self._ownership.kept_rows = None
+        self.ownership.kept = None
         with engine.lock:
             engine.committer.confirm()
             every = engine.begin(table, constants, listed, record, order=order, is_speculative=True, kept_alive=edits)
@@ -412,7 +417,7 @@ class OwnerRequests:
         finally:
             self._note_step(None)
         self._set_counts(steps)
-        self._ownership.kept_rows = step.rows
+        self.ownership.kept = step.rows, True
         answer: dict[str, Any] = {"kept": True, "step": engine.states.step}
         try:
             engine.committer.commit(record)
@@ -423,18 +428,18 @@ class OwnerRequests:
     def _on_take_back(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
         """Undo the last kept step: another trainer's has failed."""
         self._no_step()
-        engine, rows = self._engine, self._ownership.kept_rows
-        if rows is None or fields.integer("step") != engine.states.step:
+        engine, kept = self._engine, self.ownership.kept
+        if kept is None or fields.integer("step") != engine.states.step:
             refuse("to take back a step that is not the last one")
-        self._ownership.kept_rows = None
+        self.ownership.kept = None
         with engine.lock:
-            engine.undo_last(rows)
+            engine.undo_last(kept[0], had_tiles=kept[1])
         return DONE
 
     # ---- commits -------------------------------------------------------------------
 
     def _record(self, fields: Fields, user_state: memoryview) -> Record:
-        return self._ownership.record(fields.object("record"), bytes(user_state))
+        return self.ownership.record(fields.object("record"), bytes(user_state))
 
     def _on_commit(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
         self._no_step()
@@ -442,17 +447,19 @@ class OwnerRequests:
         record = self._record(fields, user_state)
         engine, own = self._engine, self._engine.states.step
         step = fields.integer("step")
-        if step not in (own, own + 1) or (step > own and self._ownership.trainers == 1):
+        if step not in (own, own + 1) or (step > own and self.ownership.trainers == 1):
             refuse("the commit of another step")
         self._set_counts(self._counts(counts))
-        engine.states.step = step  # one that other trainers have made
+        if step > own:  # one that other trainers have made, or this one on other owners
+            self.ownership.kept = np.zeros(0, np.uint32), False
+            engine.states.step = step
         engine.committer.commit(record)
         return DONE
 
     def _on_confirm(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
         """Make the last step's commit durable. It counts once this is so at all trainers, which compare its number."""
         self._no_step()
-        committer = self._ownership.committer
+        committer = self.ownership.committer
         committer.confirm()
         return {"round": committer.rounds.number}, []
 
@@ -476,7 +483,7 @@ class OwnerRequests:
             raise CSDRankError(f"save() needs the key of an admin: your key is accepted as {self._role.value}")
         if self._saving:
             refuse("a snapshot is being made")
-        place = SavePlace(self._ownership.allow_save, Path(fields.text("path")))
+        place = SavePlace(self.ownership.allow_save, Path(fields.text("path")))
         try:
             with self._engine.lock:
                 saving = snapshot.save(self._engine, place.through, no_progress, wait=True).future

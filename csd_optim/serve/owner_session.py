@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import threading
 import time
 from collections import deque
@@ -260,14 +261,16 @@ class Owner:
     def __init__(self, ownership: Ownership, timeout: float, print_line: Callable[[str], None]) -> None:
         """`ownership`: that of a single trainer; others have their own beside it."""
         self._timeout = timeout
+        self._name = secrets.token_hex(8)  # tells it from others, whatever its address is
         # Trainers' names and operations are in these lines, and may contain anything.
         self._print_line: Callable[[str], None] = lambda line: print_line(printable(line, LINE))
         self._parts: dict[int, Ownership] = {0: ownership}  # by trainer
         self.sessions: dict[int, OwnerSession] = {}  # by trainer
         self._asking: set[Session] = set()  # whose HELLO of that training is being granted
+        self._asked: set[int] = set()  # the trainers of that training that have asked for a session
         self._token = ""  # of the training that these belong to
         self._count = 0
-        self._lock = threading.Lock()  # guards the five above, and `_closed`
+        self._lock = threading.Lock()  # guards the six above, and `_closed`
         self._changing = threading.Lock()  # held before it, and while another training ends
         self._closed = False
 
@@ -319,7 +322,11 @@ class Owner:
             with self._lock:
                 self._check_current(hello)
             self._end({hello.trainer}, "another session has taken over")
-            part.open(hello.mode, hello.tile_elems, bytes.fromhex(hello.store), partial(self._choose, session, number))
+            if hello.mode == "new":
+                part.check_new(self._asked)
+            part.open(
+                hello.mode, hello.tile_elems, bytes.fromhex(hello.store), partial(self._choose, part, session, number)
+            )
             hello.check_attach(part)
             answer = part.welcome()
             with self._lock:
@@ -350,7 +357,10 @@ class Owner:
                 parts = [*self._parts.values()]
                 same = parts if parts[0].trainers == hello.trainers else []
                 part = next((p for p in same if p.trainer == hello.trainer), None)
-                part = part or parts[0].of(hello.trainer, hello.trainers)
+                part = part or parts[0].of(hello.trainer, hello.trainers, hello.here)
+                asked = {hello.trainer, *(self._asked if hello.token == self._token else ())}
+                if len(asked) > hello.here:
+                    refuse(f"{len(asked)} trainers of {hello.here}")
                 part.check(hello.mode, hello.model)
                 if not same and any(p.has_states for p in parts):  # before the training that has them is ended
                     raise CSDStoreError(
@@ -367,15 +377,17 @@ class Owner:
                         other.close()
                     self._token = hello.token
                 self._asking.add(session)
+                self._asked, part.here = asked, hello.here
                 self._parts = {p.trainer: p for p in (*same, part)}
             self._end(ending, "another session has taken over")
             if not same:
                 _close(parts)
             return part
 
-    def _choose(self, session: Session, number: int, store: RanksStore | None) -> int | None:
+    def _choose(self, part: Ownership, session: Session, number: int, store: RanksStore | None) -> int | None:
         """Ask the trainers, which tell each other what each of them has here, for the round that all resume."""
-        session.control.send({"n": number, "found": summary_of(store)})
+        others = part.others_here() if store is None else []
+        session.control.send({"n": number, "found": summary_of(store), "others": others, "owner": self._name})
         message, _ = session.control.receive(None, HELLO_BYTES)  # the slowest trainer decides
         fields = Fields(message)
         return None if fields.flag("none") else fields.integer("round", 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,11 @@ from ..engine.open_engine import open_engine
 from ..errors import CSDError, CSDOSError, CSDRankError, CSDStoreError, CSDStoreExistsError
 from ..params.manifest import digest_of_entries
 from ..store.check import UNNAMED_RULE, check_param, check_record, check_rules, require
-from ..store.format import FILE_NAME, Record
+from ..store.format import DIVIDED, FILE_NAME, Record
 from ..store.layout import plan_extent
 from ..store.recovery import RanksStore
 from ..store.sections import FP32
-from .messages import Fields, check_plain, name_of_dtype, refuse
+from .messages import Fields, check_plain, extent_fields, name_of_dtype, refuse
 
 WINDOW, LEAST_WINDOW = 16, 4  # tiles of which an owner has gradients or parameters in memory: of all trainers, of each
 
@@ -39,18 +39,20 @@ class Ownership:
         max_model: int | None = None,
         trainer: int = 0,
         trainers: int = 1,
+        here: int = 1,
     ) -> None:
         """`specs`: the owner's devices. `allow_save`: directories below which trainers may have snapshots made.
 
-        `max_model`: bytes of states that all trainers together may have; see check_room().
+        `max_model`: bytes of states that all trainers together may have here; see check_room(). `here`: how many of
+        the trainers have states here.
         """
         self._max_model = max_model
         self._devices = specs
         self.trainer: int = trainer
         self.trainers: int = trainers
+        self.here: int = here
         self._specs = [part_of(spec, trainer, trainers) for spec in specs] if trainers > 1 else specs
         self._ranks = RanksElsewhere(trainer, trainers) if trainers > 1 else None
-        self.window: int = max(LEAST_WINDOW, WINDOW // trainers)  # tiles
         self.opening: threading.Lock = threading.Lock()  # held while a session of this trainer is granted
         self.allow_save: list[Path] = [path.absolute() for path in allow_save]
         self._engine: Engine | None = None
@@ -59,12 +61,18 @@ class Ownership:
         # Memory may differ from the store in ways that no step has kept: the next session reopens it.
         self.in_doubt: bool = False
         self.rule: str | None = None  # of the described model
-        self.kept_rows: np.ndarray[Any, Any] | None = None  # of the last kept step, which may be taken back
+        # Of the last kept step, which may be taken back: its parameters, and whether any of their tiles are here.
+        self.kept: tuple[np.ndarray[Any, Any], bool] | None = None
         self._model = ""  # its digest_of_entries()
 
-    def of(self, trainer: int, trainers: int) -> Ownership:
-        """Return what the same owner has of another trainer."""
-        return Ownership(self._devices, self.allow_save, self._max_model, trainer, trainers)
+    def of(self, trainer: int, trainers: int, here: int) -> Ownership:
+        """Return what the same owner has of another trainer. `here`: see above."""
+        return Ownership(self._devices, self.allow_save, self._max_model, trainer, trainers, here)
+
+    @property
+    def window(self) -> int:
+        """For how many tiles a session has buffers."""
+        return max(LEAST_WINDOW, WINDOW // self.here)
 
     @property
     def is_open(self) -> bool:
@@ -142,7 +150,7 @@ class Ownership:
                     engine.committer.check_recovered()
                 manifest = engine.recovered[0].manifest
                 self.rule = manifest.get("rule")
-                self._model = digest_of_entries((*manifest["params"], *manifest["waiting"]))
+                self._model = _digest_of(manifest)
         except BaseException:
             engine.abandon()
             raise
@@ -150,6 +158,28 @@ class Ownership:
         self._has_newer = bool(engine.recovered)
         if mode == "attach":
             self.discard_newer()
+
+    def check_new(self, asked: Set[int]) -> None:
+        """Raise CSDStoreExistsError if new states are wanted beside those of another training.
+
+        `asked`: the trainers of this training that are known to have states here.
+        """
+        if others := [k for k in self.others_here() if k not in asked]:
+            raise CSDStoreExistsError(
+                17,
+                f"the optimizer rank has the states of rank {others[0]} of {self.trainers}, and is asked to make those "
+                f"of rank {self.trainer}: name the optimizer ranks in the order in which they were named before, with "
+                "resume=True, or use other directories",
+            )
+
+    def others_here(self) -> list[int]:
+        """Return of which of the same number of trainers there are states here."""
+        directories = [spec.directory for spec in self._devices if spec.directory]
+
+        def has_states(trainer: int) -> bool:
+            return any(_size_of(d / name_of(trainer, self.trainers) / FILE_NAME) for d in directories)
+
+        return [*filter(has_states, range(self.trainers))]
 
     def discard_newer(self) -> None:
         """Discard what is newer than the commit that was resumed, before anything changes. Raises CSDOSError."""
@@ -198,9 +228,9 @@ class Ownership:
             tile_elems=engine.tile_elems,
         )
         nbytes = sum(e.slots * e.slot_bytes * e.n_tiles for e in (*engine.tiles.extents, wanted))
-        if nbytes * self.trainers > self._max_model:
+        if nbytes * self.here > self._max_model:
             raise CSDRankError(
-                f"the states of all trainers' parameters would take {nbytes * self.trainers} bytes, and the optimizer "
+                f"the states of all trainers' parameters would take {nbytes * self.here} bytes, and the optimizer "
                 f"ranks allow {self._max_model}: start them with a larger --max-model, or use state_dtype='8bit'"
             )
 
@@ -224,15 +254,7 @@ class Ownership:
             contents = found[0]
             of_store = ("extents", "tiles", "features", "rank", "world_size")
             manifest = {k: v for k, v in contents.manifest.items() if k not in of_store}
-            extents = [
-                {
-                    "tile_elems": e.tile_elems,
-                    "sections": [*e.sections],
-                    "codec": e.codec,
-                    "param_dtype": name_of_dtype(e.param_dtype),
-                }
-                for e in engine.tiles.extents
-            ]
+            extents = [extent_fields(e) for e in engine.tiles.extents]
             fields |= {"path": contents.path, "manifest": manifest, "extents": extents, "record": head_of(record)}
         devices = np.concatenate([np.zeros(0, np.uint32), *(e.devices for e in engine.tiles.extents)])
         return fields, [states.all_steps().astype(">u4"), devices.astype(">u4"), record.user_state]
@@ -258,7 +280,8 @@ class Ownership:
             for n, start in zip(x.numels, x.starts, strict=True)
         ]
         try:
-            require({*manifest} <= {"rule", "params", "waiting"} and rule.isidentifier(), "the fields of the manifest")
+            known = {"rule", "params", "waiting", DIVIDED}
+            require({*manifest} <= known and rule.isidentifier(), "the fields of the manifest")
             require(len(params) == len(numels), f"{len(params)} parameters")
             for p, place in zip(params, numels, strict=True):
                 check_param(p, len(engine.devices.specs))
@@ -269,11 +292,13 @@ class Ownership:
                 require(right, f"the dtype of parameter {p['name']}")
             for p in waiting:
                 check_param(p, len(engine.devices.specs), is_waiting=True)
+            for p in _whole_params(manifest):
+                check_param(p, len(engine.devices.specs))
             check_rules(manifest, [extent.sections for extent in engine.tiles.extents])
         except (CSDStoreError, KeyError, TypeError) as e:
             refuse(str(e))
         engine.committer.describe(manifest)
-        self.rule, self._model = manifest.get("rule"), digest_of_entries((*params, *waiting))
+        self.rule, self._model = manifest.get("rule"), _digest_of(manifest)
 
     def record(self, fields: dict[str, Any], user_state: bytes) -> Record:
         """Return a record that has arrived. Raises CSDRankError if it cannot be stored."""
@@ -288,12 +313,27 @@ class Ownership:
         return record
 
 
+def _whole_params(manifest: dict[str, Any]) -> list[Any]:
+    """Return the parameters of the trainer, which may have several owners. Raises CSDRankError."""
+    return Fields(Fields(manifest).object(DIVIDED) if DIVIDED in manifest else manifest).listed("params")
+
+
+def _digest_of(manifest: dict[str, Any]) -> str:
+    """Return digest_of_entries() of the trainer's parameters."""
+    return digest_of_entries((*_whole_params(manifest), *manifest["waiting"]))
+
+
 def part_of(spec: DeviceSpec, trainer: int, trainers: int) -> DeviceSpec:
     """Return the device on which a trainer's states are, one of several."""
     if spec.directory is None:
         return spec
-    directory = spec.directory / f"rank-{trainer}-of-{trainers}"
+    directory = spec.directory / name_of(trainer, trainers)
     return replace(spec, directory=directory, text=spec.text.replace(str(spec.directory), str(directory), 1))
+
+
+def name_of(trainer: int, trainers: int) -> str:
+    """Return the name of the directory with the states of a trainer."""
+    return f"rank-{trainer}-of-{trainers}"
 
 
 def check_others(specs: Sequence[DeviceSpec], trainers: int) -> None:

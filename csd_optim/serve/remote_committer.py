@@ -17,9 +17,9 @@ from ..engine.rounds import check_rounds
 from ..engine.states import States
 from ..errors import CSDError, CSDRankError, CSDTornError, CSDValueError
 from ..store.format import Record
-from .link import Link
+from .divided_manifest import part_manifest
 from .messages import pack_counts
-from .remote_native import RemoteNative
+from .shares import Share
 from .tile_image import view
 
 
@@ -29,69 +29,94 @@ def parts_of(record: Record) -> tuple[dict[str, Any], bytes]:
 
 
 class RemoteCommitter(Committer):
-    """See Committer. The record of a step leaves with the message that completes it, so commit() has little to do."""
+    """See Committer. The record of a step leaves with the message that completes it, so commit() has little to do.
+
+    Several owners of one trainer keep steps together as those of several trainers do: by rounds.
+    """
 
     uncommitted = False
     committed_steps: np.ndarray[Any, Any]
 
-    def __init__(self, states: States, native: RemoteNative, link: Link, ranks: Ranks | None) -> None:
+    def __init__(self, states: States, shares: Sequence[Share], ranks: Ranks | None) -> None:
         super().__init__(states)
         states.make_durable()
-        self._native, self._link, self._ranks = native, link, ranks
+        self._shares, self._ranks = shares, ranks
+        self._has_rounds = ranks is not None or len(shares) > 1
         self._sent: Record | None = None  # the record that went with the last step
         self._within_loading = False
         self._unconfirmed = False  # the ranks have not met since the last commit
+        self._all_told = True  # the owners know that the last commit is confirmed
         self._awaited: int | None = None  # the step whose commit has begun, and is not known to be durable
         self._round = 0  # the last one that this rank has told the others
 
     # ---- commits -----------------------------------------------------------------
 
     def describe(self, manifest: dict[str, Any]) -> None:
-        self._link.request("describe", manifest=manifest)
+        for share in self._shares:
+            if share.pending:  # it has more, which will be described once all owners have it
+                continue
+            about = manifest if share.is_whole else part_manifest(manifest, share, self.states.tiles)
+            share.link.request("describe", manifest=about)
 
     def before_step(self, tiles: np.ndarray[Any, Any], record: Record | None) -> np.ndarray[Any, Any]:
-        self._native.record_bytes = _bytes_of(record or self.states.record)
+        if not self.is_confirmed and self._ranks is None:
+            self.own_round()
+        self._check_not_pending()
+        for share in self._shares:
+            share.native.record_bytes = _bytes_of(record or self.states.record)
         return super().before_step(tiles, record)
 
+    def _check_not_pending(self) -> None:
+        for share in self._shares:
+            share.check_not_pending()
+
     def reserve(self, record: Record | None) -> None:
-        if (size := _bytes_of(record or self.states.record)) > self._native.record_bytes:
-            self._link.request("reserve", record_bytes=size)
-            self._native.record_bytes = size
+        size = _bytes_of(record or self.states.record)
+        for share in self._shares:
+            if size > share.native.record_bytes:
+                share.link.request("reserve", record_bytes=size)
+                share.native.record_bytes = size
 
     def before_finish(self, record: Record | None, steps: np.ndarray[Any, Any]) -> None:
         self._sent = record or self.states.record
-        self._native.ending = *parts_of(self._sent), steps
+        for share in self._shares:
+            share.native.ending = *parts_of(self._sent), share.counts(steps)
         self.states.watcher.step_completes(self.states.step + 1)
 
     def commit(self, record: Record | None = None) -> None:
         record = record or self.states.record
-        self.states.record, self._unconfirmed = record, self._ranks is not None
-        self.committed_steps = self.states.all_steps()
+        self.states.record, self._unconfirmed = record, self._has_rounds
+        self.committed_steps = steps = self.states.all_steps()
+        self._check_not_pending()
+        to_send = [*self._shares]
         if record is self._sent:
             self._sent = None
-            failure, self._native.commit_failure = self._native.commit_failure, None
-            if failure:
-                raise failure
-            self._await_commit()
-            return
+            to_send = [share for share in to_send if share.native.owner_step != self.states.step]  # without tiles in it
+        else:
+            self.states.watcher.before_commit(self.states.step)
         head, user_state = parts_of(record)
-        counts = pack_counts(self.states.all_steps())
-        self.states.watcher.before_commit(self.states.step)
-        answer = self._link.request("commit", counts, user_state, step=self.states.step, record=head)
-        self._link.note_committed(answer.fields)
+        for share in to_send:
+            counts = pack_counts(share.counts(steps))
+            answer = share.link.request("commit", counts, user_state, step=self.states.step, record=head)
+            share.native.owner_step = self.states.step
+            share.link.note_committed(answer.fields)
+        failures = [share.native.take_commit_failure() for share in self._shares]
+        if failure := next(filter(None, failures), None):
+            raise failure
         self._await_commit()
 
     def _await_commit(self) -> None:
         """Have the watcher told once the owner's commit of the last step is durable."""
-        with self._link.changed:
+        with self._shares[0].link.changed:
             self._awaited = self.states.step
             self.note_committed()
 
     def note_committed(self) -> None:
-        """Take note of what the link knows of commits. On any thread, which holds the link's `changed`."""
-        self.states.committed_step = self._link.committed_step
-        # Of several ranks, all must have it: see note_confirmed().
-        if self._ranks is None and self._awaited == self._link.committed_step and self._link.commits_at_rest:
+        """Take note of what the links know of commits. On any thread, which holds the links' `changed`."""
+        self.states.committed_step = min(share.link.committed_step for share in self._shares)
+        # Of several ranks, or owners, all must have it: see note_confirmed().
+        at_rest = all(share.link.commits_at_rest for share in self._shares)
+        if not self._has_rounds and self._awaited == self.states.committed_step and at_rest:
             step, self._awaited = self._awaited, None
             self.states.watcher.after_commit(step, has_failed=self.states.watcher.has_failed)
 
@@ -99,7 +124,8 @@ class RemoteCommitter(Committer):
         return all_ranks_or_none(self._ranks)
 
     def discard_newer(self) -> None:
-        self._link.request("discard_newer")
+        for share in self._shares:
+            share.link.request("discard_newer")
 
     def confirm(self) -> None:
         with all_ranks_or_none(self._ranks) as exchanged:
@@ -109,42 +135,63 @@ class RemoteCommitter(Committer):
             self.note_confirmed(has_failed=any(failed for _, failed in exchanged.by_ranks))
 
     def own_round(self) -> int:
-        if self._ranks is None:
-            self._link.attach()
-        elif not self._native.is_stepping:  # a guess has begun only after all have that round
-            self._round = self._link.request("confirm").fields.integer("round", 0)
+        if not self._has_rounds:
+            self._shares[0].link.attach()
+        elif not any(share.native.is_stepping for share in self._shares):  # a guess began after all had that round
+            self._round = self._round_of_owners()
+            if self._ranks is None:  # nobody else has to have it
+                self.note_confirmed(has_failed=self.states.watcher.has_failed)
         return self._round
 
+    def _round_of_owners(self) -> int:
+        """Wait until the owners have the last round, and return its number. Raises CSDError."""
+        rounds = [share.link.request("confirm").fields.integer("round", 0) for share in self._shares]
+        check_rounds(rounds)
+        return rounds[0]
+
     def await_round(self) -> int | None:
-        if self._link.is_lost:  # to attach again changes states, which only confirm() may do
+        if self._any_lost:  # to attach again changes states, which only confirm() may do
             return None
         try:
-            self._round = self._link.request("confirm").fields.integer("round", 0)
+            self._round = self._round_of_owners()
         except CSDError:
             return None
         return self._round
 
     @property
+    def _any_lost(self) -> bool:
+        return any(share.link.is_lost for share in self._shares)
+
+    @property
     def is_confirmed(self) -> bool:
-        return not self._unconfirmed
+        return self._all_told and not self._unconfirmed
 
     def note_confirmed(self, *, has_failed: bool = False) -> None:
         if self._unconfirmed:
             self.states.watcher.after_commit(self.states.step, has_failed=has_failed)
         self._unconfirmed = False
-        # If it is lost now, the next request finds out, within a context in which the other ranks learn of it.
-        with contextlib.suppress(CSDError):
-            self._link.note_committed(self._link.request("confirmed").fields)
+        # If a link is lost now, the next request finds out, within a context in which the other ranks learn of it.
+        self._all_told = True
+        for share in self._shares:
+            try:
+                share.link.note_committed(share.link.request("confirmed").fields)
+            except CSDError:
+                self._all_told = False
 
     def wait(self) -> None:
-        if self._ranks:
+        if self._has_rounds:
             self.confirm()
         with self.all_ranks_or_none():
-            self._link.note_committed(self._link.request("wait").fields)
+            self._request("wait")
+
+    def _request(self, op: str) -> None:
+        """Send a request to all owners, and take note of how far their commits are."""
+        for share in self._shares:
+            share.link.note_committed(share.link.request(op).fields)
 
     @property
     def idle(self) -> bool:
-        return self._link.commits_at_rest or self._link.is_lost
+        return all(share.link.commits_at_rest for share in self._shares) or self._any_lost
 
     # ---- states written between steps ----------------------------------------------
 
@@ -154,8 +201,20 @@ class RemoteCommitter(Committer):
         yield
         self.states.truth.note_written()
         if not self._within_loading:
-            self._write(brackets=True)
+            self._flush()
         self.states.truth.filled()
+
+    def _flush(self) -> None:
+        """Send everything that was written to states; it is durable when this returns. Raises CSDError.
+
+        Several owners of a trainer without others make a round of it, so that all have it or none.
+        """
+        if len(self._shares) > 1 and self._ranks is None:
+            self.confirm()
+            self._load(None)
+            self.confirm()
+        else:
+            self._write(brackets=True)
 
     def _write(self, *, brackets: bool) -> None:
         """Send everything that was written to states; with `brackets` it is durable when this returns."""
@@ -164,27 +223,36 @@ class RemoteCommitter(Committer):
         rows = sorted(written)
         if not rows:
             return
-        if brackets:
-            self._link.request("writing", rows=rows)
+        self._check_not_pending()
         try:
-            for row in rows:
-                extent = self.states.tiles.extent_with(row)
-                nbytes = 4 * extent.numels[row - extent.first_param]
-                for section, address in enumerate(decoded.addresses(row, written[row])):
-                    if address:
-                        self._native.write(row, section, view(address, nbytes))
+            for share in self._shares if brackets else ():
+                share.link.request("writing", rows=share.rows_of(rows))
+            for share in self._shares:
+                for there in share.rows_of(rows):
+                    row, first, n = share.parts[there].tolist()
+                    for section, address in enumerate(decoded.addresses(row, written[row])):
+                        if address:
+                            share.native.write(there, section, view(address + 4 * first, 4 * n))
             if brackets:
-                self.committed_steps = self.states.all_steps()
-                answer = self._link.request("written", pack_counts(self.committed_steps))
-                self._link.note_committed(answer.fields)
+                self._end_writing("written")
         except BaseException:
             self._give_up()
             raise
         self.states.truth.moved(self.states.tiles.of(rows))
 
+    def _end_writing(self, op: str, **fields: Any) -> None:
+        """Have what was written committed."""
+        self.committed_steps = self.states.all_steps()
+        for share in self._shares:
+            answer = share.link.request(op, pack_counts(share.counts(self.committed_steps)), **fields)
+            if "step" in fields:
+                share.native.owner_step = self.states.step
+            share.link.note_committed(answer.fields)
+
     def _give_up(self) -> None:
-        """End a session in which only some states were written: the owner goes back to what it had committed."""
-        self._link.lose(CSDRankError("states were not written as a whole"))
+        """End sessions in which only some states were written: owners go back to what they had committed."""
+        for share in self._shares:
+            share.link.lose(CSDRankError("states were not written as a whole"))
 
     @contextlib.contextmanager
     def loading(self, record: Record | None = None) -> Iterator[None]:
@@ -210,17 +278,22 @@ class RemoteCommitter(Committer):
 
     def _load(self, record: Record | None) -> None:
         """Have everything that was written to states, and `record`, committed at once."""
+        self._check_not_pending()
         self.states.truth.note_written()
         rows = sorted(self.states.decoded.written())
         self.states.record = record or self.states.record
         head, user_state = parts_of(self.states.record)
-        self._link.request("loading", user_state, rows=rows, record=head)
+        for share in self._shares:
+            share.link.request("loading", user_state, rows=share.rows_of(rows), record=head)
         self._write(brackets=False)
-        self.committed_steps = self.states.all_steps()
-        answer = self._link.request("loaded", pack_counts(self.committed_steps), step=self.states.step)
-        self._link.note_committed(answer.fields)
+        self._end_writing("loaded", step=self.states.step)
 
     # ---- undo ----------------------------------------------------------------------
+
+    def before_undo(self) -> None:
+        for share in self._shares:
+            if share.native.owner_step == self.states.step:
+                share.native.take_back_last()
 
     def after_undo(self) -> None:
         self._sent = None
@@ -233,11 +306,13 @@ class RemoteCommitter(Committer):
             raise CSDValueError(f"Invalid path: {str(path)!r}; on the optimizer ranks' machine it must be absolute")
         self.states.truth.note_written()
         if self.states.truth.would_be_lost:
-            self._write(brackets=True)
-        self._link.request("save", path=str(path))
+            self._flush()
+        for share in self._shares:
+            share.link.request("save", path=str(path))
         done: Future[Path] = Future()
         try:
-            self._link.request("saved")
+            for share in self._shares:
+                share.link.request("saved")
             done.set_result(path / f"rank-{self._ranks.rank}" if self._ranks else path)
         except CSDError as e:
             done.set_exception(e)
@@ -252,21 +327,24 @@ class RemoteCommitter(Committer):
 
     def before_close(self) -> None:
         """Have what the program wrote to states since the last step committed, and end the session."""
-        if self._link.is_lost or self.states.broken:
+        if self._any_lost or self.states.broken:
             return
         truth = self.states.truth
         truth.note_written()
+        if self._ranks is None and self._unconfirmed:
+            with contextlib.suppress(CSDError):
+                self.own_round()
         if self.states.rolled_back:
             pass  # what was written belongs to a step that the owner has lost
         elif (truth.would_be_lost or self.steps_changed) and self._unconfirmed:
             self.warn_of_loss(NOT_AGREED)
         elif not truth.empty.any():
             if truth.would_be_lost:
-                self._write(brackets=True)
+                self._flush()
             elif self.steps_changed:
                 self.commit()
         with contextlib.suppress(CSDTornError):
-            self._link.note_committed(self._link.request("close").fields)
+            self._request("close")
 
 
 def _bytes_of(record: Record) -> int:

@@ -1,10 +1,11 @@
-"""An owner's devices as an engine sees them: they have tiles, and everything else about them is with the owner."""
+"""Owners' devices as an engine sees them: they have tiles, and everything else about them is with the owners."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,37 +16,44 @@ from ..engine.on_accelerator import OnAccelerator
 from ..engine.parts import NativeEngine
 from ..engine.placing import Placement
 from ..errors import CSDRuntimeError
+from ..signals import interruptible
 from ..store.layout import Extent, ExtentRequest, plan_extent
-from .link import Link
+from .address import Address
+from .link import Answer
 from .messages import WIRE_INDEX, Fields, array, name_of_dtype, number_of, refuse
+from .shares import Share, divide, owners_of
 
 MAX_DEVICES = 1 << 10
 
 
 class RemoteDevices:
-    """The devices of an owner; see engine/parts.py. They read gradients and parameters from images only."""
+    """The devices of all owners of a trainer, one after another; see engine/parts.py.
+
+    They read gradients and parameters from images only.
+    """
 
     accelerator: OnAccelerator | None = None
     placement: Placement | None = None
 
-    def __init__(self, link: Link, address: str) -> None:
-        self._link, self._address = link, address
+    def __init__(self, shares: Sequence[Share]) -> None:
+        self._shares = shares
         self.specs: list[DeviceSpec] = []
         self.names: list[str] = []
         self.pid: int = os.getpid()
         self._is_open = True
 
-    def take(self, fields: Fields) -> None:
-        """Take over what an owner says about its devices in the answer to a HELLO. Raises CSDRankError."""
-        self.names = fields.texts("devices")
-        if not 0 < len(self.names) <= MAX_DEVICES:
-            refuse(f"{len(self.names)} devices")
-        ratings = fields.integers("tbw")
-        if len(ratings) != len(self.names):
+    def take(self, share: Share, address: Address, fields: Fields) -> None:
+        """Take over what the next owner says about its devices in the answer to a HELLO. Raises CSDRankError."""
+        names, ratings = fields.texts("devices"), fields.integers("tbw")
+        if not 0 < len(names) <= MAX_DEVICES:
+            refuse(f"{len(names)} devices")
+        if len(ratings) != len(names):
             refuse(f"{len(ratings)} ratings of devices")
-        self.specs = [
-            DeviceSpec(f"{self._address}, {name}", "file", durable=True, tbw_bytes=rating or None)
-            for name, rating in zip(self.names, ratings, strict=True)
+        share.names, share.weight = names, address.share or float(len(names))
+        self.names += names
+        self.specs += [
+            DeviceSpec(f"{address}, {name}", "file", durable=True, tbw_bytes=rating or None)
+            for name, rating in zip(names, ratings, strict=True)
         ]
 
     # ---- capabilities ------------------------------------------------------------
@@ -69,7 +77,7 @@ class RemoteDevices:
         return self.names
 
     def name(self, device: int, tile: int = -1) -> str:
-        return f"device {device} of {self._address} ({self.names[device]})"
+        return str(self.specs[device])
 
     @property
     def closed(self) -> bool:
@@ -86,27 +94,51 @@ class RemoteDevices:
 
     def close(self) -> None:
         self._is_open = False
-        self._link.close()
+        for share in self._shares:
+            share.link.close()
 
-    def interruptible(self) -> contextlib.AbstractContextManager[None]:
-        return self._link.interruptible()
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[None]:
+        links = [share.link for share in self._shares]
+
+        def give_up() -> None:
+            for link in links:
+                link.give_up()
+
+        try:
+            with interruptible(give_up):
+                yield
+        finally:
+            for link in links:
+                link.go_on()
 
     # ---- extents -----------------------------------------------------------------
 
     def plan(self, wanted: ExtentRequest, *, is_copied: bool) -> Extent:
-        """Have the owner allocate an extent, and compute the same one here: no piece of it comes from the owner."""
-        answer = self._link.request(
-            "extend",
-            np.array(wanted.numels, ">u8"),
-            sections=[*wanted.sections],
-            codec=wanted.codec,
-            param_dtype=name_of_dtype(wanted.param_dtype),
-            first_param=wanted.first_param,
-            tile_elems=wanted.tile_elems,
-        )
-        (devices,) = number_of(answer.arrays, 1)
-        chosen = wanted._replace(tile_elems=answer.fields.integer("tile_elems", 1, 1 << 31))
-        return extent_of(chosen, len(self.names), array(devices, WIRE_INDEX, "the devices of tiles"))
+        """Have the owners allocate an extent, and compute the same one here: no piece of it comes from an owner."""
+        if self._shares[0].is_whole:
+            extent = _extended(self._shares[0], wanted)
+            self._shares[0].add_whole(extent)
+            return extent
+        # The owners that had room for it keep it if another one has not.
+        planned = plan_extent(n_devices=len(self.names), **wanted._asdict())
+        divided = divide(planned, owners_of(self._shares, planned.n_tiles), len(self._shares))
+        for share, (_, parts) in zip(self._shares, divided, strict=True):
+            request = share.request_of(wanted, planned.tile_elems, parts)
+            if share.pending and share.pending[0] != request:
+                share.check_not_pending()
+            if not share.pending and request.numels:
+                share.pending = request, _extended(share, request)
+        devices, first = np.zeros(planned.n_tiles, np.uint32), 0
+        for share, (tiles, parts) in zip(self._shares, divided, strict=True):
+            if share.pending:
+                (_, extent), share.pending = share.pending, None
+                if (extent.tile_elems, extent.n_tiles) != (planned.tile_elems, len(tiles)):
+                    refuse("the tiles of new parameters")
+                devices[tiles - planned.first_tile] = first + extent.devices
+                share.add(extent, tiles, parts)
+            first += len(share.names)
+        return replace(planned, devices=devices)
 
     @contextlib.contextmanager
     def room_for(self, extent: Extent, *, is_copied: bool) -> Iterator[list[int]]:
@@ -132,10 +164,16 @@ class RemoteDevices:
         self, native: NativeEngine, residual_bytes: Callable[[int], tuple[int, int]]
     ) -> list[dict[str, Any]]:
         """Return the counts of the owner's devices for the last step."""
-        counts = self._link.request("stats").fields.listed("devices")
-        if len(counts) != len(self.names) or not all(isinstance(c, dict) for c in counts):
-            refuse("the counts of devices")
-        return [_checked_counts(c) for c in counts]
+        found: list[dict[str, Any]] = []
+        for share in self._shares:
+            if not len(share.parts):  # an owner without states has no counts
+                found += [dict.fromkeys(COUNTS, 0) | dict.fromkeys(ABOUT) | {"device": name} for name in share.names]
+                continue
+            counts = share.link.request("stats").fields.listed("devices")
+            if len(counts) != len(share.names) or not all(isinstance(c, dict) for c in counts):
+                refuse("the counts of devices")
+            found += [_checked_counts(c) for c in counts]
+        return found
 
 
 COUNTS = (
@@ -154,6 +192,22 @@ def _checked_counts(counts: dict[str, Any]) -> dict[str, Any]:
     if not all(value is None or isinstance(value, (str, int, bool)) for value in about.values()):
         refuse("what is said about a device")
     return {name: counts[name] for name in COUNTS} | about
+
+
+def _extended(share: Share, wanted: ExtentRequest) -> Extent:
+    """Have an owner allocate an extent, and return it as it is there."""
+    answer: Answer = share.link.request(
+        "extend",
+        np.array(wanted.numels, ">u8"),
+        sections=[*wanted.sections],
+        codec=wanted.codec,
+        param_dtype=name_of_dtype(wanted.param_dtype),
+        first_param=wanted.first_param,
+        tile_elems=wanted.tile_elems,
+    )
+    (devices,) = number_of(answer.arrays, 1)
+    chosen = wanted._replace(tile_elems=answer.fields.integer("tile_elems", 1, 1 << 31))
+    return extent_of(chosen, len(share.names), array(devices, WIRE_INDEX, "the devices of tiles"))
 
 
 def extent_of(described: ExtentRequest, n_devices: int, devices: np.ndarray[Any, Any]) -> Extent:

@@ -2,117 +2,165 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import os
 import platform
 import secrets
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-
-import numpy as np
 
 from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..engine.engine import Engine
 from ..engine.open_engine import agree_on_devices
 from ..engine.states import States
 from ..errors import CSDRankError, CSDStoreError
-from ..store.check import check_param, check_record, check_rules, is_name, require
 from ..store.file import Mode
-from ..store.format import Contents, Record, Region, Superblock
-from ..store.layout import Extent, ExtentRequest, plan_extent
 from ..store.recovery import RanksStore, last_round
-from .address import Address
+from .address import Address, Owners
+from .adopt import adopt
 from .dial import connect
-from .keys import resolve
+from .divided_native import DividedNative
+from .keys import Key, resolve
 from .link import Answer, Link
-from .messages import (
-    WIRE_INDEX,
-    Fields,
-    array,
-    check_byte_order,
-    check_plain,
-    dtype_named,
-    number_of,
-    refuse,
-    unpack_counts,
-)
+from .messages import Fields, check_byte_order, number_of, refuse, unpack_counts
 from .remote_committer import RemoteCommitter
-from .remote_devices import RemoteDevices, extent_of
+from .remote_devices import RemoteDevices
 from .remote_native import RemoteNative
 from .session import Session
+from .shares import Share
 
 STREAMS = 2  # data connections
 
 
-def open_remote(address: Address, model: str, *, mode: Mode, tile_elems: int | None, ranks: Ranks | None) -> Engine:
-    """Return an engine whose devices are those of the owner at this address. `model`: see digest_of_groups().
+def open_remote(owners: Owners, model: str, *, mode: Mode, tile_elems: int | None, ranks: Ranks | None) -> Engine:
+    """Return an engine whose devices are those of these owners. `model`: see digest_of_groups().
 
-    With `ranks` a collective: each has an engine of its own, there or at another owner.
+    With `ranks` a collective: each has an engine of its own, there or at other owners.
 
     Raises CSDUnavailableError if no owner answers, what the owner answers if it refuses; CSDOSError and CSDValueError
     if there is something wrong with the key.
     """
-    link: Link | None = None
+    shares: list[Share] = []
+    changed = threading.Condition()
     agree_on_devices(ranks, mode, durable=True, in_memory=False, elsewhere=True)
     try:
         with all_ranks_or_none(ranks) as exchanged:
             check_byte_order()
-            # A key that is configured is never left out, on loopback neither.
-            key, owner = resolve(address.key, address.owner)
+            keys = [resolve(address.key, address.owner) for address in owners.addresses]
             exchanged.own = secrets.token_hex(16), secrets.token_hex(16)
         token, store = exchanged.by_ranks[0]
-
-        def dial() -> Session:
-            place, seconds = (address.host, address.port), address.timeout
-            return connect(place, key=key, owner=owner, timeout=seconds, streams=STREAMS, within=min(60.0, seconds))
-
-        rank, size = (ranks.rank, ranks.size) if ranks else (0, 1)
-        hello = {"model": model, "trainer": rank, "trainers": size, "token": token}
+        place = (ranks.rank, ranks.size) if ranks else (0, 1)
+        hello = {"model": model, "trainers": owners.n_shares, "token": token, "tile_elems": tile_elems or 0}
         hello["who"] = f"{platform.node()}, process {os.getpid()}"
-        link = Link(dial, {**hello, "tile_elems": tile_elems or 0}, STREAMS, address.timeout)
-        answer = _open_together(link, mode, store, ranks)
+        for address, index, key in zip(owners.addresses, owners.indices, keys, strict=True):
+            own = {"trainer": index, "here": owners.shares_beside(index)}
+            link = Link(_dial(address, *key), {**hello, **own}, STREAMS, address.timeout, changed)
+            shares.append(Share(link, RemoteNative(link, STREAMS), index, *place, owners.n_shares))
+        answers = _open_together(shares, owners, mode, store, ranks)
         with all_ranks_or_none(ranks):
-            devices, native = RemoteDevices(link, str(address)), RemoteNative(link, STREAMS)
-            devices.take(answer.fields)
-            native.window = answer.fields.integer("window", 1, 1 << 16)
-            states = States(devices, native, mode=mode)
-            committer = RemoteCommitter(states, native, link, ranks)
-            engine = Engine(states, committer, tile_elems=tile_elems)
-            native.tiles_of_engine, native.step = engine.tiles, lambda: states.step
-            if answer.fields.flag("recovered"):
-                _adopt(engine, answer)
-                committer.committed_steps = states.all_steps()
-            Attaching(engine, link, native, committer, answer.fields.text("store"), is_alone=ranks is None)
+            engine = _engine_of(shares, owners.addresses, answers, mode=mode, tile_elems=tile_elems, ranks=ranks)
     except BaseException:
-        if link:
-            link.close()
+        for share in shares:
+            share.link.close()
         raise
     return engine
 
 
-def _open_together(link: Link, mode: Mode, store: str, ranks: Ranks | None) -> Answer:
-    """Ask for a session on all ranks, which resume the last step that all of them have: a collective."""
-    if ranks is None or mode != "resume":
+def _dial(address: Address, key: Key | None, owner: str | None) -> Callable[[], Session]:
+    """Return what connects to an owner. A key that is configured is never left out, on loopback neither."""
+
+    def dial() -> Session:
+        place, seconds = (address.host, address.port), address.timeout
+        return connect(place, key=key, owner=owner, timeout=seconds, streams=STREAMS, within=min(60.0, seconds))
+
+    return dial
+
+
+def _engine_of(
+    shares: Sequence[Share],
+    addresses: Sequence[Address],
+    answers: Sequence[Answer],
+    *,
+    mode: Mode,
+    tile_elems: int | None,
+    ranks: Ranks | None,
+) -> Engine:
+    """Return the engine of sessions that were granted. Raises CSDRankError, CSDStoreError."""
+    devices = RemoteDevices(shares)
+    for share, address, answer in zip(shares, addresses, answers, strict=True):
+        devices.take(share, address, answer.fields)
+        share.native.window = answer.fields.integer("window", 1, 1 << 16)
+    native = shares[0].native if shares[0].is_whole else DividedNative(shares, shares[0].link.changed)
+    states = States(devices, native, mode=mode)
+    committer = RemoteCommitter(states, shares, ranks)
+    engine = Engine(states, committer, tile_elems=tile_elems)
+    if shares[0].is_whole:
+        shares[0].tiles = engine.tiles
+    for share in shares:
+        share.native.tiles_of_engine, share.native.step = share.tiles, lambda: states.step
+    if len(has := {answer.fields.flag("recovered") for answer in answers}) > 1:
+        raise CSDStoreError("some of the optimizer ranks have a store, and others have none")
+    if has == {True}:
+        adopt(engine, shares, answers)
+        committer.committed_steps = states.all_steps()
+        for share in shares:
+            share.native.owner_step = states.step
+    for share, answer in zip(shares, answers, strict=True):
+        Attaching(engine, share, committer, answer.fields.text("store"), is_alone=ranks is None and len(shares) == 1)
+    return engine
+
+
+def _open_together(
+    shares: Sequence[Share], owners: Owners, mode: Mode, store: str, ranks: Ranks | None
+) -> list[Answer]:
+    """Ask for sessions on all ranks, which resume the last step that all of them have: a collective."""
+    n_shares, links = owners.n_shares, [share.link for share in shares]
+    if n_shares == 1 or mode != "resume":
         with all_ranks_or_none(ranks):
-            return link.open(mode=mode, store=store)
-    has_met = has_chosen = False
+            return [link.open(mode=mode, store=store) for link in links]
+    with all_ranks_or_none(ranks) as exchanged:
+        found = [link.open(mode=mode, store=store).fields for link in links]
+        exchanged.own = {share.index: _said(fields, n_shares) for share, fields in zip(shares, found, strict=True)}
+    by_share = dict(itertools.chain.from_iterable(of_rank.items() for of_rank in exchanged.by_ranks))
+    chosen = last_round([by_share[k][0] for k in range(n_shares)])  # raises on all ranks alike
+    if not any(store for store, _, _ in by_share.values()):
+        _check_order(by_share)
+    with all_ranks_or_none(ranks):
+        for link in links:
+            link.choose(chosen)  # from now on each owner reads all of its states
+        return _granted(links)
 
-    def choose(found: Fields) -> int | None:
-        nonlocal has_met, has_chosen
-        with all_ranks_or_none(ranks) as exchanged:
-            has_met = True
-            exchanged.own = _store_found(found)
-        chosen = last_round(exchanged.by_ranks)  # raises on all ranks alike
-        has_chosen = True
-        return chosen
 
-    try:
-        answer = link.open(choose, mode=mode, store=store)
-    except BaseException as e:
-        if has_chosen or not has_met:  # the others do not know of it yet
-            ranks.agree(e)
-        raise
-    ranks.agree()
-    return answer
+def _granted(links: Sequence[Link]) -> list[Answer]:
+    """Return the answers of all owners, as they come: an owner that has to wait until it is heard gives up."""
+    with ThreadPoolExecutor(len(links)) as pool:
+        answers = [pool.submit(link.granted) for link in links]
+        try:
+            return [answer.result() for answer in answers]
+        except BaseException:
+            for link in links:
+                link.stop_asking()
+            raise
+
+
+def _said(fields: Fields, n_shares: int) -> tuple[RanksStore | None, list[int], str]:
+    """Return what an owner has of a share, which other shares it has states of, and its name. Raises CSDRankError."""
+    return _store_found(fields), fields.integers("others", 0, n_shares - 1), fields.text("owner")
+
+
+def _check_order(by_share: dict[int, tuple[None, list[int], str]]) -> None:
+    """Raise CSDStoreError if an owner has states of a share for which another one was asked.
+
+    `by_share`: of all ranks, without a store where it was asked for.
+    """
+    for k, (_, others, owner) in sorted(by_share.items()):
+        if elsewhere := [other for other in others if by_share[other][2] != owner]:
+            raise CSDStoreError(
+                f"the optimizer rank that was asked for the states of rank {k} of {len(by_share)} has those of rank "
+                f"{elsewhere[0]}: name the optimizer ranks in the order in which they were named before"
+            )
 
 
 def _store_found(fields: Fields) -> RanksStore | None:
@@ -135,16 +183,15 @@ class Attaching:
     def __init__(
         self,
         engine: Engine,
-        link: Link,
-        native: RemoteNative,
+        share: Share,
         committer: RemoteCommitter,
         store: str,
         *,
         is_alone: bool,
     ) -> None:
-        """`is_alone`: no other trainer has to go back to the step that the owner has."""
-        self._engine, self._native, self._store, self._is_alone = engine, native, store, is_alone
-        self._lose = link.lose
+        """`is_alone`: no other trainer, and no other owner, has to go back to the step that this owner has."""
+        self._engine, self._share, self._store, self._is_alone = engine, share, store, is_alone
+        link = share.link
         link.reattach = self._hello, self._take
         link.on_committed = committer.note_committed
         with link.changed:
@@ -155,10 +202,9 @@ class Attaching:
 
     def _take(self, answer: Answer) -> None:
         """Compare. Raises CSDRankError, once, if the owner has lost a step that was not durable."""
-        states, native = self._engine.states, self._native
-        native.begins = 0
-        there, here = answer.fields.integer("step", 0, 1 << 53), states.step
-        counts = unpack_counts(number_of(answer.arrays, 3)[0], self._engine.tiles.n_params)
+        states, share, native = self._engine.states, self._share, self._share.native
+        there, here = answer.fields.integer("step", 0, 1 << 53), native.owner_step
+        counts = unpack_counts(number_of(answer.arrays, 3)[0], share.n_rows)
         if there == here:
             return
         if there == here + 1 and native.unanswered == there:  # it counts, and all its parameters have arrived
@@ -172,9 +218,9 @@ class Attaching:
                 f"the optimizer ranks are at step {there}, and this trainer is at step {here}: start again with "
                 "resume=True"
             )
-            self._lose(differ)  # the next request raises this, too
+            share.link.lose(differ)  # the next request raises this, too
             raise differ
-        states.step = there
+        states.step = native.owner_step = there
         for extent, own in zip(self._engine.tiles.extents, states.steps, strict=True):
             own[:] = counts[extent.first_param : extent.first_param + len(own)]
         if there < here:
@@ -183,71 +229,3 @@ class Attaching:
                 f"the optimizer ranks have lost step {here}, which was not durable yet: parameters and states go back "
                 f"to step {there}"
             )
-
-
-def _adopt(engine: Engine, answer: Answer) -> None:
-    """Continue from the commit that an owner has resumed. Raises CSDRankError, CSDStoreError."""
-    fields, states = answer.fields, engine.states
-    counts, devices, user_state = number_of(answer.arrays, 3)
-    manifest, record = fields.object("manifest"), fields.object("record")
-    check_plain(manifest, "the manifest")
-    check_plain(record, "the record")
-    n_devices = len(engine.devices.specs)
-    tile_devices = array(devices, WIRE_INDEX, "the devices of tiles")
-    described = fields.listed("extents")
-    try:
-        params = manifest["params"]
-        for p in params:
-            check_param(p, n_devices)
-            require(p["extent"] < len(described), "a parameter's extent")
-        for p in manifest["waiting"]:
-            check_param(p, n_devices, is_waiting=True)
-        check_rules(manifest, [Fields(about).texts("sections") for about in described])
-        found = Record(record["groups"], record["given"], bytes(user_state), record["seconds"])
-        check_record(vars(found), manifest.get("rule"))
-    except (CSDStoreError, KeyError, TypeError, ValueError) as e:
-        refuse(f"the store of the optimizer ranks: {e}")
-    first = 0
-    extents: list[dict[str, Any]] = []
-    for i, about in enumerate(described):
-        numels = [p["numel"] for p in params if p["extent"] == i]
-        extent = _extent_described(engine, about, numels, n_devices, tile_devices[first:])
-        first += extent.n_tiles
-        states.add(extent, [0] * n_devices, (np.zeros(0), np.zeros(0)))  # slots and checksums are with the owner
-        extents.append(
-            {"sections": [*extent.sections]} | ({"codec": extent.codec} if extent.param_dtype is not None else {})
-        )
-    if first != len(tile_devices):
-        refuse("the devices of tiles")
-    steps = unpack_counts(counts, len(params))
-    for extent, own in zip(engine.tiles.extents, states.steps, strict=True):
-        own[:] = steps[extent.first_param : extent.first_param + len(own)]
-    states.step, states.record = fields.integer("step", 0, 1 << 53), found
-    nowhere = Region(0, 0, 0, 0)
-    block = Superblock(b"", 0, n_devices, 0, states.step, 0, nowhere, nowhere)
-    contents = Contents(
-        path=f"{fields.text('path')} of the optimizer ranks",
-        copy=0,
-        superblock=block,
-        manifest={**json.loads(json.dumps(manifest)), "extents": extents},
-        tiles=np.zeros(0),
-        sums=[],
-        steps=steps,
-        residuals=np.zeros(0),
-        record=found,
-    )
-    engine.recovered = [contents] * n_devices
-
-
-def _extent_described(
-    engine: Engine, about: Any, numels: list[int], n_devices: int, devices: np.ndarray[Any, Any]
-) -> Extent:
-    """Return an extent of the store that an owner has resumed. `devices`: of its tiles, and of those after them."""
-    fields = Fields(about)
-    sections, dtype = fields.texts("sections"), dtype_named(fields.text("param_dtype"))
-    if not 0 < len(sections) <= 4 or not all(is_name(s) for s in sections):
-        refuse("the states of a store")
-    tile_elems, codec = fields.integer("tile_elems", 1024, 1 << 31), fields.text("codec")
-    described = ExtentRequest(numels, sections, codec, dtype, engine.tiles.n_params, len(engine.tiles), tile_elems)
-    n_tiles = plan_extent(n_devices=1, **described._asdict()).n_tiles
-    return extent_of(described, n_devices, devices[:n_tiles])

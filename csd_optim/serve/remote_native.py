@@ -32,11 +32,12 @@ class RemoteNative:
         self.ending: tuple[dict[str, Any], bytes, np.ndarray[Any, Any]] | None = None  # see RemoteCommitter
         self.commit_failure: CSDError | None = None  # of the step that was finished last
         self.unanswered: int | None = None  # number of the step whose FINISH has got no answer
+        self.owner_step: int = 0  # the last step that counts at the owner
         self.record_bytes: int = 0  # of the record that the step's commit will have
         self.is_finishing: bool = False  # a FINISH is under way, or its outcome is being asked for
         self._is_open = False
         self._stepping = False
-        self._table = np.zeros(0)
+        self._table: np.ndarray[Any, Any] = np.zeros(0)
         self._under_way: TilesUnderWay | None = None
         self._images: dict[int, tuple[list[memoryview], int, list[memoryview]]] = {}  # by tile: out, words, back
         self._travelling: list[int] = []  # tiles of the step, and second passes, that leave and come back
@@ -165,9 +166,20 @@ class RemoteNative:
 
     def drop_grads(self, params: Sequence[int]) -> None:
         self._link.request("drop", np.array(params, WIRE_INDEX), begin=self.begins)
+        self._table["grad"][params] = 0
 
     def pull(self) -> int:
         return self._step_under_way().pull()
+
+    @property
+    def would_pull(self) -> bool:
+        """Whether pull() would not wait. Called with the link's `changed` held."""
+        return self._step_under_way().would_pull
+
+    def await_all(self) -> None:
+        """Return when all tiles of the step have come back. Raises what a step raises."""
+        under_way = self._step_under_way()
+        under_way.are_back(under_way.all_tiles, wait=True)
 
     def params_ready(self, tiles: np.ndarray[Any, Any], *, wait: bool) -> bool:
         return self._step_under_way().are_back(tiles, wait=wait)
@@ -177,7 +189,7 @@ class RemoteNative:
         failure: BaseException | None = None
         try:
             if keep:
-                under_way.are_back(under_way.all_tiles, wait=True)
+                self.await_all()
         except BaseException as e:
             failure, keep = e, False
         under_way.stop()
@@ -223,6 +235,7 @@ class RemoteNative:
             self._take_kept(answer)
         finally:
             self.is_finishing = False
+        self.owner_step = number
 
     def _take_kept(self, answer: Answer) -> None:
         fields = answer.fields
@@ -247,8 +260,18 @@ class RemoteNative:
             raise lost
         # It counts, and all its parameters have arrived.
 
+    def take_commit_failure(self) -> CSDError | None:
+        """Return, once, why the commit of the step that was finished last has failed; None if it has not."""
+        failure, self.commit_failure = self.commit_failure, None
+        return failure
+
     def take_back(self) -> None:
-        self._link.request("take_back", begin=self.begins, step=self.step())
+        """Nothing to do: RemoteCommitter.before_undo() has asked the owner."""
+
+    def take_back_last(self) -> None:
+        """Have the owner undo the last step that counts there."""
+        self._link.request("take_back", begin=self.begins, step=self.owner_step)
+        self.owner_step -= 1
 
     def undone(self) -> list[tuple[int, int]]:
         """Return the tiles with new parameters: of two passes, the second one has these."""

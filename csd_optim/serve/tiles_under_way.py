@@ -66,10 +66,15 @@ class TilesUnderWay:
     def pull(self) -> int:
         """Wait until another tile has come back, and return it. Raises what a step raises."""
         with self.changed:
-            self.changed.wait_for(lambda: self._pulled < len(self._to_pull) or self._failure or self._over)
+            self.changed.wait_for(lambda: self.would_pull)
             self._check()
             self._pulled += 1
             return self._to_pull[self._pulled - 1]
+
+    @property
+    def would_pull(self) -> bool:
+        """Whether pull() would not wait. Called with `changed` held."""
+        return self._pulled < len(self._to_pull) or self._failure is not None or self._over
 
     def are_back(self, tiles: np.ndarray[Any, Any], *, wait: bool) -> bool:
         """Return whether those of these tiles that travel have come back. `wait`: block until they have."""

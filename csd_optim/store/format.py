@@ -54,13 +54,14 @@ VERSION = NAMED_FEATURES = 4
 CODEC = "codec"  # extents[].codec and .param_dtype: tiles hold codes of the states. Without it they hold fp32
 CODECS = "codecs"  # extents[].codec has other values than "8bit"
 CHUNK_SUMS = "chunk_sums"  # extents[].sum_elems: a checksum covers that many elements of a section, not all of them
+DIVIDED = "divided"  # divided: what the parameters of an optimizer rank are parts of, see joined.py
 ORIGIN = "origin"  # origin: the stores of another number of ranks that this one was made from; see Contents.origin
 RESIDUALS = "residuals"  # params[].residual
 RULE = "rule"  # rule: the update rule, which defines the sections. Without it the rule is AdamW
 RULES = "rules"  # params[].rule, waiting[].rule: that of a parameter, where it is not the store's; record.groups has it
 SHARES = "shares"  # extents[].shares
 TILE_NUMBERS = "tile_numbers"  # extents[].tile_numbers: the tiles of this device. Without it they follow from shares
-FEATURES = frozenset({CHUNK_SUMS, CODEC, CODECS, ORIGIN, RESIDUALS, RULE, RULES, SHARES, TILE_NUMBERS})
+FEATURES = frozenset({CHUNK_SUMS, CODEC, CODECS, DIVIDED, ORIGIN, RESIDUALS, RULE, RULES, SHARES, TILE_NUMBERS})
 ENDIAN = 0x01020304
 PAGE = sections.PAGE
 CLEAN = 1  # flag: the store was closed properly, and nothing was written since
@@ -158,16 +159,17 @@ def _json(data: bytes) -> Any:
 
 
 def features_of(
-    extents: Sequence[dict[str, Any]], *, residuals: bool, rule: bool, rules: bool, origin: bool
+    extents: Sequence[dict[str, Any]], *, residuals: bool, rule: bool, rules: bool, origin: bool, divided: bool
 ) -> set[str]:
     """Return the features that readers of a store with these extents must support.
 
-    `rule`, `origin`: the manifest has one. `rules`: see has_rules().
+    `rule`, `origin`, `divided`: the manifest has one. `rules`: see has_rules().
     """
     uses = {
         CHUNK_SUMS: any("sum_elems" in e for e in extents),
         CODEC: any("codec" in e for e in extents),
         CODECS: _has_other_codecs(extents),
+        DIVIDED: divided,
         ORIGIN: origin,
         RESIDUALS: residuals,
         RULE: rule,
@@ -340,6 +342,7 @@ def checked_manifest(manifest: dict[str, Any], block: Superblock, size: int) -> 
     require((rule is not None) == (RULE in features), "it names a rule, but its features lack 'rule', or the reverse")
     require(rule is None or (type(rule) is str and rule.isidentifier()), f"the rule {rule!r}")
     require(("origin" in manifest) == (ORIGIN in features), "it has an origin, but not as a feature, or the reverse")
+    require((DIVIDED in manifest) == (DIVIDED in features), "it is divided, but not as a feature, or the reverse")
     if "origin" in manifest:
         check_origin(manifest["origin"])
     require(block.device < block.devices <= 1 << 16, f"it is device {block.device} of {block.devices}")

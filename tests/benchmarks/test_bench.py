@@ -402,14 +402,14 @@ def test_optimizer_ranks(tmp_path, paced):
     """All ways must end with the same parameters, or nothing is reported. On loopback if no network can be made."""
     paced = paced and not paced_network.missing()
     more = [] if paced else ["--unpaced"]
-    done = run("bench.optimizer_ranks", "--quick", f"--directory={tmp_path}", "--json", *more)
+    done = run("bench.optimizer_ranks", "--quick", "--owners", "1", "2", f"--directory={tmp_path}", "--json", *more)
     result = json.loads(done.stdout)
-    assert result["schema"] == "csd_optim.bench.optimizer_ranks/2"
+    assert result["schema"] == "csd_optim.bench.optimizer_ranks/3"
     assert result["machine"]["network"].startswith("network namespaces" if paced else "loopback only")
-    assert done.stderr.count("have the same parameters on all trainers") == 2 * (4 if paced else 2)
-    ways = [(row["way"], row["trainers"]) for row in result["rows"]]
-    on_loopback = [(way, n) for n in (1, 2) for way in ("local", "plain", "encrypted")]
-    assert ways == on_loopback + paced * [(way, n) for n in (1, 2) for way in ("local", "encrypted")]
+    assert done.stderr.count("have the same parameters on all trainers") == 4 * (4 if paced else 2)
+    ways = [(row["trainers"], row["owners"], row["way"]) for row in result["rows"]]
+    on_loopback = [(n, m, way) for n in (1, 2) for m in (1, 2) for way in ("local", "plain", "encrypted")]
+    assert ways == on_loopback + paced * [row for row in on_loopback if row[2] != "plain"]
     for row in result["rows"]:
         assert all(len(row[name]) == 5 for name in ("seconds", "durable_seconds", "trainer_cpu_seconds"))
         gathered = 2 * row["params"] if row["trainers"] > 1 else 0

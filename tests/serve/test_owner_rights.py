@@ -48,11 +48,11 @@ class Peer:
 
     def hello(self, mode="new", **fields):
         usual = {"protocol": PROTOCOL, "token": "", "trainer": 0, "trainers": 1, "tile_elems": 0, "store": "0" * 32}
-        usual |= {"model": "", "who": "somebody"}
+        usual |= {"here": 1, "model": "", "who": "somebody"}
         return self.says("hello", mode=mode, **usual | fields)
 
     def extend(self, *numels, **fields):
-        usual = {"sections": SECTIONS, "codec": "fp32", "param_dtype": "", "first_param": 0}
+        usual = {"sections": SECTIONS, "codec": "fp32", "param_dtype": "", "first_param": 0, "tile_elems": None}
         return self.says("extend", np.array(numels, ">u8"), **usual | fields)
 
     def __enter__(self):
@@ -150,7 +150,7 @@ def test_a_request_that_is_refused_does_not_end_the_session_under_way(owner):
             ({"store": "another"}, "identity"),
             ({"mode": "erase"}, "mode"),
             ({"trainers": 2}, "another number of trainers"),
-            ({"protocol": 5}, "protocol 5"),
+            ({"protocol": 4}, "protocol 4"),
             ({"who": ["somebody"]}, "who"),
         ):
             with Peer(owner) as second, pytest.raises(CSDError, match=why):

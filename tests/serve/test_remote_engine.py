@@ -5,11 +5,12 @@ import copy
 import pytest
 import torch
 from support.optimizers import CODED, MUON, MUON_IN_8_BITS, PAIRS
-from support.owner_here import OwnerHere
+from support.owner_here import OwnerHere, OwnersHere
 from support.training import Training, resumed
 from support.wires import files
 
 from csd_optim import CSDAdam, CSDRankError, CSDStoreExistsError, CSDUnavailableError
+from csd_optim.checkpoint.export import export_torch
 from csd_optim.devices.spec import parse_devices
 from csd_optim.serve import ownership
 from csd_optim.serve.session import Role
@@ -19,9 +20,9 @@ __all__ = ["files"]  # a fixture
 STEPS = 7  # late parameters and a group join before that
 
 
-@pytest.fixture
-def owner(tmp_path):
-    with OwnerHere(tmp_path / "owner") as there:
+@pytest.fixture(params=[1, 2], ids=["", "two owners"])
+def owner(tmp_path, request):
+    with OwnerHere(tmp_path / "owner") if request.param == 1 else OwnersHere(tmp_path / "owners") as there:
         yield there
 
 
@@ -69,11 +70,14 @@ def test_options_have_the_bits_of_directories(owner, tmp_path, options):
 class Net:
     """A small network and its optimizer. Inputs depend only on the step."""
 
-    def __init__(self, devices, dtype=torch.float32, *, muon=False, **options):
+    def __init__(self, devices, dtype=torch.float32, *, muon=False, late=False, **options):
+        """`late`: there is a small parameter that has its first gradient in the third step."""
         torch.manual_seed(5)
         self.model = torch.nn.Sequential(
             torch.nn.Linear(40, 70), torch.nn.Tanh(), torch.nn.Linear(70, 60), torch.nn.Tanh(), torch.nn.Linear(60, 3)
         ).to(dtype)
+        if late:
+            self.model.register_parameter("late", torch.nn.Parameter(torch.ones(3, dtype=dtype)))
         params = [*self.model.parameters()]
         if muon:
             params = [{"params": params[:3:2], "rule": "muon"}, {"params": [params[1], *params[3:]]}]
@@ -83,6 +87,8 @@ class Net:
     def step(self, touch=None):
         generator = torch.Generator().manual_seed(self.done)
         self.model(torch.randn(8, 40, generator=generator).to(self.dtype)).square().sum().backward()
+        if self.done >= 2 and "late" in self.model._parameters:
+            self.model.late.grad = torch.full_like(self.model.late, self.done)
         if touch:
             touch(self)
         self.opt.step()
@@ -224,7 +230,11 @@ def test_snapshots_and_what_the_program_stores_are_with_the_owner(owner, tmp_pat
     assert net.opt.committed_step == 3
     image = net.image()
     net.opt.consolidate_state_dict()
-    stored = CSDAdam.load(tmp_path / "snapshot")
+    if isinstance(owner, OwnerHere):
+        stored = CSDAdam.load(tmp_path / "snapshot")
+    else:  # each of several owners has a part of it
+        export_torch(tmp_path / "snapshot", tmp_path / "exported")
+        stored = torch.load(tmp_path / "exported", weights_only=False)
     for k, entry in net.opt.state_dict()["state"].items():
         assert all(torch.equal(value, stored["state"][k][name]) for name, value in entry.items())
     net.opt.close()

@@ -23,6 +23,7 @@ HELLO = {
     "store": "0" * 32,
     "trainer": 0,
     "trainers": 1,
+    "here": 1,
     "who": "a test",
     "model": "",
     "tile_elems": 0,

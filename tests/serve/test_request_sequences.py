@@ -67,7 +67,7 @@ def play(owner, trainers, items):
     """Send this in a session of its own, until the owner ends it. Returns the number of requests that were executed."""
     session = connect(("127.0.0.1", owner.port), key=None, timeout=30, streams=2)
     token = os.urandom(16).hex()
-    session.control.send({**HELLO, "mode": "overwrite", "trainers": trainers, "token": token})
+    session.control.send({**HELLO, "mode": "overwrite", "trainers": trainers, "here": trainers, "token": token})
     executed = 0
     try:
         if "error" in session.control.receive(30)[0]:

@@ -33,7 +33,8 @@ def links(owner, *trainers):
     with contextlib.ExitStack() as stack:
         made = []
         for trainer, size, training in trainers:
-            hello = {"model": "", "trainer": trainer, "trainers": size, "token": training, "who": training}
+            hello = {"model": "", "trainer": trainer, "trainers": size, "here": size, "token": training}
+            hello["who"] = training
             made.append(Link(dial, {**hello, "tile_elems": 1024}, 2, 20))
             stack.callback(made[-1].close)
         yield made
@@ -44,19 +45,18 @@ class Opening:
 
     def __init__(self, link, waits=False):
         self.result, self._go, self._asked = None, threading.Event(), threading.Event()
-        how = {"mode": "resume", "choose": self._choose} if waits else {"mode": "new"}
-        self._thread = threading.Thread(target=self._open, args=(link, how))
+        self._thread = threading.Thread(target=self._open, args=(link, "resume" if waits else "new"))
         self._thread.start()
         if waits:
             assert self._asked.wait(10)
 
-    def _choose(self, _):
-        self._asked.set()
-        self._go.wait(30)
-
-    def _open(self, link, how):
+    def _open(self, link, mode):
         try:
-            link.open(**how, store=ID)
+            if "found" in link.open(mode=mode, store=ID).fields:
+                self._asked.set()
+                self._go.wait(30)
+                link.choose(None)
+                link.granted()
             self.result = "opened"
         except CSDError as e:
             self.result = str(e)

@@ -52,3 +52,37 @@ class OwnerHere:
 
     def __exit__(self, *_):
         self.stop()
+
+
+class OwnersHere:
+    """Several owners, with stores in directories `0`, `1` ... of `directory`. The `with` block closes them."""
+
+    def __init__(self, directory, n=2, **options):
+        self.directory = Path(directory)
+        self.directory.mkdir(exist_ok=True)
+        self.owners = [
+            OwnerHere(self.directory / str(k), allow_save=self.directory.parent, **options) for k in range(n)
+        ]
+
+    @property
+    def address(self):
+        return [owner.address for owner in self.owners]
+
+    @property
+    def stores(self):
+        """The directories of a trainer's stores."""
+        return sorted(path.parent for path in self.directory.glob("*/rank-*/csd_optim.store"))
+
+    def start(self):
+        for owner in self.owners:
+            owner.start()
+
+    def stop(self):
+        for owner in self.owners:
+            owner.stop()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.stop()

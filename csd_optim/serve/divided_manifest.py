@@ -1,0 +1,65 @@
+"""The manifests of several owners of one trainer: of each owner's parts, and what they are parts of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..engine.tiles import Tiles
+from ..errors import CSDStoreError
+from ..store.format import DIVIDED
+from .messages import Fields, extent_fields, refuse
+from .shares import Share
+
+_KEPT = ("name", "group", "position", "dtype", "rule")  # of a parameter's entry
+
+
+def part_manifest(manifest: dict[str, Any], share: Share, tiles: Tiles) -> dict[str, Any]:
+    """Return the manifest of an owner. `manifest`: of the trainer, whose tiles are `tiles`."""
+    extents = [extent_fields(e) for e in tiles.extents]
+    places = [(k, start) for k, extent in enumerate(share.tiles.extents) for start in extent.starts]
+    params = []
+    for (extent, start), (row, first, n) in zip(places, share.parts.tolist(), strict=True):
+        whole = manifest["params"][row]
+        about = {name: whole[name] for name in _KEPT if name in whole}
+        elems = n // 2 if whole["dtype"] == "complex64" else n
+        about |= {"shape": [elems], "stride": [1], "of": None, "part_of": row, "first": first}
+        params.append(about | {"extent": extent, "start": start, "numel": n})
+    own = [manifest["params"][int(share.parts["param"][e.first_param])]["extent"] for e in share.tiles.extents]
+    divided = {"params": manifest["params"], "extents": extents, "extents_here": own, "tiles": share.numbers.tolist()}
+    divided |= {"rank": share.rank, "world_size": share.world_size}
+    return {**manifest, "params": params, DIVIDED: divided}
+
+
+def whole_of(manifests: Sequence[dict[str, Any]], path: str) -> tuple[dict[str, Any], list[Any]]:
+    """Return the trainer's manifest and what it says of extents, given those of all of its owners.
+
+    Raises CSDRankError, and CSDStoreError if their stores were not divided in this way.
+    """
+    if not all(DIVIDED in manifest for manifest in manifests):
+        raise CSDStoreError(
+            f"{path} of the optimizer ranks are stores of several trainers, and this is one: start as many as then"
+        )
+    wholes = [Fields(manifest[DIVIDED]) for manifest in manifests]
+    said = [(whole.listed("params"), whole.listed("extents")) for whole in wholes]
+    others = [(manifest.get("rule"), manifest["waiting"]) for manifest in manifests]
+    if any(a != said[0] for a in said) or any(b != others[0] for b in others):
+        raise CSDStoreError(f"{path} of the optimizer ranks are not stores of one trainer")
+    params, extents = said[0]
+    return {**{k: v for k, v in manifests[0].items() if k != DIVIDED}, "params": params}, extents
+
+
+def tiles_of(manifests: Sequence[dict[str, Any]]) -> np.ndarray[Any, Any]:
+    """Return which of the owners has each of the trainer's tiles: intp. Raises CSDRankError."""
+    listed = [Fields(manifest[DIVIDED]).integers("tiles") for manifest in manifests]
+    n = sum(map(len, listed))
+    if sorted(number for numbers in listed for number in numbers) != [*range(n)]:
+        refuse("the tiles of the optimizer ranks")
+    owners = np.zeros(n, np.intp)
+    for k, numbers in enumerate(listed):
+        if numbers != sorted(numbers):
+            refuse("the tiles of an optimizer rank")
+        owners[numbers] = k
+    return owners
