@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.inside import engine_of
-from support.owner_here import OwnerHere
+from support.owner_here import OwnersHere
 from support.owners import Owner
 from support.ranks import on_living_ranks, on_ranks
 from torch import nn
@@ -182,11 +182,17 @@ def test_a_training_takes_over_from_another_one(owner, tmp_path):
     on_ranks(2, takes_over, owner.address, directory=tmp_path)
 
 
-def failing_on_one_rank(rank, stage):
-    """A device of rank 1 fails once at its owner, or its connection is cut: both raise, and repeat the step."""
+def failing_on_one_rank(rank, stage, n):
+    """A device of rank 1 fails once at its owner, or its connection is cut: both raise, and repeat the step.
+
+    `n`: the owners of each rank.
+    """
     os.makedirs(f"own-{rank}", exist_ok=True)
-    with OwnerHere(f"owner-{rank}") as owner:
-        ours, served = Net(rank, f"own-{rank}").until(6), Net(rank, owner.address).until(2)
+    with OwnersHere(f"owner-{rank}", n) as owners:
+        of_ranks = [None, None]
+        dist.all_gather_object(of_ranks, owners.address)
+        addresses = [address for those in zip(*of_ranks, strict=True) for address in those]
+        ours, served = Net(rank, f"own-{rank}").until(6), Net(rank, addresses).until(2)
         served.opt.synchronize()
         before = [p.detach().clone() for p in served.model.parameters()]
         real = getattr(Native, stage) if stage != "cut" else None
@@ -203,7 +209,7 @@ def failing_on_one_rank(rank, stage):
 
         context = mock.patch.object(Native, stage, fails) if real and rank == 1 else contextlib.nullcontext()
         if stage == "cut" and rank == 1:
-            owner.owner.sessions[1].end("cut")
+            owners.owners[-1].owner.sessions[2 * n - 1].end("cut")
         elif rank == 1:
             with pytest.raises(CSDError), context:
                 served.step()
@@ -220,9 +226,10 @@ def failing_on_one_rank(rank, stage):
         served.opt.close()
 
 
+@pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("stage", ["push", "params_ready", "finish", "cut"])
-def test_one_rank_fails(tmp_path, stage):
-    on_living_ranks(2, failing_on_one_rank, stage, directory=tmp_path)
+def test_one_rank_fails(tmp_path, stage, n):
+    on_living_ranks(2, failing_on_one_rank, stage, n, directory=tmp_path)
 
 
 def owner_dies(rank, address, pid):

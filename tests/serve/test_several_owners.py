@@ -4,19 +4,19 @@ import contextlib
 import os
 import random
 import signal
-import time
 from unittest import mock
 
 import pytest
 import torch
 from support.forked import process
-from support.kills import OWNER, TRAINER, Killing, killed_at
+from support.kills import OWNER, TRAINER, Killing
 from support.owner_here import OwnersHere
 from support.owners import Owner
 from support.ranks import on_ranks
 from support.replacing import replaced
 from test_remote_engine import MODES, Net, assert_equal, own
-from test_remote_kills import PATIENCE, STEPS, assert_like, done_of, expected
+from test_remote_faults import synchronize_once_cut
+from test_remote_kills import PATIENCE, assert_like, done_of, expected, train_in_process
 from test_remote_ranks import Net as RankNet
 from test_remote_ranks import assert_equal as assert_all_equal
 
@@ -109,12 +109,7 @@ def test_a_connection_is_cut_between_steps(owners, tmp_path, owner):
         served.step()
         served.opt.synchronize()
         owners.owners[owner].owner.sessions[owner].end("cut")
-        while True:
-            try:  # whoever notices first says so
-                served.opt.synchronize()
-                break
-            except CSDError:
-                time.sleep(0.01)
+        synchronize_once_cut(served.opt)
     assert_equal(ours, served)
     served.opt.close()
 
@@ -192,24 +187,6 @@ def test_an_owner_is_killed_and_the_trainer_resumes(tmp_path, name):
             net.step()
             assert_like(net, images)
         net.opt.close()
-
-
-def train_in_process(addresses, name, call, images, failure):
-    """Resume, and train to the last step, unless killed. In a process of its own."""
-    torch.set_num_threads(1)
-    try:
-        with killed_at(TRAINER[name], call):
-            net = Net(addresses, resume=True)
-            net.done = done_of(net)
-            images = torch.load(images)
-            assert_like(net, images)
-            while net.done < STEPS:
-                net.step()
-                assert_like(net, images)
-            net.opt.close()
-    except BaseException as e:
-        failure.write_text(f"{type(e).__name__}: {e}")
-        raise
 
 
 def kill_trainers(directory, names, seed):
