@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from ..errors import CSDStoreError
-from ..store.file import StoreFile
 from ..store.format import Contents
 from ..store.joined import joined
-from ..store.recovery import RanksStore, common_commits, last_round
+from ..store.recovery import last_commits, stores_by_rank
 from .snapshot import Paths, last_step, stores_at_rest
 
 
@@ -47,30 +46,8 @@ def consolidated_stores(paths: Paths) -> Iterator[Consolidated]:
     Raises CSDBusyError, CSDStoreError, CSDOSError.
     """
     with stores_at_rest(paths) as stores:
-        by_rank: dict[int, list[StoreFile]] = {}
-        for store in stores:
-            by_rank.setdefault(store.recovered[0].rank if store.recovered else 0, []).append(store)
-        if len(by_rank) == 1:
-            yield merge(joined([last_step(stores)]))
-        else:
-            yield merge(joined(_last_round([own for _, own in sorted(by_rank.items())])))
-
-
-def _last_round(by_rank: list[list[StoreFile]]) -> list[list[Contents]]:
-    """Return, for each rank, the contents of its stores at the last round that all ranks have, device by device."""
-    newest = [last_step(stores)[0] for stores in by_rank]
-    first = newest[0]
-    if [contents.rank for contents in newest] != [*range(first.world_size)]:
-        present = ", ".join(str(contents.rank) for contents in newest)
-        raise CSDStoreError(f"these are stores of ranks {present} of {first.world_size}: name those of all, or of one")
-    commits = [common_commits(stores) for stores in by_rank]
-    chosen = last_round([RanksStore.of(own) for own in commits])
-    return [
-        sorted(recovered, key=lambda c: c.superblock.device)
-        for own in commits
-        for recovered in own
-        if recovered[0].superblock.round == chosen
-    ]
+        by_rank = stores_by_rank(stores)
+        yield merge(joined([last_step(stores)] if len(by_rank) == 1 else last_commits(by_rank)))
 
 
 def merge(ranks: list[list[Contents]]) -> Consolidated:

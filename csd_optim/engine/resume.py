@@ -9,6 +9,7 @@ import numpy as np
 from ..bindings import TILE_STATE
 from ..distributed.ranks import all_ranks_or_none
 from ..errors import CSDStoreError
+from ..store.joined import joined_commit
 from ..store.layout import extents_of
 from ..store.recovery import RanksStore, check_slots, common_commits, last_round, other_world_size
 from .durable import DurableCommitter
@@ -26,7 +27,8 @@ def recover(
     """
     ranks, stores = committer.ranks, [store for store in committer.devices.stores if store]
     with all_ranks_or_none(ranks):
-        commits = common_commits(stores)
+        joined = joined_commit(stores) if engine.states.mode == "read" else []
+        commits = [joined] if joined else common_commits(stores)
         if commits and engine.states.mode == "resume" and not ranks and commits[0][0].world_size > 1:
             raise CSDStoreError(other_world_size(commits[0][0], 1))
         if commits and engine.states.mode == "resume":

@@ -14,7 +14,23 @@ import numpy as np
 
 from ..errors import CSDStoreError
 from .check import MAX_SIZE, is_int, require
+from .file import StoreFile
 from .format import DIVIDED, PAGE, Contents, all_tiles, checked_manifest, features_of, has_rules, tiles_on
+from .recovery import last_commits, stores_by_rank
+
+
+def joined_commit(stores: Sequence[StoreFile]) -> list[Contents]:
+    """Return the last commit that all optimizer ranks of one trainer have, as the contents of their `stores`.
+
+    Empty if these are not all of optimizer ranks that divide a trainer's states. Raises CSDStoreError.
+    """
+    if not all(store.recovered and DIVIDED in store.recovered[0].manifest for store in stores):
+        return []
+    trainers = joined(last_commits(stores_by_rank(stores)))
+    if len(trainers) > 1:
+        raise CSDStoreError(f"{stores[0].path} and the others are stores of {len(trainers)} trainers: export them")
+    by_path = {contents.path: contents for contents in trainers[0]}
+    return [by_path[str(store.path)] for store in stores]
 
 
 def joined(ranks: list[list[Contents]]) -> list[list[Contents]]:

@@ -146,6 +146,36 @@ def last_round(stores: Sequence[RanksStore | None]) -> int | None:
     return max(common)
 
 
+def stores_by_rank(stores: Sequence[StoreFile]) -> list[list[StoreFile]]:
+    """Return the stores of each rank that has some, in the order of ranks."""
+    found: dict[int, list[StoreFile]] = {}
+    for store in stores:
+        found.setdefault(store.recovered[0].rank if store.recovered else 0, []).append(store)
+    return [own for _, own in sorted(found.items())]
+
+
+def last_commits(by_rank: Sequence[Sequence[StoreFile]]) -> list[list[Contents]]:
+    """Return, for each rank, the contents of its stores at the last round that all ranks have, device by device.
+
+    Raises CSDStoreError as last_round() does, or if a rank has no stores here.
+    """
+    commits = [common_commits(stores) for stores in by_rank]
+    if empty := next((stores[0] for stores, own in zip(by_rank, commits, strict=True) if not own), None):
+        raise CSDStoreError(f"{empty.path} holds no step yet")
+    newest = [own[0][0] for own in commits]
+    first = newest[0]
+    if [contents.rank for contents in newest] != [*range(first.world_size)]:
+        present = ", ".join(str(contents.rank) for contents in newest)
+        raise CSDStoreError(f"these are stores of ranks {present} of {first.world_size}: name those of all, or of one")
+    chosen = last_round([RanksStore.of(own) for own in commits])
+    return [
+        sorted(recovered, key=lambda c: c.superblock.device)
+        for own in commits
+        for recovered in own
+        if recovered[0].superblock.round == chosen
+    ]
+
+
 def other_world_size(store: RanksStore | Contents, size: int) -> str:
     """Return the error message for a store that was made by another number of ranks than `size`."""
     alone, n = "a process on its own", store.world_size
