@@ -422,7 +422,8 @@ def test_optimizer_ranks(tmp_path, paced):
             assert row["owner_memory_bytes"] > 0
             assert row["cpu_seconds_per_gb_with_update"] > 0
         if "owner_link_bytes" in row:
-            assert [*row["owner_link_bytes"].values()] == pytest.approx([2 * row["params"]] * 2, rel=0.1)
+            each = 2 * row["params"] / row["owners"]
+            assert [*row["owner_link_bytes"].values()] == pytest.approx([each] * 2, rel=0.1)
             assert len(row["ratio_to_limit"]) == 5
     assert list(tmp_path.iterdir()) == []
 
