@@ -101,7 +101,6 @@ soak: $(VENV)/.installed
 	$(BIN)/python -m pytest --state-dtype 8bit -n 3 --dist loadfile -m "not serial" $(DATA)
 	$(BIN)/python -m pytest --far -n 3 --dist loadfile -m "not serial" $(DATA)
 	$(BIN)/python -m pytest --served 1 -n 3 --dist loadfile -m "not serial" $(DATA)
-	$(BIN)/python -m pytest --served 2 -n 3 --dist loadfile -m "not serial" $(DATA)
 	$(BIN)/python -m pytest --tier soak "--accelerator=late,side first,main first,random=1,random=2" tests/accelerator
 
 # Downloads a few GB, most of it for Axolotl. TRAINERS="timm fastai" runs these.
