@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
@@ -43,11 +44,7 @@ class Owners(NamedTuple):
     addresses: list[Address]
     indices: list[int]  # which of all shares each of them has
     n_shares: int  # of all trainers: each trainer has one, or each optimizer rank, whichever are more
-    n_owners: int  # of all trainers
-
-    def shares_beside(self, index: int) -> int:
-        """Return how many shares the optimizer rank has that has this one."""
-        return len(range(index % self.n_owners, self.n_shares, self.n_owners))
+    here: list[int]  # how many of all shares each of the optimizer ranks has
 
 
 def owners_named(devices: Any, ranks: Ranks | None) -> Owners | None:
@@ -68,10 +65,12 @@ def owners_named(devices: Any, ranks: Ranks | None) -> Owners | None:
             f"Invalid devices: {str(addresses[0])!r} stands for all devices of a trainer: name no others beside it"
         )
     rank, size = (ranks.rank, ranks.size) if ranks else (0, 1)
-    if size >= len(addresses):
-        return Owners([addresses[rank % len(addresses)]], [rank], size, len(addresses))
-    own = range(rank, len(addresses), size)
-    return Owners([addresses[k] for k in own], [*own], len(addresses), len(addresses))
+    n_shares = max(size, len(addresses))
+    of_shares = [addresses[k % len(addresses)] for k in range(n_shares)]
+    places = Counter((address.host, address.port) for address in of_shares)  # one may be named twice
+    own = range(rank, n_shares, size)
+    here = [places[of_shares[k].host, of_shares[k].port] for k in own]
+    return Owners([of_shares[k] for k in own], [*own], n_shares, here)
 
 
 def parse_address(text: str) -> Address:

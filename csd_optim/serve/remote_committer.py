@@ -211,7 +211,11 @@ class RemoteCommitter(Committer):
         """
         if len(self._shares) > 1 and self._ranks is None:
             self.confirm()
-            self._load(None)
+            try:
+                self._load(None)
+            except BaseException:
+                self._give_up()
+                raise
             self.confirm()
         else:
             self._write(brackets=True)

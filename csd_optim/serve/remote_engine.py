@@ -54,8 +54,8 @@ def open_remote(owners: Owners, model: str, *, mode: Mode, tile_elems: int | Non
         place = (ranks.rank, ranks.size) if ranks else (0, 1)
         hello = {"model": model, "trainers": owners.n_shares, "token": token, "tile_elems": tile_elems or 0}
         hello["who"] = f"{platform.node()}, process {os.getpid()}"
-        for address, index, key in zip(owners.addresses, owners.indices, keys, strict=True):
-            own = {"trainer": index, "here": owners.shares_beside(index)}
+        for address, index, here, key in zip(owners.addresses, owners.indices, owners.here, keys, strict=True):
+            own = {"trainer": index, "here": here}
             link = Link(_dial(address, *key), {**hello, **own}, STREAMS, address.timeout, changed)
             shares.append(Share(link, RemoteNative(link, STREAMS), index, *place, owners.n_shares))
         answers = _open_together(shares, owners, mode, store, ranks)

@@ -238,6 +238,13 @@ def test_owners_get_states_according_to_their_shares(owners, tmp_path):
         Net([a, f"{b}&share=0"])
 
 
+def test_an_owner_may_be_named_twice(tmp_path):
+    with OwnersHere(tmp_path / "owners", 1) as owners:
+        ours, served = Net(own(tmp_path)).steps(2), Net(2 * owners.address).steps(2)
+        assert_equal(ours, served)
+        served.opt.close()
+
+
 def test_other_owners_than_before_are_refused_and_nothing_is_lost(owners, tmp_path):
     ours, served = Net(own(tmp_path)).steps(2), Net(owners.address).steps(2)
     served.opt.close()

@@ -32,7 +32,7 @@ def open_served(specs, *, mode="new", tile_elems=None, ranks=None, **options):
             owners.append(OwnerHere(specs=specs[k::n] or [within(specs[0], k)], allow_save=Path("/")))
             stack.callback(owners[-1].stop)
         addresses = [parse_address(owner.address) for owner in owners]
-        shares = Owners(addresses, [n * rank + k for k in range(n)], n * size, n * size)
+        shares = Owners(addresses, [n * rank + k for k in range(n)], n * size, [1] * n)
         engine = open_remote(shares, "", mode=mode, tile_elems=tile_elems, ranks=ranks)
         close, stop = engine.devices.close, stack.pop_all().close
 
