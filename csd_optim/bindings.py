@@ -342,6 +342,8 @@ class Native:
     garbage collector may run while its thread holds a lock that close() needs. finalize.py closes dropped ones.
     """
 
+    takes_pieces = False
+
     def __init__(self, name: Namer) -> None:
         self._name = name
         self._engine: Any = None
@@ -450,6 +452,7 @@ class Native:
         tile: int,
         *,
         images: tuple[int, int] = (0, 0),
+        in_place: tuple[Sequence[int], Sequence[int]] | None = None,
         entries: tuple[int, int] = (0, 0),
         grads: Sequence[int] | None = None,
         hold: int = 0,
@@ -457,8 +460,9 @@ class Native:
     ) -> None:
         """Push a tile, whose gradients are where the step's table says; see csd_push. Raises what a step raises.
 
-        `images`: addresses of its gradients and parameters. `entries`: address of the Top-K entries among these
-        gradients, and how many words they have.
+        `images`: addresses of its gradients and parameters. `in_place`, where an engine takes_pieces: for each of its
+        pieces the addresses of gradient and parameter, 0 for what is in the images.
+        `entries`: address of the Top-K entries among these gradients, and how many words they have.
         `grads`: for each of the tile's pieces the address where its parameter's gradient begins; 0: it has none after
         all. They are read until the tile's parameters are ready or the step ends. Not for tiles with Top-K.
         `hold`: address of hold_bytes() bytes, in use until the tile's parameters are ready. It pushes the tile early:
@@ -467,6 +471,7 @@ class Native:
         `states`: address of all sections of the tile, one after another, as they are after the step; for parameters
         whose master is GIVEN. They are read until the tile's parameters are ready.
         """
+        assert in_place is None
         how = ffi.NULL
         if images != (0, 0) or entries != (0, 0) or grads is not None or hold or states:
             addresses = ffi.NULL if grads is None else ffi.new("void *[]", [*map(_address, grads)])

@@ -33,6 +33,17 @@ class Flag:
                 self._lock.release()
 
 
+class SharedLock(threading.Condition):
+    """A condition, and others with the same lock: whoever waits is only woken by what concerns it."""
+
+    def __init__(self) -> None:
+        self._shared = threading.RLock()
+        super().__init__(self._shared)
+
+    def condition(self) -> threading.Condition:
+        return threading.Condition(self._shared)
+
+
 def running_pool(n: int, name: str) -> ThreadPoolExecutor:
     """Return a pool of `n` threads that have all started. Raises CSDRuntimeError if the system refuses one.
 

@@ -132,6 +132,8 @@ class Devices(Protocol):
 class NativeEngine(Protocol):
     """What drives the devices. The methods and their errors are those of bindings.Native."""
 
+    takes_pieces: bool  # push() takes them
+
     @property
     def is_open(self) -> bool: ...
     def open(self, devices: Sequence[DeviceConfig]) -> None: ...
@@ -173,6 +175,7 @@ class NativeEngine(Protocol):
         tile: int,
         *,
         images: tuple[int, int] = ...,
+        in_place: tuple[Sequence[int], Sequence[int]] | None = ...,
         entries: tuple[int, int] = ...,
         grads: Sequence[int] | None = ...,
         hold: int = ...,

@@ -34,7 +34,10 @@ class Tiles:
         return next(e for e in reversed(self.extents) if e.first_param <= param)
 
     def extent_of(self, tile: int) -> Extent:
-        return next(e for e in self.extents if tile < e.first_tile + e.n_tiles)
+        for extent in self.extents:  # a generator would take three times as long, and this is called for each tile
+            if tile < extent.first_tile + extent.n_tiles:
+                return extent
+        raise IndexError(tile)
 
     def device_of(self, tile: int) -> int:
         """Return the device of a tile, or of a second pass over it (PASS_2)."""

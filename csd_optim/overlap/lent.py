@@ -55,7 +55,7 @@ class LentGradients:
         self._lent: deque[Lent] = deque()
         self._bytes = 0  # of the gradients in _lent, and of those to be copied to images
         self._images = frozenset(step.images)  # tiles that travel through staging buffers, as for an accelerator:
-        self._staged = StagedTiles(step.ring, engine, on_copied=self._note_copied) if step.ring else None
+        self._staged = StagedTiles(step.ring, engine, on_used=self._note_used) if step.ring else None
         self._to_copy: dict[int, int] = {}  # by tile of _images that is in flight: bytes of its gradients
         self._missing = np.zeros(len(engine.tiles), np.int64)  # by tile: number of its gradients
         has_grad = live.spec.table["grad"][self._pieces.all["param"]] != 0
@@ -141,7 +141,7 @@ class LentGradients:
                 sources[row] = dataclasses.replace(prepared[row], is_dropped=True)
         return sources
 
-    def _note_copied(self, tile: int, sources: Mapping[int, GradSource]) -> None:
+    def _note_used(self, tile: int, sources: Mapping[int, GradSource]) -> None:
         for source in sources.values():
             source.release()
         self._bytes -= self._to_copy.pop(tile)

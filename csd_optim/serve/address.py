@@ -11,6 +11,7 @@ from .. import settings
 from ..devices.spec import fill_in
 from ..distributed.ranks import Ranks
 from ..errors import CSDValueError
+from .handshake import MOST_STREAMS
 
 SCHEME = "serve://"
 DEFAULT_TIMEOUT = 600.0  # seconds that the other side may be silent within a step
@@ -33,6 +34,7 @@ class Address(NamedTuple):
     key: str | None  # the trainer's key file; None: see keys.resolve()
     owner: str | None  # the optimizer rank's fingerprint
     share: float | None = None  # its part of a trainer's states, relative to that of others; None: by its devices
+    connections: int = 1  # that carry tiles
 
     def __str__(self) -> str:
         return self.text
@@ -74,23 +76,26 @@ def owners_named(devices: Any, ranks: Ranks | None) -> Owners | None:
 
 
 def parse_address(text: str) -> Address:
-    """Parse `serve://host:port` or `serve://host:port?timeout=60&key=FILE&share=2`. Raises CSDValueError."""
+    """Parse `serve://host:port`, to which options are added: `?timeout=60&key=FILE`. Raises CSDValueError."""
     try:
         parts = urlsplit(text)
         host, port = parts.hostname, parts.port
         options = dict(parse_qsl(parts.query, keep_blank_values=True))
         timeout = float(options.pop("timeout", DEFAULT_TIMEOUT))
         share = float(options.pop("share")) if "share" in options else None
+        connections = int(options.pop("connections", 1))
         key, owner = (options.pop(name, None) for name in ("key", "owner"))
     except ValueError as e:
         raise CSDValueError(f"Invalid device: {text!r}; {e}") from None
     if not host or not port or parts.path or parts.username or parts.fragment:
         raise CSDValueError(f"Invalid device: {text!r}; write serve://host:port")
     for name in options:
-        why = FORMER.get(name, "the options are timeout, key, owner and share")
+        why = FORMER.get(name, "the options are timeout, key, owner, share and connections")
         raise CSDValueError(f"Invalid device: {text!r}; there is no option {name!r}: {why}")
     if not 0.1 <= timeout <= MAX_TIMEOUT:
         raise CSDValueError(f"Invalid device: {text!r}; timeout is a number of seconds from 0.1 to {MAX_TIMEOUT:.0f}")
     if share is not None and not 0 < share < math.inf:
         raise CSDValueError(f"Invalid device: {text!r}; share is a positive number")
-    return Address(text, host, port, timeout, key, owner, share)
+    if not 1 <= connections <= MOST_STREAMS:
+        raise CSDValueError(f"Invalid device: {text!r}; connections is a number from 1 to {MOST_STREAMS}")
+    return Address(text, host, port, timeout, key, owner, share, connections)

@@ -21,6 +21,8 @@ class DividedNative:
     A step is complete once all owners have completed it; if one of them fails, it is undone at all.
     """
 
+    takes_pieces = True
+
     def __init__(self, shares: Sequence[Share], changed: threading.Condition) -> None:
         """`changed`: that of all links."""
         self._shares, self._changed = shares, changed
@@ -82,13 +84,16 @@ class DividedNative:
         tile: int,
         *,
         images: tuple[int, int] = (0, 0),
+        in_place: tuple[Sequence[int], Sequence[int]] | None = None,
         entries: tuple[int, int] = (0, 0),
         grads: Sequence[int] | None = None,
         hold: int = 0,
         states: int = 0,
     ) -> None:
         k, there = self._places.of(tile)
-        self._shares[k].native.push(there, images=images, entries=entries, grads=grads, hold=hold, states=states)
+        self._shares[k].native.push(
+            there, images=images, in_place=in_place, entries=entries, grads=grads, hold=hold, states=states
+        )
 
     def drop_grads(self, params: Sequence[int]) -> None:
         for share in self._in_step:

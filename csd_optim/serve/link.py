@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ..errors import CSDError, CSDRankError, CSDRuntimeError
+from ..threads import SharedLock
 from .frames import DataConnection, Header
 from .messages import MAX_NEWS, NEWS, PARAMS, PROTOCOL, PUSH, Fields, raise_error, refuse, said, unpack_news
 from .session import Session
@@ -42,7 +43,7 @@ class Link:
         hello: Mapping[str, Any],
         streams: int,
         timeout: float,
-        changed: threading.Condition | None = None,
+        changed: SharedLock | None = None,
     ) -> None:
         """`hello`: the fields of each HELLO. `timeout`: seconds without a sign of life, after which it is lost.
 
@@ -51,7 +52,8 @@ class Link:
         self._connect, self._streams, self._timeout = connect, streams, timeout
         self._hello = {"op": "hello", "protocol": PROTOCOL, **hello}
         self.pid: int = os.getpid()
-        self.changed: threading.Condition = changed or threading.Condition()
+        self.changed: SharedLock = changed or SharedLock()
+        self.may_leave: list[threading.Condition] = [self.changed.condition() for _ in range(streams)]
         self.committed_step: int = 0
         self._commits = (0, 0)  # at the owner: begun, and ended
         self.on_committed: Callable[[], None] = lambda: None  # called on any thread that has learnt of commits
@@ -141,8 +143,7 @@ class Link:
                 self._lost(session, why)
             session.close()
         threads, self._threads = self._threads, []
-        with self.changed:
-            self.changed.notify_all()
+        self._notify_all()
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join()
@@ -153,10 +154,15 @@ class Link:
             if self._why_lost is None:
                 self._why_lost = why
             travelling = self._travelling
-            self.changed.notify_all()
+            self._notify_all()
         if travelling:
             travelling.tiles.fail(why)
         session.close()
+
+    def _notify_all(self) -> None:
+        with self.changed:
+            for condition in (self.changed, *self.may_leave):
+                condition.notify_all()
 
     def lose(self, why: CSDError) -> None:
         """Give up the session: the next request asks for another one."""
@@ -269,7 +275,6 @@ class Link:
         with self.changed:
             self._travelling = travelling
             lost = self._why_lost
-            self.changed.notify_all()
         if travelling and lost:
             travelling.tiles.fail(lost)
 
@@ -286,7 +291,7 @@ class Link:
 
         while True:
             with self.changed:
-                self.changed.wait_for(find)
+                self.may_leave[stream].wait_for(find)
             if found is None:
                 return
             travelling, tile = found

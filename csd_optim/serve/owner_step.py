@@ -14,9 +14,9 @@ import torch
 from ..bindings import PASS_2
 from ..engine.engine import Engine
 from ..errors import CSDError
-from . import tile_image
 from .frames import DataConnection, Header
 from .messages import refuse
+from .tile_image import FrameLayout, places, view
 
 SENDING_SECONDS = 10.0  # within which the thread that has sent parameters puts their buffer back
 
@@ -85,6 +85,7 @@ class OwnerStep:
         """`begin`: number of its BEGIN. `table`: its parameters, dtype PARAM. `tiles`: its tiles and second passes."""
         self.begin: int = begin
         self._engine, self._table, self._buffers = engine, table, buffers
+        self._layout = FrameLayout(table)
         with_grads = engine.tiles.of_mask(table["grad"] != 0)
         # Tiles and second passes that the trainer pushes.
         self.expected: set[int] = {*tiles[np.isin(tiles & ~np.uint32(PASS_2), with_grads)].tolist()}
@@ -118,12 +119,12 @@ class OwnerStep:
         pushed = False
         try:
             pieces = self._engine.tiles.pieces_of(tile)
-            views = tile_image.outgoing(pieces, self._table, buffer.images)
-            size, most = sum(map(len, views)), tile_image.most_words(pieces, self._table)
+            views = self._layout.outgoing(pieces, *places(pieces, buffer.images))
+            size, most = sum(map(len, views)), self._layout.most_words(pieces)
             if header.entries > most or header.nbytes != size + 4 * header.entries:
                 refuse(f"{header.nbytes} bytes and {header.entries} words of gradients in tile {tile}")
             entries = np.empty(header.entries, np.uint32)
-            connection.receive(header, [*views, tile_image.view(entries.ctypes.data, entries.nbytes)])
+            connection.receive(header, [*views, view(entries.ctypes.data, entries.nbytes)])
             pushed = self._push(TileAtOwner(tile, buffer, entries))
         finally:
             with self.changed:
@@ -157,6 +158,7 @@ class OwnerStep:
         with self.changed:
             self._engine.native.drop_grads(rows.tolist())
             self._table["grad"][rows] = 0
+            self._layout.drop(rows.tolist())
 
     # ---- parameters leave --------------------------------------------------------------
 
@@ -174,7 +176,8 @@ class OwnerStep:
         try:
             self._engine.native.params_ready(np.array([at.tile], np.uint32), wait=True)
             pieces = self._engine.tiles.pieces_of(at.tile)
-            send(self.begin, at.tile, tile_image.returning(pieces, self._table, at.buffer.images[1]))
+            _, to = places(pieces, at.buffer.images)
+            send(self.begin, at.tile, self._layout.returning(pieces, to))
         except CSDError as e:
             with self.changed:
                 self.failure = self.failure or e

@@ -6,7 +6,6 @@ import itertools
 import os
 import platform
 import secrets
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,6 +17,7 @@ from ..engine.states import States
 from ..errors import CSDRankError, CSDStoreError
 from ..store.file import Mode
 from ..store.recovery import RanksStore, last_round
+from ..threads import SharedLock
 from .address import Address, Owners
 from .adopt import adopt
 from .dial import connect
@@ -31,8 +31,6 @@ from .remote_native import RemoteNative
 from .session import Session
 from .shares import Share
 
-STREAMS = 2  # data connections
-
 
 def open_remote(owners: Owners, model: str, *, mode: Mode, tile_elems: int | None, ranks: Ranks | None) -> Engine:
     """Return an engine whose devices are those of these owners. `model`: see digest_of_groups().
@@ -43,7 +41,7 @@ def open_remote(owners: Owners, model: str, *, mode: Mode, tile_elems: int | Non
     if there is something wrong with the key.
     """
     shares: list[Share] = []
-    changed = threading.Condition()
+    changed = SharedLock()
     agree_on_devices(ranks, mode, durable=True, in_memory=False, elsewhere=True)
     try:
         with all_ranks_or_none(ranks) as exchanged:
@@ -56,8 +54,8 @@ def open_remote(owners: Owners, model: str, *, mode: Mode, tile_elems: int | Non
         hello["who"] = f"{platform.node()}, process {os.getpid()}"
         for address, index, here, key in zip(owners.addresses, owners.indices, owners.here, keys, strict=True):
             own = {"trainer": index, "here": here}
-            link = Link(_dial(address, *key), {**hello, **own}, STREAMS, address.timeout, changed)
-            shares.append(Share(link, RemoteNative(link, STREAMS), index, *place, owners.n_shares))
+            link = Link(_dial(address, *key), {**hello, **own}, address.connections, address.timeout, changed)
+            shares.append(Share(link, RemoteNative(link), index, *place, owners.n_shares))
         answers = _open_together(shares, owners, mode, store, ranks)
         with all_ranks_or_none(ranks):
             engine = _engine_of(shares, owners.addresses, answers, mode=mode, tile_elems=tile_elems, ranks=ranks)
@@ -73,7 +71,9 @@ def _dial(address: Address, key: Key | None, owner: str | None) -> Callable[[], 
 
     def dial() -> Session:
         place, seconds = (address.host, address.port), address.timeout
-        return connect(place, key=key, owner=owner, timeout=seconds, streams=STREAMS, within=min(60.0, seconds))
+        return connect(
+            place, key=key, owner=owner, timeout=seconds, streams=address.connections, within=min(60.0, seconds)
+        )
 
     return dial
 

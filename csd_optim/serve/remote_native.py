@@ -8,23 +8,25 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..bindings import AS_PUSHED, EVENT, PASS_2, TILE_STATE, TO_AND_FRO, DeviceConfig
+from ..bindings import AS_PUSHED, EVENT, PARAM, PASS_2, TILE_STATE, TO_AND_FRO, DeviceConfig
 from ..engine.tiles import Tiles
 from ..errors import CSDError, CSDRankError, CSDRuntimeError
-from . import tile_image
 from .link import Answer, Link, Travelling
 from .messages import CHUNK, WIRE_INDEX, number_of, pack_counts, pack_hypers, pack_rows, raise_error, refuse
+from .tile_image import FrameLayout, places, view
 from .tiles_under_way import TilesUnderWay
 
 
 class RemoteNative:
     """See engine/parts.py and bindings.Native, whose contracts these methods have.
 
-    Every tile with a gradient is pushed with images; owners push the others themselves.
+    Every tile with a gradient is pushed with images or pieces; owners push the others themselves.
     """
 
-    def __init__(self, link: Link, streams: int) -> None:
-        self._link, self._streams = link, streams
+    takes_pieces = True
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
         self.window: int = 1  # number of tiles for which the owner has buffers
         self.tiles_of_engine: Tiles = Tiles()  # set when the engine is there
         self.step: Callable[[], int] = int  # returns the number of completed steps; set likewise
@@ -37,9 +39,10 @@ class RemoteNative:
         self.is_finishing: bool = False  # a FINISH is under way, or its outcome is being asked for
         self._is_open = False
         self._stepping = False
-        self._table: np.ndarray[Any, Any] = np.zeros(0)
+        self._table: np.ndarray[Any, Any] = np.zeros(0, PARAM)
+        self._layout = FrameLayout(self._table)
         self._under_way: TilesUnderWay | None = None
-        self._images: dict[int, tuple[list[memoryview], int, list[memoryview]]] = {}  # by tile: out, words, back
+        self._pushed: dict[int, tuple[list[memoryview], int, list[memoryview]]] = {}  # by tile: out, words, back
         self._travelling: list[int] = []  # tiles of the step, and second passes, that leave and come back
         self._undone: list[int] = []
 
@@ -84,15 +87,16 @@ class RemoteNative:
         rows = np.flatnonzero(has_grad | (params["edited"] != 0).any(1))
         self.begins += 1
         travelling = np.isin(tiles & ~np.uint32(PASS_2), self.tiles_of_engine.of_mask(has_grad))
-        self._table, self._images, self._undone, self.commit_failure = params, {}, [], None
+        self._table, self._layout, self._pushed = params, FrameLayout(params), {}
+        self._undone, self.commit_failure = [], None
         self._travelling = tiles[travelling].tolist()
         under_way = TilesUnderWay(
             self.begins,
             self._travelling,
             as_pushed=order == AS_PUSHED,
             window=self.window,
-            streams=self._streams,
             changed=self._link.changed,
+            may_leave=self._link.may_leave,
         )
         self._link.travel(Travelling(under_way, self._outgoing, self._returning))
         try:
@@ -120,7 +124,7 @@ class RemoteNative:
             numel = extent.numels[row - extent.first_param]
             for section, address in enumerate(params["edited"][row].tolist()):
                 if address:
-                    self.write(row, section, tile_image.view(address, 4 * numel))
+                    self.write(row, section, view(address, 4 * numel))
 
     def write(self, row: int, section: int, state: memoryview) -> None:
         """Write one state of a parameter: little-endian fp32. The step begins with it, or a writing() contains it."""
@@ -133,6 +137,7 @@ class RemoteNative:
         tile: int,
         *,
         images: tuple[int, int] = (0, 0),
+        in_place: tuple[Sequence[int], Sequence[int]] | None = None,
         entries: tuple[int, int] = (0, 0),
         grads: Sequence[int] | None = None,
         hold: int = 0,
@@ -145,19 +150,20 @@ class RemoteNative:
         assert grads is None
         assert not hold
         assert not states
-        pieces = self.tiles_of_engine.pieces_of(tile)
-        out = tile_image.outgoing(pieces, self._table, images)
+        here = self.tiles_of_engine.pieces_of(tile)
+        from_, to = places(here, images, in_place)
+        out = self._layout.outgoing(here, from_, to)
         if entries[1]:
-            out.append(tile_image.view(entries[0], 4 * entries[1]))
-        self._images[tile] = out, entries[1], tile_image.returning(pieces, self._table, images[1])
+            out.append(view(entries[0], 4 * entries[1]))
+        self._pushed[tile] = out, entries[1], self._layout.returning(here, to)
         under_way.push(tile)
 
     def _outgoing(self, tile: int) -> tuple[list[memoryview], int]:
-        out, words, _ = self._images[tile]
+        out, words, _ = self._pushed[tile]
         return out, words
 
     def _returning(self, tile: int) -> list[memoryview]:
-        return self._images[tile][2]
+        return self._pushed[tile][2]
 
     def _step_under_way(self) -> TilesUnderWay:
         if self._under_way is None or not self._stepping:
@@ -167,6 +173,7 @@ class RemoteNative:
     def drop_grads(self, params: Sequence[int]) -> None:
         self._link.request("drop", np.array(params, WIRE_INDEX), begin=self.begins)
         self._table["grad"][params] = 0
+        self._layout.drop(params)
 
     def pull(self) -> int:
         return self._step_under_way().pull()
@@ -193,7 +200,7 @@ class RemoteNative:
         except BaseException as e:
             failure, keep = e, False
         under_way.stop()
-        self._undone = under_way.came_back
+        self._undone = under_way.began_to_return
         try:
             if keep:
                 self._keep(under_way)
@@ -204,7 +211,7 @@ class RemoteNative:
         finally:
             self._link.travel(None)
             self._stepping = False
-            self._images = {}
+            self._pushed = {}
         if failure:
             raise failure
 
@@ -319,7 +326,7 @@ class RemoteNative:
             for address, found in zip(to.values(), number_of(arrays, len(to)), strict=True):
                 if len(found) != 4 * count:
                     refuse("the states of a tile")
-                tile_image.view(address + 4 * (begin - first), 4 * count)[:] = found
+                view(address + 4 * (begin - first), 4 * count)[:] = found
 
     def stats(self, device: int) -> dict[str, float]:
         raise AssertionError("RemoteDevices.current_stats() asks for these")

@@ -8,13 +8,16 @@ parameters that the owner reads, then the Top-K entries.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ..bindings import DTYPE_CODES
 
-ITEMSIZE = {code: dtype.itemsize for dtype, code in DTYPE_CODES.items()}
+ITEMSIZES = np.zeros(1 + max(DTYPE_CODES.values()), np.int64)  # by code of a dtype
+for _dtype, _code in DTYPE_CODES.items():
+    ITEMSIZES[_code] = _dtype.itemsize
 
 
 def view(address: int, nbytes: int) -> memoryview:
@@ -22,38 +25,61 @@ def view(address: int, nbytes: int) -> memoryview:
     return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B") if nbytes else memoryview(b"")
 
 
-def _pieces(
-    pieces: np.ndarray[Any, Any], table: np.ndarray[Any, Any], taken: np.ndarray[Any, Any], dtype: str, base: int
-) -> list[memoryview]:
-    """Return the pieces in an image at `base` of the rows in a mask."""
-    rows = pieces["param"]
-    here = pieces[taken[rows]]
-    sizes = [ITEMSIZE[code] for code in table[dtype][here["param"]].tolist()]
-    places = zip(here["tile_first"].tolist(), here["elems"].tolist(), sizes, strict=True)
-    return [view(base + 4 * first, n * size) for first, n, size in places]
+def places(
+    pieces: np.ndarray[Any, Any],
+    images: tuple[int, int],
+    in_place: tuple[Sequence[int], Sequence[int]] | None = None,
+) -> tuple[list[int], list[int]]:
+    """Return the addresses of the gradients and of the parameters of a tile's pieces. See bindings.Native.push()."""
+    offsets = [4 * first for first in pieces["tile_first"].tolist()]
+    in_images = [[image + offset for offset in offsets] for image in images]
+    if in_place is None:
+        return in_images[0], in_images[1]
+    grads, params = ([a or b for a, b in zip(*both, strict=True)] for both in zip(in_place, in_images, strict=True))
+    return grads, params
 
 
-def outgoing(pieces: np.ndarray[Any, Any], table: np.ndarray[Any, Any], images: tuple[int, int]) -> list[memoryview]:
-    """Return the parts of a tile's images that go to the owner. `images`: of its gradients and parameters.
+class FrameLayout:
+    """Which pieces are in the frames of one step. Lists, as most tiles have few pieces, for which NumPy takes longer.
 
-    `pieces`: of the tile; `table`: of the step, dtype PARAM.
+    `pieces` are those of a tile, dtype PIECE; `grads` and `params` their addresses.
     """
-    has_grad = table["grad"] != 0
-    grads = _pieces(pieces, table, has_grad & (table["topk"] == 0), "grad_dtype", images[0])
-    return grads + _pieces(pieces, table, has_grad & (table["in_image"] != 0), "param_dtype", images[1])
 
+    def __init__(self, table: np.ndarray[Any, Any]) -> None:
+        """`table`: of the step, dtype PARAM."""
+        self._has_grad: list[bool] = (table["grad"] != 0).tolist()
+        self._has_topk: list[bool] = (table["topk"] != 0).tolist()
+        self._is_read: list[bool] = (table["in_image"] != 0).tolist()  # the owner reads the parameter
+        self._grad_size: list[int] = ITEMSIZES[table["grad_dtype"]].tolist()
+        self._param_size: list[int] = ITEMSIZES[table["param_dtype"]].tolist()
 
-def returning(pieces: np.ndarray[Any, Any], table: np.ndarray[Any, Any], image: int) -> list[memoryview]:
-    """Return the parts of a tile's image of parameters that come back from the owner."""
-    return _pieces(pieces, table, table["grad"] != 0, "param_dtype", image)
+    def drop(self, rows: Sequence[int]) -> None:
+        """Note that these rows of the table have no gradient after all."""
+        for row in rows:
+            self._has_grad[row] = False
 
+    def _with_grad(self, pieces: np.ndarray[Any, Any], at: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Return row, number of elements and address of each piece with a gradient."""
+        rows = zip(pieces["param"].tolist(), pieces["elems"].tolist(), at, strict=True)
+        return [(row, n, address) for row, n, address in rows if self._has_grad[row]]
 
-def most_words(pieces: np.ndarray[Any, Any], table: np.ndarray[Any, Any]) -> int:
-    """Return the most words (32 bits) that the Top-K entries of a tile may have.
+    def outgoing(self, pieces: np.ndarray[Any, Any], grads: Sequence[int], params: Sequence[int]) -> list[memoryview]:
+        """Return the parts of a tile that go to the owner."""
+        sizes, with_grad = self._grad_size, self._with_grad(pieces, grads)
+        out = [view(at, n * sizes[row]) for row, n, at in with_grad if not self._has_topk[row]]
+        sizes = self._param_size
+        return out + [view(at, n * sizes[row]) for row, n, at in self._with_grad(pieces, params) if self._is_read[row]]
 
-    A piece has a word for each of its elements that is sent, one for each of its blocks, and a few for its size: see
-    csd_kernel.h.
-    """
-    rows = pieces["param"]
-    here = pieces[(table["grad"][rows] != 0) & (table["topk"][rows] > 0)]
-    return int(2 * here["elems"].sum()) + 64 * len(here) + 64 if len(here) else 0
+    def returning(self, pieces: np.ndarray[Any, Any], params: Sequence[int]) -> list[memoryview]:
+        """Return the parts of a tile that come back from the owner."""
+        return [view(at, n * self._param_size[row]) for row, n, at in self._with_grad(pieces, params)]
+
+    def most_words(self, pieces: np.ndarray[Any, Any]) -> int:
+        """Return the most words (32 bits) that the Top-K entries of a tile may have.
+
+        A piece has a word for each of its elements that is sent, one for each of its blocks, and a few for its size:
+        see csd_kernel.h.
+        """
+        rows = zip(pieces["param"].tolist(), pieces["elems"].tolist(), strict=True)
+        here = [n for row, n in rows if self._has_grad[row] and self._has_topk[row]]
+        return 2 * sum(here) + 64 * len(here) + 64 if here else 0

@@ -12,7 +12,7 @@ from ..errors import CSDError, CSDRuntimeError
 
 
 class TilesUnderWay:
-    """Guarded by `changed`, which is notified whenever something here changes.
+    """Guarded by `changed`, which is notified when tiles come back, and at the end.
 
     Tiles leave in the order of the step as far as they are there, and only as long as they are among the first `window`
     of those that have not come back: then the owner has a buffer for each tile that it is sent, and devices, which take
@@ -27,12 +27,15 @@ class TilesUnderWay:
         *,
         as_pushed: bool,
         window: int,
-        streams: int,
         changed: threading.Condition,
+        may_leave: Sequence[threading.Condition],
     ) -> None:
-        """`begin`: number of the BEGIN. `tiles`: those with gradients, in the order of the step, or `as_pushed`."""
+        """`begin`: number of the BEGIN. `tiles`: those with gradients, in the order of the step, or `as_pushed`.
+
+        `may_leave`: for each stream a condition with the lock of `changed`, notified when a tile may leave.
+        """
         self.begin: int = begin
-        self.streams: int = streams
+        self._may_leave = may_leave
         self.changed: threading.Condition = changed
         self.frames: int = 0  # that were sent
         self._tiles, self._window, self._as_pushed = tiles, window, as_pushed
@@ -42,6 +45,7 @@ class TilesUnderWay:
         self._left: set[int] = set()  # tiles that have left, or are leaving
         self._back: set[int] = set()
         self._to_pull: list[int] = []  # tiles that have come back, in this order
+        self._returning: list[int] = []  # those, and those that have begun to
         self._pulled = 0
         self._in_transfer = 0  # frames that are being sent or received
         self._failure: CSDError | None = None
@@ -61,7 +65,7 @@ class TilesUnderWay:
             if tile in self._left or place in self._waiting:
                 raise CSDRuntimeError(f"tile {tile} was pushed twice")
             self._waiting[place] = tile
-            self.changed.notify_all()
+            self._may_leave[tile % len(self._may_leave)].notify_all()
 
     def pull(self) -> int:
         """Wait until another tile has come back, and return it. Raises what a step raises."""
@@ -91,9 +95,9 @@ class TilesUnderWay:
         return np.array(self._tiles, np.uint32)
 
     @property
-    def came_back(self) -> list[int]:
-        """The tiles whose parameters in memory may be new."""
-        return [*self._to_pull]
+    def began_to_return(self) -> list[int]:
+        """The tiles whose parameters in memory may be new, or partly new."""
+        return [*self._returning]
 
     def _check(self) -> None:
         if self._failure:
@@ -107,7 +111,7 @@ class TilesUnderWay:
         """Return the first tile of this stream that may leave now, and note that it does; None: there is none."""
         if self._failure or self._over:
             return None
-        places = (place for place, tile in self._waiting.items() if tile % self.streams == stream)
+        places = (place for place, tile in self._waiting.items() if tile % len(self._may_leave) == stream)
         place = min(places, default=None)
         if place is None or place >= self._window + (len(self._back) if self._as_pushed else self._first):
             return None
@@ -120,7 +124,8 @@ class TilesUnderWay:
         with self.changed:
             self.frames += 1
             self._in_transfer -= 1
-            self.changed.notify_all()
+            if self._over:
+                self.changed.notify_all()
 
     def begin_return(self, tile: int) -> bool:
         """Return whether the parameters of this tile are awaited, and note that they are being received."""
@@ -128,6 +133,7 @@ class TilesUnderWay:
             if self._over or self._failure or tile not in self._left or tile in self._back:
                 return False
             self._in_transfer += 1
+            self._returning.append(tile)
             return True
 
     def note_back(self, tile: int) -> None:
@@ -138,6 +144,8 @@ class TilesUnderWay:
             while self._first < len(self._tiles) and self._tiles[self._first] in self._back:
                 self._first += 1
             self.changed.notify_all()
+            for condition in self._may_leave if self._waiting else ():  # it was outside the window
+                condition.notify_all()
 
     def abort_transfer(self) -> None:
         """Note that a frame was not transferred, as the connection is lost."""

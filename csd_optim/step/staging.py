@@ -2,9 +2,10 @@
 
 These are all gradients on an accelerator, and all that are pushed in a lower precision than they have; where devices
 have `images_only`, all gradients. Their tiles travel as images: contiguous copies of the gradients and the parameters
-of a tile. For an accelerator the buffers are pinned, and the copies run on two side streams, one each way, so that
-several tiles travel while others are updated. Gradients with Top-K travel as entries only, selected on the stream that
-copies them (see sparse.py).
+of a tile. What lies in host memory, in the dtype in which it travels, is not copied for an engine that `takes_pieces`:
+that reads these gradients, and writes these parameters, where they lie. For an accelerator the buffers are pinned, and
+the copies run on two side streams, one each way, so that several tiles travel while others are updated. Gradients with
+Top-K travel as entries only, selected on the stream that copies them (see sparse.py).
 """
 
 from __future__ import annotations
@@ -41,7 +42,14 @@ class StagingBuffer:
     before: torch.Tensor | None = None  # uint8, as `param`: old parameters of an accelerator, see keeps_old()
     states: torch.Tensor | None = None  # fp32: all sections of a tile; only where an accelerator gives states
     has_states: bool = False
+    # Of an engine that takes_pieces, for each piece of the tile: addresses of gradient and parameter, 0 for what is in
+    # the images. None: all is there.
+    in_place: tuple[list[int], list[int]] | None = None
     under_way: list[Any] = field(default_factory=list)  # events: the last copies from or to this buffer
+
+    @property
+    def has_grads_in_place(self) -> bool:
+        return self.in_place is not None and any(self.in_place[0])
 
     def arrived(self) -> bool:
         return all(map(has_completed, self.under_way))
@@ -164,7 +172,7 @@ class StagingRing:
         to_host, _ = self._copy_streams()
         for event in after:
             to_host[event.device].wait_event(event)
-        self.begin_fill(slot, engine, tile, sources)
+        self.begin_fill(slot, engine, tile, sources, in_place=False)
 
     def equal(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> bool:
         """Return whether the tensors of each pair have the same bytes. The first is in a slot, the second anywhere.
@@ -226,16 +234,31 @@ class StagingRing:
         self._sparse.forget()
         self._given = None
 
-    def begin_fill(self, slot: StagingBuffer, engine: Engine, tile: int, sources: Mapping[int, GradSource]) -> None:
-        """Begin to copy a tile's gradients, or their entries, and parameters that the device reads into the slot."""
+    def begin_fill(
+        self,
+        slot: StagingBuffer,
+        engine: Engine,
+        tile: int,
+        sources: Mapping[int, GradSource],
+        *,
+        in_place: bool,
+    ) -> None:
+        """Begin to copy a tile's gradients, or their entries, and parameters that the device reads into the slot.
+
+        `in_place`: without those that the engine can take where they lie.
+        """
         streams, _ = self._copy_streams()
         copies: list[tuple[Any, torch.Tensor, torch.Tensor]] = []  # stream, to, from
+        grads_at, params_at = [], []
         for param, _, first, tile_first, n in engine.tiles.pieces_of(tile).tolist():
             source = self._image_source(param, sources)
+            grad_at, param_at = _places_of(engine, param, source, first) if source and in_place else (0, 0)
+            grads_at.append(grad_at)
+            params_at.append(param_at)
             if source is None:
                 continue
             here = slice(first, first + n)
-            if source.param_is_read:
+            if source.param_is_read and not param_at:
                 image = slot.param[4 * tile_first :].view(source.param.dtype)[:n]
                 copies.append((streams.get(source.param.device), image, source.param[here]))
             if keeps_old(engine, param, source):
@@ -243,9 +266,10 @@ class StagingRing:
                     slot.before = self._buffer(len(slot.param), torch.uint8)
                 old = slot.before[4 * tile_first :].view(source.param.dtype)[:n]
                 copies.append((streams.get(source.param.device), old, source.param[here]))
-            if not source.topk and not source.is_dropped:
+            if not (source.topk or source.is_dropped or grad_at):
                 image, begin = slot.grad[4 * tile_first :].view(source.grad_dtype)[:n], first - source.first
                 copies.append((streams.get(source.grad.device), image, source.grad[begin : begin + n]))
+        slot.in_place = (grads_at, params_at) if in_place else None
         entries = self._sparse.entries_of(engine, tile, sources, streams)
         slot.n_entries = 0 if entries is None else len(entries)
         if entries is not None:
@@ -277,12 +301,14 @@ class StagingRing:
 
     def begin_empty(self, slot: StagingBuffer, engine: Engine, tile: int, sources: Mapping[int, GradSource]) -> None:
         """Begin to copy a tile's parameters out of the slot. Does not change version counters: the step does."""
+        if slot.in_place and all(slot.in_place[1]):
+            return
         _, streams = self._copy_streams()
         used, copied = {}, list[tuple[GradSource, Any]]()
         pieces, watcher = engine.tiles.pieces_of(tile), engine.states.watcher
         for i, (param, _, first, tile_first, n) in enumerate(pieces.tolist()):
             source = self._image_source(param, sources)
-            if source is None or source.is_dropped:
+            if source is None or source.is_dropped or (slot.in_place and slot.in_place[1][i]):
                 continue
             stream = streams.get(source.param.device)
             image, to = slot.param[4 * tile_first :].view(source.param.dtype)[:n], source.param.data[first : first + n]
@@ -300,6 +326,18 @@ class StagingRing:
         slot.under_way = [*events.values()]
 
 
+def _places_of(engine: Engine, row: int, source: GradSource, first: int) -> tuple[int, int]:
+    """Return the addresses of a gradient and a parameter from element `first` on; 0: they have to be in images."""
+    is_dense = not (source.topk or source.is_dropped) and source.grad.dtype is source.grad_dtype
+    grad_at = _address(source.grad, first - source.first) if is_dense else 0
+    return grad_at, 0 if engine.states.watcher.compares(row) else _address(source.param, first)
+
+
+def _address(t: torch.Tensor, first: int) -> int:
+    """Return the address of an element of a 1-D tensor in host memory; 0: it is elsewhere."""
+    return 0 if is_on_accelerator(t) else t.data_ptr() + first * t.itemsize
+
+
 def keeps_old(engine: Engine, row: int, source: GradSource) -> bool:
     """Return whether a parameter's old values come to the host, too, where a watcher compares them with the new."""
     return is_on_accelerator(source.param) and engine.states.watcher.compares(row)
@@ -313,12 +351,12 @@ class StagedTiles:
         ring: StagingRing,
         engine: Engine,
         *,
-        on_copied: Callable[[int, Mapping[int, GradSource]], None] | None = None,
+        on_used: Callable[[int, Mapping[int, GradSource]], None] | None = None,
         on_pulled: Callable[[int], None] | None = None,
         meanwhile: Iterator[None] = NOTHING,
     ) -> None:
-        """`on_copied` is called with a tile and its sources when its gradients were copied. Others: see StagingRing."""
-        self._ring, self._engine, self._on_copied, self._on_pulled = ring, engine, on_copied, on_pulled
+        """`on_used` is called with a tile and its sources when its gradients were used. Others: see StagingRing."""
+        self._ring, self._engine, self._on_used, self._on_pulled = ring, engine, on_used, on_pulled
         self._meanwhile = meanwhile
         self.early_buffers: Mapping[int, StagingBuffer] = {}
         self._sources: dict[int, Mapping[int, GradSource]] = {}  # by tile, by row
@@ -353,7 +391,8 @@ class StagedTiles:
             if not self._todo[owner]:
                 del self._todo[owner]
             self._in_flight_on[owner] += 1
-            self._ring.begin_fill(slot, self._engine, tile, self._sources[tile])
+            in_place = self._engine.native.takes_pieces
+            self._ring.begin_fill(slot, self._engine, tile, self._sources[tile], in_place=in_place)
             self._travelling.append((tile, slot))
         if self._travelling or self._pushed:
             next(self._meanwhile, None)
@@ -375,14 +414,16 @@ class StagedTiles:
         states = slot.states.data_ptr() if slot.has_states and slot.states is not None else 0
         slot.wait()
         images = slot.grad.data_ptr(), slot.param.data_ptr()
-        self._engine.native.push(tile, images=images, entries=slot.words(), states=states)
+        self._engine.native.push(tile, images=images, in_place=slot.in_place, entries=slot.words(), states=states)
         self._pushed[tile] = slot
-        if self._on_copied:
-            self._on_copied(tile, self._sources[tile])
+        if self._on_used and not slot.has_grads_in_place:
+            self._on_used(tile, self._sources[tile])
 
     def _pull_slot(self, tile: int) -> None:
-        slot = self._pushed.pop(tile)
-        self._ring.begin_empty(slot, self._engine, tile, self._sources.pop(tile))
+        slot, sources = self._pushed.pop(tile), self._sources.pop(tile)
+        self._ring.begin_empty(slot, self._engine, tile, sources)
+        if self._on_used and slot.has_grads_in_place:
+            self._on_used(tile, sources)
         if tile not in self.early_buffers:
             self._in_flight_on[self._engine.tiles.device_of(tile)] -= 1
             self._free.append(slot)

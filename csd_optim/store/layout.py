@@ -95,7 +95,7 @@ class Extent:
 
     def pieces_in(self, tile: int) -> np.ndarray[Any, Any]:
         """Return the parts of parameters in one of the tiles, dtype PIECE."""
-        first, last = self.first_piece[tile : tile + 2]
+        first, last = self.first_piece[tile : tile + 2].tolist()
         return self.pieces[first:last]
 
     @property

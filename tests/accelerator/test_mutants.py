@@ -174,7 +174,7 @@ MUTANTS = {
     "a guess: all gradients are right": in_guesses("self._step.ring.equal(", "True or self._step.ring.equal("),
     "free: gradients are copied before they are made": in_lent("ring.wait_for_current(grad.device)"),
     "free: gradients go when their copies begin": in_staging(
-        COPYING, f"{COPYING}\n            [s.release() for s in self._sources[tile].values() if self._on_copied]", FREE
+        COPYING, f"{COPYING}\n            [s.release() for s in self._sources[tile].values() if self._on_used]", FREE
     ),
     "free: nobody joins in step()": in_lent("pass\n            self.join()", "pass"),
     "free: what is undone comes back later": Mutant(

@@ -1,6 +1,7 @@
 """The ordinary optimizer on an owner's engine has the bits of directories, in whatever it can do."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -9,10 +10,11 @@ from support.owner_here import OwnerHere, OwnersHere
 from support.training import Training, resumed
 from support.wires import files
 
-from csd_optim import CSDAdam, CSDRankError, CSDStoreExistsError, CSDUnavailableError
+from csd_optim import CSDAdam, CSDRankError, CSDStoreExistsError, CSDUnavailableError, CSDValueError
 from csd_optim.devices.spec import parse_devices
 from csd_optim.serve import ownership
 from csd_optim.serve.session import Role
+from csd_optim.step import staging
 
 __all__ = ["files"]  # a fixture
 
@@ -148,6 +150,38 @@ def test_overlap_has_the_bits_of_directories(owner, tmp_path, mode, dtype):
     if mode == "backward":
         assert served.opt.stats()["overlap"]["early_params"] > 0
         assert served.opt.stats()["overlap"]["redone"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_several_connections_have_the_bits_of_directories(tmp_path, mode):
+    """Tiles that leave by different connections come back in any order."""
+    with OwnerHere(tmp_path / "owner") as owner:
+        late = mode != "free"  # a gradient that no backward has made is refused there
+        ours = Net(own(tmp_path), late=late)
+        served = Net(f"{owner.address}&connections=3", late=late)
+        if (options := MODES[mode]) is not None:
+            served.opt.overlap(served.model, **options)
+        assert_equal(ours.steps(6), served.steps(6))
+        assert {f"csd_optim sends {k}" for k in range(3)} <= {thread.name for thread in threading.enumerate()}
+        served.opt.close()
+        for n in (0, 9):
+            with pytest.raises(CSDValueError, match="connections is a number from 1 to 8"):
+                Net(f"{owner.address}&connections={n}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_in_host_memory_are_sent_and_parameters_received_where_they_lie(owner, tmp_path, dtype, monkeypatch):
+    """In staging buffers only what has another dtype there is copied."""
+    copied = []
+    monkeypatch.setattr(staging, "_copy", lambda to, *_, copy=staging._copy: (copied.append(to.numel()), copy(to, *_)))
+    ours, served = Net(own(tmp_path), dtype), Net(owner.address, dtype)
+    assert_equal(ours.steps(3), served.steps(3))
+    assert not copied
+    served.opt.close()
+    ours.opt.close()
+    served = Net(owner.address, torch.float32, grad_dtype=torch.bfloat16, overwrite=True).steps(1)
+    assert sum(copied) == sum(p.numel() for p in served.model.parameters())
+    served.opt.close()
 
 
 @pytest.mark.parametrize("muon", [False, True], ids=["", "muon"])

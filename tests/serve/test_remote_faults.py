@@ -19,6 +19,8 @@ from test_remote_engine import Net, assert_equal, own
 
 from csd_optim import CSDError, CSDLostError, CSDOSError, CSDRankError, CSDRuntimeError, signals
 from csd_optim.engine.durable import DurableCommitter
+from csd_optim.serve.frames import DataConnection
+from csd_optim.serve.messages import PARAMS
 from csd_optim.store.file import StoreFile
 
 
@@ -85,6 +87,39 @@ def test_connections_are_cut_between_steps(tmp_path, mode):
             owner.owner.sessions[0].end("cut")
             synchronize_once_cut(served.opt)
         assert_equal(ours, served)
+        served.opt.close()
+
+
+@pytest.mark.parametrize("overlaps", [False, True], ids=["plain", "overlap"])
+def test_a_connection_that_is_cut_within_a_tile_leaves_no_part_of_it(tmp_path, overlaps, monkeypatch):
+    """Parameters arrive where they lie: what has arrived of a tile when the link is lost is undone, too."""
+    with OwnerHere(tmp_path / "owner") as owner:
+        ours, served = Net(own(tmp_path)).steps(3), Net(owner.address).steps(3)
+        if overlaps:
+            served.opt.overlap(served.model)
+            assert_equal(ours.steps(2), served.steps(2))
+        served.opt.synchronize()
+        torn, real = [], DataConnection.receive
+
+        def cut(self, header, views=()):
+            if header.kind == PARAMS and not torn:
+                for view in views:
+                    view[: len(view) // 2] = b"\x7f" * (len(view) // 2)
+                torn.extend(views)
+                self.shutdown()
+            real(self, header, views)
+
+        monkeypatch.setattr(DataConnection, "receive", cut)
+        if overlaps:
+            served.step()
+        with pytest.raises(CSDRankError, match="is shut down"):
+            served.opt.synchronize() if overlaps else served.step()
+        assert torn
+        served.opt.wait()
+        assert_equal(ours, served)
+        served.opt.zero_grad()
+        served.done = ours.done
+        assert_equal(ours.steps(2), served.steps(2))
         served.opt.close()
 
 

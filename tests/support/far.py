@@ -50,7 +50,8 @@ class FarNative(Native):
 
     def push(self, tile, **how):
         if self._is_far:
-            assert {*how} <= {"images", "entries", "states"}
+            assert {*how} <= {"images", "in_place", "entries", "states"}
+            assert how.get("in_place") is None
             assert not how.get("states")
             assert "images" in how or not any(self._has_grad[row] for row in self._rows[tile])
         super().push(tile, **how)
