@@ -1,4 +1,4 @@
-"""Threads: a pool whose threads all run from the start, the error of a system that refuses one, and a flag."""
+"""Threads: a pool whose threads all run from the start, the error of a system that refuses one, and what wakes them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Flag:
                 self._lock.release()
 
 
-class SharedLock(threading.Condition):
+class SharedCondition(threading.Condition):
     """A condition, and others with the same lock: whoever waits is only woken by what concerns it."""
 
     def __init__(self) -> None:

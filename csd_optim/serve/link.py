@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ..errors import CSDError, CSDRankError, CSDRuntimeError
-from ..threads import SharedLock
+from ..threads import SharedCondition
 from .frames import DataConnection, Header
 from .messages import MAX_NEWS, NEWS, PARAMS, PROTOCOL, PUSH, Fields, raise_error, refuse, said, unpack_news
 from .session import Session
@@ -43,7 +43,7 @@ class Link:
         hello: Mapping[str, Any],
         streams: int,
         timeout: float,
-        changed: SharedLock | None = None,
+        changed: SharedCondition | None = None,
     ) -> None:
         """`hello`: the fields of each HELLO. `timeout`: seconds without a sign of life, after which it is lost.
 
@@ -52,7 +52,7 @@ class Link:
         self._connect, self._streams, self._timeout = connect, streams, timeout
         self._hello = {"op": "hello", "protocol": PROTOCOL, **hello}
         self.pid: int = os.getpid()
-        self.changed: SharedLock = changed or SharedLock()
+        self.changed: SharedCondition = changed or SharedCondition()
         self.may_leave: list[threading.Condition] = [self.changed.condition() for _ in range(streams)]
         self.committed_step: int = 0
         self._commits = (0, 0)  # at the owner: begun, and ended

@@ -17,7 +17,7 @@ from ..engine.states import States
 from ..errors import CSDRankError, CSDStoreError
 from ..store.file import Mode
 from ..store.recovery import RanksStore, last_round
-from ..threads import SharedLock
+from ..threads import SharedCondition
 from .address import Address, Owners
 from .adopt import adopt
 from .dial import connect
@@ -41,7 +41,7 @@ def open_remote(owners: Owners, model: str, *, mode: Mode, tile_elems: int | Non
     if there is something wrong with the key.
     """
     shares: list[Share] = []
-    changed = SharedLock()
+    changed = SharedCondition()
     agree_on_devices(ranks, mode, durable=True, in_memory=False, elsewhere=True)
     try:
         with all_ranks_or_none(ranks) as exchanged:

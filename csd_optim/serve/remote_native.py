@@ -20,7 +20,8 @@ from .tiles_under_way import TilesUnderWay
 class RemoteNative:
     """See engine/parts.py and bindings.Native, whose contracts these methods have.
 
-    Every tile with a gradient is pushed with images or pieces; owners push the others themselves.
+    Every tile with a gradient is pushed with images, which need not have what lies in host memory as it travels. Owners
+    push the others themselves.
     """
 
     takes_pieces = True
