@@ -34,8 +34,9 @@ class Watcher:
     def param_arrives(self, tile: int, piece: np.ndarray[Any, Any], before: torch.Tensor, after: torch.Tensor) -> None:
         """Note that a piece of a parameter has come back in an image, and is copied to the parameter next.
 
-        On any thread. `piece`: an array of one, dtype PIECE. `before`, `after`: its elements, 1-D, in host memory;
-        `before` may be on an accelerator unless it compares() them.
+        Not called of pieces that need no image, which are never among those that it compares(). On any thread.
+        `piece`: an array of one, dtype PIECE. `before`, `after`: its elements, 1-D, in host memory; `before` may be on
+        an accelerator unless it compares() them.
         """
 
     def step_completes(self, step: int) -> None:

@@ -53,10 +53,10 @@ class LentGradients:
         self._pieces = Pieces(engine.tiles)
         self._parts: dict[int, dict[int, GradPart]] = {}  # by tile that lacks gradients, then by row: those it has
         self._lent: deque[Lent] = deque()
-        self._bytes = 0  # of the gradients in _lent, and of those to be copied to images
+        self._bytes = 0  # of the gradients in _lent, and of those of images that are still used
         self._images = frozenset(step.images)  # tiles that travel through staging buffers, as for an accelerator:
         self._staged = StagedTiles(step.ring, engine, on_used=self._note_used) if step.ring else None
-        self._to_copy: dict[int, int] = {}  # by tile of _images that is in flight: bytes of its gradients
+        self._in_use: dict[int, int] = {}  # by tile of _images that is in flight: bytes of its gradients
         self._missing = np.zeros(len(engine.tiles), np.int64)  # by tile: number of its gradients
         has_grad = live.spec.table["grad"][self._pieces.all["param"]] != 0
         np.add.at(self._missing, self._pieces.all["tile"][has_grad], 1)
@@ -123,8 +123,8 @@ class LentGradients:
             assert self._staged
             self._staged.add(tile, self._sources_of(pieces["param"].tolist(), parts))
             nbytes = [n * parts[row].grad.element_size() for row, _, _, _, n in pieces.tolist() if row in parts]
-            self._to_copy[tile] = sum(nbytes)
-            self._bytes += self._to_copy[tile]
+            self._in_use[tile] = sum(nbytes)
+            self._bytes += self._in_use[tile]
         else:
             rows = pieces["param"].tolist()
             self._engine.native.push(tile, grads=[parts[row].address if row in parts else 0 for row in rows])
@@ -144,10 +144,10 @@ class LentGradients:
     def _note_used(self, tile: int, sources: Mapping[int, GradSource]) -> None:
         for source in sources.values():
             source.release()
-        self._bytes -= self._to_copy.pop(tile)
+        self._bytes -= self._in_use.pop(tile)
 
     def free_used(self) -> float:
-        """Free gradients that were used or copied; wait while more than `max_bytes` are in flight.
+        """Free gradients that were used; wait while more than `max_bytes` are in flight.
 
         Returns the seconds that this took. Raises CSDOSError.
         """

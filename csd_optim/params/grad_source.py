@@ -34,7 +34,7 @@ class GradSource:
         return self.images_only or is_on_accelerator(self.param)
 
     def release(self) -> None:
-        """Release the gradient's memory, once the gradient has been copied."""
+        """Release the gradient's memory, once the gradient has been used."""
         self.grad = torch.empty(0, dtype=self.grad.dtype, device="cpu")
 
     def copy_back(self) -> None:

@@ -128,9 +128,7 @@ class Link:
     def close(self) -> None:
         """End the connections and their threads. Idempotent; a no-op in a forked child, which has no threads."""
         if self.pid == os.getpid():
-            with self.changed:
-                self._closed = True
-                self.changed.notify_all()
+            self._closed = True
             with self._lock:
                 self._drop(CSDRuntimeError("this optimizer is closed"))
 
@@ -302,7 +300,7 @@ class Link:
             except Exception as e:  # whatever it is: nobody would notice that this thread is gone
                 travelling.tiles.abort_transfer()
                 return self._lost(session, _as_rank_error(e))
-            travelling.tiles.note_sent()
+            travelling.tiles.note_sent(tile)
 
     def _receive(self, session: Session, connection: DataConnection, stream: int) -> None:
         """Receive parameters and news as long as the session lasts; on a thread."""

@@ -29,7 +29,7 @@ MAX_DEVICES = 1 << 10
 class RemoteDevices:
     """The devices of all owners of a trainer, one after another; see engine/parts.py.
 
-    They read gradients and parameters from images only.
+    They reach no memory of this process: RemoteNative sends them what they read.
     """
 
     accelerator: OnAccelerator | None = None

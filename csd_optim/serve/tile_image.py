@@ -58,21 +58,20 @@ class FrameLayout:
         for row in rows:
             self._has_grad[row] = False
 
-    def _with_grad(self, pieces: np.ndarray[Any, Any], at: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Return row, number of elements and address of each piece with a gradient."""
-        rows = zip(pieces["param"].tolist(), pieces["elems"].tolist(), at, strict=True)
-        return [(row, n, address) for row, n, address in rows if self._has_grad[row]]
-
     def outgoing(self, pieces: np.ndarray[Any, Any], grads: Sequence[int], params: Sequence[int]) -> list[memoryview]:
         """Return the parts of a tile that go to the owner."""
-        sizes, with_grad = self._grad_size, self._with_grad(pieces, grads)
-        out = [view(at, n * sizes[row]) for row, n, at in with_grad if not self._has_topk[row]]
-        sizes = self._param_size
-        return out + [view(at, n * sizes[row]) for row, n, at in self._with_grad(pieces, params) if self._is_read[row]]
+        dense, read = [], []
+        for row, n, grad, param in zip(pieces["param"].tolist(), pieces["elems"].tolist(), grads, params, strict=True):
+            if self._has_grad[row] and not self._has_topk[row]:
+                dense.append(view(grad, n * self._grad_size[row]))
+            if self._has_grad[row] and self._is_read[row]:
+                read.append(view(param, n * self._param_size[row]))
+        return dense + read
 
     def returning(self, pieces: np.ndarray[Any, Any], params: Sequence[int]) -> list[memoryview]:
         """Return the parts of a tile that come back from the owner."""
-        return [view(at, n * self._param_size[row]) for row, n, at in self._with_grad(pieces, params)]
+        rows = zip(pieces["param"].tolist(), pieces["elems"].tolist(), params, strict=True)
+        return [view(at, n * self._param_size[row]) for row, n, at in rows if self._has_grad[row]]
 
     def most_words(self, pieces: np.ndarray[Any, Any]) -> int:
         """Return the most words (32 bits) that the Top-K entries of a tile may have.

@@ -45,7 +45,9 @@ class TilesUnderWay:
         self._left: set[int] = set()  # tiles that have left, or are leaving
         self._back: set[int] = set()
         self._to_pull: list[int] = []  # tiles that have come back, in this order
-        self._returning: list[int] = []  # those, and those that have begun to
+        self._returning: dict[int, None] = {}  # those, and those that have begun to
+        self._leaving: set[int] = set()  # tiles that are being sent
+        self._too_early: set[int] = set()  # those among them that have come back: no honest owner does that
         self._pulled = 0
         self._in_transfer = 0  # frames that are being sent or received
         self._failure: CSDError | None = None
@@ -117,35 +119,48 @@ class TilesUnderWay:
             return None
         tile = self._waiting.pop(place)
         self._left.add(tile)
+        self._leaving.add(tile)
         self._in_transfer += 1
         return tile
 
-    def note_sent(self) -> None:
+    def note_sent(self, tile: int) -> None:
         with self.changed:
             self.frames += 1
             self._in_transfer -= 1
+            self._leaving.discard(tile)
+            if tile in self._too_early:
+                self._note_usable(tile)
             if self._over:
                 self.changed.notify_all()
 
     def begin_return(self, tile: int) -> bool:
         """Return whether the parameters of this tile are awaited, and note that they are being received."""
         with self.changed:
-            if self._over or self._failure or tile not in self._left or tile in self._back:
+            if self._over or self._failure or tile not in self._left or tile in self._returning:
                 return False
             self._in_transfer += 1
-            self._returning.append(tile)
+            self._returning[tile] = None
             return True
 
     def note_back(self, tile: int) -> None:
+        """Note that a tile's parameters are there. It counts as back once its gradients, too, have left memory."""
         with self.changed:
             self._in_transfer -= 1
-            self._back.add(tile)
-            self._to_pull.append(tile)
-            while self._first < len(self._tiles) and self._tiles[self._first] in self._back:
-                self._first += 1
-            self.changed.notify_all()
-            for condition in self._may_leave if self._waiting else ():  # it was outside the window
-                condition.notify_all()
+            if tile in self._leaving:
+                self._too_early.add(tile)
+            else:
+                self._note_usable(tile)
+            if self._over:
+                self.changed.notify_all()
+
+    def _note_usable(self, tile: int) -> None:
+        self._back.add(tile)
+        self._to_pull.append(tile)
+        while self._first < len(self._tiles) and self._tiles[self._first] in self._back:
+            self._first += 1
+        self.changed.notify_all()
+        for condition in self._may_leave if self._waiting else ():  # it was outside the window
+            condition.notify_all()
 
     def abort_transfer(self) -> None:
         """Note that a frame was not transferred, as the connection is lost."""

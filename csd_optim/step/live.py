@@ -92,7 +92,7 @@ class Phase(Enum):
     OPEN = auto()  # under way, not requested: parameters become new one after another
     STEP = auto()  # under way, requested by step(): likewise
     LANDED = auto()  # complete here: both new; if ranks have not met since, they may take it back
-    FAILED = auto()  # states old, parameters mixed until the ranks meet
+    FAILED = auto()  # states old, parameters mixed, or written in part, until the ranks meet
     KEPT = auto()  # both new
     UNDONE = auto()  # both old, except for what Progress.undoing has still to restore
 
