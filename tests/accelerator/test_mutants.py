@@ -180,7 +180,7 @@ MUTANTS = {
     "free: what is undone comes back later": Mutant(
         "overlap/in_backward.py", "lent.join()  # what", "pass  # what", FREE
     ),
-    "free: gradients that may be under way are not counted": in_lent("self._bytes += self._to_copy[tile]"),
+    "free: gradients that may be under way are not counted": in_lent("self._bytes += self._in_use[tile]"),
     "overlap: on streams of the program": in_staging(
         "entered.enter_context(on(self._separate_streams[device]))", tests="counters"
     ),
