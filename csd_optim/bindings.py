@@ -342,7 +342,7 @@ class Native:
     garbage collector may run while its thread holds a lock that close() needs. finalize.py closes dropped ones.
     """
 
-    takes_pieces = False
+    takes_in_place = False
 
     def __init__(self, name: Namer) -> None:
         self._name = name
@@ -460,7 +460,7 @@ class Native:
     ) -> None:
         """Push a tile, whose gradients are where the step's table says; see csd_push. Raises what a step raises.
 
-        `images`: addresses of its gradients and parameters. `in_place`, where an engine takes_pieces: for each of its
+        `images`: addresses of its gradients and parameters. `in_place`, where an engine takes_in_place: for each of its
         pieces the addresses of gradient and parameter, 0 for what is in the images.
         `entries`: address of the Top-K entries among these gradients, and how many words they have.
         `grads`: for each of the tile's pieces the address where its parameter's gradient begins; 0: it has none after

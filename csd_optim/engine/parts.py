@@ -132,7 +132,7 @@ class Devices(Protocol):
 class NativeEngine(Protocol):
     """What drives the devices. The methods and their errors are those of bindings.Native."""
 
-    takes_pieces: bool  # push() takes `in_place`
+    takes_in_place: bool  # push() takes `in_place`
 
     @property
     def is_open(self) -> bool: ...

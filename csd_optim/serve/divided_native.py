@@ -21,7 +21,7 @@ class DividedNative:
     A step is complete once all owners have completed it; if one of them fails, it is undone at all.
     """
 
-    takes_pieces = True
+    takes_in_place = True
 
     def __init__(self, shares: Sequence[Share], changed: threading.Condition) -> None:
         """`changed`: that of all links."""

@@ -24,7 +24,7 @@ class RemoteNative:
     push the others themselves.
     """
 
-    takes_pieces = True
+    takes_in_place = True
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -40,8 +40,7 @@ class RemoteNative:
         self.is_finishing: bool = False  # a FINISH is under way, or its outcome is being asked for
         self._is_open = False
         self._stepping = False
-        self._table: np.ndarray[Any, Any] = np.zeros(0, PARAM)
-        self._layout = FrameLayout(self._table)
+        self._layout = FrameLayout(np.zeros(0, PARAM))  # of the step
         self._under_way: TilesUnderWay | None = None
         self._pushed: dict[int, tuple[list[memoryview], int, list[memoryview]]] = {}  # by tile: out, words, back
         self._travelling: list[int] = []  # tiles of the step, and second passes, that leave and come back
@@ -88,8 +87,7 @@ class RemoteNative:
         rows = np.flatnonzero(has_grad | (params["edited"] != 0).any(1))
         self.begins += 1
         travelling = np.isin(tiles & ~np.uint32(PASS_2), self.tiles_of_engine.of_mask(has_grad))
-        self._table, self._layout, self._pushed = params, FrameLayout(params), {}
-        self._undone, self.commit_failure = [], None
+        self._layout, self._pushed, self._undone, self.commit_failure = FrameLayout(params), {}, [], None
         self._travelling = tiles[travelling].tolist()
         under_way = TilesUnderWay(
             self.begins,
@@ -173,7 +171,6 @@ class RemoteNative:
 
     def drop_grads(self, params: Sequence[int]) -> None:
         self._link.request("drop", np.array(params, WIRE_INDEX), begin=self.begins)
-        self._table["grad"][params] = 0
         self._layout.drop(params)
 
     def pull(self) -> int:

@@ -2,8 +2,8 @@
 
 These are all gradients on an accelerator, and all that are pushed in a lower precision than they have; where devices
 have `images_only`, all gradients. Their tiles travel as images: contiguous copies of the gradients and the parameters
-of a tile. What lies in host memory, in the dtype in which it travels, is not copied for an engine that `takes_pieces`:
-that reads these gradients, and writes these parameters, where they lie. For an accelerator the buffers are pinned, and
+of a tile. An engine that `takes_in_place` needs no copies of what lies in host memory in the dtype in which it travels:
+it reads these gradients, and writes these parameters, where they lie. For an accelerator the buffers are pinned, and
 the copies run on two side streams, one each way, so that several tiles travel while others are updated. Gradients with
 Top-K travel as entries only, selected on the stream that copies them (see sparse.py).
 """
@@ -42,8 +42,8 @@ class StagingBuffer:
     before: torch.Tensor | None = None  # uint8, as `param`: old parameters of an accelerator, see keeps_old()
     states: torch.Tensor | None = None  # fp32: all sections of a tile; only where an accelerator gives states
     has_states: bool = False
-    # Of an engine that takes_pieces, for each piece of the tile: addresses of gradient and parameter, 0 for what is in
-    # the images. None: all is there.
+    # Of an engine that takes_in_place, for each piece of the tile: addresses of gradient and parameter, 0 for what is
+    # in the images. None: all is there.
     in_place: tuple[list[int], list[int]] | None = None
     under_way: list[Any] = field(default_factory=list)  # events: the last copies from or to this buffer
 
@@ -391,7 +391,7 @@ class StagedTiles:
             if not self._todo[owner]:
                 del self._todo[owner]
             self._in_flight_on[owner] += 1
-            in_place = self._engine.native.takes_pieces
+            in_place = self._engine.native.takes_in_place
             self._ring.begin_fill(slot, self._engine, tile, self._sources[tile], in_place=in_place)
             self._travelling.append((tile, slot))
         if self._travelling or self._pushed:
