@@ -34,6 +34,17 @@ InParallel = Callable[[Iterable[Callable[[], Any]]], list[Any]]
 Work = Callable[[InParallel], None]
 
 
+@dataclass(frozen=True)
+class Replaced:
+    """What a commit has replaced as it began, and what DurableCommitter puts back if it is withdrawn."""
+
+    record: Record
+    committed_steps: np.ndarray[Any, Any]
+    residual_versions: dict[int, int]
+    loose: np.ndarray[Any, Any]  # as Truth.loose
+    manifests_written: bool
+
+
 @dataclass
 class CommitJob:
     """What a commit contains, captured when the commit began, on the thread that began it.
@@ -96,8 +107,8 @@ class CommitJob:
 class Commit:
     """One commit: `prepare()` and then `complete()`. Call each again until it returns without an exception."""
 
-    def __init__(self, job: CommitJob) -> None:
-        self.job = job
+    def __init__(self, job: CommitJob, replaced: Replaced) -> None:
+        self.job, self.replaced = job, replaced
         self._stores = [*job.stores.values()]
         self._staged: list[Staged] = []
         self._prepared = False

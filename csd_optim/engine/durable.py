@@ -18,7 +18,7 @@ from ..store.file import StoreFile
 from ..store.format import CLEAN, RESIDUAL_ENTRY, Contents, Record, Region, Superblock
 from ..store.layout import Extent
 from ..store.reader import Tick
-from .commit import Background, Commit, CommitJob, InParallel, Pins
+from .commit import Background, Commit, CommitJob, InParallel, Pins, Replaced
 from .committer import NOT_AGREED, Committer
 from .manifests import Manifests
 from .open_devices import OpenDevices
@@ -151,8 +151,21 @@ class DurableCommitter(Committer):
             self.background.discard()
 
     def after_undo(self) -> None:
-        self.states.record, self._due_record = self.rounds.withdraw(self.states.step) or self.states.record, None
+        self._due_record = None
+        if commit := self.rounds.withdraw(self.states.step):
+            self._put_back(commit.replaced)
         self.uncommitted = True
+
+    def _put_back(self, replaced: Replaced) -> None:
+        """Put back everything that a commit has replaced as it began, since that commit is withdrawn.
+
+        Its copy 0 may be on the disk, with its manifest: then the next commit has to write the manifest again.
+        """
+        states = self.states
+        states.record, self.committed_steps = replaced.record, replaced.committed_steps
+        self._residuals.committed_versions = replaced.residual_versions
+        self._manifests.written &= replaced.manifests_written
+        states.truth.loose[: len(replaced.loose)] |= replaced.loose
 
     def reserve(self, record: Record | None) -> None:
         record = record or self.states.record
@@ -194,16 +207,27 @@ class DurableCommitter(Committer):
         self.background.wait()
         if self.rounds.unconfirmed:
             raise CSDRuntimeError("the last round is not confirmed: call confirm() before the next commit")
-        before, states.record, self._due_record = states.record, self._due_record or states.record, None
+        replaced = self._replaced_by_a_commit()
+        states.record, self._due_record = self._due_record or states.record, None
         makes_round = self._makes_round
-        commit = Commit(self._job(clean=clean, round=self.rounds.number + makes_round))
-        self.rounds.begin(commit if makes_round else None, states.step, before)
+        commit = Commit(self._job(clean=clean, round=self.rounds.number + makes_round), replaced)
+        self.rounds.begin(commit if makes_round else None, states.step)
         self._manifests.written, self.uncommitted = True, False
         self.committed_steps = commit.job.steps
         self._residuals.mark_committed(states.residuals)
         states.truth.commit_begins()
         run = self.background.start if background else self.background.run
         run(f"step {states.step}", partial(self._prepare if makes_round else self._commit_alone, commit))
+
+    def _replaced_by_a_commit(self) -> Replaced:
+        """Return what the next commit will replace as it begins."""
+        return Replaced(
+            self.states.record,
+            self.committed_steps,
+            self._residuals.committed_versions,
+            self.states.truth.loose.copy(),
+            self._manifests.written,
+        )
 
     def _job(self, *, clean: bool, round: int) -> CommitJob:
         """Return what the next commit contains, as of now."""

@@ -45,7 +45,7 @@ class Residuals:
         self._allocated = [0] * n_devices  # per device: bytes of the rooms there, one space each
         self.written_bytes: list[int] = [0] * n_devices  # per device, in total
         self.before_step: list[int] = [0] * n_devices  # `written_bytes` when the last step began
-        self._committed_versions: dict[int, int] = {}  # by parameter: the residual's version when the last commit began
+        self.committed_versions: dict[int, int] = {}  # by parameter: the residual's version when the last commit began
 
     def adopt_commit(self, recovered: Sequence[Contents]) -> None:
         """Continue from a commit, given by device."""
@@ -74,15 +74,15 @@ class Residuals:
 
     def mark_replaced(self, param: int) -> None:
         """Note that the residual is another tensor now, which the next commit must write."""
-        self._committed_versions.pop(param, None)
+        self.committed_versions.pop(param, None)
 
     def changed(self, residuals: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return the residuals that may differ from the last commit."""
-        return {param: r for param, r in residuals.items() if self._committed_versions.get(param) != r._version}
+        return {param: r for param, r in residuals.items() if self.committed_versions.get(param) != r._version}
 
     def mark_committed(self, residuals: Mapping[int, torch.Tensor]) -> None:
         """Note that a commit, perhaps one in flight, contains the residuals as they are now."""
-        self._committed_versions = {param: r._version for param, r in residuals.items()}
+        self.committed_versions = {param: r._version for param, r in residuals.items()}
 
     def bytes_on(self, device: int) -> tuple[int, int]:
         """Return the bytes written to a device: by the last step with its commit, and in total."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..errors import CSDRankError
-from ..store.format import Record
 from .commit import Commit
 
 
@@ -40,31 +39,29 @@ class Rounds:
         self.unconfirmed: Commit | None = None  # the last round's commit, until confirm()
         self.is_forced: bool = False  # the next commit is a round, even if the step is that of the last round
         self.withdrawn: bool = False  # a round was undone whose copy 0 may be on the disk
-        self._record_before = Record()  # the record of the round before the unconfirmed one
 
     def next_is_one(self, step: int) -> bool:
         """Return whether a commit of this step is a round."""
         return self._has_ranks and (self.is_forced or step != self.step)
 
-    def begin(self, round: Commit | None, step: int, record_before: Record) -> None:
-        """Note that a commit of this step begins: a `round`, or None. `record_before`: that of the previous commit."""
+    def begin(self, round: Commit | None, step: int) -> None:
+        """Note that a commit of this step begins: a `round`, or None."""
         if round:
             self.unconfirmed, self.number = round, self.number + 1
-        self.step, self.is_forced, self.withdrawn, self._record_before = step, False, False, record_before
+        self.step, self.is_forced, self.withdrawn = step, False, False
 
     def confirm(self) -> Commit | None:
         """Note that all ranks have the unconfirmed round, and return its commit; None: there is none."""
         commit, self.unconfirmed = self.unconfirmed, None
         return commit
 
-    def withdraw(self, step: int) -> Record | None:
-        """Withdraw the unconfirmed round, as its step was undone; `step` is the one before. Returns its record, if any.
+    def withdraw(self, step: int) -> Commit | None:
+        """Withdraw the unconfirmed round, as its step was undone; `step` is the one before. Returns its commit, if any.
 
         Copy 0 may contain that round. No resume continues from it, because not all ranks have it. But the next round
         gets the same number, so confirm() commits once more before that, which overwrites the withdrawn one.
         """
-        if not self.confirm():
-            return None
-        self.withdrawn = True
-        self.number, self.step = self.number - 1, step
-        return self._record_before
+        if commit := self.confirm():
+            self.withdrawn = True
+            self.number, self.step = self.number - 1, step
+        return commit

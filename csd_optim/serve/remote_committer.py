@@ -43,6 +43,8 @@ class RemoteCommitter(Committer):
         self._shares, self._ranks = shares, ranks
         self._has_rounds = ranks is not None or len(shares) > 1
         self._sent: Record | None = None  # the record that went with the last step
+        # Of the last commit: its step, and the record and the committed steps that it has replaced.
+        self._replaced = 0, Record(), self.committed_steps
         self._within_loading = False
         self._unconfirmed = False  # the ranks have not met since the last commit
         self._all_told = True  # the owners know that the last commit is confirmed
@@ -85,6 +87,8 @@ class RemoteCommitter(Committer):
 
     def commit(self, record: Record | None = None) -> None:
         record = record or self.states.record
+        if self._replaced[0] != self.states.step:  # else it is tried again
+            self._replaced = self.states.step, self.states.record, self.committed_steps
         self.states.record, self._unconfirmed = record, self._has_rounds
         self.committed_steps = steps = self.states.all_steps()
         self._check_not_pending()
@@ -301,6 +305,9 @@ class RemoteCommitter(Committer):
 
     def after_undo(self) -> None:
         self._sent = None
+        undone, record, committed_steps = self._replaced
+        if undone == self.states.step + 1:  # the owners have withdrawn its commit
+            self.states.record, self.committed_steps, self._unconfirmed = record, committed_steps, False
 
     # ---- snapshots -----------------------------------------------------------------
 

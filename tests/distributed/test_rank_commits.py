@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 from faults.losing import LosingDisk
 from support import served
-from support.inside import engine_of
+from support.inside import engine_of, vote_of
 from support.ranks import KILLED, on_living_ranks, on_ranks
-from support.replacing import replaced
+from support.replacing import class_with, failing, replaced
 from support.store_page import region, superblock
+from support.stores import whole_copies
 
 import csd_optim.step.prepare
 import csd_optim.store.file
@@ -196,6 +197,39 @@ def test_ranks_are_killed(point, victims, ends, tmp_path):
 def test_killed_in_the_first_step(point, tmp_path):
     on_ranks(2, train_until_death, point, 1, (1,), "killed", directory=tmp_path, may_die=(0, 1))
     assert goes_on(tmp_path) == POINTS[point] - 2
+
+
+def undo_with_another_manifest(rank):
+    """Undo a step that has landed here, and failed on rank 1, after a frozen parameter has joined; then die."""
+    training = ShardTraining(rank, overlap=True, topk=None).until(3)
+    training.opt.synchronize()
+    training.opt.add_param_group({"params": [torch.nn.Parameter(torch.zeros(5), requires_grad=False)]})
+    with failing(class_with("finish"), "finish", int(rank == 1), "unplugged"), pytest.raises(CSDError):
+        training.step()
+        vote_of(training.opt).wait()
+        training.opt.synchronize()
+    training.opt.zero_grad()
+    training.done = 3
+    training.until(5).opt.synchronize()
+    stores = [] if served.assumed() else devices_of(rank)
+    assert [whole_copies(Path(store)) for store in stores] == [[True, True]] * len(stores)
+
+    def torn(publish, store, staged, copy):
+        if copy == 0:
+            os.pwrite(store.fd, staged.table, staged.superblock.table.offset(0))
+            die()
+        publish(store, staged, copy)
+
+    with replaced(StoreFile, "publish", torn):
+        training.step()
+        training.opt.synchronize()
+
+
+def test_killed_after_a_step_with_another_manifest_was_undone(tmp_path):
+    on_ranks(2, undo_with_another_manifest, directory=tmp_path, may_die=(0, 1))
+    for rank in range(2):
+        commits = [read_contents(tmp_path / device) for device in devices_of(rank)]
+        assert [(c.superblock.step, len(c.manifest["waiting"])) for c in commits] == [(5, 1)] * 2
 
 
 def train_under_fire(rank, seed, victims):

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from csd_optim import CSDAdam, CSDError, CSDOSError, CSDRankError, CSDStoreError, CSDUnavailableError
 from csd_optim.bindings import Native
+from csd_optim.serve.remote_native import RemoteNative
 
 pytestmark = pytest.mark.ci
 WRAPS = ("DDP", "FSDP2", "HSDP", "TP")
@@ -249,3 +250,31 @@ def test_the_owner_is_killed_and_all_resume(owner, tmp_path):
     owner.start()
     said = on_ranks(2, trains, owner.address, 5, True, directory=tmp_path)
     assert [begun for begun, _ in said] == [3, 3]
+
+
+def records_of_an_undone_step(rank, address):
+    """Load states after a step that has landed here and failed on rank 1. Returns what was recorded with them."""
+    net = Net(rank, address, "FSDP2", {}).until(3)
+    net.opt.synchronize()
+    finish = RemoteNative.finish
+
+    def fails(native, keep):
+        finish(native, keep and rank == 0)
+        if keep and rank == 1:
+            raise CSDOSError(5, "unplugged")
+
+    with mock.patch.object(RemoteNative, "finish", fails), pytest.raises(CSDError, match="unplugged"):
+        net.step()
+        net.opt.synchronize()
+    net.opt.zero_grad()
+    with net.opt.loading():
+        for p in net.model.parameters():
+            net.opt.state[p]["exp_avg"].mul_(2)
+    net.opt.close()
+    again = Net(rank, address, "FSDP2", resume=True)
+    again.opt.close()
+    return again.done
+
+
+def test_a_load_after_an_undone_step_keeps_the_record_of_the_step_before(owner, tmp_path):
+    assert on_ranks(2, records_of_an_undone_step, owner.address, directory=tmp_path) == [3, 3]

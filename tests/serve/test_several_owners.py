@@ -14,6 +14,7 @@ from support.owner_here import OwnersHere
 from support.owners import Owner
 from support.ranks import on_ranks
 from support.replacing import replaced
+from support.stores import whole_copies
 from test_remote_engine import MODES, Net, assert_equal, own
 from test_remote_faults import synchronize_once_cut
 from test_remote_kills import PATIENCE, assert_like, done_of, expected, train_in_process
@@ -21,10 +22,12 @@ from test_remote_ranks import Net as RankNet
 from test_remote_ranks import assert_equal as assert_all_equal
 
 from csd_optim import CSDAdam, CSDError, CSDOSError, CSDRankError, CSDStoreError, CSDValueError
+from csd_optim.bindings import Native
 from csd_optim.checkpoint.export import export_torch
 from csd_optim.checkpoint.reshard import reshard
 from csd_optim.serve.owner_requests import OwnerRequests
 from csd_optim.store.file import StoreFile
+from csd_optim.store.format import read_contents
 
 
 @pytest.fixture
@@ -78,6 +81,32 @@ def test_a_device_fails_and_the_step_is_undone_on_all_owners(owners, tmp_path, s
     assert_equal(ours.steps(3), served.steps(3))
     served.opt.close()
     assert_equal(ours, resumed(owners.address, 6))
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+@pytest.mark.parametrize("mode", [None, {}], ids=str)
+def test_a_step_that_is_undone_leaves_a_new_manifest_to_be_written(owners, tmp_path, owner, mode):
+    served = Net(owners.address).steps(3)
+    if mode is not None:
+        served.opt.overlap(served.model, **mode)
+    served.opt.synchronize()
+    served.opt.add_param_group({"params": [torch.nn.Parameter(torch.zeros(5), requires_grad=False)]})
+
+    def fails(finish, native, keep):
+        breaks = keep and native is part(owners, owner).engine.native
+        finish(native, keep and not breaks)
+        if breaks:
+            raise CSDOSError(5, "broken")
+
+    with replaced(Native, "finish", fails), pytest.raises(CSDError, match="broken"):
+        served.step()
+        served.opt.wait()
+    served.opt.zero_grad()
+    served.done = 3
+    served.steps(2).opt.synchronize()
+    assert [whole_copies(store) for store in owners.stores] == [[True, True]] * 2
+    manifests = [read_contents(store).manifest for store in owners.stores]
+    assert all(len(manifest["waiting"]) == 1 for manifest in manifests)
 
 
 def test_a_full_disk_of_one_owner_stops_new_parameters_until_there_is_room(owners, tmp_path):

@@ -7,9 +7,7 @@ import torch
 from support.backends import TILE
 from support.comparing import assert_same
 
-from csd_optim import (
-    CSDAdam,
-)
+from csd_optim import CSDAdam, CSDStoreError
 from csd_optim.bindings import crc32c
 from csd_optim.store.format import (
     CLEAN,
@@ -22,6 +20,8 @@ from csd_optim.store.format import (
     pack_table,
     pack_tiles,
     read_contents,
+    read_region,
+    superblocks,
 )
 from csd_optim.store.layout import plan_extent, round_up
 
@@ -160,3 +160,17 @@ def flip(directory, section, tile=0, at=None):
         byte = f.read(1)[0]
         f.seek(at)
         f.write(bytes([byte ^ 0x10]))
+
+
+def whole_copies(directory):
+    """Return whether copy 0 and copy 1 of a store are whole, with the manifest and the table that they name."""
+    whole = [False, False]
+    with (directory / FILE_NAME).open("rb") as file:
+        for copy, block in superblocks(file.fileno(), str(file.name)):
+            try:
+                read_region(file.fileno(), block.manifest, copy, "manifest", file.name)
+                read_region(file.fileno(), block.table, copy, "slot table", file.name)
+                whole[copy] = True
+            except CSDStoreError:
+                pass
+    return whole
