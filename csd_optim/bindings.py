@@ -506,6 +506,10 @@ class Native:
         """Undo the last step, which was finished."""
         self._call(lib.csd_engine_take_back)
 
+    def go_back(self, tiles: np.ndarray[Any, Any]) -> None:
+        """Let these tiles (uint32) have the states in their other slots, and close their windows. Between steps."""
+        self._call(lib.csd_engine_go_back, _array(tiles, "uint32_t *"), len(tiles))
+
     def undone(self) -> list[tuple[int, int]]:
         """Return the tiles whose parameters the last undone step had already written.
 

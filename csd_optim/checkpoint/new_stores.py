@@ -14,7 +14,7 @@ import torch
 from ..bindings import crc32c
 from ..devices.spec import DeviceSpec, shares_of
 from ..distributed.ranks import RanksElsewhere
-from ..engine.durable import NO_REGION
+from ..engine.commits import NO_REGION
 from ..engine.manifests import Manifests
 from ..engine.residuals import Residuals, Room
 from ..errors import CSDStoreError

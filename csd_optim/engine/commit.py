@@ -39,6 +39,8 @@ class Replaced:
     """What a commit has replaced as it began, and what DurableCommitter puts back if it is withdrawn."""
 
     record: Record
+    round: int
+    step: int
     committed_steps: np.ndarray[Any, Any]
     residual_versions: dict[int, int]
     loose: np.ndarray[Any, Any]  # as Truth.loose
@@ -111,7 +113,7 @@ class Commit:
         self.job, self.replaced = job, replaced
         self._stores = [*job.stores.values()]
         self._staged: list[Staged] = []
-        self._prepared = False
+        self.prepared: Flag = Flag()  # copy 0 is durable on all devices
 
     def prepare(self, in_parallel: InParallel) -> None:
         """Stage the commit and publish copy 0.
@@ -119,7 +121,7 @@ class Commit:
         Raises CSDLostError, in this and every later call, if a flush has failed and data is missing on the disk, or if
         a store's file was removed.
         """
-        if self._prepared:  # copy 1 may be half written by now, so copy 0 is the only valid copy: leave it alone
+        if self.prepared.is_set:  # copy 1 may be half written by now, so copy 0 is the only valid copy: leave it alone
             return
         for store in self._stores:
             store.check_not_lost()
@@ -127,7 +129,7 @@ class Commit:
             self._staged = self.job.stage(in_parallel)
         in_parallel([functools.partial(prove, *pair) for pair in self._pairs() if pair[0].in_doubt])
         self._publish(0, in_parallel)
-        self._prepared = True
+        self.prepared.set()
 
     def complete(self, in_parallel: InParallel) -> None:
         self._publish(1, in_parallel)
@@ -157,16 +159,22 @@ class Background:
         self._work: Work | None = None
         self._name = ""
         self._running: Flag | None = None  # the work on the pool, until it has ended
+        self._midway = Flag()  # set when the work has done what a step waits for, or has ended
         self._to_retry = False  # the work has failed, or was never started
-        # How many commits, or halves of rounds, start() has begun, and how many of these have ended.
+        # How many commits, or halves of rounds, start() has begun, and for how many of these no step waits any more.
         self.begun: int = 0
         self.ended: int = 0
         self.on_progress: Callable[[], None] = lambda: None  # called on any thread when more is durable, or has ended
 
-    def start(self, name: str, work: Work) -> None:
-        """Wait for the previous work, then start `work`, which is retried until it succeeds. Raises as wait()."""
+    def start(self, name: str, work: Work, *, is_midway: bool = False) -> None:
+        """Wait for the previous work, then start `work`, which is retried until it succeeds. Raises as wait().
+
+        `is_midway`: no step waits for it; else the work calls note_midway() when that is so.
+        """
         self.wait()
-        self._name, self._work = name, work
+        self._name, self._work, self._midway = name, work, Flag()
+        if is_midway:
+            self.note_midway()
         self._to_retry, self._running = True, Flag()
         try:
             self._pool.submit(self._run, work, self._running)
@@ -179,9 +187,22 @@ class Background:
         with contextlib.suppress(BaseException):  # whatever it is: wait() tries again, and raises what that raises
             work(self._in_parallel)
             self._to_retry = False
-        self.ended += 1
         running.set()
+        self.note_midway()
         self.on_progress()
+
+    def note_midway(self) -> None:
+        """Let whoever waits midway go on. Called on the thread of the work."""
+        if not self._midway.is_set:
+            self.ended += 1
+            self._midway.set()
+
+    def wait_midway(self) -> None:
+        """Return when the running work has called note_midway(). If none is running, do as wait()."""
+        if self._running and not self._running.is_set:
+            self._midway.wait()
+        if self._running is None or self._running.is_set:
+            self.wait()
 
     def _await(self) -> None:
         """Return when no work is running on the pool."""

@@ -13,9 +13,11 @@ import numpy as np
 import torch
 
 from ..distributed.ranks import Ranks, RanksElsewhere
-from ..errors import CSDWarning, users_stacklevel
+from ..errors import CSDError, CSDWarning, users_stacklevel
 from ..store.format import Record
 from ..store.layout import Extent
+from .ahead import Ahead, Event, after
+from .load import Load
 from .states import States
 
 NOT_AGREED = "the ranks have not agreed on that step yet. Call synchronize() on all of them first"
@@ -24,11 +26,15 @@ NOT_AGREED = "the ranks have not agreed on that step yet. Call synchronize() on 
 class Committer:
     """An engine's committer, called before and after everything that changes states. This one makes nothing durable."""
 
-    uncommitted = False  # a committed tile has moved to its other slot since the last commit began
-
     def __init__(self, states: States) -> None:
         self.states: States = states
+        self.ahead: Ahead = Ahead.NOTHING  # by what the states are ahead of the last commit that has begun
+        self.load: Load | None = None  # within loading()
         self.committed_steps: np.ndarray[Any, Any] = np.zeros(0, np.float32)  # `step` of each parameter then
+
+    def note(self, event: Event) -> None:
+        """Note what has happened to the states. Raises CSDRuntimeError if that must not happen now."""
+        self.ahead = after(self.ahead, event)
 
     # ---- commits: no-ops unless states are durable -------------------------------
 
@@ -67,8 +73,17 @@ class Committer:
         self.states.watcher.join()
         return 0
 
-    def note_confirmed(self, *, has_failed: bool = False) -> None:
-        """Note that all ranks have the last round, as confirm() does. `has_failed`: see Watcher.after_commit()."""
+    @property
+    def highest_round(self) -> int:
+        """The highest number that a round is known to have had, also of a step that was undone."""
+        return 0
+
+    def note_confirmed(self, *, highest: int | None = None, has_failed: bool = False) -> None:
+        """Note that all ranks have the last round, as confirm() does.
+
+        `highest`: the largest highest_round of all ranks, if they have told each other: the next round has the number
+        after it. `has_failed`: see Watcher.after_commit().
+        """
         self.states.watcher.after_commit(self.states.step, has_failed=has_failed)
 
     @property
@@ -84,16 +99,50 @@ class Committer:
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def loading(self, record: Record | None = None) -> Iterator[None]:
+    def loading(self, record: Record | None = None) -> Iterator[Load]:
         """Make what is loaded inside durable at the end, with `record`, entirely or not at all.
 
-        Several ranks commit it as a round: all of them enter the context, and it raises on all.
+        If this raises, and not Load.stands, the states are those before, or `half_loaded`. Several ranks commit it as a
+        round: all of them enter the context, and it raises on all.
         """
-        yield
+        self.states.truth.note_written()
+        self.states.write_decoded()  # what was written before is no part of the load
+        load = self._begin_load()
+        try:
+            yield load
+        except BaseException:
+            self._undo_load(load)
+            raise
+        self._end_load(load)
+
+    def _begin_load(self) -> Load:
+        was_written = self.ahead is Ahead.WRITTEN
+        self.note(Event.LOAD)
+        self.load = Load(self.states, was_written=was_written)
+        return self.load
+
+    def _undo_load(self, load: Load) -> None:
+        """Put back what was loaded. If that fails, the states are half loaded, which the next step says."""
+        self._leave_load()
+        if load.was_written and self.ahead is Ahead.NOTHING:
+            self.note(Event.WRITTEN)
+        with contextlib.suppress(CSDError):
+            load.put_back()
+
+    def _end_load(self, load: Load) -> None:
+        self._leave_load()
+        load.complete()
+
+    def _leave_load(self) -> None:
+        self.load = None
+        if self.ahead in (Ahead.LOADING, Ahead.LOADED):
+            self.note(Event.UNLOADED)
 
     @contextlib.contextmanager
     def writing(self, params: Sequence[int]) -> Iterator[None]:
         """Allow writes to the windows of these parameters inside: see Engine.writing()."""
+        if self.load:
+            self.states.move_to_next_slots(self.load.before_writes(params))
         self.states.remap()
         yield
         self.states.sync()

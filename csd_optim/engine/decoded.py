@@ -167,6 +167,19 @@ class Decoded:
             self._watched.pop(param, None)
             self._views.pop(param, None)
 
+    def saved(self) -> dict[int, dict[str, torch.Tensor]]:
+        """Return copies of the states that were written, by parameter, for put_back()."""
+        return {
+            param: {name: self._states[param][name].clone() for name in names}
+            for param, names in self.written().items()
+        }
+
+    def put_back(self, saved: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
+        """Drop all decoded states, with what was written to them; those that were `saved` are written ones again."""
+        self.drop([*self._states])
+        for param, states in saved.items():
+            self.replace(param, states)
+
     # ---- parameters that serve as their own master section -------------------------------
 
     def is_own_master(self, param: int) -> bool:

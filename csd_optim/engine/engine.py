@@ -17,6 +17,7 @@ from ..signals import defer_signals
 from ..store.format import Contents, Record
 from ..store.layout import SLOTS, Extent, ExtentRequest
 from ..store.sections import FP32
+from .ahead import Ahead
 from .committer import Committer
 from .decoded import Decoded
 from .on_accelerator import OnAccelerator
@@ -74,7 +75,8 @@ class Engine:
         """Return whether the next step can initialise the state of these newly joined parameters from their values."""
         if not (self.devices.fills_new and params):
             return False
-        return bool(self.truth.loose[self.tiles.of(params)].all()) and not self.committer.uncommitted
+        is_loose = bool(self.truth.loose[self.tiles.of(params)].all())
+        return is_loose and self.committer.ahead is Ahead.NOTHING
 
     def extend(
         self,
@@ -153,6 +155,8 @@ class Engine:
         """
         self.check_open()
         self.states.check_whole()
+        if self.committer.load:
+            raise CSDRuntimeError("a step is not possible within loading()")
         first = tiles[tiles < PASS_2]
         written = self.committer.before_step(first, record)
         others = np.setdiff1d(written, first)

@@ -30,38 +30,48 @@ def check_rounds(numbers: Iterable[int]) -> None:
 
 
 class Rounds:
-    """Which round this rank is in. A rank without others has none."""
+    """Which round this rank is in. A rank without others has none.
+
+    Numbers of rounds only go up: the next one takes the number after the highest that any rank has used, which the
+    ranks tell each other as they confirm a round. So a round that was withdrawn has its number for itself, and copies
+    of it that are still on some disks are never taken for another round.
+    """
 
     def __init__(self, *, has_ranks: bool) -> None:
         self._has_ranks = has_ranks
-        self.number: int = 0  # of the last round that this rank has begun to commit
-        self.step: int = 0  # the step of that round, or of the rank's last commit
+        self.number: int = 0  # of the round that the last commit belongs to
+        self.highest: int = 0  # the highest number that any rank is known to have used
+        self.step: int = 0  # the step of the last commit
         self.unconfirmed: Commit | None = None  # the last round's commit, until confirm()
-        self.is_forced: bool = False  # the next commit is a round, even if the step is that of the last round
-        self.withdrawn: bool = False  # a round was undone whose copy 0 may be on the disk
 
-    def next_is_one(self, step: int) -> bool:
-        """Return whether a commit of this step is a round."""
-        return self._has_ranks and (self.is_forced or step != self.step)
+    def adopt(self, number: int, step: int) -> None:
+        """Continue from a commit."""
+        self.number = self.highest = number
+        self.step = step
 
-    def begin(self, round: Commit | None, step: int) -> None:
-        """Note that a commit of this step begins: a `round`, or None."""
-        if round:
-            self.unconfirmed, self.number = round, self.number + 1
-        self.step, self.is_forced, self.withdrawn = step, False, False
+    def next_is_one(self, step: int, *, is_load: bool) -> bool:
+        """Return whether a commit of this step, or of a load, is a round."""
+        return self._has_ranks and (is_load or step != self.step)
+
+    def next_number(self, *, is_round: bool) -> int:
+        """Return the number for the next commit."""
+        return self.highest + 1 if is_round else self.number
+
+    def begin(self, commit: Commit, *, is_round: bool) -> None:
+        """Note that a commit begins, which has next_number()."""
+        self.number, self.step = commit.job.superblock.round, commit.job.step
+        if is_round:
+            self.unconfirmed, self.highest = commit, self.number
 
     def confirm(self) -> Commit | None:
         """Note that all ranks have the unconfirmed round, and return its commit; None: there is none."""
         commit, self.unconfirmed = self.unconfirmed, None
         return commit
 
-    def withdraw(self, step: int) -> Commit | None:
-        """Withdraw the unconfirmed round, as its step was undone; `step` is the one before. Returns its commit, if any.
+    def withdraw(self, number: int, step: int) -> None:
+        """Withdraw the last commit; the one before was of this step, and belongs to round `number`.
 
-        Copy 0 may contain that round. No resume continues from it, because not all ranks have it. But the next round
-        gets the same number, so confirm() commits once more before that, which overwrites the withdrawn one.
+        Copy 0 may contain it. If it is a round, no resume continues from it, because not all ranks have it, or because
+        they have replaced it before anything is overwritten: see DurableCommitter.loading().
         """
-        if commit := self.confirm():
-            self.withdrawn = True
-            self.number, self.step = self.number - 1, step
-        return commit
+        self.unconfirmed, self.number, self.step = None, number, step

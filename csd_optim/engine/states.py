@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +11,10 @@ import numpy as np
 import torch
 
 from ..bindings import HYPER, PARAM, TO_AND_FRO, TORN, Native
-from ..errors import CSDLostError, CSDOSError, CSDTornError
+from ..errors import CSDError, CSDLostError, CSDOSError, CSDTornError
 from ..store.file import Mode
 from ..store.format import Record
-from ..store.layout import Extent
+from ..store.layout import SLOTS, Extent
 from .decoded import Decoded
 from .parts import Devices, NativeEngine
 from .proof import loss_remedy
@@ -51,6 +52,9 @@ class States:
         self.rolled_back: bool = False  # they are those of an earlier step now, and all parameters must follow
         self.torn: bool = False  # a step that writes in place was cut short
         self.synced: bool = True  # writes to open windows have been flushed to the devices
+        # Parameters with states of a load that was not complete, and could not be undone, until another load is.
+        self.half_loaded: set[int] = set()
+        self.moves: list[np.ndarray[Any, Any]] | None = None  # while a load lists the tiles that it has moved
         self.lost: str = ""  # if such writes are lost for good: the error message that says why
 
     def make_durable(self) -> None:
@@ -97,12 +101,18 @@ class States:
         """Which tiles have no windows, as their states are read on demand: bool, one per tile."""
         return np.ones(len(self.tiles), bool) if self.devices.states_on_demand else self.tiles.coded
 
+    @property
+    def has_one_slot(self) -> np.ndarray[Any, Any]:
+        """Which tiles have no other slot, to which a step or a load could move them: bool, one per tile."""
+        single = [np.full(e.n_tiles, self.devices.resident or e.slots < SLOTS) for e in self.tiles.extents]
+        return np.concatenate([np.zeros(0, bool), *single])
+
     # ---- are they whole? ---------------------------------------------------------
 
     @property
     def broken(self) -> bool:
-        """Whether steps and commits are impossible from now on: see check_whole()."""
-        return self.torn or bool(self.lost)
+        """Whether steps and commits are impossible, from now on or until a load: see check_whole()."""
+        return self.torn or bool(self.lost or self.half_loaded)
 
     def check_whole(self) -> None:
         """Raise CSDTornError or CSDLostError if the states are no longer those of one whole step."""
@@ -110,6 +120,12 @@ class States:
             raise CSDTornError(errno.EIO, f"an earlier step was cut short. {TORN}")
         if self.lost:
             raise CSDLostError(errno.EIO, self.lost)
+        if self.half_loaded:
+            raise CSDTornError(
+                errno.EIO,
+                f"a load failed, and {len(self.half_loaded)} parameters have some of the states that it wrote: their "
+                "devices keep one copy of states. Load them again, or a checkpoint of all",
+            )
 
     # ---- reads and writes between steps ------------------------------------------
 
@@ -143,13 +159,13 @@ class States:
         """Flush writes to open windows; only the flush reports an I/O error of such a write.
 
         Raises CSDOSError. With durable states raises CSDLostError, now and in all later operations: the checksums of
-        these writes are taken from the page cache, and so cannot reveal what a failed flush has lost.
+        these writes are taken from the page cache, and so cannot reveal what a failed flush has lost. A load is undone.
         """
         self.synced = False
         try:
             self.devices.sync()
         except CSDOSError as e:
-            if not self.durable:
+            if not self.durable or self.moves is not None:
                 raise
             step = self.committed_step
             what = f"what was written to the state after step {step}" if step else "the state before the first step"
@@ -176,15 +192,24 @@ class States:
 
     def move_to_next_slots(self, tiles: np.ndarray[Any, Any]) -> None:
         """Copy tiles to their other slots, with what was written to their states, and wait for that."""
+        self.watcher.tiles_written(tiles)
         if len(tiles):
             self.begin(np.zeros(self.tiles.n_params, PARAM), np.zeros(0, HYPER), tiles)
-            for tile in tiles.tolist():
-                self.native.push(tile)
+            try:
+                for tile in tiles.tolist():
+                    self.native.push(tile)
+            except BaseException:
+                with contextlib.suppress(CSDError):
+                    self.native.finish(False)
+                raise
             self.native.finish(True)
             self.timeline.end()
-            self.native.wait_writes()
+        # From here on they are in the other slots, even if a write fails now: whoever waits for writes tries it again.
         self.truth.moved(tiles)
-        self.watcher.tiles_written(tiles)
+        if self.moves is not None:
+            self.moves.append(tiles)
+        if len(tiles):
+            self.native.wait_writes()
 
     def write_decoded(self) -> None:
         """Write what was written to states that are read on demand to the devices, without a step."""

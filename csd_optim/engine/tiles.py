@@ -28,7 +28,7 @@ class Tiles:
     @property
     def coded(self) -> np.ndarray[Any, Any]:
         """Which tiles store codes: bool, one per tile."""
-        return np.repeat([e.codec != FP32 for e in self.extents], [e.n_tiles for e in self.extents])
+        return np.concatenate([np.zeros(0, bool), *(np.full(e.n_tiles, e.codec != FP32) for e in self.extents)])
 
     def extent_with(self, param: int) -> Extent:
         return next(e for e in reversed(self.extents) if e.first_param <= param)
@@ -69,6 +69,10 @@ class Tiles:
         mask = np.zeros(self.n_params, bool)
         mask[params] = True
         return self.of_mask(mask)
+
+    def params_in(self, tiles: np.ndarray[Any, Any]) -> set[int]:
+        """Return the parameters that have elements in any of these tiles."""
+        return {param for tile in tiles.tolist() for param in self.pieces_of(tile)["param"].tolist()}
 
 
 class Pieces:

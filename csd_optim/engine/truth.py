@@ -8,6 +8,7 @@ from enum import Enum, auto
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from ..bindings import FROM_PARAM, GIVEN, IN_PARAM, IN_SECTION, NEW, UNCOMPARED, UNLESS_SET
 from ..store.layout import Extent
@@ -16,6 +17,8 @@ from .near_copies import NearCopies
 from .parts import NativeEngine
 from .tiles import Tiles
 from .windows import Windows
+
+Saved = tuple[tuple[np.ndarray[Any, Any], ...], set[int], set[int], dict[int, dict[str, torch.Tensor]]]
 
 
 class Counts(Enum):
@@ -197,6 +200,28 @@ class Truth:
     def commit_begins(self) -> None:
         """Note that a commit begins, which includes the current slots of all tiles."""
         self.loose[:] = False
+
+    def saved(self) -> Saved:
+        """Return what put_back() restores. No windows were written since note_written(), unless writes are at once."""
+        decoded = self._decoded
+        tiles = self.loose.copy(), self.empty.copy(), self._edited.copy(), self._reseeded.copy()
+        return tiles, decoded.masters_written.copy(), decoded.rounded.copy(), decoded.saved()
+
+    def put_back(self, saved: Saved) -> None:
+        """Note that all tiles have the states that they had at saved(), and that what was written since is gone.
+
+        Tiles that are newer belong to nobody: whatever they have is good.
+        """
+        tiles, masters_written, rounded, decoded = saved
+        self._decoded.put_back(decoded)
+        self._decoded.masters_written, self._decoded.rounded = masters_written, rounded
+        self._decoded_versions = self._decoded.versions()
+        self._windows.note_known(self._windows.versions())
+        self.forget_copies()
+        n = len(tiles[0])
+        for now, before in zip((self.loose, self.empty, self._edited, self._reseeded), tiles, strict=True):
+            now[:n] = before
+        self.empty[n:] = False
 
     def _decoded_written(self, params: Sequence[int] | set[int]) -> None:
         """Drop the decoded states of these parameters, after a step or a flush has rewritten them on the devices."""

@@ -6,8 +6,9 @@ import contextlib
 import os
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from ..devices.spec import DeviceSpec
 from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..distributed.sharding import whole_of
 from ..engine.engine import Engine
+from ..engine.load import Load
 from ..errors import CSDValueError
 from ..params.decoded_entry import DecodedEntry
 from ..params.memory_warnings import DECODED, FETCHED, warn_if_large
@@ -33,6 +35,7 @@ from ..serve.address import Owners
 from ..signals import defer_signals
 from ..step.mode import InStep
 from ..step.steps import Steps
+from ..store.format import Record
 from .kernels import check_kernels
 from .rules import STATES
 
@@ -140,20 +143,49 @@ class StatesOnDevices(Optimizer):
         With named directories or overlap(), all ranks call it, and it is durable on all of them or on none.
         """
         engine = self._settled_engine()
-        with engine.committer.all_ranks_or_none():
-            self._steps.finish_undo(collective=engine.durable)
-            self._check_and_load(engine, state_dict)
-        # Some trainers load the model before they construct the optimizer. Then resume has overwritten the loaded
-        # parameters with the store's; those not written to since get the values of the loaded masters below.
-        resume = self._steps.resume
-        resumed = resume.unwritten() if resume.pending else []
-        with defer_signals(), engine.lock, engine.committer.loading(self._steps.record()):
-            if engine.durable:
-                self._state_map.describe(engine, self.param_groups)
-            self._state_map.adopt(engine, self.param_groups, self.grad_dtype, loaded=True)
+        with defer_signals(), self._whole_load(engine) as load:
+            with engine.committer.all_ranks_or_none():
+                self._steps.finish_undo(collective=engine.durable)
+                self._check_and_load(engine, state_dict)
+            # Some trainers load the model before they construct the optimizer. Then resume has overwritten the loaded
+            # parameters with the store's; those not written to since get the values of the loaded masters below.
+            resume = self._steps.resume
+            resumed = resume.unwritten() if resume.pending else []
+            with load(self._steps.record()):
+                if engine.durable:
+                    self._state_map.describe(engine, self.param_groups)
+                self._state_map.adopt(engine, self.param_groups, self.grad_dtype, loaded=True)
         if resume.pending:
             resumed = [self._state_map.param_states[id(state.param)] for state in resumed]
             resume.set_from_masters(engine, self.param_groups, resumed, self.grad_dtype)
+
+    @contextlib.contextmanager
+    def _whole_load(self, engine: Engine) -> Iterator[Callable[..., AbstractContextManager[Load]]]:
+        """Yield Committer.loading(). If what is done inside raises, everything is as it was before, not only states."""
+        loads: list[Load] = []
+
+        @contextlib.contextmanager
+        def loading(*record: Record | None) -> Iterator[Load]:
+            with engine.committer.loading(*record) as load:
+                loads.append(load)
+                yield load
+
+        put_back, groups = self._state_map.saved(), self.param_groups
+        values = [dict(group) for group in groups]
+        tensors = [(value, value.clone()) for group in values for value in group.values() if torch.is_tensor(value)]
+        with engine.lock:
+            try:
+                yield loading
+            except BaseException:
+                if not any(load.stands for load in loads):
+                    self.param_groups = groups
+                    for group, before in zip(groups, values, strict=False):
+                        group.clear()
+                        group.update(before)
+                    for tensor, value in tensors:
+                        tensor.copy_(value)
+                    put_back(engine, groups)
+                raise
 
     def _check_and_load(self, engine: Engine, state_dict: dict[str, Any]) -> None:
         """Put a state dict into `state` and `param_groups`; if it does not fit, nothing is changed."""
@@ -218,13 +250,16 @@ class StatesOnDevices(Optimizer):
             with optimizer.loading():
                 dcp.load(state, checkpoint_id=...)
 
-        At the end all of it is durable, or none of it. With named directories or overlap(), all ranks call it, and an
-        error is raised on all of them.
+        At the end all of it is durable, or none of it: if anything raises, states, step counts and ``param_groups`` are
+        what they were. Where devices keep one copy of states, as ``ram:`` does, the states that were being loaded are
+        lost then, and the next step raises CSDTornError until they are loaded again. No step is possible inside. With
+        named directories or overlap(), all ranks call it, and an error is raised on all of them.
         """
         engine = self._settled_engine()
         with engine.committer.all_ranks_or_none():
             self._steps.finish_undo(collective=engine.durable)
-        with engine.lock, engine.committer.loading():
+        _ = self.state  # reading it for the first time after a step closes all windows
+        with self._whole_load(engine) as load, load():
             self._state_map.fill(engine)
             with engine.writing([state.index for state in self._state_map.param_states.values()]):
                 yield

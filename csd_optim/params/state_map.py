@@ -248,7 +248,7 @@ class StateMap:
         A parameter that needs more states than its place has gets another place.
         """
         self.check(groups)
-        joining = set()
+        joining, left = set(), []
         for k, _, p in members(groups):
             param_state, entry = self.param_states.get(id(p)), self.state.get(p)
             if (
@@ -257,10 +257,7 @@ class StateMap:
                 and any(name in entry and name not in param_state.sections for name in self.rule_of(groups[k]).sections)
             ):
                 self.param_states.pop(id(p)).alive = False  # it needs more states than its place has
-                engine.committer.drop_residual(param_state.index)
-                if param_state.on_accelerator:
-                    param_state.release()
-                accelerated.drop_copy(engine, param_state)
+                left.append(param_state)
                 param_state = None
             if param_state is None:
                 if entry:
@@ -268,12 +265,53 @@ class StateMap:
             elif not entry or not param_state.is_shown_by(entry):
                 self.unfilled[param_state] = False
         if joining:
-            self.count_near(engine)
             self.join(engine, groups, joining, grad_dtype)
         warn_if_large(bytes_in_memory(self._replaced_tensors()), LOADED if loaded else REPLACED)
         if loaded and self.unfilled:  # go on from the checkpoint's step
             engine.states.step = max(int(self.state[state.param].get("step", 0)) for state in self.unfilled)
         self.fill(engine)
+        for param_state in left:  # now that nothing can fail any more
+            engine.committer.drop_residual(param_state.index)
+            if param_state.on_accelerator:
+                param_state.release()
+            accelerated.drop_copy(engine, param_state)
+        if left:
+            self.count_near(engine)
+
+    def saved(self) -> Callable[[Engine, Groups], None]:
+        """Return a function that undoes what a load changes here, once the engine's states are what they are now.
+
+        Parameters that join meanwhile are then without a place again.
+        """
+        state, shown, unfilled = self.state, self._shown, {*self.unfilled}
+        places = {*self.param_states.values()}
+        entries = [(p, entry, dict.copy(entry) if type(entry) is dict else None) for p, entry in state.items()]
+        known = [(s, s.version, s.windows.get("residual"), s.shown.get("residual")) for s in places]
+
+        def put_back(engine: Engine, groups: Groups) -> None:
+            for param_state in [*self.param_states.values()]:
+                param_state.alive = param_state in places
+            self.state, self._shown = state, shown
+            state.clear()
+            for p, entry, values in entries:
+                state[p] = entry
+                if values is not None:
+                    entry.clear()
+                    entry.update(values)
+            self.param_states = {id(s.param): s for s in places}
+            for param_state, version, window, shown_window in known:
+                param_state.alive, param_state.version, param_state.is_new = True, version, False
+                for windows, residual in ((param_state.windows, window), (param_state.shown, shown_window)):
+                    windows.pop("residual", None)
+                    if residual is not None:
+                        windows["residual"] = residual
+            self.unfilled = dict.fromkeys(unfilled, False)  # they may not read as zero any more
+            self._described = None
+            self.changes += 1
+            self.count_near(engine)
+            self.describe(engine, groups)
+
+        return put_back
 
     def _replaced_tensors(self) -> Iterator[torch.Tensor]:
         """Yield the tensors that were put into `state` from outside and are still to be copied to their places."""

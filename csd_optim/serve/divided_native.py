@@ -135,12 +135,16 @@ class DividedNative:
             for share in kept:
                 try:
                     share.native.take_back_last()
-                except CSDError as e:  # attaching again finds the difference
+                except CSDError as e:  # the next step finds that the owners' rounds differ
                     share.link.lose(CSDRankError(f"{failure}; and it could not be undone: {e}"))
             raise failure
 
     def take_back(self) -> None:
         """Nothing to do: RemoteCommitter.before_undo() has asked the owners."""
+
+    def go_back(self, tiles: np.ndarray[Any, Any]) -> None:
+        """No tiles: owners go back by themselves. See RemoteCommitter.loading()."""
+        assert not len(tiles)
 
     def undone(self) -> list[tuple[int, int]]:
         return [(s.number_of(tile), elems) for s in self._in_step for tile, elems in s.native.undone()]

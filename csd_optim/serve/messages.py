@@ -22,7 +22,7 @@ from ..errors import CSDError, CSDOSError, CSDRankError
 from ..store.check import MAX_SIZE
 from ..store.layout import Extent
 
-PROTOCOL = 5
+PROTOCOL = 6
 PUSH, PARAMS, NEWS = 1, 2, 3  # kinds of frames
 MODES = ("new", "overwrite", "resume", "attach")
 MAX_NEWS = 1 << 16  # bytes of a NEWS frame

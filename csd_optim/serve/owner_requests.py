@@ -294,6 +294,7 @@ class OwnerRequests:
     def _on_loaded(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
         engine = self._engine
         counts, step = self._counts(number_of(arrays, 1)[0]), fields.integer("step", 0, 1 << 53)
+        self.ownership.committer.rounds.highest = self._round(fields) - 1
         engine.states.step = step
         self._set_counts(counts)
         self._close_brackets()
@@ -405,6 +406,7 @@ class OwnerRequests:
             counts, user_state = number_of(arrays, 2)
             record = self._record(fields, user_state)
             steps = self._counts(counts)  # before anything is kept
+            round = self._round(fields)
         except CSDError:
             self._undo_step()
             raise
@@ -419,6 +421,7 @@ class OwnerRequests:
         self._set_counts(steps)
         self.ownership.kept = step.rows, True
         answer: dict[str, Any] = {"kept": True, "step": engine.states.step}
+        self.ownership.committer.rounds.highest = round - 1
         try:
             engine.committer.commit(record)
         except CSDError as e:
@@ -446,15 +449,20 @@ class OwnerRequests:
         counts, user_state = number_of(arrays, 2)
         record = self._record(fields, user_state)
         engine, own = self._engine, self._engine.states.step
-        step = fields.integer("step")
+        step, round = fields.integer("step"), self._round(fields)
         if step not in (own, own + 1) or (step > own and self.ownership.trainers == 1):
             refuse("the commit of another step")
         self._set_counts(self._counts(counts))
         if step > own:  # one that other trainers have made, or this one on other owners
             self.ownership.kept = np.zeros(0, np.uint32), False
             engine.states.step = step
+        self.ownership.committer.rounds.highest = round - 1
         engine.committer.commit(record)
         return DONE
+
+    def _round(self, fields: Fields) -> int:
+        """Return the number of the next round, if the commit that comes is one: the trainers choose it together."""
+        return fields.integer("round", self.ownership.committer.rounds.number + 1)
 
     def _on_confirm(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
         """Make the last step's commit durable. It counts once this is so at all trainers, which compare its number."""

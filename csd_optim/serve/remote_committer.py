@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 
 from ..distributed.ranks import Ranks, all_ranks_or_none
+from ..engine.ahead import Event
 from ..engine.committer import NOT_AGREED, Committer
+from ..engine.load import Load
 from ..engine.rounds import check_rounds
 from ..engine.states import States
 from ..errors import CSDError, CSDRankError, CSDTornError, CSDValueError
@@ -34,7 +36,6 @@ class RemoteCommitter(Committer):
     Several owners of one trainer keep steps together as those of several trainers do: by rounds.
     """
 
-    uncommitted = False
     committed_steps: np.ndarray[Any, Any]
 
     def __init__(self, states: States, shares: Sequence[Share], ranks: Ranks | None) -> None:
@@ -43,13 +44,13 @@ class RemoteCommitter(Committer):
         self._shares, self._ranks = shares, ranks
         self._has_rounds = ranks is not None or len(shares) > 1
         self._sent: Record | None = None  # the record that went with the last step
-        # Of the last commit: its step, and the record and the committed steps that it has replaced.
-        self._replaced = 0, Record(), self.committed_steps
-        self._within_loading = False
+        # Of the last commit: its step, and the record, the committed steps and the round that it has replaced.
+        self._replaced = 0, Record(), self.committed_steps, 0
         self._unconfirmed = False  # the ranks have not met since the last commit
         self._all_told = True  # the owners know that the last commit is confirmed
         self._awaited: int | None = None  # the step whose commit has begun, and is not known to be durable
         self._round = 0  # the last one that this rank has told the others
+        self._highest = 0  # see highest_round. The owners use the numbers that this rank gives them
 
     # ---- commits -----------------------------------------------------------------
 
@@ -81,14 +82,15 @@ class RemoteCommitter(Committer):
 
     def before_finish(self, record: Record | None, steps: np.ndarray[Any, Any]) -> None:
         self._sent = record or self.states.record
+        self._highest += 1
         for share in self._shares:
-            share.native.ending = *parts_of(self._sent), share.counts(steps)
+            share.native.ending = *parts_of(self._sent), share.counts(steps), self._highest
         self.states.watcher.step_completes(self.states.step + 1)
 
     def commit(self, record: Record | None = None) -> None:
         record = record or self.states.record
         if self._replaced[0] != self.states.step:  # else it is tried again
-            self._replaced = self.states.step, self.states.record, self.committed_steps
+            self._replaced = self.states.step, self.states.record, self.committed_steps, self._round
         self.states.record, self._unconfirmed = record, self._has_rounds
         self.committed_steps = steps = self.states.all_steps()
         self._check_not_pending()
@@ -97,11 +99,13 @@ class RemoteCommitter(Committer):
             self._sent = None
             to_send = [share for share in to_send if share.native.owner_step != self.states.step]  # without tiles in it
         else:
+            self._highest += 1
             self.states.watcher.before_commit(self.states.step)
         head, user_state = parts_of(record)
         for share in to_send:
             counts = pack_counts(share.counts(steps))
-            answer = share.link.request("commit", counts, user_state, step=self.states.step, record=head)
+            fields = {"step": self.states.step, "round": self._highest, "record": head}
+            answer = share.link.request("commit", counts, user_state, **fields)
             share.native.owner_step = self.states.step
             share.link.note_committed(answer.fields)
         failures = [share.native.take_commit_failure() for share in self._shares]
@@ -133,10 +137,11 @@ class RemoteCommitter(Committer):
 
     def confirm(self) -> None:
         with all_ranks_or_none(self._ranks) as exchanged:
-            exchanged.own = self.own_round(), self.states.watcher.has_failed
+            exchanged.own = self.own_round(), self.highest_round, self.states.watcher.has_failed
         if self._ranks:
-            check_rounds(round for round, _ in exchanged.by_ranks)
-            self.note_confirmed(has_failed=any(failed for _, failed in exchanged.by_ranks))
+            rounds, highest, failed = zip(*exchanged.by_ranks, strict=True)
+            check_rounds(rounds)
+            self.note_confirmed(highest=max(highest), has_failed=any(failed))
 
     def own_round(self) -> int:
         if not self._has_rounds:
@@ -151,6 +156,7 @@ class RemoteCommitter(Committer):
         """Wait until the owners have the last round, and return its number. Raises CSDError."""
         rounds = [share.link.request("confirm").fields.integer("round", 0) for share in self._shares]
         check_rounds(rounds)
+        self._highest = max(self._highest, rounds[0])
         return rounds[0]
 
     def await_round(self) -> int | None:
@@ -170,7 +176,12 @@ class RemoteCommitter(Committer):
     def is_confirmed(self) -> bool:
         return self._all_told and not self._unconfirmed
 
-    def note_confirmed(self, *, has_failed: bool = False) -> None:
+    @property
+    def highest_round(self) -> int:
+        return self._highest
+
+    def note_confirmed(self, *, highest: int | None = None, has_failed: bool = False) -> None:
+        self._highest = max(self._highest, highest or 0)
         if self._unconfirmed:
             self.states.watcher.after_commit(self.states.step, has_failed=has_failed)
         self._unconfirmed = False
@@ -204,7 +215,7 @@ class RemoteCommitter(Committer):
         self.states.remap()
         yield
         self.states.truth.note_written()
-        if not self._within_loading:
+        if not self.load:
             self._flush()
         self.states.truth.filled()
 
@@ -253,7 +264,7 @@ class RemoteCommitter(Committer):
         self.committed_steps = self.states.all_steps()
         for share in self._shares:
             answer = share.link.request(op, pack_counts(share.counts(self.committed_steps)), **fields)
-            if "step" in fields:
+            if op == "loaded":
                 share.native.owner_step = self.states.step
             share.link.note_committed(answer.fields)
 
@@ -263,26 +274,27 @@ class RemoteCommitter(Committer):
             share.link.lose(CSDRankError("states were not written as a whole"))
 
     @contextlib.contextmanager
-    def loading(self, record: Record | None = None) -> Iterator[None]:
+    def loading(self, record: Record | None = None) -> Iterator[Load]:
         self.confirm()
-        self._within_loading = True
-        step, before, counts = self.states.step, self.states.record, self.states.all_steps()
+        load = None
         try:
             with self.all_ranks_or_none():
-                yield
+                self.states.truth.note_written()
+                if self.states.truth.would_be_lost:
+                    self._flush()  # what was written before is no part of the load
+                load = self._begin_load()
+                yield load
             if self.meet_at_highest_step(self._ranks):
                 with self.all_ranks_or_none():
+                    self.note(Event.LOADED)
                     self._load(record)
                 self.wait()
         except BaseException:
             self._give_up()
-            self.states.step, self.states.record = step, before
-            for extent, own in zip(self.states.tiles.extents, self.states.steps, strict=True):
-                here = counts[extent.first_param : extent.first_param + len(own)]
-                own[: len(here)] = here
+            if load:
+                self._undo_load(load)
             raise
-        finally:
-            self._within_loading = False
+        self._end_load(load)
 
     def _load(self, record: Record | None) -> None:
         """Have everything that was written to states, and `record`, committed at once."""
@@ -294,7 +306,8 @@ class RemoteCommitter(Committer):
         for share in self._shares:
             share.link.request("loading", user_state, rows=share.rows_of(rows), record=head)
         self._write(brackets=False)
-        self._end_writing("loaded", step=self.states.step)
+        self._highest += 1
+        self._end_writing("loaded", step=self.states.step, round=self._highest)
 
     # ---- undo ----------------------------------------------------------------------
 
@@ -305,9 +318,10 @@ class RemoteCommitter(Committer):
 
     def after_undo(self) -> None:
         self._sent = None
-        undone, record, committed_steps = self._replaced
+        undone, record, committed_steps, round = self._replaced
         if undone == self.states.step + 1:  # the owners have withdrawn its commit
-            self.states.record, self.committed_steps, self._unconfirmed = record, committed_steps, False
+            self.states.record, self.committed_steps = record, committed_steps
+            self._round, self._unconfirmed = round, False
 
     # ---- snapshots -----------------------------------------------------------------
 

@@ -32,7 +32,7 @@ class RemoteNative:
         self.tiles_of_engine: Tiles = Tiles()  # set when the engine is there
         self.step: Callable[[], int] = int  # returns the number of completed steps; set likewise
         self.begins: int = 0  # number of the last BEGIN
-        self.ending: tuple[dict[str, Any], bytes, np.ndarray[Any, Any]] | None = None  # see RemoteCommitter
+        self.ending: tuple[dict[str, Any], bytes, np.ndarray[Any, Any], int] | None = None  # see RemoteCommitter
         self.commit_failure: CSDError | None = None  # of the step that was finished last
         self.unanswered: int | None = None  # number of the step whose FINISH has got no answer
         self.owner_step: int = 0  # the last step that counts at the owner
@@ -217,7 +217,7 @@ class RemoteNative:
         """Have the owner complete the step and commit it. Raises CSDError if it is undone."""
         number = self.step() + 1
         assert self.ending
-        record, user_state, counts = self.ending
+        record, user_state, counts, round = self.ending
         self.unanswered, self.is_finishing = number, True
         try:
             answer = self._link.request(
@@ -228,6 +228,7 @@ class RemoteNative:
                 step=self.step(),
                 keep=True,
                 frames=under_way.frames,
+                round=round,
                 record=record,
             )
         except CSDRankError as lost:
@@ -277,6 +278,10 @@ class RemoteNative:
         """Have the owner undo the last step that counts there."""
         self._link.request("take_back", begin=self.begins, step=self.owner_step)
         self.owner_step -= 1
+
+    def go_back(self, tiles: np.ndarray[Any, Any]) -> None:
+        """No tiles: owners go back by themselves. See RemoteCommitter.loading()."""
+        assert not len(tiles)
 
     def undone(self) -> list[tuple[int, int]]:
         """Return the tiles with new parameters: of two passes, the second one has these."""

@@ -39,6 +39,7 @@ class _Vote(NamedTuple):
     under_way: int  # the step has begun in backward, and only has to be ended
     failed: int  # it cannot take a step
     round: int  # the last round of commits that it has; -1: it lacks that one
+    highest: int  # see Committer.highest_round
     watch_failed: int  # see Watcher.has_failed
     # As in Offer:
     is_examined: int
@@ -132,8 +133,9 @@ def agree_on_step(
         names = _checksum([name for name, _ in alike])
         new = _checksum([name for name, p in replicated if not is_bound(p)])
         own = -1 if round is None else round
-        failed, watch_failed = failure is not None, committer.states.watcher.has_failed
-        vote = _Vote(skips, taken, joined, names, new, descending, mode, under_way, failed, own, watch_failed, *offer)
+        about_round = own, committer.highest_round, committer.states.watcher.has_failed
+        failed = failure is not None
+        vote = _Vote(skips, taken, joined, names, new, descending, mode, under_way, failed, *about_round, *offer)
         return [_Vote(*numbers) for numbers in ranks.gather(*vote)]
 
     # In backward no parameter has joined, and these have changed already.
@@ -141,7 +143,8 @@ def agree_on_step(
     votes = exchange_votes()
     if all(vote.round >= 0 for vote in votes):
         check_rounds(vote.round for vote in votes)
-        committer.note_confirmed(has_failed=any(vote.watch_failed for vote in votes))
+        highest = max(vote.highest for vote in votes)
+        committer.note_confirmed(highest=highest, has_failed=any(vote.watch_failed for vote in votes))
     if any(vote.failed for vote in votes):
         ranks.agree(failure)
     if len(steps := {vote.taken for vote in votes}) > 1:

@@ -341,7 +341,7 @@ class Steps(Progress):
 
     def _divided_matrices(self) -> set[int]:
         """Return the ids of sharded matrices that are made whole in a step, for which all ranks need gradients."""
-        of = [group for group in self.groups if self.state_map.rule_of(group).orthogonal]
+        of = (group for group in self.groups if self.state_map.rule_of(group).orthogonal)
         return {id(p) for group in of for p in group["params"] if not is_replicated(p)}
 
     # ---- a step is prepared ------------------------------------------------------------
@@ -384,10 +384,8 @@ class Steps(Progress):
         if len(groups) != len(self.initial_groups):  # groups were removed: parameters with states are checked later
             return
         for k, (group, then) in enumerate(zip(groups, self.initial_groups, strict=True)):
-            if group.get("rule") == then.get("rule"):
-                continue
             now, before = (self.state_map.rule_of(g).name for g in (group, then))
-            if now != before:
+            if group.get("rule") != then.get("rule") and now != before:
                 raise CSDRuntimeError(
                     f"the rule of group {k} was {before} when the group was added, and is {now} now: it cannot be "
                     "changed; make a new optimizer"

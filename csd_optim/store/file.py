@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
+from .. import commit_trace
 from ..bindings import crc32c
 from ..errors import (
     CSDBusyError,
@@ -298,6 +299,7 @@ class StoreFile:
     def discard_newer(self, commit: Contents) -> None:
         """Make the adopted commit the only one, and cut off what lies behind it in the file. Raises CSDOSError."""
         block, path = commit.superblock, str(self.path)
+        commit_trace.note("discards newer", store=self, commit=commit)
         with self.wrapping_errors("read"):
             manifest = read_region(self.fd, block.manifest, commit.copy, "manifest", path)
             table = read_region(self.fd, block.table, commit.copy, "slot table", path)
@@ -415,18 +417,24 @@ class StoreFile:
         Write copy 1 only when copy 0 is durable on all devices: until then copy 1 of each holds the previous commit.
         """
         block = staged.superblock
+        commit_trace.note("publish begins", store=self, staged=staged, copy=copy)
         if copy == 0:
             self.sync()
         with self.wrapping_errors("write the superblock"):
             # The order does not matter, since a superblock without its manifest and table is invalid. If the flush
-            # fails, all of it is written again: nothing else can have been lost.
+            # fails, all of it is written again.
             if staged.manifest is not None:
                 write(self.fd, staged.manifest, block.manifest.offset(copy))
             write(self.fd, staged.table, block.table.offset(copy))
             write(self.fd, block.pack(), copy * PAGE)
-            os.fdatasync(self.fd)
+            try:
+                os.fdatasync(self.fd)
+            except OSError:
+                self.in_doubt |= copy == 1  # it may have lost tiles, too: the next step writes some by now
+                raise
         self._is_new = False
         self.current = block
+        commit_trace.note("publish ends", store=self, staged=staged, copy=copy)
 
     def _region(self, what: str, data: bytes) -> Region:
         self.reserve(what, len(data))

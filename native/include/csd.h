@@ -426,6 +426,12 @@ int csd_engine_finish(csd_engine *engine, int32_t keep, csd_error *error);
  * the user had written to its windows. */
 int csd_engine_take_back(csd_engine *engine, csd_error *error);
 
+/* Lets `n` tiles, each given once, have the states in their other slots: those before the last step that updated, or
+ * copied, them. What was written to the current slots since, also through windows, is lost; the windows of these tiles
+ * show the other slots, and are closed. Between steps only. Returns CSD_EINVAL, and changes nothing, if a tile has one
+ * slot or is updated in place; CSD_EIO or CSD_ENOMEM if a window could not be mapped: csd_engine_remap tries again. */
+int csd_engine_go_back(csd_engine *engine, const uint32_t *tiles, uint32_t n, csd_error *error);
+
 /* Lists the tiles of the last undone step whose parameters had been written, and for each the number of leading
  * elements written: all, unless the rest of the tile turned out to be damaged. Returns the number of tiles; fills up to
  * `n`. */

@@ -148,6 +148,10 @@ int csd_engine_take_back(csd_engine *engine, csd_error *error) {
   return guarded(error, [&] { engine->engine.take_back(); });
 }
 
+int csd_engine_go_back(csd_engine *engine, const uint32_t *tiles, uint32_t n, csd_error *error) {
+  return guarded(error, [&] { engine->engine.go_back(tiles, n); });
+}
+
 uint32_t csd_engine_undone(csd_engine *engine, uint32_t *tiles, uint64_t *elems, uint32_t n) {
   return engine->engine.undone(tiles, elems, n);
 }

@@ -636,6 +636,34 @@ void Engine::take_back() {
   *outcome_ = Outcome::undone;
 }
 
+// All checks come first: either all tiles go back, or none.
+void Engine::go_back(const uint32_t *tiles, uint32_t n) {
+  Lock lock(mutex_);
+  if (phase_ != Phase::idle) throw Failure{CSD_ESTATE, "a step is under way"};
+  for (uint32_t i = 0; i < n; i++) {
+    if (tiles[i] >= tiles_.size()) throw Failure{CSD_EINVAL, "no tile " + std::to_string(tiles[i])};
+    if (const Tile &t = tiles_[tiles[i]]; t.n_slots == 1 || lanes_[t.device].device->resident())
+      throw Failure{CSD_EINVAL, "tile " + std::to_string(t.index) + " has no other slot"};
+  }
+  wait_ops(lock);
+  decoded_ = {};
+  if (outcome_) *outcome_ = Outcome::undone;  // the last step, or part of it, is not what the tiles have
+  for (uint32_t i = 0; i < n; i++) {
+    Tile &t = tiles_[tiles[i]];
+    const auto unwritten =
+        std::find_if(unwritten_.begin(), unwritten_.end(), [&t](const Job *job) { return job->tile == &t; });
+    if (unwritten != unwritten_.end()) {  // it has not moved to its next slot yet
+      release_buffer(**unwritten, false);
+      unwritten_.erase(unwritten);
+    } else {
+      drop_cached(t);
+      t.slot = t.next_slot();
+    }
+    t.edited = false;
+  }
+  for (uint32_t i = 0; i < n; i++) map_windows(tiles_[tiles[i]], false);
+}
+
 // Undoes the step, and returns whether all of it could be undone.
 bool Engine::undo() {
   bool all = true;

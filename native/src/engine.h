@@ -90,6 +90,7 @@ class Engine {
   bool params_ready(const uint32_t *tiles, uint32_t n, bool wait);
   void finish(bool keep);
   void take_back();
+  void go_back(const uint32_t *tiles, uint32_t n);
   uint64_t hold_bytes(uint32_t tile) noexcept;
   bool unchanged(const csd_param *, uint64_t);
   void release(const csd_param *, uint64_t, const uint32_t *order, uint32_t n_order);

@@ -269,10 +269,10 @@ def train_past_a_failure(rank, point, step):
 @pytest.mark.parametrize(
     ("point", "step", "left"),
     [
-        ("copy 0 on one device", 2, 2),
-        ("before copy 1", 2, 2),
         ("within the step", 3, 2),
+        ("copy 0 on one device", 3, 2),
         ("after copy 0", 3, 3),
+        ("before copy 1", 3, 3),
     ],
 )
 def test_killed_after_a_step_was_undone(point, step, left, tmp_path):

@@ -516,6 +516,42 @@ void taken_back() {
   }
 }
 
+// Tiles go back to the slots from which a step has moved them, whatever was written to their windows since.
+void gone_back() {
+  const File a, b;
+  Model m({file(a), paced(file(b, 4))}), resident({ram()}), in_place({file(a)}, 3, CSD_F32, 1);
+  OK(m.step());
+  for (int i = 0; i < 4; i++) {
+    const std::vector<float> before = m.state();
+    const std::vector<std::vector<char>> params = m.params;
+    OK(m.step());
+    const uint32_t tiles[] = {0, 1, 4};
+    if (i % 2) {
+      OK(csd_engine_remap(m.engine, i == 3, &m.error));
+      for (const uint32_t tile : tiles) m.windows[1][tile * kTile] = 1e9f;
+      OK(csd_engine_edited(m.engine, tiles, 3, &m.error));
+    }
+    const std::vector<float> after = m.state();
+    OK(csd_engine_go_back(m.engine, tiles, 3, &m.error));
+    CHECK(csd_engine_take_back(m.engine, &m.error) == CSD_ESTATE);
+    const std::vector<float> mixed = m.state();
+    CHECK(mixed != after && mixed != before);
+    OK(csd_engine_go_back(m.engine, tiles, 3, &m.error));  // there and back again
+    std::vector<uint32_t> others;
+    for (uint32_t tile = 0; tile < kTiles; tile++) others.push_back(tile);
+    OK(csd_engine_go_back(m.engine, others.data(), kTiles, &m.error));
+    CHECK(m.state() == before);
+    m.params = params;
+    for (size_t p = 0; p < params.size(); p++) m.table[p].param = m.params[p].data();
+  }
+  const uint32_t beyond[] = {0, kTiles};
+  CHECK(csd_engine_go_back(m.engine, beyond, 2, &m.error) == CSD_EINVAL);
+  for (Model *model : {&resident, &in_place}) {
+    OK(model->step());
+    CHECK(csd_engine_go_back(model->engine, beyond, 1, &model->error) == CSD_EINVAL);
+  }
+}
+
 // Steps begun as guesses give the same bits as others, and change nothing visible until they are released.
 void guesses() {
   for (const uint32_t dtype : {CSD_F32, CSD_F16, CSD_BF16})
@@ -1650,6 +1686,7 @@ int main(int argc, char **argv) {
                {"to and fro", to_and_fro},
                {"undo", undo},
                {"taken back", taken_back},
+               {"gone back", gone_back},
                {"guesses", guesses},
                {"guesses gone wrong", guesses_gone_wrong},
                {"who waits", who_waits},

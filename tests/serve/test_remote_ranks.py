@@ -263,9 +263,12 @@ def records_of_an_undone_step(rank, address):
         if keep and rank == 1:
             raise CSDOSError(5, "unplugged")
 
-    with mock.patch.object(RemoteNative, "finish", fails), pytest.raises(CSDError, match="unplugged"):
+    def step():
         net.step()
         net.opt.synchronize()
+
+    with mock.patch.object(RemoteNative, "finish", fails), pytest.raises(CSDError, match="unplugged"):
+        step()
     net.opt.zero_grad()
     with net.opt.loading():
         for p in net.model.parameters():

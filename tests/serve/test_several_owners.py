@@ -98,9 +98,12 @@ def test_a_step_that_is_undone_leaves_a_new_manifest_to_be_written(owners, tmp_p
         if breaks:
             raise CSDOSError(5, "broken")
 
-    with replaced(Native, "finish", fails), pytest.raises(CSDError, match="broken"):
+    def step():
         served.step()
         served.opt.wait()
+
+    with replaced(Native, "finish", fails), pytest.raises(CSDError, match="broken"):
+        step()
     served.opt.zero_grad()
     served.done = 3
     served.steps(2).opt.synchronize()

@@ -62,7 +62,7 @@ class Coded:
             self.engine.committer.describe({"params": about, "waiting": []})
         if rank is not None:  # one of two ranks, as if they committed together
             self.engine.committer.store_id = b"of two in codes."
-            self.engine.committer._manifests._rank_fields = {"rank": rank, "world_size": 2}
+            self.engine.committer.manifests._rank_fields = {"rank": rank, "world_size": 2}
 
     def _blank(self, param, dtype):
         """Return a parameter's states in one array before the first step: its master is the parameter."""

@@ -64,3 +64,13 @@ def guess_of(opt):
 def pusher_of(opt):
     """Return the thread that sends gradients in backward, before step() is called."""
     return mode_of(opt)._early._pusher
+
+
+def committed_in(committer):
+    """Return what the next commit would write: whether the manifests, and which residuals, by parameter."""
+    return not committer.manifests.written, [*committer.residuals.changed(committer.states.residuals)]
+
+
+def forget_manifests(committer):
+    """Let the next commit write no manifests, whatever has changed in them."""
+    committer.manifests.written = True
