@@ -103,6 +103,8 @@ class CommitJob:
             spaces = [self.spaces[param] for param in sorted(self.spaces) if self.residuals.rooms[param].device == d]
             table = pack_table(tables, self.steps, replace(self.record, written_bytes=written_bytes[d]), spaces)
             staged.append(store.stage(replace(self.superblock, device=d), self.manifests.get(d), table))
+            if self.superblock.devices > 1 or self.superblock.round:
+                store.stay()
         return staged
 
 

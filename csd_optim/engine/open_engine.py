@@ -29,7 +29,7 @@ def open_engine(
     mode: Mode = "new",
     tile_elems: int | None = None,
     ranks: Ranks | RanksElsewhere | None = None,
-    choose: Callable[[RanksStore | None], int | None] | None = None,
+    choose: Callable[[RanksStore], int | None] | None = None,
     kernels: Collection[str] = (),
     two_passes: bool = False,
 ) -> Engine:

@@ -18,7 +18,7 @@ from .open_devices import OpenDevices
 
 
 def recover(
-    engine: Engine, committer: DurableCommitter, choose: Callable[[RanksStore | None], int | None] | None = None
+    engine: Engine, committer: DurableCommitter, choose: Callable[[RanksStore], int | None] | None = None
 ) -> None:
     """Resume from the last step that all devices of all ranks have, if there is one, and set `engine.recovered`.
 
@@ -34,7 +34,7 @@ def recover(
         if commits and engine.states.mode == "resume":
             check_slots(commits[0])
     if ranks:
-        own = RanksStore.of(commits)
+        own = RanksStore.of(stores, commits)
         chosen = choose(own) if choose else last_round(ranks.gather_objects(own))
         commits = [recovered for recovered in commits if recovered[0].superblock.round == chosen]
     if commits:

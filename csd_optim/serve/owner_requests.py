@@ -108,16 +108,15 @@ def check_hello(fields: Fields) -> Hello:
     )
 
 
-def summary_of(store: RanksStore | None) -> dict[str, Any] | None:
+def summary_of(store: RanksStore) -> dict[str, Any]:
     """Return what trainers learn about the store of one of them, to choose the step that all resume."""
-    if store is None:
-        return None
     return {
         "path": store.path,
         "store": store.store_id.hex(),
         "rank": store.rank,
         "world_size": store.world_size,
         "is_first": store.is_first,
+        "is_missing": store.is_missing,
         "steps": [*store.steps.items()],
     }
 

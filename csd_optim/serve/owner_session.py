@@ -384,9 +384,9 @@ class Owner:
                 _close(parts)
             return part
 
-    def _choose(self, part: Ownership, session: Session, number: int, store: RanksStore | None) -> int | None:
+    def _choose(self, part: Ownership, session: Session, number: int, store: RanksStore) -> int | None:
         """Ask the trainers, which tell each other what each of them has here, for the round that all resume."""
-        others = part.others_here() if store is None else []
+        others = [] if store.steps else part.others_here()
         session.control.send({"n": number, "found": summary_of(store), "others": others, "owner": self._name})
         message, _ = session.control.receive(None, HELLO_BYTES)  # the slowest trainer decides
         fields = Fields(message)

@@ -121,7 +121,7 @@ class Ownership:
         mode: str,
         tile_elems: int | None,
         store_id: bytes,
-        choose: Callable[[RanksStore | None], int | None] | None = None,
+        choose: Callable[[RanksStore], int | None] | None = None,
     ) -> None:
         """Open the engine for a session. Raises what open_engine() raises, and CSDStoreError if a state is damaged.
 

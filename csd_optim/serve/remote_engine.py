@@ -125,7 +125,7 @@ def _open_together(
         exchanged.own = {share.index: _said(fields, n_shares) for share, fields in zip(shares, found, strict=True)}
     by_share = dict(itertools.chain.from_iterable(of_rank.items() for of_rank in exchanged.by_ranks))
     chosen = last_round([by_share[k][0] for k in range(n_shares)])  # raises on all ranks alike
-    if not any(store for store, _, _ in by_share.values()):
+    if not any(store.steps for store, _, _ in by_share.values()):
         _check_order(by_share)
     with all_ranks_or_none(ranks):
         for link in links:
@@ -145,12 +145,12 @@ def _granted(links: Sequence[Link]) -> list[Answer]:
             raise
 
 
-def _said(fields: Fields, n_shares: int) -> tuple[RanksStore | None, list[int], str]:
+def _said(fields: Fields, n_shares: int) -> tuple[RanksStore, list[int], str]:
     """Return what an owner has of a share, which other shares it has states of, and its name. Raises CSDRankError."""
     return _store_found(fields), fields.integers("others", 0, n_shares - 1), fields.text("owner")
 
 
-def _check_order(by_share: dict[int, tuple[None, list[int], str]]) -> None:
+def _check_order(by_share: dict[int, tuple[RanksStore, list[int], str]]) -> None:
     """Raise CSDStoreError if an owner has states of a share for which another one was asked.
 
     `by_share`: of all ranks, without a store where it was asked for.
@@ -163,10 +163,8 @@ def _check_order(by_share: dict[int, tuple[None, list[int], str]]) -> None:
             )
 
 
-def _store_found(fields: Fields) -> RanksStore | None:
+def _store_found(fields: Fields) -> RanksStore:
     """Return what an owner says about the store of this rank. Raises CSDRankError."""
-    if fields.is_null("found"):
-        return None
     found = Fields(fields.object("found"))
     try:
         store_id = bytes.fromhex(found.text("store"))
@@ -174,7 +172,7 @@ def _store_found(fields: Fields) -> RanksStore | None:
     except (TypeError, ValueError):
         refuse("the steps of a store")
     where = found.text("path"), store_id, found.integer("rank"), found.integer("world_size", 1)
-    return RanksStore(*where, is_first=found.flag("is_first"), steps=steps)
+    return RanksStore(*where, found.flag("is_first"), steps, found.flag("is_missing"))
 
 
 class Attaching:

@@ -293,6 +293,7 @@ class Steps(Progress):
         """Count and commit a step of the other ranks, for which this rank has no gradients; vote as LiveStep.run()."""
         with all_ranks_or_none(self.ranks):
             self.state_map.fill(self.engine)
+            self.engine.committer.reserve(record)  # makes the store's file, before other ranks commit this step
         if not all_can_undo:
             with all_ranks_or_none(self.ranks):
                 pass

@@ -141,6 +141,7 @@ class StoreFile:
         self.in_doubt: bool = False  # a flush has failed, and what it should have covered was not read back since
         self.lost: str = ""  # why the last step will never be committed here
         self._is_name_durable = True  # false after a failed flush of the directory: the file's name may not be durable
+        self.was_missing: bool = False  # with mode "resume": there was no file, or an empty one
         self._is_new = not durable  # this process has created the file, and it has no superblock yet
         self.current: Superblock | None = None  # of the last commit
         self._spaces: dict[str, tuple[int, int]] = {}  # for "manifest" and "table": base, room
@@ -196,6 +197,7 @@ class StoreFile:
             self.fd = -1
         self._is_new = mode != "read" and os.fstat(self.fd).st_size == 0
         if self._is_new:
+            self.was_missing = mode == "resume"
             return path
         if mode in ("resume", "read"):
             # The last writer may have died before its data were flushed, or may have seen a flush fail. Such data are
@@ -410,6 +412,10 @@ class StoreFile:
             assert self.current is not None
             block = replace(block, manifest=self.current.manifest)
         return Staged(replace(block, table=self._region("table", table)), manifest, table)
+
+    def stay(self) -> None:
+        """Let the file stay even if it never becomes a store: others may get the same commit, and need to find it."""
+        self._is_new = False
 
     def publish(self, staged: Staged, copy: int) -> None:
         """Write one copy of a commit, and wait until it is durable; before copy 0, flush all tiles.

@@ -411,9 +411,9 @@ def read_region(fd: int, region: Region, copy: int, what: str, path: str) -> byt
 
 
 def superblocks(fd: int, path: str) -> list[tuple[int, Superblock]]:
-    """Return the valid superblocks, each with the number of its copy, the newest first."""
+    """Return the valid superblocks, each with the number of its copy, the newest first, and of equals copy 1."""
     found = [(copy, Superblock.unpack(read(fd, PAGE, copy * PAGE), path)) for copy in range(2)]
-    return sorted(((copy, s) for copy, s in found if s), key=lambda pair: -pair[1].sequence)
+    return sorted(((copy, s) for copy, s in found if s), key=lambda pair: (-pair[1].sequence, -pair[0]))
 
 
 def unpack(path: str, copy: int, block: Superblock, manifest: bytes, table: bytes, size: int | None) -> Contents:

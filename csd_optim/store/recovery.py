@@ -16,6 +16,20 @@ AGAIN = (
     "are unchanged"
 )
 
+LOST = (
+    ". If its drive is not mounted, mount it; if it is lost, go back to a snapshot or a checkpoint, or begin anew with "
+    "overwrite=True"
+)
+
+
+def _is_first(newest: Contents) -> bool:
+    """Return whether the newest commit of a store may be a first one that other stores never got.
+
+    Then nothing was reported, and a new training may begin. Copy 1 is only written when all have copy 0. And where a
+    commit has an origin, there are states elsewhere from which these stores have to be made.
+    """
+    return newest.superblock.sequence == 1 and newest.copy == 0 and not newest.origin
+
 
 def common_commit(stores: Sequence[StoreFile]) -> list[Contents]:
     """Return the newest of common_commits(); empty if there is none."""
@@ -25,19 +39,20 @@ def common_commit(stores: Sequence[StoreFile]) -> list[Contents]:
 def common_commits(stores: Sequence[StoreFile]) -> list[list[Contents]]:
     """Return the commits that all stores have, the newest first, each as the contents of all stores.
 
-    Returns an empty list if there is no commit, or only a first one that not all stores have. Raises CSDStoreError if a
-    store is missing, if they are not the devices of one optimizer, or if they have no step in common.
+    Returns an empty list if there is no commit, or only a first one that not all stores have got. Raises CSDStoreError
+    if a store is missing, if they are not the devices of one optimizer, or if they have no step in common.
     """
     found = [s.recovered[0] for s in stores if s.recovered]
-    resharded = any(c.origin and c.superblock.sequence == 1 for c in found)
+    if not found:
+        return []
     if len(found) < len(stores):
-        # Killed before all of them had the first commit: there is nothing to continue from. But where that commit
-        # has an origin, a new training must not begin.
-        if all(c.superblock.sequence == 1 for s in stores for c in s.recovered) and not resharded:
+        empty = next((s for s in stores if s.was_missing), next(s for s in stores if not s.recovered))
+        if all(map(_is_first, found)) and not empty.was_missing:
             return []
-        empty = next(s for s in stores if not s.recovered)
         where = f", of rank {found[0].rank}," if found[0].world_size > 1 else ""
-        raise CSDStoreError(f"{empty.path} holds no store, but {found[0].path}{where} does{AGAIN if resharded else ''}")
+        resharded = any(c.origin and c.superblock.sequence == 1 for c in found)
+        advice = AGAIN if resharded else LOST if empty.was_missing else ""
+        raise CSDStoreError(f"{empty.path} holds no store, but {found[0].path}{where} does{advice}")
     newest = [s.recovered[0].superblock for s in stores]
     first = newest[0]
     for store, block in zip(stores, newest, strict=True):
@@ -99,42 +114,50 @@ class RanksStore:
     store_id: bytes
     rank: int
     world_size: int
-    is_first: bool  # whether the newest commit is the first one of a new training
-    steps: dict[int, int]  # by round, the newest first
-    is_resharded: bool = False  # whether it is the first one of a store made from others; only for messages
+    is_first: bool  # whether the newest commit may be a first one that other ranks never got
+    steps: dict[int, int]  # by round, the newest first; empty: there is no commit
+    is_missing: bool = False  # there is not even the file of some store
+    is_resharded: bool = False  # whether the newest commit is the first one of a store made from others; for messages
 
     @classmethod
-    def of(cls, commits: list[list[Contents]]) -> RanksStore | None:
-        """Return the summary of a rank's `commits`, from common_commits(); None if there are none."""
+    def of(cls, stores: Sequence[StoreFile], commits: list[list[Contents]]) -> RanksStore:
+        """Return the summary of a rank's stores, and of their `commits`, from common_commits()."""
         if not commits:
-            return None
+            missing = next((store for store in stores if store.was_missing), None)
+            path = str((missing or stores[0]).path)
+            return cls(path, b"", 0, 1, is_first=True, steps={}, is_missing=missing is not None)
         newest = commits[0][0]
         block = newest.superblock
         steps = {c[0].superblock.round: c[0].superblock.step for c in commits}
+        is_resharded = block.sequence == 1 and newest.origin is not None
         where = newest.path, block.store_id, newest.rank, newest.world_size
-        is_first, is_resharded = block.sequence == 1, newest.origin is not None
-        return cls(*where, is_first and not is_resharded, steps, is_first and is_resharded)
+        is_first = all(map(_is_first, commits[0]))
+        return cls(*where, is_first, steps, is_resharded=is_resharded)
 
 
-def last_round(stores: Sequence[RanksStore | None]) -> int | None:
-    """Return the last round that all ranks have, given the store of each rank; None if there is none yet.
+def last_round(stores: Sequence[RanksStore]) -> int | None:
+    """Return the last round that all ranks have, given what each rank has; None if there is none yet.
 
     Raises CSDStoreError if they have no round in common, or if a store is missing, or belongs to another rank, another
     run or another number of ranks.
     """
-    size, present = len(stores), {rank: store for rank, store in enumerate(stores) if store}
+    size, present = len(stores), {rank: store for rank, store in enumerate(stores) if store.steps}
     for rank, store in present.items():
         if store.world_size != size:
             raise CSDStoreError(other_world_size(store, size))
         if store.rank != rank:
             raise CSDStoreError(f"rank {rank}: {store.path} is the store of rank {store.rank}")
     if len(present) < size:
-        if all(store.is_first for store in present.values()):  # killed before all of them had the first commit
-            return None
+        absent = [store for store in stores if not store.steps]
+        missing = [store.path for store in absent if store.is_missing]
+        if not present or (all(store.is_first for store in present.values()) and not missing):
+            return None  # killed before all of them had the first commit
         without = ", ".join(str(rank) for rank in range(size) if rank not in present)
-        again = AGAIN if any(store.is_resharded for store in present.values()) else ""
+        advice = AGAIN if any(store.is_resharded for store in present.values()) else ""
+        if missing and not advice:
+            advice = f": {missing[0]} is not there{LOST}"
         raise CSDStoreError(
-            f"no store on rank {without}, but rank {min(present)} has {present[min(present)].path}{again}"
+            f"no store on rank {without}, but rank {min(present)} has {present[min(present)].path}{advice}"
         )
     for rank, store in present.items():
         if store.store_id != present[0].store_id:
@@ -167,7 +190,7 @@ def last_commits(by_rank: Sequence[Sequence[StoreFile]]) -> list[list[Contents]]
     if [contents.rank for contents in newest] != [*range(first.world_size)]:
         present = ", ".join(str(contents.rank) for contents in newest)
         raise CSDStoreError(f"these are stores of ranks {present} of {first.world_size}: name those of all, or of one")
-    chosen = last_round([RanksStore.of(own) for own in commits])
+    chosen = last_round([RanksStore.of(stores, own) for stores, own in zip(by_rank, commits, strict=True)])
     return [
         sorted(recovered, key=lambda c: c.superblock.device)
         for own in commits

@@ -533,7 +533,8 @@ def found(run, size, n):
                 some = any(store.recovered for store in stores)
                 if some and len(stores) < n:
                     return "some"
-                summaries.append(RanksStore.of(common_commits(stores)) if some else None)
+                nothing = RanksStore("", b"", rank, size, is_first=True, steps={}, is_missing=True)
+                summaries.append(RanksStore.of(stores, common_commits(stores)) if some else nothing)
             return "nothing" if last_round(summaries) is None else "all"
         except CSDStoreError as e:
             return str(e)
