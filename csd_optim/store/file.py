@@ -255,6 +255,7 @@ class StoreFile:
         self._next_fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
         try:
             lock(self._next_fd, temporary)
+            os.ftruncate(self._next_fd, self.end)  # an empty file would count as missing, beside those not yet replaced
             temporary.replace(self.path)
         except BaseException:
             fd, self._next_fd = self._next_fd, -1

@@ -146,26 +146,64 @@ def test_a_rank_is_missing_after_any_write_of_the_first_two_commits(devices, tmp
 def test_a_file_without_a_commit_is_not_a_missing_one(tmp_path):
     """A process that was killed before its first commit leaves such files: a new training begins."""
 
-    def publish(publish, store, staged, copy):
-        if staged.superblock.device == 1:
-            raise OSError(28, "no space left on device")
-        publish(store, staged, copy)
-
     p = torch.nn.Parameter(torch.ones(5000))
     places = [tmp_path / f"device-{d}" for d in range(2)]
-    with replaced(StoreFile, "publish", publish), contextlib.suppress(OSError):
-        opt = CSDAdam([p], devices=places, tile_size=1024)
-        p.grad = torch.ones_like(p)
-        opt.step()
-        opt.close()
+    killed_in_its_first_commit(places, {0})
     assert (places[1] / FILE_NAME).exists()
     assert read_contents(places[0]).superblock.step == 1
     with pytest.warns(match="no store"):
         opt = CSDAdam([p], devices=places, tile_size=1024, resume=True)
     with opt:
         assert opt.committed_step == 0
+        p.grad = torch.ones_like(p)
         opt.step()
     assert [read_contents(place).superblock.step for place in places] == [1, 1]
+
+
+def killed_in_its_first_commit(places, has_copy_0):
+    """Make stores of which some have copy 0 of a first commit, as one that was killed leaves them."""
+
+    def publish(publish, store, staged, copy):
+        if staged.superblock.device not in has_copy_0:
+            raise OSError(5, "unplugged")
+        publish(store, staged, copy)
+
+    p = torch.nn.Parameter(torch.ones(5000))
+    with replaced(StoreFile, "publish", publish), contextlib.suppress(OSError):
+        opt = CSDAdam([p], devices=places, tile_size=1024)
+        p.grad = torch.ones_like(p)
+        opt.step()
+        opt.close()
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("has_copy_0", [{0}, {1}, {0, 2}, {1, 2}])
+def test_a_new_training_is_killed_as_it_replaces_the_files_of_one_that_was(has_copy_0, n, tmp_path):
+    places = [tmp_path / f"device-{d}" for d in range(3)]
+    killed_in_its_first_commit(places, has_copy_0)
+    replace, left = StoreFile._replace, n
+
+    def some(store):
+        nonlocal left
+        replace(store)
+        left -= 1
+        if left == 0:
+            shutil.copytree(tmp_path, tmp_path.with_name("killed"))
+
+    p = torch.nn.Parameter(torch.ones(5000))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(StoreFile, "_replace", some)
+        with pytest.warns(match="no store"):
+            opt = CSDAdam([p], devices=places, tile_size=1024, resume=True)
+        p.grad = torch.ones_like(p)
+        opt.step()
+        opt.close()
+    killed = tmp_path.with_name("killed")
+    with pytest.warns(match="no store"):
+        opt = CSDAdam([p], devices=[killed / place.name for place in places], tile_size=1024, resume=True)
+    opt.step()
+    opt.close()
+    shutil.rmtree(killed)
 
 
 @pytest.mark.parametrize("gone", ["nothing", "file", "directory"])
