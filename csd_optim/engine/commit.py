@@ -161,22 +161,20 @@ class Background:
         self._work: Work | None = None
         self._name = ""
         self._running: Flag | None = None  # the work on the pool, until it has ended
-        self._midway = Flag()  # set when the work has done what a step waits for, or has ended
+        self._holds_steps = True  # a step must not begin before the work is done
         self._to_retry = False  # the work has failed, or was never started
-        # How many commits, or halves of rounds, start() has begun, and for how many of these no step waits any more.
+        # How many commits, or halves of rounds, start() has begun, and how many of these have ended.
         self.begun: int = 0
         self.ended: int = 0
         self.on_progress: Callable[[], None] = lambda: None  # called on any thread when more is durable, or has ended
 
-    def start(self, name: str, work: Work, *, is_midway: bool = False) -> None:
+    def start(self, name: str, work: Work, *, holds_steps: bool = True) -> None:
         """Wait for the previous work, then start `work`, which is retried until it succeeds. Raises as wait().
 
-        `is_midway`: no step waits for it; else the work calls note_midway() when that is so.
+        `holds_steps`: see wait_for_step().
         """
         self.wait()
-        self._name, self._work, self._midway = name, work, Flag()
-        if is_midway:
-            self.note_midway()
+        self._name, self._work, self._holds_steps = name, work, holds_steps
         self._to_retry, self._running = True, Flag()
         try:
             self._pool.submit(self._run, work, self._running)
@@ -189,21 +187,13 @@ class Background:
         with contextlib.suppress(BaseException):  # whatever it is: wait() tries again, and raises what that raises
             work(self._in_parallel)
             self._to_retry = False
+        self.ended += 1
         running.set()
-        self.note_midway()
         self.on_progress()
 
-    def note_midway(self) -> None:
-        """Let whoever waits midway go on. Called on the thread of the work."""
-        if not self._midway.is_set:
-            self.ended += 1
-            self._midway.set()
-
-    def wait_midway(self) -> None:
-        """Return when the running work has called note_midway(). If none is running, do as wait()."""
-        if self._running and not self._running.is_set:
-            self._midway.wait()
-        if self._running is None or self._running.is_set:
+    def wait_for_step(self) -> None:
+        """Do as wait() before a step, unless work that does not hold steps is running."""
+        if self._holds_steps or self.idle:
             self.wait()
 
     def _await(self) -> None:
@@ -218,7 +208,7 @@ class Background:
     def run(self, name: str, work: Work) -> None:
         """Run `work` on the calling thread, after the previous work. Raises CSDOSError."""
         self.wait()
-        self._name, self._work, self._to_retry = name, work, True
+        self._name, self._work, self._holds_steps, self._to_retry = name, work, True, True
         self.wait()
 
     def wait(self) -> None:

@@ -222,14 +222,13 @@ class Commits(Committer):
 
     def _commit_alone(self, commit: Commit, in_parallel: InParallel) -> None:
         self._prepare(commit, in_parallel)
-        self._mark_recoverable(commit)
         commit.complete(in_parallel)
+        self._mark_recoverable(commit)
 
     def _mark_recoverable(self, commit: Commit, *, has_failed: bool = False) -> None:
-        """Note that a resume after a crash continues from this commit, of which all devices have copy 0."""
+        """Note that a resume after a crash continues from this commit from now on."""
         self.states.committed_step, self.residuals.committed = commit.job.step, commit.job.spaces
         self.states.watcher.after_commit(commit.job.step, has_failed=has_failed)
-        self.background.note_midway()
         self.background.on_progress()
 
     def _withdraw(self, commit: Commit) -> None:
@@ -264,7 +263,7 @@ class Commits(Committer):
         if self.ranks:
             if self._makes_round:  # no commit has begun yet
                 self.commit()
-            self.background.wait_midway()  # copy 1 of a round that is confirmed may still be written
+            self.background.wait_for_step()
         return self.rounds.number
 
     def await_round(self) -> int | None:
@@ -283,7 +282,7 @@ class Commits(Committer):
         if commit := self.rounds.confirm():
             commit_trace.note("confirms", committer=self, commit=commit)
             self._mark_recoverable(commit, has_failed=has_failed)
-            self.background.start(f"step {self.states.committed_step}", commit.complete, is_midway=True)
+            self.background.start(f"step {self.states.committed_step}", commit.complete, holds_steps=False)
         self.rounds.highest = max(self.rounds.highest, highest or 0)
 
     def wait(self) -> None:

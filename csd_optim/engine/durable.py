@@ -45,8 +45,9 @@ class DurableCommitter(Commits):
         """
         if self.ahead.is_uncommitted:
             self.commit()
-        # This step overwrites the slots of the commit before the last one, which copy 0 of the last one replaces.
-        self.background.wait_midway()
+        # This step overwrites the slots of the commit before the last one. Once all ranks have copy 0 of a round, no
+        # resume needs these, so copy 1 of that round may be written while the step goes on.
+        self.background.wait_for_step()
         self.pins.wait_before(self.sequence)
         self.reserve(record)
         commit_trace.note("step begins", committer=self, tiles=tiles)

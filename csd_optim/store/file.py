@@ -255,7 +255,7 @@ class StoreFile:
         self._next_fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
         try:
             lock(self._next_fd, temporary)
-            os.ftruncate(self._next_fd, self.end)  # an empty file would count as missing, beside those not yet replaced
+            self._make_present(self._next_fd)
             temporary.replace(self.path)
         except BaseException:
             fd, self._next_fd = self._next_fd, -1
@@ -264,6 +264,14 @@ class StoreFile:
             raise
         fd, self.fd, self._next_fd, self._is_new = self.fd, self._next_fd, -1, True
         os.close(fd)
+
+    def _make_present(self, fd: int) -> None:
+        """Give a new file room for superblocks, durably, before its name is: an empty file counts as missing.
+
+        Other stores may have a first commit before this one has, or still have one from before.
+        """
+        os.pwrite(fd, bytes(PAGE), self.end - PAGE)
+        os.fdatasync(fd)
 
     @contextlib.contextmanager
     def wrapping_errors(self, action: str) -> Iterator[None]:
@@ -320,6 +328,8 @@ class StoreFile:
             with self.wrapping_errors("write"):
                 if not (self._is_new and self._is_name_durable):
                     self._replace()
+                elif self.durable:
+                    self._make_present(self.fd)
                 if self.durable:
                     self._sync_names()
                 self._open_direct()
