@@ -11,9 +11,9 @@
 # make wheels     sdist and a wheel for this machine's architecture, checked, in dist/
 # make aarch64    the native tests built for AArch64, run by QEMU (apt-get install g++-aarch64-linux-gnu qemu-user)
 # make gpu-check  on a machine with a GPU: tests, sanitizers and benches on it, in one archive (docs/gpu-check.md)
-# make soak       tests that take too long for every change: training killed more than 200 times, 4000 power losses, the
-#                 whole suite on cards, and tests that guard data with 8-bit states, on devices that are far, and with
-#                 optimizer ranks
+# make soak       tests that take too long for every change: the model of commits in all its bounds, training killed more
+#                 than 200 times, 4000 power losses, the whole suite on cards, and tests that guard data with 8-bit
+#                 states, on devices that are far, and with optimizer ranks
 # make trainers   a tiny model in each training framework that installs on a CPU, killed and resumed: an hour, 5 GB of disk
 # make matrix     the tests that touch torch's interface with other versions of torch and Python: hours, 8 GB of disk
 # Each target first sets up a virtual environment below build/; nothing else on the machine is changed.
@@ -30,7 +30,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 NATIVE := $(foreach d,native/* hls_kernels hls_kernels/*,$(wildcard $(d)/*.h $(d)/*.cpp)) \
     native/build.py hls_kernels/build.py setup.py setup.cfg
 
-CXX_FILES := $(foreach d,native/* hls_kernels hls_kernels/* tests/native tests/native/* tests/faults \
+CXX_FILES := $(foreach d,native/* hls_kernels hls_kernels/* tests/native tests/native/* tests/model tests/faults \
     tests/accelerator/emulated,\
     $(wildcard $(d)/*.h $(d)/*.cpp $(d)/*.c))
 
@@ -95,6 +95,7 @@ DATA := $(addprefix tests/,store engine compression checkpoint params step optim
 
 # SOAK="--seed 7" repeats one run; a failure reports its seed.
 soak: $(VENV)/.installed
+	$(PYTEST) --tier soak --beyond ci tests/model
 	$(BIN)/python tests/crash --kills 250 --images 4000 --rank-calls 400 $(SOAK)
 	$(BIN)/python tests/crash --accelerator --kills 50 --calls 0 --images 1000 $(SOAK)
 	$(BIN)/python -m pytest --tier soak -k "suite_on_cards or soak"

@@ -3,13 +3,15 @@
 import gc
 import os
 import random
+import shutil
 import signal
 import sys
 
 import pytest
 import torch
-from support import cards, emulated, far, phases, served
-from support.backends import BACKENDS, NEAR, XRT_BACKENDS, device_strings, on_cards
+from model.automaton import Refused
+from support import cards, commit_traces, emulated, far, phases, served
+from support.backends import BACKENDS, NEAR, TESTS, XRT_BACKENDS, device_strings, on_cards
 from support.states import assume, assumed
 from support.tiers import TIERS, of_tier
 
@@ -126,6 +128,24 @@ def pytest_collection_finish():
 @pytest.fixture(scope="session", autouse=True)
 def phases_of_steps():
     phases.watch()
+
+
+TRACED = ("distributed", "overlap", "publish", "serve", "store/test_crash.py")  # tests of these commit
+
+
+@pytest.fixture(autouse=True)
+def trace_of_commits(request, tmp_path_factory):
+    """Have the commits of all processes of a test accepted by the reference automaton: see commit_traces.py."""
+    if not any(request.path.is_relative_to(TESTS / place) for place in TRACED):
+        yield
+        return
+    directory = tmp_path_factory.mktemp("trace")
+    try:
+        with commit_traces.accepted(directory):
+            yield
+    except Refused as e:
+        pytest.fail(f"{e}\nThe traces are in {directory}", pytrace=False)
+    shutil.rmtree(directory)
 
 
 @pytest.fixture

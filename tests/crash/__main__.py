@@ -1,6 +1,7 @@
 """Stops a training in every way there is, and checks that it resumes: see __init__.py."""
 
 import argparse
+import contextlib
 import itertools
 import os
 import random
@@ -16,6 +17,9 @@ import torch._dynamo  # step() would import it: here once, instead of in every c
 if __package__ in (None, ""):  # python tests/crash
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from model.automaton import Refused
+from support import commit_traces
+
 from crash.kills import KillsAtCalls, RandomKills
 from crash.on_ranks import CASES, KillsOfRanks
 from crash.power import PowerLosses, Recording
@@ -26,7 +30,7 @@ SHOTS = 50  # approximate number of images per recording
 
 
 class Progress:
-    """A counter on stderr."""
+    """A counter on stderr. At the end of the `with` block the automaton has to accept the commits of all processes."""
 
     def __init__(self, what, total):
         self.what, self.total, self.done, self.shown = what, total, 0, 0.0
@@ -40,10 +44,14 @@ class Progress:
 
     def __enter__(self):
         self(0)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(commit_traces.accepted(stack.enter_context(TemporaryDirectory())))
+            self._trace = stack.pop_all()
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *failure):
         print(file=sys.stderr)
+        self._trace.__exit__(*failure)
 
 
 def parse():
@@ -127,7 +135,7 @@ def main():
     with TemporaryDirectory() as directory:
         try:
             done = run(arguments, directory)
-        except Violation as e:
+        except (Refused, Violation) as e:
             cause = f"\n{e.__cause__}" if e.__cause__ else ""
             print(f"VIOLATION with --seed {arguments.seed}: {e}{cause}", file=sys.stderr)
             print(f"crash: seed {arguments.seed}: a promise was broken; see above")

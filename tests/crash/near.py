@@ -16,7 +16,8 @@ from tempfile import TemporaryDirectory
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from support import emulated
+from model.automaton import Refused
+from support import commit_traces, emulated
 
 from crash.kills import devices_in
 from crash.processes import CHANGES, COMMITS, KILL_EFFECTS, Child, Shared, in_child, kill_at, preloaded
@@ -80,6 +81,14 @@ def main():
     warnings.simplefilter("ignore")  # about a store to resume that does not exist yet
     emulated.load()
     choose = random.Random(seed)
+    try:
+        with TemporaryDirectory() as trace, commit_traces.accepted(trace):
+            run(choose, kills, directory, seed)
+    except Refused as e:
+        sys.exit(f"seed {seed}: {e}")
+
+
+def run(choose, kills, directory, seed):
     expected, killed, ends = in_child(reference), 0, 0
     while killed < kills:
         shared, n = Shared(), choose.randint(1, 2)

@@ -181,11 +181,17 @@ POINTS = {  # and the number of steps that are committed then
 }
 
 
-@pytest.mark.sampled(together=2)
+# One case of each point: the model of commits (tests/model) has all combinations.
 @pytest.mark.parametrize(
-    ("victims", "ends"), [((0,), "killed"), ((0,), "closed"), ((1,), "killed"), ((1,), "closed"), ((0, 1), "killed")]
+    ("point", "victims", "ends"),
+    [
+        ("within the step", (0,), "killed"),
+        ("copy 0 on one device", (1,), "closed"),
+        ("after copy 0", (0, 1), "killed"),
+        ("before confirm", (0,), "closed"),
+        ("before copy 1", (1,), "killed"),
+    ],
 )
-@pytest.mark.parametrize("point", POINTS)
 def test_ranks_are_killed(point, victims, ends, tmp_path):
     may_die = (0, 1) if ends == "killed" else victims
     ended = on_ranks(2, train_until_death, point, 3, victims, ends, directory=tmp_path, may_die=may_die)
@@ -204,10 +210,14 @@ def undo_with_another_manifest(rank):
     training = ShardTraining(rank, overlap=True, topk=None).until(3)
     training.opt.synchronize()
     training.opt.add_param_group({"params": [torch.nn.Parameter(torch.zeros(5), requires_grad=False)]})
-    with failing(class_with("finish"), "finish", int(rank == 1), "unplugged"), pytest.raises(CSDError):
+
+    def step():
         training.step()
         vote_of(training.opt).wait()
         training.opt.synchronize()
+
+    with failing(class_with("finish"), "finish", int(rank == 1), "unplugged"), pytest.raises(CSDError):
+        step()
     training.opt.zero_grad()
     training.done = 3
     training.until(5).opt.synchronize()
@@ -291,8 +301,16 @@ def train_replicas(rank, step, overlap, point=None):
         return *first, [p.detach() for p in training.params]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize(
+    ("point", "overlap"),
+    [
+        ("within the step", True),
+        ("copy 0 on one device", False),
+        ("after copy 0", True),
+        ("before confirm", False),
+        ("before copy 1", True),
+    ],
+)
 def test_ranks_that_share_the_updates_are_killed(point, overlap, tmp_path):
     on_ranks(2, train_replicas, 6, overlap, point, directory=tmp_path, may_die=(0, 1))
     said = on_living_ranks(2, train_replicas, 5, overlap, directory=tmp_path)

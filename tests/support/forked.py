@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
-from support import far, served
+from support import commit_traces, far, served
 from support.states import assume, assumed
 
 # Forked from a server, so that a process inherits neither threads nor anything that a test has done.
@@ -39,18 +39,20 @@ def process(function, *arguments, daemon=False):
     processes.set_forkserver_preload(PRELOADED + drawing + tests)
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
         forkserver.ensure_running()
-    new = processes.Process(target=_begin, args=(function, *arguments), daemon=daemon)
+    call = (commit_traces.followed(), function, *arguments)
+    new = processes.Process(target=_begin, args=call, daemon=daemon)
     new.start()
     return new
 
 
-def _begin(function, *arguments):
+def _begin(trace, function, *arguments):
     if sys.version_info < (3, 13):
         atexit._clear()  # from 3.13 on, multiprocessing itself does so
     gc.freeze()  # the server's objects live on anyway, and a collection would copy their pages
     assume(assumed())
     far.assume(far.assumed())
     served.assume(served.assumed())
+    commit_traces.follow(trace)
     function(*arguments)
 
 

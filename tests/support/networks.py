@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from support.forked import process
+from support.forked import process, running
 
 from bench import paced_network
 from bench.paced_network import Network, libc
@@ -155,7 +155,8 @@ class ServedThere:
     def __init__(self, machines, store, timeout, environment=None):
         os.makedirs(store, exist_ok=True)
         self.timeout, self.log, self.host = timeout, Path(f"{store}.log").absolute(), machines.address("owner")
-        command = [sys.executable, "-m", "csd_optim", "serve", store, "--listen", f"{self.host}:0"]
+        program = f"import support.commit_traces; {running('csd_optim')}"
+        command = [sys.executable, "-c", program, "serve", store, "--listen", f"{self.host}:0"]
         command += ["--key", "key.pem", "--timeout", str(timeout)]
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(

@@ -11,7 +11,7 @@ from multiprocessing.connection import wait
 
 import torch
 import torch.distributed as dist
-from support import phases
+from support import commit_traces, phases
 from support.forked import process, processes
 
 KILLED = "killed"
@@ -75,7 +75,7 @@ def _killed(ranks):
 def _called(ranks, function, arguments, directory, seconds, may_die=()):
     __tracebackhide__ = True
     for _, pipe in ranks:
-        _send(pipe, (function, arguments, str(directory)))
+        _send(pipe, (function, arguments, str(directory), commit_traces.followed()))
     results, deadline = {}, time.monotonic() + seconds
     while len(results) < len(ranks):
         left = [r for r in range(len(ranks)) if r not in results]
@@ -113,10 +113,11 @@ def _run(pipe, rank, size, place, living):
     environment = dict(os.environ)
     while True:
         try:
-            function, arguments, directory = _receive(pipe)
+            function, arguments, directory, trace = _receive(pipe)
         except EOFError:  # the process that runs the tests has ended
             break
         os.chdir(directory)
+        commit_traces.follow(trace)
         torch.manual_seed(0)
         try:
             if not dist.is_initialized():
