@@ -270,7 +270,7 @@ class StoreFile:
 
         Other stores may have a first commit before this one has, or still have one from before.
         """
-        os.pwrite(fd, bytes(PAGE), self.end - PAGE)
+        self._reserve(fd, 0, self.end, STATE)
         os.fdatasync(fd)
 
     @contextlib.contextmanager
@@ -336,16 +336,22 @@ class StoreFile:
         unit = max(PAGE, mmap.PAGESIZE)  # tiles are mapped from here
         offset, size = round_up(self.end, unit), round_up(size, unit)
         try:
-            if size:
-                os.posix_fallocate(self.fd, offset, size)
-        except OSError as e:
+            self._reserve(self.fd, offset, size, what)
+        except OSError:
             with contextlib.suppress(OSError):  # if this drive fails altogether, the file stays longer than needed
                 os.ftruncate(self.fd, self.end)
+            raise
+        self.end = offset + size
+        return offset
+
+    def _reserve(self, fd: int, offset: int, size: int, what: str) -> None:
+        try:
+            if size:
+                os.posix_fallocate(fd, offset, size)
+        except OSError as e:
             raise CSDOSError(
                 e.errno, f"{self.path}: no room for {size / 1e9:.2f} GB of {what}: {e.strerror}{self._free_space()}"
             ) from e
-        self.end = offset + size
-        return offset
 
     def _free_space(self) -> str:
         try:

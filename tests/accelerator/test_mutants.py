@@ -115,7 +115,7 @@ MUTANTS = {
     "buffers are not pinned": Mutant(
         "step/steps.py", "pinned = any(is_on_accelerator", "pinned = 0 and any(is_on_accelerator", "counters"
     ),
-    "a commit does not wait for what is owed": Mutant("engine/durable.py", READY, "ready_events={}", "store_has"),
+    "a commit does not wait for what is owed": Mutant("engine/commits.py", READY, "ready_events={}", "store_has"),
     "a commit waits for all streams": in_commits(
         "stream.wait_event(ready)", "torch.accelerator.synchronize()", "counters"
     ),

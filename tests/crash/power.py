@@ -187,20 +187,28 @@ def _entries(log):
     return entries
 
 
+def _will_be(path):
+    """Return the path of the store that a temporary file is going to replace; "" for other files."""
+    path = Path(path)
+    return str(path.with_name(FILE_NAME)) if path.name.startswith(f".{FILE_NAME}.") else ""
+
+
 def _find_mapped(entries):
     """Find for every flush the pages that changed since the previous one without a call."""
-    shadows, under_way, last = {}, {}, {}
+    shadows, under_way, last, new = {}, {}, {}, {}
     for entry in entries:
+        if entry.what in (WRITE, ALLOCATE) and not entry.done and (path := _will_be(entry.path)):
+            _apply(new.setdefault(path, bytearray()), entry)
         if entry.what == OTHER:  # removed before it became a store
             shadows.pop(entry.path, None)
             last.pop(entry.path, None)
         if entry.what in (SYNC_DIRECTORY, MARK, OTHER, READ, READ_DIRECT, DROP) or Path(entry.path).name != FILE_NAME:
-            continue  # a temporary file is empty
+            continue
         if entry.done:
             under_way.pop(entry.call, None)
             continue
-        if entry.what == RENAME:  # an empty file takes the old name
-            shadows[entry.path], last[entry.path] = bytearray(), entry
+        if entry.what == RENAME:
+            shadows[entry.path], last[entry.path] = new.pop(entry.path, bytearray()), entry
             continue
         shadow = shadows.setdefault(entry.path, bytearray())
         last.setdefault(entry.path, entry)
@@ -363,6 +371,7 @@ class Disk:
     def __init__(self, recording):
         self.recording = recording
         self.files = {}  # by path
+        self.new = {}  # by the path that they will have: files that replace others
         self.begun = {}  # reads in flight, by call
         self.flushed = {}  # by path: the last step whose copy 0 is safe in that file
         self.promised = 0  # the last event that the optimizer has called durable
@@ -380,22 +389,26 @@ class Disk:
             # If the process is killed before it happens, the next one does it again.
             if not entry.done:
                 self._forget(entry.path)
-                self.files[entry.path] = File(self.files.get(entry.path), entry.ahead)
+                new = self.new.pop(entry.path, None) or File(None, ())
+                new.before, new.mapped = self.files.get(entry.path), entry.ahead
+                self.files[entry.path] = new
         elif entry.what == OTHER:
             self._forget(entry.path)
             self.files.pop(entry.path, None)
         elif Path(entry.path).name == FILE_NAME:
-            self._pass_file(entry)
+            self._pass_file(self.files, entry.path, entry)
+        elif path := _will_be(entry.path):
+            self._pass_file(self.new, path, entry)
 
     def _forget(self, path):
         """Forget a file that was replaced or removed. What it flushed no longer counts, except a step that all have."""
         self.promised = self.durable
         self.flushed.pop(path, None)
 
-    def _pass_file(self, entry):
-        if entry.path not in self.files:
-            self.files[entry.path] = File(None, entry.ahead)
-        file = self.files[entry.path]
+    def _pass_file(self, files, path, entry):
+        if path not in files:
+            files[path] = File(None, entry.ahead)
+        file = files[path]
         if entry.what == CREATE:
             return
         if entry.what == DROP:

@@ -240,7 +240,9 @@ class Automaton:
         if store.discards:
             need(store.is_whole(1 - copy, commit), "a copy is overwritten, and the other one may not be whole")
             return
-        need(commit is not life.base, "it is there already")
+        if commit is life.base:  # one of several devices has failed, and all write the same copy again
+            need(copy == 1 and store.is_whole(0, commit), "it is there already")
+            return
         need(not commit.withdrawn, "it was withdrawn")
         if copy:
             need(life.is_on_all(0), "copy 1, and copy 0 is not on all devices")
