@@ -37,6 +37,8 @@ class DurableCommitter(Commits):
 
     def after_extend(self, extent: Extent, offsets: list[int]) -> None:
         self.manifests.add(extent, offsets)
+        for store in self._stores.values() if self.ranks else ():
+            store.stay()  # from the next step on, other ranks may have a commit
 
     def before_step(self, tiles: np.ndarray[Any, Any], record: Record | None) -> np.ndarray[Any, Any]:
         """Do as Committer.before_step().
