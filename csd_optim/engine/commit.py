@@ -112,7 +112,8 @@ class Commit:
     """One commit: `prepare()` and then `complete()`. Call each again until it returns without an exception."""
 
     def __init__(self, job: CommitJob, replaced: Replaced) -> None:
-        self.job, self.replaced = job, replaced
+        self.job: CommitJob = job
+        self.replaced: Replaced = replaced
         self._stores = [*job.stores.values()]
         self._staged: list[Staged] = []
         self.prepared: Flag = Flag()  # copy 0 is durable on all devices

@@ -51,11 +51,11 @@ class Commits(Committer):
         self.store_id: bytes = secrets.token_bytes(16)
         self.pins: Pins = Pins()  # of those who copy the last commit, such as snapshots
         self.background: Background = Background(n_devices)
-        self.residuals = Residuals(n_devices)
-        self.manifests = Manifests(n_devices, ranks)
+        self.residuals: Residuals = Residuals(n_devices)
+        self.manifests: Manifests = Manifests(n_devices, ranks)
         devices.name_tile = self.manifests.params_in_tile
         self._reports = Reports()
-        self.sequence = 0  # number of the last commit
+        self.sequence: int = 0  # number of the last commit
         self._changed = False  # something has changed since the store was last closed cleanly
         self.rounds: Rounds = Rounds(has_ranks=ranks is not None)
         self._last: Commit | None = None  # the commit that began last
