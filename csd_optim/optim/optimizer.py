@@ -171,6 +171,17 @@ class CSDOptimizer(StatesOnDevices, Joinable):
 
     # ---- torch's contract ------------------------------------------------------
 
+    @property  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
+        groups: list[dict[str, Any]] = self.__dict__["param_groups"]
+        if schedules := self._steps.resume.schedules:
+            schedules.note_read(groups, inspect.currentframe())
+        return groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.__dict__["param_groups"] = groups
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if isinstance(param_group, dict):  # else torch raises
             fill_in_defaults(self._rule, param_group, self.defaults)

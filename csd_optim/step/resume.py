@@ -18,6 +18,7 @@ from ..params.state_map import StateMap
 from ..store.format import Record
 from ..store.user_state import stored_user_state
 from .all_gather import ParamAllGather
+from .schedules import ResumedSchedules
 
 
 class Resume:
@@ -29,6 +30,7 @@ class Resume:
     def __init__(self, state_map: StateMap, ranks: Ranks | None) -> None:
         self._state_map, self._ranks = state_map, ranks
         self.pending: bool = False  # a store was resumed, and no step was taken since
+        self.schedules: ResumedSchedules | None = None  # as long as it is pending
         self._without_data: str | None = None  # name of a parameter that could not get its value, as it is on meta
 
     def adopt_store(
@@ -62,6 +64,7 @@ class Resume:
             warnings.warn(changed, CSDWarning, users_stacklevel())
         self.pending = True
         self._restore_values(engine, groups, grad_dtype)
+        self.schedules = ResumedSchedules(recovered.record.groups)
         return recovered.record, user_state
 
     def restore(self, engine: Engine, groups: Groups, grad_dtype: torch.dtype | None) -> None:
@@ -73,6 +76,8 @@ class Resume:
         with engine.committer.all_ranks_or_none():
             self._state_map.follow_replaced_params(engine, groups)
         self._restore_values(engine, groups, grad_dtype)
+        if self.schedules:
+            self.schedules.restore(groups)
 
     def begin_step(self, engine: Engine, groups: Groups) -> None:
         """End the resume: the first step takes the parameters that the groups hold now.
@@ -89,7 +94,9 @@ class Resume:
             )
         self._state_map.follow_replaced_params(engine, groups)
         self._state_map.copy_resumed(engine)
-        self.pending = False
+        if self.schedules:
+            self.schedules.end(groups)
+        self.pending, self.schedules = False, None
 
     def unwritten(self) -> list[ParamState]:
         """Return parameters not written since resume; replicated ones only if no rank wrote to them. A collective."""

@@ -173,8 +173,10 @@ def given():
     torch.manual_seed(0)
     model = Net()
     names = {"torch": torch, "os": os, "CSDAdam": CSDAdam, "CSDOSError": CSDOSError, "model": model, "loss": loss}
-    names["CosineAnnealingLR"] = torch.optim.lr_scheduler.CosineAnnealingLR
-    return names | {"batch": batch, "steps": 6, "parameters": list(model.parameters())}
+    names |= {
+        name: getattr(torch.optim.lr_scheduler, name) for name in ("LinearLR", "CosineAnnealingLR", "SequentialLR")
+    }
+    return names | {"batch": batch, "steps": 6, "warmup": 4, "parameters": list(model.parameters())}
 
 
 @dataclass

@@ -110,8 +110,10 @@ def test_lightning(recipe):
 
 
 @pytest.mark.filterwarnings("ignore:there is no store")
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # repeated after a resume
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")  # SequentialLR's own
 def test_sft(recipe, hub):
-    goes_on(recipe, "sft", STEPS=4, BATCH=2)
+    goes_on(recipe, "sft", STEPS=6, WARMUP=4, BATCH=2)
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")
