@@ -33,7 +33,9 @@ def manifest(
     for state, (extent, start) in zip(param_states, state_map, strict=True):
         k, i = place_of.get(id(state.param), (-1, -1)) if state.alive else (-1, -1)
         about = {"name": state.name, "group": k, "position": i, **describe_param(state.param, state.part)}
-        about |= {"stride": list(state.stride), "extent": extent, "start": start, "numel": state.numel}
+        # Not the parameter's shape: it may have been resized in place, and got another place.
+        about |= {"shape": list(state.own_master.shape), "stride": list(state.stride)}
+        about |= {"extent": extent, "start": start, "numel": state.numel}
         params.append(about | _other_rule(own, state.rule))
     placed = {id(state.param) for state in param_states if state.alive}
     waiting = [

@@ -335,6 +335,13 @@ class ParamState:
         if not is_outside:
             self.mark_synced()
 
+    def set_from_master(self, grad_dtype: torch.dtype | None) -> None:
+        """Set the parameter to the value of its master. `grad_dtype`: see refresh()."""
+        with torch.no_grad(), self.decoding():
+            self.part.of(self.param).copy_(self.master)
+        self.refresh(grad_dtype)
+        self.mark_synced()
+
     def source(self, g: torch.Tensor, grad_dtype: torch.dtype | None) -> GradSource:
         """Return gradient and parameter as flat arrays in the order of the states: views where possible, else copies.
 
@@ -406,3 +413,16 @@ def check_entry(entry: Mapping[str, Any], p: torch.Tensor, name: str, sections: 
         else:
             continue
         raise CSDValueError(f"state {key!r} of parameter {name} {what}")
+
+
+def left_behind(entry: Mapping[str, Any], p: torch.Tensor, sections: Sequence[str]) -> list[str]:
+    """Return which of our own states in an entry of `state` belong to a parameter of another shape than `p`.
+
+    Code that resizes a parameter resizes the states that torch's optimizer has, and moves the entry to the new
+    parameter, with a `master` or `residual` that it does not know. If those of torch fit, these are out of date.
+    """
+    of_torch = [entry[key] for key in sections if key != "master" and entry.get(key) is not None]
+    if not of_torch or any(getattr(state, "shape", None) != p.shape for state in of_torch):
+        return []
+    own = (key for key in ("master", "residual") if isinstance(entry.get(key), torch.Tensor))
+    return [key for key in own if entry[key].shape != p.shape]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, product
 from operator import is_
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from ..distributed.ranks import Ranks
 from ..distributed.sharding import UNSHARDED, Partition, part_of
 from ..engine.engine import Engine
-from ..errors import CSDRuntimeError, CSDStoreError, CSDWarning, users_stacklevel
+from ..errors import CSDRuntimeError, CSDWarning, users_stacklevel
 from ..store.check import rule_named
 from ..store.sections import FP32
 from . import accelerated
@@ -23,7 +23,7 @@ from .decoded_entry import DecodedEntry
 from .groups import Groups, check_state_dtype, members, name_of
 from .manifest import manifest
 from .memory_warnings import LOADED, REPLACED, bytes_in_memory, warn_if_large
-from .param_state import MOST_RATIO, ParamState, check_entry, check_param
+from .param_state import MOST_RATIO, ParamState, check_entry, check_param, left_behind
 from .place import Place
 from .strides import flat, numel
 from .update_rule import RuleOf
@@ -242,23 +242,37 @@ class StateMap:
             state_dtype = group.get("state_dtype", self.state_dtype)
             check_state_dtype(state_dtype, f" of group {k}", rule, rule.sections_for(group, entry))
 
+    def _drop_left_behind(self, groups: Groups) -> None:
+        """Drop masters and residuals from the entries of parameters that were resized with their other states."""
+        lost = None
+        for k, i, p in members(groups):
+            param_state, entry = self.param_states.get(id(p)), self.state.get(p)
+            if entry and not (param_state and param_state.is_shown_by(entry)):
+                for key in left_behind(entry, p, self.rule_of(groups[k]).sections):
+                    del entry[key]
+                    lost = name_of(groups, k, i) if key == "residual" else lost
+        if lost is not None:
+            text = f"{lost} was resized without its residual: what Top-K has not sent of its gradients is lost"
+            warnings.warn(f"{text}. Resize 'residual' in its state as well", CSDWarning, users_stacklevel())
+
     def adopt(self, engine: Engine, groups: Groups, grad_dtype: torch.dtype | None, *, loaded: bool = False) -> None:
         """Copy to the devices what was put into `state`: by load_state_dict() (`loaded`), an assignment or ZeRO.
 
-        A parameter that needs more states than its place has gets another place.
+        A parameter that was resized, or needs more states than its place has, gets another place.
         """
+        if not loaded:
+            self._drop_left_behind(groups)
         self.check(groups)
         joining, left = set(), []
         for k, _, p in members(groups):
             param_state, entry = self.param_states.get(id(p)), self.state.get(p)
-            if (
-                param_state is not None
-                and entry
-                and any(name in entry and name not in param_state.sections for name in self.rule_of(groups[k]).sections)
-            ):
-                self.param_states.pop(id(p)).alive = False  # it needs more states than its place has
-                left.append(param_state)
-                param_state = None
+            if param_state is not None and entry:
+                needed = {name for name in self.rule_of(groups[k]).sections if name in entry}
+                shape = self.part_of(p).of(p).shape
+                if shape != param_state.own_master.shape or not needed.issubset(param_state.sections):
+                    self.param_states.pop(id(p)).alive = False
+                    left.append(param_state)
+                    param_state = None
             if param_state is None:
                 if entry:
                     joining.add(id(p))
@@ -377,56 +391,3 @@ class StateMap:
                 )
             self.show(param_state)
         self.remember()
-
-    def follow_replaced_params(self, engine: Engine, groups: Groups) -> None:
-        """Move places to parameters that have replaced others since adopt_commit().
-
-        Raises CSDStoreError if shape or dtype of a new parameter is not that in the store.
-        """
-        here = {(k, i): p for k, i, p in members(groups)}
-        entries = engine.recovered[0].manifest["params"]
-        changed = [
-            (entry, param_state, p)
-            for entry, param_state in zip(entries, self.by_index, strict=False)
-            if param_state.alive
-            and (p := here.get((entry["group"], entry["position"]))) is not None
-            and p is not param_state.param
-        ]
-        for entry, param_state, p in changed:
-            local = self.part_of(p).of(p)
-            if local.shape != param_state.own_master.shape or p.dtype is not param_state.param.dtype:
-                raise CSDStoreError(
-                    f"parameter {entry['name']} is {tuple(local.shape)} {p.dtype} now; in the store that was resumed "
-                    f"it is {tuple(param_state.own_master.shape)} {param_state.param.dtype}"
-                )
-        for _, param_state, _ in changed:  # remove all before adding any: parameters may have swapped positions
-            del self.param_states[id(param_state.param)]
-            self.state.pop(param_state.param, None)
-        for _, param_state, p in changed:
-            param_state.move_to(p, self.part_of(p))
-            self.param_states[id(p)] = param_state
-            self.show(param_state)
-            self.changes += 1
-        if changed:
-            self.remember()
-
-    def unwritten(self) -> list[ParamState]:
-        """Return the parameters that were not written from outside since we last wrote them."""
-        return [
-            param_state for param_state in self.param_states.values() if param_state.version == param_state.version_now
-        ]
-
-    def set_from_masters(self, param_states: Iterable[ParamState], grad_dtype: torch.dtype | None) -> str | None:
-        """Set parameters to the values of their masters. Returns the name of one on the meta device, or None."""
-        without_data = None
-        for param_state in param_states:
-            p = param_state.param
-            if p.is_meta:
-                without_data = param_state.name
-                continue
-            with torch.no_grad(), param_state.decoding():
-                param_state.part.of(p).copy_(param_state.master)
-            param_state.refresh(grad_dtype)
-            param_state.mark_synced()
-        self.changes += 1
-        return without_data

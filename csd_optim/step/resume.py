@@ -1,9 +1,9 @@
-"""Resuming a store: its parameters and hyperparameters are restored here, its states (`state`) by StateMap."""
+"""Resuming a store: parameters and hyperparameters are restored; StateMap gives the parameters their places."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ class Resume:
         if not self.pending:
             raise CSDRuntimeError("restore() goes before the first step()")
         with engine.committer.all_ranks_or_none():
-            self._state_map.follow_replaced_params(engine, groups)
+            self._follow_replaced_params(engine, groups)
         self._restore_values(engine, groups, grad_dtype)
         if self.schedules:
             self.schedules.restore(groups)
@@ -92,7 +92,7 @@ class Resume:
                 f"parameter {self._without_data} was on the meta device when the store was resumed; "
                 "call restore() when it has data"
             )
-        self._state_map.follow_replaced_params(engine, groups)
+        self._follow_replaced_params(engine, groups)
         self._state_map.copy_resumed(engine)
         if self.schedules:
             self.schedules.end(groups)
@@ -100,7 +100,7 @@ class Resume:
 
     def unwritten(self) -> list[ParamState]:
         """Return parameters not written since resume; replicated ones only if no rank wrote to them. A collective."""
-        unwritten = self._state_map.unwritten()
+        unwritten = [state for state in self._state_map.param_states.values() if state.version == state.version_now]
         if self._ranks is None:
             return unwritten
         said = self._ranks.gather_objects([state.name for state in unwritten])
@@ -116,7 +116,7 @@ class Resume:
         """
         gather = None
         with engine.committer.all_ranks_or_none():
-            without_data = self._state_map.set_from_masters(param_states, grad_dtype)
+            without_data = self._set_own(param_states, grad_dtype)
             there = [self._state_map.param_states.get(id(p)) for _, _, p in members(groups)]
             divided = [state for state in there if state and state.part.replicas]
             if self._ranks and divided and not without_data:
@@ -134,3 +134,49 @@ class Resume:
         self._without_data = self.set_from_masters(engine, groups, self._state_map.param_states.values(), grad_dtype)
         for group, kept in zip(groups, engine.recovered[0].record.groups, strict=False):
             restore_hyperparameters(group, kept)
+
+    def _follow_replaced_params(self, engine: Engine, groups: Groups) -> None:
+        """Move places to parameters that have replaced others since the store was resumed.
+
+        Raises CSDStoreError if shape or dtype of a new parameter is not that in the store.
+        """
+        state_map, here = self._state_map, {(k, i): p for k, i, p in members(groups)}
+        entries = engine.recovered[0].manifest["params"]
+        changed = [
+            (entry, param_state, p)
+            for entry, param_state in zip(entries, state_map.by_index, strict=False)
+            if param_state.alive
+            and (p := here.get((entry["group"], entry["position"]))) is not None
+            and p is not param_state.param
+        ]
+        for entry, param_state, p in changed:
+            local = state_map.part_of(p).of(p)
+            if local.shape != param_state.own_master.shape or p.dtype is not param_state.param.dtype:
+                raise CSDStoreError(
+                    f"parameter {entry['name']} is {tuple(local.shape)} {p.dtype} now; in the store that was resumed "
+                    f"it is {tuple(param_state.own_master.shape)} {param_state.param.dtype}"
+                )
+        for _, param_state, _ in changed:  # remove all before adding any: parameters may have swapped positions
+            del state_map.param_states[id(param_state.param)]
+            state_map.state.pop(param_state.param, None)
+        for _, param_state, p in changed:
+            param_state.move_to(p, state_map.part_of(p))
+            state_map.param_states[id(p)] = param_state
+            state_map.show(param_state)
+            state_map.changes += 1
+        if changed:
+            state_map.remember()
+
+    def _set_own(self, param_states: Iterable[ParamState], grad_dtype: torch.dtype | None) -> str | None:
+        """Set parameters to the values of this process's masters. Returns the name of one on the meta device, or None.
+
+        Where ranks share a parameter's updates, each has the masters of its own part.
+        """
+        without_data = None
+        for param_state in param_states:
+            if param_state.param.is_meta:
+                without_data = param_state.name
+            else:
+                param_state.set_from_master(grad_dtype)
+        self._state_map.changes += 1
+        return without_data

@@ -264,11 +264,13 @@ class Rollback:
             engine.check_open()
             for state in [*self.unknown]:
                 engine.decoded.drop([state.index])
-                self._state_map.set_from_masters([state], None)
+                if not state.param.is_meta:
+                    state.set_from_master(None)
                 self.unknown.discard(state)
         except (CSDError, MemoryError, RuntimeError) as e:
             names = _listed(sorted(state.name for state in self.unknown))
             raise CSDTornError(errno.EIO, f"parameters {names} cannot be read back yet, after {e}") from e
+        self._state_map.changes += 1
         states.rolled_back = False
         self.is_done = True
 
