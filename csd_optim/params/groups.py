@@ -14,6 +14,9 @@ from .update_rule import UpdateRule
 
 Groups = Sequence[dict[str, Any]]
 
+MOST_ELEMS = 1024  # of a tensor in a group, for a store to keep it: the record is written with each step
+_PLAIN = (int, float, str, type(None))  # as JSON has them; bool is an int
+
 
 def name_of(groups: Groups, k: int, i: int) -> str:
     """Return a parameter's name if the group has names, else its group and position, such as "0.3"."""
@@ -47,16 +50,13 @@ def check_state_dtype(
         )
 
 
-def _item(value: Any) -> Any:
-    """Return a number of torch or NumPy as a Python number (a list, for a tensor of several); else return `value`."""
-    if isinstance(value, torch.Tensor):
-        return value.item() if value.numel() == 1 else value.tolist()
-    return value.item() if isinstance(value, np.generic) else value
-
-
 def _items(value: Any) -> Any:
-    """Return a number, or a list of such values for a tuple or list."""
-    return [_items(v) for v in value] if isinstance(value, (list, tuple)) else _item(value)
+    """Return numbers of torch or NumPy as Python numbers, tensors, arrays and tuples as lists; else return `value`."""
+    if isinstance(value, torch.Tensor) and not value.is_meta and value.layout is torch.strided:
+        return value.item() if value.numel() == 1 else value.tolist() if value.numel() <= MOST_ELEMS else value
+    if isinstance(value, (np.generic, np.ndarray)) and value.size <= MOST_ELEMS:
+        return value.item() if value.size == 1 else value.tolist()
+    return [_items(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 def hyperparameters_of(group: dict[str, Any], needed: Collection[str] = ()) -> dict[str, Any]:
@@ -66,11 +66,11 @@ def hyperparameters_of(group: dict[str, Any], needed: Collection[str] = ()) -> d
     """
     stored = {}
     for name, value in group.items():
-        if name in ("params", "param_names"):
+        if name in ("params", "param_names") or not isinstance(name, str):
             continue
         value = _items(value)
         items = [w for v in value for w in (v if isinstance(v, list) else [v])] if isinstance(value, list) else [value]
-        if all(isinstance(v, (int, float, str, type(None))) for v in items):
+        if all(isinstance(v, _PLAIN) for v in items):
             stored[name] = value
         elif name in needed:
             raise CSDTypeError(f"Invalid {name}: {group[name]!r}; a store keeps numbers")
@@ -78,21 +78,55 @@ def hyperparameters_of(group: dict[str, Any], needed: Collection[str] = ()) -> d
 
 
 def restore_hyperparameters(group: dict[str, Any], kept: dict[str, Any]) -> None:
-    """Restore the hyperparameters that hyperparameters_of() returned; a group's tensors are filled in place."""
+    """Restore what hyperparameters_of() returned; a group's tensors are filled in place.
+
+    A group may also hold what is the program's alone. A value that does not fit the one in the group stays as it is.
+    """
     for name, value in kept.items():
-        current = group.get(name)
         if name in ("foreach", "fused", "capturable", "differentiable"):
             continue  # these are not hyperparameters: they select torch's implementation
-        if isinstance(current, (int, float, torch.Tensor)) and isinstance(value, list) and len(value) == 1:
-            (value,) = value  # old stores kept a one-element tensor as a list
-        if isinstance(current, torch.Tensor):
-            current.fill_(value)
-        elif name == "initial_lr" and isinstance(group["lr"], torch.Tensor):
+        if name == "initial_lr" and isinstance(group["lr"], torch.Tensor):
             group[name] = torch.full_like(group["lr"], value)  # an LR scheduler keeps it as a tensor if lr is one
         elif name == "ns_coefficients":
             group[name] = tuple(tuple(v) if isinstance(v, list) else v for v in value)
-        elif isinstance(current, tuple):
-            pairs = zip(current, value, strict=True)
-            group[name] = tuple(a.fill_(b) if isinstance(a, torch.Tensor) else b for a, b in pairs)
         else:
-            group[name] = value
+            group[name] = _restored(group[name], value) if name in group else value
+
+
+def _restored(current: Any, value: Any) -> Any:
+    """Return `current`, or what takes its place, with the stored `value`; `current` as it is if they do not fit."""
+    if isinstance(current, (torch.Tensor, np.ndarray)):
+        return _filled(current, value)
+    if isinstance(current, tuple):
+        fits = isinstance(value, list) and len(value) == len(current) and type(current) is tuple
+        return tuple(map(_restored, current, value)) if fits else current
+    if isinstance(current, list):
+        if not isinstance(value, list):
+            return current
+        if len(value) != len(current):
+            return value if all(isinstance(v, _PLAIN) for v in (*value, *current)) else current
+        return [*map(_restored, current, value)]
+    if isinstance(value, list):
+        # Old stores kept a one-element tensor as a list.
+        return value[0] if len(value) == 1 and isinstance(current, (int, float)) else current
+    return value if isinstance(current, (*_PLAIN, np.generic)) else current
+
+
+def _filled(current: torch.Tensor | np.ndarray[Any, Any], value: Any) -> Any:
+    """Return a tensor or array with the stored `value`: `current`, or a new one if nothing can be written to that."""
+    try:
+        if isinstance(current, np.ndarray):
+            new = torch.from_numpy(np.array(value, current.dtype))
+        else:
+            new = torch.tensor(value, dtype=current.dtype, device=current.device)
+        new = new.reshape(current.shape) if new.numel() == 1 else new
+    except (RuntimeError, TypeError, ValueError, OverflowError):  # the value is of another kind
+        return current
+    if new.shape != current.shape:
+        return current
+    try:
+        with torch.no_grad():
+            torch.as_tensor(current).copy_(new)
+    except RuntimeError:  # several of its elements are one number in memory, as after expand()
+        return new
+    return current
