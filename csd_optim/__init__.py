@@ -25,6 +25,7 @@ __all__ = [
     "CSDSGD",
     "CSDAdagrad",
     "CSDAdam",
+    "CSDAdamL2",
     "CSDBusyError",
     "CSDError",
     "CSDLion",
@@ -49,7 +50,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .optim.adagrad import CSDAdagrad
-    from .optim.adamw import CSDAdam
+    from .optim.adamw import CSDAdam, CSDAdamL2
     from .optim.lion import CSDLion
     from .optim.muon import CSDMuon
     from .optim.push import push
@@ -63,6 +64,7 @@ else:
     _LATER = {
         "CSDAdagrad": "optim.adagrad",
         "CSDAdam": "optim.adamw",
+        "CSDAdamL2": "optim.adamw",
         "CSDLion": "optim.lion",
         "CSDMuon": "optim.muon",
         "CSDRMSprop": "optim.rmsprop",

@@ -1,4 +1,4 @@
-"""CSDAdam, with the arguments of torch's AdamW and Adam."""
+"""CSDAdam, with the arguments of torch's AdamW, and CSDAdamL2, with those of torch's Adam."""
 
 from __future__ import annotations
 
@@ -166,4 +166,49 @@ class CSDAdam(CSDOptimizer, _AdamOrAdamW):
         super().add_param_group(param_group)
 
 
-CSDAdam.__module__ = "csd_optim"  # where users import it from: for its repr and for pickles
+class CSDAdamL2(CSDAdam):
+    """Adam with L2 regularization, torch's Adam: weight decay, 0 by default, is added to the gradient.
+
+    The same as ``CSDAdam(..., decoupled_weight_decay=False)``, for what takes a class; arguments, defaults and results
+    are those of :class:`torch.optim.Adam`, and the keyword arguments of :class:`CSDAdam` from `devices` on. The name is
+    that of Loshchilov & Hutter, 2019, algorithm 2, since ``CSDAdam`` is AdamW.
+    """
+
+    _rule = rules.ADAM
+
+    @takes_options
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            decoupled_weight_decay=decoupled_weight_decay,
+            **options,
+        )
+
+
+CSDAdam.__module__ = CSDAdamL2.__module__ = "csd_optim"  # where users import it from: for its repr and for pickles

@@ -5,6 +5,7 @@ import inspect
 import pickle
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -19,10 +20,10 @@ from support.beside import (
     train_beside,
 )
 from support.comparing import assert_same, params_of
-from support.optimizers import ADAGRAD, ADAMW, LION, PAIRS, RMSPROP, SGD
+from support.optimizers import ADAGRAD, ADAM, ADAMW, LION, PAIRS, RMSPROP, SGD
 from torch.optim import AdamW
 
-from csd_optim import CSDSGD, CSDAdagrad, CSDAdam, CSDLion, CSDTypeError, CSDValueError, CSDWarning
+from csd_optim import CSDSGD, CSDAdagrad, CSDAdam, CSDAdamL2, CSDLion, CSDTypeError, CSDValueError, CSDWarning
 
 OWN_OPTIONS = {"devices", "grad_dtype", "max_grad_norm", "overwrite", "tile_size"}
 
@@ -30,7 +31,7 @@ OWN_OPTIONS = {"devices", "grad_dtype", "max_grad_norm", "overwrite", "tile_size
 # ---- Constructor ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("of", [ADAMW, SGD, ADAGRAD, RMSPROP, LION], ids=str)
+@pytest.mark.parametrize("of", [ADAMW, ADAM, SGD, ADAGRAD, RMSPROP, LION], ids=str)
 def test_signature_is_torchs_then_ours(of):
     theirs = list(inspect.signature(of.reference.__init__).parameters.values())
     ours = list(inspect.signature(of.ours.__init__).parameters.values())
@@ -41,6 +42,22 @@ def test_signature_is_torchs_then_ours(of):
     for p in ours[len(theirs) :]:
         assert p.kind is p.KEYWORD_ONLY
         assert p.default is not p.empty
+
+
+def test_the_class_of_torchs_adam_is_a_spelling_of_its_switch():
+    """The same rule, also for groups, in a pickle, and in a store that the other one made."""
+    runs = []
+    for make in (CSDAdamL2, partial(CSDAdam, decoupled_weight_decay=False)):
+        p, q = torch.nn.Parameter(torch.ones(5)), torch.nn.Parameter(torch.ones(5))
+        opt = make([{"params": [p], "weight_decay": 0.5}, {"params": [q]}], devices="ram:")
+        opt = pickle.loads(pickle.dumps(opt))
+        for _ in range(3):
+            for parameter in (held := params_of(opt)):
+                parameter.grad = torch.arange(5.0)
+            opt.step()
+        assert [group["weight_decay"] for group in opt.param_groups] == [0.5, 0]
+        runs.append([p.detach() for p in held])
+    assert_same(*runs)
 
 
 @pytest.mark.parametrize("of", PAIRS, ids=str)

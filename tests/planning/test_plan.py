@@ -319,6 +319,7 @@ def test_bytes_of_8bit_states(dtype, item):
 SECTIONS = {
     "CSDAdam": 3,
     "CSDAdam,amsgrad": 4,
+    "CSDAdamL2": 3,
     "CSDSGD": 1,
     "CSDSGD,momentum": 2,
     "CSDAdagrad": 2,
@@ -1074,7 +1075,7 @@ def test_wrong_commands(run, arguments):
         (["--link", "0GB/s"], "link 0.0"),
         (["--topk", "2"], "topk: 2"),
         (["--dtype", "fp8"], "fp16, bf16, fp32"),
-        (["--optimizer", "SGD"], "there are CSDAdam, CSDSGD, CSDAdagrad"),
+        (["--optimizer", "SGD"], "there are CSDAdam, CSDAdamL2, CSDSGD"),
         (["--optimizer", "CSDSGD,nesterov"], "'nesterov' adds no state to CSDSGD, but momentum does"),
         (["--optimizer", "CSDLion", "--state-dtype", "8bit"], "no code for the exp_avg of lion"),
         (["--group", "sophia=0.1"], "write RULE=SHARE, the rules are adamw, adam, sgd, adagrad, rmsprop, lion, muon"),

@@ -243,7 +243,10 @@ def test_what_a_program_may_say_is_not_refused(values, tmp_path):
 
 def test_a_learning_rate_in_a_list_goes_on_as_a_number(tmp_path, monkeypatch):
     """Stores have such a list if lr was a tensor with one element."""
-    monkeypatch.setattr(groups, "_items", lambda value: value.tolist() if isinstance(value, torch.Tensor) else value)
+    of_value = groups._items
+    monkeypatch.setattr(
+        groups, "_items", lambda value: value.tolist() if isinstance(value, torch.Tensor) else of_value(value)
+    )
     for lr in (torch.tensor([0.5]), 0.5, torch.tensor([0.25])):
         p = torch.nn.Parameter(torch.ones(7))
         resume = (tmp_path / "csd0").exists()

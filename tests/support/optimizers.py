@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.backends import on_cards
 
-from csd_optim import CSDSGD, CSDAdagrad, CSDAdam, CSDLion, CSDMuon, CSDRMSprop
+from csd_optim import CSDSGD, CSDAdagrad, CSDAdam, CSDAdamL2, CSDLion, CSDMuon, CSDRMSprop
 from csd_optim.devices.backends import BACKENDS
 from csd_optim.optim import rules as named
 from csd_optim.params.update_rule import UpdateRule
@@ -64,7 +64,7 @@ def has_codes(rule, options):
 
 AMSGRAD = {"amsgrad": True}
 ADAMW = Pair("CSDAdam", CSDAdam, torch.optim.AdamW, named.ADAMW, AMSGRAD)
-ADAM = Pair("Adam", partial(CSDAdam, decoupled_weight_decay=False), torch.optim.Adam, named.ADAM, AMSGRAD)
+ADAM = Pair("Adam", CSDAdamL2, torch.optim.Adam, named.ADAM, AMSGRAD)
 SGD = Pair("CSDSGD", CSDSGD, torch.optim.SGD, named.SGD, {"momentum": 0.0})
 ADAGRAD = Pair("CSDAdagrad", CSDAdagrad, torch.optim.Adagrad, named.ADAGRAD, {"lr_decay": 0.5})
 RMSPROP = Pair("CSDRMSprop", CSDRMSprop, torch.optim.RMSprop, named.RMSPROP, {"centered": False})
