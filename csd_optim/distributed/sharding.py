@@ -18,6 +18,13 @@ from torch.nn.parameter import is_lazy
 from ..errors import CSDRuntimeError
 from .ranks import Ranks
 
+HOW_TO_SAVE = (
+    "Call consolidate_state_dict() on all ranks before rank 0 saves, which takes all states into its memory; or save "
+    "on all ranks with torch.distributed.checkpoint, or with the optimizer's own save() where devices are named; or "
+    "save no states, and go on from named devices with resume=True; or construct the optimizer with sharded=False, "
+    "which stores everything on each rank (docs/distributed.md)"
+)
+
 
 class Partition:
     """How a parameter is divided among processes, and which part of it this process updates.
@@ -282,9 +289,7 @@ class ReplicaShard(_BlockOfTensor):
         shown = super().show(window)
         text = (
             f"rank {self.replicas.rank} holds 1/{self.replicas.size} of the optimizer's states: its state dict alone "
-            "cannot be pickled or saved. Call consolidate_state_dict() on all ranks before, which takes all states "
-            "into memory; or save on all ranks with torch.distributed.checkpoint, or with CSDAdam.save() where devices "
-            "are named; or construct CSDAdam with sharded=False (docs/distributed.md)"
+            f"cannot be pickled or saved. {HOW_TO_SAVE}"
         )
 
         def refuse(_: Any) -> Any:  # a plain function, so that the tensor can still be copied with its attributes

@@ -67,6 +67,10 @@ class CSDOptimPlugin(BasePlugin):
 class _Consolidate(TrainerCallback):
     """Gathers the states of all ranks before a checkpoint, which the trainer writes on rank 0."""
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any, **_: Any) -> None:
+        if args.world_size > 1:
+            optimizer.optimizer.consolidate_state_dict(to=None)  # no warning is needed that somebody has to
+
     def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any, **_: Any) -> None:
         if control.should_save and not args.save_only_model and args.world_size > 1:
             optimizer.optimizer.consolidate_state_dict()

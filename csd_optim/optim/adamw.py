@@ -73,6 +73,8 @@ class CSDAdam(CSDOptimizer, _AdamOrAdamW):
             keeps and updates the states of its share, and receives the rest of the parameters from the others. False:
             each rank keeps and updates everything. The same goes for the local tensors that replicas of DTensors hold
             in common (HSDP). Shards of FSDP and DTensors that no other rank holds are always updated by their rank.
+            Where it is not passed, nor ``resume=True``, rank 0 warns in its first step that it alone cannot save all
+            states.
         state_dtype: "fp32", or "8bit" for states in 5 bytes per 16-bit parameter instead of 12 (6 per fp32 one). They
             are rounded stochastically at each step, by a hash of step and element: the same bits on every machine, but
             not AdamW's; see docs/8-bit-states.md. A parameter group may have its own. A store keeps the one with which

@@ -37,6 +37,7 @@ from .kernels import check_kernels, kernels_for
 from .matrices import any_matrices, check_devices, check_matrices
 from .options import Options, check_group, check_options, grad_dtype_of, takes_environment
 from .rules import fill_in_defaults, rule_of
+from .saving import warn_of_saving
 from .states import Box, StatesOnDevices
 from .stats import describe
 
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 _PUBLIC = (
     *("devices", "grad_dtype", "topk", "error_feedback", "topk_warmup", "max_grad_norm", "user_state", "sharded"),
     "state_dtype",
-    *("_options", "_step_supports_amp_scaling"),
+    *("_options", "_step_supports_amp_scaling", "_warns_of_saving"),
 )
 
 
@@ -243,6 +244,9 @@ class CSDOptimizer(StatesOnDevices, Joinable):
             )
             self._step_seconds = time.perf_counter() - start
             self._energy.end()
+        if self._warns_of_saving and self._ranks and self._steps.gather:  # ranks have divided this step
+            self._warns_of_saving = False
+            warn_of_saving(self._ranks, [state.part for state in self._state_map.by_index])
         return loss
 
     def __getstate__(self) -> dict[str, Any]:

@@ -78,11 +78,17 @@ _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
 
 
 def takes_environment(init: _Init) -> _Init:
-    """Make the ``__init__`` of an optimizer take the options in CSD_OPTIM_OPTIONS that its caller does not pass."""
+    """Make the ``__init__`` of an optimizer take the options in CSD_OPTIM_OPTIONS that its caller does not pass.
+
+    Also decides whether the optimizer warns of saving on one rank: not if the caller has chosen `sharded`, whatever its
+    value, and not if a store keeps the states.
+    """
 
     @functools.wraps(init)
     def with_environment(self: Any, *args: Any, **given: Any) -> None:
-        init(self, *args, **_from_environment(given, self._rule), **given)
+        options = {**_from_environment(given, self._rule), **given}
+        self._warns_of_saving = "sharded" not in options and not options.get("resume")
+        init(self, *args, **options)
 
     return with_environment  # type: ignore[return-value]
 

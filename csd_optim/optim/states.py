@@ -53,6 +53,7 @@ class StatesOnDevices(Optimizer):
     _state_map: StateMap
     _steps: Steps
     _mode: InStep
+    _warns_of_saving: bool = False  # of saving on one rank alone, in the next step that ranks divide
     _consolidated_hook: RemovableHandle | None  # puts all ranks' states into state_dict()
 
     def _make_stores(self, old: checkpoint.Paths, specs: Sequence[DeviceSpec]) -> list[dict[str, Any]]:
@@ -272,6 +273,7 @@ class StatesOnDevices(Optimizer):
 
         `to=None`: state_dict() of each rank has that rank's part, which is the default.
         """
+        self._warns_of_saving = False  # whoever calls this knows
         self._forget_consolidated()
         if to is None:
             return

@@ -19,6 +19,7 @@ from ..errors import CSDRankError
 from ..params.groups import Groups, members, name_of
 from ..params.strides import flat
 from .joining import copy_from_leader
+from .same_gradients import Sample, check_same_gradients
 
 SHARDED_ADVICE = (
     "If ZeroRedundancyOptimizer divides the parameters among the ranks already, pass it sharded=False: "
@@ -104,6 +105,7 @@ def agree_on_step(
     round: int | None,
     committer: Committer,
     offer: Offer,
+    sample: Sample,
     reduced: Container[int] = (),
     divided: Container[int] = (),
 ) -> StepAgreement:
@@ -113,11 +115,12 @@ def agree_on_step(
     first. `scale`: that of a GradScaler, which ranks that have `joined` lack. `failure`: why this rank cannot take a
     step; it is raised, and CSDRankError on the other ranks. `mode`: see InStep.kind. `round`: see
     Committer.own_round(); None: that is what has failed. `committer`: is told once all ranks have the round, whatever
-    else fails. `offer`: what is ready here. `reduced`: the ids of parameters whose gradients a hook of DDP has reduced,
-    which has to be so on all ranks. `divided`: the ids of sharded parameters that have gradients on all ranks or none.
+    else fails. `offer`: what is ready here. `sample`: see check_same_gradients(). `reduced`: the ids of parameters
+    whose gradients a hook of DDP has reduced, which has to be so on all ranks. `divided`: the ids of sharded parameters
+    that have gradients on all ranks or none.
 
     Raises CSDRankError, on all ranks, if they cannot take this step together. In particular, replicas of a parameter
-    that takes part for the first time must be equal.
+    that takes part for the first time must be equal, and so must gradients, up to rounding.
     """
 
     def is_bound(p: torch.Tensor) -> bool:
@@ -129,18 +132,19 @@ def agree_on_step(
         replicated = [(name, p) for name, p in found if sharded and is_replicated(p)]
         return replicated, [(name, p) for name, p in found if id(p) in divided or (sharded and is_replicated(p))]
 
-    def exchange_votes() -> list[_Vote]:
+    def exchange_votes() -> tuple[list[_Vote], list[Sample]]:
         names = _checksum([name for name, _ in alike])
         new = _checksum([name for name, p in replicated if not is_bound(p)])
         own = -1 if round is None else round
         about_round = own, committer.highest_round, committer.states.watcher.has_failed
         failed = failure is not None
         vote = _Vote(skips, taken, joined, names, new, descending, mode, under_way, failed, *about_round, *offer)
-        return [_Vote(*numbers) for numbers in ranks.gather(*vote)]
+        numbers, n = ranks.gather(*vote, *sample.numbers()), len(vote)
+        return [_Vote(*of[:n]) for of in numbers], [Sample.from_numbers(*of[n:]) for of in numbers]
 
     # In backward no parameter has joined, and these have changed already.
     replicated, alike = with_gradients() if failure is None and not under_way else ([], [])
-    votes = exchange_votes()
+    votes, samples = exchange_votes()
     if all(vote.round >= 0 for vote in votes):
         check_rounds(vote.round for vote in votes)
         highest = max(vote.highest for vote in votes)
@@ -159,7 +163,7 @@ def agree_on_step(
         leader = [vote.joined for vote in votes].index(0)
         scale = copy_from_leader(ranks, leader, groups, scale, joined=joined)
         replicated, alike = with_gradients()
-        votes = exchange_votes()
+        votes, samples = exchange_votes()
     if len({vote.names for vote in votes}) > 1:
         difference = ranks.first_difference([(name,) for name, _ in alike])
         raise CSDRankError(
@@ -177,6 +181,8 @@ def agree_on_step(
                 "replicas, as DistributedDataParallel makes them. If each rank trains a model of its own, it needs a "
                 f"process_group of its own; if they are parts of one model, sharded=False. {SHARDED_ADVICE}"
             )
+    if not any(vote.skips for vote in votes):
+        check_same_gradients(samples)
     agreed = StepAgreement(any(vote.skips for vote in votes), bool(votes[0].descending), scale, has_joined)
     if not has_joined:
         agreed.is_examined = all(vote.is_examined for vote in votes)

@@ -17,6 +17,7 @@ from ..errors import CSDError, CSDRuntimeError
 from ..finalize import call_at_end
 from ..params.groups import Groups, hyperparameters_of, members, name_of
 from ..params.state_map import StateMap
+from ..params.update_rule import RuleOf
 from ..store.format import Record
 from ..store.user_state import checked_user_state
 from .agreement import Abilities, Offer, StepAgreement, agree_on_step, bits_of
@@ -40,6 +41,7 @@ from .prepare import (
 from .prepared import PreparedStep
 from .progress import Progress
 from .resume import Resume
+from .same_gradients import NOTHING, Sample, Samples
 from .spec import Arguments, GradOptions, Participants, StepPlan, StepSpec
 from .staging import BUFFERS_PER_DEVICE, StagingRing
 from .two_passes import TwoPasses
@@ -59,6 +61,7 @@ class Ready:
     is_prepared: bool = False
     abilities: Abilities = NO_ABILITIES  # to do with it, once it is prepared
     norm: OwnNorm | None = None  # this rank's share, if gradients are clipped and the ranks can sum as they agree
+    sample: Sample = NOTHING  # of gradients that have to be the same on other ranks
 
     def offer(self) -> Offer:
         return Offer(self.is_examined, self.is_prepared, *self.abilities, *bits_of(self.norm))
@@ -91,6 +94,7 @@ class Steps(Progress):
         self.ns_dtypes: list[str] = []  # in which its matrices were orthogonalized
         self.descending: bool = False  # the ranks exchange updated parameters of this step from the last to the first
         self.reduced: ReducedGrads = ReducedGrads(ranks)
+        self._samples = Samples()
 
     # ---- the optimizer -----------------------------------------------------------------
 
@@ -194,6 +198,9 @@ class Steps(Progress):
                     divided = self._divided_matrices()
                     if not (skips or joined):
                         self._get_ready_early(mode, ready, scale)
+                        if not mode.under_way:  # else gradients are used and gone
+                            of = self.steps_taken + 1, self.groups, self.state_map, self.reduced
+                            ready.sample = self._samples.take(*of)
                 except BaseException as e:
                     cause = e
             agreed = agree_on_step(
@@ -212,6 +219,7 @@ class Steps(Progress):
                 round=round,
                 committer=self.engine.committer,
                 offer=ready.offer(),
+                sample=ready.sample,
                 reduced=self.reduced,
                 divided=divided,
             )
@@ -365,7 +373,7 @@ class Steps(Progress):
         the real ones arrive one after another.
         """
         engine, groups = self.engine, self.groups
-        self._check_rules(groups)
+        check_rules(groups, self.initial_groups, self.state_map.rule_of)
         bound = bind(engine, self.state_map, groups, taking_part, options.grad_dtype, self.plan)
         if bound is None:
             return None
@@ -379,18 +387,6 @@ class Steps(Progress):
         step = self._prepared(spec)
         step.near = self._near_updates(step, one_by_one=one_by_one)
         return step
-
-    def _check_rules(self, groups: Groups) -> None:
-        """Raise CSDRuntimeError if the rule of a group has been changed since the group was added."""
-        if len(groups) != len(self.initial_groups):  # groups were removed: parameters with states are checked later
-            return
-        for k, (group, then) in enumerate(zip(groups, self.initial_groups, strict=True)):
-            now, before = (self.state_map.rule_of(g).name for g in (group, then))
-            if group.get("rule") != then.get("rule") and now != before:
-                raise CSDRuntimeError(
-                    f"the rule of group {k} was {before} when the group was added, and is {now} now: it cannot be "
-                    "changed; make a new optimizer"
-                )
 
     def _prepared(self, spec: StepSpec, *, foreseen: bool = False) -> PreparedStep:
         """Do all that may fail, as for lack of memory, before ranks exchange parameters. `foreseen`: see TwoPasses."""
@@ -468,6 +464,19 @@ class Steps(Progress):
 def _factor(scale: float | None) -> float:
     """Return by what gradients of this scale are multiplied."""
     return 1.0 if scale is None else 1.0 / scale
+
+
+def check_rules(groups: Groups, initial: Groups, rule_of: RuleOf) -> None:
+    """Raise CSDRuntimeError if the rule of a group has been changed since the group was added, as `initial`."""
+    if len(groups) != len(initial):  # groups were removed: parameters with states are checked later
+        return
+    for k, (group, then) in enumerate(zip(groups, initial, strict=True)):
+        now, before = (rule_of(g).name for g in (group, then))
+        if group.get("rule") != then.get("rule") and now != before:
+            raise CSDRuntimeError(
+                f"the rule of group {k} was {before} when the group was added, and is {now} now: it cannot be "
+                "changed; make a new optimizer"
+            )
 
 
 def why_grads_changed(groups: Groups, reduced: ReducedGrads, *, unscaled: bool) -> CSDError | None:

@@ -90,6 +90,29 @@ def test_shares_are_gathered(everywhere, dtype, strided, topk, near, overlap):
     everywhere(shares, dtype, strided, topk, near, overlap)
 
 
+def steps_alone(rank, device):
+    """Each rank steps with gradients of its own. On the accelerator these are known, and refused, a step later."""
+    params = made(device, DTYPES[0], False)
+    optimizer = CSDAdam(params, lr=1e-2, tile_size=TILE)
+    for k in range(1, 9):
+        for i, p in enumerate(params):
+            p.grad = randn(p.shape, 1000 * k + 10 * i + rank).to(p)
+        said = None
+        try:
+            optimizer.step()
+        except CSDRankError as e:
+            said = str(e)
+        if said:
+            break
+    assert "different gradients in step 1:" in said
+    assert k > 1 or device == "cpu"
+    return []
+
+
+def test_gradients_of_its_own_are_found(everywhere):
+    everywhere(steps_alone)
+
+
 def beside_a_directory(rank, device):
     """Train replicas whose shares are in directories. With `gpu:`, a step fails on rank 1, and both repeat it."""
     near_updates.CHUNK = 128

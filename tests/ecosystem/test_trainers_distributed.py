@@ -1,6 +1,7 @@
 """The trainers of test_trainers.py on two ranks. The oracle is AdamW in the same trainer on the same ranks."""
 
 import os
+import warnings
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from trainers import (
     lightning,
 )
 
-from csd_optim import CSDAdam
+from csd_optim import CSDAdam, CSDWarning
 
 
 def as_torchrun():
@@ -35,11 +36,16 @@ def saves_and_resumes(trainer, where, options, **more):
     return run
 
 
-def trains(rank, trainer, consolidate):
+def trains(rank, trainer, consolidate, warns=False):
+    """`warns`: rank 0 warns in the first step that its states are not all."""
     as_torchrun()
     reference = trainer(AdamW, {}, "adamw")
     assert reference.losses[-1] < reference.losses[0]
-    consolidated = saves_and_resumes(trainer, "sharded", {}, **consolidate)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        consolidated = saves_and_resumes(trainer, "sharded", {}, **consolidate)
+    told = [w for w in caught if issubclass(w.category, CSDWarning) and "of the optimizer's states" in str(w.message)]
+    assert len(told) == (2 if warns and rank == 0 else 0)  # of two runs
     assert_close(consolidated, reference)
     assert_close(saves_and_resumes(trainer, "replicated", {"sharded": False}), reference)
     return consolidated.params
@@ -60,7 +66,7 @@ BOTH = pytest.mark.parametrize("trainer", [hugging_face_class, accelerate], ids=
 @BOTH
 def test_ddp(trainer, tmp_path):
     library("transformers")
-    ranks = on_living_ranks(2, trains, trainer, {"consolidate": True}, directory=tmp_path)
+    ranks = on_living_ranks(2, trains, trainer, {"consolidate": True}, True, directory=tmp_path)
     assert all(torch.equal(p, ranks[1][name]) for name, p in ranks[0].items())
 
 

@@ -1,0 +1,43 @@
+"""Initial states without a step, as torch's get_optimizer_state_dict() asks for: by a step with lr 0 and zero gradients.
+
+Such a step moves nothing. If it counted, a loop that resumes at `committed_step` would leave out a batch.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..engine.engine import Engine
+from ..params.groups import Groups
+from ..params.state_map import StateMap
+from .spec import Participants
+
+
+def asks_for_states(groups: Groups, state_map: StateMap) -> bool:
+    """Return whether a step with these gradients only creates states: every lr and gradient is 0, and there are none.
+
+    A rule that adds weight decay to the gradient changes its states even then: that is a step.
+    """
+    if state_map.param_states or state_map.state or any(float(group["lr"]) for group in groups):
+        return False
+    if any(state_map.rule_of(group).decays_gradient(group) for group in groups):
+        return False
+    pairs = ((p, p.grad) for group in groups for p in group["params"] if p.grad is not None)
+    return not any(g.layout is not torch.strided or bool(state_map.part(p).local(g).any()) for p, g in pairs)
+
+
+def create_states(
+    engine: Engine, state_map: StateMap, groups: Groups, taking_part: Participants, grad_dtype: torch.dtype | None
+) -> None:
+    """Give these parameters the states that they have after such a step. Raises what StateMap.adopt() raises.
+
+    As with states that a program assigns, the next step commits them.
+    """
+    for p in taking_part.params:
+        state_map.state[p] = {"step": torch.tensor(1.0)}
+    try:
+        state_map.adopt(engine, groups, grad_dtype)
+    except BaseException:
+        for p in taking_part.params:
+            state_map.state.pop(p, None)
+        raise
