@@ -51,6 +51,10 @@ def _adam(group: Group, _: Sequence[str], t: float, grad_scale: float) -> Consta
     return _adam_constants(group, bool(group["decoupled_weight_decay"]), t, grad_scale)
 
 
+def _decays_gradient(group: Group) -> bool:
+    return bool(group["weight_decay"]) and not group.get("decoupled_weight_decay")
+
+
 ADAMW = UpdateRule(
     name="adamw",
     sections=("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
@@ -71,6 +75,7 @@ ADAM = replace(
     name="adam",
     defaults={**ADAMW.defaults, "weight_decay": 0, "decoupled_weight_decay": False},
     constants=_adam,
+    decays_gradient=_decays_gradient,
 )
 
 # ---- SGD: sgd.h ------------------------------------------------------------------------
@@ -95,6 +100,7 @@ SGD = UpdateRule(
     min_sections=1,
     defaults={"lr": 1e-3, "momentum": 0, "dampening": 0, "weight_decay": 0, "nesterov": False, "maximize": False},
     constants=_sgd,
+    decays_gradient=_decays_gradient,
     switches={"momentum": "momentum_buffer"},
     uncoded={"momentum_buffer": UNPROVEN},
     torch_counts=False,
@@ -126,6 +132,7 @@ ADAGRAD = UpdateRule(
         "maximize": False,
     },
     constants=_adagrad,
+    decays_gradient=_decays_gradient,
     initial={"sum": "initial_accumulator_value"},
 )
 
@@ -160,6 +167,7 @@ RMSPROP = UpdateRule(
         "maximize": False,
     },
     constants=_rmsprop,
+    decays_gradient=_decays_gradient,
     switches={"centered": "grad_avg", "momentum": "momentum_buffer"},
     uncoded={
         "grad_avg": "square_avg - grad_avg**2 would become negative where both are rounded",

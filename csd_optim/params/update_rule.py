@@ -41,6 +41,7 @@ class UpdateRule:
     # (group, shape, device) → how a parameter is orthogonalized between two passes over its tiles, of which `constants`
     # are those of the first; None: there is one pass. Raises CSDValueError.
     orthogonal: Callable[[Group, Sequence[int], torch.device], Orthogonal] | None = None
+    decays_gradient: Callable[[Group], bool] = lambda group: False  # whether weight decay is added to the gradient
     torch_counts: bool = True  # torch's checkpoints have a `step` beside its states; else these count as one step's
 
     @property

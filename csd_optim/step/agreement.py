@@ -32,6 +32,7 @@ class _Vote(NamedTuple):
 
     skips: int  # the rank skips the step: it has found an overflow
     taken: int  # number of steps that it has taken
+    creates: int  # see asks_for_states()
     joined: int  # it has run out of data
     names: int  # checksum of the names of replicated parameters that have gradients
     new: int  # likewise of those among them that take part for the first time; 0: there are none
@@ -80,6 +81,7 @@ class StepAgreement:
     """What the ranks have agreed on for one step."""
 
     skips: bool  # true if any rank has an overflow
+    creates: bool  # on all ranks the step only creates states
     descending: bool
     scale: float | None  # of the gradients
     has_joined: bool = False  # some rank has run out of data: what was ready before is out of date
@@ -96,6 +98,7 @@ def agree_on_step(
     sharded: bool,
     descending: bool,
     skips: bool,
+    creates: bool,
     taken: int,
     joined: bool,
     mode: int,
@@ -112,12 +115,12 @@ def agree_on_step(
     """Agree on a step with all ranks, before anything is changed; a collective.
 
     `placed`: the ids of parameters that have taken part before. `descending`: tiles would flow from the last to the
-    first. `scale`: that of a GradScaler, which ranks that have `joined` lack. `failure`: why this rank cannot take a
-    step; it is raised, and CSDRankError on the other ranks. `mode`: see InStep.kind. `round`: see
-    Committer.own_round(); None: that is what has failed. `committer`: is told once all ranks have the round, whatever
-    else fails. `offer`: what is ready here. `sample`: see check_same_gradients(). `reduced`: the ids of parameters
-    whose gradients a hook of DDP has reduced, which has to be so on all ranks. `divided`: the ids of sharded parameters
-    that have gradients on all ranks or none.
+    first. `creates`: see asks_for_states(). `scale`: that of a GradScaler, which ranks that have `joined` lack.
+    `failure`: why this rank cannot take a step; it is raised, and CSDRankError on the other ranks. `mode`: see
+    InStep.kind. `round`: see Committer.own_round(); None: that is what has failed. `committer`: is told once all ranks
+    have the round, whatever else fails. `offer`: what is ready here. `sample`: see check_same_gradients(). `reduced`:
+    the ids of parameters whose gradients a hook of DDP has reduced, which has to be so on all ranks. `divided`: the ids
+    of sharded parameters that have gradients on all ranks or none.
 
     Raises CSDRankError, on all ranks, if they cannot take this step together. In particular, replicas of a parameter
     that takes part for the first time must be equal, and so must gradients, up to rounding.
@@ -138,7 +141,9 @@ def agree_on_step(
         own = -1 if round is None else round
         about_round = own, committer.highest_round, committer.states.watcher.has_failed
         failed = failure is not None
-        vote = _Vote(skips, taken, joined, names, new, descending, mode, under_way, failed, *about_round, *offer)
+        vote = _Vote(
+            skips, taken, creates, joined, names, new, descending, mode, under_way, failed, *about_round, *offer
+        )
         numbers, n = ranks.gather(*vote, *sample.numbers()), len(vote)
         return [_Vote(*of[:n]) for of in numbers], [Sample.from_numbers(*of[n:]) for of in numbers]
 
@@ -183,7 +188,8 @@ def agree_on_step(
             )
     if not any(vote.skips for vote in votes):
         check_same_gradients(samples)
-    agreed = StepAgreement(any(vote.skips for vote in votes), bool(votes[0].descending), scale, has_joined)
+    skips, creates = any(vote.skips for vote in votes), all(vote.creates for vote in votes)
+    agreed = StepAgreement(skips, creates, bool(votes[0].descending), scale, has_joined)
     if not has_joined:
         agreed.is_examined = all(vote.is_examined for vote in votes)
         if all(vote.is_prepared for vote in votes):

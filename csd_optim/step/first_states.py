@@ -1,4 +1,4 @@
-"""Initial states without a step, as torch's get_optimizer_state_dict() asks for: by a step with lr 0 and zero gradients.
+"""Initial states without a step: torch's get_optimizer_state_dict() asks for them by a step of lr 0 and zero gradients.
 
 Such a step moves nothing. If it counted, a loop that resumes at `committed_step` would leave out a batch.
 """

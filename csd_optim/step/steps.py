@@ -22,6 +22,7 @@ from ..store.format import Record
 from ..store.user_state import checked_user_state
 from .agreement import Abilities, Offer, StepAgreement, agree_on_step, bits_of
 from .all_gather import ParamAllGather
+from .first_states import asks_for_states, create_states
 from .given_states import GivenStates, given_states
 from .images import images_of
 from .live import LiveStep
@@ -187,15 +188,19 @@ class Steps(Progress):
         cause, ready = no_round or not_undone or failure, Ready()
         if not (cause or skips or joined):
             cause = why_grads_changed(self.groups, self.reduced, unscaled=unscaled)
+        may_create = not (skips or joined or mode.under_way)
         if self.ranks is None:
             if cause:
                 raise cause
-            agreed = StepAgreement(skips, descending=False, scale=scale)
+            creates = may_create and asks_for_states(self.groups, self.state_map)
+            agreed = StepAgreement(skips, creates, descending=False, scale=scale)
         else:
             divided: set[int] = set()
+            creates = False
             if not cause:
                 try:
                     divided = self._divided_matrices()
+                    creates = may_create and asks_for_states(self.groups, self.state_map)
                     if not (skips or joined):
                         self._get_ready_early(mode, ready, scale)
                         if not mode.under_way:  # else gradients are used and gone
@@ -210,6 +215,7 @@ class Steps(Progress):
                 sharded=sharded,
                 descending=self.engine.descending,
                 skips=skips,
+                creates=creates,
                 taken=self.steps_taken,
                 joined=joined,
                 mode=mode.kind,
@@ -225,6 +231,9 @@ class Steps(Progress):
             )
         if agreed.skips:
             mode.skip()
+        elif agreed.creates:
+            with all_ranks_or_none(self.ranks):
+                create_states(self.engine, self.state_map, self.groups, self._taking_part(), self.options.grad_dtype)
         else:
             self._take(mode, agreed, Ready() if agreed.has_joined else ready)
         return agreed.skips
