@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -36,12 +36,13 @@ def make_own_stores(
     state_map: StateMap,
     ranks: Ranks | None,
     tile_elems: int | None,
+    make_way: Callable[[], None],
 ) -> list[dict[str, Any]]:
     """Make this rank's stores from the old ones, unless they are there: a resume then continues from them.
 
     With `ranks` a collective, and raises on all of them or on none. `paths`: see reshard(); every rank sees them all.
-    `specs`: this rank's devices. Returns each old rank's `user_state`; an empty list if the new stores have gone on
-    since they were made. What is left of an attempt that was stopped is made anew.
+    `specs`: this rank's devices. `make_way`: as in open_engine(). Returns each old rank's `user_state`; an empty list
+    if the new stores have gone on since they were made. What is left of an attempt that was stopped is made anew.
 
     Raises CSDStoreError if the old stores are not those of all ranks of a run of this model, or if there are other
     stores at the devices; CSDValueError, CSDStoreExistsError, CSDBusyError, CSDOSError.
@@ -49,6 +50,7 @@ def make_own_stores(
     others = [s for s in specs if not s.kind.on_accelerator]
     durable, in_memory = any(s.durable for s in specs), all(s.kind.in_memory for s in others)
     agree_on_devices(ranks, "resume", durable=durable, in_memory=in_memory, from_others=True)
+    make_way()
     rank, size = (ranks.rank, ranks.size) if ranks else (0, 1)
     with ExitStack() as stack:
         with all_ranks_or_none(ranks) as said:

@@ -258,6 +258,7 @@ class DurableCommitter(Commits):
         can_commit = self.manifests and states.mode != "read" and not (unconfirmed or states.broken)
         if can_commit and (self._changed or edited):
             self.flush(clean=True)
+            self._changed = False
 
     @property
     def _failed_to_join(self) -> bool:

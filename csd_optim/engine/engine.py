@@ -53,6 +53,7 @@ class Engine:
         self.completed_event: threading.Event | None = None  # set when a thread has completed the step
         self.tile_rank: np.ndarray[Any, Any] | None = None  # int64 per tile: steps go by rising rank; None: to and fro
         self.recovered: Sequence[Contents] = ()  # per device: what the resumed store contains
+        self.replaced: str = ""  # by which newer optimizer, for a message; then this is closed
 
     @property
     def accelerator(self) -> OnAccelerator | None:
@@ -286,11 +287,16 @@ class Engine:
             if self.stepping:  # close() is called on the thread that steps, for example by a signal handler
                 raise CSDRuntimeError("a step is under way: close() when it has returned")
             try:
-                self.committer.before_close()
-                self.native.wait_writes()
-                self.states.timeline.write(self.states.step)
+                self.commit_last()
             finally:
                 self.abandon()
+
+    def commit_last(self) -> None:
+        """Complete all writes and commit what is not committed yet, because this closes next. Raises CSDOSError."""
+        with self.lock:
+            self.committer.before_close()
+            self.native.wait_writes()
+            self.states.timeline.write(self.states.step)
 
     def abandon(self) -> None:
         """Close the devices as they are: commit nothing, and suppress the native engine's errors."""
@@ -306,4 +312,6 @@ class Engine:
 
     def check_open(self) -> None:
         """Raise CSDRuntimeError if this is closed, or belongs to another process."""
+        if self.replaced:
+            raise CSDRuntimeError(self.replaced)
         self.devices.check_open()

@@ -32,12 +32,14 @@ def open_engine(
     choose: Callable[[RanksStore], int | None] | None = None,
     kernels: Collection[str] = (),
     two_passes: bool = False,
+    make_way: Callable[[], None] = lambda: None,
 ) -> Engine:
     """Return the engine for these devices. With `ranks` this is a collective, and raises on all ranks or on none.
 
     With mode "resume" or "read" it continues from an existing store: see recover(), also for `choose`. `kernels`: see
     open_card(). `two_passes`: steps may take two passes over a tile, and fail in between, so that they must be undoable
-    in memory too: `ram:` then has two slots, as beside a drive.
+    in memory too: `ram:` then has two slots, as beside a drive. `make_way`: called before the devices are opened, once
+    the ranks have agreed; a collective.
     Raises what the engine raises, CSDStoreError if the stores do not belong together, and CSDValueError if the ranks
     ask for different things.
     """
@@ -52,6 +54,7 @@ def open_engine(
             raise CSDUnavailableError(errno.ENODEV, f"torch {torch.__version__} has no accelerator here, for {near[0]}")
         if mode in ("resume", "read") and (temporary := [str(s) for s in others or specs if not s.durable]):
             raise CSDStoreError(f"cannot resume on {temporary[0]}: only a directory keeps its state")
+    make_way()
     devices = engine = None
     try:
         with all_ranks_or_none(ranks):

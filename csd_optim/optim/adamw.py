@@ -87,7 +87,8 @@ class CSDAdam(CSDOptimizer, _AdamOrAdamW):
         CSDValueError, CSDTypeError: an argument is wrong (each is also the builtin).
         CSDStoreExistsError: a directory already holds a store.
         CSDStoreError: the store cannot be resumed: it is damaged, incomplete, or of another model.
-        CSDBusyError: a store is in use.
+        CSDBusyError: a store is in use. (An older optimizer of the same model in this process does not count with
+            `resume` or `overwrite`: this one takes its place, see docs/resume.md.)
         CSDOSError: from the constructor or step(): disk full, I/O error. The step is undone.
         CSDValueError, from step(): a hyperparameter is no finite number, or with `max_grad_norm` the norm of the
             gradients is NaN. Nothing has changed.

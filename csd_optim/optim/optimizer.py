@@ -34,6 +34,7 @@ from ..step.mode import InStep
 from ..step.steps import Steps
 from ..store.file import Mode
 from .kernels import check_kernels, kernels_for
+from .made_again import make_way, register
 from .matrices import any_matrices, check_devices, check_matrices
 from .options import Options, check_group, check_options, grad_dtype_of, takes_environment
 from .rules import fill_in_defaults, rule_of
@@ -120,8 +121,9 @@ class CSDOptimizer(StatesOnDevices, Joinable):
         # Declares that step() handles the loss scale itself; GradScaler then accepts fp16 gradients.
         self._step_supports_amp_scaling = True
         mode: Mode = "resume" if resume else "overwrite" if overwrite else "new"
-        user_states = [] if resume_from is None else self._make_stores(resume_from, specs)
-        self._open(specs, self._ranks, mode)
+        way = functools.partial(make_way, self, specs, mode)
+        user_states = [] if resume_from is None else self._make_stores(resume_from, specs, way)
+        self._open(specs, self._ranks, mode, way)
         if resume:
             try:
                 self._adopt_store()
@@ -129,6 +131,7 @@ class CSDOptimizer(StatesOnDevices, Joinable):
             except BaseException:
                 self.close()
                 raise
+        register(self, specs)
 
     def _init_attributes(self, ranks: Ranks | None, sharded: bool, state_dtype: str) -> None:
         self._engine: Engine | None = None
@@ -144,6 +147,7 @@ class CSDOptimizer(StatesOnDevices, Joinable):
         self._consolidated_hook = None
         Joinable.__init__(self)
         self._mode = InStep()
+        self._is_stepping = False  # a call of step() has not returned: no newer optimizer takes the place of this one
         self._energy = EnergyMeter()
         # The next three describe the last step.
         self._step_seconds = 0.0
@@ -152,7 +156,13 @@ class CSDOptimizer(StatesOnDevices, Joinable):
         self.user_state: dict[str, Any] = {}
         self.resumed_user_states = [self.user_state]
 
-    def _open(self, specs: Sequence[DeviceSpec], ranks: Ranks | None, mode: Mode = "new") -> None:
+    def _open(
+        self,
+        specs: Sequence[DeviceSpec],
+        ranks: Ranks | None,
+        mode: Mode = "new",
+        make_way: Callable[[], None] = lambda: None,
+    ) -> None:
         tile_elems = self._options["tile_size"]
         if self._owners:
             from ..serve.remote_engine import open_remote  # TLS and encryption, which others need not load
@@ -164,7 +174,13 @@ class CSDOptimizer(StatesOnDevices, Joinable):
             if passes := any_matrices(self.param_groups, self._state_map):
                 check_devices(specs)
             engine = open_engine(
-                specs, mode=mode, tile_elems=tile_elems, ranks=ranks, kernels=kernels, two_passes=passes
+                specs,
+                mode=mode,
+                tile_elems=tile_elems,
+                ranks=ranks,
+                kernels=kernels,
+                two_passes=passes,
+                make_way=make_way,
             )
         self._engine = self._steps.engine = engine
         # Closes the engine silently if the optimizer is garbage-collected or still open at exit.
@@ -186,6 +202,8 @@ class CSDOptimizer(StatesOnDevices, Joinable):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if isinstance(param_group, dict):  # else torch raises
             fill_in_defaults(self._rule, param_group, self.defaults)
+        if self._engine and self._engine.replaced:
+            self._engine.check_open()
         super().add_param_group(param_group)
         k = len(self.param_groups) - 1
         try:
@@ -211,10 +229,18 @@ class CSDOptimizer(StatesOnDevices, Joinable):
         works once the cause is gone. Raises CSDTornError if the device fails again when the step is undone: parameters
         are then a mix, which the next call, and whatever else reads them, restores first.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        self._is_stepping = True
+        try:
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._take_step()
+        finally:
+            self._is_stepping = False
+        return loss
+
+    def _take_step(self) -> None:
         if self._ranks:
             Join.notify_join_context(self)
         self._forget_consolidated()
@@ -247,7 +273,6 @@ class CSDOptimizer(StatesOnDevices, Joinable):
         if self._warns_of_saving and self._ranks and self._steps.gather:  # ranks have divided this step
             self._warns_of_saving = False
             warn_of_saving(self._ranks, [state.part for state in self._state_map.by_index])
-        return loss
 
     def __getstate__(self) -> dict[str, Any]:
         if self._engine is not None and self._engine.durable:
@@ -335,6 +360,8 @@ class CSDOptimizer(StatesOnDevices, Joinable):
 
     def _reduce_bucket(self, bucket: Any) -> Any:
         """Reduce a DDP bucket for push(): this rank gets its rows of the mean gradients."""
+        if self._engine is not None and self._engine.replaced:  # the newer one would get a part of the gradients
+            self._engine.check_open()
         return self._steps.reduce_bucket(bucket)
 
     def wait(self) -> None:
@@ -342,6 +369,8 @@ class CSDOptimizer(StatesOnDevices, Joinable):
 
         With overlap(free_gradients=True), raises CSDRuntimeError between backward and step().
         """
+        if self._engine is not None and self._engine.replaced:
+            self._engine.check_open()
         self._mode.settle()
         self._steps.finish_undo()
 

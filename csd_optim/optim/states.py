@@ -56,7 +56,9 @@ class StatesOnDevices(Optimizer):
     _warns_of_saving: bool = False  # of saving on one rank alone, in the next step that ranks divide
     _consolidated_hook: RemovableHandle | None  # puts all ranks' states into state_dict()
 
-    def _make_stores(self, old: checkpoint.Paths, specs: Sequence[DeviceSpec]) -> list[dict[str, Any]]:
+    def _make_stores(
+        self, old: checkpoint.Paths, specs: Sequence[DeviceSpec], make_way: Callable[[], None]
+    ) -> list[dict[str, Any]]:
         """Make the stores on these devices from others: see make_own_stores()."""
         if self._owners:
             raise CSDValueError(
@@ -65,7 +67,7 @@ class StatesOnDevices(Optimizer):
             )
         check_kernels([spec for spec in specs if spec.directory], self.param_groups, self._state_map)
         tile_elems = self._options["tile_size"]
-        return make_own_stores(old, specs, self.param_groups, self._state_map, self._ranks, tile_elems)
+        return make_own_stores(old, specs, self.param_groups, self._state_map, self._ranks, tile_elems, make_way)
 
     # ---- with no step in flight --------------------------------------------------------
 
@@ -114,6 +116,8 @@ class StatesOnDevices(Optimizer):
     def state(self) -> defaultdict[torch.Tensor, Any]:
         """A plain dict of plain tensors. Reading it first waits for states that are still being written to a device."""
         engine = self._engine
+        if engine is not None and engine.replaced:
+            engine.check_open()
         self._steps.finish_undo()
         if self._steps.in_flight and engine is not None and not engine.closed:
             with self._settled():

@@ -89,6 +89,9 @@ class InStep:
         """
         return None
 
+    def undo(self) -> None:
+        """Undo a step that has begun in backward and changes parameters there, if one is under way."""
+
     def clear_gradients(self, *, set_to_none: bool) -> bool:
         """Clear gradients, or leave it to the caller. Returns whether this has cleared them."""
         return False

@@ -128,7 +128,9 @@ FOUND = [
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize(("gradient", "options", "step"), FOUND, ids=str)
+@pytest.mark.parametrize(
+    ("gradient", "options", "step"), FOUND, ids=lambda value: getattr(value, "__name__", str(value))
+)
 def test_gradients_of_its_own_are_found(size, gradient, options, step, tmp_path):
     call = on_living_ranks(size, lists, [(gradient, step, options)], directory=tmp_path)
     assert call == [[step]] * size

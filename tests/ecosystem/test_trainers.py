@@ -19,6 +19,7 @@ from trainers import (
     SAVED,
     STEPS,
     TRAINERS,
+    WEIGHT_DECAY,
     accelerate,
     assert_close,
     assert_same_bits,
@@ -29,11 +30,12 @@ from trainers import (
     library,
     lightning,
     lightning_cli,
+    lightning_module,
     peft_lora,
     texts,
 )
 
-from csd_optim import CSDAdam, CSDWarning
+from csd_optim import CSDAdam, CSDRuntimeError, CSDWarning
 from csd_optim.overlap.guess import Guess
 from csd_optim.params import memory_warnings as materialized
 from csd_optim.store.format import FILE_NAME, read_contents
@@ -260,6 +262,73 @@ def test_step_inside_a_compiled_function():
     reference = compiled(AdamW, lambda f: f)
     run = compiled(CSDAdam, torch.compile(backend="aot_eager"))
     assert_close(run, reference)
+
+
+# ---- trainers that make the optimizer again, while they still hold the older one -------------
+
+
+def learning_rate_found(trainer, module):
+    from lightning.pytorch.tuner import Tuner
+
+    Tuner(trainer).lr_find(module, num_training=10, max_lr=0.1)
+    trainer.fit(module)
+
+
+def batch_size_found(trainer, module):
+    from lightning.pytorch.tuner import Tuner
+
+    Tuner(trainer).scale_batch_size(module, max_trials=2, steps_per_trial=2)
+    trainer.fit(module)
+
+
+def fit_twice(trainer, module):
+    trainer.fit(module)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module)
+
+
+def two_trainers(trainer, module):
+    trainer.fit(module)
+    lightning_once().fit(module)
+
+
+def lightning_once():
+    from lightning.pytorch import Trainer
+
+    quiet = dict.fromkeys(["logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"], False)
+    return Trainer(accelerator="cpu", devices=1, max_epochs=1, gradient_clip_val=CLIP, **quiet)
+
+
+@pytest.mark.filterwarnings("ignore:.*weights_only")
+@pytest.mark.parametrize("how", [learning_rate_found, batch_size_found, fit_twice, two_trainers])
+@pytest.mark.parametrize("overlap", [None, {"backward": True}], ids=["", "overlap"])
+def test_lightning_makes_the_optimizer_again(how, overlap, tmp_path, monkeypatch):
+    library("lightning")
+    monkeypatch.chdir(tmp_path)
+
+    def run(Optimizer, **options):
+        made = []
+
+        def configure_optimizers(module):
+            made.append(Optimizer(module.parameters(), lr=module.lr, weight_decay=WEIGHT_DECAY, **options))
+            return made[-1]
+
+        def train_dataloader(module):
+            return torch.utils.data.DataLoader(texts(8), batch_size=module.batch_size)
+
+        torch.manual_seed(0)
+        methods = {"configure_optimizers": configure_optimizers, "train_dataloader": train_dataloader}
+        module = lightning_module(overlap if options else None, **methods)()
+        module.lr, module.batch_size = LR, 4
+        how(lightning_once(), module)
+        assert len(made) == 2
+        run = finished(module.losses, module, made[-1])
+        if options:
+            with pytest.raises(CSDRuntimeError, match="was replaced by a newer one"):
+                made[0].state_dict()
+        return run
+
+    assert_close(run(CSDAdam, devices=tmp_path / "csd", overwrite=True), run(AdamW))
 
 
 # ---- memory ----------------------------------------------------------------------------------

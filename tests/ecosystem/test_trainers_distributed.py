@@ -9,6 +9,7 @@ from support.ranks import on_living_ranks, on_ranks
 from torch.optim import AdamW
 from trainers import (
     BATCHES,
+    LR,
     SAVED,
     STEPS,
     accelerate,
@@ -17,9 +18,11 @@ from trainers import (
     hugging_face_class,
     library,
     lightning,
+    lightning_module,
+    texts,
 )
 
-from csd_optim import CSDAdam, CSDWarning
+from csd_optim import CSDAdam, CSDRuntimeError, CSDWarning
 
 
 def as_torchrun():
@@ -113,3 +116,37 @@ def test_fsdp2_of_accelerate(tmp_path):
     library("accelerate")
     on_living_ranks(2, trains, fsdp2_of_accelerate, {}, directory=tmp_path)
     assert (tmp_path / "sharded" / "optimizer_0" / ".metadata").exists()
+
+
+def fits_twice(rank):
+    """DDP's trainer makes the optimizer again for its second fit(). Returns the parameters."""
+    as_torchrun()
+    from lightning.pytorch import Trainer
+
+    made = []
+
+    def configure_optimizers(module):
+        made.append(CSDAdam(module.parameters(), lr=LR, devices=f"csd-{rank}", overwrite=True))
+        return made[-1]
+
+    torch.manual_seed(0)
+    module = lightning_module(None, configure_optimizers=configure_optimizers)()
+    quiet = dict.fromkeys(["logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"], False)
+    trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, **quiet)
+    loader = torch.utils.data.DataLoader(texts(4), batch_size=4)
+    trainer.fit(module, loader)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, loader)
+    older, newer = made
+    with pytest.raises(CSDRuntimeError, match="was replaced by a newer one"):
+        older.step()
+    newer.synchronize()
+    assert newer.committed_step == 2
+    newer.close()
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+def test_ddp_of_lightning_fits_twice(tmp_path):
+    library("lightning")
+    ranks = on_living_ranks(2, fits_twice, directory=tmp_path)
+    assert all(torch.equal(p, ranks[1][name]) for name, p in ranks[0].items())

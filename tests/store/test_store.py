@@ -315,9 +315,9 @@ def test_lock_on_a_file_that_has_just_been_removed_is_not_ownership(tmp_path, mo
 
 def test_lock_within_a_process(tmp_path):
     with CSDAdam(parameters((5,)), devices=[str(tmp_path)]) as opt:
-        for overwrite in (False, True):
+        for shape, overwrite in ((5, False), (6, False), (6, True)):
             with pytest.raises(CSDBusyError, match="this process") as caught:
-                CSDAdam(parameters((5,)), devices=[str(tmp_path)], overwrite=overwrite)
+                CSDAdam(parameters((shape,)), devices=[str(tmp_path)], overwrite=overwrite)
             assert isinstance(caught.value, BlockingIOError)
         train(opt, 1)
 
