@@ -270,9 +270,11 @@ class CSDOptimizer(StatesOnDevices, Joinable):
             )
             self._step_seconds = time.perf_counter() - start
             self._energy.end()
-        if self._warns_of_saving and self._ranks and self._steps.gather:  # ranks have divided this step
-            self._warns_of_saving = False
-            warn_of_saving(self._ranks, [state.part for state in self._state_map.by_index])
+        may_have_divided = self._steps.gather or not self._steps.has_updated  # without an update: it has created states
+        if self._warns_of_saving and self._ranks and may_have_divided:
+            parts = [state.part for state in self._state_map.by_index]
+            self._warns_of_saving = not any(part.replicas for part in parts)
+            warn_of_saving(self._ranks, parts)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._engine is not None and self._engine.durable:
