@@ -119,10 +119,15 @@ def _read_torch(path: Path) -> Export:
     with opened(path):
         pass  # for a missing file, this raises a clearer error than torch.load()
     try:
-        with FakeTensorMode():  # offsets only: torch is refused a mapping of a file larger than memory
+        # Offsets only: torch is refused a mapping of a file larger than memory.
+        with FakeTensorMode(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of files that it then refuses
             laid_out = torch.load(path, weights_only=True)
     except Exception as e:
-        raise CSDStoreError(f"{path} is no file that torch.load(weights_only=True) can read: {e}") from e
+        raise CSDStoreError(
+            f"{path} is no export of a store, or damaged: torch.load(weights_only=True) cannot read it "
+            f"({type(e).__name__})"
+        ) from e
     about = laid_out.get("csd_optim") if isinstance(laid_out, dict) else None
     if not isinstance(about, dict):
         raise CSDStoreError(

@@ -20,6 +20,7 @@ import torch
 from .. import settings
 from ..devices import health, machine
 from ..devices import smartssd as cards
+from ..devices.machine import MEMORY_FILE_SYSTEMS
 from ..devices.spec import DeviceSpec
 from ..devices.sysfs import text_of
 from ..engine.tuning import ScratchFile, rate
@@ -34,7 +35,6 @@ SLOW: Final = "slow"  # it works, but should be fixed
 BAD: Final = "no"
 UNKNOWN: Final = "unknown"
 
-MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "gpfs", "beegfs", "virtiofs", "fuse")
 COPY_ON_WRITE = ("btrfs", "zfs", "bcachefs")
 USUAL_MAPPINGS = 65530 * 7 // 8  # max_mappings() with Linux's default limit

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from ..checkpoint.verify import Verdict
 from ..devices.backends import BACKENDS
+from ..devices.machine import MEMORY_FILE_SYSTEMS
 from ..planning import advice
 from ..planning.costs import describe_assumed
 from ..store.layout import MEMORY_STATE_BYTES, STORE_BYTES
@@ -34,7 +35,7 @@ def show_devices(machine: dict[str, Any], updater: dict[str, Any], found: list[d
             rows += describe_card(card, entry.get("xclbin"))
         if place := entry.get("storage"):
             disk = ", ".join(filter(None, (place["source"], place["model"])))
-            in_memory = "; this is memory, not a disk" if place["filesystem"] in ("tmpfs", "ramfs") else ""
+            in_memory = "; this is memory, not a disk" if place["filesystem"] in MEMORY_FILE_SYSTEMS else ""
             rows += [
                 ("directory", entry["directory"] + ("" if entry["exists"] else " (the device's is created in it)")),
                 ("file system", f"{place['filesystem']} on {disk}, mounted at {place['mounted_at']}{in_memory}"),

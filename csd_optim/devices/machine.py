@@ -99,6 +99,9 @@ def control_groups(controller: str) -> Iterator[tuple[Path, int]]:
         yield from ((d, version) for d in (at, *(d for d in at.parents if d.is_relative_to(root))))
 
 
+MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
+
+
 def storage(directory: Path) -> dict[str, Any]:
     """Return file system, drive and space (bytes) behind an existing directory; "" for what is unknown."""
     where = directory.resolve()

@@ -35,6 +35,7 @@ file:?link=8GB/s&host=1      imitates a plain drive: the host updates, and the s
 file:?link=8GB/s&flash_grads=1           reads gradients from the drive, where others store them during backward
 
 /mnt/nvme{local_rank}        {rank}, {local_rank} and {world_size} are filled in if several processes train together
+/mnt/nvme0/{optimizer}       how many optimizers this process has made before with this placeholder: 0, 1, ...
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ from .machine import available_memory
 
 DEFAULT_BUFFERS = 8  # three were measured to be too few, eight to be enough
 AUTO = "auto"  # listed among devices: csd_optim chooses their shares
+OPTIMIZER = "{optimizer}"  # a placeholder in device strings
 DEFAULT_TIMEOUT = 30.0  # seconds that a kernel may take for a tile; normally it takes milliseconds
 
 
@@ -123,7 +125,7 @@ def parse_device(text: str | os.PathLike[str]) -> DeviceSpec:
         raise CSDTypeError(f"a device is a string such as '/mnt/nvme0' or 'ram:', got {type(text).__name__}")
     if isinstance(text, os.PathLike):  # a path is a directory and is not parsed
         return DeviceSpec(os.fspath(text), "file", Path(text), durable=True)
-    text = text.strip()
+    given, text = text, text.strip()
     if not text:
         raise CSDValueError("Invalid device: ''; name a directory, or 'ram:'")
     if text.lower() in BACKENDS:
@@ -131,6 +133,8 @@ def parse_device(text: str | os.PathLike[str]) -> DeviceSpec:
         raise CSDValueError(f"Invalid device: {text!r}; write '{example}', or './{text}' for the directory")
     # A scheme has at least two letters and no slash before its colon; everything else is a directory.
     scheme = re.match(r"([A-Za-z][A-Za-z0-9_]+):", text)
+    if text != given and (not scheme or scheme[1].lower() in ("file", "xrt")):
+        raise CSDValueError(f"Invalid device: {given!r}; it begins or ends with a blank. Name such a path by a Path")
     if not scheme:
         if "?" in text and not Path(text).exists():
             raise CSDValueError(f"Invalid device: {text!r}; options need the back end: 'file:{text}'")
@@ -266,13 +270,24 @@ def _with_placement(specs: list[DeviceSpec]) -> list[DeviceSpec]:
     return [replace(s, is_placed=True, room_bytes=rooms.get(id(s), s.room_bytes)) for s in specs]
 
 
+_n_optimizers = 0  # that have used OPTIMIZER
+
+
+def count_optimizer(devices: Any) -> None:
+    """Count an optimizer that was made on these devices (None: CSD_OPTIM_DEVICES), if they have the placeholder."""
+    global _n_optimizers
+    named = settings.devices() if devices is None else [devices] if isinstance(devices, (str, os.PathLike)) else devices
+    _n_optimizers += any(isinstance(d, str) and OPTIMIZER in d for d in named)
+
+
 def fill_in(device: str) -> str:
-    """Return `device` with {rank}, {local_rank} and {world_size} filled in; a single process is rank 0 of 1."""
+    """Return `device` with its placeholders filled in; a single process is rank 0 of 1."""
     alone = not (dist.is_available() and dist.is_initialized())
     rank = 0 if alone else dist.get_rank()
     values = {
         "{rank}": rank,
         "{local_rank}": 0 if alone else int(os.environ.get("LOCAL_RANK", rank)),
         "{world_size}": 1 if alone else dist.get_world_size(),
+        OPTIMIZER: _n_optimizers,
     }
     return re.sub("|".join(map(re.escape, values)), lambda found: str(values[found[0]]), device)

@@ -77,11 +77,10 @@ class Decoded:
             if name in names and name not in here
         }
         own = self._own_masters.get(param)
-        for piece in extent.pieces[extent.pieces["param"] == param].tolist():
-            _, tile, first, tile_first, n = piece
+        for _, tile, first, tile_first, n in self._tiles.by_param.of(param).tolist():
             ranges = [new[name][first : first + n] if name in new else None for name in extent.sections]
             address = own[first:].data_ptr() if own is not None else 0
-            self._native.decode(extent.first_tile + tile, tile_first, n, ranges, address)
+            self._native.decode(tile, tile_first, n, ranges, address)
         self._states[param] = here = {**here, **new}
         self._watched.setdefault(param, []).extend((name, state, state._version) for name, state in new.items())
         return here
@@ -120,11 +119,11 @@ class Decoded:
 
     def written(self) -> dict[int, set[str]]:
         """Return, by parameter, the names of the states that were written since they were decoded."""
-        found = {
-            param: {name for name, tensor, version in watched if tensor._version != version}
-            for param, watched in self._watched.items()
-        }
-        return {param: names for param, names in found.items() if names}
+        found = ((param, self._names_written(param)) for param in self._watched)
+        return {param: names for param, names in found if names}
+
+    def _names_written(self, param: int) -> set[str]:
+        return {name for name, tensor, version in self._watched.get(param, ()) if tensor._version != version}
 
     def versions(self) -> dict[int, list[int]]:
         """Return, for the same parameters, the versions of their tensors, which tell whether they are written again."""
@@ -132,8 +131,7 @@ class Decoded:
 
     def is_master_written(self, param: int) -> bool:
         """Return whether the master was written since it was decoded."""
-        watched = self._watched.get(param, ())
-        return any(name == "master" and tensor._version != version for name, tensor, version in watched)
+        return "master" in self._names_written(param)
 
     def note_rounded(self, param: int) -> None:
         """Note that the parameter equals its master, as written just now, rounded."""
@@ -156,8 +154,7 @@ class Decoded:
 
     def forget_unwritten(self, params: Iterable[int] | None = None) -> None:
         """Drop decoded states that nobody has written, of these parameters or of all, as stale or no longer needed."""
-        written = self.written()
-        self.drop([p for p in (list(self._states) if params is None else params) if p not in written])
+        self.drop([p for p in (list(self._states) if params is None else params) if not self._names_written(p)])
 
     def drop(self, params: Iterable[int]) -> None:
         """Drop decoded states, with what was written to them."""

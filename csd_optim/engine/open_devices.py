@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..bindings import DeviceConfig, card_close, card_has_p2p, mappings
+from ..devices.machine import MEMORY_FILE_SYSTEMS, storage
 from ..devices.spec import DeviceSpec, shares_of
-from ..errors import CSDError, CSDRuntimeError
+from ..errors import CSDError, CSDRuntimeError, CSDWarning, users_stacklevel
 from ..store.file import STATE, Mode, StoreFile
 from ..store.format import Contents
 from ..store.layout import SLOTS, SUM_ELEMS, Extent, ExtentRequest, plan_extent
@@ -26,6 +29,7 @@ from .placing import Placement, check_memory, rooms
 from .tuning import HUGE_PAGE, node_of, tune_devices
 
 log: logging.Logger = logging.getLogger("csd_optim")
+_in_memory: set[Path] = set()  # directories of scratch states that were said to be in memory
 
 
 class OpenDevices:
@@ -269,6 +273,11 @@ class OpenDevices:
                     store.path,
                     spec,
                 )
+                if (kind := storage(store.path)["filesystem"]) in MEMORY_FILE_SYSTEMS and store.path not in _in_memory:
+                    _in_memory.add(store.path)
+                    text = f"states are in memory, as {store.path} is a {kind} file system: name a drive by devices= or"
+                    text = f"{text} CSD_OPTIM_DEVICES. In memory, devices='ram:' is faster"
+                    warnings.warn(text, CSDWarning, users_stacklevel())
 
     def adopt_commit(self, recovered: Sequence[Contents], order: Sequence[int]) -> None:
         """Continue from a commit, given by device. `order`: the index of the store that is device 0, 1 ..."""

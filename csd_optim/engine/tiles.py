@@ -17,6 +17,14 @@ class Tiles:
 
     def __init__(self) -> None:
         self.extents: list[Extent] = []
+        self._by_param: Pieces | None = None
+
+    @property
+    def by_param(self) -> Pieces:
+        """The pieces of all tiles as they are now, by parameter."""
+        if not self._by_param or (self._by_param.n_tiles, self._by_param.n_params) != (len(self), self.n_params):
+            self._by_param = Pieces(self)
+        return self._by_param
 
     @property
     def n_params(self) -> int:
@@ -76,18 +84,19 @@ class Tiles:
 
 
 class Pieces:
-    """The pieces of all tiles as they are now, by parameter.
+    """The pieces of all tiles at one time, by parameter.
 
     `all`: dtype PIECE, sorted by parameter; tiles are numbered over all extents.
     """
 
     def __init__(self, tiles: Tiles) -> None:
         self.n_tiles: int = len(tiles)
+        self.n_params: int = tiles.n_params
         pieces = np.concatenate([extent.pieces for extent in tiles.extents])
         first_tiles = [extent.first_tile for extent in tiles.extents]
         pieces["tile"] += np.repeat(first_tiles, [len(extent.pieces) for extent in tiles.extents]).astype(np.uint32)
         self.all: np.ndarray[Any, Any] = pieces[np.argsort(pieces["param"], kind="stable")]
-        self._begins = np.searchsorted(self.all["param"], np.arange(tiles.n_params + 1))
+        self._begins = np.searchsorted(self.all["param"], np.arange(self.n_params + 1))
 
     def of(self, param: int) -> np.ndarray[Any, Any]:
         """Return the pieces of one parameter."""

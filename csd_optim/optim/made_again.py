@@ -26,7 +26,7 @@ from ..params.manifest import first_difference, manifest
 from ..params.state_map import StateMap
 from ..signals import defer_signals
 from ..step.mode import InStep
-from ..store.file import Mode
+from ..store.file import Mode, another_directory
 
 
 class Optimizer(Protocol):
@@ -111,9 +111,9 @@ def _check_replaceable(older: Optimizer, newer: Optimizer, made: Made, mode: Mod
     who = f"{its.where} is in use by another optimizer of this process, the {type(older).__name__} made at {its.place}"
     if mode == "new":
         advice = "close() or drop it, pass resume=True or overwrite=True to make this one in its place"
-        raise CSDBusyError(errno.EWOULDBLOCK, f"{who}; {advice}, or name another directory")
+        raise CSDBusyError(errno.EWOULDBLOCK, f"{who}; {advice}, or name {another_directory()}")
     if why := _why_not(older, newer, made, mode):
-        advice = "close() or drop the older one, or name another directory"
+        advice = f"close() or drop the older one, or name {another_directory()}"
         raise CSDBusyError(errno.EWOULDBLOCK, f"{who}, and the newer one cannot take its place: {why}; {advice}")
 
 

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from ..accelerator import check_not_capturing
 from ..devices.energy import EnergyMeter
-from ..devices.spec import DeviceSpec, parse_devices
+from ..devices.spec import DeviceSpec, count_optimizer, parse_devices
 from ..distributed.ranks import Ranks, ranks_of
 from ..engine.engine import Engine
 from ..engine.open_engine import open_engine
@@ -132,6 +132,7 @@ class CSDOptimizer(StatesOnDevices, Joinable):
                 self.close()
                 raise
         register(self, specs)
+        count_optimizer(devices)
 
     def _init_attributes(self, ranks: Ranks | None, sharded: bool, state_dtype: str) -> None:
         self._engine: Engine | None = None
@@ -270,11 +271,8 @@ class CSDOptimizer(StatesOnDevices, Joinable):
             )
             self._step_seconds = time.perf_counter() - start
             self._energy.end()
-        may_have_divided = self._steps.gather or not self._steps.has_updated  # without an update: it has created states
-        if self._warns_of_saving and self._ranks and may_have_divided:
-            parts = [state.part for state in self._state_map.by_index]
-            self._warns_of_saving = not any(part.replicas for part in parts)
-            warn_of_saving(self._ranks, parts)
+        if self._warns_of_saving and self._ranks:
+            self._warns_of_saving = not warn_of_saving(self._ranks, self._steps)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._engine is not None and self._engine.durable:

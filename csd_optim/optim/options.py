@@ -14,10 +14,11 @@ from torch.nn.parameter import is_lazy
 from .. import settings
 from ..bindings import DTYPE_CODES
 from ..compression.policy import check_topk
-from ..errors import CSDRuntimeError, CSDValueError, CSDWarning
+from ..errors import CSDRuntimeError, CSDValueError, CSDWarning, users_stacklevel
 from ..params.groups import Groups, check_state_dtype, name_of
 from ..params.param_state import check_param
 from ..params.update_rule import UpdateRule
+from .rules import named_elsewhere
 
 _Init = TypeVar("_Init", bound=Callable[..., None])
 
@@ -169,7 +170,8 @@ def check_options(a: Any, tile_size: Any, *, resume: bool, resume_from: object, 
 def check_group(groups: Groups, k: int, optimizer: str, rule: UpdateRule, state_dtype: str) -> None:
     """Raise CSDRuntimeError, CSDValueError or CSDTypeError for group `k` if it asks for what no back end can do.
 
-    `optimizer`: its name, for messages. `state_dtype`: the optimizer's argument.
+    Warns if it names another rule by a key that is read elsewhere. `optimizer`: its name, for messages. `state_dtype`:
+    the optimizer's argument.
     """
     group = groups[k]
     for name in ("capturable", "differentiable"):
@@ -183,3 +185,7 @@ def check_group(groups: Groups, k: int, optimizer: str, rule: UpdateRule, state_
         # A frozen parameter is not checked: it may be quantized, or not even allocated yet.
         if p.requires_grad and not is_lazy(p):
             check_param(p, name_of(groups, k, i))
+    if (elsewhere := named_elsewhere(group)) and elsewhere[1] != rule.name:
+        key, named = elsewhere
+        text = f"group {k} has {key!r}, which csd_optim does not read: its parameters are updated by {rule.name}"
+        warnings.warn(f'{text}. For {named}, write "rule": "{named}"', CSDWarning, users_stacklevel())

@@ -282,6 +282,16 @@ def rule_of(own: UpdateRule, group: Group) -> UpdateRule:
     return NAMED[name]
 
 
+def named_elsewhere(group: Group) -> tuple[str, str] | None:
+    """Return a key by which other libraries choose a group's rule, such as `kind`, and the rule that it names."""
+    for key, value in group.items():
+        if key != "rule" and isinstance(value, str) and value.lower() in NAMED:
+            return key, value.lower()
+        if isinstance(key, str) and value is True and key.removeprefix("use_") in NAMED and key.startswith("use_"):
+            return key, key.removeprefix("use_")
+    return None
+
+
 def fill_in_defaults(own: UpdateRule, group: Group, of_class: Mapping[str, Any]) -> None:
     """Give a new group that names its rule that rule's defaults, before torch fills in those of the class.
 

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable
 
 from ..distributed.ranks import Ranks
-from ..distributed.sharding import HOW_TO_SAVE, Partition, ReplicaShard, Unsharded
+from ..distributed.sharding import HOW_TO_SAVE, ReplicaShard, Unsharded
 from ..errors import CSDWarning, users_stacklevel
+from ..step.steps import Steps
 
 # Callers of step() that save on all ranks, or gather the states on rank 0: Lightning's Trainer and Fabric; and
 # get_state_dict(), which takes a step of zeros in order to make states.
 _SAVE_RIGHTLY = ("lightning.pytorch.", "lightning.fabric.", "pytorch_lightning.", "torch.distributed.checkpoint.")
 
 
-def warn_of_saving(ranks: Ranks, parts: Iterable[Partition]) -> None:
-    """Warn on rank 0 that its states are not all, if these are the parts of DDP. Call it within the user's step().
+def warn_of_saving(ranks: Ranks, steps: Steps) -> bool:
+    """Warn on rank 0, after a step of DDP, that its states are not all. Returns whether that is settled now.
 
-    With FSDP or DTensors scripts save on all ranks as they do with any optimizer, so there is no warning.
+    With FSDP or DTensors scripts save on all ranks as they do with any optimizer, so there is no warning. Call it
+    within the user's step().
     """
+    if not steps.gather and steps.has_updated:  # else the step has created states, or was skipped
+        return False
+    parts = [state.part for state in steps.state_map.by_index]
     kinds = {type(part) for part in parts}
     if ranks.rank == 0 and ReplicaShard in kinds and kinds <= {ReplicaShard, Unsharded} and not _saves_rightly():
         warnings.warn(
@@ -29,6 +33,7 @@ def warn_of_saving(ranks: Ranks, parts: Iterable[Partition]) -> None:
             CSDWarning,
             users_stacklevel(),
         )
+    return any(part.replicas for part in parts)
 
 
 def _saves_rightly() -> bool:

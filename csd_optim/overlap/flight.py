@@ -161,7 +161,7 @@ class Flight:
 
         Then the step has to be undone.
         """
-        step, last = self.live.step, last_places(self._pieces, self._engine.tiles.n_params, self._tiles)
+        step, last = self.live.step, last_places(self._pieces, self._tiles)
         for batch in np.array_split(np.arange(len(self._tiles)), BATCHES):
             if not len(batch):
                 continue

@@ -13,7 +13,6 @@ import torch
 
 from ..accelerator import is_on_accelerator
 from ..bindings import AS_PUSHED
-from ..engine.tiles import Pieces
 from ..params.grad_source import GradSource
 from ..params.strides import flat
 from ..step.live import Countdown, LiveStep, Phase
@@ -50,7 +49,7 @@ class LentGradients:
         """`live`: not begun. `max_bytes`: of gradients that may be in flight."""
         engine, step = live.engine, live.step
         self._live, self._engine, self._max_bytes = live, engine, max_bytes
-        self._pieces = Pieces(engine.tiles)
+        self._pieces = engine.tiles.by_param
         self._parts: dict[int, dict[int, GradPart]] = {}  # by tile that lacks gradients, then by row: those it has
         self._lent: deque[Lent] = deque()
         self._bytes = 0  # of the gradients in _lent, and of those of images that are still used

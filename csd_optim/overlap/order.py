@@ -11,21 +11,21 @@ from ..engine.tiles import Pieces
 from ..step.live import NEVER
 
 
-def last_places(pieces: Pieces, n_params: int, flow: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def last_places(pieces: Pieces, flow: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return, for each parameter by row, the index in `flow`, a sequence of tiles, of the last tile with a piece of it.
 
     -1 if no tile of `flow` has any.
     """
     place = np.full(pieces.n_tiles, -1)
     place[flow] = np.arange(len(flow))
-    last = np.full(n_params, -1)
+    last = np.full(pieces.n_params, -1)
     np.maximum.at(last, pieces.all["param"], place[pieces.all["tile"]])
     return last
 
 
-def by_next_use(pieces: Pieces, n_params: int, uses: Mapping[int, int]) -> np.ndarray[Any, Any]:
+def by_next_use(pieces: Pieces, uses: Mapping[int, int]) -> np.ndarray[Any, Any]:
     """Return each tile's rank, int64: that of its parameter that is used first. `uses`: parameters' ranks, by row."""
-    rank_of = np.full(n_params, NEVER)
+    rank_of = np.full(pieces.n_params, NEVER)
     rank_of[[*uses]] = [*uses.values()]
     ranks = np.full(pieces.n_tiles, NEVER)
     np.minimum.at(ranks, pieces.all["tile"], rank_of[pieces.all["param"]])

@@ -45,7 +45,6 @@ class Overlap(ConcurrentMode):
         # By row of a parameter: how many others the current forward used before it. None: not noted any more.
         self._use_order: dict[int, int] | None = {}
         self._forwards_to_note = NOTED_FORWARDS
-        self._pieces: Pieces | None = None
         self._unguarded: list[int] = []  # rows that step() waits for
         self._to_copy_back: dict[int, GradSource] = {}  # by row: parameters ordered unlike their states in memory
         self._waited, self._early_elems = 0.0, 0  # of the last step: seconds waited, elements pushed in backward
@@ -132,7 +131,7 @@ class Overlap(ConcurrentMode):
                 early_buffers = guess.keep(step, record)
             else:
                 live.launch()
-            self._flight = flight = Flight(engine, live, self._pieces_now(), early_buffers)
+            self._flight = flight = Flight(engine, live, self._engine.tiles.by_param, early_buffers)
         except BaseException as failure:
             live.undo()
             return self._note_outcome(live, failure)
@@ -205,7 +204,7 @@ class Overlap(ConcurrentMode):
     def _note_order(self) -> None:
         """Make tiles flow, from now on, in the order in which the last forward used their parameters."""
         if self._use_order:
-            self._engine.tile_rank = by_next_use(self._pieces_now(), self._engine.tiles.n_params, self._use_order)
+            self._engine.tile_rank = by_next_use(self._engine.tiles.by_param, self._use_order)
             self._forwards_to_note -= 1
         self._use_order = {} if self._forwards_to_note else None
 
@@ -217,12 +216,7 @@ class Overlap(ConcurrentMode):
         if self.together and not (self.together.has_met and self._engine.committer.is_confirmed):
             return None
         self.land()
-        return self._pieces_now()
-
-    def _pieces_now(self) -> Pieces:
-        if self._pieces is None or self._pieces.n_tiles != len(self._engine.tiles):
-            self._pieces = Pieces(self._engine.tiles)
-        return self._pieces
+        return self._engine.tiles.by_param
 
     # ---- waiting ---------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..bindings import BLOCK as BLOCK_ROW
 from ..bindings import Changes, Watch
-from ..engine.tiles import Pieces, Tiles
+from ..engine.tiles import Tiles
 from ..replica.blocks import BLOCK
 
 Array = np.ndarray[Any, Any]
@@ -33,7 +33,7 @@ class Recording:
 
         `first`: see Watch. `checked`: see csd_watch.
         """
-        pieces = Pieces(tiles).of(row)
+        pieces = tiles.by_param.of(row)
         inside = (pieces["tile_first"] % GROUP + pieces["elems"] + GROUP - 1) // GROUP
         groups = np.concatenate([np.zeros(1, np.uint64), np.cumsum(inside, dtype=np.uint64)])
         return Watch(self._changes, number, first, int(pieces["tile"][0]), groups if checked else None)

@@ -12,7 +12,6 @@ from ..distributed.grad_norm import OwnNorm, Parts, norm_of, own_norm
 from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..distributed.reduce_scatter import ReducedGrads
 from ..distributed.sharding import is_replicated
-from ..engine.tiles import Pieces
 from ..errors import CSDError, CSDRuntimeError
 from ..finalize import call_at_end
 from ..params.groups import Groups, hyperparameters_of, members, name_of
@@ -441,7 +440,7 @@ class Steps(Progress):
         """Return the all-gather of the plan's parameters whose updates the ranks share; None if there are none."""
         if self.gather is None and self.ranks:
             shared = [state for state in plan.param_states if state.part.replicas]
-            self.gather = ParamAllGather(self.ranks, shared, Pieces(self.engine.tiles)) if shared else None
+            self.gather = ParamAllGather(self.ranks, shared, self.engine.tiles.by_param) if shared else None
             if self.gather:
                 self.gather.travel_by(self.carriers)
         return self.gather

@@ -21,7 +21,6 @@ from ..bindings import DTYPE_CODES, HYPER, IN_SECTION, PASS_2
 from ..devices.machine import available_memory
 from ..distributed.ranks import Ranks
 from ..engine.engine import Engine
-from ..engine.tiles import Pieces
 from ..errors import CSDMemoryError
 from ..muon.newton_schulz import Orthogonal, workspace_bytes
 from ..muon.schedule import BEHIND, LEAST_TILES, Group, Matrix, groups_of
@@ -83,7 +82,7 @@ class TwoPasses:
         any_divided = not all(state.part.is_whole for state in states.values())
         # Ranks may go through their tiles in different directions, and do not know these yet.
         step = -1 if engine.descending and not any_divided else 1
-        pieces = Pieces(engine.tiles)
+        pieces = engine.tiles.by_param
         matrices = [
             Matrix(row, tuple(whole_shape(s)), tuple(pieces.of(row)["tile"][::step].tolist()), not s.part.is_whole)
             for row, s in [*states.items()][::step]

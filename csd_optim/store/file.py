@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
-from .. import commit_trace
+from .. import commit_trace, settings
 from ..bindings import crc32c
 from ..errors import (
     CSDBusyError,
@@ -80,6 +80,15 @@ def _lock_heirs(owner: int, stat: os.stat_result) -> str:
     return f"{' and '.join(children) or 'a process'}, forked by process {owner}, which has ended"
 
 
+def another_directory() -> str:
+    """Return "another directory", with the placeholders that make one for each rank or optimizer."""
+    if "LOCAL_RANK" in os.environ:
+        return "another directory, for each rank its own, as in '/mnt/nvme{local_rank}'"
+    if settings.devices():
+        return "another directory, for each optimizer its own, as in CSD_OPTIM_DEVICES='/mnt/nvme0/{optimizer}'"
+    return "another directory"
+
+
 def lock(fd: int, path: Path, *, shared: bool = False) -> None:
     """Make this process the owner of the file; with `shared`, one of several readers that keep writers out.
 
@@ -103,11 +112,7 @@ def lock(fd: int, path: Path, *, shared: bool = False) -> None:
         who = f"{_lock_heirs(owner, os.fstat(fd))}; stop that"
     else:
         who = f"process {owner}; stop that"
-    instead = "another directory"
-    if shared:
-        instead = "a snapshot, which its optimizer makes by save()"
-    elif "LOCAL_RANK" in os.environ:
-        instead += ", for each rank its own, as in '/mnt/nvme{local_rank}'"
+    instead = "a snapshot, which its optimizer makes by save()" if shared else another_directory()
     raise CSDBusyError(errno.EWOULDBLOCK, f"{path} is in use by {who}, or name {instead}")
 
 
@@ -161,6 +166,8 @@ class StoreFile:
             where = directory.resolve() if directory else "memory"
             refused = directory and durable and mode != "read" and e.errno == errno.EACCES
             advice = f"; {ownership_advice(where)}" if refused else ""
+            if directory and not durable:
+                advice = "; name a drive by devices= or CSD_OPTIM_DEVICES, such as devices='/mnt/nvme0'"
             raise CSDOSError(e.errno, f"cannot open a store in {where}: {e.strerror}{advice}") from e
 
     def _open_scratch(self, directory: Path) -> Path:

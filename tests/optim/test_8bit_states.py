@@ -28,6 +28,7 @@ from torch.optim import Adam, AdamW
 
 from csd_optim import CSDAdam, CSDOSError, CSDStoreError, CSDTypeError, CSDValueError, CSDWarning
 from csd_optim.engine.engine import Engine
+from csd_optim.engine.tiles import Pieces
 from csd_optim.params import state_map
 from csd_optim.params.grad_source import GradSource
 from csd_optim.store.format import FILE_NAME
@@ -1029,3 +1030,18 @@ def test_a_parameter_set_without_a_gradient_can_be_set_again():
     p.data.fill_(5)
     train(opt, 1, 2)
     assert (p == 5).all()
+
+
+def test_reading_states_of_many_parameters_looks_at_the_places_of_each_once(monkeypatch):
+    """Reading one parameter's states looked through the places of all."""
+    looked, of = [], Pieces.of
+    monkeypatch.setattr(Pieces, "of", lambda self, param: looked.append((id(self), param)) or of(self, param))
+    params = [torch.nn.Parameter(torch.ones(8)) for _ in range(50)]
+    with CSDAdam(params, devices="ram:", state_dtype="8bit") as opt:
+        for p in params:
+            p.grad = torch.ones(8)
+        opt.step()
+        looked.clear()
+        assert all(opt.state[p]["exp_avg"].any() for p in params)
+        assert [param for _, param in looked] == [*range(50)]
+        assert len({table for table, _ in looked}) == 1  # made once for all
