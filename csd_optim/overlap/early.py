@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -95,6 +96,8 @@ class EarlySteps:
 
         A guess that fails is undone; backward gets no CSDError.
         """
+        if self._engine.pid != os.getpid():  # a forked child, which takes no steps
+            return
         self._fired[id(p)] += 1
         fired, expected = self._fired[id(p)], self._expected[id(p)]
         if fired == expected and is_on_accelerator(p):
@@ -189,6 +192,9 @@ class EarlySteps:
 
     def undo(self, why: str) -> None:
         """Undo the guess, if there is one. `why`: the reason, as stats() counts it."""
+        if self._engine.pid != os.getpid():  # a forked child: it goes on in the parent, and has changed nothing here
+            self._guess = None
+            return
         with defer_signals(), self._engine.lock:
             if (guess := self._guess) is None:
                 return

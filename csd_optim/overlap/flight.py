@@ -105,7 +105,11 @@ class Flight:
     def _check_process(self) -> None:
         """Raise CSDRuntimeError in a forked child, which lacks the thread that lands the step."""
         if self._engine.pid != os.getpid():
-            self._engine.check_open()
+            raise CSDRuntimeError(
+                f"process {self._engine.pid} forked this one while a step was in flight: its parameters cannot arrive "
+                "here. Call the optimizer's wait() before the fork; with a DataLoader whose workers use the model, "
+                "before you iterate over it"
+            )
 
     def _land(self) -> None:
         ring = self.live.step.ring

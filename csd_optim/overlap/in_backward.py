@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -28,6 +29,11 @@ from .together import Together
 _CHANGED = (
     "with overlap(free_gradients=True) backward has changed parameters already: they and the states cannot be read, as "
     "another forward or GradScaler does, until step() completes these updates, or zero_grad() undoes them"
+)
+_CHANGED_BY_PARENT = (
+    "process {} forked this one between backward and step(), when overlap(free_gradients=True) had changed some "
+    "parameters already, and the others will not arrive here. Fork before backward or after step(); likewise, iterate "
+    "then over a DataLoader whose workers use the model"
 )
 _AGAIN = (
     "a second backward before step(), or a checkpoint with use_reentrant=True, which runs several: with "
@@ -211,8 +217,10 @@ class StepsInBackward(ConcurrentMode):
     def settle(self) -> None:
         """Return when no step is under way. Undoes one whose gradients were cleared, and which step() cannot take.
 
-        Raises CSDRuntimeError if step() can still take it.
+        Raises CSDRuntimeError if step() can still take it, and in a child that was forked while one was under way.
         """
+        if self._live and self._engine.pid != os.getpid():
+            raise CSDRuntimeError(_CHANGED_BY_PARENT.format(self._engine.pid))
         self._wait_for_failure()
         if self._engine.closed:
             return
