@@ -68,7 +68,7 @@ class CSDWarning(UserWarning):
 
 def users_stacklevel() -> int:
     """Return the stacklevel with which a warning from the calling function points at the user's own line."""
-    between = ("csd_optim", "torch", "copy", "copyreg")
+    between = ("csd_optim", "torch", "copy", "copyreg", "contextlib")
     frame, level = sys._getframe(1), 1
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in between:
         frame, level = frame.f_back, level + 1

@@ -15,6 +15,7 @@ import torch
 from ..accelerator import is_on_accelerator, record_event
 from ..engine.tiles import Pieces
 from ..errors import CSDError
+from ..grad_modes import no_autograd
 from ..signals import defer_signals
 from ..step.live import Phase
 from ..step.spec import Participants, StepSpec
@@ -106,7 +107,7 @@ class EarlySteps:
             self.undo("more backward passes")
         elif fired == expected and (self._guess or self._engine.idle):  # the previous step is complete and committed
             try:
-                with self._engine.lock, torch.no_grad():  # several threads may run backward
+                with self._engine.lock, no_autograd():  # several threads may run backward
                     if not self._engine.is_speculative:  # the engine was closed, and the guess with it
                         self._guess = None
                     if self._guess or self._begin():

@@ -14,6 +14,7 @@ import torch
 
 from ..accelerator import is_accelerator, is_on_accelerator
 from ..errors import CSDError, CSDRuntimeError, CSDTypeError, CSDValueError
+from ..grad_modes import no_autograd
 from ..params.groups import Groups, hyperparameters_of, members, name_of
 from ..params.param_state import ParamState
 from ..signals import defer_signals
@@ -118,7 +119,7 @@ class StepsInBackward(ConcurrentMode):
             return
         if self._live is None and not self._may_begin():
             return
-        with self._engine.lock, torch.no_grad():  # several threads may run backward
+        with self._engine.lock, no_autograd():  # several threads may run backward
             task = torch._C._current_graph_task_id()
             if task == self._aborted_task:  # the step of this backward was undone already
                 raise CSDRuntimeError(_AGAIN)
@@ -269,7 +270,7 @@ class StepsInBackward(ConcurrentMode):
 
         Raises what LiveStep.undo() raises.
         """
-        with defer_signals(), self._engine.lock, torch.no_grad():
+        with defer_signals(), self._engine.lock, no_autograd():
             live, taken, lent = self._live, self._taken, self._lent
             if live is None or lent is None:
                 return

@@ -99,6 +99,8 @@ class Overlap(ConcurrentMode):
 
     def can_launch(self, step: PreparedStep | None) -> bool:
         can = step is not None and self._steps.can_land_later(step)
+        # What the program writes to a gradient of inference mode is not noticed: the step does not use it afterwards.
+        can = can and step is not None and not any(grad.is_inference() for grad in step.spec.grads.values())
         return can and not (self.together and not self._guards.guarded)
 
     def launch(self, step: PreparedStep | None, record: Record | None, *, all_can: bool) -> bool:
@@ -113,32 +115,34 @@ class Overlap(ConcurrentMode):
     def _fly(self, step: PreparedStep, record: Record | None) -> None:
         """Launch the step. Raises what a step raises; with several ranks, the next meeting raises it."""
         engine = self._engine
-        guess = self._early.take_guess() if self._early else None
-        live = guess.live if guess else self._steps.live(step, record)
-        live.meets = bool(self.together)  # until now a guess has concerned this rank alone
-        early_buffers: dict[int, StagingBuffer] = {}
         near = step.near.rows if step.near else ()
         awaited = [state for state in step.spec.plan.param_states if state.index not in near]
         sources = step.spec.sources
         copy_back = {state.index: s for state in awaited if (s := sources.get(state.index)) and s.param_and_copy}
-        flight: Flight | None = None
+        early_buffers: dict[int, StagingBuffer] = {}
+        guess = self._early.take_guess() if self._early else None
+        live = guess.live if guess else self._steps.live(step, record)
+        live.meets = bool(self.together)  # until now a guess has concerned this rank alone
+        launched: Flight | None = None
         self._waited, self._early_elems = 0.0, 0
         try:  # whatever fails from here on, the other ranks have launched the step, too
             guarded = self._guarded()
             self._wrap_groups()
             self._note_order()
+            flight = Flight(engine, live, step, self._pieces_now(), early_buffers)
             if guess:
                 self._early_elems = sum(map(engine.tiles.elems_of, guess.pushed))
-                early_buffers = guess.keep(step, record)
+                early_buffers.update(guess.keep(step, record))
             else:
                 live.launch()
-            self._flight = flight = Flight(engine, live, self._pieces_now(), early_buffers)
+            flight.begin()
+            self._flight = launched = flight
         except BaseException as failure:
             live.undo()
             return self._note_outcome(live, failure)
         finally:
             if self.together:
-                self.together.launched(live, flight)
+                self.together.launched(live, launched)
         self._unguarded = [state.index for state in awaited if id(state.param) not in guarded]
         self._to_copy_back = copy_back
         self.active: bool = True

@@ -16,6 +16,7 @@ from ..distributed.ranks import Ranks
 from ..distributed.sharding import UNSHARDED, Partition, part_of
 from ..engine.engine import Engine
 from ..errors import CSDRuntimeError, CSDStoreError, CSDWarning, users_stacklevel
+from ..grad_modes import no_autograd
 from ..store.check import rule_named
 from ..store.sections import FP32
 from . import accelerated
@@ -424,7 +425,7 @@ class StateMap:
             if p.is_meta:
                 without_data = param_state.name
                 continue
-            with torch.no_grad(), param_state.decoding():
+            with no_autograd(), param_state.decoding():
                 param_state.part.of(p).copy_(param_state.master)
             param_state.refresh(grad_dtype)
             param_state.mark_synced()
