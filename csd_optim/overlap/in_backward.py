@@ -112,29 +112,40 @@ class StepsInBackward(ConcurrentMode):
     def _on_grad(self, p: torch.Tensor) -> None:
         """Take a final gradient, as a hook. Raises what a step raises, and CSDRuntimeError; then the step is undone.
 
-        With several ranks step() raises that, on all of them, because the others wait for this rank's backward.
+        With several ranks step() raises that, on all of them, because the others wait for this rank's backward. Signals
+        wait until the gradient is taken; what their handlers raise comes out of here.
         """
         optimizer = self._steps.arguments  # which is not dropped meanwhile
         if optimizer is None or p.grad is None or self._failure:
             return
         if self._live is None and not self._may_begin():
             return
-        with self._engine.lock, no_autograd():  # several threads may run backward
-            task = torch._C._current_graph_task_id()
-            if task == self._aborted_task:  # the step of this backward was undone already
-                raise CSDRuntimeError(_AGAIN)
-            try:
-                if self._live and task != self._task:
-                    raise CSDRuntimeError(_AGAIN)
-                if self._live is None:
-                    self._begin(task)
-                self._take(p, p.grad)
-                self._waited += self._lent.free_used() if self._lent else 0.0
-            except BaseException as failure:  # Ctrl-C, too
+        task = torch._C._current_graph_task_id()
+        try:
+            with defer_signals(), self._engine.lock, no_autograd():  # several threads may run backward
+                if not self._engine.closed:  # by a signal handler, just now
+                    self._take_final(p, task)
+        except BaseException:  # of a signal handler, too
+            if task == self._task:  # else another backward has begun since
                 self.undo()
-                if not (self.together and isinstance(failure, CSDError)):
-                    raise
-                self._failure = failure
+            raise
+
+    def _take_final(self, p: torch.Tensor, task: int) -> None:
+        if task == self._aborted_task:  # the step of this backward was undone already
+            raise CSDRuntimeError(_AGAIN)
+        try:
+            if self._live and task != self._task:
+                raise CSDRuntimeError(_AGAIN)
+            if self._live is None:
+                self._begin(task)
+            if p.grad is not None:
+                self._take(p, p.grad)
+            self._waited += self._lent.free_used() if self._lent else 0.0
+        except BaseException as failure:
+            self.undo()
+            if not (self.together and isinstance(failure, CSDError)):
+                raise
+            self._failure = failure
 
     def _may_begin(self) -> bool:
         """Return whether all ranks have the last step, durable: its predecessor may be overwritten. Waits for that.
@@ -150,27 +161,26 @@ class StepsInBackward(ConcurrentMode):
 
     def _begin(self, task: int) -> None:
         engine = self._engine
-        with defer_signals():
-            engine.check_open()
-            check_can_free(self._steps)
-            live = self._steps.prepare_without_gradients()
-            spec = live.spec
-            moved = any(s.param_and_copy or s.grad_dtype is not s.param.dtype for s in spec.sources.values())
-            if moved or spec.table["topk"].any():
-                raise CSDRuntimeError(
-                    "overlap(free_gradients=True): a parameter has moved in memory, or has a residual of Top-K"
-                )
-            self._awaited = {id(state.param): state for state in spec.plan.param_states}
-            self._constants = [hyperparameters_of(group) for group in self._steps.groups]
-            self._lent = lent = LentGradients(live, self._max_lent_bytes)
-            self._waited, self._early_elems = 0.0, 0
-            self._live, self._task, self.active = live, task, True
-            no_backward = threading.Event()
-            end = _BackwardEnd(self, task, no_backward)
-            # In this order: a reader on another thread that finds the event takes `end` for gone without the other one.
-            self._backward_end, self._no_backward = weakref.ref(end), no_backward
-            lent.begin()
-            torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
+        engine.check_open()
+        check_can_free(self._steps)
+        live = self._steps.prepare_without_gradients()
+        spec = live.spec
+        moved = any(s.param_and_copy or s.grad_dtype is not s.param.dtype for s in spec.sources.values())
+        if moved or spec.table["topk"].any():
+            raise CSDRuntimeError(
+                "overlap(free_gradients=True): a parameter has moved in memory, or has a residual of Top-K"
+            )
+        self._awaited = {id(state.param): state for state in spec.plan.param_states}
+        self._constants = [hyperparameters_of(group) for group in self._steps.groups]
+        self._lent = lent = LentGradients(live, self._max_lent_bytes)
+        self._waited, self._early_elems = 0.0, 0
+        self._live, self._task, self.active = live, task, True
+        no_backward = threading.Event()
+        end = _BackwardEnd(self, task, no_backward)
+        # In this order: a reader on another thread that finds the event takes `end` for gone without the other one.
+        self._backward_end, self._no_backward = weakref.ref(end), no_backward
+        lent.begin()
+        torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
 
     def _take(self, p: torch.Tensor, grad: torch.Tensor) -> None:
         param_state = self._awaited.get(id(p))
@@ -441,8 +451,9 @@ class _BackwardEnd:
         self._steps, self._task, self._no_backward = steps, task, no_backward
 
     def __call__(self) -> None:
-        self._steps.note_backward_ended(self._task, succeeded=True)
-        self._no_backward.set()
+        with defer_signals():
+            self._steps.note_backward_ended(self._task, succeeded=True)
+            self._no_backward.set()
 
     def __del__(self) -> None:
         try:

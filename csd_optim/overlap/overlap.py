@@ -215,7 +215,8 @@ class Overlap(ConcurrentMode):
 
     def _may_begin(self) -> Pieces | None:
         """Return, in backward, the pieces if the order of use is known and no step is under way, else None."""
-        if self._engine.tile_rank is None or (self._flight and (not self._flight.landed or self._flight.failure)):
+        flight = self._flight
+        if self._engine.tile_rank is None or (flight and (not flight.landed or flight.failure)):
             return None
         # It overwrites what the other ranks may have to go back to. They have told each other in the background.
         if self.together and not (self.together.has_met and self._engine.committer.is_confirmed):
@@ -234,12 +235,12 @@ class Overlap(ConcurrentMode):
         """Return when these parameters have arrived. Raises what land() raises. See Arrivals."""
         places = self._state_map.param_states
         rows = [places[id(p)].index for p in params if id(p) in places]
-        if self._use_order is not None:
+        if (order := self._use_order) is not None:
             for row in rows:
                 # Nothing waits for a parameter that is updated on the accelerator: its tiles flow last.
                 if self._state_map.by_index[row].near_copy:
                     continue
-                self._use_order.setdefault(row, len(self._use_order))
+                order.setdefault(row, len(order))
         if (flight := self._flight) is None:
             self._finish_undo()
             return
@@ -251,7 +252,8 @@ class Overlap(ConcurrentMode):
     def _before_grad(self, to: weakref.ref[torch.Tensor], _: torch.Tensor) -> None:
         """Wait, as a hook before a gradient is accumulated, while the step still reads the one in `p.grad`."""
         p = to()
-        if not (self.active and self._flight) or p is None:
+        flight = self._flight  # a signal handler, or another thread, may land it at any time
+        if not (self.active and flight) or p is None:
             return
         if self._reuses_gradients:
             self.land()
@@ -259,7 +261,7 @@ class Overlap(ConcurrentMode):
         if p.grad is None:
             return
         place = self._state_map.param_states.get(id(p))
-        if place and self._flight.updates_residual(place.index):
+        if place and flight.updates_residual(place.index):
             self.land()
         else:
             self.wait([p])
