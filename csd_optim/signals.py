@@ -5,6 +5,7 @@ While a step waits for other machines the delay is bounded, see interruptible().
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import contextlib
 import functools
 import os
@@ -18,46 +19,84 @@ from typing import Any
 
 GRACE = 5.0  # seconds after Ctrl-C before a wait for other machines is given up
 
-_ALL = sorted(signal.valid_signals())
-_interrupts: list[list[FrameType | None]] = []  # by deferral of a Ctrl-C that raises: where it has arrived
+_ALL = sorted(map(int, signal.valid_signals()))
 
 
-@contextlib.contextmanager
-def defer_signals() -> Iterator[None]:
+def defer_signals() -> contextlib.AbstractContextManager[None]:
     """Defer the handlers of signals that arrive inside until the context exits. A no-op outside the main thread.
 
-    Python runs signal handlers in the main thread only.
+    Python runs signal handlers in the main thread only. This takes a few microseconds, as hooks of backward use it for
+    each gradient: it calls `_signal`, since `signal` makes an enumeration of each result, which takes twenty times as
+    long.
     """
-    with contextlib.ExitStack() as stack:
-        if threading.current_thread() is threading.main_thread():
+    if _outermost is not None or threading.current_thread() is not threading.main_thread():
+        return _NOTHING
+    return _Deferral()
+
+
+_NOTHING = contextlib.nullcontext()
+_outermost: _Deferral | None = None  # of the main thread, once it is complete
+
+
+class _Deferral:
+    """A deferral. While it lasts, it is the handler of all signals that have one in Python."""
+
+    def __init__(self) -> None:
+        self._is_over = False
+        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._arrived: dict[int, FrameType | None] = {}  # by signal that has arrived: where it did
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        # Forwards once it is over: another handler's exception may prevent this one from being uninstalled.
+        if self._is_over:
+            self._handlers[number](number, frame)
+        else:
+            self._arrived[number] = frame
+
+    def __enter__(self) -> None:
+        global _outermost
+        try:
             for number in _ALL:
-                if callable(handler := signal.getsignal(number)):  # otherwise ignored, or the system's default action
-                    stack.enter_context(_deferred(number, handler))
-        yield
+                if callable(handler := _signal.getsignal(number)):  # otherwise ignored, or the system's default action
+                    self._handlers[number] = handler
+                    _signal.signal(number, self)
+            _outermost = self
+        except BaseException:  # of a handler, until it is deferred
+            self._end()
+            raise
 
+    def __exit__(self, *_: object) -> None:
+        self._end()
 
-@contextlib.contextmanager
-def _deferred(number: int, handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
-    deferring = True
-    arrived: list[FrameType | None] = []
-    raises = _raises(handler)
+    def _end(self) -> None:
+        global _outermost
+        _outermost = None  # first: handlers may defer signals, too
+        self._is_over = True
+        try:
+            for number, handler in self._handlers.items():
+                if _signal.getsignal(number) is self:
+                    _signal.signal(number, handler)
+        finally:
+            self._deliver()
 
-    def defer(signum: int, frame: FrameType | None) -> None:
-        # Forwards once the step is over: another handler's exception may prevent this one from being uninstalled.
-        arrived.append(frame) if deferring else handler(signum, frame)
+    def _deliver(self) -> None:
+        """Call the handlers of what has arrived, all of them, even if one raises."""
+        for number in self._arrived:
+            frame = self._arrived.pop(number)
+            try:
+                self._handlers[number](number, frame)
+            finally:
+                self._deliver()
+            break
 
-    defer.raises = raises  # type: ignore[attr-defined]
-    is_interrupt = raises and number == signal.SIGINT
-    try:
-        _interrupts.extend([arrived] if is_interrupt else [])
-        signal.signal(number, defer)
-        yield
-    finally:
-        deferring = False
-        signal.signal(number, handler)
-        _interrupts[:] = [other for other in _interrupts if other is not arrived]
-        if arrived:
-            handler(number, arrived[-1])
+    @property
+    def raises(self) -> bool:
+        """Whether Ctrl-C raises KeyboardInterrupt when this is over."""
+        return _raises(self._handlers.get(signal.SIGINT))
+
+    @property
+    def is_interrupted(self) -> bool:
+        return signal.SIGINT in self._arrived and self.raises
 
 
 def raise_deferred() -> None:
@@ -65,7 +104,8 @@ def raise_deferred() -> None:
 
     A no-op outside the main thread.
     """
-    if threading.current_thread() is threading.main_thread() and any(_interrupts):
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread and _outermost is not None and _outermost.is_interrupted:
         raise KeyboardInterrupt
 
 

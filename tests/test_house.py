@@ -39,6 +39,7 @@ FLOORS = {  # the floor of each folder, and of each file beside them
     "signals": 1,
     "accelerator": 0,
     "commit_trace": 0,
+    "grad_modes": 0,
     "muon": 0,
     "settings": 0,
     "rates": 0,

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..accelerator import on
+from ..grad_modes import no_autograd, version_of
 from .buckets import aligned, pack, view_in
 from .ranks import Ranks
 from .sharding import rows_of
@@ -50,7 +51,7 @@ class _GradIdentity:
 
 def _version_key(grad: torch.Tensor | None) -> tuple[int, int] | None:
     """Return a key that changes with each counted in-place operation, and when `.data` is replaced."""
-    return None if grad is None else (grad._version, grad.data_ptr())
+    return None if grad is None else (version_of(grad), grad.data_ptr())
 
 
 @dataclass
@@ -207,10 +208,16 @@ class ReducedGrads(Container[int]):
             return None
         if reduced.identity is None:
             return "is not there: the backward that computes it has not finished"
+        if p.grad.is_inference():
+            return (
+                "was made in torch.inference_mode(), where torch does not count what is written to it, and the step "
+                "would not notice: call backward() outside of that mode"
+            )
         if unscaled or not reduced.identity.is_unchanged(p.grad):
             return f"was changed, which the step would not notice: {GRAD_CHANGED}"
         return None
 
+    @no_autograd()
     def handle_bucket(self, bucket: Any, divided: Callable[[], Container[int]]) -> Any:
         """Reduce a bucket, as DDP's communication hook: a collective. Returns the future that DDP expects.
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..errors import CSDRuntimeError
+from ..grad_modes import version_of, writable
 from .ranks import Ranks
 
 HOW_TO_SAVE = (
@@ -45,12 +46,11 @@ class Partition:
 
     def local(self, t: torch.Tensor) -> torch.Tensor:
         """Return this process's local tensor of a parameter or gradient, including rows that other ranks update."""
-        return t.detach()
+        return writable(t)
 
     def version(self, p: Any) -> int:
-        """Return a counter that increases with each write to a parameter."""
-        count: int = p._version
-        return count
+        """Return a counter that increases with each write to a parameter; see version_of()."""
+        return version_of(p)
 
     def pointer(self, p: Any) -> int:
         """Return the address of the parameter's memory."""
@@ -194,14 +194,13 @@ class DTensorShard(_BlockOfTensor):
         super().__init__(p, p.device_mesh, p.placements, first, sizes)
 
     def local(self, t: torch.Tensor) -> torch.Tensor:
-        return local_of(t.detach(), self.mesh, self.placements)
+        return writable(local_of(t.detach(), self.mesh, self.placements))
 
     def is_here(self, t: Any) -> bool:
         return t.device_mesh == self.mesh and tuple(t.placements) == self.placements
 
     def version(self, p: Any) -> int:  # a DTensor and its local tensor have separate counters
-        count: int = p._version + p._local_tensor._version
-        return count
+        return version_of(p) + version_of(p._local_tensor)
 
     def pointer(self, p: Any) -> int:
         address: int = p._local_tensor.data_ptr()

@@ -164,8 +164,8 @@ class Engine:
         tiles = np.concatenate([tiles, others])  # whatever their order is, the caller will push them in it
         self.truth.step_begins(np.concatenate([first, others]))
         self.states.begin(params, hypers, tiles, order)
-        self.states.watcher.step_begins(params, written)
         self.stepping, self.is_speculative, self._kept_alive = True, is_speculative, kept_alive
+        self.states.watcher.step_begins(params, written)
         return tiles
 
     def release(self, params: np.ndarray[Any, Any], order: np.ndarray[Any, Any]) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
+from ..grad_modes import no_autograd
 from .states import States
 
 
@@ -69,7 +69,7 @@ class Load:
         for own, before in zip(states.steps, self._counts, strict=False):  # there may be new extents
             own[:] = before
         states.residuals = {param: r for param, (r, _) in self._residuals.items()}
-        with torch.no_grad():
+        with no_autograd():
             for r, values in self._residuals.values():
                 r.copy_(values)
         states.remap()

@@ -21,6 +21,7 @@ from ..engine.engine import Engine
 from ..engine.open_engine import open_engine
 from ..errors import CSDRuntimeError
 from ..finalize import call_at_end, close_quietly
+from ..grad_modes import no_autograd
 from ..overlap.choice import choose, hold_bytes
 from ..params.groups import check_state_dtype, hyperparameters_of, members, restore_hyperparameters
 from ..params.manifest import digest_of_groups
@@ -80,6 +81,7 @@ class CSDOptimizer(StatesOnDevices, Joinable):
     resumed_user_states: list[dict[str, Any]]
 
     @takes_environment
+    @no_autograd()
     def __init__(
         self,
         *args: Any,
@@ -222,7 +224,6 @@ class CSDOptimizer(StatesOnDevices, Joinable):
         self._steps.initial_groups[k:] = [self._steps.kept(self.param_groups[k])]
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one optimization step. Returns what ``closure`` returns.
 
@@ -241,7 +242,9 @@ class CSDOptimizer(StatesOnDevices, Joinable):
             self._is_stepping = False
         return loss
 
+    @no_autograd()
     def _take_step(self) -> None:
+        """Do as step(), without a closure."""
         if self._ranks:
             Join.notify_join_context(self)
         self._forget_consolidated()
@@ -289,6 +292,7 @@ class CSDOptimizer(StatesOnDevices, Joinable):
         warn_if_large(mapped + decoded, COPIED)
         return {**super().__getstate__(), **{name: getattr(self, name) for name in _PUBLIC}}
 
+    @no_autograd()
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
         fresh = "_options" in state  # a copy or a pickle: __init__ has not run
@@ -311,6 +315,7 @@ class CSDOptimizer(StatesOnDevices, Joinable):
 
     # ---- overlap -----------------------------------------------------------------
 
+    @no_autograd()
     def overlap(
         self,
         model: torch.nn.Module | None,
@@ -448,6 +453,7 @@ class CSDOptimizer(StatesOnDevices, Joinable):
             energy=self._energy.describe(),
         )
 
+    @no_autograd()
     def close(self) -> None:
         """Wait for the last writes, then release the devices. Raises CSDOSError if a state could not be written."""
         if self._engine is not None:

@@ -26,6 +26,7 @@ from ..distributed.sharding import whole_of
 from ..engine.engine import Engine
 from ..engine.load import Load
 from ..errors import CSDValueError
+from ..grad_modes import no_autograd, writable
 from ..params.decoded_entry import DecodedEntry
 from ..params.memory_warnings import DECODED, FETCHED, warn_if_large
 from ..params.state_map import StateMap
@@ -140,6 +141,7 @@ class StatesOnDevices(Optimizer):
         warn_if_large(sum(t.nbytes for t in tensors), FETCHED if is_far else DECODED)
         return {**state_dict, "state": {**state_dict["state"], **decoded}}
 
+    @no_autograd()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load torch's checkpoints and ours into the devices, without casts. A missing ``master`` is the parameter.
 
@@ -188,7 +190,7 @@ class StatesOnDevices(Optimizer):
                         group.clear()
                         group.update(before)
                     for tensor, value in tensors:
-                        tensor.copy_(value)
+                        writable(tensor).copy_(value)
                     put_back(engine, groups)
                 raise
 
@@ -265,10 +267,12 @@ class StatesOnDevices(Optimizer):
             self._steps.finish_undo(collective=engine.durable)
         _ = self.state  # reading it for the first time after a step closes all windows
         with self._whole_load(engine) as load, load():
-            self._state_map.fill(engine)
+            with no_autograd():
+                self._state_map.fill(engine)
             with engine.writing([state.index for state in self._state_map.param_states.values()]):
                 yield
 
+    @no_autograd()
     def consolidate_state_dict(self, to: int | None = 0) -> None:
         """Make state_dict() of rank `to` hold the whole states of all ranks, as torch's does, until the next step().
 
@@ -321,6 +325,7 @@ class StatesOnDevices(Optimizer):
         with self._settled(meets=True) as engine:
             engine.wait()
 
+    @no_autograd()
     def restore(self) -> None:
         """Set parameters and hyperparameters again to the values of the step that was resumed.
 
@@ -342,6 +347,7 @@ class StatesOnDevices(Optimizer):
 
     # ---- snapshots ---------------------------------------------------------------------
 
+    @no_autograd()
     def save(self, path: str | os.PathLike[str], *, wait: bool = True, progress: bool = False) -> Future[Path]:
         """Make a snapshot of the named directories: `path/device-0`, `path/device-1` ..., each a store.
 
@@ -369,6 +375,7 @@ class StatesOnDevices(Optimizer):
                 saving.wait()
         return saving.future
 
+    @no_autograd()
     def publish(
         self,
         path: str | os.PathLike[str],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -14,6 +15,7 @@ import torch
 from ..accelerator import is_on_accelerator, record_event
 from ..engine.tiles import Pieces
 from ..errors import CSDError
+from ..grad_modes import no_autograd
 from ..signals import defer_signals
 from ..step.live import Phase
 from ..step.spec import Participants, StepSpec
@@ -93,8 +95,19 @@ class EarlySteps:
     def _on_grad(self, p: torch.Tensor) -> None:
         """Count an accumulated gradient, as a hook, and offer it to the guess if it is final.
 
-        A guess that fails is undone; backward gets no CSDError.
+        A guess that fails is undone; backward gets no CSDError of it. Signals wait until the gradient is dealt with:
+        their handlers may read states or close the optimizer, which undoes the guess. If one raises, so does this.
         """
+        if self._engine.pid != os.getpid():  # a forked child, which takes no steps
+            return
+        try:
+            with defer_signals():
+                self._take(p)
+        except BaseException:  # backward ends here, and the guess has seen only some of the gradients
+            self.undo("failure")
+            raise
+
+    def _take(self, p: torch.Tensor) -> None:
         self._fired[id(p)] += 1
         fired, expected = self._fired[id(p)], self._expected[id(p)]
         if fired == expected and is_on_accelerator(p):
@@ -103,15 +116,13 @@ class EarlySteps:
             self.undo("more backward passes")
         elif fired == expected and (self._guess or self._engine.idle):  # the previous step is complete and committed
             try:
-                with self._engine.lock, torch.no_grad():  # several threads may run backward
+                with self._engine.lock, no_autograd():  # several threads may run backward
                     if not self._engine.is_speculative:  # the engine was closed, and the guess with it
                         self._guess = None
                     if self._guess or self._begin():
                         self._offer_gradient(p)
-            except BaseException as failure:  # also Ctrl-C: the guess may have seen only part of this gradient
+            except CSDError:
                 self.undo("failure")
-                if not isinstance(failure, CSDError):
-                    raise
 
     def _begin(self) -> bool:
         """Begin a guess if that is possible now; return whether it has begun."""
@@ -127,14 +138,13 @@ class EarlySteps:
             self._impossible = True  # do not retry at each gradient: foresee() looks at all parameters
             return False
         step, engine = live.step, self._engine
-        with defer_signals():  # no Ctrl-C between the start of the guess and self._guess
-            flow = engine.in_step_order(step.may_begin)
-            early = early_of(flow, self._share)
-            if step.given:
-                flow = np.concatenate([flow, step.given.tiles])
-            self._began = time.perf_counter()
-            self._guess = Guess(engine, self._state_map, live, early, flow, pieces, self._hold, self._pusher)
-            self._guess.begin()
+        flow = engine.in_step_order(step.may_begin)
+        early = early_of(flow, self._share)
+        if step.given:
+            flow = np.concatenate([flow, step.given.tiles])
+        self._began = time.perf_counter()
+        self._guess = Guess(engine, self._state_map, live, early, flow, pieces, self._hold, self._pusher)
+        self._guess.begin()
         for param_state in step.spec.plan.param_states:  # some gradients were final before the guess could begin
             self._offer_gradient(param_state.param)
         return True
@@ -189,6 +199,9 @@ class EarlySteps:
 
     def undo(self, why: str) -> None:
         """Undo the guess, if there is one. `why`: the reason, as stats() counts it."""
+        if self._engine.pid != os.getpid():  # a forked child: it goes on in the parent, and has changed nothing here
+            self._guess = None
+            return
         with defer_signals(), self._engine.lock:
             if (guess := self._guess) is None:
                 return

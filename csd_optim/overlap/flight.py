@@ -17,6 +17,7 @@ from ..engine.engine import Engine
 from ..engine.tiles import Pieces
 from ..errors import CSDError, CSDRuntimeError
 from ..step.live import LiveStep
+from ..step.prepared import PreparedStep
 from ..step.staging import StagingBuffer
 from .order import last_places
 
@@ -37,27 +38,43 @@ class Flight:
     states, the thread copies each one as soon as it is updated.
     """
 
-    def __init__(self, engine: Engine, live: LiveStep, pieces: Pieces, early_buffers: dict[int, StagingBuffer]) -> None:
-        """`live`: begun, and all pushed but images. `early_buffers`: those of images that were pushed in backward.
-
-        Raises what a step raises; then undo it.
-        """
+    def __init__(
+        self,
+        engine: Engine,
+        live: LiveStep,
+        step: PreparedStep,
+        pieces: Pieces,
+        early_buffers: dict[int, StagingBuffer],
+    ) -> None:
+        """`live`: not launched yet, as this `step`. `early_buffers`: of images that were pushed in backward."""
         self.live: LiveStep = live
         self._engine, self._pieces, self._early_buffers = engine, pieces, early_buffers
         self.failure: BaseException | None = None  # if set, the step is undone, or will be when ranks meet
         self.landed_at: float = 0.0
-        self._near = frozenset(live.launch_near())
-        spec, self._tiles = live.spec, live.tiles
-        self._grads = {row: (grad, grad._version) for row, grad in spec.grads.items() if row not in self._near}
-        spec.grads = {}
+        self._near = frozenset(step.near.rows if step.near else ())
+        self._tiles = live.tiles
+        # No gradient is of inference mode, and all have versions: see Overlap.can_launch().
+        self._grads = {row: (grad, grad._version) for row, grad in step.spec.grads.items() if row not in self._near}
         self._in_step = np.zeros(len(engine.tiles), bool)
-        self._in_step[self._tiles] = True
         self._copy_events: dict[int, Any] = {}  # events, by row: the last copy to a parameter on an accelerator
-        engine.completed_event = live.ended
         live.await_buckets()
+        self._thread = threading.Thread(target=self._land, name="csd_optim lands a step")
+
+    def begin(self) -> None:
+        """Hand the step over to the thread: it has begun, and all is pushed but images. Raises what a step raises.
+
+        Then undo it. So whatever else can fail belongs in the constructor: with `ram:` no step that has begun can be
+        undone.
+        """
+        live = self.live
+        live.launch_near()
+        live.spec.grads = {}
+        self._tiles = live.tiles
+        self._in_step[self._tiles] = True
         live.mark_synced()  # before it can fail: then values that the program had set count as written again
+        self._engine.completed_event = live.ended  # last: who waits for it waits for the thread
         try:
-            threading.Thread(target=self._land, name="csd_optim lands a step").start()
+            self._thread.start()
         except RuntimeError:  # the interpreter shuts down and has no more threads to give
             self._land()
 
@@ -105,7 +122,11 @@ class Flight:
     def _check_process(self) -> None:
         """Raise CSDRuntimeError in a forked child, which lacks the thread that lands the step."""
         if self._engine.pid != os.getpid():
-            self._engine.check_open()
+            raise CSDRuntimeError(
+                f"process {self._engine.pid} forked this one while a step was in flight: its parameters cannot arrive "
+                "here. Call the optimizer's wait() before the fork; with a DataLoader whose workers use the model, "
+                "before you iterate over it"
+            )
 
     def _land(self) -> None:
         ring = self.live.step.ring

@@ -11,6 +11,7 @@ import torch
 from ..bindings import SAME_ORDER
 from ..engine.engine import Engine
 from ..engine.tiles import Pieces
+from ..grad_modes import version_of
 from ..params.param_state import ParamState
 from ..params.state_map import StateMap
 from ..params.strides import same_order
@@ -114,7 +115,7 @@ class Guess:
 
     def _state_versions(self) -> list[Any]:
         """Return the version counters of all states: they change if the program writes to a state."""
-        windows = [w._version for state in self._state_map.by_index for w in state.windows.values()]
+        windows = [version_of(w) for state in self._state_map.by_index for w in state.windows.values()]
         return [windows, self._engine.decoded.versions()]
 
     def wrong_before(self, params: list[torch.Tensor]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -13,6 +14,7 @@ import torch
 
 from ..accelerator import is_accelerator, is_on_accelerator
 from ..errors import CSDError, CSDRuntimeError, CSDTypeError, CSDValueError
+from ..grad_modes import no_autograd
 from ..params.groups import Groups, hyperparameters_of, members, name_of
 from ..params.param_state import ParamState
 from ..signals import defer_signals
@@ -28,6 +30,11 @@ from .together import Together
 _CHANGED = (
     "with overlap(free_gradients=True) backward has changed parameters already: they and the states cannot be read, as "
     "another forward or GradScaler does, until step() completes these updates, or zero_grad() undoes them"
+)
+_CHANGED_BY_PARENT = (
+    "process {} forked this one between backward and step(), when overlap(free_gradients=True) had changed some "
+    "parameters already, and the others will not arrive here. Fork before backward or after step(); likewise, iterate "
+    "then over a DataLoader whose workers use the model"
 )
 _AGAIN = (
     "a second backward before step(), or a checkpoint with use_reentrant=True, which runs several: with "
@@ -105,29 +112,40 @@ class StepsInBackward(ConcurrentMode):
     def _on_grad(self, p: torch.Tensor) -> None:
         """Take a final gradient, as a hook. Raises what a step raises, and CSDRuntimeError; then the step is undone.
 
-        With several ranks step() raises that, on all of them, because the others wait for this rank's backward.
+        With several ranks step() raises that, on all of them, because the others wait for this rank's backward. Signals
+        wait until the gradient is taken; what their handlers raise comes out of here.
         """
         optimizer = self._steps.arguments  # which is not dropped meanwhile
         if optimizer is None or p.grad is None or self._failure:
             return
         if self._live is None and not self._may_begin():
             return
-        with self._engine.lock, torch.no_grad():  # several threads may run backward
-            task = torch._C._current_graph_task_id()
-            if task == self._aborted_task:  # the step of this backward was undone already
-                raise CSDRuntimeError(_AGAIN)
-            try:
-                if self._live and task != self._task:
-                    raise CSDRuntimeError(_AGAIN)
-                if self._live is None:
-                    self._begin(task)
-                self._take(p, p.grad)
-                self._waited += self._lent.free_used() if self._lent else 0.0
-            except BaseException as failure:  # Ctrl-C, too
+        task = torch._C._current_graph_task_id()
+        try:
+            with defer_signals(), self._engine.lock, no_autograd():  # several threads may run backward
+                if not self._engine.closed:  # by a signal handler, just now
+                    self._take_final(p, task)
+        except BaseException:  # of a signal handler, too
+            if task == self._task:  # else another backward has begun since
                 self.undo()
-                if not (self.together and isinstance(failure, CSDError)):
-                    raise
-                self._failure = failure
+            raise
+
+    def _take_final(self, p: torch.Tensor, task: int) -> None:
+        if task == self._aborted_task:  # the step of this backward was undone already
+            raise CSDRuntimeError(_AGAIN)
+        try:
+            if self._live and task != self._task:
+                raise CSDRuntimeError(_AGAIN)
+            if self._live is None:
+                self._begin(task)
+            if p.grad is not None:
+                self._take(p, p.grad)
+            self._waited += self._lent.free_used() if self._lent else 0.0
+        except BaseException as failure:
+            self.undo()
+            if not (self.together and isinstance(failure, CSDError)):
+                raise
+            self._failure = failure
 
     def _may_begin(self) -> bool:
         """Return whether all ranks have the last step, durable: its predecessor may be overwritten. Waits for that.
@@ -143,27 +161,26 @@ class StepsInBackward(ConcurrentMode):
 
     def _begin(self, task: int) -> None:
         engine = self._engine
-        with defer_signals():
-            engine.check_open()
-            check_can_free(self._steps)
-            live = self._steps.prepare_without_gradients()
-            spec = live.spec
-            moved = any(s.param_and_copy or s.grad_dtype is not s.param.dtype for s in spec.sources.values())
-            if moved or spec.table["topk"].any():
-                raise CSDRuntimeError(
-                    "overlap(free_gradients=True): a parameter has moved in memory, or has a residual of Top-K"
-                )
-            self._awaited = {id(state.param): state for state in spec.plan.param_states}
-            self._constants = [hyperparameters_of(group) for group in self._steps.groups]
-            self._lent = lent = LentGradients(live, self._max_lent_bytes)
-            self._waited, self._early_elems = 0.0, 0
-            self._live, self._task, self.active = live, task, True
-            no_backward = threading.Event()
-            end = _BackwardEnd(self, task, no_backward)
-            # In this order: a reader on another thread that finds the event takes `end` for gone without the other one.
-            self._backward_end, self._no_backward = weakref.ref(end), no_backward
-            lent.begin()
-            torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
+        engine.check_open()
+        check_can_free(self._steps)
+        live = self._steps.prepare_without_gradients()
+        spec = live.spec
+        moved = any(s.param_and_copy or s.grad_dtype is not s.param.dtype for s in spec.sources.values())
+        if moved or spec.table["topk"].any():
+            raise CSDRuntimeError(
+                "overlap(free_gradients=True): a parameter has moved in memory, or has a residual of Top-K"
+            )
+        self._awaited = {id(state.param): state for state in spec.plan.param_states}
+        self._constants = [hyperparameters_of(group) for group in self._steps.groups]
+        self._lent = lent = LentGradients(live, self._max_lent_bytes)
+        self._waited, self._early_elems = 0.0, 0
+        self._live, self._task, self.active = live, task, True
+        no_backward = threading.Event()
+        end = _BackwardEnd(self, task, no_backward)
+        # In this order: a reader on another thread that finds the event takes `end` for gone without the other one.
+        self._backward_end, self._no_backward = weakref.ref(end), no_backward
+        lent.begin()
+        torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
 
     def _take(self, p: torch.Tensor, grad: torch.Tensor) -> None:
         param_state = self._awaited.get(id(p))
@@ -211,8 +228,10 @@ class StepsInBackward(ConcurrentMode):
     def settle(self) -> None:
         """Return when no step is under way. Undoes one whose gradients were cleared, and which step() cannot take.
 
-        Raises CSDRuntimeError if step() can still take it.
+        Raises CSDRuntimeError if step() can still take it, and in a child that was forked while one was under way.
         """
+        if self._live and self._engine.pid != os.getpid():
+            raise CSDRuntimeError(_CHANGED_BY_PARENT.format(self._engine.pid))
         self._wait_for_failure()
         if self._engine.closed:
             return
@@ -261,7 +280,7 @@ class StepsInBackward(ConcurrentMode):
 
         Raises what LiveStep.undo() raises.
         """
-        with defer_signals(), self._engine.lock, torch.no_grad():
+        with defer_signals(), self._engine.lock, no_autograd():
             live, taken, lent = self._live, self._taken, self._lent
             if live is None or lent is None:
                 return
@@ -432,8 +451,9 @@ class _BackwardEnd:
         self._steps, self._task, self._no_backward = steps, task, no_backward
 
     def __call__(self) -> None:
-        self._steps.note_backward_ended(self._task, succeeded=True)
-        self._no_backward.set()
+        with defer_signals():
+            self._steps.note_backward_ended(self._task, succeeded=True)
+            self._no_backward.set()
 
     def __del__(self) -> None:
         try:

@@ -98,6 +98,8 @@ class Overlap(ConcurrentMode):
 
     def can_launch(self, step: PreparedStep | None) -> bool:
         can = step is not None and self._steps.can_land_later(step)
+        # What the program writes to a gradient of inference mode is not noticed: the step does not use it afterwards.
+        can = can and step is not None and not any(grad.is_inference() for grad in step.spec.grads.values())
         return can and not (self.together and not self._guards.guarded)
 
     def launch(self, step: PreparedStep | None, record: Record | None, *, all_can: bool) -> bool:
@@ -112,32 +114,34 @@ class Overlap(ConcurrentMode):
     def _fly(self, step: PreparedStep, record: Record | None) -> None:
         """Launch the step. Raises what a step raises; with several ranks, the next meeting raises it."""
         engine = self._engine
-        guess = self._early.take_guess() if self._early else None
-        live = guess.live if guess else self._steps.live(step, record)
-        live.meets = bool(self.together)  # until now a guess has concerned this rank alone
-        early_buffers: dict[int, StagingBuffer] = {}
         near = step.near.rows if step.near else ()
         awaited = [state for state in step.spec.plan.param_states if state.index not in near]
         sources = step.spec.sources
         copy_back = {state.index: s for state in awaited if (s := sources.get(state.index)) and s.param_and_copy}
-        flight: Flight | None = None
+        early_buffers: dict[int, StagingBuffer] = {}
+        guess = self._early.take_guess() if self._early else None
+        live = guess.live if guess else self._steps.live(step, record)
+        live.meets = bool(self.together)  # until now a guess has concerned this rank alone
+        launched: Flight | None = None
         self._waited, self._early_elems = 0.0, 0
         try:  # whatever fails from here on, the other ranks have launched the step, too
             guarded = self._guarded()
             self._wrap_groups()
             self._note_order()
+            flight = Flight(engine, live, step, self._engine.tiles.by_param, early_buffers)
             if guess:
                 self._early_elems = sum(map(engine.tiles.elems_of, guess.pushed))
-                early_buffers = guess.keep(step, record)
+                early_buffers.update(guess.keep(step, record))
             else:
                 live.launch()
-            self._flight = flight = Flight(engine, live, self._engine.tiles.by_param, early_buffers)
+            flight.begin()
+            self._flight = launched = flight
         except BaseException as failure:
             live.undo()
             return self._note_outcome(live, failure)
         finally:
             if self.together:
-                self.together.launched(live, flight)
+                self.together.launched(live, launched)
         self._unguarded = [state.index for state in awaited if id(state.param) not in guarded]
         self._to_copy_back = copy_back
         self.active: bool = True
@@ -210,7 +214,8 @@ class Overlap(ConcurrentMode):
 
     def _may_begin(self) -> Pieces | None:
         """Return, in backward, the pieces if the order of use is known and no step is under way, else None."""
-        if self._engine.tile_rank is None or (self._flight and (not self._flight.landed or self._flight.failure)):
+        flight = self._flight
+        if self._engine.tile_rank is None or (flight and (not flight.landed or flight.failure)):
             return None
         # It overwrites what the other ranks may have to go back to. They have told each other in the background.
         if self.together and not (self.together.has_met and self._engine.committer.is_confirmed):
@@ -224,12 +229,12 @@ class Overlap(ConcurrentMode):
         """Return when these parameters have arrived. Raises what land() raises. See Arrivals."""
         places = self._state_map.param_states
         rows = [places[id(p)].index for p in params if id(p) in places]
-        if self._use_order is not None:
+        if (order := self._use_order) is not None:
             for row in rows:
                 # Nothing waits for a parameter that is updated on the accelerator: its tiles flow last.
                 if self._state_map.by_index[row].near_copy:
                     continue
-                self._use_order.setdefault(row, len(self._use_order))
+                order.setdefault(row, len(order))
         if (flight := self._flight) is None:
             self._finish_undo()
             return
@@ -241,7 +246,8 @@ class Overlap(ConcurrentMode):
     def _before_grad(self, to: weakref.ref[torch.Tensor], _: torch.Tensor) -> None:
         """Wait, as a hook before a gradient is accumulated, while the step still reads the one in `p.grad`."""
         p = to()
-        if not (self.active and self._flight) or p is None:
+        flight = self._flight  # a signal handler, or another thread, may land it at any time
+        if not (self.active and flight) or p is None:
             return
         if self._reuses_gradients:
             self.land()
@@ -249,7 +255,7 @@ class Overlap(ConcurrentMode):
         if p.grad is None:
             return
         place = self._state_map.param_states.get(id(p))
-        if place and self._flight.updates_residual(place.index):
+        if place and flight.updates_residual(place.index):
             self.land()
         else:
             self.wait([p])

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ..errors import CSDTypeError, CSDValueError
+from ..grad_modes import no_autograd
 from ..store.sections import FP32, STATE_DTYPES
 from .update_rule import UpdateRule
 
@@ -112,6 +113,7 @@ def _restored(current: Any, value: Any) -> Any:
     return value if isinstance(current, (*_PLAIN, np.generic)) else current
 
 
+@no_autograd()
 def _filled(current: torch.Tensor | np.ndarray[Any, Any], value: Any) -> Any:
     """Return a tensor or array with the stored `value`: `current`, or a new one if nothing can be written to that."""
     try:
@@ -125,8 +127,7 @@ def _filled(current: torch.Tensor | np.ndarray[Any, Any], value: Any) -> Any:
     if new.shape != current.shape:
         return current
     try:
-        with torch.no_grad():
-            torch.as_tensor(current).copy_(new)
+        torch.as_tensor(current).copy_(new)
     except RuntimeError:  # several of its elements are one number in memory, as after expand()
         return new
     return current

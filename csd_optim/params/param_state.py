@@ -15,6 +15,7 @@ from ..distributed.sharding import Partition
 from ..engine.decoded import Decoded
 from ..engine.near_copies import NearCopy
 from ..errors import CSDRuntimeError, CSDTypeError, CSDValueError
+from ..grad_modes import no_autograd
 from .decoded_entry import DecodedEntry
 from .grad_source import GradSource
 from .strides import flat, numel, ordered, same_order
@@ -104,6 +105,7 @@ class ParamState:
         values = torch.view_as_complex(state.view(-1, 2)) if self.param.is_complex() else state
         return values.as_strided(self.own_master.shape, self.stride)
 
+    @no_autograd()
     def decode(self) -> dict[str, torch.Tensor]:
         """Return the decoded states as `state` shows them, by name: the same dict until they change."""
         assert self.decoded
@@ -148,8 +150,14 @@ class ParamState:
 
     @property
     def is_dirty(self) -> bool:
-        """Whether the parameter was written, moved or converted from outside since mark_synced()."""
-        return self.version != self.version_now or self.pointer != self.pointer_now
+        """Whether the parameter was written, moved or converted from outside since mark_synced(), or may have been."""
+        return self.version != self.version_now or self.pointer != self.pointer_now or self._is_unnoticed
+
+    @property
+    def _is_unnoticed(self) -> bool:
+        """Whether neither torch counts writes to the parameter, see grad_modes.py, nor a step finds them by itself."""
+        is_found = self.is_master or self.unless_set or self.in_place or self.is_compared
+        return self.param.is_inference() and not is_found
 
     @property
     def is_section(self) -> bool:
@@ -209,7 +217,8 @@ class ParamState:
         # is not in host memory.
         fp32_on_host = on_host and in_order and p.dtype is torch.float32
         self.is_master = self.reachable and (not half if self.is_coded else fp32_on_host)
-        self.unless_set = self.part.writes_uncounted and self.reachable and on_host and in_order and half
+        uncounted = self.part.writes_uncounted or self.param.is_inference()
+        self.unless_set = uncounted and self.reachable and on_host and in_order and half
         reachable = on_host and in_order and p.is_contiguous() and p.dtype in DTYPE_CODES and not self.images_only
         self.direct_dtype = p.dtype if reachable and grad_dtype in (None, p.dtype) else None
         if self.is_coded and self.decoded and self.decoded.resident:
@@ -337,7 +346,7 @@ class ParamState:
 
     def set_from_master(self, grad_dtype: torch.dtype | None) -> None:
         """Set the parameter to the value of its master. `grad_dtype`: see refresh()."""
-        with torch.no_grad(), self.decoding():
+        with no_autograd(), self.decoding():
             self.part.of(self.param).copy_(self.master)
         self.refresh(grad_dtype)
         self.mark_synced()

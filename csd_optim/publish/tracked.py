@@ -15,6 +15,7 @@ from ..bindings import Watch, checksum_of
 from ..distributed.ranks import Ranks
 from ..distributed.sharding import UNSHARDED, Partition, is_fsdp
 from ..errors import CSDRuntimeError, CSDTypeError, CSDValueError
+from ..grad_modes import no_autograd, version_of
 from ..replica.versions import Tensor
 
 Array = np.ndarray[Any, Any]
@@ -61,7 +62,7 @@ class Tracked:
         if hasattr(new, "placements") == hasattr(self.param, "placements"):
             self.param = new
 
-    @torch.no_grad()
+    @no_autograd()
     def read(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield copies of these elements as they are now, int16 and 1-D, with the index of the first one among them."""
         flat = self.part.of(self.param).contiguous().view(-1)
@@ -87,8 +88,8 @@ class Tracked:
 
     def see_master(self, master: torch.Tensor | None) -> None:
         """Note which tensor is its fp32 master (None: it has none, or `checked`). It is `whole` if it was written."""
-        seen = (id(master), master._version) if master is not None else (0, 0)
-        self.whole |= seen != self._seen
+        seen = (id(master), version_of(master)) if master is not None else (0, 0)
+        self.whole |= seen != self._seen or (master is not None and master.is_inference())  # these count no writes
         self._seen, self._master = seen, master
 
     @property

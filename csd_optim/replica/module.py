@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ..errors import CSDValueError
+from ..grad_modes import no_autograd, writable
 from .versions import Tensor
 
 Array = np.ndarray[Any, Any]
@@ -36,8 +37,9 @@ class Module:
             if any(self._params[alias] is not p for alias in t.aliases):
                 raise CSDValueError(f"{t.name} and {', '.join(t.aliases)} are one parameter in the version: tie them")
 
+    @no_autograd()
     def exchange(self, tensor: Tensor, indices: Array, values: Array) -> Array:
-        p = self._params[tensor.name].detach()
+        p = writable(self._params[tensor.name])
         flat = p.contiguous().view(-1).view(torch.int16)
         at, new = torch.from_numpy(indices).to(p.device), _int16(values).to(p.device)
         before: Array = flat[at].cpu().numpy().view(np.uint16)
@@ -45,8 +47,9 @@ class Module:
         self._keep(p, flat)
         return before
 
+    @no_autograd()
     def set(self, tensor: Tensor, first: int, values: Array) -> None:
-        p = self._params[tensor.name].detach()
+        p = writable(self._params[tensor.name])
         flat = p.contiguous().view(-1).view(torch.int16)
         flat[first : first + len(values)] = _int16(values).to(p.device)
         self._keep(p, flat)

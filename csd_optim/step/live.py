@@ -30,6 +30,7 @@ from ..bindings import PASS_2, SAME_ORDER, TO_AND_FRO
 from ..distributed.ranks import all_ranks_or_none
 from ..engine.engine import Engine
 from ..errors import CSDError, CSDTornError
+from ..grad_modes import no_autograd
 from ..signals import defer_signals
 from ..store.format import Record
 from .all_gather import ParamAllGather
@@ -135,11 +136,12 @@ class LiveStep:
         tiles: np.ndarray[Any, Any] | None = None,
         order: int | None = None,
         kept_alive: object = None,
+        carries: bool = False,
     ) -> None:
         """READY to `phase`. Raises what Engine.begin() raises; then it is READY still, unless the devices have begun.
 
         `tiles`: those that take one pass, in another order. `order`: as in Engine.begin(); None: the usual one.
-        `kept_alive`: memory that the engine uses until the end.
+        `kept_alive`: memory that the engine uses until the end. `carries`: carry() comes next.
         """
         engine, step, spec = self.engine, self.step, self.spec
         if order is None:
@@ -150,6 +152,8 @@ class LiveStep:
             if tiles is not None:
                 step.passes.begin_with(tiles)
             tiles = step.passes.in_order
+        if carries and step.ring is not None:  # before the devices begin: it may lack memory for its streams
+            step.ring.begin(step.passes.sources if step.passes else spec.sources, step.given)
         try:
             begun = engine.begin(
                 table,
@@ -170,11 +174,8 @@ class LiveStep:
 
     def launch(self) -> None:
         """Begin it as STEP, and push all tiles but those of carry(), which comes next, and then land()."""
-        self.begin()
+        self.begin(carries=True)
         self._push_all(self.tiles)
-        if self.step.ring is not None:
-            sources = self.step.passes.sources if self.step.passes else self.spec.sources
-            self.step.ring.begin(sources, self.step.given)
 
     def carry(
         self,
@@ -451,7 +452,7 @@ class LiveStep:
         ones: a collective. Raises what Progress.finish_undo() raises.
         """
         engine, progress = self.engine, self.progress
-        with defer_signals(), engine.lock, torch.no_grad():
+        with defer_signals(), engine.lock, no_autograd():
             was = self.phase
             if was not in (Phase.READY, Phase.GUESS, Phase.OPEN, Phase.STEP):
                 return
@@ -474,7 +475,7 @@ class LiveStep:
         Also undoes writes to its parameters from outside since then, because these may differ from rank to rank.
         `alone`: no collective; parts that other ranks have updated keep their values.
         """
-        with defer_signals(), self.engine.lock, torch.no_grad():
+        with defer_signals(), self.engine.lock, no_autograd():
             assert self.phase in (Phase.LANDED, Phase.FAILED)
             landed = self.phase is Phase.LANDED
             self.phase = Phase.UNDONE

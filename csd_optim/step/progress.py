@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from ..distributed.ranks import Ranks
 from ..engine.engine import Engine
 from ..errors import CSDError, CSDTornError
+from ..grad_modes import no_autograd
 from ..params.state_map import StateMap
 from ..signals import defer_signals
 from ..store.format import Record
@@ -63,7 +64,7 @@ class Progress:
             return
         if undoing.engine.pid != os.getpid():
             undoing.engine.check_open()  # raises, before it waits for a lock that a thread of the parent may hold
-        with defer_signals(), undoing.engine.lock, torch.no_grad():
+        with defer_signals(), undoing.engine.lock, no_autograd():
             if self.undoing is not undoing:  # another thread was faster
                 return
             if undoing.is_collective and not collective:

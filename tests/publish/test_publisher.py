@@ -12,6 +12,7 @@ import torch
 from support.backends import device_strings
 from support.optimizers import ADAGRAD, ADAM, ADAMW, CODED, LION, MUON, MUON_IN_8_BITS, RMSPROP, SGD
 from support.published import Model, Published, bf16, gradients, weights
+from support.twins import checksum
 
 from csd_optim import CSDAdam, CSDBusyError, CSDWarning, Replica, bindings
 
@@ -47,6 +48,18 @@ def test_8bit_states(backend, dtype, amsgrad, tmp_path, devices):
             for name in t.names():
                 if name not in BLIND:
                     assert changed[name] <= sent[name] <= changed[name] * 16 / 15 + 1024, name
+
+
+def test_a_replica_of_inference_mode(tmp_path):
+    """Its parameters, as those of a server, cannot be written by torch outside of that mode."""
+    with Published(tmp_path / "policy", ["ram:"]) as t:
+        with torch.inference_mode():
+            model = Model(seed=1)
+        replica = Replica(tmp_path / "policy")
+        for _ in range(3):
+            t.step_and_wait()
+            replica.load(model)
+            assert [checksum(p) for p in model.parameters()] == [checksum(p) for p in t.model.parameters()]
 
 
 @pytest.mark.parametrize("state_dtype", ["fp32", "8bit"])
