@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Join, Joinable
 
 from ..accelerator import check_not_capturing
 from ..devices.energy import EnergyMeter
@@ -23,17 +23,17 @@ from ..errors import CSDRuntimeError
 from ..finalize import call_at_end, close_quietly
 from ..grad_modes import no_autograd
 from ..overlap.choice import choose, hold_bytes
-from ..params.groups import check_state_dtype, hyperparameters_of, members, restore_hyperparameters
+from ..params.groups import check_state_dtype, members
 from ..params.manifest import digest_of_groups
 from ..params.memory_warnings import COPIED, warn_if_large
 from ..params.state_map import StateMap
 from ..params.update_rule import UpdateRule
 from ..serve.address import Owners, owners_named
 from ..signals import defer_signals
-from ..step.joining import StepHook
 from ..step.mode import InStep
 from ..step.steps import Steps
 from ..store.file import Mode
+from .joinable import JoinableSteps
 from .kernels import check_kernels, kernels_for
 from .made_again import make_way, register
 from .matrices import any_matrices, check_devices, check_matrices
@@ -66,7 +66,7 @@ def takes_options(init: _Init) -> _Init:
     return init
 
 
-class CSDOptimizer(StatesOnDevices, Joinable):
+class CSDOptimizer(StatesOnDevices, JoinableSteps):
     """Base of all optimizers here: fp32 masters and states live on computational storage devices, for any update rule.
 
     A subclass names it before the torch optimizer whose hyperparameters and contract it takes over, as in
@@ -384,30 +384,6 @@ class CSDOptimizer(StatesOnDevices, Joinable):
         self._steps.reduced.clear()
         if not self._mode.clear_gradients(set_to_none=set_to_none):
             super().zero_grad(set_to_none)
-
-    # ---- torch.distributed.algorithms.Join -----------------------------------------------
-
-    def join_hook(self, **_: Any) -> JoinHook:
-        """Let ranks that have run out of data go on updating their share, with ``Join([ddp, optimizer])``."""
-        return StepHook(self._step_of_others)
-
-    @property
-    def join_device(self) -> torch.device:
-        return self._ranks.device if self._ranks else torch.device("cpu")
-
-    @property
-    def join_process_group(self) -> Any:
-        return self._ranks.group if self._ranks else torch.distributed.group.WORLD
-
-    def _step_of_others(self) -> None:
-        kept = [hyperparameters_of(group) for group in self.param_groups]
-        self._joined = True
-        try:
-            self.step()
-        finally:
-            self._joined = False
-            for group, own in zip(self.param_groups, kept, strict=True):
-                restore_hyperparameters(group, own)
 
     # ---- what users ask ----------------------------------------------------------------
 

@@ -11,7 +11,6 @@ import torch
 from torch.nn import Parameter
 
 from csd_optim import CSDAdam, CSDBusyError, CSDMuon, CSDOSError, CSDValueError, CSDWarning
-from csd_optim.devices import spec
 from csd_optim.engine import open_devices
 
 IN_MEMORY = Path("/dev/shm")
@@ -68,15 +67,14 @@ def test_a_refused_directory_names_the_placeholder(tmp_path, monkeypatch):
         CSDAdam([Parameter(torch.ones(4))])
 
 
-def test_a_failed_constructor_takes_no_number(tmp_path, monkeypatch):
-    monkeypatch.setattr(spec, "_n_optimizers", 0)
+def test_a_failed_constructor_takes_no_number(tmp_path):
     devices = f"{tmp_path}/{{optimizer}}"
     with CSDAdam([Parameter(torch.ones(3))], devices=devices) as first:
         with pytest.raises(ValueError, match="Invalid learning rate"):
             CSDAdam([Parameter(torch.ones(3))], lr=-1.0, devices=devices)
         with CSDAdam([Parameter(torch.ones(3))], devices=devices) as second:
-            assert f"{tmp_path}/0]" in repr(first)
-            assert f"{tmp_path}/1]" in repr(second)
+            numbers = [int(repr(opt).removesuffix("]").rpartition("/")[-1]) for opt in (first, second)]
+    assert numbers[1] == numbers[0] + 1
 
 
 @pytest.mark.parametrize("device", ["{} ", " {}", "file:{} ", "{}\n"])
