@@ -1045,3 +1045,20 @@ def test_reading_states_of_many_parameters_looks_at_the_places_of_each_once(monk
         assert all(opt.state[p]["exp_avg"].any() for p in params)
         assert [param for _, param in looked] == [*range(50)]
         assert len({table for table, _ in looked}) == 1  # made once for all
+
+
+@pytest.mark.parametrize(("large", "least", "most"), [(1e4, 0.98, 1.02), (1e6, 0.82, 0.9)])
+def test_one_huge_gradient_slows_the_others_that_share_its_exponent(large, least, most):
+    """As docs/8-bit-states.md says. Other groups of 64 elements are not concerned."""
+    moved = []
+    for state_dtype in ("fp32", "8bit"):
+        p = torch.nn.Parameter(torch.zeros(128))
+        with CSDAdam([p], devices="ram:", state_dtype=state_dtype) as opt:
+            for step in range(20):
+                p.grad = torch.ones(128)
+                p.grad[0] *= large if step == 5 else 1
+                opt.step()
+        moved.append((p[1:64].mean().item(), p[64:].mean().item()))
+    (right, _), (beside, elsewhere) = moved
+    assert least < beside / right < most
+    assert 0.98 < elsewhere / right < 1.02
