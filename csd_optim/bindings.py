@@ -510,6 +510,10 @@ class Native:
         """Let these tiles (uint32) have the states in their other slots, and close their windows. Between steps."""
         self._call(lib.csd_engine_go_back, _array(tiles, "uint32_t *"), len(tiles))
 
+    def free_tiles(self, tiles: np.ndarray[Any, Any]) -> None:
+        """Give these tiles (uint32) back: see csd_engine_free_tiles. Between steps."""
+        self._call(lib.csd_engine_free_tiles, _array(tiles, "uint32_t *"), len(tiles))
+
     def undone(self) -> list[tuple[int, int]]:
         """Return the tiles whose parameters the last undone step had already written.
 
@@ -740,6 +744,16 @@ def threads_use(n: int) -> None:
 
 def threads_used() -> int:
     return int(lib.csd_threads_used())
+
+
+def trim_memory() -> None:
+    """Return memory that is not in use to the system."""
+    lib.csd_trim_memory()
+
+
+def punch_hole(fd: int, offset: int, nbytes: int) -> int:
+    """Free whole pages of a file, which then reads as zeros there. Returns 0 or an errno."""
+    return int(lib.csd_punch_hole(fd, offset, nbytes))
 
 
 def crc32c(data: bytes | bytearray | memoryview, crc: int = 0) -> int:

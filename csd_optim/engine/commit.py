@@ -26,6 +26,7 @@ from ..errors import CSDLostError, CSDOSError, CSDRuntimeError
 from ..store.file import Staged, StoreFile
 from ..store.format import Record, Superblock, pack_table, pack_tiles
 from ..threads import Flag, running_pool
+from .parts import Space
 from .proof import prove
 from .residuals import Residuals, Spaces
 from .states import States
@@ -66,6 +67,7 @@ class CommitJob:
     new_residuals: dict[int, torch.Tensor]  # by parameter: the residuals to be written
     ready_events: dict[torch.device, Any]  # by accelerator: an event after which its residuals have these values
     spaces: Spaces  # of the unchanged residuals; stage() adds the written ones
+    freed: frozenset[Space]  # of parameters that have left: this is the first commit that does not name it
 
     @property
     def step(self) -> int:

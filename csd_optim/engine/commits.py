@@ -23,6 +23,7 @@ from .commit import Background, Commit, CommitJob, InParallel, Pins, Replaced
 from .committer import Committer
 from .manifests import Manifests
 from .open_devices import OpenDevices
+from .parts import Space
 from .recovered import Use, read_recovered
 from .reports import Reports
 from .residuals import Residuals, Room, check_residual
@@ -59,6 +60,7 @@ class Commits(Committer):
         self._changed = False  # something has changed since the store was last closed cleanly
         self.rounds: Rounds = Rounds(has_ranks=ranks is not None)
         self._last: Commit | None = None  # the commit that began last
+        self._freed: set[Space] = set()  # of parameters that have left; the last commit may still name it
         self._recovered: Sequence[Contents] = ()  # that of the resume, by device
         self._due_record: Record | None = None  # the next commit's, if that names none: of what is being loaded, say
 
@@ -107,6 +109,11 @@ class Commits(Committer):
         if param in self.states.residuals:
             super().drop_residual(param)
             self.manifests.written, self._changed = False, True
+
+    def free(self, params: Sequence[int], tiles: np.ndarray[Any, Any]) -> None:
+        self.background.wait()  # the commit may still write residuals
+        self._freed.update(self.states.spaces_of(tiles.tolist()), self.residuals.free(params))
+        self.manifests.written, self._changed = False, True
 
     def adopt_residuals(self, residuals: dict[int, torch.Tensor]) -> None:
         super().adopt_residuals(residuals)
@@ -190,6 +197,8 @@ class Commits(Committer):
             self.pins.wait_before(self.sequence)
         accelerators = {r.device for r in changed.values() if is_on_accelerator(r)}
         self.sequence += 1
+        if self._freed:  # nobody may still copy what is given back after this commit
+            self.pins.wait_before(self.sequence)
         header = self.store_id, 0, len(states.devices.specs), self.sequence, states.step, CLEAN * clean
         return CommitJob(
             states,
@@ -205,6 +214,7 @@ class Commits(Committer):
             # After the kernels that write to them.
             ready_events={d: record_event(torch.accelerator.current_stream(d)) for d in accelerators},
             spaces={param: self.residuals.committed[param] for param in rooms if param not in changed},
+            freed=frozenset(self._freed),
         )
 
     def _prepare(self, commit: Commit, in_parallel: InParallel) -> None:
@@ -222,8 +232,16 @@ class Commits(Committer):
 
     def _commit_alone(self, commit: Commit, in_parallel: InParallel) -> None:
         self._prepare(commit, in_parallel)
-        commit.complete(in_parallel)
+        self._complete(commit, in_parallel)
         self._mark_recoverable(commit)
+
+    def _complete(self, commit: Commit, in_parallel: InParallel) -> None:
+        """Complete a commit, and give back the space that no commit names any more."""
+        commit.complete(in_parallel)
+        if freed := commit.job.freed:
+            commit_trace.note("gives back", committer=self, commit=commit)
+            self.devices.give_back(sorted(freed))
+            self._freed.difference_update(freed)
 
     def _mark_recoverable(self, commit: Commit, *, has_failed: bool = False) -> None:
         """Note that a resume after a crash continues from this commit from now on."""
@@ -282,7 +300,8 @@ class Commits(Committer):
         if commit := self.rounds.confirm():
             commit_trace.note("confirms", committer=self, commit=commit)
             self._mark_recoverable(commit, has_failed=has_failed)
-            self.background.start(f"step {self.states.committed_step}", commit.complete, holds_steps=False)
+            complete = partial(self._complete, commit)
+            self.background.start(f"step {self.states.committed_step}", complete, holds_steps=False)
         self.rounds.highest = max(self.rounds.highest, highest or 0)
 
     def wait(self) -> None:

@@ -175,6 +175,14 @@ class Committer:
     def discard_newer(self) -> None:
         """Discard commits that only some devices have; call it before anything new is written. Raises CSDOSError."""
 
+    # ---- parameters that have left -----------------------------------------------
+
+    def free(self, params: Sequence[int], tiles: np.ndarray[Any, Any]) -> None:
+        """Give back the disk space of `params`, which have left, and their `tiles`, once a resume finds no commit that
+        names it.
+        """
+        self.states.devices.give_back(self.states.spaces_of(tiles.tolist()))
+
     # ---- snapshots ---------------------------------------------------------------
 
     def begin_save(self, path: Path) -> Future[Path] | None:

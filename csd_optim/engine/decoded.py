@@ -164,6 +164,14 @@ class Decoded:
             self._watched.pop(param, None)
             self._views.pop(param, None)
 
+    def forget(self, params: Collection[int]) -> None:
+        """Drop all that is known of parameters that have left."""
+        self.drop(params)
+        for param in params:
+            self._own_masters.pop(param, None)
+            self._in_sections.pop(param, None)
+        self._own_master_rows = None
+
     def saved(self) -> dict[int, dict[str, torch.Tensor]]:
         """Return copies of the states that were written, by parameter, for put_back()."""
         return {

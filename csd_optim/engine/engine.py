@@ -108,6 +108,14 @@ class Engine:
             self.committer.after_extend(extent, offsets)
         return extent
 
+    def free(self, params: Sequence[int]) -> None:
+        """Give back the states of parameters that have left: memory at once, disk space when no commit names it.
+
+        Tiles are given back as a whole, with the last of their parameters. Between steps.
+        """
+        self.check_open()
+        self.committer.free(params, self.states.free(params))
+
     def accelerator_fraction(self, numels: Sequence[int], sections: Sequence[str], param_bytes: float) -> float | None:
         """Return the fraction of these parameters that `auto` wants on the accelerator; None: there is no `auto`.
 

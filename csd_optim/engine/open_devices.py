@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from ..store.layout import SLOTS, SUM_ELEMS, Extent, ExtentRequest, plan_extent
 from ..store.sections import FP32, elem_bytes
 from .on_accelerator import OnAccelerator
 from .open_card import open_card
-from .parts import NativeEngine
+from .parts import NativeEngine, Space
 from .placing import Placement, check_memory, rooms
 from .tuning import HUGE_PAGE, node_of, tune_devices
 
@@ -150,6 +150,11 @@ class OpenDevices:
         name = f"device {device} ({card}{store.path})" if store else f"device {device} ({spec})"
         damaged = self.name_tile(device, tile) if tile >= 0 else ""
         return f"{name}: {damaged}" if damaged else name
+
+    def give_back(self, spaces: Iterable[Space]) -> None:
+        for device, offset, size in spaces:
+            if store := self.stores[device]:
+                store.give_back(offset, size)
 
     @contextlib.contextmanager
     def room_for(self, extent: Extent, *, is_copied: bool) -> Iterator[list[int]]:

@@ -7,8 +7,8 @@ work on devices that are elsewhere. Committers have a base class, Committer.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,6 +18,14 @@ from ..devices.spec import DeviceSpec
 from ..store.layout import Extent, ExtentRequest
 from .on_accelerator import OnAccelerator
 from .placing import Placement
+
+
+class Space(NamedTuple):
+    """A part of a device's store."""
+
+    device: int
+    offset: int  # bytes
+    size: int
 
 
 class Devices(Protocol):
@@ -56,6 +64,9 @@ class Devices(Protocol):
 
         Else it is seen when a parameter arrives: see Watcher.param_arrives().
         """
+
+    def give_back(self, spaces: Iterable[Space]) -> None:
+        """Free disk space that nothing names any more."""
 
     @property
     def states_on_demand(self) -> bool:
@@ -187,6 +198,7 @@ class NativeEngine(Protocol):
     def finish(self, keep: bool) -> None: ...
     def take_back(self) -> None: ...
     def go_back(self, tiles: np.ndarray[Any, Any]) -> None: ...
+    def free_tiles(self, tiles: np.ndarray[Any, Any]) -> None: ...
     def undone(self) -> list[tuple[int, int]]: ...
 
     # ---- a guess -----------------------------------------------------------------

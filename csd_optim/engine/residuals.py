@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from ..store.file import StoreFile
 from ..store.format import PAGE, RESIDUAL_BYTES, Contents, rows_with_residual
 from ..store.layout import round_up
 from ..store.reader import CHUNK
+from .parts import Space
 
 Spaces = dict[int, tuple[int, int]]  # by parameter: the space (0 or 1) that a commit names, and its content's checksum
 
@@ -55,6 +56,13 @@ class Residuals:
         for device, contents in enumerate(recovered):
             rows = rows_with_residual(contents.manifest, device)
             self.committed.update(zip(rows, contents.residuals.tolist(), strict=True))
+
+    def free(self, params: Iterable[int]) -> list[Space]:
+        """Forget the rooms of parameters that have left; return where they are."""
+        rooms = [self.rooms.pop(param) for param in params if param in self.rooms]
+        for device, _, room in rooms:
+            self._allocated[device] -= room
+        return [Space(device, base, 2 * room) for device, base, room in rooms]
 
     def make_room(self, param: int, numel: int, stores: Sequence[StoreFile | None]) -> None:
         """Allocate a residual's room on the durable device with the fewest bytes of residuals.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from ..store.file import Mode
 from ..store.format import Record
 from ..store.layout import SLOTS, Extent
 from .decoded import Decoded
-from .parts import Devices, NativeEngine
+from .parts import Devices, NativeEngine, Space
 from .proof import loss_remedy
 from .tiles import Tiles
 from .timeline import Timeline
@@ -46,6 +46,8 @@ class States:
         self.step: int = 0  # number of completed steps
         self.committed_step: int = 0  # the last one that is durable
         self.steps: list[np.ndarray[Any, Any]] = []  # per extent: the `step` count of each parameter, fp32
+        self.offsets: list[list[int]] = []  # per extent: where it begins in each store
+        self.gone: np.ndarray[Any, Any] = np.zeros(0, bool)  # by parameter: it has left, and its states count no more
         self.record: Record = Record()  # of the last step
         self.residuals: dict[int, torch.Tensor] = {}  # by parameter, numbered over all extents
         self.durable: bool = False  # commits name slots, which must not change: see make_durable()
@@ -84,9 +86,35 @@ class States:
         )
         self.tiles.extents.append(extent)
         self.steps.append(np.zeros(len(extent.numels), np.float32))
+        self.offsets.append(offsets)
+        self.gone = np.append(self.gone, np.zeros(len(extent.numels), bool))
         self.windows.add(buffers)
         has_windows = bool(buffers) and not self.devices.states_on_demand
         self.truth.extend(extent, new=of_store is None, has_windows=has_windows)
+
+    def free(self, params: Sequence[int]) -> np.ndarray[Any, Any]:
+        """Forget the states of parameters that have left; return the tiles that have none any more: ascending, uint32.
+
+        Their memory is freed at once. Between steps.
+        """
+        self.gone[params] = True
+        self.windows.forget({*params})
+        self.decoded.forget(params)
+        of_any = self.tiles.of(params).tolist()
+        freed = np.array([tile for tile in of_any if self.gone[self.tiles.pieces_of(tile)["param"]].all()], np.uint32)
+        if len(freed):
+            self.native.free_tiles(freed)
+            self.truth.free(freed)
+        return freed
+
+    def spaces_of(self, tiles: Iterable[int]) -> Iterator[Space]:
+        """Yield where the slots of each tile are."""
+        for tile in tiles:
+            extent = self.tiles.extent_of(tile)
+            e, here = self.tiles.extents.index(extent), tile - extent.first_tile
+            device = int(extent.devices[here])
+            size = extent.slots * extent.slot_bytes
+            yield Space(device, self.offsets[e][device] + size * int((extent.devices[:here] == device).sum()), size)
 
     def slots_of(self, extent: Extent) -> Sums:
         """Return the TILE_STATE of each tile of an extent, and the checksums, uint32 (tiles, chunks, sections)."""

@@ -121,6 +121,11 @@ class Truth:
 
     # ---- transitions -------------------------------------------------------------
 
+    def free(self, tiles: np.ndarray[Any, Any]) -> None:
+        """Note that these tiles have no states any more. They are as if COMMITTED, and never used again."""
+        for flags in (self.open, self.loose, self.empty, self._edited, self._reseeded):
+            flags[tiles] = False
+
     def extend(self, extent: Extent, *, new: bool, has_windows: bool) -> None:
         """Add the tiles of an extent, which is `new` or in a store."""
         all_false, is_new = np.zeros(extent.n_tiles, bool), np.full(extent.n_tiles, new)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection
 from itertools import chain
 from typing import Any
 
@@ -50,6 +51,15 @@ class Windows:
         if self.are_watched:
             self._handed_out.append((param, tensor))
             self._known_versions.append(tensor._version)
+
+    def forget(self, params: Collection[int]) -> None:
+        """Watch the windows of these parameters no longer."""
+        kept = [
+            (handed, known)
+            for handed, known in zip(self._handed_out, self._known_versions, strict=True)
+            if handed[0] not in params
+        ]
+        self._handed_out, self._known_versions = [h for h, _ in kept], [k for _, k in kept]
 
     def keep_alive(self, keeper: object) -> None:
         """Keep `keeper` alive as long as any window is alive."""

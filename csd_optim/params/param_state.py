@@ -11,7 +11,7 @@ import torch
 
 from ..accelerator import accelerator_type, is_accelerator, is_on_accelerator
 from ..bindings import DTYPE_CODES
-from ..distributed.sharding import Partition
+from ..distributed.sharding import UNSHARDED, Partition
 from ..engine.decoded import Decoded
 from ..engine.near_copies import NearCopy
 from ..errors import CSDRuntimeError, CSDTypeError, CSDValueError
@@ -133,10 +133,11 @@ class ParamState:
         """Declare that parameter and master agree now: any later write to the parameter comes from outside."""
         self.version = self.version_now
 
-    def release(self) -> None:
-        """Drop the tensors of its states on the accelerator; the parameter gets another place."""
-        self.windows, self.shown = {"step": self.windows["step"]}, {"step": self.shown["step"]}
-        self.own_master = self.own_master.to("meta")
+    def leave(self) -> None:
+        """Drop everything that takes memory: the parameter has left. What the manifest says of its place remains."""
+        self.param = torch.empty(self.own_master.shape, dtype=self.param.dtype, device="meta")
+        self.part, self.alive, self.windows, self.shown = UNSHARDED, False, {}, {}
+        self.own_master = self.local = self.own_master.to("meta")
 
     @property
     def nbytes(self) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..bindings import trim_memory
 from ..distributed.ranks import Ranks
 from ..distributed.sharding import UNSHARDED, Partition, part_of
 from ..engine.engine import Engine
@@ -48,6 +49,8 @@ class StateMap:
         self.param_states: dict[int, ParamState] = {}  # by id(param); each holds its parameter, so ids stay unique
         self.by_index: list[ParamState] = []  # by the engine's index of the parameter
         self.unfilled: dict[ParamState, bool] = {}  # places still to be filled → do they read as zero?
+        self.may_have_left: bool = False  # parameters, since free_left() was called
+        self._abandoned: list[ParamState] = []  # places whose parameters have got others
         self.changes: int = 0  # counts changes here that make the plan of a step out of date
         self._shown: list[Any] = []  # every value in `state` when remember() was last called
         self._described: list[list[tuple[int, torch.dtype]]] | None = None  # the parameters that the manifest describes
@@ -284,12 +287,29 @@ class StateMap:
         if loaded and self.unfilled:  # go on from the checkpoint's step
             engine.states.step = max(int(self.state[state.param].get("step", 0)) for state in self.unfilled)
         self.fill(engine)
-        for param_state in left:  # now that nothing can fail any more
-            engine.committer.drop_residual(param_state.index)
-            if param_state.on_accelerator:
-                param_state.release()
-            accelerated.drop_copy(engine, param_state)
-        if left:
+        self._abandoned += left
+        self.may_have_left = True
+
+    def free_left(self, engine: Engine, groups: Groups) -> None:
+        """Give back the places of parameters that have left: they are in no group, and have no entry in `state`.
+
+        As with AdamW, a parameter that is in no group keeps its states as long as its entry is there.
+        """
+        here, self.may_have_left = {id(p) for _, _, p in members(groups)}, False
+        left = [s for key, s in self.param_states.items() if key not in here and not self.state.get(s.param)]
+        for param_state in left:
+            del self.param_states[id(param_state.param)]
+            self.unfilled.pop(param_state, None)
+        if left := left + self._abandoned:
+            self._abandoned = []
+            for param_state in left:
+                engine.committer.drop_residual(param_state.index)
+                accelerated.drop_copy(engine, param_state)
+                param_state.leave()
+            engine.free([param_state.index for param_state in left])
+            trim_memory()
+            self.changes += 1
+            self._described = None
             self.count_near(engine)
 
     def saved(self) -> Callable[[Engine, Groups], None]:
@@ -297,7 +317,7 @@ class StateMap:
 
         Parameters that join meanwhile are then without a place again.
         """
-        state, shown, unfilled = self.state, self._shown, {*self.unfilled}
+        state, shown, unfilled, abandoned = self.state, self._shown, {*self.unfilled}, [*self._abandoned]
         places = {*self.param_states.values()}
         entries = [(p, entry, dict.copy(entry) if type(entry) is dict else None) for p, entry in state.items()]
         known = [(s, s.version, s.windows.get("residual"), s.shown.get("residual")) for s in places]
@@ -305,7 +325,7 @@ class StateMap:
         def put_back(engine: Engine, groups: Groups) -> None:
             for param_state in [*self.param_states.values()]:
                 param_state.alive = param_state in places
-            self.state, self._shown = state, shown
+            self.state, self._shown, self._abandoned = state, shown, abandoned
             state.clear()
             for p, entry, values in entries:
                 state[p] = entry
@@ -383,7 +403,8 @@ class StateMap:
             place = Place(entry["extent"], entry["shape"], tuple(entry["stride"]), rule_named(stored, entry), initial)
             param_state = self._add(engine, p, part, entry["name"], place)
             if gone:
-                self.param_states.pop(id(p)).alive = False
+                self._abandoned.append(self.param_states.pop(id(p)))
+                self.may_have_left = True
                 continue
             if (residual := engine.states.residuals.get(param_state.index)) is not None:
                 param_state.set_window(

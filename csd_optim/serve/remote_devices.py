@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 from ..bindings import DeviceConfig
 from ..devices.spec import DeviceSpec
 from ..engine.on_accelerator import OnAccelerator
-from ..engine.parts import NativeEngine
+from ..engine.parts import NativeEngine, Space
 from ..engine.placing import Placement
 from ..errors import CSDRuntimeError
 from ..signals import interruptible
@@ -82,6 +82,9 @@ class RemoteDevices:
     @property
     def closed(self) -> bool:
         return not self._is_open
+
+    def give_back(self, spaces: Iterable[Space]) -> None:
+        """Nothing: owners keep the space of parameters that have left."""
 
     def check_open(self) -> None:
         if self.closed:

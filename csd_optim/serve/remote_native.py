@@ -283,6 +283,9 @@ class RemoteNative:
         """No tiles: owners go back by themselves. See RemoteCommitter.loading()."""
         assert not len(tiles)
 
+    def free_tiles(self, tiles: np.ndarray[Any, Any]) -> None:
+        """Nothing: owners keep the tiles of parameters that have left."""
+
     def undone(self) -> list[tuple[int, int]]:
         """Return the tiles with new parameters: of two passes, the second one has these."""
         last = {tile & ~PASS_2: tile for tile in sorted(self._travelling)}

@@ -97,6 +97,8 @@ def bind(
     """
     if not state_map.intact():
         state_map.adopt(engine, groups, grad_dtype)
+    if state_map.may_have_left:
+        state_map.free_left(engine, groups)
     if not taking_part.params:
         return None
     plan = _plan_for(engine, state_map, groups, taking_part.params, grad_dtype, plan)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from .. import commit_trace, settings
-from ..bindings import crc32c
+from ..bindings import crc32c, punch_hole
 from ..errors import (
     CSDBusyError,
     CSDLostError,
@@ -404,6 +404,13 @@ class StoreFile:
         self.end = end
         with self.wrapping_errors("shrink"):
             os.ftruncate(self.fd, end)
+
+    def give_back(self, offset: int, size: int) -> None:
+        """Free the disk space of what nothing names any more; it reads as zeros then. Whole pages.
+
+        Where the file system cannot do that, the space stays with the file.
+        """
+        punch_hole(self.fd, offset, size)
 
     def sync(self) -> None:
         """Wait until everything written so far, also through mappings, is durable. Raises CSDOSError.

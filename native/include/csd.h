@@ -432,6 +432,19 @@ int csd_engine_take_back(csd_engine *engine, csd_error *error);
  * slot or is updated in place; CSD_EIO or CSD_ENOMEM if a window could not be mapped: csd_engine_remap tries again. */
 int csd_engine_go_back(csd_engine *engine, const uint32_t *tiles, uint32_t n, csd_error *error);
 
+/* Gives `n` tiles back, whose parameters are all gone: frees their memory, and from then on uses neither their windows,
+ * which read as zeros, nor their slots, which the caller may give to other tiles. They belong to no further step, have no
+ * checksums, and count as none of csd_engine_tiles' states. Between steps only. Returns CSD_EINVAL, and changes nothing,
+ * for a tile that does not exist. */
+int csd_engine_free_tiles(csd_engine *engine, const uint32_t *tiles, uint32_t n, csd_error *error);
+
+/* Returns memory that is not in use to the system. The allocator keeps what lies below any block that is in use. */
+void csd_trim_memory(void);
+
+/* Frees the blocks of whole pages of a file, which then reads as zeros there and keeps its size. Returns 0 or an errno:
+ * EOPNOTSUPP where the file system cannot do that. */
+int csd_punch_hole(int fd, uint64_t offset, uint64_t bytes);
+
 /* Lists the tiles of the last undone step whose parameters had been written, and for each the number of leading
  * elements written: all, unless the rest of the tile turned out to be damaged. Returns the number of tiles; fills up to
  * `n`. */

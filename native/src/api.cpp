@@ -1,5 +1,8 @@
 // The C API. C++ exceptions are turned into a csd_status here and nowhere else. A function that does not use guarded()
 // calls only noexcept functions. The API functions themselves cannot be noexcept, because csd.h is a C header.
+#include <errno.h>
+#include <fcntl.h>
+#include <malloc.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -150,6 +153,21 @@ int csd_engine_take_back(csd_engine *engine, csd_error *error) {
 
 int csd_engine_go_back(csd_engine *engine, const uint32_t *tiles, uint32_t n, csd_error *error) {
   return guarded(error, [&] { engine->engine.go_back(tiles, n); });
+}
+
+int csd_engine_free_tiles(csd_engine *engine, const uint32_t *tiles, uint32_t n, csd_error *error) {
+  return guarded(error, [&] { engine->engine.free_tiles(tiles, n); });
+}
+
+void csd_trim_memory(void) {
+#ifdef __GLIBC__
+  malloc_trim(0);
+#endif
+}
+
+int csd_punch_hole(int fd, uint64_t offset, uint64_t bytes) {
+  const auto from = static_cast<off_t>(offset), n = static_cast<off_t>(bytes);
+  return fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, from, n) == 0 ? 0 : errno;
 }
 
 uint32_t csd_engine_undone(csd_engine *engine, uint32_t *tiles, uint64_t *elems, uint32_t n) {

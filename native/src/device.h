@@ -43,6 +43,7 @@ struct Tile {
   uint32_t slot = 0;                             // the slot that holds the current state
   uint32_t mapped_slot = 0;                      // the slot that the windows are mapped to, or kNoSlot
   bool open = false;                             // writes to the windows go to the device
+  bool freed = false;                            // see csd_engine_free_tiles
   bool edited = false;                           // the windows hold edits by the user that the device does not have
   uint32_t writes = 0;                           // number of reported writes to open windows
   const struct Buffer *cached_buffer = nullptr;  // the free buffer with the content of the current slot

@@ -72,7 +72,8 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_hyper *
   bool any_second = false;
   for (uint32_t i = 0; i < n_tiles; i++) {
     const uint32_t index = tiles[i] & ~CSD_PASS_2;
-    if (index >= tiles_.size()) throw Failure{CSD_EINVAL, "no tile " + std::to_string(index)};
+    if (index >= tiles_.size() || tiles_[index].freed)
+      throw Failure{CSD_EINVAL, "no tile " + std::to_string(index) + ", or it was given back"};
     const uint32_t pass = tiles[i] & CSD_PASS_2 ? 2 : 1;
     if (pass <= passes[index]) throw Failure{CSD_EINVAL, "tile " + std::to_string(index) + " is named twice"};
     if (pass != passes[index] + 1)
@@ -623,7 +624,8 @@ void Engine::take_back() {
   if (phase_ != Phase::idle || !outcome_ || *outcome_ != Outcome::kept)
     throw Failure{CSD_ESTATE, "there is no complete step to take back"};
   for (const Job &job : jobs_)
-    if (job.tile->n_slots == 1 || lane(job).device->resident() || job.work.is_new || job.work.from_windows)
+    if (job.tile->n_slots == 1 || lane(job).device->resident() || job.work.is_new || job.work.from_windows ||
+        job.tile->freed)
       throw Failure{CSD_EINVAL,
                     "tile " + std::to_string(job.tile->index) + " cannot be restored to its state before the step"};
   wait_ops(lock);
@@ -642,7 +644,7 @@ void Engine::go_back(const uint32_t *tiles, uint32_t n) {
   if (phase_ != Phase::idle) throw Failure{CSD_ESTATE, "a step is under way"};
   for (uint32_t i = 0; i < n; i++) {
     if (tiles[i] >= tiles_.size()) throw Failure{CSD_EINVAL, "no tile " + std::to_string(tiles[i])};
-    if (const Tile &t = tiles_[tiles[i]]; t.n_slots == 1 || lanes_[t.device].device->resident())
+    if (const Tile &t = tiles_[tiles[i]]; t.n_slots == 1 || lanes_[t.device].device->resident() || t.freed)
       throw Failure{CSD_EINVAL, "tile " + std::to_string(t.index) + " has no other slot"};
   }
   wait_ops(lock);

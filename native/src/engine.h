@@ -91,6 +91,7 @@ class Engine {
   void finish(bool keep);
   void take_back();
   void go_back(const uint32_t *tiles, uint32_t n);
+  void free_tiles(const uint32_t *tiles, uint32_t n);
   uint64_t hold_bytes(uint32_t tile) noexcept;
   bool unchanged(const csd_param *, uint64_t);
   void release(const csd_param *, uint64_t, const uint32_t *order, uint32_t n_order);

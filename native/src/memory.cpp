@@ -89,7 +89,17 @@ bool copy_mapped(void *to, const void *from, uint64_t bytes) {
   return true;
 }
 
-void discard_pages(void *at, uint64_t bytes) { madvise(at, bytes, MADV_DONTNEED); }
+void discard_pages(void *at, uint64_t bytes) {
+  const auto page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE)), first = reinterpret_cast<uint64_t>(at);
+  const uint64_t from = (first + page - 1) / page * page, to = (first + bytes) / page * page;
+  if (from < to) madvise(reinterpret_cast<void *>(from), to - from, MADV_DONTNEED);
+}
+
+void map_nothing(void *at, uint64_t bytes) {
+  const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+  if (mmap(at, bytes, PROT_READ | PROT_WRITE, flags, -1, 0) == MAP_FAILED)
+    throw Failure{CSD_ENOMEM, "memory of tiles cannot be freed", errno};
+}
 
 float *HugeMemory::release() { return static_cast<float *>(std::exchange(address_, nullptr)); }
 

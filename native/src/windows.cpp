@@ -189,7 +189,39 @@ void Engine::remap(bool open) {
     wait_ops(lock);
   }
   for (Tile &t : tiles_)
-    if (t.mapped_slot != t.slot || t.open != open) map_windows(t, open);
+    if (!t.freed && (t.mapped_slot != t.slot || t.open != open)) map_windows(t, open);
+}
+
+void Engine::free_tiles(const uint32_t *tiles, uint32_t n) {
+  Lock lock(mutex_);
+  if (phase_ != Phase::idle) throw Failure{CSD_ESTATE, "a step is under way"};
+  for (uint32_t i = 0; i < n; i++)
+    if (tiles[i] >= tiles_.size()) throw Failure{CSD_EINVAL, "no tile " + std::to_string(tiles[i])};
+  wait_ops(lock);
+  decoded_ = {};
+  for (uint32_t i = 0; i < n; i++) {
+    Tile &t = tiles_[tiles[i]];
+    if (std::exchange(t.freed, true)) continue;
+    const auto unwritten =
+        std::find_if(unwritten_.begin(), unwritten_.end(), [&t](const Job *job) { return job->tile == &t; });
+    if (unwritten != unwritten_.end()) {
+      release_buffer(**unwritten, false);
+      unwritten_.erase(unwritten);
+    }
+    drop_cached(t);
+    const bool resident = lanes_[t.device].device->resident();
+    for (uint32_t s = 0; s < t.layout.n() && !t.layout.coded(); s++) {
+      if (resident) discard_pages(t.window[s], t.layout.bytes(s));
+      else map_nothing(t.window[s], t.layout.bytes(s));
+    }
+    if (t.codes) {
+      discard_pages(t.codes, t.layout.bytes() - t.layout.bytes(0));
+      discard_pages(t.first_section, t.layout.bytes(0));
+    }
+    t.open = t.edited = false;
+    t.mapped_slot = t.slot;
+    for (Slot &slot : t.slots) slot = {};
+  }
 }
 
 // The tasks that compute the checksums of tiles that are open and not summed. Nothing was stored since the user wrote
@@ -240,8 +272,8 @@ void Engine::read(uint32_t tile, uint32_t sections, uint64_t elems, char *states
   Lock lock(mutex_);
   if (phase_ != Phase::idle) throw Failure{CSD_ESTATE, "a step is under way"};
   if (tile >= tiles_.size() || tiles_[tile].layout.coded() || sections > tiles_[tile].layout.n() ||
-      elems > tiles_[tile].elems)
-    throw Failure{CSD_EINVAL, "no tile " + std::to_string(tile) + ", or it has codes, or is smaller"};
+      elems > tiles_[tile].elems || tiles_[tile].freed)
+    throw Failure{CSD_EINVAL, "no tile " + std::to_string(tile) + ", or it has codes, is smaller, or was given back"};
   wait_writes(lock);
   const Tile &t = tiles_[tile];
   Device &device = *lanes_[t.device].device;
@@ -288,7 +320,7 @@ void Engine::decode(uint32_t tile, uint64_t first, uint64_t n, const void *param
   Lock lock(mutex_);
   if (phase_ != Phase::idle) throw Failure{CSD_ESTATE, "a step is under way"};
   if (tile >= tiles_.size() || (tiles_[tile].layout.coded() && first % 64) || first > tiles_[tile].elems ||
-      n > tiles_[tile].elems - first || (param && !tiles_[tile].codes))
+      n > tiles_[tile].elems - first || (param && !tiles_[tile].codes) || tiles_[tile].freed)
     throw Failure{CSD_EINVAL, "tile " + std::to_string(tile) + " has no such states"};
   wait_writes(lock);
   Tile &t = tiles_[tile];
