@@ -113,7 +113,12 @@ class Commits(Committer):
     def free(self, params: Sequence[int], tiles: np.ndarray[Any, Any]) -> None:
         self.background.wait()  # the commit may still write residuals
         self._freed.update(self.states.spaces_of(tiles.tolist()), self.residuals.free(params))
+        self.note_freed(tiles)
         self.manifests.written, self._changed = False, True
+
+    def note_freed(self, tiles: np.ndarray[Any, Any]) -> None:
+        for tile in tiles.tolist():
+            self.manifests.free(*self.states.tiles.place_of(tile))
 
     def adopt_residuals(self, residuals: dict[int, torch.Tensor]) -> None:
         super().adopt_residuals(residuals)

@@ -183,6 +183,9 @@ class Committer:
         """
         self.states.devices.give_back(self.states.spaces_of(tiles.tolist()))
 
+    def note_freed(self, tiles: np.ndarray[Any, Any]) -> None:
+        """Note that the last commit says that these tiles were freed."""
+
     # ---- snapshots ---------------------------------------------------------------
 
     def begin_save(self, path: Path) -> Future[Path] | None:

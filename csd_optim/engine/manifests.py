@@ -68,6 +68,12 @@ class Manifests:
             self.extents_on[device].append(about)
             self.tiles_bytes[device] += tile_entry(about).itemsize * about["tiles"]
 
+    def free(self, extent: int, device: int, number: int) -> None:
+        """Note that a tile was freed. `number`: among those of the extent on the device."""
+        for d, extents in enumerate(self.extents_on):
+            freed = {*extents[extent].get("freed", ()), *([number] if d == device else [])}
+            extents[extent]["freed"] = sorted(freed)
+
     def version(self, rooms: Mapping[int, Room]) -> int:
         """Return the version of the store format that has all features in use."""
         return version_of(self._features(0, rooms))

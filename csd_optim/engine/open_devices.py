@@ -162,16 +162,18 @@ class OpenDevices:
 
         `is_copied`: as in plan(). Raises CSDOSError if a disk is full.
         """
-        ends = [s.end if s else 0 for s in self.stores]
         param_bytes = extent.slots * elem_bytes(extent.sections, extent.codec, extent.param_dtype)
         what = STATE if extent.codec == FP32 else f"optimizer state ({param_bytes:.0f} bytes per parameter)"
+        offsets: list[int] = []
         try:
-            yield [store.allocate(extent.device_bytes(d), what) if store else 0 for d, store in enumerate(self.stores)]
+            for d, store in enumerate(self.stores):
+                offsets.append(store.allocate(extent.device_bytes(d), what) if store else 0)
+            yield offsets
         except BaseException:
-            for store, end in zip(self.stores, ends, strict=True):
-                if store and store.end != end:
+            for d, (store, offset) in enumerate(zip(self.stores, offsets, strict=False)):
+                if store:
                     with contextlib.suppress(CSDError):  # the file then stays longer than needed
-                        store.shrink(end)
+                        store.undo_allocate(offset, extent.device_bytes(d))
             raise
         if self.placement and extent.n_tiles:
             self.placement.record(extent, is_copied=is_copied)

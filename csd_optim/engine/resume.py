@@ -70,3 +70,8 @@ def _adopt_extents(engine: Engine, devices: OpenDevices) -> None:
         engine.committer.after_extend(extent, offsets)
         states.steps[-1][:] = first.steps[extent.first_param : extent.first_param + len(extent.numels)]
         devices.shares = extent.shares
+        for d, contents in enumerate(recovered):
+            if numbers := contents.manifest["extents"][e].get("freed"):
+                freed = (extent.first_tile + np.flatnonzero(extent.devices == d)[numbers]).astype(np.uint32)
+                states.free_tiles(freed)
+                engine.committer.note_freed(freed)

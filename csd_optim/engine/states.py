@@ -48,6 +48,7 @@ class States:
         self.steps: list[np.ndarray[Any, Any]] = []  # per extent: the `step` count of each parameter, fp32
         self.offsets: list[list[int]] = []  # per extent: where it begins in each store
         self.gone: np.ndarray[Any, Any] = np.zeros(0, bool)  # by parameter: it has left, and its states count no more
+        self.freed: np.ndarray[Any, Any] = np.zeros(0, bool)  # by tile: all its parameters have left
         self.record: Record = Record()  # of the last step
         self.residuals: dict[int, torch.Tensor] = {}  # by parameter, numbered over all extents
         self.durable: bool = False  # commits name slots, which must not change: see make_durable()
@@ -88,6 +89,7 @@ class States:
         self.steps.append(np.zeros(len(extent.numels), np.float32))
         self.offsets.append(offsets)
         self.gone = np.append(self.gone, np.zeros(len(extent.numels), bool))
+        self.freed = np.append(self.freed, np.zeros(extent.n_tiles, bool))
         self.windows.add(buffers)
         has_windows = bool(buffers) and not self.devices.states_on_demand
         self.truth.extend(extent, new=of_store is None, has_windows=has_windows)
@@ -100,21 +102,24 @@ class States:
         self.gone[params] = True
         self.windows.forget({*params})
         self.decoded.forget(params)
-        of_any = self.tiles.of(params).tolist()
+        of_any = self.tiles.of(params)
+        of_any = of_any[~self.freed[of_any]].tolist()
         freed = np.array([tile for tile in of_any if self.gone[self.tiles.pieces_of(tile)["param"]].all()], np.uint32)
-        if len(freed):
-            self.native.free_tiles(freed)
-            self.truth.free(freed)
+        self.free_tiles(freed)
         return freed
+
+    def free_tiles(self, tiles: np.ndarray[Any, Any]) -> None:
+        """Free the memory of these tiles (uint32), which have no states any more."""
+        if len(tiles):
+            self.freed[tiles] = True
+            self.native.free_tiles(tiles)
+            self.truth.free(tiles)
 
     def spaces_of(self, tiles: Iterable[int]) -> Iterator[Space]:
         """Yield where the slots of each tile are."""
-        for tile in tiles:
-            extent = self.tiles.extent_of(tile)
-            e, here = self.tiles.extents.index(extent), tile - extent.first_tile
-            device = int(extent.devices[here])
-            size = extent.slots * extent.slot_bytes
-            yield Space(device, self.offsets[e][device] + size * int((extent.devices[:here] == device).sum()), size)
+        for e, device, number in map(self.tiles.place_of, tiles):
+            size = self.tiles.extents[e].slots * self.tiles.extents[e].slot_bytes
+            yield Space(device, self.offsets[e][device] + number * size, size)
 
     def slots_of(self, extent: Extent) -> Sums:
         """Return the TILE_STATE of each tile of an extent, and the checksums, uint32 (tiles, chunks, sections)."""

@@ -47,6 +47,12 @@ class Tiles:
                 return extent
         raise IndexError(tile)
 
+    def place_of(self, tile: int) -> tuple[int, int, int]:
+        """Return the index of a tile's extent, its device, and its number among the tiles of both."""
+        extent = self.extent_of(tile)
+        device, here = self.device_of(tile), tile - extent.first_tile
+        return self.extents.index(extent), device, int((extent.devices[:here] == device).sum())
+
     def device_of(self, tile: int) -> int:
         """Return the device of a tile, or of a second pass over it (PASS_2)."""
         extent = self.extent_of(tile & ~PASS_2)

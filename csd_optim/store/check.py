@@ -8,7 +8,7 @@ from operator import lt
 from typing import Any
 
 from ..errors import CSDStoreError
-from .sections import FP32, PAGE, PARAM_DTYPES, SECTIONS, codec_supports, sections_of, size_of
+from .sections import FP32, PAGE, PARAM_DTYPES, SECTIONS, codec_supports
 
 UNNAMED_RULE = "adamw"  # the update rule of a store that names none
 ADAMWS = (SECTIONS[:3], SECTIONS)  # the sections that its states can have
@@ -63,8 +63,8 @@ def check_rules(manifest: Mapping[str, Any], sections: Sequence[Sequence[str]]) 
         require(name != UNNAMED_RULE or tuple(sections[e]) in ADAMWS, f"extent {e} has the sections {sections[e]!r}")
 
 
-def check_extent(extent: Any, devices: int, rule: str | None) -> tuple[int, int]:
-    """Check the description of an extent; return where it begins and ends in the file. Raises CSDStoreError.
+def check_extent(extent: Any, devices: int, rule: str | None) -> None:
+    """Check the description of an extent. Raises CSDStoreError.
 
     `rule`: the update rule of all parameters if it is AdamW, which is None, or another name. Whether the sections are
     those of another rule is not checked here.
@@ -104,7 +104,10 @@ def check_extent(extent: Any, devices: int, rule: str | None) -> tuple[int, int]
         require(valid and all(map(lt, numbers, numbers[1:])), "tile numbers are not integers, or out of order")
     offset = extent.get("file_offset")
     require(is_int(offset, 2 * PAGE) and offset % PAGE == 0, f"an extent begins at byte {offset!r}")
-    return offset, offset + slots * tiles * size_of(sections_of(extent))
+    if "freed" in extent:
+        freed = extent["freed"]
+        valid = type(freed) is list and all(is_int(j, 0, tiles - 1) for j in freed)
+        require(valid and all(map(lt, freed, freed[1:])), "freed tiles are not numbers of tiles, or out of order")
 
 
 def check_param(p: Any, devices: int, *, is_waiting: bool = False) -> tuple[int, int] | None:

@@ -9,6 +9,7 @@ import gc
 import mmap
 import os
 import secrets
+import threading
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -142,6 +143,8 @@ class StoreFile:
         self._next_fd = -1  # of a file that will replace this one
         close_in_children(self)
         self.end: int = 2 * PAGE
+        self._unused: list[tuple[int, int]] = []  # holes that nothing is in: offset and size, ascending, in whole pages
+        self._lock = threading.Lock()  # of that: commits give back in the background
         self.recovered: list[Contents] = []
         self.in_doubt: bool = False  # a flush has failed, and what it should have covered was not read back since
         self.lost: str = ""  # why the last step will never be committed here
@@ -325,9 +328,11 @@ class StoreFile:
             self.publish(Staged(block, manifest, table), copy)
         with self.wrapping_errors("shrink"):
             os.ftruncate(self.fd, self.end)
+        for space in commit.unused() if commit.has_freed else ():
+            self.give_back(*space)
 
     def allocate(self, size: int, what: str = STATE) -> int:
-        """Reserve `size` bytes of disk space at the end of the file; return their offset (bytes).
+        """Reserve `size` bytes of disk space, where nothing is, or at the end of the file; return their offset (bytes).
 
         Raises CSDOSError when the disk is full, after it has freed what it had reserved.
         """
@@ -341,14 +346,19 @@ class StoreFile:
                     self._sync_names()
                 self._open_direct()
         unit = max(PAGE, mmap.PAGESIZE)  # tiles are mapped from here
-        offset, size = round_up(self.end, unit), round_up(size, unit)
+        size = round_up(size, unit)
+        unused = self._take_unused(size, unit)
+        offset = round_up(self.end, unit) if unused is None else unused
         try:
             self._reserve(self.fd, offset, size, what)
         except OSError:
-            with contextlib.suppress(OSError):  # if this drive fails altogether, the file stays longer than needed
-                os.ftruncate(self.fd, self.end)
+            if unused is not None:
+                self.give_back(offset, size)
+            else:
+                with contextlib.suppress(OSError):  # if this drive fails altogether, the file stays longer than needed
+                    os.ftruncate(self.fd, self.end)
             raise
-        self.end = offset + size
+        self.end = max(self.end, offset + size)
         return offset
 
     def _reserve(self, fd: int, offset: int, size: int, what: str) -> None:
@@ -406,11 +416,31 @@ class StoreFile:
             os.ftruncate(self.fd, end)
 
     def give_back(self, offset: int, size: int) -> None:
-        """Free the disk space of what nothing names any more; it reads as zeros then. Whole pages.
+        """Free the disk space of what nothing names any more, for others and for allocate(). Whole pages.
 
-        Where the file system cannot do that, the space stays with the file.
+        Where the file system cannot make holes, which read as zeros, the space stays as it is, unused.
         """
-        punch_hole(self.fd, offset, size)
+        if size and punch_hole(self.fd, offset, size) == 0:
+            with self._lock:
+                self._unused = _merged([*self._unused, (offset, size)])
+
+    def _take_unused(self, size: int, unit: int) -> int | None:
+        """Return the offset, a multiple of `unit`, of the first unused part of this size; None if there is none."""
+        with self._lock:
+            for i, (begin, room) in enumerate(self._unused):
+                offset = round_up(begin, unit)
+                if 0 < size <= begin + room - offset:
+                    rest = [(begin, offset - begin), (offset + size, begin + room - offset - size)]
+                    self._unused[i : i + 1] = [part for part in rest if part[1]]
+                    return offset
+        return None
+
+    def undo_allocate(self, offset: int, size: int) -> None:
+        """Free what allocate() has returned. Raises CSDOSError; that space is then allocated again, or unused."""
+        if offset + size < self.end:
+            self.give_back(offset, size)
+        elif size:
+            self.shrink(offset)
 
     def sync(self) -> None:
         """Wait until everything written so far, also through mappings, is durable. Raises CSDOSError.
@@ -503,6 +533,17 @@ class StoreFile:
         for fd in fds:
             if fd >= 0:
                 os.close(fd)
+
+
+def _merged(parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return disjoint parts of a file, offset and size, ascending, with those that touch as one."""
+    found: list[tuple[int, int]] = []
+    for offset, size in sorted(parts):
+        if found and found[-1][0] + found[-1][1] >= offset:
+            offset, size = found[-1][0], max(sum(found[-1]), offset + size) - found[-1][0]
+            found.pop()
+        found.append((offset, size))
+    return found
 
 
 class Locked(Protocol):

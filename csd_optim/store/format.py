@@ -23,6 +23,7 @@ import os
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,7 +62,8 @@ RULE = "rule"  # rule: the update rule, which defines the sections. Without it t
 RULES = "rules"  # params[].rule, waiting[].rule: that of a parameter, where it is not the store's; record.groups has it
 SHARES = "shares"  # extents[].shares
 TILE_NUMBERS = "tile_numbers"  # extents[].tile_numbers: the tiles of this device. Without it they follow from shares
-FEATURES = frozenset({CHUNK_SUMS, CODEC, CODECS, DIVIDED, ORIGIN, RESIDUALS, RULE, RULES, SHARES, TILE_NUMBERS})
+FREED = "freed"  # extents[].freed: tiles that were given back, whose space others may have
+FEATURES = frozenset({CHUNK_SUMS, CODEC, CODECS, DIVIDED, FREED, ORIGIN, RESIDUALS, RULE, RULES, SHARES, TILE_NUMBERS})
 ENDIAN = 0x01020304
 PAGE = sections.PAGE
 CLEAN = 1  # flag: the store was closed properly, and nothing was written since
@@ -170,6 +172,7 @@ def features_of(
         CODEC: any("codec" in e for e in extents),
         CODECS: _has_other_codecs(extents),
         DIVIDED: divided,
+        FREED: any("freed" in e for e in extents),
         ORIGIN: origin,
         RESIDUALS: residuals,
         RULE: rule,
@@ -265,6 +268,15 @@ def tiles_on(extent: dict[str, Any], n: int, device: int, devices: int) -> Seque
     return found
 
 
+def areas_of(extent: dict[str, Any]) -> list[tuple[int, int]]:
+    """Return where the tiles of an extent that were not freed begin and end on this device: one or several areas."""
+    begin, size = extent["file_offset"], extent["slots"] * size_of(sections_of(extent))
+    if "freed" not in extent:
+        return [(begin, begin + size * extent["tiles"])]
+    ends = [-1, *extent["freed"], extent["tiles"]]
+    return [(begin + size * (a + 1), begin + size * b) for a, b in pairwise(ends) if a + 1 < b]
+
+
 def rows_with_residual(manifest: dict[str, Any], device: int) -> list[int]:
     """Return the rows of the parameters whose residuals are on a device."""
     return [row for row, p in enumerate(manifest["params"]) if p.get("residual", {}).get("device") == device]
@@ -300,14 +312,18 @@ class Contents:
         origin: dict[str, Any] | None = self.manifest.get("origin")
         return origin
 
-    def slots(self) -> Iterator[tuple[dict[str, Any], int, int]]:
-        """Yield each tile's extent, number in it over all devices, and offset of its slot, in the order of `tiles`."""
+    def slots(self) -> Iterator[tuple[dict[str, Any], int, int, bool]]:
+        """Yield each tile's extent, number in it over all devices, offset of its slot, and whether it was freed.
+
+        In the order of `tiles`.
+        """
         entries = iter(self.tiles["slot"].tolist())
         here = self.superblock.device, self.superblock.devices
         for extent, n in zip(self.manifest["extents"], all_tiles(self.manifest), strict=True):
             size = size_of(sections_of(extent))
+            freed = {*extent.get("freed", ())}
             for j, number in enumerate(tiles_on(extent, n, *here)):
-                yield extent, number, extent["file_offset"] + (extent["slots"] * j + next(entries)) * size
+                yield extent, number, extent["file_offset"] + (extent["slots"] * j + next(entries)) * size, j in freed
 
     def residual_places(self) -> Iterator[tuple[int, int, int]]:
         """Yield for each residual in this store the row of its parameter, its offset and its checksum."""
@@ -319,13 +335,29 @@ class Contents:
     @property
     def end(self) -> int:
         """The byte of the file at which the last of its areas ends."""
-        ends = [r.offset(2) for r in (self.superblock.manifest, self.superblock.table)]
+        return max(end for _, end in self._areas())
+
+    @property
+    def has_freed(self) -> bool:
+        """Whether tiles were freed, so that there may be unused parts."""
+        return any("freed" in extent for extent in self.manifest["extents"])
+
+    def unused(self) -> list[tuple[int, int]]:
+        """Return the parts of the file before `end` that nothing is in: offset and size, ascending."""
+        areas = sorted(self._areas())
+        gaps = ((end, begin - end) for (_, end), (begin, _) in pairwise(areas))
+        return [(offset, size) for offset, size in gaps if size > 0]
+
+    def _areas(self) -> Iterator[tuple[int, int]]:
+        """Yield where the areas of the file begin and end."""
+        yield 0, 2 * PAGE
+        for region in (self.superblock.manifest, self.superblock.table):
+            yield region.base, region.offset(2)
         for row in rows_with_residual(self.manifest, self.superblock.device):
             place = self.manifest["params"][row]["residual"]
-            ends.append(place["base"] + 2 * place["room"])
-        for e in self.manifest["extents"]:
-            ends.append(e["file_offset"] + e["slots"] * e["tiles"] * size_of(sections_of(e)))
-        return max(ends)
+            yield place["base"], place["base"] + 2 * place["room"]
+        for extent in self.manifest["extents"]:
+            yield from areas_of(extent)
 
 
 def checked_manifest(manifest: dict[str, Any], block: Superblock, size: int) -> dict[str, Any]:
@@ -353,8 +385,11 @@ def checked_manifest(manifest: dict[str, Any], block: Superblock, size: int) -> 
         require(type(manifest[key]) is list, f"{key} is no list")
     areas = [(0, 2 * PAGE, "the superblocks")]
     for e, extent in enumerate(manifest["extents"]):
-        begin, end = check_extent(extent, block.devices, RULES if rule is None and RULES in features else rule)
-        areas.append((begin, end, f"extent {e}"))
+        check_extent(extent, block.devices, RULES if rule is None and RULES in features else rule)
+        areas += [(*area, f"extent {e}") for area in areas_of(extent)]
+    require(
+        any("freed" in e for e in manifest["extents"]) == (FREED in features), "tiles were freed, but not as feature"
+    )
     has_codes = any("codec" in e for e in manifest["extents"])
     require(has_codes == (CODEC in features), "extents have codes, but its features lack 'codec', or the reverse")
     others = _has_other_codecs(manifest["extents"])
@@ -383,6 +418,11 @@ def checked_manifest(manifest: dict[str, Any], block: Superblock, size: int) -> 
         here = len(numbers)
         require(here == 0 or numbers[-1] < n, f"extent {e} has {n} tiles, and not number {max(numbers, default=0)}")
         require(extent["tiles"] == here, f"{extent['tiles']} tiles of extent {e} are here, not {here}")
+        freed = {numbers[j] for j in extent.get("freed", ())}
+        for p in manifest["params"] if freed else ():
+            if p["extent"] == e and p["group"] >= 0:
+                tiles = range(p["start"] // extent["tile_elems"], -(-(p["start"] + p["numel"]) // extent["tile_elems"]))
+                require(freed.isdisjoint(tiles), f"parameter {p['name']} lies in a tile that was freed")
     for p in manifest["waiting"]:
         check_param(p, block.devices, is_waiting=True)
     require(has_rules(manifest) == (RULES in features), "parameters have rules, but not as a feature, or the reverse")

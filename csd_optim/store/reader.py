@@ -119,12 +119,14 @@ def params_in_tile(
 
 
 def tiles_of(recovered: Iterable[Contents]) -> list[Tile]:
-    """Return all tiles in the order of the flat space: the devices take turns."""
+    """Return all tiles but freed ones in the order of the flat space: the devices take turns."""
     found = []
     for contents in recovered:
         extent_number = {id(extent): e for e, extent in enumerate(contents.manifest["extents"])}
         summed, sums = contents.tiles["summed"].tolist(), chain.from_iterable(contents.sums)
-        for (extent, number, offset), checked, crc in zip(contents.slots(), summed, sums, strict=True):
+        for (extent, number, offset, is_freed), checked, crc in zip(contents.slots(), summed, sums, strict=True):
+            if is_freed:
+                continue
             place = (contents, extent_number[id(extent)], number, offset)
             elems = extent["tile_elems"]
             sum_elems = min(extent.get("sum_elems", elems), elems)
