@@ -1,4 +1,4 @@
-"""Ranks of a benchmark: processes of this machine, each of which answers with one value."""
+"""Processes of a benchmark on this machine: ranks, each of which answers with one value, and objects in one each."""
 
 from __future__ import annotations
 
@@ -36,6 +36,40 @@ def answers_of(size: int, function: Callable[..., Any], *arguments: Any) -> Call
                 process.kill()
 
     return results
+
+
+class Distant:
+    """An object in a process of its own. Its methods are called from here, one at a time."""
+
+    def __init__(self, make: Callable[..., Any], *arguments: Any) -> None:
+        self._pipe, theirs = processes.Pipe()
+        self._process = processes.Process(target=_serve, args=(theirs, make, arguments), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Return what the method returns. Raises SystemExit if it raises, having printed why, or if it has ended."""
+        try:
+            self._pipe.send((method, arguments))
+            return self._pipe.recv()
+        except (EOFError, BrokenPipeError):
+            raise SystemExit("a process has ended early") from None
+
+    def end(self) -> None:
+        """End the process. It must not have anything left to close."""
+        self._process.kill()
+        self._process.join()
+
+
+def _serve(pipe: Connection, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    try:
+        served = make(*arguments)
+        while True:
+            method, given = pipe.recv()
+            pipe.send(getattr(served, method)(*given))
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
 
 
 def _run(pipe: Connection, function: Callable[..., Any], rank: int, arguments: tuple[Any, ...]) -> None:

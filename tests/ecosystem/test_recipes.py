@@ -6,6 +6,7 @@ it must end with the bits of a run that was not stopped.
 
 import json
 import os
+import re
 import signal
 
 import pytest
@@ -14,7 +15,8 @@ from support.comparing import assert_same
 from test_docs import ROOT, SCRIPTS, on_page
 from trainers import library, llama
 
-from csd_optim import CSDAdam, CSDMuon
+import csd_optim
+from csd_optim import CSDAdam, CSDAdamL2, CSDMuon
 
 ALPHABET = "adefhlmnortwy -;?#$"  # of the training text; the model has 20 tokens
 RECIPES = sorted(page.stem for page in ROOT.glob("docs/recipes/*.md"))
@@ -172,6 +174,40 @@ def test_momentum_of_another_muon(tmp_path, whose):
         matrix.grad, vector.grad = torch.ones(6, 4), torch.ones(5)
         opt.step()
         assert opt.state[vector]["step"] == 3
+
+
+def test_gaussian_splatting(recipe, run, monkeypatch, capsys):
+    """It trains as with torch's Adam, and what it has at the end can be resumed."""
+    ours = recipe("gaussian-splatting")
+    printed = capsys.readouterr().out
+    monkeypatch.setattr(csd_optim, "CSDAdamL2", AdamBeside)
+    theirs = recipe("gaussian-splatting", "beside")
+    assert capsys.readouterr().out == printed
+    numbers, losses = zip(*re.findall(r": (\d+) Gaussians, loss (.*)", printed), strict=True)
+    assert int(numbers[0]) < int(numbers[-1]) < int(numbers[0]) + 10 * 6  # some were added, some pruned
+    assert float(losses[-1]) < 0.02 * float(losses[0])
+    params, rights = ours["gaussians"](), theirs["gaussians"]()
+    for name, right in rights.items():
+        assert (params[name] - right).norm() <= 1e-5 * right.norm(), name
+    where = ours["directory"] / "nvme0"
+    inspected = json.loads(run("inspect", "--json", where)[1])["params"]
+    shapes = [p["shape"] for p in sorted(inspected, key=lambda p: p["group"]) if p["group"] >= 0]
+    groups = [
+        {"params": [torch.nn.Parameter(torch.zeros(shape))], "name": group["name"], "lr": group["lr"]}
+        for shape, group in zip(shapes, ours["optimizer"].param_groups, strict=True)
+    ]
+    with CSDAdamL2(groups, lr=0.0, eps=1e-15, devices=where, resume=True):
+        assert_same([group["params"][0] for group in groups], [*params.values()])
+
+
+class AdamBeside(torch.optim.Adam):
+    """torch's Adam, for a script that names directories and closes its optimizer."""
+
+    def __init__(self, params, *, devices, overwrite, **named):
+        super().__init__(params, **named)
+
+    def close(self):
+        pass
 
 
 @pytest.mark.filterwarnings("ignore:there is no store")
