@@ -147,7 +147,7 @@ class DividedNative:
         assert not len(tiles)
 
     def free_tiles(self, tiles: np.ndarray[Any, Any]) -> None:
-        """Nothing: owners keep the tiles of parameters that have left."""
+        """Nothing: see RemoteCommitter.free()."""
 
     def undone(self) -> list[tuple[int, int]]:
         return [(s.number_of(tile), elems) for s in self._in_step for tile, elems in s.native.undone()]

@@ -157,8 +157,6 @@ class OwnerRequests:
             self._undo_step()
         try:
             self._brackets.__exit__(CSDRankError, CSDRankError("the session has ended"), None)
-        except CSDRankError:
-            ownership.in_doubt = True
         except CSDError:
             ownership.in_doubt = True
 
@@ -208,6 +206,11 @@ class OwnerRequests:
         self.ownership.check_room(sizes, sections, codec, param_dtype)
         extent = engine.extend(sizes, sections, codec=codec, param_dtype=param_dtype)
         return {"tile_elems": extent.tile_elems}, [extent.devices.astype(WIRE_INDEX)]
+
+    def _on_free(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
+        self._no_step()
+        self._engine.free(self._rows(fields))
+        return DONE
 
     def _on_discard_newer(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
         return DONE  # execute() has done it

@@ -309,6 +309,11 @@ class RemoteCommitter(Committer):
         self._highest += 1
         self._end_writing("loaded", step=self.states.step, round=self._highest)
 
+    def free(self, params: Sequence[int], tiles: np.ndarray[Any, Any]) -> None:
+        for share in self._shares:
+            if rows := share.rows_of(params):
+                share.link.request("free", rows=rows)
+
     # ---- undo ----------------------------------------------------------------------
 
     def before_undo(self) -> None:

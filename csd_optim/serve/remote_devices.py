@@ -84,7 +84,7 @@ class RemoteDevices:
         return not self._is_open
 
     def give_back(self, spaces: Iterable[Space]) -> None:
-        """Nothing: owners keep the space of parameters that have left."""
+        """Nothing: see RemoteCommitter.free()."""
 
     def check_open(self) -> None:
         if self.closed:

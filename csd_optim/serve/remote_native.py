@@ -284,7 +284,7 @@ class RemoteNative:
         assert not len(tiles)
 
     def free_tiles(self, tiles: np.ndarray[Any, Any]) -> None:
-        """Nothing: owners keep the tiles of parameters that have left."""
+        """Nothing: see RemoteCommitter.free()."""
 
     def undone(self) -> list[tuple[int, int]]:
         """Return the tiles with new parameters: of two passes, the second one has these."""

@@ -312,18 +312,20 @@ class Contents:
         origin: dict[str, Any] | None = self.manifest.get("origin")
         return origin
 
-    def slots(self) -> Iterator[tuple[dict[str, Any], int, int, bool]]:
-        """Yield each tile's extent, number in it over all devices, offset of its slot, and whether it was freed.
-
-        In the order of `tiles`.
-        """
+    def slots(self) -> Iterator[tuple[dict[str, Any], int, int]]:
+        """Yield each tile's extent, number in it over all devices, and offset of its slot, in the order of `tiles`."""
         entries = iter(self.tiles["slot"].tolist())
         here = self.superblock.device, self.superblock.devices
         for extent, n in zip(self.manifest["extents"], all_tiles(self.manifest), strict=True):
             size = size_of(sections_of(extent))
-            freed = {*extent.get("freed", ())}
             for j, number in enumerate(tiles_on(extent, n, *here)):
-                yield extent, number, extent["file_offset"] + (extent["slots"] * j + next(entries)) * size, j in freed
+                yield extent, number, extent["file_offset"] + (extent["slots"] * j + next(entries)) * size
+
+    def are_freed(self) -> Iterator[bool]:
+        """Yield whether each tile was freed, in the order of `tiles`."""
+        for extent in self.manifest["extents"]:
+            freed = {*extent.get("freed", ())}
+            yield from (j in freed for j in range(extent["tiles"]))
 
     def residual_places(self) -> Iterator[tuple[int, int, int]]:
         """Yield for each residual in this store the row of its parameter, its offset and its checksum."""

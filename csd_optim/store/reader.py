@@ -124,7 +124,8 @@ def tiles_of(recovered: Iterable[Contents]) -> list[Tile]:
     for contents in recovered:
         extent_number = {id(extent): e for e, extent in enumerate(contents.manifest["extents"])}
         summed, sums = contents.tiles["summed"].tolist(), chain.from_iterable(contents.sums)
-        for (extent, number, offset, is_freed), checked, crc in zip(contents.slots(), summed, sums, strict=True):
+        tiles = zip(contents.slots(), contents.are_freed(), summed, sums, strict=True)
+        for (extent, number, offset), is_freed, checked, crc in tiles:
             if is_freed:
                 continue
             place = (contents, extent_number[id(extent)], number, offset)
