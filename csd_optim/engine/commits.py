@@ -110,8 +110,10 @@ class Commits(Committer):
             super().drop_residual(param)
             self.manifests.written, self._changed = False, True
 
-    def free(self, params: Sequence[int], tiles: np.ndarray[Any, Any]) -> None:
+    def before_free(self) -> None:
         self.background.wait()  # the commit may still write residuals
+
+    def free(self, params: Sequence[int], tiles: np.ndarray[Any, Any]) -> None:
         self._freed.update(self.states.spaces_of(tiles.tolist()), self.residuals.free(params))
         self.note_freed(tiles)
         self.manifests.written, self._changed = False, True

@@ -177,6 +177,9 @@ class Committer:
 
     # ---- parameters that have left -----------------------------------------------
 
+    def before_free(self) -> None:
+        """Prepare for states to be given back. Raises CSDOSError if that is not possible now; nothing has changed."""
+
     def free(self, params: Sequence[int], tiles: np.ndarray[Any, Any]) -> None:
         """Give back the disk space of `params`, which have left, and their `tiles`, once a resume finds no commit that
         names it.

@@ -114,6 +114,7 @@ class Engine:
         Tiles are given back as a whole, with the last of their parameters. Between steps.
         """
         self.check_open()
+        self.committer.before_free()
         self.committer.free(params, self.states.free(params))
 
     def accelerator_fraction(self, numels: Sequence[int], sections: Sequence[str], param_bytes: float) -> float | None:

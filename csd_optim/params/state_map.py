@@ -295,22 +295,22 @@ class StateMap:
 
         As with AdamW, a parameter that is in no group keeps its states as long as its entry is there.
         """
-        here, self.may_have_left = {id(p) for _, _, p in members(groups)}, False
+        here = {id(p) for _, _, p in members(groups)}
         left = [s for key, s in self.param_states.items() if key not in here and not self.state.get(s.param)]
-        for param_state in left:
-            del self.param_states[id(param_state.param)]
-            self.unfilled.pop(param_state, None)
         if left := left + self._abandoned:
-            self._abandoned = []
+            engine.free([param_state.index for param_state in left])
             for param_state in left:
+                if param_state.alive:
+                    del self.param_states[id(param_state.param)]
+                self.unfilled.pop(param_state, None)
                 engine.committer.drop_residual(param_state.index)
                 accelerated.drop_copy(engine, param_state)
                 param_state.leave()
-            engine.free([param_state.index for param_state in left])
             trim_memory()
             self.changes += 1
-            self._described = None
+            self._abandoned, self._described = [], None
             self.count_near(engine)
+        self.may_have_left = False
 
     def saved(self) -> Callable[[Engine, Groups], None]:
         """Return a function that undoes what a load changes here, once the engine's states are what they are now.

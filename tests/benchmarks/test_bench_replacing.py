@@ -35,6 +35,7 @@ def test_quick(monkeypatch, tmp_path):
         new, use = row["fresh_use"], row["use"]
         assert use["live_bytes"] == new["live_bytes"] <= new["allocated_bytes"] < 1.2 * new["live_bytes"]
         assert use["live_bytes"] <= use["allocated_bytes"]
+        assert max(r["allocated_bytes"] / r["live_bytes"] for r in row["rounds"]) < 2  # what was replaced is freed
     assert "live_bytes" not in result["rows"][-1]["use"]
     assert "of one with a new store of this size" in done.stderr
     assert list(tmp_path.iterdir()) == []
