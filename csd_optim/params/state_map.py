@@ -300,7 +300,7 @@ class StateMap:
         if left := left + self._abandoned:
             engine.free([param_state.index for param_state in left])
             for param_state in left:
-                if param_state.alive:
+                if self.param_states.get(id(param_state.param)) is param_state:  # else it has another place
                     del self.param_states[id(param_state.param)]
                 self.unfilled.pop(param_state, None)
                 engine.committer.drop_residual(param_state.index)
@@ -403,6 +403,7 @@ class StateMap:
             place = Place(entry["extent"], entry["shape"], tuple(entry["stride"]), rule_named(stored, entry), initial)
             param_state = self._add(engine, p, part, entry["name"], place)
             if gone:
+                param_state.alive = False
                 self._abandoned.append(self.param_states.pop(id(p)))
                 self.may_have_left = True
                 continue
