@@ -207,6 +207,7 @@ class CSDOptimizer(StatesOnDevices, JoinableSteps):
             fill_in_defaults(self._rule, param_group, self.defaults)
         if self._engine and self._engine.replaced:
             self._engine.check_open()
+        self._steps.initial_groups.of(self.param_groups)
         super().add_param_group(param_group)
         k = len(self.param_groups) - 1
         try:
@@ -221,7 +222,7 @@ class CSDOptimizer(StatesOnDevices, JoinableSteps):
         except BaseException:
             self.param_groups.pop()
             raise
-        self._steps.initial_groups[k:] = [self._steps.kept(self.param_groups[k])]
+        self._steps.initial_groups.of(self.param_groups)
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

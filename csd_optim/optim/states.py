@@ -128,6 +128,8 @@ class StatesOnDevices(Optimizer):
 
     @state.setter
     def state(self, value: defaultdict[torch.Tensor, Any]) -> None:
+        if value is not self._state_map.state:
+            self._state_map.former.add(self._state_map.state)
         self._state_map.state = value
 
     def state_dict(self) -> dict[str, Any]:
@@ -340,7 +342,8 @@ class StatesOnDevices(Optimizer):
 
     def _adopt_store(self) -> None:
         engine, steps = self._settled_engine(), self._steps
-        found = steps.resume.adopt_store(engine, self.param_groups, steps.initial_groups, self.grad_dtype)
+        given = steps.initial_groups.of(self.param_groups)
+        found = steps.resume.adopt_store(engine, self.param_groups, given, self.grad_dtype)
         if found:
             record, self.user_state = found
             steps.trained_seconds = record.seconds

@@ -12,6 +12,7 @@ from ..errors import CSDError
 from ..params.groups import members
 from ..step.mode import InStep
 from ..step.steps import Steps
+from .arrivals import NoArrivals
 from .guards.groups import WaitingList
 from .guards.model import ModelGuards
 from .spans import ModelSpans
@@ -27,6 +28,7 @@ class ConcurrentMode(InStep):
         self.active = False
         self._steps, self._engine, self._state_map = steps, steps.engine, steps.state_map
         self._hooks: list[RemovableHandle] = []
+        self._lists: list[WaitingList] = []  # that were put into groups
         params, spans = [p for _, _, p in members(steps.groups)], steps.engine.states.timeline.model_spans
         self._guards = ModelGuards(model, params, self)
         self._spans = None if spans is None else ModelSpans(spans, model, params)
@@ -42,8 +44,9 @@ class ConcurrentMode(InStep):
     def _wrap_groups(self) -> None:
         """Make iterating over a group's parameters wait for them, too."""
         for group in self._steps.groups:
-            if not isinstance(group["params"], WaitingList):
-                group["params"] = WaitingList(group["params"], self)
+            if getattr(group["params"], "arrivals", None) is not self:
+                group["params"] = WaitingList(list.copy(group["params"]), self)
+                self._lists.append(group["params"])
 
     def close(self) -> None:
         if self._spans:
@@ -53,6 +56,8 @@ class ConcurrentMode(InStep):
             hook.remove()
         for group in self._steps.groups:
             group["params"] = list.copy(group["params"])  # does not wait
+        for params in self._lists:  # a group that was removed still has its list, which must not keep this alive
+            params.arrivals = NoArrivals()
 
     def remove_if_dropped(self) -> bool:
         """End this mode if its optimizer was dropped, so that no other call can end it. Returns whether it was."""

@@ -28,6 +28,16 @@ class DecodedEntry(dict[str, Any]):
         self._names -= values.keys()
         self._decoded -= values.keys()
 
+    @property
+    def decoder(self) -> Callable[[], dict[str, torch.Tensor]]:
+        """What decodes those of its values that no assignment has replaced."""
+        return self._decode
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """The values that are not decoded."""
+        return {key: self[key] for key in self if key not in self._decoded}
+
     def decodes(self, key: str) -> bool:
         """Return whether the value of `key` is decoded, and not replaced by an assignment."""
         return key in self._decoded

@@ -21,6 +21,7 @@ from ..store.check import rule_named
 from ..store.sections import FP32
 from . import accelerated
 from .decoded_entry import DecodedEntry
+from .entries import FormerStates, keep_apart
 from .groups import Groups, check_state_dtype, members, name_of
 from .manifest import manifest
 from .memory_warnings import LOADED, REPLACED, bytes_in_memory, warn_if_large
@@ -46,6 +47,7 @@ class StateMap:
         self.state_dtype = state_dtype
         self.part_of: Callable[..., Partition] = functools.partial(part_of, ranks=ranks, sharded=sharded)
         self.state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        self.former: FormerStates = FormerStates()
         self.param_states: dict[int, ParamState] = {}  # by id(param); each holds its parameter, so ids stay unique
         self.by_index: list[ParamState] = []  # by the engine's index of the parameter
         self.unfilled: dict[ParamState, bool] = {}  # places still to be filled → do they read as zero?
@@ -184,6 +186,7 @@ class StateMap:
         """Fill the unfilled places from the parameters and `state`. If that fails, the next call fills them again."""
         if not self.unfilled:
             return
+        keep_apart(self.state, self.param_states, self.unfilled)
         for param_state in self.unfilled:
             if "residual" in (self.state.get(param_state.param) or {}):
                 self.add_residual(engine, param_state)
@@ -269,8 +272,8 @@ class StateMap:
         joining, left = set(), []
         for k, _, p in members(groups):
             param_state, entry = self.param_states.get(id(p)), self.state.get(p)
-            if param_state is not None and entry:
-                needed = {name for name in self.rule_of(groups[k]).sections if name in entry}
+            if param_state is not None:
+                needed = {name for name in self.rule_of(groups[k]).sections if name in (entry or ())}
                 shape = self.part_of(p).of(p).shape
                 if shape != param_state.own_master.shape or not needed.issubset(param_state.sections):
                     self.param_states.pop(id(p)).alive = False
@@ -281,23 +284,37 @@ class StateMap:
                     joining.add(id(p))
             elif not entry or not param_state.is_shown_by(entry):
                 self.unfilled[param_state] = False
+        left += self._changed_outside(groups)
         if joining:
             self.join(engine, groups, joining, grad_dtype)
         warn_if_large(bytes_in_memory(self._replaced_tensors()), LOADED if loaded else REPLACED)
         if loaded and self.unfilled:  # go on from the checkpoint's step
             engine.states.step = max(int(self.state[state.param].get("step", 0)) for state in self.unfilled)
         self.fill(engine)
+        self.remember()
         self._abandoned += left
         self.may_have_left = True
+
+    def _changed_outside(self, groups: Groups) -> list[ParamState]:
+        """Take the places of parameters in no group whose entries were changed: these give them new ones in a group."""
+        here = {id(p) for _, _, p in members(groups)}
+        entries = [(key, s, self.state.get(s.param)) for key, s in self.param_states.items() if key not in here]
+        left = [self.param_states.pop(key) for key, s, entry in entries if entry and not s.is_shown_by(entry)]
+        for param_state in left:
+            param_state.alive = False
+        return left
 
     def free_left(self, engine: Engine, groups: Groups) -> None:
         """Give back the places of parameters that have left: they are in no group, and have no entry in `state`.
 
         As with AdamW, a parameter that is in no group keeps its states as long as its entry is there.
         """
-        here = {id(p) for _, _, p in members(groups)}
-        left = [s for key, s in self.param_states.items() if key not in here and not self.state.get(s.param)]
+        here, former = {id(p) for _, _, p in members(groups)}, self.former.held(self.state)
+        outside = [s for key, s in self.param_states.items() if key not in here]
+        left = [s for s in outside if not any(state.get(s.param) for state in (self.state, *former))]
         if left := left + self._abandoned:
+            keep_apart(self.state, self.param_states, left)
+            self.remember()
             engine.free([param_state.index for param_state in left])
             for param_state in left:
                 if self.param_states.get(id(param_state.param)) is param_state:  # else it has another place
@@ -310,7 +327,7 @@ class StateMap:
             self.changes += 1
             self._abandoned, self._described = [], None
             self.count_near(engine)
-        self.may_have_left = False
+        self.may_have_left = bool(former)
 
     def saved(self) -> Callable[[Engine, Groups], None]:
         """Return a function that undoes what a load changes here, once the engine's states are what they are now.
@@ -323,9 +340,11 @@ class StateMap:
         known = [(s, s.version, s.windows.get("residual"), s.shown.get("residual")) for s in places]
 
         def put_back(engine: Engine, groups: Groups) -> None:
-            for param_state in [*self.param_states.values()]:
-                param_state.alive = param_state in places
-            self.state, self._shown, self._abandoned = state, shown, abandoned
+            joined = [param_state for param_state in self.param_states.values() if param_state not in places]
+            for param_state in joined:
+                param_state.alive = False
+            self.state, self._shown, self._abandoned = state, shown, abandoned + joined
+            self.may_have_left = True
             state.clear()
             for p, entry, values in entries:
                 state[p] = entry
@@ -372,16 +391,16 @@ class StateMap:
         self._shown = self._values()
 
     def intact(self) -> bool:
-        """Return whether `state` holds exactly the values that it held at the last remember()."""
+        """Return whether `state` holds exactly the same values of the same parameters as at the last remember()."""
         values = self._values()
         return len(values) == len(self._shown) and all(map(is_, values, self._shown))
 
     def _values(self) -> list[Any]:
         return [
             *chain.from_iterable(
-                entry.identities if isinstance(entry, DecodedEntry) else entry.values()
-                for entry in self.state.values()
-                if isinstance(entry, dict)
+                (p, *(entry.identities if isinstance(entry, DecodedEntry) else entry.values()))
+                for p, entry in self.state.items()
+                if isinstance(entry, dict) and entry
             )
         ]
 

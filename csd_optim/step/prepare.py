@@ -97,7 +97,7 @@ def bind(
     """
     if not state_map.intact():
         state_map.adopt(engine, groups, grad_dtype)
-    if state_map.may_have_left:
+    if state_map.may_have_left or state_map.unfilled:  # these may be in no group any more
         state_map.free_left(engine, groups)
     if not taking_part.params:
         return None
@@ -243,7 +243,8 @@ def _own_part(state: ParamState, g: torch.Tensor, reduced: Rows) -> torch.Tensor
 
 def is_steady(state_map: StateMap, plan: StepPlan) -> bool:
     """Return whether the plan still holds, and nothing was written from outside."""
-    same = plan.changes == state_map.changes and state_map.intact() and not state_map.unfilled
+    same = plan.changes == state_map.changes and state_map.intact()
+    same = same and not (state_map.unfilled or state_map.may_have_left)
     return same and not any(state.is_dirty for state in state_map.param_states.values())
 
 

@@ -31,6 +31,7 @@ class Resume:
         self._state_map, self._ranks = state_map, ranks
         self.pending: bool = False  # a store was resumed, and no step was taken since
         self.schedules: ResumedSchedules | None = None  # as long as it is pending
+        self._resumed: list[torch.Tensor] = []  # parameters in the groups then, as long as it is pending
         self._without_data: str | None = None  # name of a parameter that could not get its value, as it is on meta
 
     def adopt_store(
@@ -62,7 +63,7 @@ class Resume:
             self._state_map.adopt_commit(engine, groups)
         for changed in ignored_by_resume(rule_of, initial_groups, recovered.record):
             warnings.warn(changed, CSDWarning, users_stacklevel())
-        self.pending = True
+        self.pending, self._resumed = True, [p for _, _, p in members(groups)]
         self._restore_values(engine, groups, grad_dtype)
         self.schedules = ResumedSchedules(recovered.record.groups)
         return recovered.record, user_state
@@ -74,7 +75,7 @@ class Resume:
         if not self.pending:
             raise CSDRuntimeError("restore() goes before the first step()")
         with engine.committer.all_ranks_or_none():
-            self._follow_replaced_params(engine, groups)
+            self._follow_replaced_params(engine, groups, by_position=True)
         self._restore_values(engine, groups, grad_dtype)
         if self.schedules:
             self.schedules.restore(groups)
@@ -92,11 +93,11 @@ class Resume:
                 f"parameter {self._without_data} was on the meta device when the store was resumed; "
                 "call restore() when it has data"
             )
-        self._follow_replaced_params(engine, groups)
+        self._follow_replaced_params(engine, groups, by_position=False)
         self._state_map.copy_resumed(engine)
         if self.schedules:
             self.schedules.end(groups)
-        self.pending, self.schedules = False, None
+        self.pending, self.schedules, self._resumed = False, None, []
 
     def unwritten(self) -> list[ParamState]:
         """Return parameters not written since resume; replicated ones only if no rank wrote to them. A collective."""
@@ -135,19 +136,30 @@ class Resume:
         for group, kept in zip(groups, engine.recovered[0].record.groups, strict=False):
             restore_hyperparameters(group, kept)
 
-    def _follow_replaced_params(self, engine: Engine, groups: Groups) -> None:
+    def _follow_replaced_params(self, engine: Engine, groups: Groups, *, by_position: bool) -> None:
         """Move places to parameters that have replaced others since the store was resumed.
 
-        Raises CSDStoreError if shape or dtype of a new parameter is not that in the store.
+        `by_position`: each parameter has replaced the one that was in its position. Else only if it is new, and has no
+        states yet, and the other one is in no group any more, but still has its entry in `state`. Raises CSDStoreError
+        if shape or dtype of a new parameter is not that in the store.
         """
         state_map, here = self._state_map, {(k, i): p for k, i, p in members(groups)}
-        entries = engine.recovered[0].manifest["params"]
+        entries, state = engine.recovered[0].manifest["params"], state_map.state
+        known, in_groups = {*map(id, self._resumed)}, {*map(id, here.values())}
         changed = [
             (entry, param_state, p)
             for entry, param_state in zip(entries, state_map.by_index, strict=False)
             if param_state.alive
             and (p := here.get((entry["group"], entry["position"]))) is not None
             and p is not param_state.param
+            and (
+                by_position
+                or (
+                    id(param_state.param) not in in_groups
+                    and state.get(param_state.param)
+                    and not (id(p) in known or state.get(p))
+                )
+            )
         ]
         for entry, param_state, p in changed:
             local = state_map.part_of(p).of(p)
@@ -158,7 +170,7 @@ class Resume:
                 )
         for _, param_state, _ in changed:  # remove all before adding any: parameters may have swapped positions
             del state_map.param_states[id(param_state.param)]
-            state_map.state.pop(param_state.param, None)
+            state.pop(param_state.param, None)
         for _, param_state, p in changed:
             param_state.move_to(p, state_map.part_of(p))
             state_map.param_states[id(p)] = param_state

@@ -14,9 +14,8 @@ from ..distributed.reduce_scatter import ReducedGrads
 from ..distributed.sharding import is_replicated
 from ..errors import CSDError, CSDRuntimeError
 from ..finalize import call_at_end
-from ..params.groups import Groups, hyperparameters_of, members, name_of
+from ..params.groups import Groups, members, name_of
 from ..params.state_map import StateMap
-from ..params.update_rule import RuleOf
 from ..store.format import Record
 from ..store.user_state import checked_user_state
 from .agreement import Abilities, Offer, StepAgreement, agree_on_step, bits_of
@@ -24,6 +23,7 @@ from .all_gather import ParamAllGather
 from .first_states import asks_for_states, create_states
 from .given_states import GivenStates, given_states
 from .images import images_of
+from .initial_groups import InitialGroups
 from .live import LiveStep
 from .mode import InStep
 from .near_updates import NearUpdate, NearUpdates, parameters_of_new
@@ -82,7 +82,7 @@ class Steps(Progress):
         self._optimizer = weakref.ref(optimizer)
         self._for_sparse = for_sparse
         self.resume: Resume = Resume(state_map, ranks)
-        self.initial_groups: list[dict[str, Any]] = []  # each group's hyperparameters when it was added
+        self.initial_groups: InitialGroups = InitialGroups(state_map.rule_of)
         self.trained_seconds: float = 0.0  # seconds of training, from step to step, since the store was made
         self.plan: StepPlan | None = None  # of the last step that was prepared
         self.ring: StagingRing | None = None  # made when first needed
@@ -131,14 +131,6 @@ class Steps(Progress):
 
         return self.reduced.handle_bucket(bucket, divided)
 
-    def kept(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Return what a store keeps of a group. Raises CSDTypeError if it cannot keep a hyperparameter."""
-        rule_of = self.state_map.rule_of
-        found = hyperparameters_of(group, rule_of(group).hyperparameters)
-        if found.get("rule") == rule_of({}).name:  # as if the group did not name it
-            del found["rule"]
-        return found
-
     def record(self) -> Record | None:
         """Return the next commit's record; None where nothing is durable.
 
@@ -147,8 +139,8 @@ class Steps(Progress):
         if not self.engine.durable:
             return None
         return Record(
-            groups=[*map(self.kept, self.groups)],
-            given=[*self.initial_groups],
+            groups=[*map(self.initial_groups.kept, self.groups)],
+            given=[*self.initial_groups.of(self.groups)],
             user_state=checked_user_state(self._alive().user_state, self.engine.states.record.user_state),
             seconds=self.trained_seconds,
         )
@@ -381,9 +373,11 @@ class Steps(Progress):
         the real ones arrive one after another.
         """
         engine, groups = self.engine, self.groups
-        check_rules(groups, self.initial_groups, self.state_map.rule_of)
+        self.initial_groups.check_rules(groups)
         bound = bind(engine, self.state_map, groups, taking_part, options.grad_dtype, self.plan)
         if bound is None:
+            if self.plan and self.plan.changes != self.state_map.changes:  # it may name parameters that have left
+                self.plan = self.gather = None
             return None
         if bound.plan is not self.plan:
             self.plan, self.gather = bound.plan, None
@@ -472,19 +466,6 @@ class Steps(Progress):
 def _factor(scale: float | None) -> float:
     """Return by what gradients of this scale are multiplied."""
     return 1.0 if scale is None else 1.0 / scale
-
-
-def check_rules(groups: Groups, initial: Groups, rule_of: RuleOf) -> None:
-    """Raise CSDRuntimeError if the rule of a group has been changed since the group was added, as `initial`."""
-    if len(groups) != len(initial):  # groups were removed: parameters with states are checked later
-        return
-    for k, (group, then) in enumerate(zip(groups, initial, strict=True)):
-        now, before = (rule_of(g).name for g in (group, then))
-        if group.get("rule") != then.get("rule") and now != before:
-            raise CSDRuntimeError(
-                f"the rule of group {k} was {before} when the group was added, and is {now} now: it cannot be "
-                "changed; make a new optimizer"
-            )
 
 
 def why_grads_changed(groups: Groups, reduced: ReducedGrads, *, unscaled: bool) -> CSDError | None:

@@ -189,13 +189,24 @@ def test_the_rule_of_a_group_cannot_be_changed(steps):
 
 def test_a_parameter_that_moves_to_a_group_of_another_rule():
     opt = train(CSDAdam(lions(made()), devices="ram:"))
-    del opt.param_groups[0]
-    opt.param_groups[0]["rule"] = "adamw"
+    opt.param_groups[0]["params"].append(opt.param_groups[1]["params"].pop(0))
     give_gradients(params_of(opt), 1)
     with pytest.raises(
         CSDRuntimeError, match=r"the rule of parameter 1\.0 is adamw now, and its states are those of l"
     ):
         opt.step()
+
+
+def test_groups_keep_their_rules_when_others_leave():
+    """Also the store does, which tells the next process what each group was given."""
+    opt = train(CSDAdam(lions(made()), devices="ram:"))
+    last = opt.param_groups[1]
+    del opt.param_groups[0]
+    opt.add_param_group({"params": parameters((50,)), "rule": "adagrad"})
+    train(opt, 2, first=1)
+    last["rule"] = "adamw"
+    with pytest.raises(CSDRuntimeError, match="the rule of group 0 was lion when the group was added"):
+        train(opt)
 
 
 # ---- 8 bits ------------------------------------------------------------------------------------

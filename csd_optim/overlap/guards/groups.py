@@ -18,7 +18,7 @@ class WaitingList(list[torch.Tensor]):
 
     def __init__(self, params: Iterable[torch.Tensor], arrivals: Arrivals) -> None:
         super().__init__(params)
-        self.arrivals = arrivals
+        self.arrivals: Arrivals = arrivals
 
     def wait(self) -> None:
         if self.arrivals.active:

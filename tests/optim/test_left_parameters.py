@@ -1,0 +1,474 @@
+"""Random histories of parameters that join and leave: the numbers are right, and what has left takes no space."""
+
+import copy
+import gc
+import random
+import weakref
+from contextlib import nullcontext, suppress
+
+import pytest
+import torch
+from support.comparing import params_of
+from support.replacing import failing, replaced
+from torch.nn import Parameter
+
+from csd_optim import CSDSGD, CSDAdam, CSDMuon, CSDOSError
+from csd_optim.bindings import Native
+from csd_optim.engine.engine import Engine
+from csd_optim.store.format import FILE_NAME, RESIDUAL_BYTES
+
+TILE = 4096  # elements, the smallest with codes
+METADATA = 1 << 20  # bytes: superblocks, manifests, and tables, in two copies
+BROKEN = "the drive does not answer"
+
+
+class Side:
+    """An optimizer and what a program knows of it: groups it has put aside, each with or without entries in `state`."""
+
+    def __init__(self, make, groups):
+        self.make, self.opt = make, make(groups)
+        self.aside = []
+
+    def group_of(self, k):
+        return self.opt.param_groups[k]
+
+
+def keeping(old, keep, keys=None):
+    """Return a function that resizes one state of `old`, or leaves it."""
+
+    def resized(key, value):
+        is_one = torch.is_tensor(value) and value.shape == old.shape and key != "step"
+        return value[keep] if is_one and (keys is None or key in keys) else value
+
+    return resized
+
+
+class History:
+    """The same random history on our optimizer and on a reference.
+
+    The reference is torch's optimizer where it computes the same, else ours in memory, which keeps whatever has left.
+    """
+
+    def __init__(self, seed, tmp_path, choice):
+        self.choose = choose = random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.state_dtype, self.overlap, self.kind = choice["state_dtype"], choice["overlap"], choice["kind"]
+        self.topk = None if self.kind == "CSDMuon" or (self.overlap and choose.random() < 0.5) else choice["topk"]
+        self.directories = [tmp_path / f"csd{d}" for d in range({"named": 1, "two": 2}.get(choice["devices"], 0))]
+        self.devices = self.directories or choice["devices"]
+        self.resident = choice["devices"] == "ram:"
+        self.is_exact = bool(self.topk) or self.state_dtype == "8bit" or self.kind == "CSDMuon"
+        self.old, self.done, self.log = [], 0, []
+        groups = [self.new_group() for _ in range(choose.randint(1, 3))]
+        mine, others = (
+            [{**g, "params": [Parameter(p.clone()) for p in g["params"]]} for g in groups] for _ in range(2)
+        )
+        self.ours, self.reference = Side(self.make_ours, mine), Side(self.make_reference, others)
+        self.begin_overlap()
+
+    @property
+    def sides(self):
+        return self.ours, self.reference
+
+    # ---- optimizers
+
+    def options(self):
+        topk = {"topk": self.topk} if self.topk else {}
+        return {"state_dtype": self.state_dtype, "tile_size": TILE, **topk}
+
+    def make_ours(self, groups, **more):
+        of = {"CSDAdam": CSDAdam, "CSDSGD": CSDSGD, "CSDMuon": CSDMuon}[self.kind]
+        kept = {"lr": 0.01, "devices": self.devices, **self.options(), **more}
+        if self.kind == "CSDSGD":
+            kept |= {"momentum": 0.9}
+            del kept["state_dtype"]
+        if self.kind == "CSDMuon":
+            groups = [*map(self.with_rule, groups)]
+        return of(groups, **kept)
+
+    def make_reference(self, groups):
+        if self.is_exact:
+            return self.make_ours(groups, devices="ram:" if self.kind != "CSDMuon" else "file:?scratch=1")
+        if self.kind == "CSDSGD":
+            return torch.optim.SGD(groups, lr=0.01, momentum=0.9)
+        return torch.optim.AdamW(groups, lr=0.01)
+
+    def with_rule(self, group):
+        """Muon is for matrices alone."""
+        is_adamw = self.kind == "CSDMuon" and any(p.dim() != 2 for p in group["params"])
+        return {**group, "rule": "adamw"} if is_adamw else group
+
+    def begin_overlap(self):
+        if self.overlap is not None:
+            model = torch.nn.ParameterList(params_of(self.ours.opt))
+            self.ours.opt.overlap(model, **self.overlap)
+
+    # ---- parameters
+
+    def new_param(self):
+        shape = self.choose.choice([(self.choose.randint(1, 9000),), (self.choose.randint(20, 300), 40), (7,), (64, 8)])
+        return torch.randn(shape, generator=self.generator)
+
+    def new_group(self):
+        params = [self.new_param() for _ in range(self.choose.randint(1, 3))]
+        if self.kind == "CSDMuon" and self.choose.random() < 0.7:
+            params = [torch.randn((30, 20), generator=self.generator), torch.randn((90, 60), generator=self.generator)]
+        amsgrad = self.kind == "CSDAdam" and self.state_dtype == "fp32" and self.choose.random() < 0.2
+        return {"params": params, **({"amsgrad": True} if amsgrad else {})}
+
+    def group_and_position(self):
+        k = self.choose.randrange(len(self.ours.opt.param_groups))
+        return k, self.choose.randrange(len(self.ours.opt.param_groups[k]["params"]))
+
+    def forget(self, p, side):
+        """Note that nobody but the optimizer has this parameter any more."""
+        if side is self.ours:
+            self.old.append(weakref.ref(p))
+
+    # ---- what happens
+
+    def joins(self):
+        group = self.new_group()
+        for side in self.sides:
+            own = {**group, "params": [Parameter(p.clone()) for p in group["params"]]}
+            side.opt.add_param_group(self.with_rule(own))
+
+    def kept_of(self, p):
+        n = len(p)
+        return torch.tensor(self.choose.choices(range(n), k=self.choose.randint(1, n + 5)))
+
+    def is_resized(self, how):
+        k, i = self.group_and_position()
+        keep = self.kept_of(self.ours.group_of(k)["params"][i])
+        of_torch = self.choose.random() < 0.5 and not self.topk
+        for side in self.sides:
+            params = side.group_of(k)["params"]
+            old, entry = params[i], side.opt.state.get(params[i])
+            keys = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer") if of_torch else None
+            states = keeping(old, keep, keys)
+            if how == "in place":
+                for key in list(entry or ()):
+                    if (value := states(key, entry[key])) is not entry[key]:
+                        entry[key] = value
+                old.data = old.data[keep]
+                old.grad = None
+                continue
+            if entry:
+                if how == "entry moves":
+                    for key in list(entry):
+                        if (value := states(key, entry[key])) is not entry[key]:
+                            entry[key] = value
+                else:
+                    plain = [key for key in entry if keys is None or key in (*keys, "step")]
+                    entry = {key: states(key, entry[key]) for key in plain}
+                del side.opt.state[old]
+            params[i] = Parameter(old.detach()[keep])
+            if entry:
+                side.opt.state[params[i]] = entry
+            self.forget(old, side)
+
+    def entry_moves_to_another(self):
+        """A new parameter gets all that an old one of the same shape had."""
+        k, i = self.group_and_position()
+        for side in self.sides:
+            params = side.group_of(k)["params"]
+            old = params[i]
+            params[i] = Parameter(old.detach().clone())
+            if old in side.opt.state:
+                side.opt.state[params[i]] = side.opt.state.pop(old)
+            self.forget(old, side)
+
+    def entries_are_swapped(self):
+        """Two parameters of the same shape exchange their entries, or one of them gets that of the other."""
+        pairs = [
+            ((k, i), (n, j))
+            for k, g in enumerate(self.ours.opt.param_groups)
+            for i, p in enumerate(g["params"])
+            for n, h in enumerate(self.ours.opt.param_groups)
+            for j, q in enumerate(h["params"])
+            if (k, i) != (n, j)
+            and p.shape == q.shape
+            and g.get("amsgrad") == h.get("amsgrad")
+            and g.get("rule") == h.get("rule")
+            and p in self.ours.opt.state
+            and q in self.ours.opt.state
+        ]
+        if not pairs:
+            return
+        (k, i), (n, j) = self.choose.choice(pairs)
+        both = self.choose.random() < 0.5
+        for side in self.sides:
+            p, q = side.group_of(k)["params"][i], side.group_of(n)["params"][j]
+            of_p, of_q = side.opt.state.pop(p), side.opt.state.pop(q)
+            if "master" in of_p and self.is_exact:  # a master belongs to its parameter's values
+                of_p, of_q = ({key: e[key] for key in e if key != "master"} for e in (of_p, of_q))
+            for entry in (of_p, of_q) if not self.is_exact and side is self.ours else ():
+                entry.pop("master")
+            side.opt.state[q] = of_p
+            if both:
+                side.opt.state[p] = of_q
+
+    def entry_is_popped(self):
+        """A parameter stays, and begins as a new one."""
+        k, i = self.group_and_position()
+        for side in self.sides:
+            side.opt.state.pop(side.group_of(k)["params"][i], None)
+
+    def group_is_removed(self, *, with_entries):
+        if len(self.ours.opt.param_groups) < 2:
+            return
+        k = self.choose.randrange(len(self.ours.opt.param_groups))
+        for side in self.sides:
+            group = side.opt.param_groups.pop(k)
+            if with_entries:
+                for p in group["params"]:
+                    side.opt.state.pop(p, None)
+            side.aside.append(group)
+
+    def group_leaves(self):
+        self.group_is_removed(with_entries=True)
+
+    def group_is_put_aside(self):
+        self.group_is_removed(with_entries=False)
+
+    def group_returns(self):
+        if self.ours.aside:
+            k = self.choose.randrange(len(self.ours.aside))
+            for side in self.sides:
+                side.opt.add_param_group(side.aside.pop(k))
+
+    def entries_aside_are_popped(self, *, dropped=False):
+        """What was put aside with its entries loses these."""
+        if self.ours.aside:
+            k = self.choose.randrange(len(self.ours.aside))
+            for side in self.sides:
+                for p in side.aside[k]["params"]:
+                    side.opt.state.pop(p, None)
+                    if dropped:
+                        self.forget(p, side)
+                if dropped:
+                    del side.aside[k]
+
+    def what_is_aside_is_dropped(self):
+        self.entries_aside_are_popped(dropped=True)
+
+    def amsgrad_is_switched_on(self):
+        if self.kind == "CSDAdam" and self.state_dtype == "fp32":
+            k = self.choose.randrange(len(self.ours.opt.param_groups))
+            for side in self.sides:
+                if not side.group_of(k)["amsgrad"]:
+                    side.group_of(k)["amsgrad"] = True
+                    for p in side.group_of(k)["params"]:
+                        if entry := side.opt.state.get(p):
+                            entry["max_exp_avg_sq"] = torch.zeros_like(p)
+
+    def everything_is_loaded(self):
+        if any(p in self.ours.opt.state for group in self.ours.aside for p in group["params"]):
+            return  # torch has no state dict then
+        for side in self.sides:
+            side.opt.load_state_dict(copy.deepcopy(side.opt.state_dict()))
+
+    def load_fails(self):
+        if self.resident or any(p in self.ours.opt.state for group in self.ours.aside for p in group["params"]):
+            return
+        loaded = copy.deepcopy(self.ours.opt.state_dict())
+        for entry in loaded["state"].values():
+            entry["step"] = torch.tensor(90.0)
+        name = self.choose.choice(["begin", "push", "wait_writes", "remap"])
+        with failing(Native, name, self.choose.randint(1, 3), BROKEN):
+            try:
+                self.ours.opt.load_state_dict(loaded)
+            except CSDOSError:
+                return
+        self.ours.opt.load_state_dict(self.reference_states())
+
+    def reference_states(self):
+        states = copy.deepcopy(self.reference.opt.state_dict())
+        states["param_groups"] = copy.deepcopy(self.ours.opt.state_dict()["param_groups"])
+        return states
+
+    def loading_fails(self):
+        if self.resident:
+            return
+        with suppress(ZeroDivisionError), self.ours.opt.loading():
+            for p in params_of(self.ours.opt):
+                for key, value in self.ours.opt.state.get(p, {}).items():
+                    value.fill_(1.0 if key != "step" else 70.0)
+            raise ZeroDivisionError
+
+    def resumes(self):
+        """Close, and resume in a new optimizer of new parameters: what is in no group is gone with the old one."""
+        if not self.directories:
+            return
+        for side in self.sides:
+            for group in side.aside:
+                for p in group["params"]:
+                    side.opt.state.pop(p, None)
+        opt = self.ours.opt
+        before = [[p.detach().clone() for p in g["params"]] for g in opt.param_groups]
+        groups = [
+            {k: g[k] for k in ("amsgrad", "rule") if k in g}
+            | {"params": [Parameter(p.detach() * (not opt.state.get(p))) for p in g["params"]]}
+            for g in opt.param_groups
+        ]
+        opt.close()
+        for p in params_of(opt):
+            self.forget(p, self.ours)
+        opt = p = self.ours.opt = None
+        self.ours.opt = self.make_ours(groups, resume=True)
+        for group, values in zip(self.ours.opt.param_groups, before, strict=True):
+            for p, value in zip(group["params"], values, strict=True):
+                assert torch.equal(p, value)
+        self.begin_overlap()
+
+    # ---- steps
+
+    def step(self):
+        n = sum(len(g["params"]) for g in self.ours.opt.param_groups)
+        without = {i for i in range(1, n) if self.choose.random() < 0.1}
+        fails = not self.resident and self.choose.random() < 0.15
+        seed = self.choose.randrange(1 << 30)
+
+        def backward(side):
+            side.opt.zero_grad()
+            generator = torch.Generator().manual_seed(seed)
+            losses = [torch.zeros((), requires_grad=True).sum()]
+            for i, p in enumerate(params_of(side.opt)):
+                weight = torch.randn(p.shape, generator=generator)
+                if i not in without:
+                    losses.append((p * weight).sum())
+            torch.stack(losses).sum().backward()
+
+        fault = failing(Native, "push", self.choose.randint(1, 3), BROKEN) if fails else nullcontext()
+        failed = False
+        with fault:
+            try:
+                backward(self.ours)
+                self.ours.opt.step()
+                self.ours.opt.synchronize()
+            except CSDOSError:
+                failed = True
+        if failed:
+            self.log.append("fails")
+            backward(self.ours)
+            self.ours.opt.step()
+        backward(self.reference)
+        if self.is_exact:
+            with replaced(Engine, "free", lambda *_: None):
+                self.reference.opt.step()
+        else:
+            self.reference.opt.step()
+        self.done += 1
+        self.log.append("step")
+
+    def check(self):
+        for mine, other in zip(params_of(self.ours.opt), params_of(self.reference.opt), strict=True):
+            self.same(mine, other, "parameter")
+            a, b = self.ours.opt.state.get(mine, {}), self.reference.opt.state.get(other, {})
+            for key in b:
+                if torch.is_tensor(b[key]):
+                    self.same(a[key], b[key], key)
+        self.ours.opt.synchronize()
+        gc.collect()
+        alive = [p for p in (ref() for ref in self.old) if p is not None]
+
+        assert not alive, "a parameter that has left is alive"
+        if self.directories:
+            self.check_space()
+
+    def same(self, mine, other, what):
+        mine, other = mine.detach(), other.detach()
+        assert mine.shape == other.shape, what
+        if self.is_exact:
+            assert torch.equal(mine, other), what
+        else:
+            assert (mine - other).norm() <= 1e-6 * other.norm(), (what, mine, other)
+
+    def check_space(self):
+        """The store has what is in groups or in `state`, and one tile of each of these parameters may be of others."""
+        opt, n = self.ours.opt, len(self.directories)
+        least = most = 0
+        for p in [*params_of(opt), *(p for g in self.ours.aside for p in g["params"])]:
+            entry = opt.state.get(p)
+            if not entry:
+                continue
+            states = [key for key in entry if key not in ("step", "residual")]
+            each = (4 * len(states) if self.is_fp32(p) else len(states) + 2) * 2  # with codes, an upper bound
+            tiles = p.numel() // TILE + 2
+            most += tiles * TILE * each
+            if "residual" in entry:
+                most += 2 * (RESIDUAL_BYTES * p.numel() + 4096)
+            least += p.numel() * 4 * len(states) if self.is_fp32(p) else 0
+        held = sum((d / FILE_NAME).stat().st_blocks * 512 for d in self.directories)
+        assert least <= held <= most + n * METADATA, (least, held, most, self.log)
+
+    def is_fp32(self, p):
+        return self.state_dtype == "fp32"
+
+    def happen(self):
+        choose = self.choose
+        events = [
+            (3, self.joins),
+            (2, lambda: self.is_resized("entry moves")),
+            (2, lambda: self.is_resized("a new entry")),
+            (1, lambda: self.is_resized("in place")),
+            (1, self.entry_moves_to_another),
+            (1, self.entries_are_swapped),
+            (1, self.entry_is_popped),
+            (2, self.group_leaves),
+            (2, self.group_is_put_aside),
+            (3, self.group_returns),
+            (1, self.entries_aside_are_popped),
+            (2, self.what_is_aside_is_dropped),
+            (1, self.amsgrad_is_switched_on),
+        ]
+        at_rest = (self.everything_is_loaded, self.load_fails, self.loading_fails, self.resumes)
+        if choose.random() < 0.3:
+            call = choose.choice(at_rest)
+            self.log.append(call.__name__)
+            call()
+            if call == self.resumes:  # what replaces a parameter before the first step takes its place
+                return
+        weights, calls = zip(*events, strict=True)
+        for _ in range(choose.choice([0, 1, 1, 2, 3])):
+            event = choose.choices(range(len(calls)), weights)[0]
+            self.log.append(getattr(calls[event], "__name__", event))
+            calls[event]()
+            self.begin_overlap()
+
+
+CHOICES = {
+    "devices": ["ram:", "file:?scratch=1", "named", "two"],
+    "state_dtype": ["fp32", "fp32", "8bit"],
+    "overlap": [None, None, {}, {"backward": True}],
+    "topk": [None, None, 0.1],
+    "kind": ["CSDAdam", "CSDAdam", "CSDAdam", "CSDMuon", "CSDSGD"],
+}
+
+
+def lives(seed, tmp_path):
+    choose = random.Random(-1 - seed)
+    choice = {name: choose.choice(values) for name, values in CHOICES.items()}
+    if choice["kind"] == "CSDSGD":
+        choice["state_dtype"] = "fp32"
+    if choice["kind"] == "CSDMuon" and choice["devices"] == "ram:":
+        choice["devices"] = "named"  # no matrices can join there
+    if choice["devices"] == "ram:" and choice["overlap"]:
+        choice["overlap"] = {}
+    print(seed, choice)
+    history = History(seed, tmp_path, choice)
+    for _ in range(choose.randint(4, 12)):
+        history.step()
+        if choose.random() < 0.7:
+            history.check()
+        history.happen()
+    history.step()
+    history.check()
+    for side in history.sides:
+        if hasattr(side.opt, "close"):
+            side.opt.close()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_history(seed, tmp_path):
+    lives(seed, tmp_path)
