@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Collection, Mapping, MutableMapping
 from typing import Any
 
 import torch
 
+from ..errors import CSDWarning, users_stacklevel
 from .decoded_entry import DecodedEntry
-from .param_state import ParamState
+from .groups import Groups, members, name_of
+from .param_state import ParamState, left_behind
+from .update_rule import RuleOf
 
 
 def keep_apart(
@@ -36,6 +40,25 @@ def keep_apart(
         }
         if shared or copied:
             state[p] = {**entry, **copied}
+
+
+def drop_left_behind(
+    groups: Groups, state: Mapping[torch.Tensor, Any], own: Mapping[int, ParamState], rule_of: RuleOf
+) -> None:
+    """Drop masters and residuals from the entries of parameters that were resized with their other states.
+
+    `own`: the parameters' places, by id(param).
+    """
+    lost = None
+    for k, i, p in members(groups):
+        param_state, entry = own.get(id(p)), state.get(p)
+        if entry and not (param_state and param_state.is_shown_by(entry)):
+            for key in left_behind(entry, p, rule_of(groups[k]).sections):
+                del entry[key]
+                lost = name_of(groups, k, i) if key == "residual" else lost
+    if lost is not None:
+        text = f"{lost} was resized without its residual: what Top-K has not sent of its gradients is lost"
+        warnings.warn(f"{text}. Resize 'residual' in its state as well", CSDWarning, users_stacklevel())
 
 
 class FormerStates:

@@ -21,11 +21,11 @@ from ..store.check import rule_named
 from ..store.sections import FP32
 from . import accelerated
 from .decoded_entry import DecodedEntry
-from .entries import FormerStates, keep_apart
+from .entries import FormerStates, drop_left_behind, keep_apart
 from .groups import Groups, check_state_dtype, members, name_of
 from .manifest import manifest
 from .memory_warnings import LOADED, REPLACED, bytes_in_memory, warn_if_large
-from .param_state import MOST_RATIO, ParamState, check_entry, check_param, left_behind
+from .param_state import MOST_RATIO, ParamState, check_entry, check_param
 from .place import Place
 from .strides import flat, numel
 from .update_rule import RuleOf
@@ -248,26 +248,13 @@ class StateMap:
             state_dtype = group.get("state_dtype", self.state_dtype)
             check_state_dtype(state_dtype, f" of group {k}", rule, rule.sections_for(group, entry))
 
-    def _drop_left_behind(self, groups: Groups) -> None:
-        """Drop masters and residuals from the entries of parameters that were resized with their other states."""
-        lost = None
-        for k, i, p in members(groups):
-            param_state, entry = self.param_states.get(id(p)), self.state.get(p)
-            if entry and not (param_state and param_state.is_shown_by(entry)):
-                for key in left_behind(entry, p, self.rule_of(groups[k]).sections):
-                    del entry[key]
-                    lost = name_of(groups, k, i) if key == "residual" else lost
-        if lost is not None:
-            text = f"{lost} was resized without its residual: what Top-K has not sent of its gradients is lost"
-            warnings.warn(f"{text}. Resize 'residual' in its state as well", CSDWarning, users_stacklevel())
-
     def adopt(self, engine: Engine, groups: Groups, grad_dtype: torch.dtype | None, *, loaded: bool = False) -> None:
         """Copy to the devices what was put into `state`: by load_state_dict() (`loaded`), an assignment or ZeRO.
 
         A parameter that was resized, or needs more states than its place has, gets another place.
         """
         if not loaded:
-            self._drop_left_behind(groups)
+            drop_left_behind(groups, self.state, self.param_states, self.rule_of)
         self.check(groups)
         joining, left = set(), []
         for k, _, p in members(groups):

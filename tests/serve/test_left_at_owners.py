@@ -22,7 +22,7 @@ def replace(opt, name, keep):
     group["params"], opt.state[new] = [new], entry
 
 
-def trained(make, rounds, n=20_000):
+def with_replaced(make, rounds, n=20_000):
     torch.manual_seed(0)
     groups = [{"params": [Parameter(torch.randn(rows, 3))], "name": name} for name, rows in (("xyz", n), ("rest", 50))]
     opt = make(groups)
@@ -45,14 +45,14 @@ def used(directory):
 
 @pytest.mark.parametrize("n_owners", [1, 2])
 def test_owners_free_what_leaves(tmp_path, n_owners):
-    _, right = trained(lambda groups: torch.optim.AdamW(groups, lr=0.01), 8)
+    _, right = with_replaced(lambda groups: torch.optim.AdamW(groups, lr=0.01), 8)
     places = [tmp_path / str(k) for k in range(n_owners)]
     for place in places:
         place.mkdir()
     owners = [Owner(place) for place in places]
     try:
         devices = [owner.address for owner in owners]
-        opt, found = trained(lambda groups: CSDAdam(groups, lr=0.01, devices=devices), 8)
+        opt, found = with_replaced(lambda groups: CSDAdam(groups, lr=0.01, devices=devices), 8)
         for ours, theirs in zip(found, right, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
         opt.synchronize()
