@@ -191,8 +191,11 @@ class Committer:
 
     # ---- called by the engine ----------------------------------------------------
 
-    def before_extend(self) -> None:
-        """Prepare for parameters that join, which were no part of the last step."""
+    def before_joining_or_leaving(self) -> None:
+        """Prepare for parameters that join, which were no part of the last step, or leave, which were part of it.
+
+        Raises CSDOSError if the last step cannot be committed; nothing has been touched then.
+        """
 
     def after_extend(self, extent: Extent, offsets: list[int]) -> None:
         """Note that an extent was added. `offsets`: where it begins in the store of each device (bytes)."""

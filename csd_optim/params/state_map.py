@@ -293,24 +293,30 @@ class StateMap:
     def free_left(self, engine: Engine, groups: Groups) -> None:
         """Give back the places of parameters that have left: they are in no group, and have no entry in `state`.
 
-        As with AdamW, a parameter that is in no group keeps its states as long as its entry is there.
+        As with AdamW, a parameter that is in no group keeps its states as long as its entry is there. Raises
+        CSDOSError if the last step cannot be committed, which has them; the next call tries again.
         """
-        here, self.may_have_left = {id(p) for _, _, p in members(groups)}, False
+        here = {id(p) for _, _, p in members(groups)}
         left = [s for key, s in self.param_states.items() if key not in here and not self.state.get(s.param)]
-        for param_state in left:
-            del self.param_states[id(param_state.param)]
-            self.unfilled.pop(param_state, None)
-        if left := left + self._abandoned:
-            self._abandoned = []
+        if gone := left + self._abandoned:
+            engine.committer.before_joining_or_leaving()  # if this raises, the next step frees them
             for param_state in left:
+                del self.param_states[id(param_state.param)]
+                self.unfilled.pop(param_state, None)
+            self._abandoned = []
+            for param_state in gone:
                 engine.committer.drop_residual(param_state.index)
                 accelerated.drop_copy(engine, param_state)
                 param_state.leave()
-            engine.free([param_state.index for param_state in left])
+            try:
+                engine.free([param_state.index for param_state in gone])
+            finally:  # no commit may say any more that they have states
+                self._described = None
+                self.describe(engine, groups)
             trim_memory()
             self.changes += 1
-            self._described = None
             self.count_near(engine)
+        self.may_have_left = False
 
     def saved(self) -> Callable[[Engine, Groups], None]:
         """Return a function that undoes what a load changes here, once the engine's states are what they are now.
@@ -403,12 +409,16 @@ class StateMap:
             place = Place(entry["extent"], entry["shape"], tuple(entry["stride"]), rule_named(stored, entry), initial)
             param_state = self._add(engine, p, part, entry["name"], place)
             if gone:
+                param_state.alive = False
                 self._abandoned.append(self.param_states.pop(id(p)))
-                self.may_have_left = True
                 continue
             if (residual := engine.states.residuals.get(param_state.index)) is not None:
                 param_state.set_window(
                     "residual", residual.as_strided(param_state.own_master.shape, param_state.stride)
                 )
             self.show(param_state)
+        if self._abandoned:
+            # No commit may take checksums of their tiles, whose space may have been given back.
+            engine.states.free([param_state.index for param_state in self._abandoned])
+            self.may_have_left = True  # the next step gives it back, in case that was not done
         self.remember()

@@ -410,6 +410,7 @@ class StoreFile:
 
         Where the file system cannot do that, the space stays with the file.
         """
+        commit_trace.note("gives back", store=self, offset=offset, size=size)
         punch_hole(self.fd, offset, size)
 
     def sync(self) -> None:
