@@ -130,7 +130,8 @@ def phases_of_steps():
     phases.watch()
 
 
-TRACED = ("distributed", "overlap", "publish", "serve", "store/test_crash.py")  # tests of these commit
+# Tests of these commit.
+TRACED = ("distributed", "overlap", "publish", "serve", "store/test_crash.py", "store/test_left_parameters_crash.py")
 
 
 @pytest.fixture(autouse=True)

@@ -110,11 +110,10 @@ class Commits(Committer):
             super().drop_residual(param)
             self.manifests.written, self._changed = False, True
 
-    def before_free(self) -> None:
-        self.background.wait()  # the commit may still write residuals
-
     def free(self, params: Sequence[int], tiles: np.ndarray[Any, Any]) -> None:
-        self._freed.update(self.states.spaces_of(tiles.tolist()), self.residuals.free(params))
+        spaces = {*self.states.spaces_of(tiles.tolist()), *self.residuals.free(params)}
+        commit_trace.note("parameters leave", committer=self, spaces=spaces)
+        self._freed |= spaces
         self.note_freed(tiles)
         self.manifests.written, self._changed = False, True
 
@@ -202,10 +201,10 @@ class Commits(Committer):
         states, stores, rooms = self.states, self._stores, self._rooms
         if changed := self.residuals.changed(states.residuals):
             self.pins.wait_before(self.sequence)
+        if self._freed:  # nobody may still copy from the last commit what is given back after this one
+            self.pins.wait_before(self.sequence + 1)
         accelerators = {r.device for r in changed.values() if is_on_accelerator(r)}
         self.sequence += 1
-        if self._freed:  # nobody may still copy what is given back after this commit
-            self.pins.wait_before(self.sequence)
         header = self.store_id, 0, len(states.devices.specs), self.sequence, states.step, CLEAN * clean
         return CommitJob(
             states,
@@ -246,7 +245,6 @@ class Commits(Committer):
         """Complete a commit, and give back the space that no commit names any more."""
         commit.complete(in_parallel)
         if freed := commit.job.freed:
-            commit_trace.note("gives back", committer=self, commit=commit)
             self.devices.give_back(sorted(freed))
             self._freed.difference_update(freed)
 

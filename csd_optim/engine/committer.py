@@ -177,9 +177,6 @@ class Committer:
 
     # ---- parameters that have left -----------------------------------------------
 
-    def before_free(self) -> None:
-        """Prepare for states to be given back. Raises CSDOSError if that is not possible now; nothing has changed."""
-
     def free(self, params: Sequence[int], tiles: np.ndarray[Any, Any]) -> None:
         """Give back the disk space of `params`, which have left, and their `tiles`, once a resume finds no commit that
         names it.
@@ -197,8 +194,11 @@ class Committer:
 
     # ---- called by the engine ----------------------------------------------------
 
-    def before_extend(self) -> None:
-        """Prepare for parameters that join, which were no part of the last step."""
+    def before_joining_or_leaving(self) -> None:
+        """Prepare for parameters that join, which were no part of the last step, or leave, which were part of it.
+
+        Raises CSDOSError if the last step cannot be committed; nothing has been touched then.
+        """
 
     def after_extend(self, extent: Extent, offsets: list[int]) -> None:
         """Note that an extent was added. `offsets`: where it begins in the store of each device (bytes)."""

@@ -29,10 +29,10 @@ class DurableCommitter(Commits):
 
     # ---- called by the engine --------------------------------------------------------
 
-    def before_extend(self) -> None:
-        if self.ahead.is_uncommitted:  # the parameters that join must not be part of the last step's commit
+    def before_joining_or_leaving(self) -> None:
+        if self.ahead.is_uncommitted:  # the last step's commit has the parameters of that step
             self.commit()
-        self.background.wait()  # the commit may still be allocating space
+        self.background.wait()  # the commit may still be allocating space, or have read no tiles yet
         self._changed = True
 
     def after_extend(self, extent: Extent, offsets: list[int]) -> None:

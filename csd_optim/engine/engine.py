@@ -96,7 +96,7 @@ class Engine:
         Call `committer.describe()` next, then fill the states within `writing()`; a step fills codes.
         """
         self.check_open()
-        self.committer.before_extend()
+        self.committer.before_joining_or_leaving()
         self.states.synced &= codec != FP32 or self.devices.states_on_demand  # else there are windows to write to
         wanted = ExtentRequest(
             numels, sections, codec, param_dtype, self.tiles.n_params, len(self.tiles), self.tile_elems
@@ -111,10 +111,10 @@ class Engine:
     def free(self, params: Sequence[int]) -> None:
         """Give back the states of parameters that have left: memory at once, disk space when no commit names it.
 
-        Tiles are given back as a whole, with the last of their parameters. Between steps.
+        Tiles are given back as a whole, with the last of their parameters. Between steps, and after
+        `committer.before_joining_or_leaving()`. Call `committer.describe()` next.
         """
         self.check_open()
-        self.committer.before_free()
         self.committer.free(params, self.states.free(params))
 
     def accelerator_fraction(self, numels: Sequence[int], sections: Sequence[str], param_bytes: float) -> float | None:

@@ -294,25 +294,31 @@ class StateMap:
     def free_left(self, engine: Engine, groups: Groups) -> None:
         """Give back the places of parameters that have left: they are in no group, and have no entry in `state`.
 
-        As with AdamW, a parameter that is in no group keeps its states as long as its entry is there.
+        As with AdamW, a parameter that is in no group keeps its states as long as its entry is there. Raises
+        CSDOSError if the last step cannot be committed, which has them; the next call tries again.
         """
         here, former = {id(p) for _, _, p in members(groups)}, self.former.held(self.state)
         outside = [s for key, s in self.param_states.items() if key not in here]
         left = [s for s in outside if not any(state.get(s.param) for state in (self.state, *former))]
-        if left := left + self._abandoned:
-            keep_apart(self.state, self.param_states, left)
+        if gone := left + self._abandoned:
+            engine.committer.before_joining_or_leaving()  # if this raises, the next step frees them
+            keep_apart(self.state, self.param_states, gone)
             self.remember()
-            engine.free([param_state.index for param_state in left])
             for param_state in left:
-                if self.param_states.get(id(param_state.param)) is param_state:  # else it has another place
-                    del self.param_states[id(param_state.param)]
+                del self.param_states[id(param_state.param)]
+            self._abandoned = []
+            for param_state in gone:
                 self.unfilled.pop(param_state, None)
                 engine.committer.drop_residual(param_state.index)
                 accelerated.drop_copy(engine, param_state)
                 param_state.leave()
+            try:
+                engine.free([param_state.index for param_state in gone])
+            finally:  # no commit may say any more that they have states
+                self._described = None
+                self.describe(engine, groups)
             trim_memory()
             self.changes += 1
-            self._abandoned, self._described = [], None
             self.count_near(engine)
         self.may_have_left = bool(former)
 
@@ -411,11 +417,14 @@ class StateMap:
             if gone:
                 param_state.alive = False
                 self._abandoned.append(self.param_states.pop(id(p)))
-                self.may_have_left = True
                 continue
             if (residual := engine.states.residuals.get(param_state.index)) is not None:
                 param_state.set_window(
                     "residual", residual.as_strided(param_state.own_master.shape, param_state.stride)
                 )
             self.show(param_state)
+        if self._abandoned:
+            # No commit may take checksums of their tiles, whose space may have been given back.
+            engine.states.free([param_state.index for param_state in self._abandoned])
+            self.may_have_left = True  # the next step gives it back, in case that was not done
         self.remember()

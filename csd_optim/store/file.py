@@ -9,7 +9,6 @@ import gc
 import mmap
 import os
 import secrets
-import threading
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -32,6 +31,7 @@ from ..finalize import wait_for_dropped
 from .format import FILE_NAME, MAGIC, PAGE, Contents, Region, Superblock, read_commits, read_region, superblocks
 from .layout import round_up
 from .transfer import open_direct, opened, read, sync_directory, write
+from .unused import Unused
 
 SECTOR = 512  # bytes that a disk writes atomically
 STATE = "optimizer state (AdamW's is 24 bytes per parameter, 32 with amsgrad)"
@@ -143,8 +143,7 @@ class StoreFile:
         self._next_fd = -1  # of a file that will replace this one
         close_in_children(self)
         self.end: int = 2 * PAGE
-        self._unused: list[tuple[int, int]] = []  # holes that nothing is in: offset and size, ascending, in whole pages
-        self._lock = threading.Lock()  # of that: commits give back in the background
+        self._unused = Unused()
         self.recovered: list[Contents] = []
         self.in_doubt: bool = False  # a flush has failed, and what it should have covered was not read back since
         self.lost: str = ""  # why the last step will never be committed here
@@ -347,7 +346,7 @@ class StoreFile:
                 self._open_direct()
         unit = max(PAGE, mmap.PAGESIZE)  # tiles are mapped from here
         size = round_up(size, unit)
-        unused = self._take_unused(size, unit)
+        unused = self._unused.take(size, unit)
         offset = round_up(self.end, unit) if unused is None else unused
         try:
             self._reserve(self.fd, offset, size, what)
@@ -420,20 +419,9 @@ class StoreFile:
 
         Where the file system cannot make holes, which read as zeros, the space stays as it is, unused.
         """
+        commit_trace.note("gives back", store=self, offset=offset, size=size)
         if size and punch_hole(self.fd, offset, size) == 0:
-            with self._lock:
-                self._unused = _merged([*self._unused, (offset, size)])
-
-    def _take_unused(self, size: int, unit: int) -> int | None:
-        """Return the offset, a multiple of `unit`, of the first unused part of this size; None if there is none."""
-        with self._lock:
-            for i, (begin, room) in enumerate(self._unused):
-                offset = round_up(begin, unit)
-                if 0 < size <= begin + room - offset:
-                    rest = [(begin, offset - begin), (offset + size, begin + room - offset - size)]
-                    self._unused[i : i + 1] = [part for part in rest if part[1]]
-                    return offset
-        return None
+            self._unused.add(offset, size)
 
     def undo_allocate(self, offset: int, size: int) -> None:
         """Free what allocate() has returned. Raises CSDOSError; that space is then allocated again, or unused."""
@@ -533,17 +521,6 @@ class StoreFile:
         for fd in fds:
             if fd >= 0:
                 os.close(fd)
-
-
-def _merged(parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return disjoint parts of a file, offset and size, ascending, with those that touch as one."""
-    found: list[tuple[int, int]] = []
-    for offset, size in sorted(parts):
-        if found and found[-1][0] + found[-1][1] >= offset:
-            offset, size = found[-1][0], max(sum(found[-1]), offset + size) - found[-1][0]
-            found.pop()
-        found.append((offset, size))
-    return found
 
 
 class Locked(Protocol):

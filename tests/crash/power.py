@@ -312,6 +312,17 @@ class File:
             self.pending[flush, i] = Pending(write, returned=True, doomed=True)
         self.readable = self.dropped = False
 
+    def cut(self, size):
+        """Drop what was written before a change of size that was flushed, and lay behind the new end."""
+        for key, pending in [*self.pending.items()]:
+            entry, call = pending.entry, key[0] if isinstance(key, tuple) else key
+            if pending.doomed and call < size.call and entry.at + entry.n > size.n:
+                pending.entry = replace(
+                    entry, data=entry.data[: max(0, size.n - entry.at)], n=max(0, size.n - entry.at)
+                )
+                if not pending.entry.n:
+                    del self.pending[key]
+
     def read(self, at, n):
         """Note that this range was read from the disk: what it returned is there."""
         there = [p for p in self.pending.values() if p.entry.what == WRITE]
@@ -451,6 +462,8 @@ class Disk:
                 for doomed in file.pending.values() if write.what == WRITE else ():
                     if doomed.doomed:
                         doomed.replaced(write)
+                if write.what == TRUNCATE:
+                    file.cut(write)
             file.readable = True
             if (block := Superblock.unpack(bytes(file.safe[:PAGE]), entry.path)) and file.has(block):
                 self.flushed[entry.path] = block.step

@@ -22,6 +22,7 @@ STEPS = 12
 WITHOUT_A_STORE = "file:"
 LATE = 3  # the step in which a parameter gets its first gradient
 LOAD = 4  # after this step a state dict is loaded
+REPLACED = (4, 5, 9)  # before these steps that parameter is replaced by another one, which gets its states
 JOIN = 6  # before this step a parameter group is added
 WRITE = 7  # before this step parameters are set from outside
 JOINED = 8  # the step in which that group gets its first gradient
@@ -181,6 +182,8 @@ class StoppedTraining:
 
     def _step(self, number):
         params, opt = self.params, self.opt
+        if number in REPLACED:
+            self._replace("late")
         if number == JOIN:
             opt.add_param_group(self._joining())
             self._schedule()
@@ -211,6 +214,17 @@ class StoppedTraining:
         opt.step()
         self._image = self.image()  # with the hyperparameters that the step used
         self.scheduler.step()
+
+    def _replace(self, name):
+        """Let another parameter have the place of this one in its group and in the model, and a copy of its states."""
+        old = self.params[name]
+        new = self.params[name] = torch.nn.Parameter(old.detach().clone())
+        entry = self.opt.state.pop(old)
+        self.opt.state[new] = {key: value.clone() for key, value in entry.items()}
+        for group in self.opt.param_groups:
+            group["params"] = [new if p is old else p for p in group["params"]]
+        setattr(self.model, name, new)
+        self._begin_overlap()
 
     def _load(self):
         held = copy.deepcopy(self.opt.state_dict())

@@ -178,6 +178,9 @@ CHANGE(fsync, kSync, (int fd), (fd), fd, NULL)
 CHANGE(fdatasync, kSync, (int fd), (fd), fd, NULL)
 CHANGE(ftruncate, kTruncate, (int fd, off_t size), (fd, size), fd, NULL)
 CHANGE(ftruncate64, kTruncate, (int fd, off64_t size), (fd, size), fd, NULL)
+/* csd_optim calls these to punch holes. */
+CHANGE(fallocate, kTruncate, (int fd, int mode, off_t at, off_t n), (fd, mode, at, n), fd, NULL)
+CHANGE(fallocate64, kTruncate, (int fd, int mode, off64_t at, off64_t n), (fd, mode, at, n), fd, NULL)
 CHANGE(rename, kRename, (const char *from, const char *to), (from, to), -1, to)
 
 #define OPEN(name)                                                                                   \

@@ -189,6 +189,21 @@ CHANGE(posix_fallocate64, kAllocate, (int fd, off64_t at, off64_t n), (fd, at, n
 CHANGE(ftruncate, kTruncate, (int fd, off_t n), (fd, n), 0, n)
 CHANGE(ftruncate64, kTruncate, (int fd, off64_t n), (fd, n), 0, n)
 
+/* A hole is recorded as a write of zeros. */
+#define PUNCH(name, offset_type)                                                                                 \
+  int name(int fd, int mode, offset_type at, offset_type n) {                                                    \
+    char path[136];                                                                                              \
+    if (!concerns(fd, NULL, path)) return REAL(name)(fd, mode, at, n);                                           \
+    char *zeros = calloc(1, (size_t)n);                                                                          \
+    const uint64_t call = before(kWrite, (uint64_t)at, (uint64_t)n, &(struct iovec){zeros, (size_t)n}, 1, path); \
+    free(zeros);                                                                                                 \
+    const int result = REAL(name)(fd, mode, at, n);                                                              \
+    after(call, result == 0 ? (int64_t)n : -1, path);                                                            \
+    return result;                                                                                               \
+  }
+PUNCH(fallocate, off_t)
+PUNCH(fallocate64, off64_t)
+
 RECORD(int, fsync, (int fd), (fd), fd, NULL, before_sync(fd, path))
 RECORD(int, fdatasync, (int fd), (fd), fd, NULL, before_sync(fd, path))
 

@@ -33,6 +33,7 @@ class Commit:
     unconfirmed: bool = False  # a round that not all ranks are known to have
     withdrawn: bool = False
     names_slots: bool = False  # withdrawn, but its copies name slots that a step would write
+    freed: list = field(default_factory=list)  # spaces that it does not name any more, and gives back
 
 
 class Store:
@@ -66,6 +67,7 @@ class Life:
         self.durable = [0]  # sequences of commits; a resume finds the last of them, or a later one
         self.went_back = False  # tiles have, since the last commit began
         self.has_failed = False  # a load has, and its tiles have not gone back yet
+        self.left = []  # spaces of parameters that have left
         self.is_over = False  # others have resumed its stores
 
     def check_whole(self):
@@ -159,6 +161,7 @@ class Automaton:
         if last:
             need(not last.unconfirmed, "the last round is not confirmed")
             need(last.withdrawn or life.is_on_all(1), "copy 1 of the last commit is not on all devices")
+        need(all(space in life.left for space in line["freed"]), "it frees space of parameters that have not left")
         if line["is_round"]:
             need(number not in life.used, f"round {number} has been used here before")
             need(number > life.round, f"round {number} after round {life.round}")
@@ -173,6 +176,7 @@ class Automaton:
                 self.stores[key] = Store()
             self.stores[key].life, self.stores[key].discards = life, False
         life.commit = Commit(line["sequence"], number, line["step"], line["is_round"], unconfirmed=line["is_round"])
+        life.commit.freed = line["freed"]
         life.went_back = False
 
     def confirms(self, line):
@@ -222,6 +226,25 @@ class Automaton:
         life.went_back, life.has_failed = True, False
         if life.commit and life.commit.withdrawn:
             life.commit.names_slots = True
+
+    # ---- parameters that leave ---------------------------------------------------------
+
+    def leaves(self, line):
+        life = self._life(line)
+        if commit := life.commit:
+            need(not commit.unconfirmed, "the last round, which has them, is not confirmed")
+            need(commit.withdrawn or life.is_on_all(1), "the last commit, which has them, is not on all devices")
+        life.left += line["spaces"]
+
+    def gives_back(self, line):
+        store = self.stores.get(line["store"])
+        if store is None or (life := store.life) is None:  # it has no commits
+            return
+        commit, space = life.commit, line["space"]
+        need(space in commit.freed, "the last commit names that space")
+        need(not commit.withdrawn, "the commit that does not name that space was withdrawn")
+        need(life.is_on_all(1), "the commit that does not name that space is not on all devices")
+        life.left = [other for other in life.left if other != space]
 
     # ---- copies ------------------------------------------------------------------------
 
@@ -287,6 +310,8 @@ ACTIONS = {
     "withdraws": Automaton.withdraws,
     "step begins": Automaton.writes_slots,
     "tiles move": Automaton.writes_slots,
+    "parameters leave": Automaton.leaves,
+    "gives back": Automaton.gives_back,
     "load fails": Automaton.load_fails,
     "tiles go back": Automaton.goes_back,
     "reports": Automaton.reports,  # a program was told that a step is durable
@@ -306,6 +331,18 @@ def place(store):
 
 
 def shown(line):
-    of = ("copy", "sequence", "round", "step", "is_round", "tiles", "has_manifest", "manifest", "table")
+    of = (
+        "copy",
+        "sequence",
+        "round",
+        "step",
+        "is_round",
+        "tiles",
+        "has_manifest",
+        "manifest",
+        "table",
+        "freed",
+        "spaces",
+    )
     fields = " ".join(f"{name} {line[name]}" for name in of if name in line)
     return f"{line['t'] / 1e6:.3f} ms  {who(line)}: {line['do']}  {fields}"

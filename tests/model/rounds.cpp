@@ -1,6 +1,6 @@
 // Explicit-state model of how csd_optim commits (docs/commits.md): two copies on each device, rounds of several ranks,
-// steps and loads that are undone before or after their commit has begun, edits, manifests, residuals, flushes that
-// fail, kills, resumes, missing drives, publish(). Breadth first over all states within bounds, which are stored whole
+// steps and loads that are undone before or after their commit has begun, edits, manifests, residuals, parameters that
+// leave, flushes that fail, kills, resumes, missing drives, publish(). Breadth first over all states within bounds, which are stored whole
 // and not as hashes: nothing is left out. A violation prints the shortest sequence of actions that leads to it, with
 // the ranks as without_names() numbers them.
 //
@@ -35,6 +35,7 @@ constexpr int R = RANKS, D = DEVICES, MOST_VERSIONS = 7;
   X(loadfail, 0)   /* the body of loading() raises on one rank */                                                  \
   X(edit, 0)       /* save() after states were edited */                                                           \
   X(manifest, 0)   /* parameters join */                                                                           \
+  X(leave, 0)      /* a parameter leaves: one whose tiles no step of the model updates */                          \
   X(sharefail, 0)  /* a share of a version cannot be written */                                                    \
   X(missing, 0)    /* a drive, or a rank's directory, is missing as all are started again */
 
@@ -73,6 +74,10 @@ constexpr int R = RANKS, D = DEVICES, MOST_VERSIONS = 7;
   X(step_over_withdrawn_load)   /* a step overwrites a withdrawn load without committing the states before it */ \
   X(load_over_withdrawn_load)   /* so does the next loading() */                                                 \
   X(edit_over_withdrawn_load)   /* so does save() after edits */                                                 \
+  X(leaves_before_commit)       /* a parameter leaves before the last commit has read its tiles */               \
+  X(left_keeps_name)            /* commits name a parameter that has left */                                     \
+  X(gives_back_at_once)         /* the space of a parameter is given out as it leaves */                         \
+  X(gives_back_at_copy_0)       /* when this rank has copy 0 of the next commit */                               \
   X(missing_is_no_commit)       /* a missing file counts as a file without a commit: fault F3 */                 \
   X(copy_1_is_no_evidence)      /* a resume begins anew although some device has copy 1 */                       \
   X(name_at_copy_0)             /* a version gets its name when this rank has copy 0 */                          \
@@ -96,10 +101,11 @@ enum { SPACE = 2 };      // areas 0 and 1 of a device are a tile's slots, 2 and 
 struct Copy {  // a superblock, with its table. Sequence 0: none, or torn, and then its contents are GARBAGE
   u8 sequence, round, contents, slot, space, record;
   u8 manifest, right_manifest;  // the one that it names, and the one that it should name
+  u8 left;                      // it does not name the parameter that leaves; GARBAGE: it names tiles without contents
 };
 enum Writes { TODO, COPY_0, COPY_1, WRITTEN, FAILED };  // what is done to a copy
 struct Device {
-  u8 has_file, disk[4], manifests[2];
+  u8 has_file, disk[4], manifests[2], is_given_out;  // the space of the parameter that leaves
   Copy copies[2];
   // What a process knows: areas as it sees them, and a bit for each that it has written and not flushed.
   u8 seen[4], unflushed, writes, in_doubt, is_new;  // is_new: it has made the file
@@ -113,13 +119,19 @@ enum Work { NO_WORK, PREPARE, ALONE, COMPLETE };  // copy 0 of a round, both cop
 enum Progress { IDLE, RUNS, FAILS };
 struct Commit {
   Copy copy;
-  u8 with_manifest, is_staged, is_prepared, work, progress, is_inline;  // inline: a failure is raised
+  u8 with_manifest, frees, is_staged, is_prepared, work, progress, is_inline;  // inline: a failure is raised
 };
 struct Publisher {
   u8 number, due, unnamed, has_share, has_failed, naming;
 };
 enum Verdict { NO_VOTE, VOTING, VOTED, KEPT, MUST_MEET, VOTE_LOST };
-enum Call { NO_CALL, STEP, STEP_JOINED, SYNC, LOAD, SAVE };
+enum Call { NO_CALL, STEP, STEP_JOINED, STEP_LEFT, SYNC, LOAD, SAVE };
+enum Leaving {
+  STAYS,
+  LEAVES,
+  FREED,
+  GIVEN_BACK
+};  // the program has dropped it; no commit names it from now on; its space
 // clang-format off
 enum Place {  // of a rank's program
   DEAD, CLOSED, OPENS, DISCARDS, RESUMED, BETWEEN, MEETS, OWN_ROUND, BEGINS, ENDS, TELLS_END, COMMITS, LOADS, LOADED,
@@ -138,6 +150,7 @@ struct Rank {
   u8 uncommitted, due_record, is_forced, unconfirmed, sequence, highest;  // number of a round that was used
   Notes notes, noted;                                                     // now, and before the last commit
   Commit commit;
+  u8 leaving;                        // what has become of the parameter that leaves
   u8 space, description, is_lost;    // committed space of the residual; the description that manifests should have
   u8 posted[2], told[2], took[2];    // in meetings
   u8 vote, is_complete, has_landed;  // of the last step
@@ -271,6 +284,8 @@ static void check_resume(const State &s) {
       check(!bounds.residual || disk[SPACE + c.space] == version, "I4: a residual that is found is overwritten");
       check(c.record == version, "I1: the record that is found is that of another version");
       check(c.manifest == c.right_manifest, "I1: the manifest that is found is not that of its commit");
+      check(c.left != GARBAGE, "I4: the tiles of a parameter that is found had left before they were read");
+      check(c.left || !s.ranks[r].devices[i].is_given_out, "I9: the space of a parameter that is found was given out");
     }
     const bool has_edits = edits && version_of(edits) == version && s.reported == version;
     check(!has_edits || contents == edits, "I2: an edit that was reported as durable is lost");
@@ -423,6 +438,7 @@ static void commit(const State &s, Rank &own, bool is_inline) {
   Copy &c = own.commit.copy;
   c.sequence = ++own.sequence, c.round = own.notes.round, c.contents = own.contents, c.slot = own.slot;
   c.space = own.space, c.record = own.notes.record, c.right_manifest = own.description;
+  c.left = own.leaving >= FREED && mutant != left_keeps_name, own.commit.frees = own.leaving == FREED;
   own.due_record = own.is_forced = own.uncommitted = 0;
   start(own, is_round ? PREPARE : ALONE, is_inline);
 }
@@ -491,6 +507,12 @@ static void undo_load(State &t, Rank &own, bool has_begun) {
 static void overwrite(State &t, int r, u8 contents) {
   for (Device &d : t.ranks[r].devices) write(d, 1 - t.ranks[r].slot, contents);
   t.undone |= t.doubtful;
+}
+
+// open_devices.py: OpenDevices.give_back
+static void give_back(Rank &own) {
+  for (Device &d : own.devices) d.is_given_out = 1;
+  own.leaving = GIVEN_BACK;
 }
 
 // commit.py: Background._run: the next part of a commit, in the background or within a call
@@ -589,6 +611,7 @@ static void background(const State &s, int r) {
   own.commit.is_prepared = 1;
   if (mutant == name_at_copy_0 && job.work == PREPARE && bounds.publish && r == 0) own.publisher.naming = 1;
   if (job.work == ALONE && !is_first) mark_recoverable(t, r, false);
+  if (job.frees && (!is_first || mutant == gives_back_at_copy_0)) give_back(own);  // commits.py: Commits._complete
   const bool goes_on = is_first && (job.work == ALONE || mutant == copy_1_before_confirmation);
   if (!goes_on) drop_work(own);
   add(t, r, is_first ? "copy 0 is on all devices" : "copy 1 is on all devices");
@@ -704,7 +727,7 @@ static void opens(const State &s, int r) {  // file.py: StoreFile.open; resume.p
     const Copy &c = chosen.copies[0];  // durable.py: DurableCommitter.adopt_commit
     own.contents = c.contents, own.slot = c.slot, own.sequence = c.sequence, own.highest = c.round;
     own.notes = {.record = c.record, .has_manifest = 1, .round = c.round, .step = step_of(s, c.contents)};
-    own.description = c.right_manifest, own.space = c.space;
+    own.description = c.right_manifest, own.space = c.space, own.leaving = c.left ? FREED : STAYS;
     own.commit = {.copy = c, .with_manifest = 1};
     for (int i = 0; i < D; i++) {
       Device &d = own.devices[i];
@@ -764,6 +787,7 @@ static void between_calls(const State &s, int r) {
   begin(STEP, "step()", is_free, is_first);
   is_free = is_first && s.n_versions < bounds.versions;
   begin(STEP_JOINED, "step() with parameters that join", t.left.manifest, is_free);
+  begin(STEP_LEFT, "step() after a parameter has left", t.left.leave, is_free && own.contents && !own.leaving);
   begin(LOAD, "loading()", t.left.load, is_free && own.contents);
   begin(SYNC, "synchronize()", t.left.sync, is_first && own.contents);
   begin(SAVE, "edits states, then save()", t.left.edit, is_first && own.contents);
@@ -781,7 +805,8 @@ static void between_calls(const State &s, int r) {
 // agreement.py: agree_on_step; durable.py: DurableCommitter.confirm, own_round: what all ranks do before a call
 static void own_round(const State &s, int r) {
   const Call call = (Call)s.ranks[r].call;
-  const bool is_step = call == STEP || call == STEP_JOINED, loads = call == LOAD && s.ranks[r].place == OWN_ROUND;
+  const bool is_step = call == STEP || call == STEP_JOINED || call == STEP_LEFT;
+  const bool loads = call == LOAD && s.ranks[r].place == OWN_ROUND;
   State t = s;
   Rank &own = t.ranks[r];
   const bool is_due = next_is_round(s, own);
@@ -810,19 +835,29 @@ static void own_round(const State &s, int r) {
     if (mutant != highest_not_exchanged) own.highest = t.highest;
     own.place = is_step ? BEGINS : loads ? LOADS : call == SAVE ? SAVES : WAITS, own.version = t.n_versions;
     if (call == STEP_JOINED) own.description++, own.notes.has_manifest = 0;  // manifests.py: Manifests.describe
+    if (call == STEP_LEFT && !own.leaving) own.leaving = LEAVES;
     return is_step ? "all have the last round, and agree on a step" : "all have the last round";
   });
 }
 
-static void begins(State t, int r) {  // durable.py: DurableCommitter.before_step
+static void leaves(State t, int r) {  // commits.py: Commits.free
   Rank &own = t.ranks[r];
+  own.leaving = FREED;
+  if (own.commit.work && !own.commit.is_staged) own.commit.copy.left = GARBAGE;
+  if (mutant == gives_back_at_once) give_back(own);
+  add(t, r, "a parameter leaves");
+}
+static void begins(State t, int r) {  // durable.py: DurableCommitter.before_joining_or_leaving, before_step
+  Rank &own = t.ranks[r];
+  if (own.leaving == LEAVES && mutant == leaves_before_commit) return leaves(t, r);
   const bool is_due = own.uncommitted && mutant != step_over_withdrawn_load;
-  const Waited waited = is_due ? wait(t, r) : wait_for_copy_0(t, r);
+  const Waited waited = is_due || own.leaving == LEAVES ? wait(t, r) : wait_for_copy_0(t, r);
   if (waited == NOT_YET) return;
   if (waited == DONE && is_due) {
     commit(t, own, false);
     return add(t, r, "before_step() commits");
   }
+  if (waited == DONE && own.leaving == LEAVES) return leaves(t, r);
   if (waited == DONE) {
     overwrite(t, r, GARBAGE);
     own.place = ENDS;

@@ -8,6 +8,7 @@ withdraw_keeps_number, trainer_reuses_number, owner_chooses_number      as numbe
 missing_is_no_commit                no action: test_missing_stores.py finds it
 load_over_withdrawn_load, edit_over_withdrawn_load          as step_over_withdrawn_load
 begin_before_copy_0                 as step_before_copy_0
+left_keeps_name                     bytes; test_left_parameters_crash.py finds it
 attach_after_restart                a message, and no commit: tests/serve
 """
 
@@ -64,11 +65,28 @@ class Rank:
     def describe(self, waiting):
         weight = {"name": "weight", "group": 0, "position": 0, "shape": [N], "dtype": "float32"}
         placed = {"stride": [1], "extent": 0, "start": 0, "numel": N}
-        self.committer.describe({"params": [{**weight, **placed}], "waiting": waiting})
+        other = {**weight, "name": "other", "position": 1, "shape": [2000]}
+        params = [{**weight, **placed}, {**other, **placed, "extent": 1, "numel": 2000}][: self.states.tiles.n_params]
+        self.committer.describe({"params": params, "waiting": waiting})
+
+    def join(self):
+        """Add a parameter that no step updates, with two tiles."""
+        self.engine.extend([2000], ("master", "exp_avg", "exp_avg_sq"))
+        self.describe([])
+        self.engine.truth.filled()
+
+    def leave(self):
+        """Let that parameter leave."""
+        self.committer.before_joining_or_leaving()
+        self.engine.free([1])
+        self.describe([])
+
+    def give_back(self):
+        self.committer.devices.give_back(self.states.spaces_of([3, 4]))
 
     def step(self):
-        engine = self.engine
-        for tile in engine.begin(np.zeros(1, PARAM), np.zeros(0, HYPER), np.arange(3, dtype=np.uint32)).tolist():
+        engine, n = self.engine, self.states.tiles.n_params
+        for tile in engine.begin(np.zeros(n, PARAM), np.zeros(0, HYPER), np.arange(3, dtype=np.uint32)).tolist():
             engine.native.push(tile)
         engine.finish()
         self.states.steps[0][:] = self.states.step
@@ -191,6 +209,18 @@ def test_writes_between_steps(tmp_path):
     did = actions(tmp_path)
     assert did.count("tiles move") == 3
     assert did.count("tiles go back") == 1
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_parameter_leaves(tmp_path, size):
+    with traced(tmp_path, size=size) as training:
+        let_join(training)
+        for rank in training.ranks:
+            rank.leave()
+        training.steps(1)
+        given_back = actions(tmp_path).count("gives back")
+        training.steps(1)
+    assert given_back == actions(tmp_path).count("gives back") == 2 * size  # two tiles on each rank
 
 
 def test_the_trace_of_a_process_that_was_killed_as_it_wrote(tmp_path):
@@ -413,6 +443,77 @@ def test_a_load_that_fails_and_does_not_go_back(tmp_path):  # load_leaves_tiles
         rank.step()
 
 
+# ---- mutants: parameters that leave --------------------------------------------------
+
+
+def let_join(training):
+    """Let a parameter join on all ranks, and take a step with it."""
+    for rank in training.ranks:
+        rank.join()
+    training.steps(1)
+
+
+def test_space_is_given_back_at_once(tmp_path):  # gives_back_at_once
+    with refused(tmp_path, "gives back: the last commit names that space", size=1) as training:
+        let_join(training)
+        training.ranks[0].leave()
+        training.ranks[0].give_back()
+
+
+def test_space_is_given_back_before_the_ranks_have_met(tmp_path):  # gives_back_at_copy_0
+    why = "gives back: the commit that does not name that space is not on all devices"
+    with refused(tmp_path, why) as training:
+        let_join(training)
+        rank = training.ranks[0]
+        rank.leave()
+        rank.step()
+        rank.wait()
+        rank.give_back()
+
+
+def test_space_is_given_back_after_its_commit_was_withdrawn(tmp_path):
+    why = "gives back: the commit that does not name that space was withdrawn"
+    with refused(tmp_path, why) as training:
+        let_join(training)
+        rank = training.ranks[0]
+        rank.leave()
+        rank.step()
+        rank.wait()
+        rank.undo()
+        rank.give_back()
+
+
+def test_a_withdrawn_commit_leaves_the_space_to_the_next_one(tmp_path):
+    with traced(tmp_path) as training:
+        training.steps(1)
+        let_join(training)
+        for rank in training.ranks:
+            rank.leave()
+        training.ranks[0].step()
+        training.ranks[0].wait()
+        training.ranks[0].undo()
+        assert "gives back" not in actions(tmp_path)
+        training.confirm()
+        training.steps(1)
+    assert actions(tmp_path).count("gives back") == 2 * 2
+
+
+def test_a_parameter_leaves_before_the_last_commit_is_complete(tmp_path):  # leaves_before_commit
+    why = "parameters leave: the last commit, which has them, is not on all devices"
+    with refused(tmp_path, why, size=1) as training:
+        let_join(training)
+        with held(0):
+            training.ranks[0].step()
+            training.ranks[0].leave()
+
+
+def test_a_parameter_leaves_before_the_round_is_confirmed(tmp_path):
+    with refused(tmp_path, "parameters leave: the last round, which has them, is not confirmed") as training:
+        let_join(training)
+        training.ranks[0].step()
+        training.ranks[0].leave()
+
+
 # ---- mutants: a resume ---------------------------------------------------------------
 
 
@@ -482,6 +583,11 @@ def lines(tmp_path_factory):
 
 # By reason: a line, how it is changed, and where it is added: before round 3, or at the end; None: it is replaced.
 EDITED = {
+    "it frees space of parameters that have not left": (
+        {"do": "commit begins", "round": 2},
+        {"freed": [["a store", 4096, 4096]]},
+        None,
+    ),
     "its sequence does not follow the last one": ({"do": "commit begins", "round": 2}, {"sequence": 3}, None),
     "round 0 after round 1": ({"do": "commit begins", "round": 2}, {"round": 0}, None),
     "this rank is in round 1": ({"do": "commit begins", "round": 2}, {"is_round": False}, None),

@@ -20,6 +20,7 @@ CI = (
     "2x1 versions=4 guess=1 sync=1",
     "2x1 versions=3 flush=1 load=1 stepfail=0",
     "2x1 versions=3 first=1 missing=1",
+    "2x1 versions=3 leave=1 load=1 stepfail=0",
     "2x2 versions=3 flush=1",
     "3x1 versions=3",
 )
@@ -44,6 +45,11 @@ SOAK = (
     "2x1 versions=4 kills=2 publish=1 sharefail=1",
     "2x1 versions=4 flush=1 sync=1 publish=1",
     "2x1 versions=4 kills=2 manifest=2",
+    "1x1 versions=4 kills=2 flush=2 leave=2 load=1 loadfail=1",
+    "1x2 versions=4 kills=2 flush=1 leave=2 edit=1",
+    "2x1 versions=4 kills=2 leave=2",
+    "2x1 versions=3 flush=1 leave=1 load=1 stepfail=0",
+    "2x2 versions=3 leave=1",
     "2x2 versions=3 flush=1",
     "2x2 versions=3 sync=1 guess=1",
     "2x2 versions=2 kills=2 flush=1 first=1 missing=1",
@@ -85,6 +91,11 @@ MUTANTS = {
     "step_over_withdrawn_load": ("I7", "2x1 versions=3 load=1 flush=1 stepfail=0"),
     "load_over_withdrawn_load": ("I7", "2x1 versions=3 load=2 flush=1 stepfail=0"),
     "edit_over_withdrawn_load": ("I7", "1x1 load=1 edit=1 flush=1"),
+    "leaves_before_commit": ("I4", "1x1 versions=3 leave=1"),
+    "left_keeps_name": ("I9", "1x1 versions=3 leave=1"),
+    "gives_back_at_once": ("I9", "1x1 versions=3 leave=1"),
+    # One process alone may do so: a resume finds the commit that is in copy 0 of all devices.
+    "gives_back_at_copy_0": ("I9", "2x1 versions=3 leave=1"),
     "missing_is_no_commit": ("I2", "2x1 versions=2 first=1 missing=1"),
     # A device with copy 1 had company with copy 0: a file that is there has a commit, and one that is not is missing.
     "copy_1_is_no_evidence": ("", "2x1 versions=2 first=1 missing=1"),

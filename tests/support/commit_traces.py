@@ -137,6 +137,24 @@ def _commit(commit, is_round=None, **_):
     return {**_block(commit.job.superblock), "is_round": is_round}
 
 
+def _begun(committer, commit, is_round):
+    return {**_commit(commit, is_round), "freed": _spaces(committer, commit.job.freed)}
+
+
+def _spaces(committer, spaces, **_):
+    """Return the spaces of parameters that have left, as far as they are in files: store, offset and size of each."""
+    stores = committer.devices.stores
+    return [[_place(stores[device]), offset, size] for device, offset, size in sorted(spaces) if stores[device]]
+
+
+def _leave(**objects):
+    return {"spaces": _spaces(**objects)}
+
+
+def _give_back(store, offset, size):
+    return {"store": _place(store), "space": [_place(store), offset, size]}
+
+
 def _tiles(tiles=(), **_):
     return {"tiles": len(tiles)}
 
@@ -145,7 +163,10 @@ FIELDS = {
     "adopts a commit": _adopt,
     "discards newer": _discard,
     **dict.fromkeys(("publish begins", "publish ends"), _publish),
-    **dict.fromkeys(("commit begins", "confirms", "withdraws"), _commit),
+    "commit begins": _begun,
+    **dict.fromkeys(("confirms", "withdraws"), _commit),
+    "parameters leave": _leave,
+    "gives back": _give_back,
     **dict.fromkeys(("step begins", "tiles move", "tiles go back"), _tiles),
 }
 
