@@ -309,6 +309,20 @@ class Contents:
             for j, number in enumerate(tiles_on(extent, n, *here)):
                 yield extent, number, extent["file_offset"] + (extent["slots"] * j + next(entries)) * size
 
+    def are_named(self) -> np.ndarray[Any, Any]:
+        """Return which tiles have states that count: bool, in the order of `tiles`.
+
+        The others have no checksums, and all their parameters have left: their space may be a hole.
+        """
+        here, params, named = (self.superblock.device, self.superblock.devices), self.manifest["params"], []
+        for e, (extent, n) in enumerate(zip(self.manifest["extents"], all_tiles(self.manifest), strict=True)):
+            elems, are_here = extent["tile_elems"], np.zeros(n, bool)
+            for p in (p for p in params if p["extent"] == e and p["group"] >= 0):
+                are_here[p["start"] // elems : -(-(p["start"] + p["numel"]) // elems)] = True
+            named.append(are_here[[*tiles_on(extent, n, *here)]])
+        found: np.ndarray[Any, Any] = np.concatenate([np.zeros(0, bool), *named]) | (self.tiles["summed"] == 1)
+        return found
+
     def residual_places(self) -> Iterator[tuple[int, int, int]]:
         """Yield for each residual in this store the row of its parameter, its offset and its checksum."""
         rows = rows_with_residual(self.manifest, self.superblock.device)

@@ -214,6 +214,13 @@ class Automaton:
         there = commit.withdrawn or life.is_on_all(0)
         need(there, "slots are overwritten, and copy 0 of the last commit is not on all devices")
 
+    def gives_back(self, line):
+        """Free the space that this commit is the first not to name."""
+        life = self._life(line)
+        commit = self._last(life, line)
+        need(not (commit.withdrawn or commit.unconfirmed), "space is given back, and this commit may not count")
+        need(life.is_on_all(1), "space is given back that copy 1 of a device may name")
+
     def load_fails(self, line):
         self._life(line).has_failed = True
 
@@ -287,6 +294,7 @@ ACTIONS = {
     "withdraws": Automaton.withdraws,
     "step begins": Automaton.writes_slots,
     "tiles move": Automaton.writes_slots,
+    "gives back": Automaton.gives_back,
     "load fails": Automaton.load_fails,
     "tiles go back": Automaton.goes_back,
     "reports": Automaton.reports,  # a program was told that a step is durable

@@ -145,7 +145,7 @@ FIELDS = {
     "adopts a commit": _adopt,
     "discards newer": _discard,
     **dict.fromkeys(("publish begins", "publish ends"), _publish),
-    **dict.fromkeys(("commit begins", "confirms", "withdraws"), _commit),
+    **dict.fromkeys(("commit begins", "confirms", "withdraws", "gives back"), _commit),
     **dict.fromkeys(("step begins", "tiles move", "tiles go back"), _tiles),
 }
 
