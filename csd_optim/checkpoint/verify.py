@@ -26,14 +26,14 @@ class Verdict:
     device: int | None = None
     devices: int | None = None
     step: int | None = None
-    tiles: int = 0
-    unchecked: int = 0  # tiles without a valid checksum, because they were written from outside
+    tiles: int = 0  # without those whose parameters have left the optimizer
+    unchecked: int = 0  # of these, tiles without a valid checksum, because they were written from outside
     damage: list[str] = field(default_factory=list)
 
     def describe(self, newest: Contents) -> None:
-        block = newest.superblock
-        self.device, self.devices, self.step, self.tiles = block.device, block.devices, block.step, len(newest.tiles)
-        self.unchecked = int((newest.tiles["summed"] != 1).sum())
+        block, named = newest.superblock, newest.are_named()
+        self.device, self.devices, self.step, self.tiles = block.device, block.devices, block.step, int(named.sum())
+        self.unchecked = int((newest.tiles["summed"][named] != 1).sum())
 
 
 def verify(paths: Paths, progress: Progress = no_progress) -> list[Verdict]:

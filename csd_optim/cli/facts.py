@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from .. import settings
@@ -230,12 +231,16 @@ def describe_store(path: Path, tbw_bytes: int | None = None) -> dict[str, Any]:
     block, manifest = contents.superblock, contents.manifest
     file = store_file(path)
     stat = file.stat()
-    total = sum(p["numel"] for p in manifest["params"])
+    present = [p for p in manifest["params"] if p["group"] >= 0]  # the others have left, or are in no group now
+    total = sum(p["numel"] for p in present)
     shares = next((e["shares"] for e in manifest["extents"] if "shares" in e), [1.0] * block.devices)
     share = shares[block.device] / sum(shares)  # of all parameters, between 0 and 1
-    slots = contents.tiles["slot"]
+    named = contents.are_named()
+    slots = contents.tiles["slot"][named]
+    slot_bytes = np.array([size_of(sections_of(extent)) for extent, *_ in contents.slots()], np.int64)
+    slots_of = np.array([extent["slots"] for extent, *_ in contents.slots()], np.int64)
     rules: dict[str, int] = {}  # elements by rule
-    for p in manifest["params"]:
+    for p in present:
         rules[rule_named(manifest, p)] = rules.get(rule_named(manifest, p), 0) + p["numel"]
     rows = rows_with_residual(manifest, block.device)
     residual_bytes = [RESIDUAL_BYTES * manifest["params"][row]["numel"] for row in rows]
@@ -256,6 +261,7 @@ def describe_store(path: Path, tbw_bytes: int | None = None) -> dict[str, Any]:
         "total_params": total,
         "file_bytes": stat.st_size,
         "allocated_bytes": 512 * stat.st_blocks,
+        "free_bytes": int((slots_of * slot_bytes)[~named].sum()),  # of tiles whose parameters have all left: holes
         "bytes_per_param": 512 * stat.st_blocks / max(1.0, total * share),
         "tiles": {
             "count": len(slots),
@@ -266,7 +272,7 @@ def describe_store(path: Path, tbw_bytes: int | None = None) -> dict[str, Any]:
         "states": describe_states(manifest["extents"]),
         "residuals": {"count": len(residual_bytes), "bytes": sum(residual_bytes)},
         # Bytes that a step writes if every parameter has a gradient.
-        "step_bytes": sum(size_of(sections_of(e)) * e["tiles"] for e in manifest["extents"]) + sum(residual_bytes),
+        "step_bytes": int(slot_bytes[named].sum()) + sum(residual_bytes),
         "written_bytes": contents.record.written_bytes,
         "training_seconds": contents.record.seconds,
         "tbw_bytes": tbw_bytes,

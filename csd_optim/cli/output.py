@@ -212,6 +212,7 @@ def show_store(described: dict[str, Any], everything: bool) -> None:
     residuals = f"{kept['count']} here, {size(kept['bytes'])} in bf16, two spaces for each"
     sizes = sorted({e["tile_elems"] for e in described["extents"]})
     out.print(escape(described["file"]), style="bold")
+    free = f"; {size(described['free_bytes'])} of the file free" if described["free_bytes"] else ""
     out.print(
         facts(
             [
@@ -236,7 +237,7 @@ def show_store(described: dict[str, Any], everything: bool) -> None:
                 (
                     "on disk",
                     f"{size(described['allocated_bytes'])}, {described['bytes_per_param']:.2f} B per parameter of its "
-                    "share",
+                    f"share{free}",
                 ),
                 ("wear", describe_wear(described)),
             ]

@@ -107,8 +107,13 @@ class ParamState:
 
     @no_autograd()
     def decode(self) -> dict[str, torch.Tensor]:
-        """Return the decoded states as `state` shows them, by name: the same dict until they change."""
-        assert self.decoded
+        """Return the decoded states as `state` shows them, by name: the same dict until they change.
+
+        Those of a parameter that has left are zeros.
+        """
+        if self.decoded is None:
+            dtype = self.own_master.dtype
+            return {name: torch.zeros(self.own_master.shape, dtype=dtype, device="cpu") for name in self.sections}
         return self.decoded.views(self.index, lambda state: self.part.show(self._view(state)))
 
     def entry(self, others: Mapping[str, Any]) -> DecodedEntry:
@@ -136,7 +141,7 @@ class ParamState:
     def leave(self) -> None:
         """Drop everything that takes memory: the parameter has left. What the manifest says of its place remains."""
         self.param = torch.empty(self.own_master.shape, dtype=self.param.dtype, device="meta")
-        self.part, self.alive, self.windows, self.shown = UNSHARDED, False, {}, {}
+        self.part, self.alive, self.windows, self.shown, self.decoded = UNSHARDED, False, {}, {}, None
         self.own_master = self.local = self.own_master.to("meta")
 
     @property

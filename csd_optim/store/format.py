@@ -327,6 +327,10 @@ class Contents:
             freed = {*extent.get("freed", ())}
             yield from (j in freed for j in range(extent["tiles"]))
 
+    def are_named(self) -> np.ndarray[Any, Any]:
+        """Return which tiles were not freed: bool, in the order of `tiles`."""
+        return ~np.fromiter(self.are_freed(), bool, len(self.tiles))
+
     def residual_places(self) -> Iterator[tuple[int, int, int]]:
         """Yield for each residual in this store the row of its parameter, its offset and its checksum."""
         rows = rows_with_residual(self.manifest, self.superblock.device)

@@ -91,8 +91,14 @@ bool copy_mapped(void *to, const void *from, uint64_t bytes) {
 
 void discard_pages(void *at, uint64_t bytes) {
   const auto page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE)), first = reinterpret_cast<uint64_t>(at);
-  const uint64_t from = (first + page - 1) / page * page, to = (first + bytes) / page * page;
-  if (from < to) madvise(reinterpret_cast<void *>(from), to - from, MADV_DONTNEED);
+  const uint64_t end = first + bytes, from = (first + page - 1) / page * page, to = end / page * page;
+  if (from >= to) {
+    memset(at, 0, bytes);
+    return;
+  }
+  madvise(reinterpret_cast<void *>(from), to - from, MADV_DONTNEED);
+  memset(at, 0, from - first);
+  memset(reinterpret_cast<void *>(to), 0, end - to);
 }
 
 void map_nothing(void *at, uint64_t bytes) {

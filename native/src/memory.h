@@ -28,7 +28,7 @@ void make_accessible(float *at, uint64_t bytes);  // makes whole reserved pages 
 // Copies from a mapped file. Returns false if a page cannot be read, where memcpy would end in SIGBUS.
 bool copy_mapped(void *to, const void *from, uint64_t bytes);
 
-void discard_pages(void *at, uint64_t bytes);  // frees the whole pages within, which then read as zeros
+void discard_pages(void *at, uint64_t bytes);  // makes all of it read as zeros, and frees the whole pages within
 
 void map_nothing(void *at, uint64_t bytes);  // maps zeros, which take no memory, over whole pages. Throws Failure
 

@@ -241,6 +241,9 @@ class Automaton:
         if store is None or (life := store.life) is None:  # it has no commits
             return
         commit, space = life.commit, line["space"]
+        if store.discards:  # in a resume: what its commit does not name
+            need(all(store.is_whole(copy, commit) for copy in range(2)), "a copy may name that space")
+            return
         need(space in commit.freed, "the last commit names that space")
         need(not commit.withdrawn, "the commit that does not name that space was withdrawn")
         need(life.is_on_all(1), "the commit that does not name that space is not on all devices")

@@ -581,7 +581,7 @@ def lines(tmp_path_factory):
     return commit_traces.lines_in(directory / "trace")
 
 
-# By reason: a line, how it is changed, and where it is added: before round 3, or at the end; None: it is replaced.
+# By reason: a line, how it is changed, and where it is added, before round 3, behind it or at the end; None: replaced.
 EDITED = {
     "it frees space of parameters that have not left": (
         {"do": "commit begins", "round": 2},
@@ -596,6 +596,8 @@ EDITED = {
     "it is of sequence and round (5, 2)": ({"do": "publish begins", "round": 2}, {"sequence": 5}, None),
     "it is no round that waits": ({"do": "confirms", "round": 2}, {}, "round 3"),
     "all ranks have that round": ({"do": "confirms", "round": 2}, {"do": "withdraws"}, "round 3"),
+    "space is given back that copy 1": ({"do": "confirms", "round": 2}, {"do": "gives back"}, "behind it"),
+    "space is given back, and this commit may not": ({"do": "confirms", "round": 2}, {"do": "gives back"}, None),
     "it is there already": ({"do": "publish begins", "round": 2, "copy": 0}, {}, "round 3"),
     "it was withdrawn": ({"do": "publish begins", "round": 3}, {}, "end"),
     "that is no part of a resume": ({"do": "publish begins", "round": 3}, {"do": "discards newer"}, "end"),
@@ -607,7 +609,8 @@ def test_a_line_that_is_wrong(why, lines):
     wanted, change, place = EDITED[why]
     there = next(n for n, line in enumerate(lines) if wanted.items() <= line.items())
     line = {**lines[there], **change}
-    starts = {"round 3": next(n for n, line in enumerate(lines) if line.get("round") == 3), "end": len(lines)}
+    round_3 = next(n for n, line in enumerate(lines) if line.get("round") == 3)
+    starts = {"round 3": round_3, "behind it": there + 1, "end": len(lines)}
     before, after = (there, there + 1) if place is None else (starts[place],) * 2
     Automaton().accept(lines)
     with pytest.raises(Refused, match=re.escape(why)):

@@ -5,15 +5,22 @@ import gc
 import random
 import weakref
 from contextlib import nullcontext, suppress
+from pathlib import Path
 
 import pytest
 import torch
 from support.comparing import params_of
+from support.inside import mode_of
 from support.replacing import failing, replaced
+from support.training import give_gradients, parameters, train
 from torch.nn import Parameter
 
 from csd_optim import CSDSGD, CSDAdam, CSDMuon, CSDOSError
 from csd_optim.bindings import Native
+from csd_optim.checkpoint.export import export_torch
+from csd_optim.checkpoint.importing import import_store
+from csd_optim.checkpoint.verify import verify
+from csd_optim.cli.facts import describe_store
 from csd_optim.engine.engine import Engine
 from csd_optim.store.format import FILE_NAME, RESIDUAL_BYTES
 
@@ -455,7 +462,6 @@ def lives(seed, tmp_path):
         choice["devices"] = "named"  # no matrices can join there
     if choice["devices"] == "ram:" and choice["overlap"]:
         choice["overlap"] = {}
-    print(seed, choice)
     history = History(seed, tmp_path, choice)
     for _ in range(choose.randint(4, 12)):
         history.step()
@@ -469,6 +475,270 @@ def lives(seed, tmp_path):
             side.opt.close()
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_random_history(seed, tmp_path):
-    lives(seed, tmp_path)
+HISTORIES = [range(seed, seed + 3) for seed in range(0, 18, 3)]
+MORE = [pytest.param(range(seed, seed + 40), marks=pytest.mark.soak) for seed in range(18, 1018, 40)]
+
+
+@pytest.mark.filterwarnings("ignore:.*was resized without its residual")
+@pytest.mark.parametrize("seeds", [*HISTORIES, *MORE], ids=str)
+def test_random_histories(seeds, tmp_path):
+    for seed in seeds:
+        (tmp_path / str(seed)).mkdir()
+        try:
+            lives(seed, tmp_path / str(seed))
+        except Exception as e:
+            raise AssertionError(f"seed {seed}") from e
+
+
+# ---- one thing at a time -----------------------------------------------------------------------
+
+
+def held_bytes(directory):
+    return 512 * (directory / FILE_NAME).stat().st_blocks
+
+
+def leaves(opt, p):
+    """Remove a parameter that is alone in its group, with its entry."""
+    opt.param_groups[:] = [group for group in opt.param_groups if group["params"][0] is not p]
+    del opt.state[p]
+
+
+def in_own_groups(*shapes):
+    params = parameters(*shapes)
+    return params, [{"params": [p]} for p in params]
+
+
+@pytest.mark.parametrize("state_dtype", ["fp32", "8bit"])
+def test_a_tile_is_freed_with_the_last_of_its_parameters(tmp_path, state_dtype):
+    params = parameters(*[(300,)] * 3)
+    with CSDAdam(params, devices=tmp_path, state_dtype=state_dtype, tile_size=TILE) as opt:
+        train(opt)
+        opt.synchronize()
+        before = opt.stats()["devices"][0]
+        tile = 2 * TILE * (12 if state_dtype == "fp32" else 3)
+        for n in (2, 1, 0):
+            opt.state.pop(opt.param_groups[0]["params"].pop())
+            if not n:
+                opt.add_param_group({"params": parameters((9000,))})
+            train(opt)
+            opt.synchronize()
+            free = opt.stats()["devices"][0]["free_bytes"] - before["free_bytes"]
+            assert (free > 0) == (n == 0)
+        assert free >= tile
+    facts = describe_store(tmp_path)
+    assert facts["free_bytes"] == free
+    assert facts["total_params"] == 9000
+    assert facts["allocated_bytes"] <= facts["file_bytes"] - free + METADATA
+    [verdict] = verify([tmp_path])
+    assert (verdict.tiles, verdict.unchecked, verdict.damage) == (3, 0, [])
+
+
+@pytest.mark.parametrize("devices", ["ram:", "file:?scratch=1", "named"])
+@pytest.mark.parametrize("state_dtype", ["fp32", "8bit"])
+def test_what_a_program_still_holds_is_nobodys(tmp_path, devices, state_dtype):
+    devices = str(tmp_path) if devices == "named" else devices
+    (p, q), groups = in_own_groups((TILE,), (3 * TILE,))
+    with CSDAdam(groups, devices=devices, state_dtype=state_dtype, tile_size=TILE) as opt:
+        train(opt, 2)
+        entry, tensor = opt.state[p], opt.state[p]["exp_avg"]
+        leaves(opt, p)
+        train(opt)
+        new = parameters((3 * TILE,))
+        opt.add_param_group({"params": new})
+        train(opt, 2)
+        if state_dtype == "fp32":  # else the tensor was decoded: a copy
+            assert not tensor.any()
+            assert not entry["exp_avg_sq"].any()
+        else:
+            assert not entry["exp_avg_sq"].any()
+        states = [opt.state[r]["exp_avg"].clone() for r in (q, *new)]
+        tensor.fill_(7)
+        entry["exp_avg_sq"].fill_(7)
+        for r, state in zip((q, *new), states, strict=True):
+            assert torch.equal(opt.state[r]["exp_avg"], state)
+        train(opt)
+        assert max(opt.state[r][key].max() for r in (q, *new) for key in ("exp_avg", "exp_avg_sq")) < 6
+
+
+def test_memory_is_freed():
+    """16 times 12 MB of states, one after another."""
+    opt = CSDAdam(parameters((1 << 20,)), devices="ram:")
+    train(opt)
+    before = resident_bytes()
+    for _ in range(16):
+        leaves(opt, opt.param_groups[0]["params"][0])
+        opt.add_param_group({"params": parameters((1 << 20,))})
+        train(opt)
+    assert resident_bytes() - before < 64 << 20
+    opt.close()
+
+
+def resident_bytes():
+    gc.collect()
+    return 4096 * int(Path("/proc/self/statm").read_text().split()[1])
+
+
+def viewed(entry):
+    return {key: value if key == "step" else value[:] for key, value in entry.items() if key != "master"}
+
+
+EXCHANGES = {
+    "swapped": lambda state, p, q: state.update({p: state[q], q: state[p]}),
+    "popped and swapped": lambda state, p, q: state.update({p: state.pop(q), q: state.pop(p)}),
+    "one moves": lambda state, p, q: state.update({q: state.pop(p)}),
+    "views of one move": lambda state, p, q: state.update({q: viewed(state.pop(p))}),
+}
+
+
+@pytest.mark.parametrize("devices", ["ram:", "file:?scratch=1"])
+@pytest.mark.parametrize("state_dtype", ["fp32", "8bit"])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_entries_that_parameters_exchange(devices, state_dtype, exchange):
+    """As with AdamW, whatever the order in which places are filled: states in the place of another are copied first."""
+    params, groups = in_own_groups((700,), (700,))
+    others = [Parameter(p.detach().clone()) for p in params]
+    reference = torch.optim.AdamW(others)
+    with CSDAdam(groups, devices=devices, state_dtype=state_dtype, tile_size=TILE) as opt:
+        for first in (0, 2):
+            for optimizer in (opt, reference):
+                train(optimizer, 2, first=first)
+            if not first:
+                EXCHANGES[exchange](opt.state, *params)
+                EXCHANGES[exchange](reference.state, *others)
+                for p in params if state_dtype == "fp32" else ():  # a master belongs to the parameter that had it
+                    dict.pop(opt.state[p], "master", None)
+        for p, other in zip(params, others, strict=True):
+            for mine, right in (
+                (p, other),
+                *((opt.state[p][key], value) for key, value in reference.state[other].items()),
+            ):
+                assert (mine - right).norm() <= (1e-6 if state_dtype == "fp32" else 0.1) * right.norm()
+
+
+def test_what_is_put_aside_keeps_what_is_done_to_its_entry(tmp_path):
+    """Its states are changed, or moved to a parameter that is in no group yet."""
+    params, groups = in_own_groups((700,), (700,), (700,))
+    with CSDAdam(groups, devices=tmp_path, tile_size=TILE) as opt:
+        train(opt, 2)
+        a, b, c = params
+        aside = opt.param_groups[:2]
+        del opt.param_groups[:2]
+        opt.state[a]["exp_avg"] = torch.full((700,), 0.5)
+        d = Parameter(b.detach().clone())
+        moments = opt.state[b]["exp_avg"].clone()
+        opt.state[d] = opt.state.pop(b)
+        train(opt, 2)
+        assert (opt.state[a]["exp_avg"] == 0.5).all()
+        assert torch.equal(opt.state[d]["exp_avg"], moments)
+        opt.add_param_group(aside[0])
+        opt.add_param_group({"params": [d]})
+        for p in (a, c, d):
+            p.grad = torch.zeros(700)
+        opt.step()
+        assert torch.allclose(opt.state[a]["exp_avg"], torch.tensor(0.45))
+        assert torch.allclose(opt.state[d]["exp_avg"], 0.9 * moments)
+        assert [int(opt.state[p]["step"]) for p in (a, c, d)] == [3, 5, 3]
+
+
+def test_what_joined_in_a_step_that_failed_can_leave(tmp_path):
+    (p, q), groups = in_own_groups((9000,), (700,))
+    with CSDAdam(groups[1:], devices=tmp_path, tile_size=TILE) as opt:
+        train(opt)
+        opt.add_param_group(groups[0])
+        give_gradients([p, q], 1)
+        with failing(Native, "push", 1, BROKEN), pytest.raises(CSDOSError):
+            opt.step()
+        del opt.param_groups[1]
+        ref = weakref.ref(p)
+        del p, groups
+        opt.step()
+        gc.collect()
+        assert ref() is None
+        assert [*opt.state] == [q]
+
+
+def test_a_parameter_without_an_entry_may_be_resized():
+    """As with AdamW, which then makes new states."""
+    p = parameters((700,))[0]
+    with CSDAdam([p], devices="ram:") as opt:
+        train(opt)
+        del opt.state[p]
+        p.data = torch.zeros(300)
+        train(opt)
+        assert opt.state[p]["exp_avg"].shape == (300,)
+        assert opt.state[p]["step"] == 1
+
+
+def test_snapshots_and_tools_know_what_is_there(tmp_path):
+    """Everything that reads stores reads one from which parameters have left."""
+    (p, *others), groups = in_own_groups((9000,), (5000,), (700,))
+    with CSDAdam(groups, devices=tmp_path / "store", tile_size=TILE, topk=0.1) as opt:
+        train(opt, 2)
+        opt.save(tmp_path / "before")
+        leaves(opt, p)
+        train(opt)
+        opt.save(tmp_path / "after")
+        states = copy.deepcopy(opt.state_dict()["state"])
+        values = [q.detach().clone() for q in others]
+    after = tmp_path / "after" / "device-0"
+    assert held_bytes(after) < held_bytes(tmp_path / "before" / "device-0") - 12 * TILE
+    for path in (tmp_path / "store", after):
+        assert [(v.unchecked, v.damage) for v in verify([path])] == [(0, [])]
+        loaded = CSDAdam.load(path)
+        assert [len(group["params"]) for group in loaded["param_groups"]] == [1, 1]
+        for i in (0, 1):
+            assert torch.equal(loaded["state"][i]["exp_avg"], states[i]["exp_avg"])
+        del loaded
+        gc.collect()
+    export_torch(tmp_path / "store", tmp_path / "states.pt")
+    assert torch.load(tmp_path / "states.pt")["state"].keys() == {0, 1}
+    import_store(tmp_path / "store", [tmp_path / "imported"])
+    for devices, options in (
+        (tmp_path / "imported", {}),
+        (tmp_path / "new", {"resume_from": tmp_path / "store"}),
+        (after, {}),
+        (tmp_path / "store", {}),
+    ):
+        (q, r), groups = in_own_groups((5000,), (700,))
+        with CSDAdam(groups, devices=devices, topk=0.1, resume=True, **options) as opt:
+            assert all(map(torch.equal, (q, r), values))
+            for key, value in states[0].items():
+                assert torch.equal(opt.state[q][key], value), key
+            train(opt)
+            opt.synchronize()
+    assert held_bytes(tmp_path / "store") <= held_bytes(tmp_path / "new") + METADATA
+
+
+def test_after_a_resume_groups_may_leave_before_the_first_step(tmp_path):
+    """What comes into their position is another parameter, with its own states."""
+    params, groups = in_own_groups((700,), (700,), (700,))
+    with CSDAdam(groups, devices=tmp_path) as opt:
+        train(opt, 2)
+        moments = [opt.state[p]["exp_avg"].clone() for p in params]
+    params, groups = in_own_groups((700,), (700,), (700,))
+    with CSDAdam(groups, devices=tmp_path, resume=True) as opt:
+        leaves(opt, params[0])
+        opt.add_param_group({"params": (new := parameters((30,)))})
+        for p in (*params[1:], *new):
+            p.grad = torch.zeros(p.shape)
+        opt.step()
+        for p, moment in zip(params[1:], moments[1:], strict=True):
+            assert torch.allclose(opt.state[p]["exp_avg"], 0.9 * moment)
+        assert [int(opt.state[p]["step"]) for p in (*params[1:], *new)] == [3, 3, 1]
+
+
+def test_a_group_that_is_put_aside_does_not_keep_the_mode_of_its_time():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    opt = CSDAdam([{"params": layer.parameters()} for layer in model], devices="file:")
+    opt.overlap(model)
+    mode = weakref.ref(mode_of(opt))
+    aside = opt.param_groups.pop()
+    opt.overlap(None)
+    gc.collect()
+    assert mode() is None
+    opt.overlap(model)
+    opt.param_groups.append(aside)
+    model(torch.ones(8)).sum().backward()
+    opt.step()
+    assert aside["params"].arrivals is mode_of(opt)
+    opt.close()
