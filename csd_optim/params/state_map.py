@@ -256,22 +256,23 @@ class StateMap:
         if not loaded:
             drop_left_behind(groups, self.state, self.param_states, self.rule_of)
         self.check(groups)
-        joining, left = set(), []
+        joining = set()
         for k, _, p in members(groups):
             param_state, entry = self.param_states.get(id(p)), self.state.get(p)
             if param_state is not None:
-                needed = {name for name in self.rule_of(groups[k]).sections if name in (entry or ())}
+                rule = self.rule_of(groups[k])
+                needed = {*rule.sections}.intersection(entry) if entry else {*rule.sections_for(groups[k])}
                 shape = self.part_of(p).of(p).shape
                 if shape != param_state.own_master.shape or not needed.issubset(param_state.sections):
                     self.param_states.pop(id(p)).alive = False
-                    left.append(param_state)
+                    self._abandoned.append(param_state)
                     param_state = None
             if param_state is None:
                 if entry:
                     joining.add(id(p))
             elif not entry or not param_state.is_shown_by(entry):
                 self.unfilled[param_state] = False
-        left += self._changed_outside(groups)
+        self._abandoned += self._changed_outside(groups)
         if joining:
             self.join(engine, groups, joining, grad_dtype)
         warn_if_large(bytes_in_memory(self._replaced_tensors()), LOADED if loaded else REPLACED)
@@ -279,14 +280,14 @@ class StateMap:
             engine.states.step = max(int(self.state[state.param].get("step", 0)) for state in self.unfilled)
         self.fill(engine)
         self.remember()
-        self._abandoned += left
         self.may_have_left = True
 
     def _changed_outside(self, groups: Groups) -> list[ParamState]:
         """Take the places of parameters in no group whose entries were changed: these give them new ones in a group."""
         here = {id(p) for _, _, p in members(groups)}
         entries = [(key, s, self.state.get(s.param)) for key, s in self.param_states.items() if key not in here]
-        left = [self.param_states.pop(key) for key, s, entry in entries if entry and not s.is_shown_by(entry)]
+        changed = [key for key, s, e in entries if e and (not s.is_shown_by(e) or e.keys() - {*s.shown, *s.sections})]
+        left = [*map(self.param_states.pop, changed)]
         for param_state in left:
             param_state.alive = False
         return left

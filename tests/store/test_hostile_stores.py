@@ -16,7 +16,7 @@ from csd_optim.checkpoint.state_dict import about_of
 from csd_optim.checkpoint.verify import verify
 from csd_optim.cli.facts import describe_store
 from csd_optim.params import groups
-from csd_optim.step import steps
+from csd_optim.step import initial_groups
 from csd_optim.store.check import MAX_SIZE
 from csd_optim.store.format import FILE_NAME, PAGE, Superblock, read_commits, unpack
 from csd_optim.store.layout import extents_of
@@ -249,7 +249,7 @@ def test_a_learning_rate_in_a_list_goes_on_as_a_number(tmp_path, monkeypatch):
     def as_then(group, needed=()):
         return of_group(group, needed) | {k: v.tolist() for k, v in group.items() if isinstance(v, torch.Tensor)}
 
-    monkeypatch.setattr(steps, "hyperparameters_of", as_then)
+    monkeypatch.setattr(initial_groups, "hyperparameters_of", as_then)
     for lr in (torch.tensor([0.5]), 0.5, torch.tensor([0.25])):
         p = torch.nn.Parameter(torch.ones(7))
         resume = (tmp_path / "csd0").exists()
