@@ -208,7 +208,7 @@ def test_parameters_that_join_later_after_an_undone_step(tmp_path, monkeypatch):
 def test_parameters_that_join_an_undone_step_after_loading(state_dtype, devices, tmp_path, monkeypatch):
     """The step repeats as if it had not failed, wherever it did."""
 
-    def trained(after):
+    def image_after(after):
         params = model()
         place = devices or f"file:{tmp_path}/{after}"
         options = {"state_dtype": state_dtype, "tile_size": 1024}
@@ -225,9 +225,9 @@ def test_parameters_that_join_an_undone_step_after_loading(state_dtype, devices,
                 opt.step()
             return image(opt, params)
 
-    expected = trained(None)
+    expected = image_after(None)
     for after in (0, 1, 10):
-        assert_same(trained(after), expected)
+        assert_same(image_after(after), expected)
 
 
 def _first_raises(call):
