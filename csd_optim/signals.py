@@ -72,22 +72,12 @@ class _Deferral:
         global _outermost
         _outermost = None  # first: handlers may defer signals, too
         self._is_over = True
-        try:
+        with contextlib.ExitStack() as stack:  # calls all handlers of what has arrived, even if one raises
+            for number, frame in reversed(self._arrived.items()):
+                stack.callback(self._handlers[number], number, frame)
             for number, handler in self._handlers.items():
                 if _signal.getsignal(number) is self:
                     _signal.signal(number, handler)
-        finally:
-            self._deliver()
-
-    def _deliver(self) -> None:
-        """Call the handlers of what has arrived, all of them, even if one raises."""
-        for number in self._arrived:
-            frame = self._arrived.pop(number)
-            try:
-                self._handlers[number](number, frame)
-            finally:
-                self._deliver()
-            break
 
     @property
     def raises(self) -> bool:

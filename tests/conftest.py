@@ -130,6 +130,7 @@ def phases_of_steps():
     phases.watch()
 
 
+LYING = "serve/test_request_sequences.py"  # its trainers say what is not so, such as that all ranks have a round
 # Tests of these commit.
 TRACED = ("distributed", "overlap", "publish", "serve", "store/test_crash.py", "store/test_left_parameters_crash.py")
 
@@ -137,7 +138,7 @@ TRACED = ("distributed", "overlap", "publish", "serve", "store/test_crash.py", "
 @pytest.fixture(autouse=True)
 def trace_of_commits(request, tmp_path_factory):
     """Have the commits of all processes of a test accepted by the reference automaton: see commit_traces.py."""
-    if not any(request.path.is_relative_to(TESTS / place) for place in TRACED):
+    if not any(request.path.is_relative_to(TESTS / place) for place in TRACED) or request.path == TESTS / LYING:
         yield
         return
     directory = tmp_path_factory.mktemp("trace")

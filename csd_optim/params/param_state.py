@@ -261,14 +261,8 @@ class ParamState:
                 first = self.initial.get(key, 0.0)
                 window.fill_(complex(first, first) if window.is_complex() else first)
         # A master that came with the state need not round to the parameter: the next step compares them.
-        is_synced = "master" not in entry and not self._can_omit_master(entry, fresh=fresh)
-        self.version = self.version_now if is_synced else -1
+        self.version = self.version_now if "master" not in entry else -1
         return clipped
-
-    def _can_omit_master(self, entry: Mapping[str, Any], *, fresh: bool) -> bool:
-        """Return whether codes can leave out the master here, because the next step takes it from the parameter."""
-        in_next_step = self.decoded is not None and self.is_compared and self.param.grad is not None
-        return in_next_step and fresh and not entry and not (self.decoded and self.decoded.durable)
 
     def _encode(self, entry: Mapping[str, Any], *, seed: bool, fresh: bool) -> int:
         """Fill the place as fill() does, if its states are decoded: the next step or flush writes them."""
@@ -282,7 +276,7 @@ class ParamState:
             if value is not None:
                 value = self.part.of_state(value).detach()
             elif key == "master" and seed:
-                if self._can_omit_master(entry, fresh=fresh) or (fresh and self.is_section):
+                if fresh and self.is_section:
                     continue
                 value = self.local
             elif key != "master" and (not fresh or key in self.initial):

@@ -202,6 +202,34 @@ def test_parameters_that_join_later_after_an_undone_step(tmp_path, monkeypatch):
         assert opt.state[q]["step"] == 1
 
 
+@pytest.mark.here("an owner ends the session if it lacks memory")
+@pytest.mark.parametrize("devices", ["file:?scratch=1", None])
+@pytest.mark.parametrize("state_dtype", ["fp32", "8bit"])
+def test_parameters_that_join_an_undone_step_after_loading(state_dtype, devices, tmp_path, monkeypatch):
+    """The step repeats as if it had not failed, wherever it did."""
+
+    def image_after(after):
+        params = model()
+        place = devices or f"file:{tmp_path}/{after}"
+        options = {"state_dtype": state_dtype, "tile_size": 1024}
+        with CSDAdam(params[:3], lr=0.1, devices=place, **options) as opt:
+            for step in range(3):
+                give_gradients(params, step)
+                opt.step()
+            opt.load_state_dict(opt.state_dict())
+            opt.add_param_group({"params": params[3:]})
+            if after is not None:
+                undone_in(opt, params, 3, monkeypatch, after)
+            for step in range(3, 6):
+                give_gradients(params, step)
+                opt.step()
+            return image(opt, params)
+
+    expected = image_after(None)
+    for after in (0, 1, 10):
+        assert_same(image_after(after), expected)
+
+
 def _first_raises(call):
     calls = []
 
