@@ -238,7 +238,6 @@ def describe_store(path: Path, tbw_bytes: int | None = None) -> dict[str, Any]:
     named = contents.are_named()
     slots = contents.tiles["slot"][named]
     slot_bytes = np.array([size_of(sections_of(extent)) for extent, *_ in contents.slots()], np.int64)
-    slots_of = np.array([extent["slots"] for extent, *_ in contents.slots()], np.int64)
     rules: dict[str, int] = {}  # elements by rule
     for p in present:
         rules[rule_named(manifest, p)] = rules.get(rule_named(manifest, p), 0) + p["numel"]
@@ -261,7 +260,7 @@ def describe_store(path: Path, tbw_bytes: int | None = None) -> dict[str, Any]:
         "total_params": total,
         "file_bytes": stat.st_size,
         "allocated_bytes": 512 * stat.st_blocks,
-        "free_bytes": int((slots_of * slot_bytes)[~named].sum()),  # of tiles whose parameters have all left: holes
+        "free_bytes": sum(size for _, size in contents.unused()) if contents.has_freed else 0,
         "bytes_per_param": 512 * stat.st_blocks / max(1.0, total * share),
         "tiles": {
             "count": len(slots),

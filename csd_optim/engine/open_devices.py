@@ -52,7 +52,6 @@ class OpenDevices:
         self.shares = shares_of(self.specs)  # the devices' shares of future extents; None: equal shares
         self.placement: Placement | None = None  # divides future extents if `auto` chooses the shares
         self.written_before: list[int] = [0] * len(self.specs)  # bytes written to each device before it was opened
-        self.free_bytes: list[int] = [0] * len(self.specs)  # of each device's file, given back since it was opened
         self.pid: int = os.getpid()
         self.accelerator: OnAccelerator | None = None  # its states are on no device here unless it has copies
         # Returns the parameters in a tile of a device, for messages; "" where no manifest knows them.
@@ -156,7 +155,6 @@ class OpenDevices:
         for device, offset, size in spaces:
             if store := self.stores[device]:
                 store.give_back(offset, size)
-                self.free_bytes[device] += size
 
     @contextlib.contextmanager
     def room_for(self, extent: Extent, *, is_copied: bool) -> Iterator[list[int]]:
@@ -328,7 +326,7 @@ class OpenDevices:
                 about["numa_node"] = node - 1 if node else None
             if store:
                 about |= {"block_bytes": spec.block_bytes, "depth": spec.depth}
-            about["free_bytes"] = self.free_bytes[d]
+            about["free_bytes"] = store.unused.nbytes if store else 0
             stats.append(about | {"share": self.shares[d] if self.shares else 1.0} | counts)
         return stats
 

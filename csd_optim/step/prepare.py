@@ -26,6 +26,7 @@ from ..distributed.grad_norm import Parts
 from ..engine.engine import Engine
 from ..errors import CSDRuntimeError, CSDValueError
 from ..muon.newton_schulz import Orthogonal, check_matrix
+from ..params.entries import drop_left_behind
 from ..params.grad_source import GradSource
 from ..params.groups import Groups, members
 from ..params.param_state import ParamState
@@ -147,6 +148,7 @@ def _plan_for(
         return plan
     if any(id(p) not in state_map.param_states for p in params):
         joining = set(map(id, params)).difference(state_map.param_states)
+        drop_left_behind(groups, state_map.state, state_map.param_states, state_map.rule_of)
         state_map.join(engine, groups, joining, grad_dtype)
     param_states = [state_map.param_states[id(p)] for p in params]
     table = np.zeros(engine.tiles.n_params, PARAM)

@@ -143,7 +143,7 @@ class StoreFile:
         self._next_fd = -1  # of a file that will replace this one
         close_in_children(self)
         self.end: int = 2 * PAGE
-        self._unused = Unused()
+        self.unused: Unused = Unused()
         self.recovered: list[Contents] = []
         self.in_doubt: bool = False  # a flush has failed, and what it should have covered was not read back since
         self.lost: str = ""  # why the last step will never be committed here
@@ -346,7 +346,7 @@ class StoreFile:
                 self._open_direct()
         unit = max(PAGE, mmap.PAGESIZE)  # tiles are mapped from here
         size = round_up(size, unit)
-        unused = self._unused.take(size, unit)
+        unused = self.unused.take(size, unit)
         offset = round_up(self.end, unit) if unused is None else unused
         try:
             self._reserve(self.fd, offset, size, what)
@@ -421,7 +421,7 @@ class StoreFile:
         """
         commit_trace.note("gives back", store=self, offset=offset, size=size)
         if size and punch_hole(self.fd, offset, size) == 0:
-            self._unused.add(offset, size)
+            self.unused.add(offset, size)
 
     def undo_allocate(self, offset: int, size: int) -> None:
         """Free what allocate() has returned. Raises CSDOSError; that space is then allocated again, or unused."""

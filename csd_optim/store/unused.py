@@ -14,6 +14,11 @@ class Unused:
         self._parts: list[tuple[int, int]] = []  # offset and size (bytes), ascending, none of which touch
         self._lock = threading.Lock()
 
+    @property
+    def nbytes(self) -> int:
+        with self._lock:
+            return sum(size for _, size in self._parts)
+
     def add(self, offset: int, size: int) -> None:
         with self._lock:
             found: list[tuple[int, int]] = []

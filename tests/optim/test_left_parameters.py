@@ -389,7 +389,8 @@ class History:
         if self.is_exact:
             assert torch.equal(mine, other), what
         else:
-            assert (mine - other).norm() <= 1e-6 * other.norm() + 1e-9, (what, mine, other)
+            # Terms of exp_avg may cancel: their rounding, at gradients of about 1, is what remains.
+            assert (mine - other).norm() <= 1e-6 * other.norm() + 1e-7, (what, mine, other)
 
     def check_space(self):
         """The store has what is in groups or in `state`, and one tile of each of these parameters may be of others."""
@@ -531,6 +532,14 @@ def test_a_tile_is_freed_with_the_last_of_its_parameters(tmp_path, state_dtype):
     assert facts["allocated_bytes"] <= facts["file_bytes"] - free + METADATA
     [verdict] = verify([tmp_path])
     assert (verdict.tiles, verdict.unchecked, verdict.damage) == (3, 0, [])
+    groups = [{"params": []}, {"params": params_of(opt)}]
+    with CSDAdam(groups, devices=tmp_path, resume=True, state_dtype=state_dtype) as again:
+        again.add_param_group({"params": parameters((300,))})
+        train(again)
+        again.synchronize()
+        rest = again.stats()["devices"][0]["free_bytes"]
+    assert rest < free  # the parameter that joined has got some of it
+    assert describe_store(tmp_path)["free_bytes"] == rest
 
 
 @pytest.mark.parametrize("devices", ["ram:", "file:?scratch=1", "named"])
