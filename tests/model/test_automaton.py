@@ -596,8 +596,6 @@ EDITED = {
     "it is of sequence and round (5, 2)": ({"do": "publish begins", "round": 2}, {"sequence": 5}, None),
     "it is no round that waits": ({"do": "confirms", "round": 2}, {}, "round 3"),
     "all ranks have that round": ({"do": "confirms", "round": 2}, {"do": "withdraws"}, "round 3"),
-    "space is given back that copy 1": ({"do": "confirms", "round": 2}, {"do": "gives back"}, "behind it"),
-    "space is given back, and this commit may not": ({"do": "confirms", "round": 2}, {"do": "gives back"}, None),
     "it is there already": ({"do": "publish begins", "round": 2, "copy": 0}, {}, "round 3"),
     "it was withdrawn": ({"do": "publish begins", "round": 3}, {}, "end"),
     "that is no part of a resume": ({"do": "publish begins", "round": 3}, {"do": "discards newer"}, "end"),

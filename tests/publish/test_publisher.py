@@ -193,6 +193,29 @@ def test_groups_that_join_and_steps_that_are_skipped(backend, tmp_path, devices)
         t.steps(2, without=())
 
 
+@pytest.mark.parametrize("state_dtype", ["fp32", "8bit"])
+def test_parameters_that_leave_and_return(backend, state_dtype, tmp_path, devices):
+    """One goes on as another tensor with its states; a group leaves without them, and its space goes to the others."""
+    model = Model()
+    groups = [
+        {"params": [model.embedding, model.odd, model.one, model.transposed]},
+        {"params": [model.late, model.bias]},
+    ]
+    options = {"model": model, "params": groups, "state_dtype": state_dtype, "tile_size": 4096}
+    with Published(tmp_path / "policy", devices, **options) as t:
+        t.steps(2, without=())
+        left = t.opt.param_groups.pop()
+        for p in left["params"]:
+            del t.opt.state[p]
+        t.steps(1, without=())
+        old, model.odd = model.odd, torch.nn.Parameter(model.odd.detach().clone())
+        t.opt.param_groups[0]["params"][1] = model.odd
+        t.opt.state[model.odd] = t.opt.state.pop(old)
+        t.steps(2, without=())
+        t.opt.add_param_group({"params": left["params"]})
+        t.steps(2, without=())
+
+
 class Strided(torch.nn.Module):
     """One parameter that fills its memory, and one of some columns of a matrix."""
 
