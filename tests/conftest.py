@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 from model.automaton import Refused
-from support import cards, commit_traces, emulated, far, phases, served
+from support import cards, commit_traces, emulated, far, phases, served, times
 from support.backends import BACKENDS, NEAR, TESTS, XRT_BACKENDS, device_strings, on_cards
 from support.states import assume, assumed
 from support.tiers import TIERS, of_tier
@@ -44,6 +44,8 @@ def pytest_configure(config):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     config.pluginmanager.register(cards.Suites(config), "suites")
+    if config.getoption("--times"):
+        config.pluginmanager.register(times.Times(), "times")
 
 
 def pytest_addoption(parser):
@@ -72,6 +74,7 @@ def pytest_addoption(parser):
     )
     parser.addoption("--tier", default="ci", choices=TIERS, help="which tests: see tests/support/tiers.py")
     parser.addoption("--shuffle", type=int, metavar="SEED", help="run the files in this random order")
+    parser.addoption("--times", action="store_true", help="print where the time went: support/times.py")
     parser.addoption("--beyond", choices=TIERS, help="leave out what this tier runs")
 
 
