@@ -260,7 +260,7 @@ def describe_store(path: Path, tbw_bytes: int | None = None) -> dict[str, Any]:
         "total_params": total,
         "file_bytes": stat.st_size,
         "allocated_bytes": 512 * stat.st_blocks,
-        "free_bytes": sum(size for _, size in contents.unused()) if contents.has_freed else 0,
+        "free_bytes": sum(size for _, size in contents.unused()),
         "bytes_per_param": 512 * stat.st_blocks / max(1.0, total * share),
         "tiles": {
             "count": len(slots),

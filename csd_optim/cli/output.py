@@ -204,7 +204,9 @@ def show_store(described: dict[str, Any], everything: bool) -> None:
     owner = f", in use by process {described['owner']}" if described["owner"] is not None else ""
     closed = describe_end(described)
     of_rank = f", of rank {described['rank']} of {described['world_size']}" if described["world_size"] > 1 else ""
-    tiles, params, origin = described["tiles"], described["params"], described["origin"]
+    tiles, origin = described["tiles"], described["origin"]
+    present = [p for p in described["params"] if p["group"] >= 0]  # the others have left the optimizer
+    params = described["params"] if everything else present
     if origin:
         was = f"{origin['world_size']} ranks" if origin["world_size"] > 1 else "a process on its own"
         origin = f"made from store {origin['store_id']} of {was}, at step {origin['step']}"
@@ -224,7 +226,7 @@ def show_store(described: dict[str, Any], everything: bool) -> None:
                 ),
                 *([("origin", origin)] if origin else []),
                 ("step", f"{described['step']}{owner or ', ' + closed}"),
-                ("model", f"{len(params)} parameters of {number(described['total_params'])} elements on all devices"),
+                ("model", f"{len(present)} parameters of {number(described['total_params'])} elements on all devices"),
                 ("updated by", _rules_text(described["rules"])),
                 *zip(("states", *[""] * len(described["states"])), states_text(described["states"]), strict=False),
                 (

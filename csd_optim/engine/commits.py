@@ -111,15 +111,15 @@ class Commits(Committer):
             self.manifests.written, self._changed = False, True
 
     def free(self, params: Sequence[int], tiles: np.ndarray[Any, Any]) -> None:
-        spaces = {*self.states.spaces_of(tiles.tolist()), *self.residuals.free(params)}
+        spaces = {*self.states.spaces_of(tiles), *self.residuals.free(params)}
         commit_trace.note("parameters leave", committer=self, spaces=spaces)
         self._freed |= spaces
         self.note_freed(tiles)
         self.manifests.written, self._changed = False, True
 
     def note_freed(self, tiles: np.ndarray[Any, Any]) -> None:
-        for tile in tiles.tolist():
-            self.manifests.free(*self.states.tiles.place_of(tile))
+        for extent, device, numbers in self.states.tiles.by_place(tiles):
+            self.manifests.free(extent, device, numbers.tolist())
 
     def adopt_residuals(self, residuals: dict[int, torch.Tensor]) -> None:
         super().adopt_residuals(residuals)

@@ -181,10 +181,10 @@ class Committer:
         """Give back the disk space of `params`, which have left, and their `tiles`, once a resume finds no commit that
         names it.
         """
-        self.states.devices.give_back(self.states.spaces_of(tiles.tolist()))
+        self.states.devices.give_back(self.states.spaces_of(tiles))
 
     def note_freed(self, tiles: np.ndarray[Any, Any]) -> None:
-        """Note that the last commit says that these tiles were freed."""
+        """Let commits say from now on that these tiles (uint32, ascending) were freed."""
 
     # ---- snapshots ---------------------------------------------------------------
 

@@ -112,7 +112,7 @@ class Engine:
         """Give back the states of parameters that have left: memory at once, disk space when no commit names it.
 
         Tiles are given back as a whole, with the last of their parameters. Between steps, and after
-        `committer.before_joining_or_leaving()`. Call `committer.describe()` next.
+        `committer.before_joining_or_leaving()`, and when `committer.describe()` has told that they have left.
         """
         self.check_open()
         self.committer.free(params, self.states.free(params))

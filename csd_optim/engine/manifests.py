@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -68,11 +68,12 @@ class Manifests:
             self.extents_on[device].append(about)
             self.tiles_bytes[device] += tile_entry(about).itemsize * about["tiles"]
 
-    def free(self, extent: int, device: int, number: int) -> None:
-        """Note that a tile was freed. `number`: among those of the extent on the device."""
-        for d, extents in enumerate(self.extents_on):
-            freed = {*extents[extent].get("freed", ()), *([number] if d == device else [])}
-            extents[extent]["freed"] = sorted(freed)
+    def free(self, extent: int, device: int, numbers: Iterable[int]) -> None:
+        """Note which tiles of an extent on a device were freed. `numbers`: among all that it has there."""
+        for extents in self.extents_on:
+            extents[extent].setdefault("freed", [])
+        about = self.extents_on[device][extent]
+        about["freed"] = sorted({*about["freed"], *numbers})
 
     def version(self, rooms: Mapping[int, Room]) -> int:
         """Return the version of the store format that has all features in use."""

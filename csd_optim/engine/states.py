@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -85,7 +85,7 @@ class States:
             codec=extent.codec,
             param_dtype=extent.param_dtype,
         )
-        self.tiles.extents.append(extent)
+        self.tiles.add(extent)
         self.steps.append(np.zeros(len(extent.numels), np.float32))
         self.offsets.append(offsets)
         self.gone = np.append(self.gone, np.zeros(len(extent.numels), bool))
@@ -95,12 +95,11 @@ class States:
         self.truth.extend(extent, new=of_store is None, has_windows=has_windows)
 
     def free(self, params: Sequence[int]) -> np.ndarray[Any, Any]:
-        """Forget the states of parameters that have left; return the tiles that have none any more: ascending, uint32.
+        """Forget the states of parameters that have left, and free their memory. Between steps.
 
-        Their memory is freed at once. Between steps.
+        Returns the tiles whose last parameters these were: uint32, ascending.
         """
         self.gone[params] = True
-        self.windows.forget({*params})
         self.decoded.forget(params)
         of_any = self.tiles.of(params)
         of_any = of_any[~self.freed[of_any]].tolist()
@@ -109,17 +108,22 @@ class States:
         return freed
 
     def free_tiles(self, tiles: np.ndarray[Any, Any]) -> None:
-        """Free the memory of these tiles (uint32), which have no states any more."""
+        """Free the memory of these tiles (uint32, ascending), which have no states any more."""
         if len(tiles):
             self.freed[tiles] = True
             self.native.free_tiles(tiles)
             self.truth.free(tiles)
+            for e, _, _ in self.tiles.by_place(tiles):
+                extent = self.tiles.extents[e]
+                if self.freed[extent.first_tile : extent.first_tile + extent.n_tiles].all():
+                    self.windows.drop(e)
 
-    def spaces_of(self, tiles: Iterable[int]) -> Iterator[Space]:
-        """Yield where the slots of each tile are."""
-        for e, device, number in map(self.tiles.place_of, tiles):
+    def spaces_of(self, tiles: np.ndarray[Any, Any]) -> Iterator[Space]:
+        """Yield where the slots of these tiles (uint32, ascending) are: one space for those that follow each other."""
+        for e, device, numbers in self.tiles.by_place(tiles):
             size = self.tiles.extents[e].slots * self.tiles.extents[e].slot_bytes
-            yield Space(device, self.offsets[e][device] + number * size, size)
+            for run in np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1):
+                yield Space(device, self.offsets[e][device] + int(run[0]) * size, len(run) * size)
 
     def slots_of(self, extent: Extent) -> Sums:
         """Return the TILE_STATE of each tile of an extent, and the checksums, uint32 (tiles, chunks, sections)."""

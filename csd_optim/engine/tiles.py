@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ class Tiles:
 
     def __init__(self) -> None:
         self.extents: list[Extent] = []
+        self._first_tiles: list[int] = []  # of these extents
         self._by_param: Pieces | None = None
 
     @property
@@ -41,17 +43,29 @@ class Tiles:
     def extent_with(self, param: int) -> Extent:
         return next(e for e in reversed(self.extents) if e.first_param <= param)
 
-    def extent_of(self, tile: int) -> Extent:
-        for extent in self.extents:  # a generator would take three times as long, and this is called for each tile
-            if tile < extent.first_tile + extent.n_tiles:
-                return extent
-        raise IndexError(tile)
+    def add(self, extent: Extent) -> None:
+        self.extents.append(extent)
+        self._first_tiles.append(extent.first_tile)
 
-    def place_of(self, tile: int) -> tuple[int, int, int]:
-        """Return the index of a tile's extent, its device, and its number among the tiles of both."""
-        extent = self.extent_of(tile)
-        device, here = self.device_of(tile), tile - extent.first_tile
-        return self.extents.index(extent), device, int((extent.devices[:here] == device).sum())
+    def extent_of(self, tile: int) -> Extent:
+        """Return the extent of a tile. Raises IndexError."""
+        extent = self.extents[bisect_right(self._first_tiles, tile) - 1]
+        if tile - extent.first_tile >= extent.n_tiles:
+            raise IndexError(tile)
+        return extent
+
+    def by_place(self, tiles: np.ndarray[Any, Any]) -> Iterator[tuple[int, int, np.ndarray[Any, Any]]]:
+        """Yield for each extent and device that have any of `tiles` (ascending): their numbers among all that it has.
+
+        That is the extent's index, the device, and the numbers, ascending.
+        """
+        of_extent = np.searchsorted(self._first_tiles, tiles, side="right") - 1
+        for e in np.unique(of_extent).tolist():
+            extent = self.extents[e]
+            here = tiles[of_extent == e].astype(np.int64) - extent.first_tile
+            for device in np.unique(extent.devices[here]).tolist():
+                on_device = np.flatnonzero(extent.devices == device)
+                yield e, device, np.flatnonzero(np.isin(on_device, here, assume_unique=True))
 
     def device_of(self, tile: int) -> int:
         """Return the device of a tile, or of a second pass over it (PASS_2)."""

@@ -37,12 +37,12 @@ class Windows:
         `param`: numbered within the extent. Reading the tensor reads the device; for writes see Truth.
         """
         n, start = extent.numels[param], extent.starts[param]
-        if n == 0:
-            window = torch.empty(0, dtype=dtype, device="cpu")
-        else:
-            buffer = self._buffers[self._tiles.extents.index(extent)][section]
-            count = n // 2 if dtype.is_complex else n
-            window = torch.frombuffer(buffer, dtype=dtype, count=count, offset=4 * start)
+        buffers = self._buffers[self._tiles.extents.index(extent)] if n else []
+        count = n // 2 if dtype.is_complex else n
+        if buffers:
+            window = torch.frombuffer(buffers[section], dtype=dtype, count=count, offset=4 * start)
+        else:  # it has no elements, or they were freed
+            window = torch.empty(count, dtype=dtype, device="meta" if n else "cpu")
         self.watch(extent.first_param + param, window)
         return window
 
@@ -60,6 +60,10 @@ class Windows:
             if handed[0] not in params
         ]
         self._handed_out, self._known_versions = [h for h, _ in kept], [k for _, k in kept]
+
+    def drop(self, extent: int) -> None:
+        """Unmap the windows of an extent whose tiles are all freed, once no tensor refers to them."""
+        self._buffers[extent] = []
 
     def keep_alive(self, keeper: object) -> None:
         """Keep `keeper` alive as long as any window is alive."""

@@ -128,8 +128,6 @@ class StatesOnDevices(Optimizer):
 
     @state.setter
     def state(self, value: defaultdict[torch.Tensor, Any]) -> None:
-        if value is not self._state_map.state:
-            self._state_map.former.add(self._state_map.state)
         self._state_map.state = value
 
     def state_dict(self) -> dict[str, Any]:

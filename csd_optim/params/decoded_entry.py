@@ -28,6 +28,12 @@ class DecodedEntry(dict[str, Any]):
         self._names -= values.keys()
         self._decoded -= values.keys()
 
+    def keep_decoded(self, decode: Callable[[], dict[str, torch.Tensor]]) -> None:
+        """Make what this very `decode` provides plain values."""
+        if self._decode == decode and self._decoded:
+            values = decode()
+            self.set_plain({key: values[key] for key in self._decoded})
+
     @property
     def decoder(self) -> Callable[[], dict[str, torch.Tensor]]:
         """What decodes those of its values that no assignment has replaced."""

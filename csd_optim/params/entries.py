@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
-from collections.abc import Collection, Mapping, MutableMapping
+import weakref
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
 
 from ..errors import CSDWarning, users_stacklevel
+from ..grad_modes import no_autograd
 from .decoded_entry import DecodedEntry
 from .groups import Groups, members, name_of
 from .param_state import ParamState, left_behind
@@ -61,22 +62,25 @@ def drop_left_behind(
         warnings.warn(f"{text}. Resize 'residual' in its state as well", CSDWarning, users_stacklevel())
 
 
-class FormerStates:
-    """Dicts that were `state` before a program assigned another one, which it may assign again."""
+class Held:
+    """What `state` has shown of parameters that leave, and a program may still hold: tensors, and decoded entries.
 
-    def __init__(self) -> None:
-        self._former: list[Any] = [{}]  # the first one is ours alone
+    As with AdamW, it keeps its values: it gets memory of its own. Raises CSDError if decoded states cannot be read.
+    """
 
-    def add(self, state: MutableMapping[torch.Tensor, Any]) -> None:
-        self._former.append(state)
+    def __init__(self, places: Iterable[ParamState]) -> None:
+        self._tensors = [weakref.ref(tensor) for place in places for tensor in place.shown_windows()]
+        for place in places:
+            if (entry := place.shown_entry()) is not None:
+                entry.keep_decoded(place.decode)
 
-    def held(self, now: object) -> list[Any]:
-        """Return those that somebody else still has, and forget the others. `now`: what is `state`."""
-        self._former = [state for state in self._former if state is not now]
-        counts = [*map(sys.getrefcount, self._former)]  # a dict cannot have weak references
-        held = [state for state, n in zip(self._former, counts, strict=True) if n > counts[0]]
-        self._former[1:] = held
-        return held
+    @no_autograd()
+    def copy(self) -> None:
+        """Copy the tensors that are still alive; call it when nothing here refers to them any more."""
+        for tensor in (ref() for ref in self._tensors):
+            if tensor is not None:
+                local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+                local.data = local.clone()
 
 
 def _address(t: torch.Tensor) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from ..distributed.sharding import Partition
+from ..distributed.sharding import UNSHARDED, Partition
 from ..store.check import UNNAMED_RULE, rule_named
 from ..store.format import Contents, Record
 from ..store.layout import Extent
@@ -32,7 +32,8 @@ def manifest(
     params = []
     for state, (extent, start) in zip(param_states, state_map, strict=True):
         k, i = place_of.get(id(state.param), (-1, -1)) if state.alive else (-1, -1)
-        about = {"name": state.name, "group": k, "position": i, **describe_param(state.param, state.part)}
+        part = state.part if state.alive else UNSHARDED
+        about = {"name": state.name, "group": k, "position": i, "shape": [], **_dtype_and_whole(state.param, part)}
         # Not the parameter's shape: it may have been resized in place, and got another place.
         about |= {"shape": list(state.own_master.shape), "stride": list(state.stride)}
         about |= {"extent": extent, "start": start, "numel": state.numel}
@@ -103,8 +104,11 @@ def codec_difference(stored: dict[str, Any], groups: Groups, codec_of: CodecOf) 
 
 def describe_param(p: torch.Tensor, part: Partition) -> dict[str, Any]:
     """Return what the manifest says of a parameter's part on this process: shape, dtype, and of what it is a part."""
-    shape = None if is_lazy(p) else list(part.of(p).shape)
-    return {"shape": shape, "dtype": str(p.dtype).removeprefix("torch."), **part.manifest_fields()}
+    return {"shape": None if is_lazy(p) else list(part.of(p).shape), **_dtype_and_whole(p, part)}
+
+
+def _dtype_and_whole(p: torch.Tensor, part: Partition) -> dict[str, Any]:
+    return {"dtype": str(p.dtype).removeprefix("torch."), **part.manifest_fields()}
 
 
 def digest_of_groups(groups: Groups, part_of: PartOf) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,6 +64,7 @@ class ParamState:
     # Version and address of `param` after the last step. If they differ now, the parameter is examined again.
     version: int = -1
     pointer: int = -1
+    _entry: weakref.ref[DecodedEntry] | None = None  # the last one made
     local: torch.Tensor = field(init=False)  # the part itself, as of the last `refresh()`
     # The dtype that a contiguous gradient must have so that the engine can access it and the parameter in place; None:
     # it cannot.
@@ -109,18 +111,27 @@ class ParamState:
     def decode(self) -> dict[str, torch.Tensor]:
         """Return the decoded states as `state` shows them, by name: the same dict until they change.
 
-        Those of a parameter that has left are zeros.
+        Raises CSDRuntimeError if it has left.
         """
         if self.decoded is None:
-            dtype = self.own_master.dtype
-            return {name: torch.zeros(self.own_master.shape, dtype=dtype, device="cpu") for name in self.sections}
+            raise CSDRuntimeError(f"{self.name} has left the optimizer, and its states were freed")
         return self.decoded.views(self.index, lambda state: self.part.show(self._view(state)))
 
     def entry(self, others: Mapping[str, Any]) -> DecodedEntry:
         """Return the entry in `state` of decoded states. `others`: values in it that are not ours, to keep."""
         entry = DecodedEntry(("step", *self.sections[1:], self.sections[0]), self.decode)
         entry.set_plain({**others, **self.shown})
+        self._entry = weakref.ref(entry)
         return entry
+
+    def shown_entry(self) -> DecodedEntry | None:
+        """Return the last entry() if anybody holds it."""
+        return self._entry() if self._entry else None
+
+    def shown_windows(self) -> list[torch.Tensor]:
+        """Return what is shown of its windows: not of tensors on the accelerator, nor the parameter itself."""
+        keys = () if self.on_accelerator or self.decoded else self.sections[self.in_place :]
+        return [self.shown[key] for key in keys if key in self.shown]
 
     def is_shown_by(self, entry: Mapping[str, Any]) -> bool:
         """Return whether this entry of `state` holds exactly our tensors, so that none was replaced."""

@@ -21,7 +21,7 @@ from ..store.check import rule_named
 from ..store.sections import FP32
 from . import accelerated
 from .decoded_entry import DecodedEntry
-from .entries import FormerStates, drop_left_behind, keep_apart
+from .entries import Held, drop_left_behind, keep_apart
 from .groups import Groups, check_state_dtype, members, name_of
 from .manifest import manifest
 from .memory_warnings import LOADED, REPLACED, bytes_in_memory, warn_if_large
@@ -47,7 +47,6 @@ class StateMap:
         self.state_dtype = state_dtype
         self.part_of: Callable[..., Partition] = functools.partial(part_of, ranks=ranks, sharded=sharded)
         self.state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
-        self.former: FormerStates = FormerStates()
         self.param_states: dict[int, ParamState] = {}  # by id(param); each holds its parameter, so ids stay unique
         self.by_index: list[ParamState] = []  # by the engine's index of the parameter
         self.unfilled: dict[ParamState, bool] = {}  # places still to be filled → do they read as zero?
@@ -298,11 +297,11 @@ class StateMap:
         As with AdamW, a parameter that is in no group keeps its states as long as its entry is there. Raises
         CSDOSError if the last step cannot be committed, which has them; the next call tries again.
         """
-        here, former = {id(p) for _, _, p in members(groups)}, self.former.held(self.state)
-        outside = [s for key, s in self.param_states.items() if key not in here]
-        left = [s for s in outside if not any(state.get(s.param) for state in (self.state, *former))]
+        here = {id(p) for _, _, p in members(groups)}
+        left = [s for key, s in self.param_states.items() if key not in here and not self.state.get(s.param)]
         if gone := left + self._abandoned:
-            engine.committer.before_joining_or_leaving()  # if this raises, the next step frees them
+            engine.committer.before_joining_or_leaving()  # if this or the next one raises, the next step frees them
+            held = Held(gone)
             keep_apart(self.state, self.param_states, gone)
             self.remember()
             for param_state in left:
@@ -313,15 +312,16 @@ class StateMap:
                 engine.committer.drop_residual(param_state.index)
                 accelerated.drop_copy(engine, param_state)
                 param_state.leave()
-            try:
-                engine.free([param_state.index for param_state in gone])
-            finally:  # no commit may say any more that they have states
-                self._described = None
-                self.describe(engine, groups)
+            indices = [param_state.index for param_state in gone]
+            engine.windows.forget({*indices})
+            held.copy()
+            self._described = None
+            self.describe(engine, groups)  # first: no manifest may say that a parameter is in a freed tile
+            engine.free(indices)
             trim_memory()
             self.changes += 1
             self.count_near(engine)
-        self.may_have_left = bool(former)
+        self.may_have_left = False
 
     def saved(self) -> Callable[[Engine, Groups], None]:
         """Return a function that undoes what a load changes here, once the engine's states are what they are now.
@@ -424,8 +424,5 @@ class StateMap:
                     "residual", residual.as_strided(param_state.own_master.shape, param_state.stride)
                 )
             self.show(param_state)
-        if self._abandoned:
-            # No commit may take checksums of their tiles, whose space may have been given back.
-            engine.states.free([param_state.index for param_state in self._abandoned])
-            self.may_have_left = True  # the next step gives it back, in case that was not done
+        self.may_have_left = bool(self._abandoned)
         self.remember()

@@ -209,6 +209,7 @@ class OwnerRequests:
 
     def _on_free(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
         self._no_step()
+        self._engine.committer.before_joining_or_leaving()
         self._engine.free(self._rows(fields))
         return DONE
 

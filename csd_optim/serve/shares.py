@@ -44,7 +44,7 @@ class Share:
 
     def add(self, extent: Extent, numbers: np.ndarray[Any, Any], parts: np.ndarray[Any, Any]) -> None:
         """Add what the owner has of an extent of the trainer's, which is `extent` there."""
-        self.tiles.extents.append(extent)
+        self.tiles.add(extent)
         self.numbers = np.append(self.numbers, numbers).astype(np.uint32)
         self.parts = np.append(self.parts, parts)
 

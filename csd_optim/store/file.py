@@ -327,7 +327,7 @@ class StoreFile:
             self.publish(Staged(block, manifest, table), copy)
         with self.wrapping_errors("shrink"):
             os.ftruncate(self.fd, self.end)
-        for space in commit.unused() if commit.has_freed else ():
+        for space in commit.unused():
             self.give_back(*space)
 
     def allocate(self, size: int, what: str = STATE) -> int:

@@ -269,11 +269,12 @@ def tiles_on(extent: dict[str, Any], n: int, device: int, devices: int) -> Seque
 
 
 def areas_of(extent: dict[str, Any]) -> list[tuple[int, int]]:
-    """Return where the tiles of an extent that were not freed begin and end on this device: one or several areas."""
+    """Return where the tiles of an extent that were not freed begin and end on this device, in order.
+
+    No areas if the extent has no tiles there, wherever it begins: others may have got that place.
+    """
     begin, size = extent["file_offset"], extent["slots"] * size_of(sections_of(extent))
-    if "freed" not in extent:
-        return [(begin, begin + size * extent["tiles"])]
-    ends = [-1, *extent["freed"], extent["tiles"]]
+    ends = [-1, *extent.get("freed", ()), extent["tiles"]]
     return [(begin + size * (a + 1), begin + size * b) for a, b in pairwise(ends) if a + 1 < b]
 
 
@@ -343,16 +344,13 @@ class Contents:
         """The byte of the file at which the last of its areas ends."""
         return max(end for _, end in self._areas())
 
-    @property
-    def has_freed(self) -> bool:
-        """Whether tiles were freed, so that there may be unused parts."""
-        return any("freed" in extent for extent in self.manifest["extents"])
-
     def unused(self) -> list[tuple[int, int]]:
-        """Return the parts of the file before `end` that nothing is in: offset and size, ascending."""
-        areas = sorted(self._areas())
+        """Return the parts of the file before `end` that were given back: offset and size, ascending."""
+        if not any(p["group"] < 0 for p in self.manifest["params"]):
+            return []
+        areas = sorted(self._areas())  # they do not overlap
         gaps = ((end, begin - end) for (_, end), (begin, _) in pairwise(areas))
-        return [(offset, size) for offset, size in gaps if size > 0]
+        return [(offset, size) for offset, size in gaps if size]
 
     def _areas(self) -> Iterator[tuple[int, int]]:
         """Yield where the areas of the file begin and end."""
@@ -417,6 +415,10 @@ def checked_manifest(manifest: dict[str, Any], block: Superblock, size: int) -> 
             dtype = "float32" if p["dtype"] == "complex64" else p["dtype"]
             valid = p["start"] % GROUP == 0 and (dtype == codes_of or p["group"] < 0)
             require(valid, f"parameter {p['name']} is {dtype} and lies from {p['start']} on in codes of {codes_of}")
+    present: dict[int, list[dict[str, Any]]] = {}  # the parameters that have not left, by extent
+    for p in manifest["params"]:
+        if p["group"] >= 0:
+            present.setdefault(p["extent"], []).append(p)
     for e, n in enumerate(all_tiles(manifest)):
         extent = manifest["extents"][e]
         require("shares" not in extent or n * block.devices <= MAX_TILES, f"extent {e} has {n} tiles")
@@ -425,10 +427,9 @@ def checked_manifest(manifest: dict[str, Any], block: Superblock, size: int) -> 
         require(here == 0 or numbers[-1] < n, f"extent {e} has {n} tiles, and not number {max(numbers, default=0)}")
         require(extent["tiles"] == here, f"{extent['tiles']} tiles of extent {e} are here, not {here}")
         freed = {numbers[j] for j in extent.get("freed", ())}
-        for p in manifest["params"] if freed else ():
-            if p["extent"] == e and p["group"] >= 0:
-                tiles = range(p["start"] // extent["tile_elems"], -(-(p["start"] + p["numel"]) // extent["tile_elems"]))
-                require(freed.isdisjoint(tiles), f"parameter {p['name']} lies in a tile that was freed")
+        for p in present.get(e, ()) if freed else ():
+            tiles = range(p["start"] // extent["tile_elems"], -(-(p["start"] + p["numel"]) // extent["tile_elems"]))
+            require(freed.isdisjoint(tiles), f"parameter {p['name']} lies in a tile that was freed")
     for p in manifest["waiting"]:
         check_param(p, block.devices, is_waiting=True)
     require(has_rules(manifest) == (RULES in features), "parameters have rules, but not as a feature, or the reverse")

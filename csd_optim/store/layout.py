@@ -68,7 +68,7 @@ class ExtentRequest(NamedTuple):
     tile_elems: int | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Extent:
     """The parameters that joined together, and their layout."""
 

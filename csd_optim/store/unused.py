@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 
 from .layout import round_up
 
@@ -21,14 +22,15 @@ class Unused:
 
     def add(self, offset: int, size: int) -> None:
         with self._lock:
-            found: list[tuple[int, int]] = []
-            for begin, room in sorted([*self._parts, (offset, size)]):
-                before, end = (found[-1][0], sum(found[-1])) if found else (0, -1)
-                if begin <= end:
-                    found[-1] = before, max(end, begin + room) - before
-                else:
-                    found.append((begin, room))
-            self._parts = found
+            first = last = bisect_left(self._parts, (offset, 0))
+            end = offset + size
+            if first and sum(self._parts[first - 1]) >= offset:
+                first -= 1
+                offset, end = self._parts[first][0], max(end, sum(self._parts[first]))
+            while last < len(self._parts) and self._parts[last][0] <= end:
+                end = max(end, sum(self._parts[last]))
+                last += 1
+            self._parts[first:last] = [(offset, end - offset)]
 
     def take(self, size: int, unit: int) -> int | None:
         """Return the offset, a multiple of `unit`, of the first part of this size; None if there is none."""

@@ -434,8 +434,8 @@ int csd_engine_go_back(csd_engine *engine, const uint32_t *tiles, uint32_t n, cs
 
 /* Gives `n` tiles back, whose parameters are all gone: frees their memory, and from then on uses neither their windows,
  * which read as zeros, nor their slots, which the caller may give to other tiles. They belong to no further step, have no
- * checksums, and count as none of csd_engine_tiles' states. Between steps only. Returns CSD_EINVAL, and changes nothing,
- * for a tile that does not exist. */
+ * checksums, and count as none of csd_engine_tiles' states. Once all tiles of an extent are freed, the caller may unmap
+ * its windows. Between steps only. Returns CSD_EINVAL, and changes nothing, for a tile that does not exist. */
 int csd_engine_free_tiles(csd_engine *engine, const uint32_t *tiles, uint32_t n, csd_error *error);
 
 /* Returns memory that is not in use to the system. The allocator keeps what lies below any block that is in use. */

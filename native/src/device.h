@@ -24,7 +24,7 @@ struct Codes;
 constexpr uint32_t kNoSlot = UINT32_MAX;
 
 struct Tile {
-  uint32_t index = 0, device = 0;
+  uint32_t index = 0, device = 0, extent = 0;
   uint32_t states = 3;             // number of states per element
   Layout layout;                   // how the states are stored
   uint32_t param_dtype = CSD_F32;  // for codes

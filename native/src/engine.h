@@ -204,6 +204,7 @@ class Engine {
   std::list<Pool::Task> feed_back_tasks();
   std::list<Pool::Task> sum_tasks();
   void wait_writes(Lock &);
+  void discard_freed(uint32_t extent);
   void add_tiles(const csd_extent &, const Layout &, const std::vector<uint32_t> &device, float *const *window);
   void map_windows(Tile &, bool open);
   const char *slot_of(Tile &);

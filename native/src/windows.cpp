@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <set>
 #include <utility>
 
 #include "engine.h"
@@ -134,6 +135,7 @@ void Engine::add_tiles(const csd_extent &e, const Layout &layout, const std::vec
     Tile &t = tiles_.emplace_back();
     t.index = first_tile + i;
     t.device = device[i];
+    t.extent = static_cast<uint32_t>(pieces_.size() - 1);
     t.states = e.sections;
     t.layout = layout;
     t.param_dtype = e.param_dtype;
@@ -199,6 +201,7 @@ void Engine::free_tiles(const uint32_t *tiles, uint32_t n) {
     if (tiles[i] >= tiles_.size()) throw Failure{CSD_EINVAL, "no tile " + std::to_string(tiles[i])};
   wait_ops(lock);
   decoded_ = {};
+  std::set<uint32_t> changed;
   for (uint32_t i = 0; i < n; i++) {
     Tile &t = tiles_[tiles[i]];
     if (std::exchange(t.freed, true)) continue;
@@ -209,18 +212,37 @@ void Engine::free_tiles(const uint32_t *tiles, uint32_t n) {
       unwritten_.erase(unwritten);
     }
     drop_cached(t);
-    const bool resident = lanes_[t.device].device->resident();
-    for (uint32_t s = 0; s < t.layout.n() && !t.layout.coded(); s++) {
-      if (resident) discard_pages(t.window[s], t.layout.bytes(s));
-      else map_nothing(t.window[s], t.layout.bytes(s));
-    }
-    if (t.codes) {
-      discard_pages(t.codes, t.layout.bytes() - t.layout.bytes(0));
-      discard_pages(t.first_section, t.layout.bytes(0));
-    }
     t.open = t.edited = false;
     t.mapped_slot = t.slot;
     for (Slot &slot : t.slots) slot = {};
+    changed.insert(t.extent);
+  }
+  for (const uint32_t extent : changed) discard_freed(extent);
+}
+
+// Frees the memory of an extent's freed tiles. Neighbours are freed together, since they share pages.
+void Engine::discard_freed(uint32_t extent) {
+  const auto is_before = [](const Tile &t, uint32_t e) { return t.extent < e; };
+  const auto first = std::lower_bound(tiles_.begin(), tiles_.end(), extent, is_before);
+  const auto end = std::lower_bound(first, tiles_.end(), extent + 1, is_before);
+  if (first->layout.coded() && std::all_of(first, end, [](const Tile &t) { return t.freed; })) {
+    resident_codes_[extent] = {};
+    return;
+  }
+  for (auto t = first; t != end;) {
+    const bool resident = lanes_[t->device].device->resident();
+    auto next = t + 1;
+    while (next != end && t->freed && next->freed && lanes_[next->device].device->resident() == resident) next++;
+    const auto n = static_cast<uint64_t>(next - t);
+    for (uint32_t s = 0; t->freed && s < t->layout.n() && !t->layout.coded(); s++) {
+      if (resident) discard_pages(t->window[s], n * t->layout.bytes(s));
+      else map_nothing(t->window[s], n * t->layout.bytes(s));
+    }
+    if (t->freed && t->codes) {
+      discard_pages(t->codes, n * (t->layout.bytes() - t->layout.bytes(0)));
+      discard_pages(t->first_section, n * t->layout.bytes(0));
+    }
+    t = next;
   }
 }
 

@@ -59,7 +59,7 @@ class Model:
         extent = plan_extent(
             numels, 1, first_param=self.tiles.n_params, first_tile=len(self.tiles), codec=codec, **options
         )
-        self.tiles.extents.append(extent)
+        self.tiles.add(extent)
         self.windows.add([bytearray(4 * ELEMS * extent.n_tiles)] * 3 if codec == "fp32" else [])
         self.truth.extend(extent, new=True, has_windows=codec == "fp32")
 

@@ -82,7 +82,7 @@ class Rank:
         self.describe([])
 
     def give_back(self):
-        self.committer.devices.give_back(self.states.spaces_of([3, 4]))
+        self.committer.devices.give_back(self.states.spaces_of(np.arange(3, 5, dtype=np.uint32)))
 
     def step(self):
         engine, n = self.engine, self.states.tiles.n_params

@@ -544,22 +544,23 @@ def test_a_tile_is_freed_with_the_last_of_its_parameters(tmp_path, state_dtype):
 
 @pytest.mark.parametrize("devices", ["ram:", "file:?scratch=1", "named"])
 @pytest.mark.parametrize("state_dtype", ["fp32", "8bit"])
-def test_what_a_program_still_holds_is_nobodys(tmp_path, devices, state_dtype):
+def test_what_a_program_still_holds_keeps_its_values(tmp_path, devices, state_dtype):
+    """As with AdamW. It may return with its parameter; until then nobody else's states are there."""
     devices = str(tmp_path) if devices == "named" else devices
     (p, q), groups = in_own_groups((TILE,), (3 * TILE,))
     with CSDAdam(groups, devices=devices, state_dtype=state_dtype, tile_size=TILE) as opt:
         train(opt, 2)
-        entry, tensor = opt.state[p], opt.state[p]["exp_avg"]
+        entry, tensor, loaded = opt.state[p], opt.state[p]["exp_avg"], opt.state_dict()
+        values = {key: value.clone() for key, value in entry.items()}
+        group = opt.param_groups[0]
         leaves(opt, p)
         train(opt)
         new = parameters((3 * TILE,))
         opt.add_param_group({"params": new})
         train(opt, 2)
-        if state_dtype == "fp32":  # else the tensor was decoded: a copy
-            assert not tensor.any()
-            assert not entry["exp_avg_sq"].any()
-        else:
-            assert not entry["exp_avg_sq"].any()
+        assert torch.equal(tensor, values["exp_avg"])
+        for held in (entry, loaded["state"][0]):
+            assert all(torch.equal(held[key], value) for key, value in values.items())
         states = [opt.state[r]["exp_avg"].clone() for r in (q, *new)]
         tensor.fill_(7)
         entry["exp_avg_sq"].fill_(7)
@@ -567,6 +568,57 @@ def test_what_a_program_still_holds_is_nobodys(tmp_path, devices, state_dtype):
             assert torch.equal(opt.state[r]["exp_avg"], state)
         train(opt)
         assert max(opt.state[r][key].max() for r in (q, *new) for key in ("exp_avg", "exp_avg_sq")) < 6
+        opt.add_param_group(group)
+        opt.state[p] = {**entry, "exp_avg": values["exp_avg"], "exp_avg_sq": values["exp_avg_sq"]}
+        p.grad = torch.zeros_like(p)
+        opt.step()
+        wanted = 0.9 * values["exp_avg"]
+        assert (opt.state[p]["exp_avg"] - wanted).norm() < 0.05 * wanted.norm()
+        assert opt.state[p]["step"] == 3
+
+
+def test_space_around_an_extent_that_has_nothing_on_a_device(tmp_path):
+    """It begins somewhere in each file, and may have no tile there; others get that place."""
+    devices, options = [tmp_path / "a", tmp_path / "b"], {"tile_size": 1024}
+    with CSDAdam(parameters((300,)), devices=devices, **options) as opt:
+        for n in (2048, 1024, 0, 2048):
+            train(opt)
+            opt.add_param_group({"params": parameters((n,))})
+        train(opt)
+        for k in (4, 1):
+            leaves(opt, opt.param_groups[k]["params"][0])
+        train(opt)
+        opt.synchronize()
+        before = [device["free_bytes"] for device in opt.stats()["devices"]]
+        opt.add_param_group({"params": parameters((4096,))})
+        train(opt)
+        opt.synchronize()
+        assert [device["free_bytes"] for device in opt.stats()["devices"]] < before
+        values = [p.detach().clone() for p in params_of(opt)]
+    groups = [{"params": parameters((n,))} for n in (300, 1024, 0, 4096)]
+    with CSDAdam(groups, devices=devices, resume=True, **options) as opt:
+        assert all(map(torch.equal, params_of(opt), values))
+        train(opt)
+    assert all(verdict.damage == [] and verdict.unchecked == 0 for verdict in verify(devices))
+
+
+@pytest.mark.parametrize("state_dtype", ["fp32", "8bit"])
+def test_what_was_aside_at_a_resume_has_left(tmp_path, state_dtype):
+    options = {"devices": tmp_path, "state_dtype": state_dtype, "tile_size": TILE}
+    _, groups = in_own_groups((40 * TILE,), (TILE,))
+    with CSDAdam(groups, **options) as opt:
+        train(opt)
+        aside = opt.param_groups.pop(0)  # with its entry
+        train(opt)
+        assert aside["params"][0] in opt.state
+    before = held_bytes(tmp_path)
+    with CSDAdam(parameters((TILE,)), resume=True, **options) as opt:
+        train(opt, 2)
+        opt.synchronize()
+        free = opt.stats()["devices"][0]["free_bytes"]
+    assert held_bytes(tmp_path) <= before - free
+    assert free >= 80 * TILE * (12 if state_dtype == "fp32" else 3)
+    assert (verify([tmp_path])[0].tiles, verify([tmp_path])[0].unchecked) == (1, 0)
 
 
 def test_memory_is_freed():
