@@ -16,7 +16,7 @@ from support.training import give_gradients, parameters, train
 from torch.nn import Parameter
 
 from csd_optim import CSDSGD, CSDAdam, CSDMuon, CSDOSError
-from csd_optim.bindings import Native
+from csd_optim.bindings import Native, mappings
 from csd_optim.checkpoint.export import export_torch
 from csd_optim.checkpoint.importing import import_store
 from csd_optim.checkpoint.verify import verify
@@ -619,6 +619,21 @@ def test_what_was_aside_at_a_resume_has_left(tmp_path, state_dtype):
     assert held_bytes(tmp_path) <= before - free
     assert free >= 80 * TILE * (12 if state_dtype == "fp32" else 3)
     assert (verify([tmp_path])[0].tiles, verify([tmp_path])[0].unchecked) == (1, 0)
+
+
+@pytest.mark.parametrize("devices", ["ram:", "file:?scratch=1"])
+def test_windows_are_unmapped(devices):
+    """A process may have some 65,000 mappings."""
+    with CSDAdam(parameters((3000,)), devices=devices, tile_size=1024) as opt:
+        counts = []
+        for _ in range(5):
+            train(opt)
+            [p] = parameters((5000,))
+            opt.add_param_group({"params": [p]})
+            train(opt)
+            counts.append(mappings())
+            leaves(opt, p)
+        assert len({*counts}) == 1
 
 
 def test_memory_is_freed():

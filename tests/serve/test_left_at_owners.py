@@ -1,6 +1,7 @@
 """Parameters that leave a trainer are freed by its optimizer ranks."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from torch.nn import Parameter
 
 from csd_optim import CSDAdam
 from csd_optim.checkpoint.verify import verify
+from csd_optim.engine.commit import CommitJob
+from csd_optim.store.format import read_contents
 
 
 def replace(opt, name, keep):
@@ -71,3 +74,34 @@ def test_owners_free_what_leaves(tmp_path, n_owners):
     assert [
         verdict.damage for place in places for verdict in verify([next(place.rglob("csd_optim.store")).parent])
     ] == [[]] * n_owners
+
+
+def _is_slow_in_step_2():
+    stage = CommitJob.stage
+
+    def slow(job, *arguments):
+        if job.step == 2:
+            time.sleep(0.5)
+        return stage(job, *arguments)
+
+    CommitJob.stage = slow
+
+
+def test_an_owner_frees_nothing_that_its_commit_still_reads(tmp_path):
+    with Owner(tmp_path, before=_is_slow_in_step_2) as owner:
+        groups = [{"params": [Parameter(torch.zeros(n))]} for n in (10_000, 500)]
+        with CSDAdam(groups, devices=[owner.address]) as opt:
+            for step in range(2):
+                for group in opt.param_groups:
+                    group["params"][0].grad = torch.ones_like(group["params"][0])
+                opt.step()
+                if step == 0:
+                    opt.synchronize()
+            left, _ = opt.param_groups.pop(0)["params"][0], opt.zero_grad()
+            del opt.state[left]
+            opt.step()  # without gradients: it frees, and commits nothing
+            opt.synchronize()
+            contents = read_contents(next(tmp_path.rglob("csd_optim.store")))
+            assert contents.superblock.step == 2
+            assert [p["group"] for p in contents.manifest["params"]] == [0, 1]
+            assert contents.tiles["summed"].all()

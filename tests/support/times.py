@@ -17,6 +17,7 @@ import pytest
 from support.backends import TESTS
 
 COLUMNS = ("tests", "wall", "own CPU", "others' CPU", "started", "asleep")  # seconds, except for tests and processes
+WHOLE = ("tests", "started")
 SLOWEST = 25
 _STARTED = {"os.fork", "os.forkpty", "os.posix_spawn", "subprocess.Popen"}  # events of Python's auditing
 
@@ -96,4 +97,5 @@ def table(of_file):
     rows = [("all", sum(of_file.values(), Counter())), *sorted(of_folder.items()), *slowest]
     yield f"{'':48}" + "".join(f"{column:>13}" for column in COLUMNS)
     for name, times in rows:
-        yield f"{name:48}" + "".join(f"{times[column]:13.{0 if column in ('tests', 'started') else 1}f}" for column in COLUMNS)
+        numbers = (f"{times[column]:13.{0 if column in WHOLE else 1}f}" for column in COLUMNS)
+        yield f"{name:48}" + "".join(numbers)
