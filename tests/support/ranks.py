@@ -7,12 +7,15 @@ import os
 import signal
 import time
 import traceback
+from datetime import timedelta
 from multiprocessing.connection import wait
 
 import torch
 import torch.distributed as dist
 from support import commit_traces, phases
 from support.forked import process, processes
+
+import csd_optim.distributed.ranks
 
 KILLED = "killed"
 _living = {}  # processes that wait for another call, by the number of ranks
@@ -110,6 +113,8 @@ def _run(pipe, rank, size, place, living):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     torch.set_num_threads(1)
     phases.watch()
+    # If a rank is killed while they make a group, the others wait for all of this time, and on_ranks() for 120 s.
+    csd_optim.distributed.ranks.CREATED_WITHIN = timedelta(seconds=20)
     environment = dict(os.environ)
     while True:
         try:
