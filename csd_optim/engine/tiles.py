@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..bindings import PASS_2
+from ..bindings import PASS_2, PIECE
 from ..store.layout import Extent
 from ..store.sections import FP32
 
@@ -89,8 +89,8 @@ class Tiles:
 
     def of_mask(self, params: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Return the tiles of the parameters in a mask (bool, one per parameter): uint32, ascending."""
-        tiles = [e.pieces["tile"][params[e.pieces["param"]]] + np.uint32(e.first_tile) for e in self.extents]
-        return np.unique(np.concatenate(tiles)) if tiles else np.zeros(0, np.uint32)
+        pieces = self.by_param.all
+        return np.unique(pieces["tile"][params[pieces["param"]]])
 
     def of(self, params: Sequence[int]) -> np.ndarray[Any, Any]:
         """Return the tiles of these parameters: uint32, ascending."""
@@ -112,7 +112,7 @@ class Pieces:
     def __init__(self, tiles: Tiles) -> None:
         self.n_tiles: int = len(tiles)
         self.n_params: int = tiles.n_params
-        pieces = np.concatenate([extent.pieces for extent in tiles.extents])
+        pieces = np.concatenate([np.zeros(0, PIECE), *(extent.pieces for extent in tiles.extents)])
         first_tiles = [extent.first_tile for extent in tiles.extents]
         pieces["tile"] += np.repeat(first_tiles, [len(extent.pieces) for extent in tiles.extents]).astype(np.uint32)
         self.all: np.ndarray[Any, Any] = pieces[np.argsort(pieces["param"], kind="stable")]
