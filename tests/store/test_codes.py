@@ -9,8 +9,8 @@ import pytest
 import torch
 from support.backends import TILE as FP32_TILE
 from support.codes import ALL, PLAIN, TILE, Coded, made
+from support.forged import Forged
 from support.stores import flip
-from test_hostile_stores import Forged
 
 from csd_optim import CSDAdam, CSDError, CSDStoreError, CSDValueError
 from csd_optim.bindings import crc32c
@@ -372,7 +372,7 @@ def test_a_reader_that_knows_no_codes_says_so(store, monkeypatch):
 @OF_ADDRESSES
 def test_no_reader_fails_otherwise(store, tmp_path):
     opened = refused = 0
-    for seed in range(1500):
+    for seed in range(600):
         fake = Forged(store, random.Random(seed))
         try:
             block = Superblock.unpack(fake.block.pack(), "store")
@@ -392,8 +392,8 @@ def test_no_reader_fails_otherwise(store, tmp_path):
             refused += 1
         except Exception as e:
             raise AssertionError(f"seed {seed}, {fake.what.__name__}: {e!r}") from e
-    assert refused > 500
-    assert opened > 10
+    assert refused > 200
+    assert opened > 4
 
 
 def test_fp32_stores_are_what_they_were(tmp_path):
