@@ -337,7 +337,7 @@ def has_no_room(rank, victim, mode, options, every):
 
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize(
-    ("mode", "options", "every"), [(None, FP32, 1), (None, {**CODES, "devices": "ram:"}, 1), ({}, CODES, 2)], ids=str
+    ("mode", "options", "every"), [(None, {**CODES, "devices": "ram:"}, 1), ({}, FP32, 2)], ids=str
 )
 def test_a_full_disk_of_one_rank(victim, mode, options, every, tmp_path):
     on_living_ranks(2, has_no_room, victim, mode, options, every, directory=tmp_path)
