@@ -31,8 +31,8 @@ def crash(directory, *options):
 
 
 def test_training_goes_on_from_a_committed_step(tmp_path):
-    said = crash(tmp_path, "--kills=8", "--calls=10", "--images=150")
-    for part in (r"\b8 kills at random", r"\b\d+ kills at calls", r"\b150 power losses", "each one resumed from"):
+    said = crash(tmp_path, "--kills=12", "--calls=16", "--images=150")
+    for part in (r"\b12 kills at random", r"\b\d+ kills at calls", r"\b150 power losses", "each one resumed from"):
         assert re.search(part, said), (part, said)
 
 
