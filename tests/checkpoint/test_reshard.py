@@ -1,4 +1,5 @@
-"""csd-optim reshard: stores of N ranks become those of M, to the bit. Every training here has a twin, alone, in memory.
+"""csd-optim reshard and resume_from: stores of N ranks become those of M, to the bit. Every training here has a twin,
+alone, in memory.
 
 Gradients are given, the same for every division of the parameters, so a training has the same bits on any number of
 ranks. A kill at any call that writes leaves old stores, and either no new ones or ones that say what to do.
@@ -24,6 +25,7 @@ from support.divided import (
     exported,
     files,
     inside,
+    makes,
     names,
     on,
     places,
@@ -31,6 +33,7 @@ from support.divided import (
     to,
 )
 from support.forked import process
+from support.images import CALLS, images_of, put
 from support.ranks import on_living_ranks
 from support.replacing import replaced
 from support.stores import flip
@@ -64,29 +67,49 @@ pytestmark = [pytest.mark.at_hand("reshard reads and makes the stores"), pytest.
 # ---- exact, whatever the numbers -----------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:user_state differs")
 @pytest.mark.parametrize("change", CHANGES)
 def test_goes_on_to_the_bit(change, tmp_path):
+    """With the stores that csd-optim reshard makes, and with those that resume_from makes, which are the same."""
     kind, (division, size, n), (now, new_size, m), sharding = CHANGES[change]
     on(size, begins, kind, division, "old", 3, n, directory=tmp_path)
-    before = files(tmp_path, "old")
+    before, old = files(tmp_path, "old"), names("old", size, n)
     with inside(tmp_path):
-        said = reshard(names("old", size, n), to("new", m), new_size, sharding=sharding, tile_elems=2048)
+        said = reshard(old, to("new", m), new_size, sharding=sharding, tile_elems=2048)
     assert (said["step"], said["ranks"], said["of_ranks"], said["made_before"]) == (3, new_size, size, False)
     assert said["user_states_differ"] == (size > 1 and size != new_size)
-    assert files(tmp_path, "old") == before
-    assert not any(v.damage or v.unchecked for v in verify([tmp_path / name for name in names("new", new_size, m)]))
-    new = read_contents(tmp_path / "new-0-0")
-    old = read_contents(tmp_path / "old-0-0").superblock
-    assert new.origin == {
-        **{"store_id": old.store_id.hex(), "round": old.round, "step": 3, "world_size": size},
+    on(new_size, makes, kind, now, "own", m, {"resume_from": old, "tile_size": 2048}, directory=tmp_path)
+    new, own = ([tmp_path / name for name in names(run, new_size, m)] for run in ("new", "own"))
+    assert not any(v.damage or v.unchecked for v in verify([*new, *own]))
+    origin = {
+        **{"store_id": read_contents(tmp_path / old[0]).superblock.store_id.hex(), "step": 3, "world_size": size},
+        "round": read_contents(tmp_path / old[0]).superblock.round,
         "sequences": [read_contents(tmp_path / f"old-{rank}-0").superblock.sequence for rank in range(size)],
     }
-    assert (new.superblock.sequence, "origin" in new.manifest["features"]) == (1, True)
+    for offline, here in zip(map(read_contents, new), map(read_contents, own), strict=True):
+        assert here.manifest == offline.manifest
+        assert (offline.superblock.sequence, "origin" in offline.manifest["features"]) == (1, True)
+        assert offline.origin == origin
+    assert len({read_contents(path).superblock.store_id for path in own}) == 1
+    states = exported(tmp_path, "new", new_size, m)
+    assert_same(exported(tmp_path, "own", new_size, m), states)
     if not division.startswith(("fsdp2", "hsdp")):
-        assert_same(exported(tmp_path, "new", new_size, m), exported(tmp_path, "old", size, n))
+        assert_same(states, exported(tmp_path, "old", size, n))
     users = resumed(new_size, kind, now, "new", 3, m, directory=tmp_path)
     assert users == [(r if r < size else 0, [r if r < size else 0]) for r in range(new_size)]
-    assert read_contents(tmp_path / "new-0-0").origin == new.origin  # parameters that join leave it there
+    assert read_contents(new[0]).origin == origin  # parameters that join leave it there
+    users = resumed(new_size, kind, now, "own", 3, m, resume_from=old, directory=tmp_path)
+    assert users == [(r if r < size else 0, [*range(size)]) for r in range(new_size)]
+    users = resumed(new_size, kind, now, "own", 5, m, resume_from=old, more=0, directory=tmp_path)  # they have gone on
+    assert users == [(r, [r]) for r in range(new_size)]
+    assert files(tmp_path, "old") == before
+
+
+def test_replicas_of_shards(tmp_path):
+    """HSDP with sharded=False, which csd-optim reshard has no name for: each replica keeps all of its shard."""
+    on(3, begins, "fsdp2", "fsdp2", "old", 3, 1, directory=tmp_path)
+    users = resumed(4, "fsdp2", "hsdp replicas", "new", 3, resume_from=names("old", 3), directory=tmp_path)
+    assert [own for own, _ in users] == [0, 1, 2, 0]
 
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule not in ("AdamW", "Top-K") and "8bit" not in rule])
@@ -129,9 +152,11 @@ def test_residuals(tmp_path):
     on(3, begins, "large", "ddp", "old", 3, 1, "Top-K", directory=tmp_path)
     with inside(tmp_path):
         reshard(names("old", 3), to("new", 2), 2)
-    old, new = exported(tmp_path, "old", 3), exported(tmp_path, "new", 2, 2)
+    on(2, makes, "large", "ddp", "own", 2, {"resume_from": names("old", 3), "topk": 0.1}, directory=tmp_path)
+    old = exported(tmp_path, "old", 3)
     assert [bool(state["residual"].any()) for state in old["state"].values() if "residual" in state] == [True, True]
-    assert_same(new, old)
+    assert_same(exported(tmp_path, "new", 2, 2), old)
+    assert_same(exported(tmp_path, "own", 2, 2), old)
     assert not any(v.damage for v in verify([tmp_path / name for name in names("new", 2, 2)]))
 
 
@@ -514,7 +539,7 @@ def dies(directory, at):
             os.kill(os.getpid(), signal.SIGKILL)
         return call(*arguments, **named)
 
-    for name in ("pwrite", "fdatasync", "fsync", "posix_fallocate", "ftruncate", "replace", "mkdir", "unlink"):
+    for name in CALLS:
         setattr(os, name, functools.partial(counted, getattr(os, name)))
     reshard(names("old", 1), to("new", 2), 2)
 
@@ -544,30 +569,32 @@ def test_killed_at_every_write(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     on(1, begins, "tiny", "alone", "old", 3, 1, directory=tmp_path)
     old, before, want = names("old", 1), files(_here(), "old"), exported(_here(), "old", 1)
+    images = images_of(_here(), "new-*", lambda: reshard(old, to("new", 2), 2))
     outcomes = []
-    at = 1
-    while True:
-        child = process(dies, os.getcwd(), at)
-        child.join()
+    for n, image in enumerate(images):
+        put(image, "new-*")
         outcomes.append(found("new", 2, 2))
         assert files(_here(), "old") == before
-        if child.exitcode == 0:
-            break
-        assert child.exitcode == -signal.SIGKILL
+        if outcomes[-1] == "nothing" and n % 3:
+            continue  # until the first commit one call is like another
         made_before = reshard(old, to("new", 2), 2)["made_before"]
         assert made_before == (outcomes[-1] == "all")
         assert found("new", 2, 2) == "all"
         assert_same(exported(_here(), "new", 2, 2), want)
         (_here() / "new.pt").unlink()
-        for place in names("new", 2, 2):
-            shutil.rmtree(place)
-        at += 1 if outcomes[-1] != "nothing" else 3  # until the first commit one call is like another
     assert outcomes[-1] == "all"
     kinds = {outcome if len(outcome) < 10 else "error" for outcome in outcomes}
     assert kinds == {"nothing", "error", "all"}
     errors = [outcome for outcome in outcomes if len(outcome) > 10]
     assert all("was stopped before all new stores" in e and "Run it again" in e and "rank" in e for e in errors)
     assert outcomes == sorted(outcomes, key=lambda o: {"nothing": 0, "all": 2}.get(o, 1))
+    for place in names("new", 2, 2):
+        shutil.rmtree(place)
+    at = outcomes.index(errors[0])
+    child = process(dies, os.getcwd(), at + 1)
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+    assert found("new", 2, 2) == outcomes[at]  # a process that is killed leaves what the image has
 
 
 def resumes(rank, size):

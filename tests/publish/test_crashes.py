@@ -8,12 +8,11 @@ import pytest
 import torch
 from support.forked import process
 from support.killed import ended, killed_at
-from support.published import Model, Published, gradients, publishes_on, weights
+from support.published import Model, Published, chain, gradients, publishes_on, weights_by_step
 from support.versions import Writer
 
 from csd_optim import CSDAdam, CSDWarning, Replica
 from csd_optim.replica import to_file
-from csd_optim.replica.versions import directory_of, numbers, read_version
 
 STEPS = 3
 
@@ -35,18 +34,6 @@ def trains_and_publishes(directory, n, after, state_dtype):
     killed_at(n, after=after, body=body)
 
 
-def expected_weights(state_dtype):
-    """Return the weights after each step, by step."""
-    model = Model()
-    found = [weights(model)]
-    with CSDAdam(model.parameters(), devices="ram:", lr=1e-4, tile_size=4096, state_dtype=state_dtype) as opt:
-        for step in range(1, STEPS + 3):
-            gradients(model, step)
-            opt.step()
-            found.append(weights(model))
-    return found
-
-
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("after", "state_dtype"),
@@ -59,7 +46,7 @@ def test_a_training_that_is_killed(after, state_dtype, tmp_path):
     """Killed at each call in turn: each version is that of its step, none is ahead of the store; and a resume goes on
     with the chain, as nothing was lost.
     """
-    expected, n = expected_weights(state_dtype), 0
+    expected, n = weights_by_step(STEPS + 2, state_dtype=state_dtype, tile_size=4096), 0
     while True:
         n += 1
         directory = tmp_path / str(n)
@@ -104,10 +91,6 @@ def test_a_follower_that_is_killed(after, tmp_path):
 
 
 # ---- a resume --------------------------------------------------------------------------------
-
-
-def chain(path):
-    return [read_version(path / directory_of(n)) for n in numbers(path)]
 
 
 @pytest.mark.parametrize("state_dtype", ["fp32", "8bit"])
@@ -211,8 +194,6 @@ def test_no_reader_holds_it_up(tmp_path):
     with Published(tmp_path / "policy", "ram:", publish={"keep": 1, "full_every": 3}) as t:
         reader = process(reads_on, tmp_path / "policy")
         until = time.monotonic() + 60
-        for _ in range(40):
-            t.steps(1)
         while reader.is_alive() and time.monotonic() < until:
             t.steps(1)
         assert ended(reader) is False

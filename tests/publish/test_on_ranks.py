@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.optimizers import MUON
-from support.owners import Owner
-from support.published import Model, Published, bf16, gradients, publishes_on, weights
+from support.owner_here import OwnersHere
+from support.published import Model, Published, bf16, chain, gradients, publishes_on, weights_by_step
 from support.ranks import KILLED, on_living_ranks, on_ranks
 from support.replacing import failing, replaced
 from torch import nn
@@ -62,7 +62,7 @@ def follows(rank, kind, options):
     """Steps, what is set from outside, a parameter without a gradient, and full versions."""
     with training_on(rank, kind, publish={"full_every": 6, "keep": 4}, tile_size=4096, **options) as t:
         m = t.model
-        t.steps(3)
+        t.steps(2)
         changed, sent = t.check()
         assert (sum(changed.values()), sum(sent.values())) == (0, 0)
         t.step()
@@ -78,8 +78,8 @@ def follows(rank, kind, options):
             m.odd.mul_(1.5)
         t.steps(1, without=("late", "odd"))
         t.steps(2, without=())
-        assert t.pub.version == 9
-        versions = [read_version(Path("policy") / directory_of(n)) for n in numbers(Path("policy"))]
+        assert t.pub.version == 8
+        versions = chain(Path("policy"))
         assert [v.is_full for v in versions] == [v.number % 6 == 1 for v in versions]
         shares = dist.get_world_size()
         if options.get("sharded") is False:  # of ranks that have the same, one publishes
@@ -89,20 +89,15 @@ def follows(rank, kind, options):
 
 
 FP32, CODES = {"state_dtype": "fp32"}, {"state_dtype": "8bit", "lr": 1e-4}
-CASES = [
-    (2, "DDP", FP32),
-    (3, "DDP", {**FP32, "devices": "ram:"}),
-    (3, "DDP", CODES),
-    (2, "DDP", {**CODES, "dtype": torch.float32}),
+CASES = [  # what is not here together with DDP or FSDP2 is in SERVED
+    (2, "DDP", {**FP32, "devices": "ram:"}),
+    (3, "DDP", {**CODES, "dtype": torch.float32}),
     (2, "DDP", {"sharded": False, "max_grad_norm": 0.5}),
-    (2, "DDP", {"topk": 0.1, "dtype": torch.float32}),
-    (2, "DDP", {"optimizer": MUON.ours, **MUON.kwargs}),
     (2, "FSDP2", FP32),
     (2, "FSDP2", {**CODES, "max_grad_norm": 0.5}),
     (2, "FSDP2", {"dtype": torch.float32, "topk": 0.1, "devices": "ram:"}),
     (2, "FSDP2", {"optimizer": MUON.ours, **MUON.kwargs}),
-    (4, "HSDP", {**FP32, "devices": "ram:"}),
-    (4, "HSDP", CODES),
+    (4, "HSDP", {**CODES, "devices": "ram:"}),
     (4, "HSDP", {"sharded": False, "max_grad_norm": 0.5}),
 ]
 
@@ -115,10 +110,8 @@ def test_each_division(size, kind, options, tmp_path):
 @pytest.fixture
 def owners(tmp_path):
     """Two owners: their addresses."""
-    with contextlib.ExitStack() as stack:
-        for name in "ab":
-            (tmp_path / name).mkdir()
-        yield [stack.enter_context(Owner(tmp_path / name, timeout=30)).address for name in "ab"]
+    with OwnersHere(tmp_path / "owners", timeout=30) as owners:
+        yield owners.address
 
 
 class Few(nn.Module):
@@ -151,12 +144,10 @@ def test_a_trainer_without_rows(owners, tmp_path):
 
 
 SERVED = [
-    (2, "DDP", FP32),
     (3, "DDP", CODES),
     (2, "DDP", {"sharded": False, "topk": 0.1, "dtype": torch.float32}),
     (2, "DDP", {"optimizer": MUON.ours, **MUON.kwargs}),
     (2, "FSDP2", {**CODES, "max_grad_norm": 0.5}),
-    (2, "FSDP2", {"dtype": torch.float32, "topk": 0.1}),
     (4, "HSDP", FP32),
 ]
 
@@ -219,20 +210,18 @@ def overlaps(rank, kind, mode, options):
     o = Overlapping(rank, kind, mode, **options)
     with o.t:
         assert o.t.names() == [*o.t.copy]  # a wrapper adds nothing to the names
-        for i in range(9):
-            if i == 5 and not mode.get("free_gradients"):
+        for i in range(7):
+            if i == 4 and not mode.get("free_gradients"):
                 o.t.opt.param_groups[0]["lr"] = 3e-4  # a wrong guess
             o.step()
             if i % 3 != 1:  # else the next one follows at once
                 o.checked()
-        assert o.t.pub.version == 10
+        assert o.t.pub.version == 8
 
 
 MODES = [
     (2, "DDP", {}, {}),
     (3, "DDP", {"backward": True}, CODES),
-    (2, "FSDP2", {}, {"devices": "ram:"}),
-    (2, "FSDP2", {"backward": True}, FP32),
     (2, "FSDP2", {"free_gradients": True}, CODES),
     (4, "HSDP", {"backward": True}, FP32),
 ]
@@ -246,12 +235,7 @@ def test_overlap(size, kind, mode, options, tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "mode", "options"),
-    [
-        ("DDP", {}, CODES),
-        ("DDP", {"backward": True}, FP32),
-        ("FSDP2", {"backward": True}, CODES),
-        ("FSDP2", {"free_gradients": True}, FP32),
-    ],
+    [("DDP", {"backward": True}, FP32), ("FSDP2", {"free_gradients": True}, FP32)],
     ids=str,
 )
 def test_overlap_with_owners(kind, mode, options, owners, tmp_path):
@@ -270,9 +254,8 @@ def fails(rank, kind, mode, options):
         o.t.opt.synchronize()  # with overlap, the ranks learn of it here
 
     with o.t as t:
-        for _ in range(2):
-            o.step()
-            o.checked()
+        o.step()
+        o.checked()
         for _ in range(2):
             version, done = t.pub.version, t.done
             local(o.inner.frozen)[:5] += 1
@@ -292,8 +275,6 @@ def fails(rank, kind, mode, options):
     [
         ("DDP", None, FP32),
         ("DDP", {}, {**CODES, "devices": "file:"}),
-        ("FSDP2", None, CODES),
-        ("FSDP2", {}, FP32),
         ("FSDP2", {"backward": True}, CODES),
     ],
     ids=str,
@@ -302,7 +283,7 @@ def test_a_step_that_fails_on_one_rank(kind, mode, options, tmp_path):
     on_living_ranks(2, fails, kind, mode, options, directory=tmp_path)
 
 
-@pytest.mark.parametrize(("kind", "mode"), [("DDP", None), ("FSDP2", {}), ("FSDP2", {"backward": True})], ids=str)
+@pytest.mark.parametrize(("kind", "mode"), [("DDP", None), ("FSDP2", {"backward": True})], ids=str)
 def test_a_step_that_fails_at_one_owner(kind, mode, owners, tmp_path):
     on_living_ranks(2, fails, kind, mode, {**CODES, "devices": owners}, directory=tmp_path)
 
@@ -356,7 +337,7 @@ def has_no_room(rank, victim, mode, options, every):
 
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize(
-    ("mode", "options", "every"), [(None, FP32, 1), (None, {**CODES, "devices": "ram:"}, 1), ({}, CODES, 2)], ids=str
+    ("mode", "options", "every"), [(None, {**CODES, "devices": "ram:"}, 1), ({}, FP32, 2)], ids=str
 )
 def test_a_full_disk_of_one_rank(victim, mode, options, every, tmp_path):
     on_living_ranks(2, has_no_room, victim, mode, options, every, directory=tmp_path)
@@ -383,7 +364,7 @@ def cannot_name(rank, mode, options):
             o.step()
             t.pub.wait()
         o.checked()
-        last = [read_version(Path("policy") / directory_of(n)) for n in numbers(Path("policy"))][-2:]
+        last = chain(Path("policy"))[-2:]
         assert any(v.is_full and v.number > version for v in last)
 
 
@@ -403,15 +384,8 @@ STEPS = 4
 
 
 def expected_weights(rank, state_dtype):
-    """Return the weights after each step, by step."""
-    model = Model()
-    found = [weights(model)]
-    with CSDAdam(model.parameters(), devices="ram:", lr=1e-4, tile_size=4096, state_dtype=state_dtype) as opt:
-        for step in range(1, 2 * STEPS):
-            gradients(model, step)
-            opt.step()
-            found.append(weights(model))
-    return found
+    """Codes depend on how their parameters are divided."""
+    return weights_by_step(2 * STEPS - 1, state_dtype=state_dtype, tile_size=4096)
 
 
 def die():
@@ -493,14 +467,12 @@ def test_a_trainer_that_is_killed(victim, point, tmp_path):
     choose = random.Random(f"{victim} {point}")
     seen = []
     for n in sorted(choose.sample(range(1, 2 * STEPS if point == "requests" else 60), 3)):
-        with contextlib.ExitStack() as stack:
-            directory = tmp_path / str(n)
-            for name in "ab":
-                (directory / name).mkdir(parents=True)
-            owners = [stack.enter_context(Owner(directory / name, timeout=30)).address for name in "ab"]
-            killed = dies, victim, point, n, "fp32", owners
+        directory = tmp_path / str(n)
+        directory.mkdir()
+        with OwnersHere(directory / "owners", timeout=30) as owners:
+            killed = dies, victim, point, n, "fp32", owners.address
             seen.append(on_ranks(2, *killed, directory=directory, may_die=(victim,))[victim])
-            on_living_ranks(2, goes_on, 2, "fp32", expected, owners, directory=directory)
+            on_living_ranks(2, goes_on, 2, "fp32", expected, owners.address, directory=directory)
     assert KILLED in seen
 
 
@@ -519,7 +491,7 @@ def other_ranks(rank, size, kind):
     options = {"resume": True, "resume_from": [f"store-{k}" for k in range(2)], "tile_size": 2048, "lr": 1e-5}
     with Published("policy", f"new-{rank}", model=model, done=3, **options) as t:
         t.steps(2)
-    versions = [read_version(Path("policy") / directory_of(n)) for n in numbers(Path("policy"))]
+    versions = chain(Path("policy"))
     assert [v.is_full for v in versions] == [True] + [False] * 5
     assert [len(v.files) for v in versions] == [2] * 4 + [size] * 2
     assert len({v.run for v in versions}) == 1

@@ -13,14 +13,24 @@ import time
 import pytest
 import torch
 from support.forked import process
+from support.killed import killed_at
 from support.kills import OWNER, Killing, restarting
 from support.optimizers import MUON
 from support.owner_here import OwnerHere
 from support.owners import Owner
-from support.published import Model, Published, assert_weights, gradients, publishes_on, weights
+from support.published import (
+    BLIND,
+    Model,
+    Published,
+    assert_weights,
+    chain,
+    edits,
+    gradients,
+    publishes_on,
+    weights,
+    weights_by_step,
+)
 from support.replacing import replaced
-from test_crashes import chain, expected_weights, killed_at
-from test_publisher import BLIND, edits
 
 from csd_optim import CSDAdam, CSDError, CSDRankError
 from csd_optim.engine.commit import Commit
@@ -44,8 +54,6 @@ def published(tmp_path, **options):
     [
         {},
         {"dtype": torch.float16, "lr": 1e-3},
-        {"dtype": torch.float32},
-        CODES,
         {**CODES, "dtype": torch.float32, "amsgrad": True},
         {"optimizer": MUON.ours, **MUON.kwargs},
         {"topk": 0.1, "max_grad_norm": 0.5},
@@ -64,7 +72,7 @@ def test_what_is_sent(options, tmp_path):
                     assert changed[name] <= sent[name] <= changed[name] * 16 / 15 + 1024, name
         for edit in edits(t):
             edit()
-            t.steps(2)
+            t.steps(1)
         t.steps(2, without=())
         t.steps(2, without=("late", "odd"))
 
@@ -261,7 +269,7 @@ def trains_on(t, expected, until):
     ],
 )
 def test_a_trainer_goes_on_when_its_owner_was_killed(name, options, tmp_path):
-    expected = steps_of(10, options)
+    expected = weights_by_step(10, **{"tile_size": 2048, **options})
     call = random.Random(name).randint(2, 4) * (30 if "PUSH" in name or "PARAMS" in name else 1) + 1
     (tmp_path / "kill").write_text(f"{name} {call}")
     with contextlib.ExitStack() as stack:
@@ -272,18 +280,6 @@ def test_a_trainer_goes_on_when_its_owner_was_killed(name, options, tmp_path):
         t.steps(1)
         assert owner.runs == 2, owner.said
     assert chain(tmp_path / "policy")[-1].step == 10
-
-
-def steps_of(n, options):
-    model = Model()
-    found = [weights(model)]
-    options = {"lr": 1e-4, "tile_size": 2048, **options}
-    with CSDAdam(model.parameters(), devices="ram:", **options) as opt:
-        for step in range(1, n + 1):
-            gradients(model, step)
-            opt.step()
-            found.append(weights(model))
-    return found
 
 
 # ---- trainers that are killed ------------------------------------------------------------------------
@@ -311,7 +307,7 @@ def trains_and_publishes(address, policy, n, after, state_dtype):
 @pytest.mark.parametrize("state_dtype", ["fp32", "8bit"])
 def test_a_trainer_that_is_killed(state_dtype, tmp_path):
     """Killed at every third call that changes a file: another one resumes, and goes on with the chain."""
-    expected = expected_weights(state_dtype)
+    expected = weights_by_step(5, state_dtype=state_dtype, tile_size=4096)
     n, was_killed = random.Random(state_dtype).randint(1, 3), True
     while was_killed:
         policy = tmp_path / f"policy-{n}"

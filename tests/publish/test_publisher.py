@@ -11,13 +11,12 @@ import pytest
 import torch
 from support.backends import device_strings
 from support.optimizers import ADAGRAD, ADAM, ADAMW, CODED, LION, MUON, MUON_IN_8_BITS, RMSPROP, SGD
-from support.published import Model, Published, bf16, gradients, weights
+from support.published import BLIND, Model, Published, bf16, edits, gradients, weights
 from support.twins import checksum
 
 from csd_optim import CSDAdam, CSDBusyError, CSDWarning, Replica, bindings
 
 fp16 = torch.float16
-BLIND = ("transposed", "empty")  # not recorded by updates, but compared
 
 
 @pytest.mark.sampled(together=2)
@@ -70,47 +69,6 @@ def test_what_is_set_from_outside(backend, state_dtype, tmp_path, devices):
         for edit in edits(t):
             edit()
             t.steps(2)
-
-
-def edits(t):
-    m, state = t.model, t.opt.state
-
-    def counted():
-        with torch.no_grad():
-            m.odd[3:9] += 0.25
-
-    def uncounted():
-        m.embedding.data[100:200] *= -1
-        m.odd.data.view(torch.int16)[0, 0] = 0x7FC1  # a NaN
-        m.odd.data.view(torch.int16)[1, 1] = -0x8000  # -0.0
-
-    def twice():  # seen by nobody but the checks
-        m.embedding.data[64000:64002] += 1
-        m.frozen.data[7] = 3
-
-    def of_master():
-        state[m.odd]["master"][2] += 1
-
-    def of_moment():
-        state[m.embedding]["exp_avg"].mul_(2)
-
-    def of_frozen():
-        with torch.no_grad():
-            m.frozen.add_(0.5)
-            m.late[10] = 2
-            m.transposed[4, 4] = 1
-
-    def of_loaded():
-        loaded = t.opt.state_dict()
-        loaded["state"] = {k: {n: v.clone() for n, v in entry.items()} for k, entry in loaded["state"].items()}
-        for entry in loaded["state"].values():
-            entry["master"].mul_(1.5)
-        t.opt.load_state_dict(loaded)
-
-    def swapped():  # other memory
-        m.odd.data = m.odd.data.clone() + 1
-
-    return counted, uncounted, twice, of_master, of_moment, of_frozen, of_loaded, swapped
 
 
 def test_an_edit_between_two_versions_of_a_tensor_without_gradient(backend, tmp_path, devices):

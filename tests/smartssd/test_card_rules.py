@@ -1,8 +1,7 @@
 """A SmartSSD supports the optimizers whose kernels are in its xclbin. On the real XRT, in software emulation."""
 
 import pytest
-from support.cards import needs_xrt
-from test_xrt import script
+from support.cards import needs_xrt, script
 
 # Writes xclbins with some of our kernels, and returns an optimizer's bits after some steps.
 TOOLS = """

@@ -186,12 +186,12 @@ def test_a_command_and_its_exit_status(places, capfd):
 
 @needs_xrt
 def test_what_a_command_leaves_behind_is_killed(places, tmp_path, monkeypatch):
-    monkeypatch.setattr(emulation, "TERM_SECONDS", 1)
+    monkeypatch.setattr(emulation, "TERM_SECONDS", 0.3)
     began = time.monotonic()
     assert python("import subprocess; subprocess.Popen(['sleep', '600']); raise SystemExit(3)") == 3
     assert python("import time; time.sleep(600)", timeout=0.2) == emulation.TIMED_OUT
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open('there', 'w'); time.sleep(600)"
-    assert python(stubborn, timeout=5) == emulation.TIMED_OUT
+    assert python(stubborn, timeout=2) == emulation.TIMED_OUT
     assert (tmp_path / "there").exists()
     assert time.monotonic() - began < 300
 

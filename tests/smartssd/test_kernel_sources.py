@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from test_kernels import DRIVEN, KERNELS, LANES, NATIVE, ROOT, WARNINGS, compile_and_run
+from support.kernels import DRIVEN, KERNELS, LANES, NATIVE, ROOT, WARNINGS, compile_and_run
 
 from csd_optim.devices import xclbin
 

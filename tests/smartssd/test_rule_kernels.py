@@ -1,6 +1,6 @@
 """The kernels of all rules except AdamW in C-simulation: every variant, with each number of sections it may have.
 
-Uses the memory, segments and entries of test_kernels.py; as there, every run checks all of this.
+Every run checks what support/kernels.py says.
 """
 
 import itertools
@@ -9,10 +9,8 @@ import re
 import numpy as np
 import pytest
 import torch
-from test_coded_kernel import random_parts as random_coded_parts
-from test_coded_kernel import random_tile
-from test_coded_kernel import simulate as simulate_coded
-from test_kernels import (
+from support.coded_kernels import random_coded_parts, random_tile, simulate_codes
+from support.kernels import (
     BLOCK,
     DTYPES,
     HALVES,
@@ -163,4 +161,4 @@ def test_adams_codes(seed):
     parts = random_coded_parts(rng, tile, sparse=True, hypers=hyper_of_an_adam)
     tile.clear_tails(parts)
     entries = encode(sparse_gradients(parts, tile.n_words), tile.n_words)
-    simulate_coded(tile, parts, kernel="csd_adam_8bit_update", in_place=bool(seed % 2), entries=entries)
+    simulate_codes(tile, parts, kernel="csd_adam_8bit_update", in_place=bool(seed % 2), entries=entries)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from support.backends import TILE as FP32_TILE
 from support.codes import ALL, PLAIN, TILE, Coded, made
+from support.forged import Forged
 from support.stores import flip
-from test_hostile_stores import Forged
 
 from csd_optim import CSDAdam, CSDError, CSDStoreError, CSDValueError
 from csd_optim.bindings import crc32c

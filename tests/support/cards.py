@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections import Counter
 from pathlib import Path
@@ -94,6 +95,40 @@ def emulated_python(program, *arguments, cards=1, drives=None, fault=""):
             )
         environment = os.environ | prepared | {"CSD_OPTIM_EMULATOR_FAULT": fault}
         return python(program, *arguments, environment=environment, seconds=SECONDS)
+
+
+def script(text, *arguments, **options):
+    """Runs a Python script with emulated cards, asserts that it succeeds, and returns what it prints."""
+    done = emulated_python(PRELUDE + textwrap.dedent(text), *arguments, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+# Each script begins with this: a small model of mixed precision, and functions that train it.
+PRELUDE = """
+import sys, time, torch
+from csd_optim import CSDAdam, CSDError, CSDOSError, CSDStoreError, CSDUnavailableError
+
+def model():
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(40, 70), torch.nn.Tanh(), torch.nn.Linear(70, 30))
+    net[0].to(torch.bfloat16)
+    return net
+
+def train(net, opt, steps):
+    for i in steps:
+        x = torch.randn(16, 40, generator=torch.Generator().manual_seed(i)).bfloat16()
+        net[2](net[:2](x).float()).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+
+def bits(net, opt):
+    return [p.detach().clone() for p in net.parameters()] + [
+        opt.state[p][key].clone() for p in net.parameters() for key in ("master", "exp_avg", "exp_avg_sq", "step")]
+
+def same(a, b):
+    assert len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
+"""
 
 
 class Suites:

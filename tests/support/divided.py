@@ -49,20 +49,18 @@ RULES = {
     "8bit Adagrad": (CSDAdagrad, {"state_dtype": "8bit"}),
     "8bit Muon": (MuonOfMatrices, {"state_dtype": "8bit", "matrices": "8bit"}),
 }
-# A kind of model; how, on how many ranks and on how many devices it was and will be trained; --sharding.
+# A kind of model; how, on how many ranks and on how many devices it was and will be trained; --sharding. Each division
+# is once the old one and once the new one, and so are more ranks and fewer.
 CHANGES = {
     "DDP 3 to 2": ("any", ("ddp", 3, 1), ("ddp", 2, 1), None),
     "DDP 2 to 3, with other devices": ("any", ("ddp", 2, 2), ("ddp", 3, 1), None),
-    "FSDP2 2 to 3": ("fsdp2", ("fsdp2", 2, 1), ("fsdp2", 3, 2), None),
     "FSDP2 3 to DDP 2": ("fsdp2", ("fsdp2", 3, 1), ("ddp", 2, 1), "ddp"),
-    "DDP 2 to FSDP2 3": ("fsdp2", ("ddp", 2, 1), ("fsdp2", 3, 1), None),
+    "DDP 2 to FSDP2 3": ("fsdp2", ("ddp", 2, 1), ("fsdp2", 3, 2), None),
     "FSDP2 3 to HSDP 4": ("fsdp2", ("fsdp2", 3, 1), ("hsdp", 4, 1), "hsdp:2x2"),
     "HSDP 4 to DDP 3": ("fsdp2", ("hsdp", 4, 1), ("ddp", 3, 1), None),
     "HSDP replicas to HSDP 2": ("fsdp2", ("hsdp replicas", 4, 1), ("hsdp 1", 2, 1), "hsdp:2x1"),
-    "HSDP 4 to one": ("fsdp2", ("hsdp", 4, 1), ("alone", 1, 1), None),
-    "one to 3": ("any", ("alone", 1, 2), ("ddp", 3, 1), None),
     "2 to one": ("any", ("ddp", 2, 1), ("alone", 1, 3), None),
-    "one to replicas": ("any", ("alone", 1, 1), ("none", 2, 1), "none"),
+    "one to replicas": ("any", ("alone", 1, 2), ("none", 2, 1), "none"),
     "replicas to 3": ("any", ("none", 2, 1), ("none", 3, 1), None),
     "replicas to rows": ("any", ("none", 2, 1), ("ddp", 3, 1), "fsdp2"),
     "the same number": ("any", ("ddp", 2, 1), ("ddp", 2, 2), None),
@@ -179,6 +177,11 @@ def begins(rank, size, kind, division, run, step, n, rule="AdamW", options=None)
     training.opt.close()
 
 
+def makes(rank, size, kind, division, run, n, options):
+    """Makes the stores, and takes no step."""
+    DividedTraining(kind, division, rank, size, places(run, rank, n), resume=True, **options).opt.close()
+
+
 def goes_on(rank, size, kind, division, run, n, rule, twins, options):
     """Resumes, compares with a training alone, and does so again after more steps. `twins`: its images, by step.
 
@@ -216,9 +219,9 @@ def inside(directory):
         os.chdir(before)
 
 
-def resumed(size, kind, division, run, step, n=1, rule="AdamW", *, directory, **options):
-    """Resume, and compare: see goes_on()."""
-    twins = {last: twin(kind, last, rule) for last in (step, step + 2)}
+def resumed(size, kind, division, run, step, n=1, rule="AdamW", *, directory, more=2, **options):
+    """Resume, take `more` steps, and compare: see goes_on()."""
+    twins = {last: twin(kind, last, rule) for last in (step, step + more)}
     return on(size, goes_on, kind, division, run, n, rule, twins, options, directory=directory)
 
 

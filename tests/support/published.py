@@ -1,5 +1,7 @@
 """A training that publishes, with an oracle: a snapshot of all weights after each step, compared bit for bit."""
 
+import functools
+
 import numpy as np
 import torch
 from torch.distributed.tensor import distribute_tensor
@@ -8,6 +10,7 @@ from csd_optim import CSDAdam, Replica
 from csd_optim.replica.versions import directory_of, numbers, read_version
 
 bf16 = torch.bfloat16
+BLIND = ("transposed", "empty")  # parameters of Model that updates do not record, and that are compared
 
 
 class Model(torch.nn.Module):
@@ -51,6 +54,24 @@ def gradients(model, step, scale=1.0, without=("late",)):
         if hasattr(p, "placements"):
             grad = distribute_tensor(grad, p.device_mesh, p.placements)
         p.grad = grad if p.requires_grad and name not in without else None
+
+
+@functools.cache
+def weights_by_step(n, **options):
+    """Return the weights of a training in memory after each of n steps, by step."""
+    model = Model()
+    found = [weights(model)]
+    with CSDAdam(model.parameters(), devices="ram:", **{"lr": 1e-4, **options}) as opt:
+        for step in range(1, n + 1):
+            gradients(model, step)
+            opt.step()
+            found.append(weights(model))
+    return found
+
+
+def chain(path):
+    """Return the versions that are in a folder."""
+    return [read_version(path / directory_of(n)) for n in numbers(path)]
 
 
 class Published:
@@ -126,13 +147,55 @@ class Published:
         self.opt.close()
 
 
+def edits(t):
+    """Return functions that change parameters and states of a Published, each in another way."""
+    m, state = t.model, t.opt.state
+
+    def counted():
+        with torch.no_grad():
+            m.odd[3:9] += 0.25
+
+    def uncounted():
+        m.embedding.data[100:200] *= -1
+        m.odd.data.view(torch.int16)[0, 0] = 0x7FC1  # a NaN
+        m.odd.data.view(torch.int16)[1, 1] = -0x8000  # -0.0
+
+    def twice():  # seen by nobody but the checks
+        m.embedding.data[64000:64002] += 1
+        m.frozen.data[7] = 3
+
+    def of_master():
+        state[m.odd]["master"][2] += 1
+
+    def of_moment():
+        state[m.embedding]["exp_avg"].mul_(2)
+
+    def of_frozen():
+        with torch.no_grad():
+            m.frozen.add_(0.5)
+            m.late[10] = 2
+            m.transposed[4, 4] = 1
+
+    def of_loaded():
+        loaded = t.opt.state_dict()
+        loaded["state"] = {k: {n: v.clone() for n, v in entry.items()} for k, entry in loaded["state"].items()}
+        for entry in loaded["state"].values():
+            entry["master"].mul_(1.5)
+        t.opt.load_state_dict(loaded)
+
+    def swapped():  # other memory
+        m.odd.data = m.odd.data.clone() + 1
+
+    return counted, uncounted, twice, of_master, of_moment, of_frozen, of_loaded, swapped
+
+
 def publishes_on(opt, policy, model, expected, meet=lambda: None):
     """Publish with a resumed optimizer in the folder of a run that was stopped, and train on for two steps.
 
     No version is ahead of the store, or of other weights than those of its step (`expected`, by step), and the chain
     goes on. `meet`: waits for other ranks. Returns how many versions there were.
     """
-    versions = [read_version(policy / directory_of(n)) for n in (numbers(policy) if policy.exists() else [])]
+    versions = chain(policy) if policy.exists() else []
     step = opt.committed_step
     if not step:  # a store without a commit gives the model nothing
         model.load_state_dict(Model().state_dict())
