@@ -12,7 +12,8 @@ from support.inside import engine_of, steps_of, together_of
 from support.owners import Owner
 from support.ranks import on_living_ranks, on_ranks
 from support.replacing import failing
-from test_votes import until
+from support.twins import local
+from support.wires import until
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
@@ -158,10 +159,6 @@ def ready(opt):
     until(lambda: together_of(opt).has_met and engine_of(opt).idle)
 
 
-def local(t):
-    return t.to_local() if hasattr(t, "to_local") else t
-
-
 @small_rounds
 def guesses(rank, change, options):
     change, why = CHANGES[change]
@@ -170,7 +167,7 @@ def guesses(rank, change, options):
         training, early = Trained(f"{overlap}-{rank}", **options), 0
         if overlap:
             training.opt.overlap(training.ddp, **overlap)
-        for k in range(9):
+        for k in range(6):
             training.backward(rank, k)
             if change and k % 3 == 2:
                 change(training, rank, k)
