@@ -355,7 +355,7 @@ def trains_until_killed(rank, seed, victim, overlap):
     ours = Killed(rank, overlap)
     begun = ours.training.opt.committed_step
     if rank == victim:
-        threading.Timer(random.Random(seed).uniform(0.0, 0.4), die).start()
+        threading.Timer(random.Random(seed).uniform(0.0, 0.25), die).start()
     with contextlib.suppress(RuntimeError):
         ours.until(10**6)
     if random.Random(seed + rank).random() < 0.5:

@@ -80,7 +80,7 @@ def fails_to_launch(rank, backward):
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_rank_fails_to_launch(backward, tmp_path):
-    on_ranks(2, fails_to_launch, backward, directory=tmp_path, seconds=SECONDS)
+    on_living_ranks(2, fails_to_launch, backward, directory=tmp_path, seconds=SECONDS)
 
 
 def forks(rank):

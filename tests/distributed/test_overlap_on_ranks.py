@@ -74,7 +74,7 @@ def trains_net(rank, size, kind):
         with CSDAdam(model.parameters(), lr=0.02, tile_size=1024, devices="file:?latency=1ms", sharded=False) as opt:
             if overlaps:
                 opt.overlap(model)
-            train_model(model, opt, rank, size, range(STEPS))
+            train_model(model, opt, rank, size)
             entries = opt.state_dict()["state"].values()
             held = [*model.parameters(), *(t for entry in entries for t in entry.values())]
             nets.append([t.detach().clone() for t in map(local, held)])

@@ -101,7 +101,7 @@ def goes_on_after_an_exception(rank, overlap):
         training = Trained(f"{raises}-{rank}", cap=1e-5)
         if overlap is not None:
             training.opt.overlap(training.ddp, **overlap)
-        for i in range(6):
+        for i in range(5):
             if raises and i == 3:
 
                 def refuses(grad):

@@ -234,7 +234,7 @@ def closes_at_once(rank):
 
 
 def test_nothing_arrives_after_close(tmp_path):
-    on_ranks(2, closes_at_once, directory=tmp_path)
+    on_living_ranks(2, closes_at_once, directory=tmp_path)
 
 
 def resumes(rank, options):

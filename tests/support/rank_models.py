@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 TILE = 1024  # elements: the smallest tile
 
 
-STEPS = 4
+STEPS = 3
 
 
 ARGS = {"lr": 0.02, "weight_decay": 0.1}
