@@ -69,7 +69,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     LOCKED;
     if (!event) return true;
     auto *e = static_cast<Event *>(event);
-    // A host that asks again and again does so more seldom per piece: each question costs it more than most kernels.
+    // Twice as many pieces each time: for a host that polls, asking takes longer than most kernels.
     const bool passed = query(e->at, 1u << std::min(e->asked, 6u));
     if (!passed && !e->asked++) waited++;
     return passed;
