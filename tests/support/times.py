@@ -21,8 +21,26 @@ WHOLE = ("tests", "started")
 SLOWEST = 25
 STARTS = {"os.fork", "os.forkpty", "os.posix_spawn", "subprocess.Popen"}  # events of Python's auditing
 
-# CPU seconds of each folder in the tier `test`: twice what a Xeon of 2023 takes, as room for slower processors.
-BUDGETS = {}
+# CPU seconds of each folder in the tier `test`: about twice what a Xeon of 2023 takes, as room for slower processors.
+BUDGETS = {
+    "accelerator": 240,
+    "checkpoint": 90,
+    "cli": 20,
+    "compression": 30,
+    "distributed": 290,
+    "engine": 60,
+    "model": 15,
+    "muon": 30,
+    "optim": 190,
+    "overlap": 85,
+    "params": 10,
+    "planning": 15,
+    "publish": 110,
+    "serve": 110,
+    "smartssd": 80,
+    "step": 35,
+    "store": 80,
+}
 
 
 class Times:
