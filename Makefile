@@ -2,8 +2,8 @@
 # make emu-demo   the same on two SmartSSDs: real Xilinx runtime, emulated cards (apt-get install libxrt1)
 # make demo-big   trains 1.5 B parameters of a Hugging Face model in 12 GB, where AdamW is refused: 5 to 10 minutes
 # make quick      the tests of one back end, in one process: 70 s
-# make test       every back end and every kind of test, sampled; lint and types: 6 minutes
-# make ci         what CI runs: make test, the other cases, sanitizers, docs: about 20 minutes
+# make test       every back end and every kind of test, sampled; lint and types: 10 minutes
+# make ci         what CI runs: make test, the other cases, sanitizers, docs: about 25 minutes
 # make tables     the tables in docs/performance.md, bytes per parameter, and docs/distributed.md, what works together
 # make docs       the pages as a site, build/site/index.html
 # make types      checks that every public name has a type, as users' type checkers see it
@@ -57,14 +57,14 @@ quick: $(VENV)/.installed
 	@$(call TIMED,$(PYTEST) --tier quick -n 2 --dist loadfile $(QUICK) || status=$$?)
 
 test: ready
-	@$(call TIMED,$(PARTS) test-together test-accelerated lint types || status=$$?; $(PARTS) test-alone || status=$$?)
+	@$(call TIMED,$(PARTS) test-together test-accelerated test-signals lint types || status=$$?; $(PARTS) test-alone || status=$$?)
 
 ci:
 	@$(call TIMED,$(MAKE) --no-print-directory test || status=$$?; $(MAKE) --no-print-directory rest || status=$$?)
 
 # What `make ci` runs beyond `make test`.
 rest: ready
-	@$(call TIMED,$(PARTS) rest-together rest-accelerated sanitize docs || status=$$?; $(PARTS) rest-alone || status=$$?)
+	@$(call TIMED,$(PARTS) rest-together rest-accelerated rest-signals sanitize docs || status=$$?; $(PARTS) rest-alone || status=$$?)
 
 ready:
 	@$(MAKE) --no-print-directory -j2 $(VENV)/.installed $(VENV)/.docs $(VENV)/.types
@@ -74,13 +74,18 @@ QUICK := $(addprefix tests/,cli engine optim params planning step store)
 test-%: TIER = --tier test
 rest-%: TIER = --tier ci --beyond test
 
+TOGETHER = "not serial and not signals"
 # File by file in alphabetical order: some of the files with few tests take longest, and xdist would start them last.
 %-together: $(VENV)/.installed
-	$(PYTEST) $(TIER) --durations 20 -n 2 --dist loadfile --no-loadscope-reorder -m "not serial"
+	$(PYTEST) $(TIER) --durations 20 -n 2 --dist loadfile --no-loadscope-reorder -m $(TOGETHER)
 
-# Only the files that have serial tests: collecting all the others takes longer than many of these tests.
+# Only the files that have such tests: collecting all the others takes longer than many of these tests.
+MARKED = $$(grep -rl --include=*.py "pytest.mark.$(1)" tests)
+%-signals: $(VENV)/.installed
+	$(PYTEST) $(TIER) --durations 20 -m signals $(call MARKED,signals)
+
 %-alone: $(VENV)/.installed
-	$(PYTEST) $(TIER) --durations 20 -m serial $$(grep -rl --include=*.py "pytest.mark.serial" tests)
+	$(PYTEST) $(TIER) --durations 20 -m serial $(call MARKED,serial)
 
 # On an accelerator: a real one if there is one, else the emulated one, which the first of these tests builds.
 %-accelerated: $(VENV)/.installed
@@ -99,9 +104,9 @@ soak: $(VENV)/.installed
 	$(BIN)/python tests/crash --kills 250 --images 4000 --rank-calls 400 $(SOAK)
 	$(BIN)/python tests/crash --accelerator --kills 50 --calls 0 --images 1000 $(SOAK)
 	$(BIN)/python -m pytest --tier soak -k "suite_on_cards or soak"
-	$(BIN)/python -m pytest --state-dtype 8bit -n 3 --dist loadfile -m "not serial" $(DATA)
-	$(BIN)/python -m pytest --far -n 3 --dist loadfile -m "not serial" $(DATA)
-	$(BIN)/python -m pytest --served 1 -n 3 --dist loadfile -m "not serial" $(DATA)
+	$(BIN)/python -m pytest --state-dtype 8bit -n 3 --dist loadfile -m $(TOGETHER) $(DATA)
+	$(BIN)/python -m pytest --far -n 3 --dist loadfile -m $(TOGETHER) $(DATA)
+	$(BIN)/python -m pytest --served 1 -n 3 --dist loadfile -m $(TOGETHER) $(DATA)
 	$(BIN)/python -m pytest --tier soak "--accelerator=late,side first,main first,random=1,random=2" tests/accelerator
 
 # Downloads a few GB, most of it for Axolotl. TRAINERS="timm fastai" runs these.

@@ -44,8 +44,9 @@ def pytest_configure(config):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     config.pluginmanager.register(cards.Suites(config), "suites")
-    if config.getoption("--times"):
-        config.pluginmanager.register(times.Times(), "times")
+    config.pluginmanager.register(
+        times.Times(tier=config.getoption("--tier"), is_shown=config.getoption("--times")), "times"
+    )
 
 
 def pytest_addoption(parser):

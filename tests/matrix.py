@@ -91,7 +91,7 @@ def run(pair: Pair, isa: str, inside: Path) -> tuple[bool, str]:
     report = BUILD / f"{pair.python}-{pair.torch}{isa and '-' + isa}.txt"
     variables = {**os.environ, "CSD_OPTIM_ISA": isa} if isa else dict(os.environ)
     command = [inside, "-m", "pytest", "-q", "--tier", "test", "-n", str(len(os.sched_getaffinity(0)))]
-    command += ["--dist", "loadfile", "-m", "not serial", *(f"tests/{name}" for name in TESTED)]
+    command += ["--dist", "loadfile", "-m", "not serial and not signals", *(f"tests/{name}" for name in TESTED)]
     with report.open("w") as out:
         done = subprocess.run(command, cwd=tree(), env=variables, stdout=out, stderr=subprocess.STDOUT, check=False)
     lines = report.read_text().splitlines() or [""]

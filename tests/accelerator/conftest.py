@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 from support import emulated
-from support.ranks import on_ranks
+from support.ranks import on_living_ranks
 
 REAL = "real device"
 
@@ -30,7 +30,7 @@ def everywhere(request, tmp_path):
     from support.on_accelerator import on_both  # not before the emulated one is loaded
 
     said = request.config.getoption("--accelerator").split(",") if emulated.loaded() else None
-    return lambda *call: on_ranks(2, on_both, said, *call, directory=tmp_path)
+    return lambda *call: on_living_ranks(2, on_both, said, *call, directory=tmp_path)
 
 
 @pytest.fixture

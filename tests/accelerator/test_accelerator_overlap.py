@@ -28,7 +28,7 @@ from support.between_steps import (
     writes_past_torch,
 )
 from support.inside import flight_of, guess_of, images_back, mode_of, pusher_of, state_map_of
-from support.on_accelerator import DEVICE, DTYPES, keep_busy
+from support.on_accelerator import BACKWARD, DEVICE, DTYPES, keep_busy
 from support.replacing import failing
 from support.twins import Twin, assert_twins, checksum
 from support.use_check import check_uses
@@ -43,7 +43,6 @@ from csd_optim.step.staging import StagingBuffer, StagingRing
 pytestmark = pytest.mark.accelerator
 
 EVERYWHERE = [*(f"{DEVICE}:{i}" for i in range(torch.accelerator.device_count())), "cpu"]
-BACKWARD = {"backward": True}
 OFTEN = checkpoints_activations, never_clears, scales_losses, takes_turns, writes_parameters
 LARGE = 80  # width of layers: then they are large enough for Top-K
 

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from support.on_accelerator import DEVICE
+from support.on_accelerator import BACKWARD, DEVICE
 from support.owner_here import OwnerHere
 from support.published import Published, bf16
 from torch import nn
@@ -50,7 +50,7 @@ def test_published(is_served, options, tmp_path):
         t.steps(2)
 
 
-@pytest.mark.parametrize("mode", [{}, {"backward": True}], ids=["plain", "backward"])
+@pytest.mark.parametrize("mode", [{}, BACKWARD], ids=["plain", "backward"])
 def test_overlap_with_an_owner(mode, tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(50, 301), nn.ReLU(), nn.Linear(301, 30)).bfloat16().to(DEVICE)

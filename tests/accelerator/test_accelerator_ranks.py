@@ -6,6 +6,7 @@ They communicate by gloo, through host memory. Oracle: the same ranks with param
 import contextlib
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -45,13 +46,12 @@ def devices_for(device, near):
     return near if near and device != "cpu" else "file:"
 
 
+@mock.patch.object(near_updates, "CHUNK", 128)  # so that more work is queued than the file has tiles
 def shares(rank, device, dtype, strided, topk, near=None, overlap=False):
     """Train replicas: each rank updates its share, and after each step all ranks have all parameters.
 
     `overlap`: these arrive later, and whoever reads one waits for it. With `gpu:` they do not.
     """
-    if near:  # so that more work is queued than the file has tiles
-        near_updates.CHUNK = 128
     model = nn.ParameterList(map(nn.Parameter, made(device, dtype, strided)))
     params = [*model]
     optimizer = CSDAdam(params, lr=1e-2, devices=devices_for(device, near), tile_size=TILE, topk=topk)
@@ -68,6 +68,7 @@ def shares(rank, device, dtype, strided, topk, near=None, overlap=False):
         for p in params:
             p.grad.fill_(torch.nan)
     assert goes_on == [False, *2 * [overlap and device != "cpu" and near is None]]
+    optimizer.close()
     return [t.cpu() for t in seen]
 
 
@@ -113,9 +114,9 @@ def test_gradients_of_its_own_are_found(everywhere):
     everywhere(steps_alone)
 
 
+@mock.patch.object(near_updates, "CHUNK", 128)
 def beside_a_directory(rank, device):
     """Train replicas whose shares are in directories. With `gpu:`, a step fails on rank 1, and both repeat it."""
-    near_updates.CHUNK = 128
     params = made(device, DTYPES[2], False)
     devices = [f"file:{tempfile.mkdtemp(dir='.')}?cache=off"]
     far = device != "cpu"

@@ -12,7 +12,7 @@ import torch
 from support.backends import TILE
 from support.comparing import assert_same
 from support.exact import Linear
-from support.on_accelerator import DEVICE, DTYPES, NEAR, SCRATCH, keep_busy
+from support.on_accelerator import BACKWARD, DEVICE, DTYPES, NEAR, SCRATCH, keep_busy
 from torch import nn
 
 from csd_optim import CSDAdam
@@ -278,8 +278,8 @@ def test_8_bit_states(dtype):
     assert_same(final(DEVICE), final("cpu"))
 
 
-@pytest.mark.parametrize("backward", [False, True])
-def test_overlap(backward):
+@pytest.mark.parametrize("mode", [{}, BACKWARD], ids=["plain", "backward"])
+def test_overlap(mode):
     """It hides nothing of a step on an accelerator yet, and changes nothing."""
 
     class Scaled(nn.Module):
@@ -294,7 +294,7 @@ def test_overlap(backward):
         model = Scaled(device)
         optimizer = CSDAdam(model.parameters(), lr=1e-2, devices="file:", tile_size=TILE)
         if overlaps:
-            optimizer.overlap(model, backward=backward)
+            optimizer.overlap(model, **mode)
         seen = []
         for k in range(4):
             optimizer.zero_grad()

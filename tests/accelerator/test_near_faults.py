@@ -8,8 +8,8 @@ import pytest
 from faults import ALLOCATE, EOF, ERROR, FOREVER, META_READ, META_WRITE, SHORT, SYNC, TILE_READ, TILE_WRITE
 from support.backends import TILE
 from support.faulty import child, fault, in_child  # noqa: F401
+from support.near_training import Trained, same
 from support.stores import flip
-from test_near_durable import Trained, same
 
 from csd_optim import CSDOSError, CSDStoreError, CSDTornError
 from csd_optim.step import near_updates

@@ -26,7 +26,7 @@ from support.between_steps import (
 )
 from support.exact import Linear
 from support.inside import engine_of, flight_of, images_back, state_map_of
-from support.on_accelerator import DEVICE, DTYPES
+from support.on_accelerator import BACKWARD, DEVICE, DTYPES
 from support.replacing import class_with, failing
 from support.twins import Twin, assert_twins, checksum
 from support.use_check import check_uses
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.accelerator
 one_schedule = pytest.mark.one_schedule
 
 EVERYWHERE = [*(f"{DEVICE}:{i}" for i in range(torch.accelerator.device_count())), "cpu"]
-PLAIN, BACKWARD, FREE = {}, {"backward": True}, {"free_gradients": True, "hold": "10KB"}
+PLAIN, FREE = {}, {"free_gradients": True, "hold": "10KB"}
 ALL = pytest.mark.parametrize("overlap", [PLAIN, BACKWARD, FREE], ids=["plain", "backward", "free"])
 MOST = ["gpu:?share=3"]  # all layers but one
 NAMED = {"named": True, "near": [f"gpu:?room={12 * 2 * 48 * 49}"]}  # directories have all; `gpu:` copies of two layers

@@ -28,6 +28,7 @@ from support.cards import needs_xrt
 from support.forked import module
 from support.owners import Owner
 from support.ranks import on_ranks
+from support.snippets import ON_RANKS, PAGES, RECIPES, ROOT, SCRIPTS, Snippet, on_page, snippets
 from torch import nn
 from trainers import library, llama, texts
 
@@ -35,14 +36,6 @@ import csd_optim
 from csd_optim import CSDAdam, CSDError, CSDOSError, Replica
 from csd_optim.cli import benchmark, facts
 from csd_optim.trainers import log_stats, scalars
-
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "hls_kernels/README.md",
-    *sorted(ROOT.glob("docs/**/*.md")),
-]
 
 CARD, RUNS_THIS, VITIS = "needs a SmartSSD", "is what runs this test", "needs Vitis"
 TRAINERS = "make trainers does the same: tests/frameworks/"
@@ -90,35 +83,6 @@ NOT_RUN = {  # the beginning of a command, or of a Python snippet's first line: 
 # Arguments that are added to these commands.
 SMALLER = {f"csd-optim {name}": ["--params", "1e5"] for name in ("bench", "doctor")}
 SMALLER["csd-optim top"] = ["--interval", "0.1"]
-CUDA_HERE = "cpu"  # the device that replaces GPUs that a page names
-
-
-@dataclass(frozen=True)
-class Snippet:
-    page: Path
-    line: int  # the line of its opening fence
-    language: str
-    text: str
-
-    def __str__(self):
-        return f"{self.page.relative_to(ROOT)}:{self.line}"
-
-    def commands(self):
-        """Return the snippet's commands without comments."""
-        lines = self.text.replace("\\\n", " ").splitlines()
-        return [line for line in (re.sub(r"(^|\s)#.*", "", line).rstrip() for line in lines) if line]
-
-    def execute(self, names, directory):
-        code = self.text.replace("/mnt/", f"{directory}/").replace("cuda:0", CUDA_HERE)
-        exec(compile("\n" * self.line + code, self.page, "exec"), names)
-
-
-def snippets(*languages):
-    for page in PAGES:
-        text = page.read_text()
-        for found in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
-            if found[1] in languages:
-                yield Snippet(page, text.count("\n", 0, found.start()) + 1, found[1], found[2])
 
 
 def why_not(beginning):
@@ -131,12 +95,6 @@ def each(chosen):
 
 
 ALONE = "opt = CSDAdam(model.parameters(), lr=1e-6"  # of the snippet about publishing that is for one process
-
-
-def on_page(name, text=""):
-    """Return the only snippet of a page that contains this text."""
-    (found,) = (s for s in snippets("python") if s.page == ROOT / name and text in s.text)
-    return found
 
 
 # ---- what snippets need, and what they must do ------------------------------------------------
@@ -607,10 +565,7 @@ def without_a_compiler(reading):
 
 # ---- Python --------------------------------------------------------------------------------
 
-RECIPES = [s for s in snippets("python") if s.page.parent.name == "recipes"]  # test_recipes.py
 PUBLISHES = on_page("docs/publish.md", "init_process_group()")
-ON_RANKS = [s for s in snippets("python") if s.page.name == "distributed.md" and 'torch.load("state.pt"' not in s.text]
-SCRIPTS = [s for s in [*ON_RANKS, *RECIPES] if s.text.startswith("# ") and "init_process_group()" in s.text]
 
 
 @pytest.mark.filterwarnings("ignore:there is no store")

@@ -12,7 +12,7 @@ import signal
 import pytest
 import torch
 from support.comparing import assert_same
-from test_docs import ROOT, SCRIPTS, on_page
+from support.snippets import ROOT, SCRIPTS, on_page
 from trainers import library, llama
 
 import csd_optim

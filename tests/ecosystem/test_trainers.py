@@ -8,9 +8,9 @@ from unittest import mock
 
 import pytest
 import torch
+from support.language_model import LanguageModel, next_token_loss
 from support.memory import LIMIT, memory_limit
 from support.owners import Owner
-from test_scripts import LanguageModel, next_token_loss
 from torch.optim import AdamW
 from trainers import (
     BATCHES,

@@ -19,7 +19,7 @@ from unittest import mock
 
 import pytest
 import torch
-from test_scripts import LanguageModel, next_token_loss
+from support.language_model import LanguageModel, next_token_loss
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor

@@ -16,7 +16,7 @@ import warnings
 from pathlib import Path
 
 import torch
-from test_scripts import LanguageModel, next_token_loss
+from support.language_model import LanguageModel, next_token_loss
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from trainers import Run, assert_close, assert_same_bits, finished, texts
 

@@ -8,9 +8,7 @@ count as zero, as in torch after set_flush_denormal(True). The oracle has that s
 because users rarely set it.
 """
 
-import ctypes
 import itertools
-import platform
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +25,7 @@ from support.comparing import (
     set_grads,
     train_pair,
 )
+from support.floats import LIBM, NEAREST, UPWARD, set_floats, small_grads
 from support.forked import printed
 from support.optimizers import ADAM, PAIRS, RMSPROP, SGD, other_rules, rules
 
@@ -518,30 +517,14 @@ def test_bits_with_amsgrad_do_not_depend_on_back_end(devices):
     assert_same(final_bits(devices, amsgrad=True), final_bits(["ram:"] * 2, amsgrad=True))
 
 
-LIBM = ctypes.CDLL("libm.so.6")
-NEAREST, UPWARD = 0, 0x400000 if platform.machine() == "aarch64" else 0x800  # fenv.h
-
-
 BEFORE = ["nothing", "flush", "upward"]
-
-
-def set_floats(how):
-    """Sets how this thread treats subnormals and rounds: "flush", "upward", or the default for anything else."""
-    torch.set_flush_denormal(how == "flush")
-    LIBM.fesetround(UPWARD if how == "upward" else NEAREST)
-
-
-def small_grads(n, dtype):
-    """Normal numbers, among them many whose squares, averages and residuals are subnormal."""
-    return (torch.randn(n, dtype=torch.float64) * 10.0 ** torch.randint(-37, -2, (n,))).to(dtype)
-
 
 # Changes the floating-point settings before the first thread is created, so that threads inherit them; then trains with
 # and without Top-K. Prints all bits: parameters, states, residuals.
 TRAIN = """
 import sys, torch
 from csd_optim import CSDAdam
-from test_adamw import set_floats, small_grads
+from support.floats import set_floats, small_grads
 
 def train(steps, **kwargs):
     torch.manual_seed(0)

@@ -47,14 +47,55 @@ def test_a_tensor_of_the_state_outlives_the_optimizer(devices):
     assert_close(exp_avg, expected)
 
 
-def test_dropped_optimizers_print_nothing(tmp_path):
+def test_a_program_that_forks_and_drops(tmp_path):
+    """Children get an error, also as they leave loading(), and touch no device. The parent goes on, all exit cleanly,
+    and optimizers that are dropped, or left to the end of the interpreter, print nothing.
+    """
     script = """
-        import sys, torch
+        import os, sys, torch, warnings
         from csd_optim import CSDAdam
+        warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on, of a fork beside threads
+
+        def stepped(devices):
+            p = torch.ones(10000, requires_grad=True)
+            optimizer = CSDAdam([p], devices=devices)
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+            return p, optimizer
+
+        p, optimizer = stepped(sys.argv[1])
+        try:
+            with optimizer.loading():
+                optimizer.state[p]["exp_avg"].fill_(1)
+                child = os.fork()
+        except RuntimeError as e:
+            print("child in loading:", e, flush=True)
+        if not child:
+            sys.exit()
+        _, status = os.waitpid(child, 0)
+        print("parent in loading:", status, optimizer.state[p]["exp_avg"][0].item())
+        optimizer.close()
+
+        those = [stepped(devices) for devices in ["ram:", "file:", [sys.argv[2], "file:"]]]
+        sys.stdout.flush()
+        child = os.fork()
+        if not child:
+            for _, optimizer in those:
+                try:
+                    optimizer.step()
+                except RuntimeError as e:
+                    print("child:", e, flush=True)
+            sys.exit()
+        _, status = os.waitpid(child, 0)
+        for _, optimizer in those:
+            optimizer.step()
+        print("parent:", status, [optimizer.state[p]["step"].item() for p, optimizer in those])
+        del those, optimizer
+
         kept = []
         for k, devices in enumerate([None, "ram:", ["ram:", "file:"], sys.argv[1], sys.argv[2]]):
             p = torch.ones(10000, requires_grad=True)
-            optimizer = CSDAdam([p], devices=devices)
+            optimizer = CSDAdam([p], devices=devices, overwrite=True)
             p.grad = torch.ones_like(p)
             optimizer.step()
             if k % 2:
@@ -65,66 +106,15 @@ def test_dropped_optimizers_print_nothing(tmp_path):
         except ValueError:
             pass
     """
-    assert run_script(script, tmp_path / "a", tmp_path / "b") == ("", "")
-    assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}  # scratch stores leave nothing
-
-
-def test_fork(tmp_path):
-    """The child gets an error, the parent goes on, and both exit cleanly."""
-    script = """
-        import os, sys, torch, warnings
-        from csd_optim import CSDAdam
-        warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on, of a fork beside threads
-        p = [torch.ones(10000, requires_grad=True) for _ in range(3)]
-        optimizers = [CSDAdam([q], devices=d) for q, d in zip(p, ["ram:", "file:", [sys.argv[1], "file:"]])]
-        for q, optimizer in zip(p, optimizers):
-            q.grad = torch.ones_like(q)
-            optimizer.step()
-        child = os.fork()
-        if not child:
-            for optimizer in optimizers:
-                try:
-                    optimizer.step()
-                except RuntimeError as e:
-                    print("child:", e, flush=True)
-            sys.exit()
-        _, status = os.waitpid(child, 0)
-        for optimizer in optimizers:
-            optimizer.step()
-        print("parent:", status, [o.state[q]["step"].item() for q, o in zip(p, optimizers)])
-    """
-    out, err = run_script(script, tmp_path / "csd")
-    *child, parent = out.splitlines()
-    assert len(child) == 3
-    assert all(line.startswith("child: this optimizer belongs to process") for line in child)
+    out, err = run_script(script, tmp_path / "a", tmp_path / "b")
+    in_loading, parent_in_loading, *children, parent = out.splitlines()
+    assert in_loading.startswith("child in loading: this optimizer belongs to process")
+    assert parent_in_loading == "parent in loading: 0 1.0"
+    assert len(children) == 3
+    assert all(line.startswith("child: this optimizer belongs to process") for line in children)
     assert parent == "parent: 0 [2.0, 2.0, 2.0]"
     assert err == ""
-
-
-def test_fork_within_loading(tmp_path):
-    """The child leaves loading() with the error that everything raises there, and touches no device."""
-    script = """
-        import os, sys, torch, warnings
-        from csd_optim import CSDAdam
-        warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on, of a fork beside threads
-        p = torch.ones(3000, requires_grad=True)
-        optimizer = CSDAdam([p], devices=sys.argv[1])
-        p.grad = torch.ones_like(p)
-        optimizer.step()
-        try:
-            with optimizer.loading():
-                optimizer.state[p]["exp_avg"].fill_(1)
-                child = os.fork()
-        except RuntimeError as e:
-            print("child:", e, flush=True)
-        if child:
-            os.waitpid(child, 0)
-            print("parent:", optimizer.state[p]["exp_avg"][0].item())
-    """
-    out, err = run_script(script, tmp_path / "a")
-    assert err == ""
-    assert "child: this optimizer belongs to process" in out
-    assert "parent: 1.0" in out
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}  # scratch stores leave nothing
 
 
 def test_every_error_of_ours_is_a_csd_error():

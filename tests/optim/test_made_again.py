@@ -7,8 +7,9 @@ import warnings
 
 import pytest
 import torch
-from support.beside import everything, run_script, small_model
+from support.beside import everything, small_model
 from support.comparing import assert_same
+from support.forked import python
 from support.replacing import failing
 from support.training import bf16, parameters, train
 from torch import nn
@@ -275,7 +276,7 @@ def test_within_a_closure_and_within_loading(tmp_path):
 
 
 def test_a_forked_child_replaces_nothing(tmp_path):
-    script = """
+    script = """if True:
         import os, sys, torch, warnings
         from csd_optim import CSDAdam
         warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on, of a fork beside threads
@@ -298,7 +299,8 @@ def test_a_forked_child_replaces_nothing(tmp_path):
         newer = made(resume=True)
         print("parent:", newer.committed_step)
     """
-    assert run_script(script, tmp_path / "csd") == ("child: True\nchild: True\nparent: 2\n", "")
+    done = python(script, tmp_path / "csd")
+    assert (done.stdout, done.stderr, done.returncode) == ("child: True\nchild: True\nparent: 2\n", "", 0)
 
 
 # ---- the older one fails -------------------------------------------------------------

@@ -1,13 +1,12 @@
 """What csd_optim says where a script means something else than it does."""
 
 import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from support.forked import printed
 from torch.nn import Parameter
 
 from csd_optim import CSDAdam, CSDBusyError, CSDMuon, CSDOSError, CSDValueError, CSDWarning
@@ -57,7 +56,7 @@ for p, opt in zip(params, optimizers):
 """
     environment = {**os.environ, "CSD_OPTIM_DEVICES": f"{tmp_path}/{{optimizer}}"}
     for done in ("0", "1"):
-        subprocess.run([sys.executable, "-c", script, done], env=environment, check=True)
+        printed(script, done, environment=environment)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
 
 

@@ -14,7 +14,7 @@ from support.repeating import MODES, Repeating
 
 from csd_optim.overlap.in_backward import _BackwardEnd
 
-pytestmark = pytest.mark.serial("sends signals to its process, which may be talking to pytest-xdist")
+pytestmark = pytest.mark.signals
 
 
 class LongUndo(Repeating):

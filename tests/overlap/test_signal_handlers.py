@@ -15,7 +15,7 @@ from support.repeating import MODES, Repeating
 import csd_optim
 from csd_optim import CSDRuntimeError
 
-pytestmark = pytest.mark.serial("sends signals to its process, which may be talking to pytest-xdist")
+pytestmark = pytest.mark.signals
 
 HOOKS = tuple(f"{csd_optim.__path__[0]}/overlap/{name}.py" for name in ("early", "guess", "in_backward", "lent"))
 EVERY = (f"{csd_optim.__path__[0]}/overlap", f"{csd_optim.__path__[0]}/step", f"{csd_optim.__path__[0]}/signals.py")

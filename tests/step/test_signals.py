@@ -6,7 +6,7 @@ import pytest
 
 from csd_optim.signals import defer_signals, raise_deferred
 
-pytestmark = pytest.mark.serial("sends signals to its process, which may be talking to pytest-xdist")
+pytestmark = pytest.mark.signals
 
 
 @pytest.fixture

@@ -507,7 +507,8 @@ class Strike:
         strike = self
 
         def finish(undo):
-            sys.settrace(strike.trace)
+            traced = strike.trace  # Python 3.11 may call it once more after it has dropped its own reference
+            sys.settrace(traced)
             try:
                 return strike._finish(undo)
             finally:

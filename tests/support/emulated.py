@@ -12,12 +12,15 @@ from pathlib import Path
 
 import torch
 
+from csd_optim import accelerator
+
 from .backends import TESTS
 
 SOURCES = TESTS / "accelerator" / "emulated"
 WRITTEN_FOR = "2.13"  # the version of torch: it uses interfaces that torch may change
 # When queued work runs: only when the host waits for it ("late"), at once, or that of some streams before others'.
 ORDERS = ("late", "at once", "side first", "main first", "random")
+POLL_SECONDS = accelerator.POLL_SECONDS  # what the host sleeps between two looks at an event of a real device
 _library = None
 
 
@@ -69,6 +72,7 @@ def load():
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
     torch._register_device_module("emu", module)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    accelerator.POLL_SECONDS = 0  # each look runs a piece of the work: while the host sleeps, nothing happens
 
 
 def loaded():

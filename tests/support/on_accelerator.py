@@ -12,6 +12,8 @@ from csd_optim.step import staging
 DEVICE = accelerator_type()  # "" if there is none; tests that use it are then not run
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SCRATCH = [["file:"], ["ram:"], ["ram:", "file:"], ["file:"] * 3]
+# Pinned memory is overwritten by the emulated device when it is allocated: the default `hold`, 1 GB, would take 0.2 s.
+BACKWARD = {"backward": True, "hold": "4MB"}
 NEAR = [["gpu:"], ["gpu:", "file:"]]  # all states on the accelerator, or those of some parameters
 
 if os.environ.get("TORCH_CUDA_SANITIZER"):

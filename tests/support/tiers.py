@@ -41,7 +41,7 @@ def is_quick(item):
     return (
         item.path.parent.name in QUICK
         and on_file
-        and not item.get_closest_marker("serial")
+        and not (item.get_closest_marker("serial") or item.get_closest_marker("signals"))
         and not starts_processes(item.module)
     )
 

@@ -147,18 +147,20 @@ inline Point enqueue(Queue &queue, std::function<void()> run, std::vector<Point>
   return append(queue, std::move(run), std::move(after));
 }
 
-// Returns whether a point has passed. If not, runs one piece of the work that it depends on, so that a host that polls
+// Returns whether a point has passed. If not, runs some pieces of the work that it depends on, so that a host that polls
 // does not do so forever.
-inline bool query(Point p) {
+inline bool query(Point p, unsigned pieces = 1) {
   LOCKED;
   check_host_may_wait();
   raise_failure();
   if (p.passed()) return true;
-  Queue *queue = p.queue;
-  while (!queue->ready())
-    for (const Point &before : queue->work.front().after)
-      if (!before.passed()) queue = before.queue;
-  queue->step();
+  for (; pieces && !p.passed(); pieces--) {
+    Queue *queue = p.queue;
+    while (!queue->ready())
+      for (const Point &before : queue->work.front().after)
+        if (!before.passed()) queue = before.queue;
+    queue->step();
+  }
   return false;
 }
 
