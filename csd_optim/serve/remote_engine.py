@@ -20,7 +20,7 @@ from ..store.recovery import RanksStore, last_round
 from ..threads import SharedCondition
 from .address import Address, Owners
 from .adopt import adopt
-from .dial import connect
+from .dial import CONNECT_SECONDS, connect
 from .divided_native import DividedNative
 from .keys import Key, resolve
 from .link import Answer, Link
@@ -71,9 +71,8 @@ def _dial(address: Address, key: Key | None, owner: str | None) -> Callable[[], 
 
     def dial() -> Session:
         place, seconds = (address.host, address.port), address.timeout
-        return connect(
-            place, key=key, owner=owner, timeout=seconds, streams=address.connections, within=min(60.0, seconds)
-        )
+        within = min(CONNECT_SECONDS, seconds)
+        return connect(place, key=key, owner=owner, timeout=seconds, streams=address.connections, within=within)
 
     return dial
 

@@ -6,7 +6,6 @@ import os
 import pickle
 import shutil
 import stat
-import subprocess
 import sys
 
 import pytest
@@ -269,15 +268,12 @@ def test_the_file_is_read_once(files, tmp_path, monkeypatch):
         assert to.admitted(key=key)
 
 
-def test_the_command_makes_a_key_once(tmp_path):
-    path, command = tmp_path / "key.pem", [sys.executable, "-m", "csd_optim", "serve"]
-    first, second = (
-        subprocess.run([*command, "--init-key", path], capture_output=True, text=True, timeout=120, check=False)
-        for _ in range(2)
-    )
-    assert (first.returncode, first.stdout) == (0, Key(path).fingerprint + "\n")
-    assert second.returncode == 1
-    assert "File exists" in second.stderr
+def test_the_command_makes_a_key_once(tmp_path, run):
+    path = tmp_path / "key.pem"
+    assert run("serve", "--init-key", path)[:2] == (0, Key(path).fingerprint + "\n")
+    code, out, err = run("serve", "--init-key", path)
+    assert (code, out) == (1, "")
+    assert "File exists" in err
 
 
 @pytest.mark.parametrize(

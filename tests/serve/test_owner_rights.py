@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.nets import Net
 from support.owner_here import OwnerHere
 from support.wires import files, until, write_certificate
-from test_remote_engine import Net
 
 from csd_optim import CSDError, CSDOSError, CSDStoreExistsError, CSDUnavailableError
 from csd_optim.bindings import NEW

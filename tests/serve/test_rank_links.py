@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.inside import engine_of
+from support.nets_on_ranks import Net
 from support.owner_here import OwnerHere
 from support.ranks import on_living_ranks, on_ranks
-from test_remote_ranks import Net
 
 from csd_optim import CSDError, CSDRankError
 from csd_optim.serve import owner_session

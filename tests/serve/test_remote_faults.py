@@ -13,9 +13,9 @@ import time
 import pytest
 import torch
 from support.inside import engine_of
+from support.nets import Net, assert_equal, own, synchronize_once_cut
 from support.owner_here import OwnerHere
 from support.owners import Owner
-from test_remote_engine import Net, assert_equal, own
 
 from csd_optim import CSDError, CSDLostError, CSDOSError, CSDRankError, CSDRuntimeError, signals
 from csd_optim.engine.durable import DurableCommitter
@@ -65,15 +65,6 @@ def test_a_checkpoint_that_cannot_be_written_changes_nothing(tmp_path, monkeypat
         served.opt.close()
 
 
-def synchronize_once_cut(opt):
-    """Synchronize, although a connection was cut: whoever notices first says so, once."""
-    while True:
-        try:
-            return opt.synchronize()
-        except CSDError:
-            time.sleep(0.01)
-
-
 @pytest.mark.parametrize("mode", [None, {}, {"backward": True}], ids=str)
 def test_connections_are_cut_between_steps(tmp_path, mode):
     with OwnerHere(tmp_path / "owner") as owner:
@@ -120,6 +111,20 @@ def test_a_connection_that_is_cut_within_a_tile_leaves_no_part_of_it(tmp_path, o
         served.opt.zero_grad()
         served.done = ours.done
         assert_equal(ours.steps(2), served.steps(2))
+        served.opt.close()
+
+
+def test_an_owner_that_is_started_again_is_waited_for(tmp_path):
+    with OwnerHere(tmp_path / "owner") as owner:
+        ours, served = Net(own(tmp_path)).steps(3), Net(owner.address).steps(2)
+        served.opt.synchronize()
+        owner.stop()
+        supervisor = threading.Timer(1, owner.start)
+        supervisor.start()
+        with contextlib.suppress(CSDRankError):  # says, if so, that the connection was cut
+            served.opt.stats()
+        assert_equal(ours, served.steps(1))
+        supervisor.join()
         served.opt.close()
 
 
@@ -174,7 +179,7 @@ def test_ctrl_c_ends_the_wait_for_a_stopped_owner(tmp_path, monkeypatch):
         ours, served = Net(own(tmp_path)).steps(2), Net(owner.address).steps(2)
         served.opt.synchronize()
         os.kill(owner.pid, signal.SIGSTOP)
-        ctrl_c = threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT))
+        ctrl_c = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
         ctrl_c.start()
         begun = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
@@ -195,7 +200,7 @@ def test_a_stopped_trainer_is_superseded(tmp_path):
         code = f"""
             import sys, time
             sys.path[:0] = {sys.path!r}
-            from test_remote_engine import Net
+            from support.nets import Net
             net = Net({owner.address!r}, overwrite=True).steps(2)
             net.opt.synchronize()
             print("ready", flush=True)
@@ -239,7 +244,7 @@ def test_a_process_ends_without_close(tmp_path):
             code = f"""
                 import sys
                 sys.path[:0] = {sys.path!r}
-                from test_remote_engine import Net
+                from support.nets import Net
                 net = Net({owner.address!r}, overwrite=True).steps(3)
                 {end}
             """

@@ -4,7 +4,6 @@ The trainer repeats what its owner has lost; a new trainer resumes. Either way a
 has disturbed. The soak tier kills each side 200 times.
 """
 
-import functools
 import random
 import signal
 import time
@@ -12,40 +11,22 @@ import time
 import pytest
 import torch
 from support.forked import process
-from support.kills import OWNER, TRAINER, Killing, killed_at, restarting
+from support.kills import (
+    OWNER,
+    PATIENCE,
+    STEPS,
+    TRAINER,
+    Killing,
+    assert_like,
+    done_of,
+    expected,
+    restarting,
+    train_in_process,
+)
+from support.nets import Net
 from support.owners import Owner
-from test_remote_engine import Net
 
 from csd_optim import CSDError
-
-STEPS = 30
-PATIENCE = 300  # seconds for which a program tries again
-
-
-@functools.cache
-def expected(directory):
-    """Return the parameters after each step of a run that nobody disturbs."""
-    directory.mkdir()
-    net = Net(str(directory))
-    images = [params(net)]
-    for _ in range(STEPS):
-        net.step()
-        images.append(params(net))
-    net.opt.close()
-    return images
-
-
-def params(net):
-    return [p.detach().clone() for p in net.model.parameters()]
-
-
-def assert_like(net, images):
-    for i, (a, b) in enumerate(zip(params(net), images[net.done], strict=True)):
-        assert torch.equal(a, b), (net.done, i)
-
-
-def done_of(net):
-    return int(net.opt.state_dict()["state"][0]["step"])
 
 
 def persist(net, images, until):
@@ -75,7 +56,7 @@ def persist(net, images, until):
     "name", [pytest.param(name, marks=() if i % 3 == 0 else pytest.mark.soak) for i, name in enumerate(OWNER)]
 )
 def test_a_trainer_goes_on_when_its_owner_was_killed(tmp_path, name):
-    images = expected(tmp_path / "undisturbed")
+    images = expected()
     order = tmp_path / "kill"
     call = random.Random(name).randint(2, 4)
     order.write_text(f"{name} {call * (5 if 'PUSH' in name or 'PARAMS' in name else 1) + 1}")
@@ -91,28 +72,10 @@ def test_a_trainer_goes_on_when_its_owner_was_killed(tmp_path, name):
         again.opt.close()
 
 
-def train_in_process(address, name, call, images, failure):
-    """Resume, and train to the last step, unless killed. In a process of its own."""
-    torch.set_num_threads(1)
-    try:
-        with killed_at(TRAINER[name], call):
-            net = Net(address, resume=True)
-            net.done = done_of(net)
-            images = torch.load(images)
-            assert_like(net, images)
-            while net.done < STEPS:
-                net.step()
-                assert_like(net, images)
-            net.opt.close()
-    except BaseException as e:
-        failure.write_text(f"{type(e).__name__}: {e}")
-        raise
-
-
 def kill_trainers(directory, names, seed):
     """Train in processes that are killed one after another, until one of them has made all steps."""
     images = directory / "images.pt"
-    torch.save(expected(directory / "undisturbed"), images)
+    torch.save(expected(), images)
     chance = random.Random(seed)
     with Owner(directory, timeout=30) as owner:
         Net(owner.address).steps(1).opt.close()
@@ -145,7 +108,7 @@ def test_trainers_are_killed_200_times(tmp_path):
 @pytest.mark.soak
 def test_an_owner_is_killed_200_times(tmp_path):
     chance = random.Random(3)
-    images = expected(tmp_path / "undisturbed")
+    images = expected()
     order, kills = tmp_path / "kill", 0
     places = [name for _ in range(22) for name in OWNER]
     net = None

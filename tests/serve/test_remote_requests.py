@@ -5,31 +5,17 @@ import random
 
 import pytest
 import torch
+from support.nets import Net
 from support.owner_here import OwnerHere
-from support.wires import nothing_left
-from test_remote_engine import Net
+from support.wires import HELLO, nothing_left
 
 from csd_optim import CSDError, CSDRankError, CSDStoreError
 from csd_optim.serve.dial import connect
 from csd_optim.serve.frames import Header
 from csd_optim.serve.link import Link
-from csd_optim.serve.messages import PARAMS, PROTOCOL, PUSH
+from csd_optim.serve.messages import PARAMS, PUSH
 from csd_optim.serve.tcp import ConnectionClosed
 
-HELLO = {
-    "op": "hello",
-    "protocol": PROTOCOL,
-    "token": "0" * 32,
-    "store": "0" * 32,
-    "trainer": 0,
-    "trainers": 1,
-    "here": 1,
-    "who": "a test",
-    "model": "",
-    "tile_elems": 0,
-    "mode": "resume",
-    "n": 1,
-}
 STRANGE = (
     None,
     True,

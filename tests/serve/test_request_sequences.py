@@ -6,9 +6,9 @@ import random
 
 import pytest
 import torch
+from support.nets import Net
 from support.owners import Owner
-from test_remote_engine import Net
-from test_remote_requests import HELLO
+from support.wires import HELLO
 
 from csd_optim import CSDError
 from csd_optim.serve.dial import connect

@@ -9,22 +9,21 @@ from unittest import mock
 import pytest
 import torch
 from support.forked import process
-from support.kills import OWNER, TRAINER, Killing
+from support.kills import OWNER, PATIENCE, TRAINER, Killing, assert_like, done_of, expected, train_in_process
+from support.nets import MODES, Net, assert_equal, own, synchronize_once_cut
+from support.nets_on_ranks import Net as RankNet
+from support.nets_on_ranks import assert_equal as assert_all_equal
 from support.owner_here import OwnersHere
 from support.owners import Owner
 from support.ranks import on_ranks
 from support.replacing import replaced
 from support.stores import whole_copies
-from test_remote_engine import MODES, Net, assert_equal, own
-from test_remote_faults import synchronize_once_cut
-from test_remote_kills import PATIENCE, assert_like, done_of, expected, train_in_process
-from test_remote_ranks import Net as RankNet
-from test_remote_ranks import assert_equal as assert_all_equal
 
 from csd_optim import CSDAdam, CSDError, CSDOSError, CSDRankError, CSDStoreError, CSDValueError
 from csd_optim.bindings import Native
 from csd_optim.checkpoint.export import export_torch
 from csd_optim.checkpoint.reshard import reshard
+from csd_optim.serve import remote_engine
 from csd_optim.serve.owner_requests import OwnerRequests
 from csd_optim.store.file import StoreFile
 from csd_optim.store.format import read_contents
@@ -191,8 +190,8 @@ def two_owners(directory, order):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if i % 4 == 0 else pytest.mark.soak) for i, name in enumerate(OWNER)]
 )
-def test_an_owner_is_killed_and_the_trainer_resumes(tmp_path, name):
-    images, order = expected(tmp_path / "undisturbed"), tmp_path / "kill"
+def test_an_owner_is_killed_and_the_trainer_resumes(tmp_path, name, monkeypatch):
+    images, order = expected(), tmp_path / "kill"
     call = random.Random(name).randint(2, 4)
     order.write_text(f"{name} {call * (3 if 'PUSH' in name or 'PARAMS' in name else 1) + 1}")
     with two_owners(tmp_path, order) as owners:
@@ -204,10 +203,12 @@ def test_an_owner_is_killed_and_the_trainer_resumes(tmp_path, name):
                 net.step()
                 assert_like(net, images)
 
-        with pytest.raises(CSDError):
-            until_it_raises()
-        with contextlib.suppress(CSDError):
-            net.opt.close()
+        with monkeypatch.context() as patch:
+            patch.setattr(remote_engine, "CONNECT_SECONDS", 0.5)  # nobody starts the owner again meanwhile
+            with pytest.raises(CSDError):
+                until_it_raises()
+            with contextlib.suppress(CSDError):
+                net.opt.close()
         owners[1].process.join(60)  # its connections end before it has
         assert not owners[1].process.is_alive()
         owners[1].start()
@@ -225,7 +226,7 @@ def test_an_owner_is_killed_and_the_trainer_resumes(tmp_path, name):
 def kill_trainers(directory, names, seed):
     """Train in processes that are killed one after another. Returns how many were."""
     images, failure = directory / "images.pt", directory / "failure"
-    torch.save(expected(directory / "undisturbed"), images)
+    torch.save(expected(), images)
     chance, kills = random.Random(seed), 0
     with two_owners(directory, directory / "never") as owners:
         addresses = [owner.address for owner in owners]

@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 import torch
+from support.nets import Net
 from support.owners import Owner
-from test_remote_engine import Net
 
 from csd_optim import CSDAdam, CSDBusyError, CSDLostError, CSDValueError
 from csd_optim.cli.serving import parse_listen, serve

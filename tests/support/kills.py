@@ -7,11 +7,17 @@ import signal
 import threading
 from unittest import mock
 
+import torch
+from support.nets import Net
+
 from csd_optim.engine.commit import Commit
 from csd_optim.serve.link import Link
 from csd_optim.serve.owner_requests import OwnerRequests
 from csd_optim.serve.owner_step import OwnerStep
 from csd_optim.serve.remote_native import RemoteNative
+
+STEPS = 30
+PATIENCE = 300  # seconds for which a program tries again
 
 # Where they are killed: a class, its method, and whether that has run.
 OWNER = {
@@ -89,3 +95,49 @@ def restarting(owner):
     finally:
         stop.set()
         thread.join()
+
+
+# ---- what they have to show afterwards ---------------------------------------------------
+
+
+@functools.cache
+def expected():
+    """Return the parameters after each step of a run that nobody disturbs."""
+    net = Net("ram:")
+    images = [params(net)]
+    for _ in range(STEPS):
+        net.step()
+        images.append(params(net))
+    net.opt.close()
+    return images
+
+
+def params(net):
+    return [p.detach().clone() for p in net.model.parameters()]
+
+
+def assert_like(net, images):
+    for i, (a, b) in enumerate(zip(params(net), images[net.done], strict=True)):
+        assert torch.equal(a, b), (net.done, i)
+
+
+def done_of(net):
+    return int(net.opt.state_dict()["state"][0]["step"])
+
+
+def train_in_process(address, name, call, images, failure):
+    """Resume, and train to the last step, unless killed. In a process of its own."""
+    torch.set_num_threads(1)
+    try:
+        with killed_at(TRAINER[name], call):
+            net = Net(address, resume=True)
+            net.done = done_of(net)
+            images = torch.load(images)
+            assert_like(net, images)
+            while net.done < STEPS:
+                net.step()
+                assert_like(net, images)
+            net.opt.close()
+    except BaseException as e:
+        failure.write_text(f"{type(e).__name__}: {e}")
+        raise

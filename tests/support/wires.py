@@ -15,10 +15,27 @@ from csd_optim.errors import CSDUnavailableError
 from csd_optim.serve import dial, handshake, listener, sealed
 from csd_optim.serve.init_key import init_key
 from csd_optim.serve.keys import Key
+from csd_optim.serve.messages import PROTOCOL
 from csd_optim.serve.tcp import ConnectionClosed, Tcp
 from csd_optim.serve.tls import Tls
 
 KINDS = ("frames", "ssl", "plain", "readers")  # of connections; without `cryptography`, `ssl` carries the data
+
+# A request for a session.
+HELLO = {
+    "op": "hello",
+    "protocol": PROTOCOL,
+    "token": "0" * 32,
+    "store": "0" * 32,
+    "trainer": 0,
+    "trainers": 1,
+    "here": 1,
+    "who": "a test",
+    "model": "",
+    "tile_elems": 0,
+    "mode": "resume",
+    "n": 1,
+}
 
 
 class Files(NamedTuple):
@@ -237,10 +254,11 @@ def handshakes():
 
 def until(condition, seconds=120):
     """Wait until this is true."""
-    end = time.monotonic() + seconds
+    end, pause = time.monotonic() + seconds, 0.001
     while not condition():
         assert time.monotonic() < end, "it has taken too long"
-        time.sleep(0.001)
+        time.sleep(pause)
+        pause = min(1.2 * pause, 0.02)
 
 
 def descriptors():
