@@ -111,8 +111,8 @@ class Engine:
     def free(self, params: Sequence[int]) -> None:
         """Give back the states of parameters that have left: memory at once, disk space when no commit names it.
 
-        Tiles are given back as a whole, with the last of their parameters. Between steps, and after
-        `committer.before_joining_or_leaving()`, and when `committer.describe()` has told that they have left.
+        Tiles are given back as a whole, with the last of their parameters. Call it between steps, after
+        `committer.before_joining_or_leaving()` and after a `committer.describe()` that says that they have left.
         """
         self.check_open()
         self.committer.free(params, self.states.free(params))

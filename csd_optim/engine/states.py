@@ -110,9 +110,9 @@ class States:
     def free_tiles(self, tiles: np.ndarray[Any, Any]) -> None:
         """Free the memory of these tiles (uint32, ascending), which have no states any more."""
         if len(tiles):
-            self.freed[tiles] = True
             self.native.free_tiles(tiles)
             self.truth.free(tiles)
+            self.freed[tiles] = True
             for e, _, _ in self.tiles.by_place(tiles):
                 extent = self.tiles.extents[e]
                 if self.freed[extent.first_tile : extent.first_tile + extent.n_tiles].all():
@@ -188,9 +188,10 @@ class States:
             self.show(open=not self.durable)
 
     def show(self, *, open: bool) -> None:
-        """Do as remap(). `open`: writes to the windows go to the devices from now on."""
-        self.native.remap(open=open)
-        self.truth.open[:] = open
+        """Do as remap(), if there are windows. `open`: writes to them go to the devices from now on."""
+        if not self.devices.states_on_demand:
+            self.native.remap(open=open)
+            self.truth.open[:] = open
 
     def sync(self) -> None:
         """Flush writes to open windows; only the flush reports an I/O error of such a write.

@@ -122,7 +122,7 @@ class Truth:
     # ---- transitions -------------------------------------------------------------
 
     def free(self, tiles: np.ndarray[Any, Any]) -> None:
-        """Note that these tiles have no states any more. They are as if COMMITTED, and never used again."""
+        """Note that these tiles have no states any more: nothing in them is to be written, and no step has them."""
         for flags in (self.open, self.loose, self.empty, self._edited, self._reseeded):
             flags[tiles] = False
 

@@ -394,7 +394,7 @@ class CSDOptimizer(StatesOnDevices, JoinableSteps):
         ``push_bytes``, ``pull_bytes``: gradients and parameters over the link. ``flash_read_bytes``,
         ``flash_write_bytes``: from and to storage. ``written_bytes``: states written since the stores were made.
         ``free_bytes``, for each device: space in its store that belonged to parameters which have left the optimizer,
-        and that the next ones will get (None for devices of optimizer ranks).
+        and that the next ones will get.
         ``gathered_bytes``: parameters received from the ranks that have updated them.
         ``days_left``, for a device with a rating (``tbw=600TB``): days of training until the rating is used up, at
         the average write rate so far. ``params``: elements updated. ``nonfinite_grads``: gradients pushed as inf

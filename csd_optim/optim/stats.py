@@ -42,7 +42,7 @@ def describe(
             "flash_read_bytes": n * d["read_bytes"],
             "flash_write_bytes": n * d["write_bytes"],
             "written_bytes": d["total_write_bytes"],
-            "free_bytes": d.get("free_bytes"),
+            "free_bytes": d["free_bytes"],
             "days_left": days_left(spec.tbw_bytes, d["total_write_bytes"], trained) if spec.tbw_bytes else None,
             "params": n * d["updated"],
             "nonfinite_grads": n * d["nonfinite"],
@@ -60,10 +60,11 @@ def describe(
         about |= {
             "flash_write_bytes": 0,
             "written_bytes": 0,
+            "free_bytes": 0,
             "buffer_bytes": 0,
             "state_bytes": engine.accelerator.nbytes,
         }
-        unknown = ("direct_io", "p2p", "huge_pages", "numa_node", "block_bytes", "depth", "days_left", "free_bytes")
+        unknown = ("direct_io", "p2p", "huge_pages", "numa_node", "block_bytes", "depth", "days_left")
         # If the accelerator is the only device that the user named, the engine's other device is empty: leave it out.
         beside = [] if engine.accelerator.alone else devices
         devices = [{**about, **dict.fromkeys(unknown), "seconds": seconds_by_kind}, *beside]

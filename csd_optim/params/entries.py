@@ -20,9 +20,11 @@ from .update_rule import RuleOf
 def keep_apart(
     state: MutableMapping[torch.Tensor, Any], own: Mapping[int, ParamState], places: Collection[ParamState]
 ) -> None:
-    """Copy what entries of `state` have in `places` of other parameters, as these are about to be written or freed.
+    """Copy the values in `state` that are views of `places`, except those in a place's own entry.
 
-    `own`: the parameters' places, by id(param).
+    These places are about to be written or freed. If a program has exchanged the entries of two parameters, for
+    example, filling the place of one would overwrite the values for the other. `own`: the parameters' places, by
+    id(param).
     """
     addresses = {_address(t) for place in places for t in place.shown.values()} - {0}
     of_decoder = {place.decode: place for place in places if place.decoded}

@@ -282,7 +282,10 @@ class StateMap:
         self.may_have_left = True
 
     def _changed_outside(self, groups: Groups) -> list[ParamState]:
-        """Take the places of parameters in no group whose entries were changed: these give them new ones in a group."""
+        """Take away, and return, the places of parameters that are in no group and whose entries were changed.
+
+        The entries have the values now. A parameter that returns to a group gets a new place, filled from its entry.
+        """
         here = {id(p) for _, _, p in members(groups)}
         entries = [(key, s, self.state.get(s.param)) for key, s in self.param_states.items() if key not in here]
         changed = [key for key, s, e in entries if e and (not s.is_shown_by(e) or e.keys() - {*s.shown, *s.sections})]
@@ -295,18 +298,19 @@ class StateMap:
         """Give back the places of parameters that have left: they are in no group, and have no entry in `state`.
 
         As with AdamW, a parameter that is in no group keeps its states as long as its entry is there. Raises
-        CSDOSError if the last step cannot be committed, which has them; the next call tries again.
+        CSDOSError if the last step cannot be committed, which has them, and CSDError if states that the program still
+        holds cannot be read; the next call tries again.
         """
         here = {id(p) for _, _, p in members(groups)}
         left = [s for key, s in self.param_states.items() if key not in here and not self.state.get(s.param)]
         if gone := left + self._abandoned:
-            engine.committer.before_joining_or_leaving()  # if this or the next one raises, the next step frees them
+            engine.committer.before_joining_or_leaving()
             held = Held(gone)
             keep_apart(self.state, self.param_states, gone)
             self.remember()
             for param_state in left:
                 del self.param_states[id(param_state.param)]
-            self._abandoned = []
+            self._abandoned = gone  # until they are freed: an optimizer rank may fail to
             for param_state in gone:
                 self.unfilled.pop(param_state, None)
                 engine.committer.drop_residual(param_state.index)
@@ -318,6 +322,7 @@ class StateMap:
             self._described = None
             self.describe(engine, groups)  # first: no manifest may say that a parameter is in a freed tile
             engine.free(indices)
+            self._abandoned = []
             trim_memory()
             self.changes += 1
             self.count_near(engine)

@@ -181,7 +181,7 @@ class RemoteDevices:
 
 COUNTS = (
     *("push_bytes", "pull_bytes", "read_bytes", "write_bytes", "total_write_bytes", "updated", "nonfinite"),
-    *("buffer_bytes", "read_seconds", "update_seconds", "write_seconds", "share"),
+    *("buffer_bytes", "free_bytes", "read_seconds", "update_seconds", "write_seconds", "share"),
 )
 ABOUT = ("device", "backend", "direct_io", "p2p", "huge_pages", "numa_node", "block_bytes", "depth")
 

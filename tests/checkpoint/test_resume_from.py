@@ -50,9 +50,9 @@ def test_a_snapshot(tmp_path):
     on(2, saves_and_goes_on, directory=tmp_path)
     assert sorted(path.name for path in tmp_path.glob("snapshot/*")) == ["rank-0", "rank-1"]
     assert [Path(v.file).parent.name for v in verify([tmp_path / "snapshot"])] == ["device-0", "device-1"] * 2
-    users = resumed(1, "any", "alone", "new", 3, resume_from="snapshot", directory=tmp_path)
-    assert users == [(0, [0, 1])]
-    assert read_contents(tmp_path / "new-0-0").origin["world_size"] == 2
+    users = resumed(3, "any", "ddp", "new", 3, resume_from="snapshot", directory=tmp_path)
+    assert users == [(0, [0, 1]), (1, [0, 1]), (0, [0, 1])]
+    assert read_contents(tmp_path / "new-2-0").origin["world_size"] == 2
 
 
 def saves_and_goes_on(rank, size):

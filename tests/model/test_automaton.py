@@ -460,26 +460,16 @@ def test_space_is_given_back_at_once(tmp_path):  # gives_back_at_once
         training.ranks[0].give_back()
 
 
-def test_space_is_given_back_before_the_ranks_have_met(tmp_path):  # gives_back_at_copy_0
-    why = "gives back: the commit that does not name that space is not on all devices"
-    with refused(tmp_path, why) as training:
+@pytest.mark.parametrize("why", ["is not on all devices", "was withdrawn"])
+def test_space_is_given_back_too_early(tmp_path, why):  # gives_back_at_copy_0: before the ranks have met
+    with refused(tmp_path, f"gives back: the commit that does not name that space {why}") as training:
         let_join(training)
         rank = training.ranks[0]
         rank.leave()
         rank.step()
         rank.wait()
-        rank.give_back()
-
-
-def test_space_is_given_back_after_its_commit_was_withdrawn(tmp_path):
-    why = "gives back: the commit that does not name that space was withdrawn"
-    with refused(tmp_path, why) as training:
-        let_join(training)
-        rank = training.ranks[0]
-        rank.leave()
-        rank.step()
-        rank.wait()
-        rank.undo()
+        if why == "was withdrawn":
+            rank.undo()
         rank.give_back()
 
 

@@ -621,6 +621,28 @@ def test_what_was_aside_at_a_resume_has_left(tmp_path, state_dtype):
     assert (verify([tmp_path])[0].tiles, verify([tmp_path])[0].unchecked) == (1, 0)
 
 
+def replaced_in_rounds(devices, state_dtype):
+    """Return parameters and states, as tensors, after a parameter was replaced three times by a shorter one."""
+    torch.manual_seed(0)
+    _, groups = in_own_groups((3000,), (9000,))
+    with CSDAdam(groups, lr=0.01, devices=devices, state_dtype=state_dtype, tile_size=TILE) as opt:
+        train(opt)
+        for n in (8000, 7000, 6000):
+            old = opt.param_groups[1]["params"][0]
+            entry = opt.state.pop(old)
+            [new] = opt.param_groups[1]["params"] = [Parameter(old.detach()[:n].clone())]
+            opt.state[new] = {**entry, **{key: entry[key][:n] for key in ("exp_avg", "exp_avg_sq")}}
+            train(opt, 2)
+        return [t.clone() for p in params_of(opt) for t in (p.detach(), *opt.state[p].values())]
+
+
+@pytest.mark.parametrize("state_dtype", ["fp32", "8bit"])
+def test_on_every_back_end(backend, state_dtype, devices, monkeypatch):
+    monkeypatch.setattr("csd_optim.engine.open_devices.SUM_ELEMS", TILE)  # the least for codes on cards
+    expected = replaced_in_rounds("file:?scratch=1", state_dtype)
+    assert all(map(torch.equal, replaced_in_rounds(devices, state_dtype), expected))
+
+
 @pytest.mark.parametrize("devices", ["ram:", "file:?scratch=1"])
 def test_windows_are_unmapped(devices):
     """A process may have some 65,000 mappings."""
@@ -691,6 +713,7 @@ def test_entries_that_parameters_exchange(devices, state_dtype, exchange):
                 assert (mine - right).norm() <= (1e-6 if state_dtype == "fp32" else 0.1) * right.norm()
 
 
+@pytest.mark.fp32_states("compares values of fp32 states")
 def test_what_is_put_aside_keeps_what_is_done_to_its_entry(tmp_path):
     """Its states are changed, or moved to a parameter that is in no group yet."""
     params, groups = in_own_groups((700,), (700,), (700,))
@@ -785,6 +808,7 @@ def test_snapshots_and_tools_know_what_is_there(tmp_path):
     assert held_bytes(tmp_path / "store") <= held_bytes(tmp_path / "new") + METADATA
 
 
+@pytest.mark.fp32_states("compares values of fp32 states")
 def test_after_a_resume_groups_may_leave_before_the_first_step(tmp_path):
     """What comes into their position is another parameter, with its own states."""
     params, groups = in_own_groups((700,), (700,), (700,))

@@ -222,6 +222,7 @@ def overlaps(rank, kind, mode, options):
 MODES = [
     (2, "DDP", {}, {}),
     (3, "DDP", {"backward": True}, CODES),
+    (2, "FSDP2", {"backward": True}, FP32),
     (2, "FSDP2", {"free_gradients": True}, CODES),
     (4, "HSDP", {"backward": True}, FP32),
 ]
@@ -235,7 +236,11 @@ def test_overlap(size, kind, mode, options, tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "mode", "options"),
-    [("DDP", {"backward": True}, FP32), ("FSDP2", {"free_gradients": True}, FP32)],
+    [
+        ("DDP", {"backward": True}, FP32),
+        ("FSDP2", {"backward": True}, CODES),
+        ("FSDP2", {"free_gradients": True}, FP32),
+    ],
     ids=str,
 )
 def test_overlap_with_owners(kind, mode, options, owners, tmp_path):

@@ -54,6 +54,7 @@ def published(tmp_path, **options):
     [
         {},
         {"dtype": torch.float16, "lr": 1e-3},
+        CODES,
         {**CODES, "dtype": torch.float32, "amsgrad": True},
         {"optimizer": MUON.ours, **MUON.kwargs},
         {"topk": 0.1, "max_grad_norm": 0.5},

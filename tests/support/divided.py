@@ -54,6 +54,7 @@ RULES = {
 CHANGES = {
     "DDP 3 to 2": ("any", ("ddp", 3, 1), ("ddp", 2, 1), None),
     "DDP 2 to 3, with other devices": ("any", ("ddp", 2, 2), ("ddp", 3, 1), None),
+    "FSDP2 2 to 3": ("fsdp2", ("fsdp2", 2, 1), ("fsdp2", 3, 2), None),
     "FSDP2 3 to DDP 2": ("fsdp2", ("fsdp2", 3, 1), ("ddp", 2, 1), "ddp"),
     "DDP 2 to FSDP2 3": ("fsdp2", ("ddp", 2, 1), ("fsdp2", 3, 2), None),
     "FSDP2 3 to HSDP 4": ("fsdp2", ("fsdp2", 3, 1), ("hsdp", 4, 1), "hsdp:2x2"),

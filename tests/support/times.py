@@ -51,9 +51,10 @@ class Times:
         self._of_file = {}  # path below tests/: Counter of COLUMNS
         self._counted = Counter()  # processes started, and seconds asleep, in this process
         self._before = None  # the counts when the file began
-        sys.addaudithook(self._audit)
-        _watch(multiprocessing.popen_forkserver.Popen, "_launch", lambda *_: self._counted.update(started=1))
-        _watch(time, "sleep", lambda seconds: self._counted.update(asleep=seconds))
+        if is_shown:
+            sys.addaudithook(self._audit)
+            _watch(multiprocessing.popen_forkserver.Popen, "_launch", lambda *_: self._counted.update(started=1))
+            _watch(time, "sleep", lambda seconds: self._counted.update(asleep=seconds))
 
     def _audit(self, event, _):
         if event in STARTS:
