@@ -201,7 +201,7 @@ def fails_on_one(rank, size, kind, owner, method, number):
     ("owner", "method", "number"),
     [
         (Engine, "begin", 1),
-        (Native, "push", 3),
+        (Native, "push", 2),
         (Engine, "finish", 1),
         (LiveStep, "launch_near", 1),
         (ParamAllGather, "advance", 1),
