@@ -278,6 +278,17 @@ def test_each_helper_is_there_once():
     )
 
 
+def test_no_test_module_imports_another():
+    """Else a file cannot be read, or run, alone."""
+    found = [
+        (file, node)
+        for file, node in nodes_of(TESTS, ast.Import, ast.ImportFrom)
+        for name in (getattr(node, "module", None), *(alias.name for alias in node.names))
+        if name and any(part.startswith("test_") for part in name.split("."))
+    ]
+    assert not found, f"what several test modules need is in tests/support/: {places(found)}"
+
+
 def reaches():
     """Return the places where tests use private members of the package: (file, node)."""
     private = private_names()

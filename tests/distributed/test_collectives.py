@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from support.ranks import on_living_ranks
-from support.replacing import failing, replaced
-from test_distributed import raised_by
-from test_overlap_on_ranks import now
-from test_shared_updates import training_on
+from support.replacing import failing, raised_by, replaced
+from support.twins import blocking, now, training_on
 
 from csd_optim import CSDOSError
 from csd_optim.engine.durable import DurableCommitter
@@ -88,38 +86,36 @@ def test_collectives_of_a_step(kind, overlap, options, within, behind, tmp_path)
 
 def cannot_prepare(rank, overlap, options):
     """One rank fails before or after the ranks have agreed: nobody has taken the step, and the next call does."""
-    seen = []
-    for fails in False, True:
-        training = training_on(rank, str(fails), overlap, "FSDP2" if overlap == FREE else "DDP", **NAMED, **options)
-        opt = training.opt
-        for k in range(STEPS):
-            if k == 3:
-                opt.synchronize()
-                before = now(training)
-            training.backward()
-            if fails and k in (0, 3):
-                parts = {"record": Steps, "own_round": DurableCommitter}
-                if overlap != FREE:
-                    parts |= {"_prepare": Steps, "_taking_part": Steps}
-                for method, owner in parts.items():
-                    with failing(owner, method, int(rank == 1), "no memory"):
-                        said = raised_by(opt.step)
-                    assert isinstance(said, CSDOSError if rank == 1 else CSDRankError)
-                    assert "no memory" in str(said)
-                    if overlap == FREE:  # its gradients are gone
-                        opt.zero_grad()
-                        training.steps -= 1
-                        training.backward()
-                    elif k:
-                        assert now(training) == before
-                assert opt.committed_step == k
-            opt.step()
-            opt.zero_grad()
-        opt.synchronize()
-        assert opt.committed_step == STEPS
-        seen.append(now(training))
-        opt.close()
-    assert seen[0] == seen[1]
+    kind = "FSDP2" if overlap == FREE else "DDP"
+    training = training_on(rank, "this", overlap, kind, **NAMED, **options)
+    opt = training.opt
+    for k in range(STEPS):
+        if k == 3:
+            opt.synchronize()
+            before = now(training)
+        training.backward()
+        if k in (0, 3):
+            parts = {"record": Steps, "own_round": DurableCommitter}
+            if overlap != FREE:
+                parts |= {"_prepare": Steps, "_taking_part": Steps}
+            for method, owner in parts.items():
+                with failing(owner, method, int(rank == 1), "no memory"):
+                    said = raised_by(opt.step)
+                assert isinstance(said, CSDOSError if rank == 1 else CSDRankError)
+                assert "no memory" in str(said)
+                if overlap == FREE:  # its gradients are gone
+                    opt.zero_grad()
+                    training.steps -= 1
+                    training.backward()
+                elif k:
+                    assert now(training) == before
+            assert opt.committed_step == k
+        opt.step()
+        opt.zero_grad()
+    opt.synchronize()
+    assert opt.committed_step == STEPS
+    assert now(training) == blocking(rank, STEPS, kind, **options)
+    opt.close()
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,8 @@ from support.exact import Linear
 from support.inside import engine_of, flight_of, together_of
 from support.owner_here import OwnerHere
 from support.ranks import on_living_ranks
-from support.twins import sharded
-from test_shared_updates import hybrid
-from test_votes import until
+from support.twins import hybrid, sharded
+from support.wires import until
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor

@@ -12,9 +12,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from support.memory import memory_limit
 from support.owners import Owner
-from support.ranks import on_living_ranks
-from support.states import assumed
-from test_distributed import (
+from support.rank_models import (
     ARGS,
     OF,
     OTHERS,
@@ -29,7 +27,9 @@ from test_distributed import (
     train_model,
     whole,
 )
-from test_distributed import MODELS as MODELS_OF_RANKS
+from support.rank_models import MODELS as MODELS_OF_RANKS
+from support.ranks import on_living_ranks
+from support.states import assumed
 from torch import nn
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner

@@ -5,20 +5,19 @@ import os
 import random
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.inside import engine_of, guess_of, together_of, vote_of
+from support.rank_commits import die
+from support.rank_models import MODELS, net
 from support.ranks import on_living_ranks, on_ranks
-from support.replacing import failing, replaced
-from test_distributed import MODELS, net, raised_by
-from test_overlap_on_ranks import now, training_on
-from test_rank_commits import die
-from test_votes import slow, until
+from support.replacing import failing, raised_by, replaced, slow
+from support.twins import blocking, local, now, training_on
+from support.wires import until
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_
 
@@ -32,7 +31,7 @@ from csd_optim.overlap.guess import Guess
 from csd_optim.overlap.together import Verdict
 from csd_optim.store.file import StoreFile
 
-STEPS = 10
+STEPS = 7
 EARLY = {"backward": True}
 
 
@@ -52,10 +51,6 @@ def early_step(training, change=None):
     training.opt.zero_grad()
     if training.overlap is not None:
         ready(training)
-
-
-def local(t):
-    return t.to_local() if isinstance(t, DTensor) else t
 
 
 def clips(training):
@@ -126,12 +121,11 @@ def norm_is_clipped(rank):
         training.opt.close()
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_norms(size, tmp_path):
-    on_living_ranks(size, norm_is_clipped, directory=tmp_path)
+def test_norms(tmp_path):
+    on_living_ranks(2, norm_is_clipped, directory=tmp_path)
 
 
-def paced(rank, size):
+def paced(rank):
     """Ranks are slow by turns, on drives of different speed, and do not wait for votes."""
     choose = random.Random(rank)
     for overlap in None, EARLY:
@@ -139,7 +133,7 @@ def paced(rank, size):
         with slow(StoreFile, "publish", rank, 0.02):
             for k in range(STEPS):
                 training.backward()
-                time.sleep(0.05 * choose.random() if k % size == rank else 0)
+                time.sleep(0.05 * choose.random() if k % 3 == rank else 0)
                 if k % 4 == 3:
                     clips(training)
                 training.opt.step()
@@ -154,9 +148,8 @@ def paced(rank, size):
 PACES = [{"devices": 1}, {"devices": 2}, {"devices": 1}]
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_of_different_speed(size, tmp_path):
-    on_living_ranks(size, paced, size, directory=tmp_path)
+def test_ranks_of_different_speed(tmp_path):
+    on_living_ranks(3, paced, directory=tmp_path)
 
 
 def tensor_parallel(rank):
@@ -198,13 +191,21 @@ def waits_for_the_vote(rank):
     for _ in range(2):
         early_step(training)
     training.backward()
-    with slow(StoreFile, "publish", rank, 1.0):
+    may_commit = threading.Event()
+
+    def late(publish, *args):
+        assert rank == 0 or may_commit.wait(60)
+        return publish(*args)
+
+    with replaced(StoreFile, "publish", late):
         training.opt.step()
         training.opt.zero_grad()
         training.opt.wait()
         assert not together_of(training.opt).has_met
         training.backward()
         assert guess_of(training.opt) is None
+        dist.barrier()  # both have seen it
+        may_commit.set()
         training.opt.step()
     training.opt.zero_grad()
     ready(training)
@@ -250,7 +251,7 @@ def overflows(rank):
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
         for k in range(STEPS):
             training.backward(scaler.scale(torch.ones(())).item())
-            if k in (5, 6) and rank == 1:
+            if k in (3, 4) and rank == 1:
                 local(next(training.model.parameters()).grad).view(-1)[:1].fill_(float("inf"))
             scaler.step(training.opt)
             scaler.update(1024.0)
@@ -274,32 +275,28 @@ def test_an_overflow_on_another_rank(tmp_path):
 
 def fails(rank, owner, method, number, raises):
     """What fails in backward costs a guess, on that rank alone; what fails in step() costs a step, on all."""
-    seen = []
-    for overlap in None, EARLY:
-        training = training_on(rank, str(overlap), overlap, named=True)
-        opt = training.opt
-        for _ in range(3):
-            early_step(training)
-        if overlap is not None:
-            opt.synchronize()
-            before, done = now(training), training.steps
-            with failing(owner, method, number * (rank == 1), "unplugged"):
-                training.backward()
-                assert rank == 1 or guess_of(opt)
-                opt.step()
-                opt.zero_grad()
-                said = raised_by(opt.synchronize) if raises else opt.synchronize()
-            if raises:
-                assert "unplugged" in str(said)
-                assert isinstance(said, CSDOSError if rank == 1 else CSDRankError)
-                assert now(training) == before
-                training.steps = done
-        while training.steps < STEPS:
-            early_step(training)
-        opt.synchronize()
-        seen.append(now(training))
-        opt.close()
-    assert seen[0] == seen[1]
+    training = training_on(rank, "this", EARLY, named=True)
+    opt = training.opt
+    for _ in range(3):
+        early_step(training)
+    opt.synchronize()
+    before, done = now(training), training.steps
+    with failing(owner, method, number * (rank == 1), "unplugged"):
+        training.backward()
+        assert rank == 1 or guess_of(opt)
+        opt.step()
+        opt.zero_grad()
+        said = raised_by(opt.synchronize) if raises else opt.synchronize()
+    if raises:
+        assert "unplugged" in str(said)
+        assert isinstance(said, CSDOSError if rank == 1 else CSDRankError)
+        assert now(training) == before
+        training.steps = done
+    while training.steps < STEPS:
+        early_step(training)
+    opt.synchronize()
+    assert now(training) == blocking(rank, STEPS)
+    opt.close()
 
 
 @pytest.mark.parametrize(
@@ -322,30 +319,29 @@ def test_a_failure_on_one_rank(owner, method, number, raises, tmp_path):
 
 def foresees_nothing(rank):
     """Rank 1 makes no guess at all, and pushes all in step(): the others need not know."""
-    seen = []
-    for overlap in None, EARLY:
-        training = training_on(rank, str(overlap), overlap)
-        hooks = replaced(EarlySteps, "_begin", lambda begin, early: rank != 1 and begin(early))
-        with hooks if overlap is not None else contextlib.nullcontext():
-            for _ in range(STEPS):
-                early_step(training)
-        seen.append(now(training))
-        training.opt.close()
-    assert seen[0] == seen[1]
+    training = training_on(rank, "this", EARLY)
+    with replaced(EarlySteps, "_begin", lambda begin, early: rank != 1 and begin(early)):
+        for _ in range(STEPS):
+            early_step(training)
+    assert now(training) == blocking(rank, STEPS)
+    training.opt.close()
 
 
 def test_ranks_with_and_without_guesses(tmp_path):
-    on_living_ranks(3, foresees_nothing, directory=tmp_path)
+    on_living_ranks(2, foresees_nothing, directory=tmp_path)
 
 
 # ---- a rank is killed ----------------------------------------------------------------------------
 
 
+ALONE = {"kind": "plain", "sharded": False}  # a model of each rank's own, which trains faster
+
+
 class Killed:
-    """A training with FSDP2 that is resumed."""
+    """A training that is resumed."""
 
     def __init__(self, rank, overlap):
-        self.training = training_on(rank, "killed", overlap, named=True, resume=True)
+        self.training = training_on(rank, "killed", overlap, named=True, resume=True, **ALONE)
         self.training.steps = self.training.opt.committed_step
 
     def until(self, step):
@@ -359,7 +355,7 @@ def trains_until_killed(rank, seed, victim, overlap):
     ours = Killed(rank, overlap)
     begun = ours.training.opt.committed_step
     if rank == victim:
-        threading.Timer(random.Random(seed).uniform(0.0, 0.4), die).start()
+        threading.Timer(random.Random(seed).uniform(0.0, 0.25), die).start()
     with contextlib.suppress(RuntimeError):
         ours.until(10**6)
     if random.Random(seed + rank).random() < 0.5:
@@ -372,12 +368,7 @@ def ends(rank, more, overlap):
     step = ours.training.opt.committed_step
     image = ours.until(step + more)
     ours.training.opt.close()
-    (Path("alone") / str(step)).mkdir(parents=True, exist_ok=True)
-    never = training_on(rank, f"alone/{step}/{more}", None)
-    while never.steps < step + more:
-        never.step()
-    assert image == now(never)
-    never.opt.close()
+    assert image == blocking(rank, step + more, **ALONE)
     return step
 
 

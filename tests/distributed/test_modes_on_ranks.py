@@ -8,9 +8,8 @@ import warnings
 
 import pytest
 from support.ranks import on_living_ranks, on_ranks
-from support.replacing import replaced
-from test_distributed import raised_by
-from test_overlap_on_ranks import now, training_on
+from support.replacing import raised_by, replaced
+from support.twins import now, training_on
 from torch import nn
 
 from csd_optim import CSDRuntimeError, CSDWarning
@@ -81,7 +80,7 @@ def fails_to_launch(rank, backward):
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_rank_fails_to_launch(backward, tmp_path):
-    on_ranks(2, fails_to_launch, backward, directory=tmp_path, seconds=SECONDS)
+    on_living_ranks(2, fails_to_launch, backward, directory=tmp_path, seconds=SECONDS)
 
 
 def forks(rank):

@@ -10,15 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from support.inside import flight_of, mode_of
+from support.rank_commits import POINTS, ShardTraining, die, dies_at, goes_on, train_until_death, uninterrupted
+from support.rank_models import MODELS, train_model
 from support.ranks import KILLED, on_living_ranks, on_ranks
-from support.replacing import class_with, failing, replaced
-from support.twins import Twin, assert_twins, sharded
-from test_distributed import MODELS, raised_by, train_model
-from test_rank_commits import POINTS, ShardTraining, die, dies_at, goes_on, train_until_death, uninterrupted
+from support.replacing import raised_by, replaced, unplugged
+from support.twins import assert_twins, blocking, local, now, sharded, training_on
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from csd_optim import CSDAdam, CSDOSError, CSDWarning
@@ -26,22 +25,6 @@ from csd_optim.errors import CSDRankError
 from csd_optim.overlap.together import Together
 
 STEPS = 6
-
-
-def unplugged(rank, method):
-    """Makes the next call of this method of the engine fail on rank 1, and only this call."""
-    return failing(class_with(method), method, int(rank == 1), "unplugged")
-
-
-def training_on(rank, name, overlap=None, **options):
-    Path(f"{name}-{rank}").mkdir(exist_ok=True)
-    options = {"wrap": sharded, "latency": "50us", **options}
-    return Twin(Path(f"{name}-{rank}"), overlap, rank=rank, **options)
-
-
-def now(training):
-    """Parameters and states."""
-    return training.seen()[2:]
 
 
 # ---- the same values as without overlap: see also test_overlap_histories.py -------------------
@@ -74,7 +57,7 @@ def trains_branches(rank, kind, shared):
             training.step()
 
     Path(f"{rank}").mkdir()
-    options = {"wrap": WRAPS[kind], "rank": rank, "sharded": shared, "depth": 5}
+    options = {"wrap": WRAPS[kind], "rank": rank, "sharded": shared}
     assert_twins(Path(f"{rank}"), {}, script, **options).opt.close()
 
 
@@ -84,10 +67,6 @@ def test_a_layer_that_is_not_used_each_time(kind, shared, tmp_path):
     on_living_ranks(2, trains_branches, kind, shared, directory=tmp_path)
 
 
-def local(t):
-    return t.to_local() if isinstance(t, DTensor) else t
-
-
 def trains_net(rank, size, kind):
     nets = []
     for overlaps in False, True:
@@ -95,7 +74,7 @@ def trains_net(rank, size, kind):
         with CSDAdam(model.parameters(), lr=0.02, tile_size=1024, devices="file:?latency=1ms", sharded=False) as opt:
             if overlaps:
                 opt.overlap(model)
-            train_model(model, opt, rank, size, range(STEPS))
+            train_model(model, opt, rank, size)
             entries = opt.state_dict()["state"].values()
             held = [*model.parameters(), *(t for entry in entries for t in entry.values())]
             nets.append([t.detach().clone() for t in map(local, held)])
@@ -112,11 +91,8 @@ def test_other_divisions(kind, size, tmp_path):
 
 
 def fails_later(rank, method, options):
-    never_failed = training_on(rank, "other", **{**options, "named": False})
-    for _ in range(STEPS):
-        never_failed.step()
     training = training_on(rank, "this", {}, **options)
-    opt, named = training.opt, options["named"]
+    opt, named = training.opt, options.pop("named")
     for _ in range(2):
         training.step()
     opt.synchronize()
@@ -143,11 +119,11 @@ def fails_later(rank, method, options):
         assert opt.committed_step == (2 if named else 0)
         opt.zero_grad()
         training.steps = 2
-    while training.steps < STEPS:
+    while training.steps < 4:
         training.step()
     opt.synchronize()
-    assert opt.committed_step == (STEPS if named else 0)
-    assert now(training) == now(never_failed)
+    assert opt.committed_step == (4 if named else 0)
+    assert now(training) == blocking(rank, 4, **options)
     opt.close()
 
 

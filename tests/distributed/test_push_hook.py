@@ -12,7 +12,8 @@ from support.inside import engine_of, steps_of, together_of
 from support.owners import Owner
 from support.ranks import on_living_ranks, on_ranks
 from support.replacing import failing
-from test_votes import until
+from support.twins import local
+from support.wires import until
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
@@ -100,7 +101,7 @@ def goes_on_after_an_exception(rank, overlap):
         training = Trained(f"{raises}-{rank}", cap=1e-5)
         if overlap is not None:
             training.opt.overlap(training.ddp, **overlap)
-        for i in range(6):
+        for i in range(5):
             if raises and i == 3:
 
                 def refuses(grad):
@@ -158,10 +159,6 @@ def ready(opt):
     until(lambda: together_of(opt).has_met and engine_of(opt).idle)
 
 
-def local(t):
-    return t.to_local() if hasattr(t, "to_local") else t
-
-
 @small_rounds
 def guesses(rank, change, options):
     change, why = CHANGES[change]
@@ -170,7 +167,7 @@ def guesses(rank, change, options):
         training, early = Trained(f"{overlap}-{rank}", **options), 0
         if overlap:
             training.opt.overlap(training.ddp, **overlap)
-        for k in range(9):
+        for k in range(6):
             training.backward(rank, k)
             if change and k % 3 == 2:
                 change(training, rank, k)

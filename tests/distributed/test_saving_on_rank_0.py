@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import on_living_ranks
-from test_shared_updates import hybrid
+from support.twins import hybrid
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh

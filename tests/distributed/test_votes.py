@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import on_living_ranks, on_ranks
-from support.replacing import failing, replaced
-from test_distributed import raised_by
-from test_overlap_on_ranks import STEPS, now, training_on
+from support.replacing import failing, raised_by, replaced, slow
+from support.twins import blocking, now, training_on
+from support.wires import until
 from torch.nn.parallel import DistributedDataParallel
 
 from csd_optim import CSDOSError
@@ -27,31 +27,14 @@ from csd_optim.step.all_gather import ParamAllGather
 from csd_optim.store.file import StoreFile
 from csd_optim.store.format import read_commits
 
-SECONDS = 60  # after which a wait has failed
-
-
-def until(condition):
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "it never became true"
-        time.sleep(1e-3)
-
-
-def slow(owner, method, rank, seconds=0.3):
-    """Make every call of a method take long on rank 1."""
-
-    def sleeps(call, *args, **kwargs):
-        time.sleep(seconds if rank == 1 else 0)
-        return call(*args, **kwargs)
-
-    return replaced(owner, method, sleeps)
+STEPS = 4
 
 
 # ---- a step counts without another step() ------------------------------------------------------
 
 
 def counts_by_itself(rank, slows):
-    with slow(*slows, rank) if slows else contextlib.nullcontext():
+    with slow(*slows, rank, 0.1) if slows else contextlib.nullcontext():
         training = training_on(rank, "this", {}, named=True)
         opt = training.opt
         for k in range(1, STEPS):
@@ -99,16 +82,13 @@ def test_one_vote_for_each_step(tmp_path):
 
 def three(rank):
     """Ranks that take turns in being slow have the bits of steps that are not hidden."""
-    seen = []
-    for name, overlap in ("without", None), ("with", {}):
-        training = training_on(rank, name, overlap, max_grad_norm=0.5)
-        for k in range(STEPS):
-            if k % 3 == rank:
-                time.sleep(0.1)
-            training.step()
-        seen.append(now(training))
-        training.opt.close()
-    assert seen[0] == seen[1]
+    training = training_on(rank, "this", {}, max_grad_norm=0.5)
+    for k in range(STEPS):
+        if k % 3 == rank:
+            time.sleep(0.1)
+        training.step()
+    assert now(training) == blocking(rank, STEPS, max_grad_norm=0.5)
+    training.opt.close()
 
 
 def test_three_ranks(tmp_path):
@@ -165,10 +145,7 @@ def cannot_commit(rank):
         opt.step()
     opt.synchronize()
     assert opt.committed_step == 4
-    other = training_on(rank, "other", None)
-    for _ in range(4):
-        other.step()
-    assert now(training) == now(other)
+    assert now(training) == blocking(rank, 4)
     opt.close()
 
 
@@ -257,7 +234,7 @@ def closes_at_once(rank):
 
 
 def test_nothing_arrives_after_close(tmp_path):
-    on_ranks(2, closes_at_once, directory=tmp_path)
+    on_living_ranks(2, closes_at_once, directory=tmp_path)
 
 
 def resumes(rank, options):

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import time
 
 from csd_optim import CSDOSError
 from csd_optim.bindings import Native
@@ -37,3 +38,27 @@ def failing(owner, name, number, text):
 def class_with(method):
     """Return the class that has a method of the engine or of what it consists of."""
     return next(owner for owner in (Engine, DurableCommitter, Native) if hasattr(owner, method))
+
+
+def slow(owner, method, rank, seconds=0.3):
+    """Make every call of a method take long on rank 1."""
+
+    def sleeps(call, *args, **kwargs):
+        time.sleep(seconds if rank == 1 else 0)
+        return call(*args, **kwargs)
+
+    return replaced(owner, method, sleeps)
+
+
+def unplugged(rank, method):
+    """Make the next call of this method of the engine fail on rank 1, and only this call."""
+    return failing(class_with(method), method, int(rank == 1), "unplugged")
+
+
+def raised_by(call):
+    """Return what a call raises; it must raise."""
+    try:
+        call()
+    except Exception as e:
+        return e
+    raise AssertionError("nothing was raised")

@@ -1,7 +1,9 @@
 """Two runs of the same training, with overlap and without: everything that a program can observe must be the same."""
 
+import functools
 import time
 import zlib
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -9,7 +11,10 @@ from support.comparing import bits
 from support.exact import Linear
 from support.inside import engine_of, guess_of
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from csd_optim import CSDAdam
 
@@ -29,9 +34,12 @@ class Seen(nn.Module):
         return self.inner(x.to(self.log[-1][0].device))
 
 
+def local(t):
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
 def checksum(t):
-    t = t.to_local() if hasattr(t, "to_local") else t
-    return zlib.crc32(bits(t.detach().cpu()).numpy().tobytes())
+    return zlib.crc32(bits(local(t).detach().cpu()).numpy().tobytes())
 
 
 def sharded(model):
@@ -39,6 +47,23 @@ def sharded(model):
     for layer in model:
         fully_shard(layer)
     return fully_shard(model)
+
+
+def hybrid(model):
+    """Do the same with HSDP, on four ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    for layer in (*model, model):
+        fully_shard(layer, mesh=mesh)
+    return model
+
+
+WRAPS = {
+    "DDP": DDP,
+    "views": lambda model: DDP(model, gradient_as_bucket_view=True),
+    "HSDP": hybrid,
+    "FSDP2": sharded,
+    "plain": lambda model: model,
+}
 
 
 class Twin:
@@ -124,9 +149,12 @@ class Twin:
 
     def seen(self):
         """Return everything that is compared between twins."""
-        state = {k: [checksum(t) for t in entry.values()] for k, entry in self.opt.state_dict()["state"].items()}
+        state = self.states()
         log = [[checksum(t) if isinstance(t, torch.Tensor) else t for t in entry] for entry in self.log]
         return log, [checksum(loss) for loss in self.losses], self.parameters(), state
+
+    def states(self):
+        return {k: [checksum(t) for t in entry.values()] for k, entry in self.opt.state_dict()["state"].items()}
 
     def parameters(self):
         return [checksum(p) for p in self.model.parameters()]
@@ -145,3 +173,36 @@ def assert_twins(directory, overlap, script, **options):
     assert one[1:] == other[1:]
     trainings[1].opt.close()
     return trainings[0]
+
+
+# ---- on several ranks --------------------------------------------------------------------
+
+
+def training_on(rank, name, overlap=None, kind="FSDP2", **options):
+    """Make one rank's training, of three layers, on a directory of its own."""
+    Path(f"{name}-{rank}").mkdir(exist_ok=True)
+    options = {"wrap": WRAPS[kind], "latency": "50us", "depth": 3, **options}
+    return Twin(Path(f"{name}-{rank}"), overlap, rank=rank, **options)
+
+
+def now(training):
+    """Return checksums of parameters and states."""
+    states = training.states()
+    return training.parameters(), states
+
+
+def blocking(rank, steps, kind="FSDP2", **options):
+    """Return now() of an undisturbed training without overlap, which each process computes once.
+
+    All ranks must call it alike.
+    """
+    training, images = _undisturbed(rank, kind, **options)
+    while len(images) < steps:
+        training.step()
+        images.append(now(training))
+    return images[steps - 1]
+
+
+@functools.cache  # the ranks' processes live on
+def _undisturbed(rank, kind, **options):
+    return training_on(rank, "undisturbed", None, kind, **options), []
