@@ -67,8 +67,15 @@ def modules(package):
     return {".".join(f.relative_to(package).with_suffix("").parts).removesuffix(".__init__"): f for f in files}
 
 
+@functools.cache
+def parsed(file):
+    return ast.parse(file.read_text())
+
+
 def is_for_type_checkers(node):
-    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    return isinstance(node, ast.If) and any(
+        "TYPE_CHECKING" in (getattr(part, "id", ""), getattr(part, "attr", "")) for part in ast.walk(node.test)
+    )
 
 
 def statements(node, hints=False):
@@ -87,7 +94,7 @@ def imports(package, name, known, hints=False):
     path = known[name]
     folder = [package.name, *path.relative_to(package).parent.parts]
     found = {}
-    for statement in statements(ast.parse(path.read_text()), hints):
+    for statement in statements(parsed(path), hints):
         if isinstance(statement, ast.Import):
             wanted = [alias.name.split(".") for alias in statement.names]
         else:
@@ -162,7 +169,7 @@ def lines_of_classes(package):
     return {
         f"{name}.{node.name}": node.end_lineno - node.lineno + 1
         for name, path in modules(package).items()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.ClassDef)
     }
 
@@ -253,13 +260,13 @@ def places(nodes):
 
 
 @functools.cache
-def trees(folder):
-    return {file: ast.parse(file.read_text()) for file in sorted(folder.rglob("*.py"))}
+def nodes(folder):
+    return [(file, node) for file in sorted(folder.rglob("*.py")) for node in ast.walk(parsed(file))]
 
 
 def nodes_of(folder, *kinds):
     """Return all nodes of these kinds below a folder, each with its file."""
-    return [(file, node) for file, tree in trees(folder).items() for node in ast.walk(tree) if isinstance(node, kinds)]
+    return [(file, node) for file, node in nodes(folder) if isinstance(node, kinds)]
 
 
 def private_names():

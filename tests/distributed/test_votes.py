@@ -2,15 +2,15 @@
 
 import contextlib
 import os
-import subprocess
-import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.forked import python
 from support.ranks import on_living_ranks, on_ranks
 from support.replacing import failing, raised_by, replaced, slow
 from support.twins import blocking, now, training_on
@@ -267,13 +267,13 @@ def test_interrupted_as_it_waits_for_a_vote(tmp_path):
 
 
 def script(rank, how, kind):
-    """A whole program. Rank 1 lands its last step two seconds late; under DDP, rank 0 has to wait for its rows."""
+    """A whole program. Rank 1 lands its last step a second late; under DDP, rank 0 has to wait for its rows."""
     dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/meet", rank=int(rank), world_size=2)
     training = training_on(int(rank), "this", {}, named=True, **WRAPS[kind])
     for _ in range(2):
         training.step()
     training.opt.synchronize()
-    with slow(*SLOW_IN[kind], int(rank), 2.0):
+    with slow(*SLOW_IN[kind], int(rank), 1.0):
         training.step()
         if how == "dies" and rank == "1":
             os.kill(os.getpid(), 9)
@@ -296,32 +296,12 @@ SLOW_IN = {"FSDP2": (Native, "finish"), "DDP": (ParamAllGather, "begin")}
 @pytest.mark.parametrize("kind", WRAPS)
 @pytest.mark.parametrize("how", ["plain", "closed", "destroyed", "destroyed and closed", "dies"])
 def test_a_script_ends_while_a_vote_is_pending(how, kind, tmp_path):
-    """In interpreters of their own, as a daemon thread has to survive the end of one."""
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), how, kind],
-            cwd=tmp_path,
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [rank.communicate(timeout=120)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    codes = [rank.returncode for rank in ranks]
-    assert codes == [0, -9 if how == "dies" else 0], said
-    assert "Traceback" not in said[0]
+    """A daemon thread has to survive the end of the interpreter."""
+    program = "import sys, test_votes; test_votes.script(*sys.argv[1:])"
+    with ThreadPoolExecutor(2) as pool:
+        ended = [*pool.map(lambda rank: python(program, rank, how, kind, finalized=True), range(2))]
+    assert [rank.returncode for rank in ended] == [0, 128 + 9 if how == "dies" else 0], ended
+    assert "Traceback" not in ended[0].stderr
     steps = on_ranks(2, resumes, WRAPS[kind], directory=tmp_path)
     assert steps in ([2, 2], [3, 3])
     assert how == "dies" or steps == [3, 3]
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    script(*sys.argv[1:])

@@ -1,11 +1,12 @@
 """Python programs in processes of their own, forked from a process that has already imported torch.
 
 A new interpreter takes about three seconds to import torch, and torch's compiler with the first optimizer; a fork takes
-milliseconds. It cannot test options of the interpreter, variables that are read while libraries load (LD_LIBRARY_PATH),
-or how an interpreter shuts down: here only `atexit` functions run.
+milliseconds. It cannot test options of the interpreter, or variables that are read while libraries load
+(LD_LIBRARY_PATH).
 """
 
 import atexit
+import ctypes
 import gc
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import weakref
 from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
@@ -24,7 +26,7 @@ from support.states import assume, assumed
 
 # Forked from a server, so that a process inherits neither threads nor anything that a test has done.
 processes = multiprocessing.get_context("forkserver")
-PRELOADED = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "csd_optim"]
+PRELOADED = ["numpy.ma", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "csd_optim"]
 
 
 def process(function, *arguments, daemon=False):
@@ -56,8 +58,10 @@ def _begin(trace, function, *arguments):
     function(*arguments)
 
 
-def python(program, *arguments, environment=None, seconds=120):
+def python(program, *arguments, environment=None, seconds=120, finalized=False):
     """Run a program with these arguments, as `python -c` does.
+
+    `finalized`: shut the interpreter down at the end; else only `atexit` functions run, which takes less time.
 
     Returns its exit status (128 + N after signal N) and output. The program has its own session; processes that it
     leaves there are killed. Raises TimeoutExpired after `seconds`, having killed the program.
@@ -66,7 +70,7 @@ def python(program, *arguments, environment=None, seconds=120):
         # Output goes to files: a pipe would stay open as long as any process that the program has started.
         said = [Path(directory, name) for name in ("out", "err")]
         environment = dict(os.environ if environment is None else environment)
-        call = (program, [str(a) for a in arguments], environment, os.getcwd(), said)
+        call = (program, [str(a) for a in arguments], environment, os.getcwd(), said, finalized)
         program_runs = process(_run, *call)
         program_runs.join(seconds)
         late = program_runs.is_alive()
@@ -99,7 +103,7 @@ def running(name):
     return program + f"runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
 
 
-def _run(program, arguments, environment, directory, said):
+def _run(program, arguments, environment, directory, said, finalized):
     os.setsid()
     os.chdir(directory)
     for fd, file in zip((1, 2), said, strict=True):
@@ -108,6 +112,10 @@ def _run(program, arguments, environment, directory, said):
     os.environ.update(environment)
     sys.argv = ["-c", *arguments]
     main = sys.modules["__main__"] = ModuleType("__main__")
+    if finalized:
+        atexit.register(weakref.finalize._exitfunc)  # the functions of the server are cleared
+        failed = ctypes.pythonapi.PyRun_SimpleString(program.encode())  # which exits if the program does
+        ctypes.pythonapi.Py_Exit(int(failed != 0))
     try:
         exec(compile(program, "<program>", "exec"), main.__dict__)
     finally:
