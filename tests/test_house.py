@@ -249,7 +249,7 @@ NOT_OURS = {"_replace", "_step_supports_amp_scaling", "_version"}  # names that 
 
 
 def places(nodes):
-    return "".join(f"\n{file.relative_to(TESTS)}:{node.lineno}" for file, node in nodes)
+    return "".join(f"\n{file.relative_to(TESTS.parent)}:{node.lineno}" for file, node in nodes)
 
 
 @functools.cache
@@ -302,6 +302,40 @@ def test_tests_reach_into_few_private_members():
         f"{len(found)} reaches into private members of the package: use what a user sees, such as stats(), state and "
         f"committed_step, or a function of tests/support/inside.py, which counts once: {places(found)}"
     )
+
+
+# ---- a step's number, record and counts --------------------------------------------------
+
+
+def touches_of_steps(package):
+    """Return the places outside States that set a step's number or record, or use the arrays of counts."""
+    return [
+        (file, node)
+        for file, node in nodes_of(package, ast.Attribute)
+        if ast.unparse(node.value).endswith("states")
+        if node.attr == "steps" or (node.attr.lstrip("_") in ("step", "record") and isinstance(node.ctx, ast.Store))
+    ]
+
+
+def test_a_step_has_one_writer():
+    found = touches_of_steps(PACKAGE)
+    found = [(file, node) for file, node in found if file != PACKAGE / "params/place.py"]  # it shows counts in `state`
+    assert not found, f"call States.go_to() or States.set_counts(): {places(found)}"
+
+
+@pytest.mark.parametrize(
+    ("text", "n"),
+    [
+        ("engine.states.step += 1", 1),
+        ("states.step, states.record = 1, record", 2),
+        ("self._states._record = record", 1),
+        ("for own in states.steps:\n    own[:] = 1", 1),
+        ("self.step = states.step\nstates.record.seconds", 0),
+    ],
+)
+def test_other_writers_are_found(tmp_path, text, n):
+    (tmp_path / "a.py").write_text(text)
+    assert len(touches_of_steps(tmp_path)) == n
 
 
 # ---- the numbers -------------------------------------------------------------------------
