@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from bench.overlap import WARM_UP, Layer, Row, Turns
+from bench.overlap_training import WARM_UP, Layer, Row, Turns
 from bench.ranks import answers_of
 from bench.step import say, span
 from csd_optim import CSDAdam

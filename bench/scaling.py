@@ -57,7 +57,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bench.overlap import LAYERS, Layer
+from bench.overlap_training import LAYERS, Layer
 from bench.step import machine_facts, say, span, verify_codes
 from csd_optim import CSDAdam
 from csd_optim.cli import benchmark

@@ -346,7 +346,7 @@ def import_store(
     numels = [math.prod(p["shape"]) * (2 if p["dtype"] == "complex64" else 1) for p in about["params"]]
     engine = open_engine(specs, tile_elems=tile_elems)
     try:
-        params = []
+        params, counts = [], []
         to_encode: dict[int, list[np.ndarray[Any, Any]]] = {}  # states by parameter
         rounded: dict[int, torch.Tensor] = {}
         clipped = 0
@@ -380,7 +380,7 @@ def import_store(
                         if (value.dtype, value.shape) != (np.int16, tuple(p["shape"])):
                             raise CSDStoreError(f"{source} is damaged: residual of {p['name']} does not fit")
                         engine.committer.keep_residual(extent.first_param + at, _residual(value, p))
-                    engine.states.steps[e][at] = export.steps[i]
+                    counts.append(export.steps[i])
                     params.append({**p, "extent": e, "start": extent.starts[at], "numel": numels[i]})
             rule = {"rule": about["rule"]} if "rule" in about else {}
             described = {**rule, "params": params, "waiting": about["waiting"]}
@@ -388,8 +388,8 @@ def import_store(
             if to_encode:
                 _fill_codes(engine, to_encode, rounded)
             engine.states.sync()
-        engine.states.step = about["step"]
-        engine.states.record = Record(export.groups, about["given"], export.user_state, about["seconds"])
+        record = Record(export.groups, about["given"], export.user_state, about["seconds"])
+        engine.states.go_to(about["step"], record, np.array(counts, np.float32))
     except BaseException:
         engine.abandon()  # close() would commit the incomplete store
         raise

@@ -165,7 +165,8 @@ class Commits(Committer):
         self.background.wait()
         self._check_confirmed()
         replaced = self._replaced_by_a_commit()
-        states.record, self._due_record = self._due_record or states.record, None
+        states.go_to(record=self._due_record)
+        self._due_record = None
         makes_round = self._makes_round
         commit = Commit(self._job(clean=clean, round=self.rounds.next_number(is_round=makes_round)), replaced)
         commit_trace.note("commit begins", committer=self, commit=commit, is_round=makes_round)
@@ -263,7 +264,8 @@ class Commits(Committer):
         self.background.discard()
         states, replaced = self.states, commit.replaced
         self.rounds.withdraw(replaced.round, replaced.step)
-        states.record, self.committed_steps = replaced.record, replaced.committed_steps
+        states.go_to(record=replaced.record)
+        self.committed_steps = replaced.committed_steps
         self.residuals.committed_versions = replaced.residual_versions
         self.manifests.written &= replaced.manifests_written
         states.truth.loose[: len(replaced.loose)] |= replaced.loose

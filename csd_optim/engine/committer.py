@@ -256,7 +256,7 @@ class Committer:
         """
         own = self.states.step, self.states.tiles.n_params
         of_ranks = ranks.gather(*own) if ranks else [own]
-        self.states.step = max((step for step, n in of_ranks if n), default=self.states.step)
+        self.states.go_to(max((step for step, n in of_ranks if n), default=self.states.step))
         return any(n for _, n in of_ranks) or bool(ranks and not ranks.meet_here)
 
     def warn_of_loss(self, reason: str) -> None:

@@ -191,12 +191,12 @@ class Engine:
     def end_without_tiles(self, keep: bool = True) -> None:
         """End it. `keep`: it is complete; else it was undone."""
         self._note_end(is_undone=not keep)
-        self.states.step += keep
+        self.states.go_to(self.states.step + keep)
 
     def count_step_of_others(self) -> None:
         """Count a step in which only other ranks have updated anything."""
         self.states.watcher.step_of_others()
-        self.states.step += 1
+        self.states.go_to(self.states.step + 1)
 
     def _note_end(self, *, is_undone: bool) -> None:
         self.stepping, self.is_speculative, self._kept_alive = False, False, None
@@ -220,7 +220,7 @@ class Engine:
             raise
         self._note_end(is_undone=not keep)
         if keep:
-            self.states.step += 1
+            self.states.go_to(self.states.step + 1)
             self.truth.kept()
             self.committer.after_step()
         elif self.devices.resident:
@@ -240,10 +240,9 @@ class Engine:
             self.native.take_back()
             self.truth.taken_back()
         self.states.timeline.is_undone = True
-        self.states.step -= 1
-        for extent, steps in zip(self.tiles.extents, self.states.steps, strict=True):
-            here = params[(params >= extent.first_param) & (params < extent.first_param + len(steps))]
-            steps[here - extent.first_param] -= 1
+        counts = self.states.all_steps()
+        counts[params] -= 1
+        self.states.go_to(self.states.step - 1, counts=counts)
         self.states.watcher.step_taken_back()
         self.committer.after_undo()
 

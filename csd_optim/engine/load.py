@@ -28,7 +28,7 @@ class Load:
         states.moves = self._moves
         self._step, self._record, self._half_loaded = states.step, states.record, states.half_loaded
         self._synced = states.synced
-        self._counts = [own.copy() for own in states.steps]
+        self._counts = states.all_steps()
         self._truth = states.truth.saved()
         self._residuals = {param: (r, r.to("cpu", copy=True)) for param, r in states.residuals.items()}
         self._params: set[int] = set()  # whose states are written
@@ -64,10 +64,9 @@ class Load:
         if states.native.is_open:
             states.native.go_back(tiles[back])
         states.truth.put_back(self._truth)
-        states.step, states.record = self._step, self._record
+        counts = np.append(self._counts, states.all_steps()[len(self._counts) :])  # there may be new extents
+        states.go_to(self._step, self._record, counts)
         states.synced = self._synced
-        for own, before in zip(states.steps, self._counts, strict=False):  # there may be new extents
-            own[:] = before
         states.residuals = {param: r for param, (r, _) in self._residuals.items()}
         with no_autograd():
             for r, values in self._residuals.values():

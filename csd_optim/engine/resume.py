@@ -52,7 +52,6 @@ def _adopt_extents(engine: Engine, devices: OpenDevices) -> None:
     """Continue from the states in `engine.recovered`."""
     states, recovered = engine.states, engine.recovered
     first = recovered[0]
-    states.step, states.record = first.superblock.step, first.record
     extents = extents_of(recovered)
     if states.mode == "resume":
         devices.tune(sum(e.slots * e.slot_bytes * e.n_tiles for e in extents), new=False)
@@ -68,10 +67,10 @@ def _adopt_extents(engine: Engine, devices: OpenDevices) -> None:
         offsets = [c.manifest["extents"][e]["file_offset"] for c in recovered]
         states.add(extent, offsets, (slots, sums))
         engine.committer.after_extend(extent, offsets)
-        states.steps[-1][:] = first.steps[extent.first_param : extent.first_param + len(extent.numels)]
         devices.shares = extent.shares
         for d, contents in enumerate(recovered):
             if numbers := contents.manifest["extents"][e].get("freed"):
                 freed = (extent.first_tile + np.flatnonzero(extent.devices == d)[numbers]).astype(np.uint32)
                 states.free_tiles(freed)
                 engine.committer.note_freed(freed)
+    states.go_to(first.superblock.step, first.record, first.steps)

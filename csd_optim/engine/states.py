@@ -43,13 +43,13 @@ class States:
         self.truth: Truth = Truth(self.native, self.tiles, self.windows, self.decoded)
         self.timeline: Timeline = Timeline(self.native)
         self.watcher: Watcher = Watcher()
-        self.step: int = 0  # number of completed steps
+        self._step = 0
         self.committed_step: int = 0  # the last one that is durable
         self.steps: list[np.ndarray[Any, Any]] = []  # per extent: the `step` count of each parameter, fp32
         self.offsets: list[list[int]] = []  # per extent: where it begins in each store
         self.gone: np.ndarray[Any, Any] = np.zeros(0, bool)  # by parameter: it has left, and its states count no more
         self.freed: np.ndarray[Any, Any] = np.zeros(0, bool)  # by tile: all its parameters have left
-        self.record: Record = Record()  # of the last step
+        self._record = Record()
         self.residuals: dict[int, torch.Tensor] = {}  # by parameter, numbered over all extents
         self.durable: bool = False  # commits name slots, which must not change: see make_durable()
         self.rolled_back: bool = False  # they are those of an earlier step now, and all parameters must follow
@@ -128,6 +128,34 @@ class States:
     def slots_of(self, extent: Extent) -> Sums:
         """Return the TILE_STATE of each tile of an extent, and the checksums, uint32 (tiles, chunks, sections)."""
         return self.native.tiles(extent.first_tile, extent.n_tiles, extent.chunks, len(extent.slot))
+
+    @property
+    def step(self) -> int:
+        """The number of completed steps."""
+        return self._step
+
+    @property
+    def record(self) -> Record:
+        """The record of the last step."""
+        return self._record
+
+    def go_to(
+        self, step: int | None = None, record: Record | None = None, counts: np.ndarray[Any, Any] | None = None
+    ) -> None:
+        """Set the number of completed steps, the record and the `step` counts; None leaves them as they are.
+
+        `counts`: see set_counts(). Only these two methods write them. What is on the devices does not change.
+        """
+        if step is not None:
+            self._step = step
+        self._record = record or self._record
+        if counts is not None:
+            self.set_counts(counts)
+
+    def set_counts(self, counts: np.ndarray[Any, Any]) -> None:
+        """Set the `step` count of each parameter: fp32, 1-D. The tensors in `state` share their memory."""
+        for extent, own in zip(self.tiles.extents, self.steps, strict=True):
+            own[:] = counts[extent.first_param : extent.first_param + len(own)]
 
     def all_steps(self) -> np.ndarray[Any, Any]:
         """Return a copy of the `step` counts of all parameters, fp32."""

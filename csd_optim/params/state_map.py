@@ -276,7 +276,7 @@ class StateMap:
             self.join(engine, groups, joining, grad_dtype)
         warn_if_large(bytes_in_memory(self._replaced_tensors()), LOADED if loaded else REPLACED)
         if loaded and self.unfilled:  # go on from the checkpoint's step
-            engine.states.step = max(int(self.state[state.param].get("step", 0)) for state in self.unfilled)
+            engine.states.go_to(max(int(self.state[state.param].get("step", 0)) for state in self.unfilled))
         self.fill(engine)
         self.remember()
         self.may_have_left = True

@@ -113,20 +113,18 @@ def adopt(engine: Engine, shares: Sequence[Share], answers: Sequence[Answer]) ->
         except (CSDStoreError, KeyError, TypeError) as e:
             refuse(f"the store of the optimizer ranks: {e}")
     _add_extents(engine, shares, owners, manifest, described)
-    states, steps = engine.states, np.zeros(len(manifest["params"]), np.float32)
+    steps = np.zeros(len(manifest["params"]), np.float32)
     for share, owner in zip(shares, owners, strict=True):
         owner.check_end()
         steps[share.parts["param"]] = owner.counts
     if not all(np.array_equal(share.counts(steps), o.counts) for share, o in zip(shares, owners, strict=True)):
         refuse("the optimizer ranks have different step counts of a parameter")
-    for extent, own in zip(engine.tiles.extents, states.steps, strict=True):
-        own[:] = steps[extent.first_param : extent.first_param + len(own)]
-    states.step, states.record = first.step, first.record
+    engine.states.go_to(first.step, first.record, steps)
     n_devices, nowhere = len(engine.devices.specs), Region(0, 0, 0, 0)
     contents = Contents(
         path=f"{path} of the optimizer ranks",
         copy=0,
-        superblock=Superblock(b"", 0, n_devices, 0, states.step, 0, nowhere, nowhere),
+        superblock=Superblock(b"", 0, n_devices, 0, first.step, 0, nowhere, nowhere),
         manifest={**json.loads(json.dumps(manifest)), "extents": _of_manifest(engine.tiles.extents)},
         tiles=np.zeros(0),
         sums=[],

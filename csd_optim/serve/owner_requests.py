@@ -282,8 +282,7 @@ class OwnerRequests:
             self._brackets.enter_context(context)
 
     def _on_written(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
-        counts = self._counts(number_of(arrays, 1)[0])
-        self._set_counts(counts)
+        self._engine.states.set_counts(self._counts(number_of(arrays, 1)[0]))
         self._close_brackets()
         return DONE
 
@@ -298,8 +297,7 @@ class OwnerRequests:
         engine = self._engine
         counts, step = self._counts(number_of(arrays, 1)[0]), fields.integer("step", 0, 1 << 53)
         self.ownership.committer.rounds.highest = self._round(fields) - 1
-        engine.states.step = step
-        self._set_counts(counts)
+        engine.states.go_to(step, counts=counts)
         self._close_brackets()
         return {"step": engine.states.step}, []
 
@@ -316,11 +314,6 @@ class OwnerRequests:
 
     def _counts(self, data: memoryview) -> np.ndarray[Any, Any]:
         return unpack_counts(data, self._engine.tiles.n_params)
-
-    def _set_counts(self, counts: np.ndarray[Any, Any]) -> None:
-        engine = self._engine
-        for extent, own in zip(engine.tiles.extents, engine.states.steps, strict=True):
-            own[:] = counts[extent.first_param : extent.first_param + len(own)]
 
     def _on_read(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
         self._no_step()
@@ -421,7 +414,7 @@ class OwnerRequests:
             return {"kept": False, "step": engine.states.step, "failed": error_of(e)}, []
         finally:
             self._note_step(None)
-        self._set_counts(steps)
+        engine.states.set_counts(steps)
         self.ownership.kept = step.rows, True
         answer: dict[str, Any] = {"kept": True, "step": engine.states.step}
         self.ownership.committer.rounds.highest = round - 1
@@ -455,10 +448,9 @@ class OwnerRequests:
         step, round = fields.integer("step"), self._round(fields)
         if step not in (own, own + 1) or (step > own and self.ownership.trainers == 1):
             refuse("the commit of another step")
-        self._set_counts(self._counts(counts))
+        engine.states.go_to(step, counts=self._counts(counts))
         if step > own:  # one that other trainers have made, or this one on other owners
             self.ownership.kept = np.zeros(0, np.uint32), False
-            engine.states.step = step
         self.ownership.committer.rounds.highest = round - 1
         engine.committer.commit(record)
         return DONE

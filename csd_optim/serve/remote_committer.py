@@ -91,7 +91,8 @@ class RemoteCommitter(Committer):
         record = record or self.states.record
         if self._replaced[0] != self.states.step:  # else it is tried again
             self._replaced = self.states.step, self.states.record, self.committed_steps, self._round
-        self.states.record, self._unconfirmed = record, self._has_rounds
+        self.states.go_to(record=record)
+        self._unconfirmed = self._has_rounds
         self.committed_steps = steps = self.states.all_steps()
         self._check_not_pending()
         to_send = [*self._shares]
@@ -301,7 +302,7 @@ class RemoteCommitter(Committer):
         self._check_not_pending()
         self.states.truth.note_written()
         rows = sorted(self.states.decoded.written())
-        self.states.record = record or self.states.record
+        self.states.go_to(record=record)
         head, user_state = parts_of(self.states.record)
         for share in self._shares:
             share.link.request("loading", user_state, rows=share.rows_of(rows), record=head)
@@ -325,8 +326,8 @@ class RemoteCommitter(Committer):
         self._sent = None
         undone, record, committed_steps, round = self._replaced
         if undone == self.states.step + 1:  # the owners have withdrawn its commit
-            self.states.record, self.committed_steps = record, committed_steps
-            self._round, self._unconfirmed = round, False
+            self.states.go_to(record=record)
+            self.committed_steps, self._round, self._unconfirmed = committed_steps, round, False
 
     # ---- snapshots -----------------------------------------------------------------
 

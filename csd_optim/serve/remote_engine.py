@@ -217,9 +217,8 @@ class Attaching:
             )
             share.link.lose(differ)  # the next request raises this, too
             raise differ
-        states.step = native.owner_step = there
-        for extent, own in zip(self._engine.tiles.extents, states.steps, strict=True):
-            own[:] = counts[extent.first_param : extent.first_param + len(own)]
+        native.owner_step = there
+        states.go_to(there, counts=counts)
         if there < here:
             states.watcher.step_taken_back()
             raise CSDRankError(

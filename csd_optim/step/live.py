@@ -404,8 +404,7 @@ class LiveStep:
             engine.end_without_tiles()
         elif self.progress.ranks:
             engine.count_step_of_others()
-        for extent, own in zip(engine.tiles.extents, engine.states.steps, strict=True):
-            own[:] = step.spec.steps[extent.first_param : extent.first_param + len(own)]
+        engine.states.set_counts(step.spec.steps)
         self.progress.steps_taken += 1
         self.phase = Phase.LANDED
 

@@ -188,7 +188,7 @@ def specify(
     """
     plan, (_, grads, groups_of) = bound.plan, bound.participants
     grads = [_own_part(state, g, options.reduced) for state, g in zip(plan.param_states, grads, strict=True)]
-    steps = np.concatenate(engine.states.steps)
+    steps = engine.states.all_steps()
     steps[plan.rows] += 1
     table = plan.table.copy()
     hypers, table["hyper"][plan.rows] = _hypers(rule_of, plan, groups, groups_of, steps[plan.rows], grad_scale)
