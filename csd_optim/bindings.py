@@ -32,6 +32,7 @@ from .rates import UNPACED, Rates
 DTYPE_CODES = {torch.float32: lib.CSD_F32, torch.float16: lib.CSD_F16, torch.bfloat16: lib.CSD_BF16}
 IO_DEPTH: int = lib.CSD_IO_DEPTH
 GRAD_SCALE: int = lib.CSD_GRAD_SCALE
+MIN_GRAIN: int = lib.CSD_MIN_GRAIN
 RULES = {name.removeprefix("CSD_").lower(): number for number, name in ffi.typeof("enum csd_rule").elements.items()}
 # Rules of one of two passes over a tile. The second pass is named by the tile's index with PASS_2.
 PASS_RULES = {"muon_momentum": lib.CSD_MUON_MOMENTUM, "muon_apply": lib.CSD_MUON_APPLY}

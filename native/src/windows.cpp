@@ -24,15 +24,17 @@ constexpr uint64_t kMostFileOffset = uint64_t{1} << 61;
 // Throws Failure if the extent is not valid, or a step is under way. Returns the device of each of its tiles.
 std::vector<uint32_t> Engine::check_extent(const csd_extent &e) const {
   const uint64_t page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
-  if (e.tile_elems == 0 || e.tile_elems % 1024 || 4 * e.tile_elems % page || e.sections < 1 || e.sections > 4)
-    throw Failure{CSD_EINVAL, "a tile has a multiple of 1024 elements (and of a page), in 1 to 4 sections"};
+  if (e.tile_elems == 0 || e.tile_elems % CSD_MIN_GRAIN || 4 * e.tile_elems % page || e.sections < 1 || e.sections > 4)
+    throw Failure{CSD_EINVAL, "a tile has a multiple of " + std::to_string(CSD_MIN_GRAIN) +
+                                  " elements (and of a page), in 1 to 4 sections"};
   const bool has_states = e.codec == CSD_8BIT ? e.sections >= 3 : e.sections == 2;
   if (e.codec > CSD_LINEAR || (e.codec != CSD_FP32 && (e.tile_elems % 4096 || !has_states || e.param_dtype > CSD_BF16)))
     throw Failure{CSD_EINVAL,
                   "a tile of codes has a multiple of 4096 elements, as many states as its codec, and parameters of a "
                   "known dtype"};
-  if (e.sum_elems == 0 || e.sum_elems % 1024)
-    throw Failure{CSD_EINVAL, "a checksum covers a multiple of 1024 elements of a section"};
+  if (e.sum_elems == 0 || e.sum_elems % CSD_MIN_GRAIN)
+    throw Failure{CSD_EINVAL,
+                  "a checksum covers a multiple of " + std::to_string(CSD_MIN_GRAIN) + " elements of a section"};
   if (e.tile_elems > kMostTileElems || e.n_tiles > kMostElems / e.tile_elems)
     throw Failure{CSD_EINVAL, std::to_string(e.n_tiles) + " tiles of " + std::to_string(e.tile_elems) +
                                   " elements are too much: at most 2^31 in a tile and 2^56 in an extent"};
