@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,9 +33,12 @@ DTYPE_CODES = {torch.float32: lib.CSD_F32, torch.float16: lib.CSD_F16, torch.bfl
 IO_DEPTH: int = lib.CSD_IO_DEPTH
 GRAD_SCALE: int = lib.CSD_GRAD_SCALE
 MIN_GRAIN: int = lib.CSD_MIN_GRAIN
-RULES = {name.removeprefix("CSD_").lower(): number for number, name in ffi.typeof("enum csd_rule").elements.items()}
-# Rules of one of two passes over a tile. The second pass is named by the tile's index with PASS_2.
-PASS_RULES = {"muon_momentum": lib.CSD_MUON_MOMENTUM, "muon_apply": lib.CSD_MUON_APPLY}
+# The numbers of rules by name. PASS_RULES are for one of two passes over a tile; the second pass is named by the tile's
+# index with PASS_2.
+RULES, PASS_RULES = (
+    {name.removeprefix("CSD_").lower(): number for number, name in ffi.typeof(kind).elements.items()}
+    for kind in ("enum csd_rule", "enum csd_pass_rule")
+)
 PASS_2: int = lib.CSD_PASS_2
 IN_SECTION, FROM_PARAM, IN_PARAM = lib.CSD_IN_SECTION, lib.CSD_FROM_PARAM, lib.CSD_IN_PARAM
 UNLESS_SET, NEW, UNCOMPARED, GIVEN = lib.CSD_UNLESS_SET, lib.CSD_NEW, lib.CSD_UNCOMPARED, lib.CSD_GIVEN
@@ -82,6 +85,33 @@ for _dtype, _struct in (
     _fields = {name: field.offset for name, field in ffi.typeof(_struct).fields}
     assert _dtype.itemsize == ffi.sizeof(_struct), _struct
     assert {name: _dtype.fields[name][1] for name in _dtype.names} == _fields, _struct  # type: ignore[index,union-attr]
+
+
+class RuleRow(NamedTuple):
+    """A row of native/include/rules.h; see `csd_rule_row`."""
+
+    name: str  # a key of RULES or PASS_RULES
+    rule: str  # the UpdateRule of which it is a variant or a pass
+    of_pass: int  # 1 or 2; 0: the rule has one pass
+    updated: int  # number of sections that it updates
+    most: int  # most sections that a tile may have; of a pass, in its half
+    codec: str  # a key of CODECS
+
+
+def _rule_rows() -> list[RuleRow]:
+    """Return all rows of rules.h. A number that is in no enum of csd.h is its own name."""
+    names = {number: name for name, number in (*RULES.items(), *PASS_RULES.items())}
+    codecs = {number: name for name, number in CODECS.items()}
+    found, row = [], lib.csd_rules()
+    while row.type:
+        name = names.get(row.number, str(row.number))
+        rule = name.partition("_")[0] if row.of_pass else ffi.string(row.type).decode().lower()
+        found.append(RuleRow(name, rule, row.of_pass, row.updated, row.most, codecs[row.codec]))
+        row += 1
+    return found
+
+
+RULE_ROWS = _rule_rows()
 
 # (device, damaged tile or -1) → their name in error messages
 Namer = Callable[[int, int], str]

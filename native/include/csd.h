@@ -659,6 +659,19 @@ uint32_t csd_engine_events(csd_engine *engine, csd_event *events, uint32_t n);
 
 /* ---- The CPU updater and its building blocks ------------------------------ */
 
+/* A row of rules.h. */
+typedef struct csd_rule_row {
+  uint32_t number;  /* csd_rule or csd_pass_rule */
+  uint32_t of_pass; /* 1 or 2: a csd_pass_rule. It works on its half of a tile, whose sections are counted here */
+  const char *type; /* "AdamW"; the variants of a rule share it */
+  uint32_t updated; /* number of sections that it updates */
+  uint32_t most;    /* most sections that a tile may have */
+  uint32_t codec;   /* csd_codec of its 8-bit states; CSD_FP32: it has none */
+} csd_rule_row;
+
+/* Returns all rows of rules.h; after the last one, `type` is NULL. */
+const csd_rule_row *csd_rules(void);
+
 /* Instruction sets of the CPU updater. All of them compute the same bits, except for the sign and the payload of a NaN in
  * fp32 states and in fp32 and fp16 parameters: where both operands are NaN, or the result is a new one, each takes its
  * own. (A NaN in a bf16 parameter is always 0x7fc0, and codes have none.) */
