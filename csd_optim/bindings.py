@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,9 +32,13 @@ from .rates import UNPACED, Rates
 DTYPE_CODES = {torch.float32: lib.CSD_F32, torch.float16: lib.CSD_F16, torch.bfloat16: lib.CSD_BF16}
 IO_DEPTH: int = lib.CSD_IO_DEPTH
 GRAD_SCALE: int = lib.CSD_GRAD_SCALE
-RULES = {name.removeprefix("CSD_").lower(): number for number, name in ffi.typeof("enum csd_rule").elements.items()}
-# Rules of one of two passes over a tile. The second pass is named by the tile's index with PASS_2.
-PASS_RULES = {"muon_momentum": lib.CSD_MUON_MOMENTUM, "muon_apply": lib.CSD_MUON_APPLY}
+MIN_GRAIN: int = lib.CSD_MIN_GRAIN
+# The numbers of rules by name. PASS_RULES are for one of two passes over a tile; the second pass is named by the tile's
+# index with PASS_2.
+RULES, PASS_RULES = (
+    {name.removeprefix("CSD_").lower(): number for number, name in ffi.typeof(kind).elements.items()}
+    for kind in ("enum csd_rule", "enum csd_pass_rule")
+)
 PASS_2: int = lib.CSD_PASS_2
 IN_SECTION, FROM_PARAM, IN_PARAM = lib.CSD_IN_SECTION, lib.CSD_FROM_PARAM, lib.CSD_IN_PARAM
 UNLESS_SET, NEW, UNCOMPARED, GIVEN = lib.CSD_UNLESS_SET, lib.CSD_NEW, lib.CSD_UNCOMPARED, lib.CSD_GIVEN
@@ -81,6 +85,33 @@ for _dtype, _struct in (
     _fields = {name: field.offset for name, field in ffi.typeof(_struct).fields}
     assert _dtype.itemsize == ffi.sizeof(_struct), _struct
     assert {name: _dtype.fields[name][1] for name in _dtype.names} == _fields, _struct  # type: ignore[index,union-attr]
+
+
+class RuleRow(NamedTuple):
+    """A row of native/include/rules.h; see `csd_rule_row`."""
+
+    name: str  # a key of RULES or PASS_RULES
+    rule: str  # the UpdateRule of which it is a variant or a pass
+    of_pass: int  # 1 or 2; 0: the rule has one pass
+    updated: int  # number of sections that it updates
+    most: int  # most sections that a tile may have; of a pass, in its half
+    codec: str  # a key of CODECS
+
+
+def _rule_rows() -> list[RuleRow]:
+    """Return all rows of rules.h. A number that is in no enum of csd.h is its own name."""
+    names = {number: name for name, number in (*RULES.items(), *PASS_RULES.items())}
+    codecs = {number: name for name, number in CODECS.items()}
+    found, row = [], lib.csd_rules()
+    while row.type:
+        name = names.get(row.number, str(row.number))
+        rule = name.partition("_")[0] if row.of_pass else ffi.string(row.type).decode().lower()
+        found.append(RuleRow(name, rule, row.of_pass, row.updated, row.most, codecs[row.codec]))
+        row += 1
+    return found
+
+
+RULE_ROWS = _rule_rows()
 
 # (device, damaged tile or -1) → their name in error messages
 Namer = Callable[[int, int], str]
@@ -140,6 +171,51 @@ class DeviceConfig:
     depth: int = IO_DEPTH
     cache_bytes: int = 0  # host memory for tiles kept from step to step; -1: every step reads everything
     numa_node: int | None = None  # the drive's NUMA node; None: any
+
+
+@dataclass(frozen=True, eq=False)
+class ExtentConfig:
+    """Equal tiles that are added to an engine, and what is in them; see `csd_extent`."""
+
+    tile_elems: int  # elements of each section of a tile
+    n_tiles: int
+    sections: int  # number of states, 1 to 4
+    file_offsets: Sequence[int]  # by device: the byte of its file at which its tiles begin
+    pieces: np.ndarray[Any, Any]  # dtype PIECE, sorted by tile and place; tiles are numbered within the extent
+    slots: int = 2  # of each tile; 1: steps write in place and cannot be undone
+    states: np.ndarray[Any, Any] | None = None  # TILE_STATE, shape (n_tiles,), of an existing store; None: new, zeros
+    devices: np.ndarray[Any, Any] | None = None  # uint32, shape (n_tiles,): the device of each tile; None: round-robin
+    sum_elems: int | None = None  # elements of a section that one checksum covers; None: all
+    sums: np.ndarray[Any, Any] | None = None  # with `states`: uint32, shape (n_tiles, chunks, sections of a slot)
+    mappings: int = 1  # number of memory mappings of which a window consists
+    codec: str = "fp32"  # a key of CODECS
+    param_dtype: torch.dtype | None = None  # with codes: the dtype of all parameters
+
+
+@dataclass(slots=True)  # frozen, it would take a microsecond longer per tile
+class Push:
+    """How a tile is pushed; see `csd_push`. Addresses are of host memory; 0: none.
+
+    This memory is read or written until the tile's parameters are ready or the step ends.
+    """
+
+    # Addresses of the images of gradients and parameters, each of 4 bytes per element of the tile.
+    images: tuple[int, int] = (0, 0)
+    # Only where an engine takes_in_place. For each piece of the tile the addresses of its gradients, and those of its
+    # parameters; 0: they are in the images.
+    in_place: tuple[Sequence[int], Sequence[int]] | None = None
+    # With images: the address of the Top-K entries among the gradients, and their number of words (uint32).
+    entries: tuple[int, int] = (0, 0)
+    # For each piece of the tile the address where its parameter's gradient begins; 0: it has no gradient after all.
+    # None: gradients are in the images, or where the step's table says. Not for tiles with Top-K.
+    grads: Sequence[int] | None = None
+    # Address of hold_bytes() bytes, with which the tile is pushed early: nothing changes before release(),
+    # finish(keep=False) undoes it, and `grads` are read until unchanged() returns. Not for tiles in memory, new, or
+    # with Top-K.
+    hold: int = 0
+    # Address of all sections of the tile (fp32), one after another, as they are after the step: for parameters whose
+    # master is GIVEN.
+    states: int = 0
 
 
 def _call(
@@ -371,53 +447,36 @@ class Native:
 
     # ---- layout ----------------------------------------------------------------
 
-    def extend(
-        self,
-        tile_elems: int,
-        n_tiles: int,
-        sections: int,
-        file_offsets: Sequence[int],
-        pieces: np.ndarray[Any, Any],
-        *,
-        slots: int = 2,
-        states: np.ndarray[Any, Any] | None = None,
-        devices: np.ndarray[Any, Any] | None = None,
-        sum_elems: int | None = None,
-        sums: np.ndarray[Any, Any] | None = None,
-        mappings: int = 1,
-        codec: str = "fp32",
-        param_dtype: torch.dtype | None = None,
-    ) -> list[Any]:
-        """Add an extent of `n_tiles` tiles with `sections` states.
+    def extend(self, config: ExtentConfig) -> list[Any]:
+        """Add an extent. Return one window per state; none for codes.
 
-        `devices`: the device of each tile, uint32; None: round-robin. `sum_elems`: elements per checksum; None: one
-        checksum per section. `sums`: the checksums that go with `states`, uint32, of shape (n_tiles, chunks, sections
-        of a slot). `mappings`: how many memory mappings a window consists of. `param_dtype`: with codes, the
-        parameters' dtype.
-        Returns one window per state: a buffer of `4 * n_tiles * tile_elems` bytes that unmaps itself; none for codes.
+        A window is a buffer of `4 * n_tiles * tile_elems` bytes that unmaps itself. Raises CSDValueError if the extent
+        is not as csd.h demands, CSDMemoryError, CSDOSError.
         """
+        states, sums, devices, pieces = config.states, config.sums, config.devices, config.pieces
         assert pieces.dtype == PIECE
-        assert devices is None or (devices.dtype == np.uint32 and len(devices) == n_tiles)
-        sum_elems = min(sum_elems or tile_elems, tile_elems)
+        assert devices is None or (devices.dtype == np.uint32 and len(devices) == config.n_tiles)
+        sum_elems = min(config.sum_elems or config.tile_elems, config.tile_elems)
         if states is not None:
-            shape = (n_tiles, -(-tile_elems // sum_elems))
+            shape = (config.n_tiles, -(-config.tile_elems // sum_elems))
             assert sums is not None
             assert (states.dtype, states.shape, sums.dtype, sums.shape[:2]) == (TILE_STATE, shape[:1], np.uint32, shape)
-            assert codec != "fp32" or sums.shape[2] == sections
-        offsets = ffi.new("uint64_t[]", [*file_offsets])
+            assert config.codec != "fp32" or sums.shape[2] == config.sections
+        offsets = ffi.new("uint64_t[]", [*config.file_offsets])
         extent = ffi.new("csd_extent *")
-        extent.tile_elems, extent.n_tiles, extent.sections, extent.slots = tile_elems, n_tiles, sections, slots
+        extent.tile_elems, extent.n_tiles = config.tile_elems, config.n_tiles
+        extent.sections, extent.slots = config.sections, config.slots
         extent.states = ffi.NULL if states is None else _array(states, "csd_tile_state *")
         extent.sum_elems, extent.sums = sum_elems, ffi.NULL if sums is None else _array(sums, "uint32_t *")
         extent.devices = ffi.NULL if devices is None else _array(devices, "uint32_t *")
         extent.file_offset, extent.pieces, extent.n_pieces = offsets, _array(pieces, "csd_piece *"), len(pieces)
-        extent.codec, extent.param_dtype = CODECS[codec], DTYPE_CODES[param_dtype or torch.float32]
+        extent.codec, extent.param_dtype = CODECS[config.codec], DTYPE_CODES[config.param_dtype or torch.float32]
         windows = ffi.new("float *[4]")
         self._call(lib.csd_engine_extend, extent, windows)
-        elems = n_tiles * tile_elems
-        if codec != "fp32":
+        if config.codec != "fp32":
             return []
-        return [ffi.buffer(_window(windows[s], elems, mappings), 4 * elems) for s in range(sections)]
+        elems = config.n_tiles * config.tile_elems
+        return [ffi.buffer(_window(windows[s], elems, config.mappings), 4 * elems) for s in range(config.sections)]
 
     def tiles(
         self, first: int, n: int, chunks: int, sections: int
@@ -447,38 +506,17 @@ class Native:
         arguments = rows, len(params), constants, len(hypers), _array(tiles, "uint32_t *"), len(tiles)
         self._call(lib.csd_engine_begin, *arguments, order)
 
-    def push(
-        self,
-        tile: int,
-        *,
-        images: tuple[int, int] = (0, 0),
-        in_place: tuple[Sequence[int], Sequence[int]] | None = None,
-        entries: tuple[int, int] = (0, 0),
-        grads: Sequence[int] | None = None,
-        hold: int = 0,
-        states: int = 0,
-    ) -> None:
-        """Push a tile, whose gradients are where the step's table says; see csd_push. Raises what a step raises.
-
-        `images`: addresses of its gradients and parameters. `in_place`, where an engine takes_in_place: for each of its
-        pieces the addresses of gradient and parameter, 0 for what is in the images.
-        `entries`: address of the Top-K entries among these gradients, and how many words they have.
-        `grads`: for each of the tile's pieces the address where its parameter's gradient begins; 0: it has none after
-        all. They are read until the tile's parameters are ready or the step ends. Not for tiles with Top-K.
-        `hold`: address of hold_bytes() bytes, in use until the tile's parameters are ready. It pushes the tile early:
-        nothing changes before release(), finish(keep=False) undoes it, and `grads` are read until unchanged() returns.
-        Not for tiles in memory, new, or with Top-K.
-        `states`: address of all sections of the tile, one after another, as they are after the step; for parameters
-        whose master is GIVEN. They are read until the tile's parameters are ready.
-        """
-        assert in_place is None
-        how = ffi.NULL
-        if images != (0, 0) or entries != (0, 0) or grads is not None or hold or states:
-            addresses = ffi.NULL if grads is None else ffi.new("void *[]", [*map(_address, grads)])
-            words, (grad, param) = ffi.cast("uint32_t *", entries[0]), map(_address, images)
-            fields = grad, param, words, entries[1], addresses, _address(hold), _address(states)
-            how = ffi.new("csd_push *", fields)
-        self._call(lib.csd_engine_push, tile, how, outcome=_UNDONE)
+    def push(self, tile: int, how: Push | None = None) -> None:
+        """Push a tile. `how` None: gradients are where the step's table says. Raises what a step raises."""
+        struct = ffi.NULL
+        if how is not None:
+            assert how.in_place is None
+            grad, param = map(_address, how.images)
+            words, n_words = how.entries
+            grads = ffi.NULL if how.grads is None else ffi.new("void *[]", [*map(_address, how.grads)])
+            entries = ffi.cast("uint32_t *", words), n_words
+            struct = ffi.new("csd_push *", (grad, param, *entries, grads, _address(how.hold), _address(how.states)))
+        self._call(lib.csd_engine_push, tile, struct, outcome=_UNDONE)
 
     def drop_grads(self, params: Sequence[int]) -> None:
         """Leave these parameters unchanged, as they have no gradient. Call it before any of their tiles is pushed."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from .. import bindings
-from ..bindings import DTYPE_CODES, HYPER, PARAM, TILE_STATE, DeviceConfig, Native
+from ..bindings import DTYPE_CODES, HYPER, PARAM, TILE_STATE, DeviceConfig, ExtentConfig, Native
 from ..devices.backends import DEFAULT_BLOCK, NO_CACHE
 from ..devices.spec import DEFAULT_BUFFERS
 from ..store.file import StoreFile
@@ -74,10 +74,10 @@ class EngineWithoutDrive:
         try:
             offset = self._store.allocate(extent.device_bytes(0)) if self._store else 0
             self._native.open([config])
+            known = {"states": states, "sum_elems": extent.sum_elems, "sums": sums, **codec_options}
             self._windows = self._native.extend(
-                extent.tile_elems, extent.n_tiles, len(sections), [offset], extent.pieces,
-                states=states, sum_elems=extent.sum_elems, sums=sums, **codec_options,
-            )  # fmt: skip
+                ExtentConfig(extent.tile_elems, extent.n_tiles, len(sections), [offset], extent.pieces, **known)
+            )
         except BaseException:
             self.close()
             raise

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from ..bindings import DeviceConfig
+from ..bindings import DeviceConfig, ExtentConfig, Push
 from ..devices.spec import DeviceSpec
 from ..store.layout import Extent, ExtentRequest
 from .on_accelerator import OnAccelerator
@@ -143,30 +143,14 @@ class Devices(Protocol):
 class NativeEngine(Protocol):
     """What drives the devices. The methods and their errors are those of bindings.Native."""
 
-    takes_in_place: bool  # push() takes `in_place`
+    takes_in_place: bool  # push() takes Push.in_place
 
     @property
     def is_open(self) -> bool: ...
     def open(self, devices: Sequence[DeviceConfig]) -> None: ...
     def close(self) -> None: ...
 
-    def extend(
-        self,
-        tile_elems: int,
-        n_tiles: int,
-        sections: int,
-        file_offsets: Sequence[int],
-        pieces: np.ndarray[Any, Any],
-        *,
-        slots: int = ...,
-        states: np.ndarray[Any, Any] | None = ...,
-        devices: np.ndarray[Any, Any] | None = ...,
-        sum_elems: int | None = ...,
-        sums: np.ndarray[Any, Any] | None = ...,
-        mappings: int = ...,
-        codec: str = ...,
-        param_dtype: torch.dtype | None = ...,
-    ) -> list[Any]: ...
+    def extend(self, config: ExtentConfig) -> list[Any]: ...
     def tiles(
         self, first: int, n: int, chunks: int, sections: int
     ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]: ...
@@ -181,17 +165,7 @@ class NativeEngine(Protocol):
         *,
         order: int = ...,
     ) -> None: ...
-    def push(
-        self,
-        tile: int,
-        *,
-        images: tuple[int, int] = ...,
-        in_place: tuple[Sequence[int], Sequence[int]] | None = ...,
-        entries: tuple[int, int] = ...,
-        grads: Sequence[int] | None = ...,
-        hold: int = ...,
-        states: int = ...,
-    ) -> None: ...
+    def push(self, tile: int, how: Push | None = None) -> None: ...
     def drop_grads(self, params: Sequence[int]) -> None: ...
     def pull(self) -> int: ...
     def params_ready(self, tiles: np.ndarray[Any, Any], *, wait: bool) -> bool: ...

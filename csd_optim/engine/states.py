@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..bindings import HYPER, PARAM, TO_AND_FRO, TORN, Native
+from ..bindings import HYPER, PARAM, TO_AND_FRO, TORN, ExtentConfig, Native
 from ..errors import CSDError, CSDLostError, CSDOSError, CSDTornError
 from ..store.file import Mode
 from ..store.format import Record
@@ -71,19 +71,21 @@ class States:
             self.timeline.open(self.devices.all_names)
         states, sums = of_store or (None, None)
         buffers = self.native.extend(
-            extent.tile_elems,
-            extent.n_tiles,
-            len(extent.sections),
-            offsets,
-            extent.pieces,
-            slots=extent.slots,
-            states=states,
-            devices=extent.devices,
-            sum_elems=extent.sum_elems,
-            sums=sums,
-            mappings=self.devices.mappings_of(extent),
-            codec=extent.codec,
-            param_dtype=extent.param_dtype,
+            ExtentConfig(
+                extent.tile_elems,
+                extent.n_tiles,
+                len(extent.sections),
+                offsets,
+                extent.pieces,
+                slots=extent.slots,
+                states=states,
+                devices=extent.devices,
+                sum_elems=extent.sum_elems,
+                sums=sums,
+                mappings=self.devices.mappings_of(extent),
+                codec=extent.codec,
+                param_dtype=extent.param_dtype,
+            )
         )
         self.tiles.add(extent)
         self.steps.append(np.zeros(len(extent.numels), np.float32))

@@ -5,14 +5,14 @@ The arithmetic of each is a header in native/include; here are its states, hyper
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ..bindings import PASS_RULES, RULES
-from ..errors import CSDValueError
+from ..bindings import PASS_RULES, RULE_ROWS, RULES, RuleRow
+from ..errors import CSDRuntimeError, CSDValueError
 from ..muon.newton_schulz import JORDAN, Coefficients, Orthogonal, fast_dtype
 from ..params.update_rule import FLT_MAX, Group, UpdateRule
 
@@ -267,6 +267,31 @@ MUON = UpdateRule(
 NAMED: Mapping[str, UpdateRule] = {rule.name: rule for rule in (ADAMW, ADAM, SGD, ADAGRAD, RMSPROP, LION, MUON)}
 HYPERPARAMETERS = frozenset(name for rule in NAMED.values() for name in rule.hyperparameters)
 STATES = frozenset(name for rule in NAMED.values() for name in rule.sections)
+
+
+def check_native_rules(rules: Iterable[UpdateRule], rows: Sequence[RuleRow]) -> None:
+    """Raise CSDRuntimeError unless `rows`, the list in rules.h, has the numbers of csd.h and the sections of `rules`.
+
+    `rules`: all update rules; the codecs of their 8-bit states are compared, too.
+    """
+    here = {rule.name: (rule.min_sections, len(rule.sections), rule.codec) for rule in rules}
+    there = {}
+    for name in {row.rule for row in rows}:
+        own = [row for row in rows if row.rule == name]
+        updated, most = [row.updated for row in own], [row.most for row in own]
+        # Two passes divide the sections. Variants after the first one may have states without codes.
+        least_and_most = (sum(updated), sum(most)) if own[0].of_pass else (min(updated), max(most))
+        there[name] = (*least_and_most, own[0].codec)
+    numbers = sorted({*RULES, *PASS_RULES}.symmetric_difference(row.name for row in rows))
+    sections = sorted(here.items() ^ there.items())
+    if numbers or sections:
+        raise CSDRuntimeError(
+            f"Python, csd.h and rules.h list different update rules: {numbers}, {sections}; if you changed none, build "
+            "csd_optim again"
+        )
+
+
+check_native_rules(NAMED.values(), RULE_ROWS)
 
 
 def rule_of(own: UpdateRule, group: Group) -> UpdateRule:

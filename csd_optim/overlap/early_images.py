@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..bindings import Push
 from ..engine.engine import Engine
 from ..params.grad_source import GradSource
 from ..params.state_map import StateMap
@@ -103,7 +104,7 @@ class EarlyImages:
             self._old_params[tile].copy_(slot.param)
         with self._push_lock:
             if self._active:
-                self._engine.native.push(tile, images=(slot.grad.data_ptr(), slot.param.data_ptr()))
+                self._engine.native.push(tile, Push(images=(slot.grad.data_ptr(), slot.param.data_ptr())))
 
     def wait(self) -> None:
         """Return when the engine has all tiles that were pushed. Raises CSDError."""

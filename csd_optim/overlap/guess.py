@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..bindings import SAME_ORDER
+from ..bindings import SAME_ORDER, Push
 from ..engine.engine import Engine
 from ..engine.tiles import Pieces
 from ..grad_modes import version_of
@@ -107,7 +107,7 @@ class Guess:
             self._images.push(tile, grads, ready_events, self._hold[self._hold_used : self._hold_used + size])
         else:
             addresses = [self._grads[row].data_ptr() if row in self._grads else 0 for row in rows]
-            self._engine.native.push(tile, grads=addresses, hold=self._hold.data_ptr() + self._hold_used)
+            self._engine.native.push(tile, Push(grads=addresses, hold=self._hold.data_ptr() + self._hold_used))
         self._hold_used += size
         self._countdown.note_pushed(tile)
 

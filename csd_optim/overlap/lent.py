@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..accelerator import is_on_accelerator
-from ..bindings import AS_PUSHED
+from ..bindings import AS_PUSHED, Push
 from ..params.grad_source import GradSource
 from ..params.strides import flat
 from ..step.live import Countdown, LiveStep, Phase
@@ -126,7 +126,7 @@ class LentGradients:
             self._bytes += self._in_use[tile]
         else:
             rows = pieces["param"].tolist()
-            self._engine.native.push(tile, grads=[parts[row].address if row in parts else 0 for row in rows])
+            self._engine.native.push(tile, Push(grads=[parts[row].address if row in parts else 0 for row in rows]))
         self._countdown.note_pushed(tile)
 
     def _sources_of(self, rows: list[int], parts: dict[int, GradPart]) -> dict[int, GradSource]:

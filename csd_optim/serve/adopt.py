@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..bindings import MIN_GRAIN
 from ..engine.engine import Engine
 from ..errors import CSDStoreError
 from ..store.check import check_param, check_record, check_rules, is_name, require
@@ -88,7 +89,7 @@ def request_of(about: Any, numels: list[int], first_param: int, first_tile: int)
     sections, dtype = fields.texts("sections"), dtype_named(fields.text("param_dtype"))
     if not 0 < len(sections) <= 4 or not all(is_name(s) for s in sections):
         refuse("the states of a store")
-    tile_elems, codec = fields.integer("tile_elems", 1024, 1 << 31), fields.text("codec")
+    tile_elems, codec = fields.integer("tile_elems", MIN_GRAIN, 1 << 31), fields.text("codec")
     return ExtentRequest(numels, sections, codec, dtype, first_param, first_tile, tile_elems)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..bindings import EVENT, PASS_2, TO_AND_FRO, DeviceConfig
+from ..bindings import EVENT, PASS_2, TO_AND_FRO, DeviceConfig, ExtentConfig, Push
 from ..errors import CSDError, CSDRankError, CSDRuntimeError
 from .shares import Places, Share
 
@@ -44,7 +44,7 @@ class DividedNative:
         for share in self._shares:
             share.native.close()
 
-    def extend(self, tile_elems: int, n_tiles: int, sections: int, *_: Any, **__: Any) -> list[Any]:
+    def extend(self, config: ExtentConfig) -> list[Any]:
         """Note that owners have new tiles: RemoteDevices.plan() has asked them."""
         self._places = Places(self._shares)
         self._n_params = 1 + max(int(share.parts["param"].max()) for share in self._shares if len(share.parts))
@@ -79,21 +79,9 @@ class DividedNative:
                     share.native.finish(False)
             raise
 
-    def push(
-        self,
-        tile: int,
-        *,
-        images: tuple[int, int] = (0, 0),
-        in_place: tuple[Sequence[int], Sequence[int]] | None = None,
-        entries: tuple[int, int] = (0, 0),
-        grads: Sequence[int] | None = None,
-        hold: int = 0,
-        states: int = 0,
-    ) -> None:
+    def push(self, tile: int, how: Push | None = None) -> None:
         k, there = self._places.of(tile)
-        self._shares[k].native.push(
-            there, images=images, in_place=in_place, entries=entries, grads=grads, hold=hold, states=states
-        )
+        self._shares[k].native.push(there, how)
 
     def drop_grads(self, params: Sequence[int]) -> None:
         for share in self._in_step:

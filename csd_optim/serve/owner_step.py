@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..bindings import PASS_2
+from ..bindings import PASS_2, Push
 from ..engine.engine import Engine
 from ..errors import CSDError
 from .frames import DataConnection, Header
@@ -140,7 +140,7 @@ class OwnerStep:
                 return False
             words = (at.entries.ctypes.data, len(at.entries)) if len(at.entries) else (0, 0)
             try:
-                self._engine.native.push(at.tile, images=at.buffer.images, entries=words)
+                self._engine.native.push(at.tile, Push(images=at.buffer.images, entries=words))
             except CSDError as e:
                 self.failure = e
                 return False

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..bindings import AS_PUSHED, EVENT, PARAM, PASS_2, TILE_STATE, TO_AND_FRO, DeviceConfig
+from ..bindings import AS_PUSHED, EVENT, PARAM, PASS_2, TILE_STATE, TO_AND_FRO, DeviceConfig, ExtentConfig, Push
 from ..engine.tiles import Tiles
 from ..errors import CSDError, CSDRankError, CSDRuntimeError
 from .link import Answer, Link, Travelling
@@ -63,7 +63,7 @@ class RemoteNative:
     def close(self) -> None:
         self._is_open = False
 
-    def extend(self, tile_elems: int, n_tiles: int, sections: int, *_: Any, **__: Any) -> list[Any]:
+    def extend(self, config: ExtentConfig) -> list[Any]:
         """Nothing to do: RemoteDevices.plan() has asked the owner. There are no windows."""
         return []
 
@@ -131,30 +131,22 @@ class RemoteNative:
             part = state[4 * first : 4 * (first + CHUNK)]
             self._link.request("write", part, row=row, section=section, first=first)
 
-    def push(
-        self,
-        tile: int,
-        *,
-        images: tuple[int, int] = (0, 0),
-        in_place: tuple[Sequence[int], Sequence[int]] | None = None,
-        entries: tuple[int, int] = (0, 0),
-        grads: Sequence[int] | None = None,
-        hold: int = 0,
-        states: int = 0,
-    ) -> None:
+    def push(self, tile: int, how: Push | None = None) -> None:
         under_way = self._step_under_way()
         if not under_way.travels(tile):
             return  # without gradients: the owner pushes it itself
-        assert images[1]
-        assert grads is None
-        assert not hold
-        assert not states
+        assert how
+        assert how.images[1]
+        assert how.grads is None
+        assert not how.hold
+        assert not how.states
         here = self.tiles_of_engine.pieces_of(tile)
-        from_, to = places(here, images, in_place)
+        from_, to = places(here, how.images, how.in_place)
         out = self._layout.outgoing(here, from_, to)
-        if entries[1]:
-            out.append(view(entries[0], 4 * entries[1]))
-        self._pushed[tile] = out, entries[1], self._layout.returning(here, to)
+        address, words = how.entries
+        if words:
+            out.append(view(address, 4 * words))
+        self._pushed[tile] = out, words, self._layout.returning(here, to)
         under_way.push(tile)
 
     def _outgoing(self, tile: int) -> tuple[list[memoryview], int]:

@@ -30,7 +30,7 @@ def places(
     images: tuple[int, int],
     in_place: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> tuple[list[int], list[int]]:
-    """Return the addresses of the gradients and of the parameters of a tile's pieces. See bindings.Native.push()."""
+    """Return the addresses of the gradients and of the parameters of a tile's pieces. See bindings.Push."""
     offsets = [4 * first for first in pieces["tile_first"].tolist()]
     in_images = [[image + offset for offset in offsets] for image in images]
     if in_place is None:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from ..accelerator import has_completed, is_on_accelerator, on, record_event, wait_for
+from ..bindings import Push
 from ..engine.engine import Engine
 from ..params.grad_source import GradSource
 from .given_states import GivenStates
@@ -414,7 +415,8 @@ class StagedTiles:
         states = slot.states.data_ptr() if slot.has_states and slot.states is not None else 0
         slot.wait()
         images = slot.grad.data_ptr(), slot.param.data_ptr()
-        self._engine.native.push(tile, images=images, in_place=slot.in_place, entries=slot.words(), states=states)
+        how = Push(images=images, in_place=slot.in_place, entries=slot.words(), states=states)
+        self._engine.native.push(tile, how)
         self._pushed[tile] = slot
         if self._on_used and not slot.has_grads_in_place:
             self._on_used(tile, self._sources[tile])

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from operator import lt
 from typing import Any
 
+from ..bindings import MIN_GRAIN
 from ..errors import CSDStoreError
 from .sections import FP32, PAGE, PARAM_DTYPES, SECTIONS, codec_supports
 
@@ -71,7 +72,7 @@ def check_extent(extent: Any, devices: int, rule: str | None) -> None:
     """
     require(type(extent) is dict, "an extent is no object")
     elems, tiles, slots, sections = (extent.get(key) for key in ("tile_elems", "tiles", "slots", "sections"))
-    require(is_int(elems, 1024, 1 << 31) and elems % 1024 == 0, f"a tile has {elems!r} elements")
+    require(is_int(elems, MIN_GRAIN, 1 << 31) and elems % MIN_GRAIN == 0, f"a tile has {elems!r} elements")
     require(is_int(tiles, 0, 1 << 31), f"an extent has {tiles!r} tiles")
     require(is_int(slots, 1, 2), f"a tile has {slots!r} slots")
     if rule is None:
@@ -93,7 +94,7 @@ def check_extent(extent: Any, devices: int, rule: str | None) -> None:
         )
         require(elems % 4096 == 0 and "sum_elems" in extent, f"a tile of codes has {elems!r} elements")
     if "sum_elems" in extent:
-        require(is_int(extent["sum_elems"], 1024, 1 << 31), f"a checksum covers {extent['sum_elems']!r} elements")
+        require(is_int(extent["sum_elems"], MIN_GRAIN, 1 << 31), f"a checksum covers {extent['sum_elems']!r} elements")
     if "shares" in extent:
         shares = extent["shares"]
         valid = type(shares) is list and len(shares) == devices and all(is_number(s) and s > 0 for s in shares)

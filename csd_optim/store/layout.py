@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..bindings import PIECE
+from ..bindings import MIN_GRAIN, PIECE
 from ..errors import CSDStoreError, CSDValueError
 from .format import Contents, devices_of
 from .sections import FP32, GROUP, PARAM_DTYPES, SECTIONS, Section, codec_supports, size_of, slot_of
@@ -29,7 +29,7 @@ MEMORY_STATE_BYTES = 12  # bytes of `ram:` per parameter element: one slot
 # One 512-bit vector of fp32, the natural alignment of the updater and of an FPGA's port.
 ALIGN = 16
 # Tiles are a multiple of this many elements, so that each section of each slot can be mapped by itself.
-GRAIN = max(4096, mmap.PAGESIZE) // 4
+GRAIN = max(MIN_GRAIN, mmap.PAGESIZE // 4)
 CODES_GRAIN = max(4096, GRAIN)  # the same for codes, which take a byte per element
 # Elements of each section that a checksum covers: they are verified, updated and summed while they are in the L2 cache.
 # Three sections take 768 KiB, four 1 MiB; 32 Ki to 128 Ki elements measured the same with an L2 cache of 2 MiB.

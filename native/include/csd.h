@@ -191,6 +191,9 @@ int csd_engine_close(csd_engine *engine, csd_error *error);
 
 /* ---- Layout ------------------------------------------------------------- */
 
+/* The least elements of a tile, and of a section that one checksum covers; both are multiples of it. 4 KiB of fp32. */
+#define CSD_MIN_GRAIN 1024
+
 /* Elements [param_first, param_first + elems) of parameter `param` are stored in `tile`, starting at its element
  * `tile_first`. */
 typedef struct csd_piece {
@@ -210,13 +213,13 @@ typedef struct csd_tile_state {
  * of these tiles on device d (counted from 0) has its slot s at
  * byte `file_offset[d] + (slots*j + s) * bytes`; for fp32 states, `bytes` = tile_elems * sections * 4. */
 typedef struct csd_extent {
-  uint64_t tile_elems; /* multiple of 1024 and of the page size / 4, up to 2^31; all n_tiles together up to 2^56 */
+  uint64_t tile_elems; /* multiple of CSD_MIN_GRAIN and the page size / 4, up to 2^31; n_tiles together up to 2^56 */
   uint32_t n_tiles;
   uint32_t sections;            /* number of states, 1 to 4, as the rule of the parameters requires */
   uint32_t slots;               /* 2; or 1: steps write in place and cannot be undone (file only) */
   const csd_tile_state *states; /* one per tile, when opening an existing store; NULL: the extent is new */
-  /* Elements of a section covered by one checksum (CRC-32C), a multiple of 1024 (for codes on a card, of 4096); the
-   * last chunk of a tile may be shorter. The engine verifies, updates and sums chunk by chunk, so that a tile larger
+  /* Elements of a section covered by one checksum (CRC-32C), a multiple of CSD_MIN_GRAIN (for codes on a card, of 4096);
+   * the last chunk of a tile may be shorter. The engine verifies, updates and sums chunk by chunk, so that a tile larger
    * than the cache is fetched from memory only once. */
   uint64_t sum_elems;
   const uint32_t *sums;        /* with `states`: by tile, then by chunk, one per section (for codes: up to 7) */
@@ -655,6 +658,19 @@ typedef struct csd_event {
 uint32_t csd_engine_events(csd_engine *engine, csd_event *events, uint32_t n);
 
 /* ---- The CPU updater and its building blocks ------------------------------ */
+
+/* A row of rules.h. */
+typedef struct csd_rule_row {
+  uint32_t number;  /* csd_rule or csd_pass_rule */
+  uint32_t of_pass; /* 1 or 2: a csd_pass_rule. It works on its half of a tile, whose sections are counted here */
+  const char *type; /* "AdamW"; the variants of a rule share it */
+  uint32_t updated; /* number of sections that it updates */
+  uint32_t most;    /* most sections that a tile may have */
+  uint32_t codec;   /* csd_codec of its 8-bit states; CSD_FP32: it has none */
+} csd_rule_row;
+
+/* Returns all rows of rules.h; after the last one, `type` is NULL. */
+const csd_rule_row *csd_rules(void);
 
 /* Instruction sets of the CPU updater. All of them compute the same bits, except for the sign and the payload of a NaN in
  * fp32 states and in fp32 and fp16 parameters: where both operands are NaN, or the result is a new one, each takes its

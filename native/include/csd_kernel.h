@@ -68,7 +68,7 @@ struct csd_sums {
 };
 static_assert(sizeof(csd_sums) == kWordBytes, "the sums of a chunk are one word");
 
-constexpr uint32_t kLeastSumWords = 64;  // the least `sum_words`: 4 KiB
+constexpr uint32_t kLeastSumWords = CSD_MIN_GRAIN / kLanes;  // the least `sum_words`: 4 KiB
 
 // The kernels for fp32. `tile_in` and `tile_out` may be the same memory: a word is read before it is written. Each is
 // passed several times, once per section that the rule's tiles may have, because every section has a port of its own

@@ -221,6 +221,8 @@ int csd_engine_stats(csd_engine *engine, uint32_t device, csd_stats *out, csd_er
   return guarded(error, [&] { *out = engine->engine.stats(device); });
 }
 
+const csd_rule_row *csd_rules(void) { return csd::kRules; }
+
 int csd_update(const csd_hyper *hyper, int32_t isa, uint64_t n, const void *grad, int32_t grad_dtype,
                float *const *state, uint32_t sections, void *param, int32_t param_dtype, csd_error *error) {
   return guarded(error, [&] {

@@ -6,23 +6,13 @@
 #include <string_view>
 
 #include "csd.h"
-#include "rules.h"
+#include "updater.h"
 
 namespace csd {
 namespace {
 
 constexpr int kPortsOfCodes = 3;
 constexpr uint32_t kSectionsOfCodes = 5;  // with 16-bit parameters
-
-struct Row {
-  uint32_t rule;
-  std::string_view type;
-  uint32_t updated, most;
-  uint32_t codec;
-};
-#define CSD_ROW(number, type, updated, most, codec) {number, #type, updated, most, codec},
-constexpr Row kRows[] = {CSD_RULES(CSD_ROW)};
-#undef CSD_ROW
 
 std::string name_of(std::string_view type, const char *end) {
   std::string name = "csd_";
@@ -31,20 +21,25 @@ std::string name_of(std::string_view type, const char *end) {
 }
 
 std::vector<Kernel> make_kernels() {
+  std::vector<csd_rule_row> rows;
+  for (const csd_rule_row *row = kRules; row->type; row++)
+    if (row->of_pass == 0) rows.push_back(*row);
   std::vector<Kernel> kernels;
-  for (const Row &first : kRows) {
-    const std::string name = name_of(first.type, "_update");
+  for (const csd_rule_row &first : rows) {
+    const std::string_view type = first.type;
+    const std::string name = name_of(type, "_update");
     const auto same = [&name](const Kernel &kernel) { return kernel.name == name; };
     if (std::any_of(kernels.begin(), kernels.end(), same)) continue;
     Kernel kernel{name, CSD_FP32, 0, {}, first.updated};
-    for (const Row &row : kRows) {
-      if (row.type == first.type) kernel.ports = std::max(kernel.ports, static_cast<int>(row.most));
+    for (const csd_rule_row &row : rows) {
+      if (row.type == type) kernel.ports = std::max(kernel.ports, static_cast<int>(row.most));
       // Adam's type also implements AdamW's rules: see adam.h.
-      if (row.type == first.type || (first.type == "Adam" && row.type == "AdamW")) kernel.rules.push_back(row.rule);
+      if (row.type == type || (type == "Adam" && row.type == std::string_view("AdamW")))
+        kernel.rules.push_back(row.number);
     }
     kernels.push_back(kernel);
     if (first.codec == CSD_8BIT)
-      kernels.push_back({name_of(first.type, "_8bit_update"), CSD_8BIT, kPortsOfCodes, kernel.rules, kSectionsOfCodes});
+      kernels.push_back({name_of(type, "_8bit_update"), CSD_8BIT, kPortsOfCodes, kernel.rules, kSectionsOfCodes});
   }
   return kernels;
 }

@@ -48,13 +48,18 @@ Engine::~Engine() {
 
 // ---- A step -----------------------------------------------------------------
 
-void Engine::begin(const csd_param *params, uint64_t n_params, const csd_hyper *hypers, uint32_t n_hypers,
-                   const uint32_t *tiles, uint32_t n_tiles, int32_t order) {
-  Lock lock(mutex_);
-  if (phase_ != Phase::idle) throw Failure{CSD_ESTATE, "a step is already under way"};
-  if (order < CSD_TO_AND_FRO || order > CSD_AS_PUSHED) throw Failure{CSD_EINVAL, "no order " + std::to_string(order)};
-  wait_writes(lock);
-  decoded_ = {};
+namespace {
+
+// Does a tile take two passes? `passes`: how many each takes.
+bool any_second(const std::vector<uint32_t> &passes) {
+  return std::find(passes.begin(), passes.end(), 2u) != passes.end();
+}
+
+}  // namespace
+
+// Throws Failure if the arguments of begin() are not valid. Returns the number of passes over each tile of the engine.
+std::vector<uint32_t> Engine::check_begin(const csd_param *params, uint64_t n_params, const csd_hyper *hypers,
+                                          uint32_t n_hypers, const uint32_t *tiles, uint32_t n_tiles) const {
   for (uint32_t i = 0; i < n_hypers; i++)
     if (sections_of(hypers[i].rule).most == 0)
       throw Failure{CSD_EINVAL, "no update rule " + std::to_string(hypers[i].rule)};
@@ -69,7 +74,6 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_hyper *
       throw Failure{CSD_EINVAL, "Top-K of parameter " + std::to_string(i) +
                                     " is not a share from 0 to 1, or sends no values of 16 bits"};
   std::vector<uint32_t> passes(tiles_.size());  // over each tile
-  bool any_second = false;
   for (uint32_t i = 0; i < n_tiles; i++) {
     const uint32_t index = tiles[i] & ~CSD_PASS_2;
     if (index >= tiles_.size() || tiles_[index].freed)
@@ -79,12 +83,12 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_hyper *
     if (pass != passes[index] + 1)
       throw Failure{CSD_EINVAL, "tile " + std::to_string(index) + " is listed for pass 2, and not for pass 1 before"};
     passes[index] = pass;
-    any_second |= pass == 2;
   }
-  if (any_second && n_params % 2)
+  const bool two_rows = any_second(passes);
+  if (two_rows && n_params % 2)
     throw Failure{CSD_EINVAL,
                   "with second passes, each parameter has two rows: " + std::to_string(n_params) + " is odd"};
-  const uint64_t n_rows = any_second ? n_params / 2 : n_params;  // per pass
+  const uint64_t n_rows = two_rows ? n_params / 2 : n_params;  // per pass
   const auto rows_for = [&](uint32_t pass) { return params + (pass == 2 ? n_rows : 0); };
   for (uint32_t i = 0; i < n_tiles; i++) {
     const Tile &t = tiles_[tiles[i] & ~CSD_PASS_2];
@@ -92,6 +96,17 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_hyper *
     check_rows(t, pass, rows_for(pass), n_rows, hypers);
     if (pass != 1) is_new(t, rows_for(pass));  // throws if the CSD_NEW parameters are not valid
   }
+  return passes;
+}
+
+void Engine::begin(const csd_param *params, uint64_t n_params, const csd_hyper *hypers, uint32_t n_hypers,
+                   const uint32_t *tiles, uint32_t n_tiles, int32_t order) {
+  Lock lock(mutex_);
+  if (phase_ != Phase::idle) throw Failure{CSD_ESTATE, "a step is already under way"};
+  if (order < CSD_TO_AND_FRO || order > CSD_AS_PUSHED) throw Failure{CSD_EINVAL, "no order " + std::to_string(order)};
+  wait_writes(lock);
+  decoded_ = {};
+  const std::vector<uint32_t> passes = check_begin(params, n_params, hypers, n_hypers, tiles, n_tiles);
   grow_buffers(largest_tile_, largest_section_, tiles_per_device());
   outcome_ = std::make_shared<Outcome>(Outcome::open);
 
@@ -106,7 +121,7 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_hyper *
   events_.clear();
   if (traced_) events_.reserve(3 * size_t{n_tiles});
   params_.assign(params, params + n_params);
-  n_params_ = n_rows;
+  n_params_ = any_second(passes) ? n_params / 2 : n_params;
   hypers_.assign(hypers, hypers + n_hypers);
   jobs_.clear();
   job_of_tile_.assign(tiles_.size(), nullptr);
@@ -126,30 +141,7 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_hyper *
     l.counts.total_write_bytes = last.total_write_bytes;
     for (BusyTime &time : l.busy) time.reset();
   }
-  for (uint32_t i = 0; i < n_tiles; i++) {
-    Job &job = jobs_.emplace_back();
-    job.tile = &tiles_[tiles[i] & ~CSD_PASS_2];
-    const bool two_passes = passes[job.tile->index] == 2;
-    if (two_passes) {
-      job.pass = tiles[i] & CSD_PASS_2 ? 2 : 1;
-      drop_cached(*job.tile);  // a buffer keeps a whole slot
-    }
-    if (job.pass == 2) job.other = job_of(*job.tile), job.other->other = &job;
-    else job_of_tile_[job.tile->index] = &job;
-    job.work.sections = two_passes ? job.tile->layout.half(job.pass) : job.tile->layout.all();
-    job.work.params = rows_of(job);
-    job.work.hypers = hypers_.data();
-    job.work.from_windows = job.tile->edited;
-    job.work.is_new = is_new(*job.tile, rows_for(passes[job.tile->index]));  // the rows that have the masters
-    if (two_passes && job.work.is_new) job.tile->slots[job.tile->slot].summed = false;
-    job.work.all_given = job.tile->n_pieces > 0 && n_given_pieces(*job.tile, params) == job.tile->n_pieces;
-    if (job.tile->codes) use_first_section(*job.tile, params);
-    job.next_slot_address = lane(job).device->next_slot_in_memory(*job.tile);
-    job.mapped_at_begin = job.tile->mapped_slot;
-    job.place = lane(job).jobs.size();
-    lane(job).jobs.push_back(&job);
-    lane(job).to_read.push_back(job.may_overtake());
-  }
+  for (uint32_t i = 0; i < n_tiles; i++) add_job(tiles[i], passes[tiles[i] & ~CSD_PASS_2] == 2);
   reorder_buffers();
   phase_ = Phase::stepping;
   // Start one tile per device in turn, so that devices on the same disk get equal shares of it.
@@ -157,6 +149,32 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_hyper *
     more = false;
     for (Lane &l : lanes_) more |= pump(l);
   }
+}
+
+// Adds a tile of the step, or one of two passes over it, to the queue of its device.
+void Engine::add_job(uint32_t tile, bool two_passes) {
+  const csd_param *const rows = params_.data();
+  Job &job = jobs_.emplace_back();
+  job.tile = &tiles_[tile & ~CSD_PASS_2];
+  if (two_passes) {
+    job.pass = tile & CSD_PASS_2 ? 2 : 1;
+    drop_cached(*job.tile);  // a buffer keeps a whole slot
+  }
+  if (job.pass == 2) job.other = job_of(*job.tile), job.other->other = &job;
+  else job_of_tile_[job.tile->index] = &job;
+  job.work.sections = two_passes ? job.tile->layout.half(job.pass) : job.tile->layout.all();
+  job.work.params = rows_of(job);
+  job.work.hypers = hypers_.data();
+  job.work.from_windows = job.tile->edited;
+  job.work.is_new = is_new(*job.tile, rows + (two_passes ? n_params_ : 0));  // the rows that have the masters
+  if (two_passes && job.work.is_new) job.tile->slots[job.tile->slot].summed = false;
+  job.work.all_given = job.tile->n_pieces > 0 && n_given_pieces(*job.tile, rows) == job.tile->n_pieces;
+  if (job.tile->codes) use_first_section(*job.tile, rows);
+  job.next_slot_address = lane(job).device->next_slot_in_memory(*job.tile);
+  job.mapped_at_begin = job.tile->mapped_slot;
+  job.place = lane(job).jobs.size();
+  lane(job).jobs.push_back(&job);
+  lane(job).to_read.push_back(job.may_overtake());
 }
 
 // Throws Failure if the tile's rows are not valid for this pass over it (0: its only one).

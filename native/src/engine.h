@@ -161,9 +161,13 @@ class Engine {
   };
 
   using Lock = std::unique_lock<std::mutex>;
+  std::vector<uint32_t> check_extent(const csd_extent &) const;
+  std::vector<uint32_t> check_begin(const csd_param *, uint64_t, const csd_hyper *, uint32_t, const uint32_t *tiles,
+                                    uint32_t n_tiles) const;
   void check_rows(const Tile &, uint32_t pass, const csd_param *, uint64_t n_params, const csd_hyper *) const;
   bool is_new(const Tile &, const csd_param *) const;
   uint64_t n_given_pieces(const Tile &, const csd_param *) const;
+  void add_job(uint32_t tile, bool two_passes);
   Lane &lane(const Job &job) { return lanes_[job.tile->device]; }
   bool pump(Lane &);
   // These run on the devices' threads or start operations that those threads finish. They do not throw: an error fails

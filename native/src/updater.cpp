@@ -106,34 +106,25 @@ std::atomic<int32_t> current_isa{best_isa()};
 #define CSD_IN(isa, call) (static_cast<void>(isa), scalar::call)
 #endif
 
-SectionRange sections_of(uint32_t rule) noexcept {
-  switch (rule) {
-#define CSD_CASE(number, Rule, sections, most, codec) \
-  case number:                                        \
-    return {sections, most, codec};
-    CSD_RULES(CSD_CASE)
-#undef CSD_CASE
-#define CSD_CASE(number, Rule, pass) \
-  case number:                       \
-    return {1, 1, CSD_LINEAR};
-    CSD_PASSES(CSD_CASE)
-#undef CSD_CASE
-    default:
-      return {};
-  }
+#define CSD_ROW(number, Rule, updated, most, codec) {number, 0, #Rule, updated, most, codec},
+#define CSD_PASS(number, Rule, pass) {number, pass, #Rule, 1, 1, CSD_LINEAR},
+const csd_rule_row kRules[] = {CSD_RULES(CSD_ROW) CSD_PASSES(CSD_PASS){}};
+#undef CSD_ROW
+#undef CSD_PASS
+
+// Returns the row of a rule; for an unknown one, the empty row.
+static const csd_rule_row &row_of(uint32_t rule) noexcept {
+  const csd_rule_row *row = kRules;
+  while (row->type && row->number != rule) row++;
+  return *row;
 }
 
-uint32_t pass_of(uint32_t rule) noexcept {
-  switch (rule) {
-#define CSD_CASE(number, Rule, pass) \
-  case number:                       \
-    return pass;
-    CSD_PASSES(CSD_CASE)
-#undef CSD_CASE
-    default:
-      return 0;
-  }
+SectionRange sections_of(uint32_t rule) noexcept {
+  const csd_rule_row &row = row_of(rule);
+  return {row.updated, row.most, row.codec};
 }
+
+uint32_t pass_of(uint32_t rule) noexcept { return row_of(rule).of_pass; }
 
 namespace {
 

@@ -64,6 +64,8 @@ struct CodedSpan {  // n elements of one parameter
   uint32_t key;  // random key of the first element, for stochastic rounding
 };
 
+extern const csd_rule_row kRules[];  // all rows of rules.h, followed by an empty one
+
 // How many sections a tile may have for a rule to update it, and the csd_codec of its codes; CSD_FP32: it has none.
 struct SectionRange {
   uint32_t least, most;

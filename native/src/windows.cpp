@@ -21,17 +21,20 @@ static_assert(4 * 3 * kStagger < 4096);
 constexpr uint64_t kMostTileElems = uint64_t{1} << 31, kMostElems = uint64_t{1} << 56;
 constexpr uint64_t kMostFileOffset = uint64_t{1} << 61;
 
-void Engine::extend(const csd_extent &e, float **windows) {
+// Throws Failure if the extent is not valid, or a step is under way. Returns the device of each of its tiles.
+std::vector<uint32_t> Engine::check_extent(const csd_extent &e) const {
   const uint64_t page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
-  if (e.tile_elems == 0 || e.tile_elems % 1024 || 4 * e.tile_elems % page || e.sections < 1 || e.sections > 4)
-    throw Failure{CSD_EINVAL, "a tile has a multiple of 1024 elements (and of a page), in 1 to 4 sections"};
+  if (e.tile_elems == 0 || e.tile_elems % CSD_MIN_GRAIN || 4 * e.tile_elems % page || e.sections < 1 || e.sections > 4)
+    throw Failure{CSD_EINVAL, "a tile has a multiple of " + std::to_string(CSD_MIN_GRAIN) +
+                                  " elements (and of a page), in 1 to 4 sections"};
   const bool has_states = e.codec == CSD_8BIT ? e.sections >= 3 : e.sections == 2;
   if (e.codec > CSD_LINEAR || (e.codec != CSD_FP32 && (e.tile_elems % 4096 || !has_states || e.param_dtype > CSD_BF16)))
     throw Failure{CSD_EINVAL,
                   "a tile of codes has a multiple of 4096 elements, as many states as its codec, and parameters of a "
                   "known dtype"};
-  if (e.sum_elems == 0 || e.sum_elems % 1024)
-    throw Failure{CSD_EINVAL, "a checksum covers a multiple of 1024 elements of a section"};
+  if (e.sum_elems == 0 || e.sum_elems % CSD_MIN_GRAIN)
+    throw Failure{CSD_EINVAL,
+                  "a checksum covers a multiple of " + std::to_string(CSD_MIN_GRAIN) + " elements of a section"};
   if (e.tile_elems > kMostTileElems || e.n_tiles > kMostElems / e.tile_elems)
     throw Failure{CSD_EINVAL, std::to_string(e.n_tiles) + " tiles of " + std::to_string(e.tile_elems) +
                                   " elements are too much: at most 2^31 in a tile and 2^56 in an extent"};
@@ -40,7 +43,6 @@ void Engine::extend(const csd_extent &e, float **windows) {
       throw Failure{CSD_EINVAL,
                     "file_offset " + std::to_string(e.file_offset[d]) + " is not a multiple of a page, up to 2^61", 0,
                     static_cast<int32_t>(d)};
-  Lock lock(mutex_);
   if (phase_ != Phase::idle) throw Failure{CSD_ESTATE, "a step is under way"};
   if (e.n_tiles > INT32_MAX - tiles_.size()) throw Failure{CSD_EINVAL, "more than 2^31 tiles"};
   if (e.slots < 1 || e.slots > 2) throw Failure{CSD_EINVAL, "a tile has 1 or 2 slots"};
@@ -73,12 +75,19 @@ void Engine::extend(const csd_extent &e, float **windows) {
                         : "states can be kept as fp32 only, because its xclbin lacks the kernel for codes,",
                     0, static_cast<int32_t>(device[i])};
   }
+  return device;
+}
+
+void Engine::extend(const csd_extent &e, float **windows) {
+  Lock lock(mutex_);
+  const std::vector<uint32_t> device = check_extent(e);
   wait_writes(lock);  // because buffers may be replaced by larger ones
 
   // Windows over which nothing will be mapped start at different cache lines of a page. Streams whose distance in
   // memory is a multiple of a page compete for the same cache sets and memory banks, which was measured to cost 2 to 10
   // % of the bandwidth.
   const bool resident = std::all_of(lanes_.begin(), lanes_.end(), [](const Lane &l) { return l.device->resident(); });
+  const uint64_t page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
   HugeMemory memory[4];
   float *window[4] = {};
   const Layout layout(e.codec, e.sections, e.param_dtype, e.tile_elems);

@@ -395,7 +395,7 @@ def test_a_guess_that_is_given_up_pushes_nothing_more(tmp_path, what, monkeypatc
     pusher = pusher_of(training.opt)
     with monkeypatch.context() as patch:
         patch.setattr(StagingBuffer, "wait", lambda slot: arrives.wait() and wait(slot))
-        patch.setattr(Native, "push", lambda *args, **how: pushed.append(args) or push(*args, **how))
+        patch.setattr(Native, "push", lambda *args: pushed.append(args) or push(*args))
         training.patient = False
         try:
             training.backward()
@@ -427,7 +427,7 @@ def test_a_guess_is_compared_when_all_of_it_was_pushed(tmp_path, monkeypatch):
     for _ in range(3):
         training.step()
     training.opt.synchronize()
-    monkeypatch.setattr(Native, "push", lambda *args, **how: asked.wait() and push(*args, **how))
+    monkeypatch.setattr(Native, "push", lambda *args: asked.wait() and push(*args))
     monkeypatch.setattr(EarlyImages, "wait", lambda images: asked.set() or wait(images))
 
     def compares(ring, pairs):

@@ -18,6 +18,7 @@ from support.inside import idle_engine_of, state_map_of
 from support.states import assumed
 
 from csd_optim import CSDAdam, CSDError, CSDTornError, bindings
+from csd_optim.bindings import Push
 from csd_optim.compression.policy import ratios
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -368,11 +369,11 @@ def test_an_undone_step_owes_nothing_new(backend, devices, monkeypatch):
     before, engine = image(opt), idle_engine_of(opt)
     push, calls = engine.native.push, []
 
-    def fails(tile, **how):
+    def fails(tile, how=None):
         calls.append(tile)
         if len(calls) == len(engine.tiles) - 1:
             raise InterruptedError
-        push(tile, **how)
+        push(tile, how)
 
     monkeypatch.setattr(engine.native, "push", fails)
     set_grads(params_of(opt))
@@ -484,7 +485,7 @@ def test_an_undone_step_gives_up_nothing_that_is_owed(devices, monkeypatch, give
     owed = opt.state[p]["residual"].clone()
     setattr(opt, given_up, None if given_up == "topk" else False)
 
-    def fails(*_, **how):
+    def fails(*_):
         raise InterruptedError
 
     with monkeypatch.context() as m:
@@ -794,7 +795,7 @@ def push_entries(opt, words):
     grad, param = torch.zeros(image_bytes, dtype=torch.uint8), torch.zeros(image_bytes, dtype=torch.uint8)
     engine.begin(table, hypers, np.arange(len(engine.tiles), dtype=np.uint32))
     try:
-        engine.native.push(0, images=(grad.data_ptr(), param.data_ptr()), entries=(words.ctypes.data, len(words)))
+        engine.native.push(0, Push((grad.data_ptr(), param.data_ptr()), entries=(words.ctypes.data, len(words))))
         engine.native.pull()
         engine.finish()
     except BaseException:
@@ -857,7 +858,7 @@ def test_entries_and_no_sparse_parameter(pushed):
     engine.begin(table, np.zeros(1, bindings.HYPER), np.arange(1, dtype=np.uint32))
     words, room = entries([], []), torch.zeros(4 * 71680, dtype=torch.uint8)
     with pytest.raises(CSDError, match="no sparse gradients"):
-        engine.native.push(0, images=(room.data_ptr(), room.data_ptr()), entries=(words.ctypes.data, len(words)))
+        engine.native.push(0, Push((room.data_ptr(), room.data_ptr()), entries=(words.ctypes.data, len(words))))
     engine.finish(keep=False)
 
 

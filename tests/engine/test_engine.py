@@ -1,6 +1,7 @@
 """Drives the engine and its bindings directly: bad arguments, statistics, undone steps, released resources."""
 
 import contextlib
+import dataclasses
 import gc
 import itertools
 import os
@@ -23,7 +24,7 @@ from support.tables import step_table
 from support.training import flip
 
 from csd_optim import CSDAdam, CSDRuntimeError, CSDStoreError, CSDValueError, bindings
-from csd_optim.bindings import HYPER, PIECE, DeviceConfig, Native
+from csd_optim.bindings import HYPER, PIECE, DeviceConfig, ExtentConfig, Native, Push
 from csd_optim.devices.machine import numa_node
 from csd_optim.devices.spec import parse_devices
 from csd_optim.engine.open_engine import open_engine
@@ -148,10 +149,10 @@ def pieces(*rows):
 def test_bad_extent_changes_nothing(changed, message):
     engine = native()
     engine.open([DeviceConfig("ram")])
-    good = {"tile_elems": 1024, "n_tiles": 2, "sections": 3, "file_offsets": [0], "pieces": pieces((0, 0, 0, 0, 8))}
+    good = ExtentConfig(1024, n_tiles=2, sections=3, file_offsets=[0], pieces=pieces((0, 0, 0, 0, 8)))
     with pytest.raises(CSDValueError, match=message):
-        engine.extend(**{**good, **changed})
-    assert len(engine.extend(**good)) == 3
+        engine.extend(dataclasses.replace(good, **changed))
+    assert len(engine.extend(good)) == 3
     states, sums = engine.tiles(0, 2, 1, 3)
     assert (len(states), sums.any()) == (2, False)
     with pytest.raises(CSDValueError):
@@ -193,7 +194,7 @@ def test_calls_out_of_order(driven):
     with pytest.raises(CSDValueError, match="tile 0 is not part"):
         driven.engine.native.push(0)
     with pytest.raises(CSDValueError, match="but not both"):
-        driven.engine.native.push(1, images=(driven.grads[0].data_ptr(), 0))
+        driven.engine.native.push(1, Push(images=(driven.grads[0].data_ptr(), 0)))
     with pytest.raises(CSDValueError, match="tile 999"):
         driven.engine.native.push(999)
     driven.engine.native.push(1)
@@ -266,7 +267,7 @@ def test_images_give_the_same_step(devices):
             grads[tile, at : at + elems] = other.grads[p][first : first + elems]
         other.begin()
         for tile in reversed(other.tiles.tolist()):
-            other.engine.native.push(tile, images=(grads[tile].data_ptr(), params[tile].data_ptr()))
+            other.engine.native.push(tile, Push(images=(grads[tile].data_ptr(), params[tile].data_ptr())))
         assert sorted(other.engine.native.pull() for _ in other.tiles) == other.tiles.tolist()
         other.engine.finish()
         for p, tile, first, at, elems in other.extent.pieces.tolist():

@@ -14,7 +14,7 @@ from support.codes import Coded
 from support.tables import step_table
 
 from csd_optim import CSDRuntimeError, CSDValueError, bindings
-from csd_optim.bindings import FROM_PARAM, HYPER, IN_SECTION, SAME_ORDER, TO_AND_FRO, UNLESS_SET
+from csd_optim.bindings import FROM_PARAM, HYPER, IN_SECTION, SAME_ORDER, TO_AND_FRO, UNLESS_SET, Push
 from csd_optim.devices.spec import parse_devices
 from csd_optim.engine.open_engine import open_engine
 from csd_optim.optim.rules import ADAMW
@@ -67,7 +67,7 @@ class Guessing:
     def push_early(self, tile, grads):
         hold = torch.full((self.engine.native.hold_bytes(tile),), 90, dtype=torch.uint8)
         addresses = [0 if grads[p] is None else grads[p].data_ptr() for p in self.engine.tiles.pieces_of(tile)["param"]]
-        self.engine.native.push(tile, grads=addresses, hold=hold.data_ptr())
+        self.engine.native.push(tile, Push(grads=addresses, hold=hold.data_ptr()))
         self.holds[tile] = hold  # only now: if the push is refused, the memory of an earlier push is still in use
 
     def complete(self, grads, order=()):
@@ -218,7 +218,7 @@ def test_tiles_that_cannot_be_pushed_early(tmp_path):
         with pytest.raises(CSDValueError, match="pushed before"):
             it.push_early(3, grads)
         with pytest.raises(CSDValueError, match="not part"):
-            it.engine.native.push(999, grads=[], hold=1)
+            it.engine.native.push(999, Push(grads=[], hold=1))
         with pytest.raises(CSDRuntimeError, match="guess"):
             it.engine.native.push(1)
         with pytest.raises(CSDRuntimeError, match="wait for it only after the release"):
@@ -285,7 +285,7 @@ def test_codes(tmp_path):
                     params = it.engine.tiles.pieces_of(tile)["param"]
                     holds[tile] = torch.empty(it.engine.native.hold_bytes(tile), dtype=torch.uint8)
                     grads = table["grad"][params].tolist() if right else [wrong.data_ptr()] * len(params)
-                    push(tile, grads=grads, hold=holds[tile].data_ptr())
+                    push(tile, Push(grads=grads, hold=holds[tile].data_ptr()))
                 told.append(it.engine.native.unchanged(table))
                 if not right:
                     it.engine.finish(keep=False)
@@ -293,7 +293,7 @@ def test_codes(tmp_path):
             return tiles
 
         it.engine.begin = begin_guess
-        it.engine.native.push = lambda tile, **how: None if tile in holds and not how else push(tile, **how)
+        it.engine.native.push = lambda tile: None if tile in holds else push(tile)
         for _ in range(3):
             it.step()
         assert told == [False, True] * 3

@@ -41,7 +41,9 @@ from csd_optim.bindings import (
     SAME_ORDER,
     UNLESS_SET,
     DeviceConfig,
+    ExtentConfig,
     Native,
+    Push,
 )
 from csd_optim.store.format import read_contents
 
@@ -478,14 +480,14 @@ def test_images_give_the_same_step(on):
 
         filled(images[0], grads)
         for tile in range(n):
-            ours.native.push(tile, images=(images[0, tile].data_ptr(), images[1, tile].data_ptr()))
+            ours.native.push(tile, Push(images=(images[0, tile].data_ptr(), images[1, tile].data_ptr())))
         assert sorted(ours.native.pull() for _ in range(n)) == [*range(n)]
         emptied(images[1], ours.x)
         for o, x in zip(ours.o, ours.x, strict=True):
             o.copy_(orthogonal(x))
         filled(images[2], ours.o)
         for tile in range(n):
-            ours.native.push(tile | PASS_2, images=(images[2, tile].data_ptr(), images[3, tile].data_ptr()))
+            ours.native.push(tile | PASS_2, Push(images=(images[2, tile].data_ptr(), images[3, tile].data_ptr())))
         assert sorted(ours.native.pull() for _ in range(n)) == [tile | PASS_2 for tile in range(n)]
         emptied(images[3], ours.params)
         ours.engine.finish()
@@ -630,7 +632,7 @@ def test_no_pass_is_pushed_early():
         assert {ours.native.hold_bytes(tile) for tile in tiles.tolist()} == {0}
         memory = torch.zeros(4096)
         with pytest.raises(CSDValueError, match="cannot be pushed early"):
-            ours.native.push(0, grads=[0] * len(ours.engine.tiles.pieces_of(0)), hold=memory.data_ptr())
+            ours.native.push(0, Push(grads=[0] * len(ours.engine.tiles.pieces_of(0)), hold=memory.data_ptr()))
 
 
 def test_states_in_place_and_in_one_slot_are_refused(tmp_path):
@@ -643,7 +645,7 @@ def test_states_in_place_and_in_one_slot_are_refused(tmp_path):
         file.truncate(1 << 20)
         engine.open([DeviceConfig("file", file.fileno(), 3, 4096)])
         pieces = np.array([(0, 0, 0, 0, 1024)], PIECE)
-        engine.extend(1024, 1, 2, [0], pieces, slots=1)
+        engine.extend(ExtentConfig(1024, 1, 2, [0], pieces, slots=1))
         grad, x, o, p = (torch.zeros(32, 32) for _ in range(4))
         table = np.concatenate([step_table([grad], [x]), step_table([o], [p])])
         table["hyper"][1] = 1
@@ -651,7 +653,7 @@ def test_states_in_place_and_in_one_slot_are_refused(tmp_path):
         with pytest.raises(CSDValueError, match="two passes over tile 0 need a second slot, as it could not be undone"):
             engine.begin(table, hypers([(32, 32)]), tiles)
         pieces["param"] = 1
-        engine.extend(4096, 1, 3, [65536], pieces, codec="8bit", param_dtype=torch.bfloat16)
+        engine.extend(ExtentConfig(4096, 1, 3, [65536], pieces, codec="8bit", param_dtype=torch.bfloat16))
         table = np.concatenate([step_table([grad] * 2, [x] * 2), step_table([o] * 2, [p] * 2)])
         with pytest.raises(
             CSDValueError, match="two passes over tile 1 need fp32 states, or codes of a rule with passes"

@@ -278,10 +278,10 @@ def test_close_within_a_step_is_refused(tmp_path, monkeypatch):
     gradients([p], 0)
     push = engine_of(optimizer).native.push
 
-    def closing(tile, **how):
+    def closing(tile, how=None):
         with pytest.raises(CSDRuntimeError, match="under way"):
             optimizer.close()
-        push(tile, **how)
+        push(tile, how)
 
     monkeypatch.setattr(engine_of(optimizer).native, "push", closing)
     optimizer.step()

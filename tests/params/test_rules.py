@@ -12,8 +12,8 @@ import torch
 from support.optimizers import ADAMW, FULL, PAIRS
 from support.training import train
 
-from csd_optim import CSDAdam, CSDStoreError, CSDValueError, bindings
-from csd_optim.bindings import HYPER, PARAM, RULES
+from csd_optim import CSDAdam, CSDRuntimeError, CSDStoreError, CSDValueError, bindings
+from csd_optim.bindings import HYPER, PARAM, RULE_ROWS, RULES, RuleRow
 from csd_optim.checkpoint.export import export_safetensors, export_torch
 from csd_optim.checkpoint.importing import import_store
 from csd_optim.checkpoint.state_dict import load
@@ -21,6 +21,7 @@ from csd_optim.checkpoint.verify import verify
 from csd_optim.devices.spec import parse_devices
 from csd_optim.engine.open_engine import open_engine
 from csd_optim.optim.rules import ADAMW as RULE
+from csd_optim.optim.rules import NAMED, check_native_rules
 from csd_optim.params.manifest import rule_difference
 from csd_optim.store import format as store_format
 from csd_optim.store.format import read_contents
@@ -35,6 +36,45 @@ pytestmark = pytest.mark.fp32_states("codes are AdamW's alone")
 
 class CSDTwin(CSDAdam):
     _rule = TWIN
+
+
+# ---- the list of rules ---------------------------------------------------------------------
+
+
+def without(name):
+    return [row for row in RULE_ROWS if row.name != name]
+
+
+def with_row(name, **changed):
+    return [row._replace(**changed) if row.name == name else row for row in RULE_ROWS]
+
+
+@pytest.mark.parametrize(
+    ("rows", "what"),
+    [
+        (without("lion"), r"\['lion'\], \[\('lion', \(2, 2, 'fp32'\)\)\]"),
+        (without("sgd_nesterov"), r"\['sgd_nesterov'\], \[\]"),  # a variant, without which the sections are the same
+        (without("muon_apply"), r"\['muon_apply'\], .*'muon', \(1, 1, 'linear'\)"),
+        ([*RULE_ROWS, RuleRow("new", "new", 0, 2, 2, "fp32")], r"\['new'\], \[\('new', \(2, 2, 'fp32'\)\)\]"),
+        (with_row("lion", rule="tiger"), r"\[\], .*'lion'.*'tiger'"),
+        (with_row("adamw", updated=2), r"\[\], .*'adamw', \(2, 4, '8bit'\)"),
+        (with_row("lion", most=3), r"\[\], .*'lion', \(2, 3, 'fp32'\)"),
+        (with_row("adagrad", codec="8bit"), r"\[\], .*'adagrad', \(2, 2, '8bit'\)"),
+    ],
+    ids=["no lion", "no variant", "no second pass", "one more", "another name", "fewer", "more", "codec"],
+)
+def test_rules_that_differ_from_those_of_the_engine_are_refused(rows, what):
+    check_native_rules(NAMED.values(), RULE_ROWS)
+    with pytest.raises(CSDRuntimeError, match=what):
+        check_native_rules(NAMED.values(), rows)
+
+
+def test_a_rule_that_the_engine_lacks_is_refused():
+    with pytest.raises(CSDRuntimeError, match=r"\[\], \[\('twin', \(3, 4, 'fp32'\)\)\]"):
+        check_native_rules([*NAMED.values(), TWIN], RULE_ROWS)
+
+
+# ---- a rule of other names -----------------------------------------------------------------
 
 
 def params():

@@ -127,12 +127,12 @@ def pulled_at(machines, name, call):
     """Pull the cable of a machine at this call of push(), counted from 1; 0: never."""
     real, calls = RemoteNative.push, 0
 
-    def push(native, *arguments, **options):
+    def push(native, *arguments):
         nonlocal calls
         calls += 1
         if calls == call:
             machines.plug(name, False)
-        return real(native, *arguments, **options)
+        return real(native, *arguments)
 
     with mock.patch.object(RemoteNative, "push", push):
         yield

@@ -11,7 +11,7 @@ import os, sys, tempfile
 import numpy as np
 import torch
 from csd_optim import CSDStoreError, CSDValueError, bindings
-from csd_optim.bindings import HYPER, PARAM, PIECE, DeviceConfig
+from csd_optim.bindings import HYPER, PARAM, PIECE, DeviceConfig, ExtentConfig
 from csd_optim.devices.xclbin import find_kernels
 
 TILE, TILES, SIZES, PAGE = 8192, 4, [12000, 70, 64, 10000], 4096
@@ -44,7 +44,8 @@ class Run:
                 first, at = first + n, at + n
             at += -at % 64
         self.pieces = np.array(pieces, PIECE)
-        self.engine.extend(TILE, TILES, states, [0], self.pieces, sum_elems=sum_elems, codec=codec, param_dtype=dtype)
+        codes = dict(codec=codec, param_dtype=dtype)
+        self.engine.extend(ExtentConfig(TILE, TILES, states, [0], self.pieces, sum_elems=sum_elems, **codes))
         generator = torch.Generator().manual_seed(0)
         self.params = [torch.randn(n, generator=generator).to(dtype) for n in SIZES]
         self.masters = [p.float() for p in self.params]

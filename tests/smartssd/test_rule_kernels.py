@@ -4,7 +4,6 @@ Every run checks what support/kernels.py says.
 """
 
 import itertools
-import re
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from support.kernels import (
     BLOCK,
     DTYPES,
     HALVES,
-    NATIVE,
     SIZES,
     TILE,
     Part,
@@ -31,13 +29,11 @@ from support.kernels import (
 
 from csd_optim import bindings
 
-# From rules.h: (rule, its type, number of sections that it updates, most sections that a tile may have).
-ROWS = re.findall(r"RULE\(CSD_(\w+), (\w+), (\d), (\d)", (NATIVE[0] / "rules.h").read_text())
 CASES = [
-    pytest.param(rule.lower(), f"csd_{of.lower()}_update", sections, id=f"{rule.lower()} {sections}")
-    for rule, of, least, most in ROWS
-    for sections in range(int(least), int(most) + 1)
-    if of != "AdamW"
+    pytest.param(row.name, f"csd_{row.rule}_update", sections, id=f"{row.name} {sections}")
+    for row in bindings.RULE_ROWS
+    for sections in range(row.updated, row.most + 1)
+    if row.rule != "adamw" and not row.of_pass
 ]
 
 

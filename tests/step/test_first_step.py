@@ -63,11 +63,11 @@ def undone_in(opt, params, step, monkeypatch, after):
     give_gradients(params, step)
     push, pushed = Native.push, []
 
-    def failing(*arguments, **how):
+    def failing(*arguments):
         pushed.append(arguments)
         if len(pushed) > after:
             raise MemoryError
-        push(*arguments, **how)
+        push(*arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(Native, "push", failing)

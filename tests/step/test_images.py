@@ -76,10 +76,10 @@ def travelled(monkeypatch):
     images = []
     push = Native.push
 
-    def spy(self, tile, **how):
-        if "images" in how:
-            images.append((tile, how["entries"][1]))
-        push(self, tile, **how)
+    def spy(self, tile, how=None):
+        if how:
+            images.append((tile, how.entries[1]))
+        push(self, tile, how)
 
     monkeypatch.setattr(Native, "push", spy)
     return images

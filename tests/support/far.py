@@ -6,7 +6,7 @@
 import dataclasses
 import os
 
-from csd_optim.bindings import Native
+from csd_optim.bindings import Native, Push
 from csd_optim.devices.backends import BACKENDS
 from csd_optim.engine import states
 
@@ -31,13 +31,13 @@ class FarNative(Native):
         sent["grad"], sent["residual"] = params["grad"] != 0, 0
         return sent
 
-    def extend(self, tile_elems, n_tiles, sections, file_offsets, pieces, **options):
-        rows = [[] for _ in range(n_tiles)]
-        for param, tile, *_ in pieces.tolist():
+    def extend(self, config):
+        rows = [[] for _ in range(config.n_tiles)]
+        for param, tile, *_ in config.pieces.tolist():
             rows[tile].append(param)
         self._rows += rows
         self._has_open_windows = True
-        return super().extend(tile_elems, n_tiles, sections, file_offsets, pieces, **options)
+        return super().extend(config)
 
     def begin(self, params, hypers, tiles, **options):
         if self._is_far:
@@ -48,13 +48,13 @@ class FarNative(Native):
             self._has_grad = (params["grad"] != 0).tolist()
         super().begin(params, hypers, tiles, **options)
 
-    def push(self, tile, **how):
-        if self._is_far:
-            assert {*how} <= {"images", "in_place", "entries", "states"}
-            assert how.get("in_place") is None
-            assert not how.get("states")
-            assert "images" in how or not any(self._has_grad[row] for row in self._rows[tile])
-        super().push(tile, **how)
+    def push(self, tile, how=None):
+        if self._is_far and how:
+            assert all(how.images)
+            assert how == Push(images=how.images, entries=how.entries)
+        elif self._is_far:
+            assert not any(self._has_grad[row] for row in self._rows[tile])
+        super().push(tile, how)
 
     def drop_grads(self, params):
         for row in params if self._is_far else ():

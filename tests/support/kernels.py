@@ -43,11 +43,8 @@ REPORT = np.dtype(
 )
 SUMS = np.dtype([("in", "u4", 4), ("out", "u4", 4), ("reserved", "u4", 8)])
 LEAST_SUM = 64  # the fewest words that a checksum may cover
-# Number of a rule → number of sections that it updates, from rules.h.
-UPDATED = {
-    bindings.RULES[name.lower()]: int(n)
-    for name, n in re.findall(r"RULE\(CSD_(\w+), \w+, (\d)", (NATIVE[0] / "rules.h").read_text())
-}
+# Number of a rule → number of sections that it updates.
+UPDATED = {bindings.RULES[row.name]: row.updated for row in bindings.RULE_ROWS if not row.of_pass}
 
 
 def hyper(lr=1e-2, weight_decay=0.1, betas=(0.9, 0.999), eps=1e-8, step=3, grad_scale=1.0, amsgrad=False):
