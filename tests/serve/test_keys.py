@@ -298,7 +298,6 @@ def test_a_command_that_cannot_be(options, why, tmp_path, run):
         ("serve://storage:99999", "Port out of range"),
         ("serve://storage:29600?timeout=0", "a number of seconds from 0.1"),
         ("serve://storage:29600?timeout=x", "could not convert"),
-        ("serve://storage:29600?route=star", "each trainer pushes its rows"),
         ("serve://storage:29600?keys=x", "the options are timeout, key, owner, share and connections"),
     ],
 )
