@@ -107,7 +107,7 @@ def rename(path: Path, to: Path) -> None:
 
 
 def hidden_name(path: Path) -> Path:
-    """Return a new name beside `path`, for what nobody should see yet."""
+    """Return a new hidden name beside `path`, for a file or directory that is not complete yet."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}")
 
 
