@@ -84,15 +84,6 @@ def key() -> Path | None:
     return None if named is None else Path(named)
 
 
-def refuse_use_check() -> None:
-    """Raise CSDValueError if CSD_OPTIM_OVERLAP is set, which once made wrong uses of parameters an error."""
-    if os.environ.get("CSD_OPTIM_OVERLAP"):
-        raise CSDValueError(
-            "CSD_OPTIM_OVERLAP checks nothing any more: unset it. docs/overlap.md says before which uses of parameters "
-            "to call wait() of the optimizer"
-        )
-
-
 def emulated_drives() -> list[str]:
     """Return the directories in CSD_OPTIM_EMULATED_DRIVES, one for each emulated card, where `:` separates them."""
     return [d for d in os.environ.get(EMULATED_DRIVES, "").split(os.pathsep) if d]

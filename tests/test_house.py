@@ -42,6 +42,7 @@ FLOORS = {  # the floor of each folder, and of each file beside them
     "commit_trace": 0,
     "grad_modes": 0,
     "muon": 0,
+    "files": 0,
     "settings": 0,
     "rates": 0,
     "threads": 1,

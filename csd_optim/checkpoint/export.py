@@ -18,11 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from ..errors import CSDValueError
+from ..files import appears, check_free_space
 from ..store.format import RESIDUAL_BYTES, Contents
 from ..store.layout import extents_of
 from ..store.reader import Residual, Tick, Tile, each_tile, stored_bytes, total_bytes
 from .consolidate import Consolidated, consolidated_stores
-from .files import Output, Progress, check_free_space, created_atomically, no_progress
+from .files import Output, Progress, no_progress
 from .snapshot import Paths
 from .state_dict import about_of, dtype_of, names_of, numbered, state_dict
 
@@ -113,7 +114,7 @@ def export_torch(paths: Paths, out: Path, progress: Progress = no_progress) -> l
 
     With several ranks, name the stores of all of them: the parts are combined.
     """
-    with consolidated_stores(paths) as source, created_atomically(out) as temporary:
+    with consolidated_stores(paths) as source, appears(out, replaces=False) as temporary:
         check_free_space(temporary.parent, sum(stored_bytes(contents, decoded=True) for contents in source.stores))
         wanted: dict[int, tuple[int, str]] = {}  # id of a fake tensor (one without data) → row, name
 
@@ -152,7 +153,11 @@ def export_safetensors(
 
     Returns the paths of the files. Several ranks: as in export_torch().
     """
-    with consolidated_stores(paths) as source, created_atomically(out) as temporary, contextlib.ExitStack() as stack:
+    with (
+        consolidated_stores(paths) as source,
+        appears(out, replaces=False) as temporary,
+        contextlib.ExitStack() as stack,
+    ):
         first = source.contents
         check_free_space(temporary.parent, sum(stored_bytes(contents, decoded=True) for contents in source.stores))
         temporary.mkdir()

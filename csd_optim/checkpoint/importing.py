@@ -23,13 +23,13 @@ from ..devices.spec import parse_devices
 from ..engine.engine import Engine
 from ..engine.open_engine import open_engine
 from ..errors import CSDError, CSDOSError, CSDStoreError, CSDValueError
+from ..files import opened
 from ..params.groups import check_state_dtype, hyperparameters_of
 from ..params.param_state import MOST_RATIO
 from ..store.check import rule_named
 from ..store.format import FILE_NAME, Contents, Record
 from ..store.layout import Extent, round_up
 from ..store.sections import CODEC_OF_RULE, EIGHT_BIT, FP32, PARAM_DTYPES, SECTIONS, codec_supports
-from ..store.transfer import opened
 from ..store.user_state import pack_user_state
 from .export import INDEX_NAME, NUMPY, in_memory_order
 from .files import Progress, no_progress

@@ -18,12 +18,12 @@ from ..engine.commits import NO_REGION
 from ..engine.manifests import Manifests
 from ..engine.residuals import Residuals, Room
 from ..errors import CSDStoreError
+from ..files import read_into, write
 from ..store.file import Staged, StoreFile
 from ..store.format import CLEAN, PAGE, RESIDUAL_BYTES, TILE_STATE, Record, Superblock, pack_table, pack_tiles
 from ..store.layout import Extent, plan_extent, round_up
 from ..store.reader import CHUNK, Tick, Tile
 from ..store.sections import FP32, GROUPED
-from ..store.transfer import read_into, write
 from .regroup import Regroup
 
 Kind = tuple[tuple[str, ...], str, torch.dtype | None]  # the sections of an extent, its codec and parameters' dtype

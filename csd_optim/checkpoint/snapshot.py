@@ -25,12 +25,12 @@ from ..engine.commit import Pin
 from ..engine.durable import DurableCommitter
 from ..engine.engine import Engine
 from ..errors import CSDOSError, CSDRuntimeError, CSDStoreError, CSDWarning
+from ..files import appears, check_free_space, opened
 from ..store.file import StoreFile
 from ..store.format import CLEAN, FILE_NAME, PAGE, Contents, read_commits, read_region
 from ..store.reader import Residual, Tick, Tile, each_tile, stored_bytes, total_bytes
 from ..store.recovery import common_commit
-from ..store.transfer import opened
-from .files import Output, Progress, check_free_space, created_atomically, no_progress
+from .files import Output, Progress, no_progress
 
 FICLONE = 0x40049409  # ioctl: makes the file a reflink copy of another one, without copying data
 NO_REFLINK = (errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.ENOSYS, errno.EPERM)
@@ -97,7 +97,7 @@ class Snapshot:
         self._headers: list[tuple[str, int, bytes]] = []  # (path of the original store, offset, data) of manifests etc.
         store_id = _id_of_copy(recovered[0])
         with contextlib.ExitStack() as stack:
-            directory = stack.enter_context(created_atomically(path))
+            directory = stack.enter_context(appears(path, replaces=False))
             directory.mkdir()
             for d, contents in enumerate(recovered):
                 (directory / f"device-{d}").mkdir()

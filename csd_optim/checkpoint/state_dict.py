@@ -19,12 +19,12 @@ from ..engine.durable import DurableCommitter
 from ..engine.engine import Engine
 from ..engine.open_engine import open_engine
 from ..errors import CSDStoreError
+from ..files import opened
 from ..store.file import close_in_children, lock
 from ..store.format import RESIDUAL_BYTES, Contents, has_rules
 from ..store.layout import Extent
 from ..store.reader import Tile, residuals_of, total_bytes
 from ..store.sections import FP32
-from ..store.transfer import opened
 from ..store.user_state import stored_user_state
 from .files import Progress, no_progress
 from .snapshot import Paths, directories

@@ -10,9 +10,9 @@ from typing import TypeGuard
 
 from ..devices.spec import DeviceSpec, parse_devices
 from ..errors import CSDOSError, CSDValueError
+from ..files import check_free_space
 from ..store.file import StoreFile
 from ..store.format import FILE_NAME, Contents
-from .files import check_free_space
 
 
 def specs_of_ranks(names: Sequence[str], size: int) -> list[list[DeviceSpec]]:

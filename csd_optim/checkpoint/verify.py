@@ -9,11 +9,11 @@ from pathlib import Path
 
 from ..devices.spec import parse_devices
 from ..errors import CSDStoreError
+from ..files import opened, read
 from ..store.file import StoreFile
 from ..store.format import FILE_NAME, PAGE, UNDER_WAY, Contents, Superblock, read_region
 from ..store.reader import find_damage, total_bytes
 from ..store.recovery import common_commit
-from ..store.transfer import opened, read
 from .files import Progress, no_progress
 from .snapshot import Paths, directories
 

@@ -454,12 +454,6 @@ def reshard(
                 )
 
 
-@app.command(hidden=True, context_settings={"ignore_unknown_options": True})
-def convert(_: Annotated[list[str] | None, typer.Argument()] = None) -> None:
-    """Refuse a command that there once was."""
-    raise typer.BadParameter("use `csd-optim import STORE DEVICE... --state-dtype 8bit`, or fp32", param_hint="convert")
-
-
 @app.command()
 def bench(
     names: Devices = None,
@@ -488,15 +482,6 @@ def bench(
             print_json("bench", **result)
         else:
             show_bench(result)
-
-
-RANKS = ("--trainers", "--owners", "--trainer-link", "--owner-link", "--route")  # options that `plan` once had
-
-
-def moved_to_bench(_: str) -> str:
-    raise typer.BadParameter(
-        "plans with optimizer ranks are made by `python -m bench.ranks_plan`, in the source tree (docs/plan.md)"
-    )
 
 
 @app.command()
@@ -606,9 +591,6 @@ def plan(
             show_default=False,
         ),
     ] = "",
-    _: Annotated[
-        str | None, typer.Option(*RANKS, parser=moved_to_bench, is_eager=True, hidden=True, show_default=False)
-    ] = None,
     place: Annotated[
         bool, typer.Option("--place", help="Show which part of the states 'auto' would place on each device, and why.")
     ] = False,

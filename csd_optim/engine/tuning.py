@@ -24,9 +24,9 @@ from ..devices.backends import ANY_NODE
 from ..devices.machine import numa_node
 from ..devices.spec import DeviceSpec
 from ..errors import CSDOSError, CSDValueError, CSDWarning
+from ..files import read_into, write
 from ..rates import UNPACED
 from ..store.file import StoreFile
-from ..store.transfer import read_into, write
 from ..threads import start_thread
 
 log: logging.Logger = logging.getLogger("csd_optim")

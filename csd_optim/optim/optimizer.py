@@ -109,8 +109,7 @@ class CSDOptimizer(StatesOnDevices, JoinableSteps):
         self.max_grad_norm = max_grad_norm
         self.sharded = sharded
         self._options = {"tile_size": tile_size}
-        shadow = kwargs.pop("shadow", True)
-        check_options(self, tile_size, resume=resume, resume_from=resume_from, overwrite=overwrite, shadow=shadow)
+        check_options(self, tile_size, resume=resume, resume_from=resume_from, overwrite=overwrite)
         check_state_dtype(state_dtype, rule=self._rule)
         self._init_attributes(ranks_of(process_group), sharded, state_dtype)
         specs: list[DeviceSpec] = []

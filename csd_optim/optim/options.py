@@ -144,11 +144,8 @@ def _check(name: str, value: Any, where: str = "", rule: UpdateRule | None = Non
         raise CSDValueError(f"Invalid {name}{where}: {value!r}{wrong}")
 
 
-def check_options(a: Any, tile_size: Any, *, resume: bool, resume_from: object, overwrite: bool, shadow: bool) -> None:
-    """Raise CSDValueError for an invalid one. `a`: the optimizer, which has the others as attributes.
-
-    `shadow`: an option that there once was; False kept one copy of the states instead of two.
-    """
+def check_options(a: Any, tile_size: Any, *, resume: bool, resume_from: object, overwrite: bool) -> None:
+    """Raise CSDValueError for an invalid one. `a`: the optimizer, which has the others as attributes."""
     for name in ("topk", "error_feedback", "topk_warmup", "max_grad_norm"):
         _check(name, getattr(a, name))
     _check("tile_size", tile_size)
@@ -159,11 +156,6 @@ def check_options(a: Any, tile_size: Any, *, resume: bool, resume_from: object, 
     if resume_from is not None and not resume:
         raise CSDValueError(
             f"resume_from needs resume=True: it says from which other stores these are to continue{beside}"
-        )
-    if not shadow:
-        raise CSDValueError(
-            "Invalid shadow: False; there are two copies of the states, so that every step can be undone. To save "
-            "space, use CSDAdam(..., state_dtype='8bit')"
         )
 
 

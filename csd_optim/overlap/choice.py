@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import torch
 
-from .. import settings
 from ..accelerator import is_on_accelerator
 from ..devices.units import parse_bytes
 from ..errors import CSDValueError, CSDWarning, users_stacklevel
@@ -39,7 +38,6 @@ def choose(
         backward = False  # no gain: on the accelerator the step is queued behind backward in any case
     if model is None:
         return InStep
-    settings.refuse_use_check()
     if steps.ranks:
         check_ranks(steps.arguments, model, backward=backward, free_gradients=free_gradients)
         if backward and has_other_hook(steps.arguments, model):

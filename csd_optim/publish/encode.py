@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import CSDOSError
-from ..replica.blocks import ALIGN, BITMAP, BLOCK, CHUNK, DENSE, HEADER, MAGIC, ROW, SPARSE, header_of
+from ..files import sha256_of, write
+from ..replica.blocks import ALIGN, BITMAP, BLOCK, DENSE, HEADER, MAGIC, ROW, SPARSE, header_of
 from ..replica.versions import Tensor
 
 if TYPE_CHECKING:
@@ -38,22 +38,17 @@ class FileWriter:
 
     def write(self, data: Array | bytes) -> None:
         """Append."""
-        view = memoryview(data if isinstance(data, bytes) else data.view(np.uint8).data)
-        while len(view):
-            n = os.pwrite(self._fd, view, self.nbytes)
-            view = view[n:]
-            self.nbytes += n
+        view = data if isinstance(data, bytes) else data.view(np.uint8).data
+        write(self._fd, view, self.nbytes)
+        self.nbytes += len(view)
 
     def finish(self, slices: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
         """Flush to the disk; return the file's entry in the manifest."""
         os.fsync(self._fd)
-        sha, at = hashlib.sha256(), 0
-        while part := os.pread(self._fd, 16 * CHUNK, at):
-            sha.update(part)
-            at += len(part)
-        if at != self.nbytes:
-            raise CSDOSError(errno.EIO, f"{self.path} has {at} bytes, and {self.nbytes} were written")
-        entry = {"name": self.path.name, "bytes": at, "sha256": sha.hexdigest()}
+        nbytes, sha256 = sha256_of(self._fd)
+        if nbytes != self.nbytes:
+            raise CSDOSError(errno.EIO, f"{self.path} has {nbytes} bytes, and {self.nbytes} were written")
+        entry = {"name": self.path.name, "bytes": nbytes, "sha256": sha256}
         return {**entry, "slices": [[*s] for s in slices]} if slices else entry
 
     def __enter__(self) -> Self:
@@ -97,7 +92,7 @@ class DeltaWriter(FileWriter):
         table = self.nbytes
         rows = np.concatenate([np.zeros(0, ROW), *self._rows])
         self.write(rows[np.lexsort((rows["first"], rows["slice"]))].tobytes())
-        os.pwrite(self._fd, HEADER.pack(MAGIC, len(rows), 0, table, self._step), 0)
+        write(self._fd, HEADER.pack(MAGIC, len(rows), 0, table, self._step), 0)
         return super().finish(slices)
 
 

@@ -7,8 +7,6 @@ that readers do not see. Once all are there, rank 0 writes the manifest, and giv
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
 import re
@@ -19,12 +17,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import CSDBusyError, CSDOSError, CSDStoreError
-from ..replica.atomic import sync
+from ..errors import CSDOSError, CSDStoreError
+from ..files import lock_folder, rename, sync, write_file
 from ..replica.versions import FORMAT, MANIFEST, Tensor, Version, directory_of, numbers, read_version
 
 PENDING = re.compile(r"\.v(\d{10,})\.pending")
-LOCK, MARK = ".lock", ".mark"
+MARK = ".mark"
 WHOLE, CHANGED = "model", "delta"  # files of whole tensors, and of changed elements
 
 
@@ -55,19 +53,7 @@ class Folder:
         self.path: Path = path
         self.rank: int = rank
         self.ranks: int = ranks
-        self._lock = -1
-        if rank:
-            return
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as e:
-            raise CSDOSError(e.errno, f"cannot publish in {path}: {e.strerror}") from e
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as e:
-            os.close(self._lock)
-            raise CSDBusyError(e.errno, f"somebody else publishes in {path}") from e
+        self._lock = -1 if rank else lock_folder(path, "publish in", "somebody else publishes in")
 
     def close(self) -> None:
         """Let others publish here. May be called again."""
@@ -77,7 +63,7 @@ class Folder:
 
     def make_mark(self) -> str:
         """Leave a mark in the folder for other ranks to find, until one is made again; return its text."""
-        write(self.path / MARK, (text := secrets.token_hex(8)).encode())
+        write_file(self.path / MARK, (text := secrets.token_hex(8)).encode(), replaces=True)
         return text
 
     def has_mark(self, text: str) -> bool:
@@ -139,10 +125,9 @@ class Folder:
 
     def add(self, share: Share) -> None:
         """Add this rank's share, whose files are on the disk, and flush all of it."""
-        path = (pending := self.pending(share.number)) / _described(self.rank)
-        write(new := path.with_name(path.name + ".new"), json.dumps(asdict(share)).encode())
-        new.rename(path)
-        sync(pending)
+        path = self.pending(share.number) / _described(self.rank)
+        write_file(new := path.with_name(path.name + ".new"), json.dumps(asdict(share)).encode(), replaces=True)
+        rename(new, path)
         sync(self.path)
 
     def shares(self, number: int) -> list[Share]:
@@ -178,10 +163,9 @@ class Folder:
         pending, path = self.pending(number), self.path / directory_of(number)
         files = [file for share in shares for file in share.files]
         manifest = manifest_of(shares[0].run, number, step, base, tensors, files)
-        write(pending / MANIFEST, json.dumps({"format": FORMAT, **manifest}).encode())
+        write_file(pending / MANIFEST, json.dumps({"format": FORMAT, **manifest}).encode(), replaces=True)
         sync(pending)
-        pending.rename(path)
-        sync(self.path)
+        rename(pending, path)
         for share in shares:
             with contextlib.suppress(OSError):
                 (path / _described(share.rank)).unlink()
@@ -237,19 +221,3 @@ def manifest_of(
 def _entry(t: Tensor) -> dict[str, Any]:
     entry = {"name": t.name, "dtype": t.dtype, "shape": [*t.shape], "checksum": t.checksum}
     return {**entry, "aliases": [*t.aliases]} if t.aliases else entry
-
-
-def check_room(path: Path, nbytes: int) -> None:
-    """Raise CSDOSError if the file system has less room."""
-    stats = os.statvfs(path)
-    if (free := stats.f_bavail * stats.f_frsize) < nbytes:
-        raise CSDOSError(errno.ENOSPC, f"{nbytes / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB are free")
-
-
-def write(path: Path, data: bytes) -> None:
-    """Write a file, and flush it to the disk."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-    with os.fdopen(fd, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(fd)

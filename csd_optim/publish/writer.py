@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from ..errors import CSDRuntimeError
+from ..files import check_free_space
 from ..replica.blocks import DENSE
 from ..replica.versions import Tensor
 from .encode import DeltaWriter, write_tensors
-from .folder import CHANGED, WHOLE, Folder, Share, check_room
+from .folder import CHANGED, WHOLE, Folder, Share
 from .recording import Recording
 from .tracked import Tracked
 
@@ -48,7 +49,7 @@ class ShareWriter:
         self._folder.add(replace(share, checksums=checksums, files=files))
 
     def _write_whole(self, path: Path, in_step: Container[Tracked]) -> dict[str, Any]:
-        check_room(self._folder.path, 2 * sum(t.numel for t in self._tracked))
+        check_free_space(self._folder.path, 2 * sum(t.numel for t in self._tracked))
         tensors = [rows_in(t.tensor, t.numel) for t in self._tracked]
         slices = self._slices if self._folder.ranks > 1 else ()
         return write_tensors(path, tensors, self._values(in_step), slices)

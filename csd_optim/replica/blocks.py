@@ -5,7 +5,7 @@ Values are 16 bits, as NumPy's uint16: NumPy has no bfloat16, and only bits are 
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import json
 import math
 import os
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CSDOSError, CSDStoreError
+from ..files import read, sha256_of
 from .versions import File, Tensor
 
 Array = np.ndarray[Any, Any]
@@ -66,10 +67,8 @@ class Reader:
     def __init__(self, file: File) -> None:
         """Raises CSDOSError, or CSDStoreError if it is damaged."""
         self.path: Path = file.path
-        try:
+        with self._wrapping_errors():
             self._fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as e:
-            raise CSDOSError(e.errno, f"cannot read {file.path}: {e.strerror}") from e
         try:
             self._verify(file)
         except BaseException:
@@ -77,28 +76,25 @@ class Reader:
             raise
 
     def _verify(self, file: File) -> None:
-        sha, at = hashlib.sha256(), 0
-        while part := self._pread(16 * CHUNK, at):
-            sha.update(part)
-            at += len(part)
-        if at != file.nbytes or sha.hexdigest() != file.sha256:
+        with self._wrapping_errors():
+            found = sha256_of(self._fd)
+        if found != (file.nbytes, file.sha256):
             raise CSDStoreError(f"{self.path} is damaged: it has not the SHA-256 that its manifest says")
 
-    def _pread(self, n: int, at: int) -> bytes:
+    @contextlib.contextmanager
+    def _wrapping_errors(self) -> Iterator[None]:
         try:
-            return os.pread(self._fd, n, at)
+            yield
         except OSError as e:
             raise CSDOSError(e.errno, f"cannot read {self.path}: {e.strerror}") from e
 
     def read(self, n: int, at: int) -> bytes:
         """Return `n` bytes. Raises CSDStoreError if the file ends before, CSDOSError."""
-        parts, left = [], n
-        while left and (part := self._pread(left, at + n - left)):
-            parts.append(part)
-            left -= len(part)
-        if left:
+        with self._wrapping_errors():
+            data = read(self._fd, n, at)
+        if len(data) < n:
             raise CSDStoreError(f"{self.path} ends too early")
-        return b"".join(parts)
+        return data
 
     def close(self) -> None:
         os.close(self._fd)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ..errors import CSDOSError, CSDStoreError
-from .atomic import remove
+from ..files import lock_folder, remove
 from .blocks import Reader, parse_tensors
 from .versions import Version
 
@@ -37,10 +38,8 @@ class Converted(Reader):
     def __init__(self, path: Path) -> None:
         """Raises CSDOSError."""
         self.path: Path = path
-        try:
+        with self._wrapping_errors():
             self._fd: int = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as e:
-            raise CSDOSError(e.errno, f"cannot read {path}: {e.strerror}") from e
         self.have: Key | None = None
         self.at: dict[str, tuple[str, list[int], int]] = {}
         try:
@@ -54,6 +53,25 @@ class Converted(Reader):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Make a folder if there is none, and keep other followers out of it.
+
+    What followers that were killed left half written is removed. Raises CSDBusyError if another one is at work there,
+    CSDOSError.
+    """
+    fd = lock_folder(folder, "write to", "another process follows in")
+    try:
+        try:
+            for path in (*folder.glob(".*.new"), *folder.glob(".*.old")):
+                remove(path)
+        except OSError as e:
+            raise CSDOSError(e.errno, f"cannot remove what is half written in {folder}: {e.strerror}") from e
+        yield
+    finally:
+        os.close(fd)
 
 
 def retire(paths: Sequence[Path], is_full: Callable[[Path], bool]) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from ..errors import CSDOSError, CSDStoreError, CSDValueError
+from ..files import appears
 from . import zstd
-from .atomic import appears, locked
 from .blocks import header_of, safetensors_header
-from .converted import Converted, Key, key_in, metadata_of, retire
+from .converted import Converted, Key, key_in, locked, metadata_of, retire
 from .patches import is_ascending
 from .reading import opened, retried
 from .replica import Arrays, apply
@@ -102,7 +102,7 @@ class Follower:
     def _write(self, path: Path, version: Version, number: int) -> bool:
         """Write a directory. Returns whether it is a full one."""
         delta = None if self._weights.is_whole else self._delta(version)
-        with appears(path) as temporary:
+        with appears(path, replaces=True) as temporary:
             temporary.mkdir()
             if delta is None:
                 self._write_full(temporary, version)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CSDStoreError
-from .atomic import appears
+from ..files import appears
 from .blocks import checksum, header_of, read_values
 from .converted import Converted, metadata_of
 from .reading import Files, changes, check_result, index_of, opened, retried, whole
@@ -46,7 +46,7 @@ def _follow(directory: Path, out: Path) -> Version | None:
 
 def _write(way: list[Version], old: Converted | None, out: Path) -> None:
     newest = way[-1]
-    with appears(out) as path, contextlib.ExitStack() as stack:
+    with appears(out, replaces=True) as path, contextlib.ExitStack() as stack:
         files = [stack.enter_context(opened(version)) for version in way]
         to = stack.enter_context(open(path, "wb"))
         to.write(header_of(newest.tensors, metadata_of(newest)))

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import CSDStoreError, CSDValueError
-from .atomic import appears, locked
+from ..files import appears
 from .blocks import safetensors_header
-from .converted import Converted, Key, metadata_of, retire
+from .converted import Converted, Key, locked, metadata_of, retire
 from .patches import Patch, Patches, index_dtype
 from .reading import retried
 from .versions import Tensor, Version, way_to_newest
@@ -47,7 +47,7 @@ def _follow(directory: Path, out: Path) -> tuple[Path, Version] | None:
             f"{newest.number}: name an empty directory"
         )
     path = out / f"{'full' if is_full else 'patch'}-{newest.path.name}.safetensors"
-    with appears(path) as temporary, Patches(directory, way, whole_if_nan=True) as patches:
+    with appears(path, replaces=True) as temporary, Patches(directory, way, whole_if_nan=True) as patches:
         _write(temporary, newest, None if is_full else have, patches)
     if is_full:
         retire(files, lambda file: file.name.startswith("full"))

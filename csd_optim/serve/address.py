@@ -16,12 +16,6 @@ from .handshake import MOST_STREAMS
 SCHEME = "serve://"
 DEFAULT_TIMEOUT = 600.0  # seconds that the other side may be silent within a step
 MAX_TIMEOUT = 24 * 3600.0
-# Options of earlier versions, whose optimizer ranks had another protocol.
-FORMER = {
-    "route": "each trainer pushes its rows to its optimizer rank; csd_optim.push as DDP's communication hook reduces "
-    "gradients to these rows (docs/distributed.md)",
-    "protocol": "there is only one",
-}
 
 
 class Address(NamedTuple):
@@ -90,8 +84,10 @@ def parse_address(text: str) -> Address:
     if not host or not port or parts.path or parts.username or parts.fragment:
         raise CSDValueError(f"Invalid device: {text!r}; write serve://host:port")
     for name in options:
-        why = FORMER.get(name, "the options are timeout, key, owner, share and connections")
-        raise CSDValueError(f"Invalid device: {text!r}; there is no option {name!r}: {why}")
+        raise CSDValueError(
+            f"Invalid device: {text!r}; there is no option {name!r}: the options are timeout, key, owner, share and "
+            "connections"
+        )
     if not 0.1 <= timeout <= MAX_TIMEOUT:
         raise CSDValueError(f"Invalid device: {text!r}; timeout is a number of seconds from 0.1 to {MAX_TIMEOUT:.0f}")
     if share is not None and not 0 < share < math.inf:

@@ -9,7 +9,8 @@ import subprocess
 from pathlib import Path
 
 from ..errors import CSDUnavailableError
-from .keys import certificates_in, fingerprint, write_new
+from ..files import appears, write_file
+from .keys import certificates_in, fingerprint
 
 FROM, UNTIL = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 12, 31, 23, 59, 59)
 
@@ -21,7 +22,8 @@ def init_key(path: Path) -> str:
         text = _by_cryptography(name)
     except ImportError:
         text = _by_openssl(name)
-    write_new(path, text)
+    with appears(path, replaces=False) as hidden:
+        write_file(hidden, text, replaces=False, mode=0o600)
     return fingerprint(certificates_in(text.decode())[0])
 
 

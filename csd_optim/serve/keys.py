@@ -6,7 +6,6 @@ fingerprint. A file that others can read, or that cannot be read, is an error; t
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import re
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from .. import settings
 from ..errors import CSDOSError, CSDValueError
-from ..store.transfer import opened, sync_directory
+from ..files import opened, read
 from .session import Role
 
 CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
@@ -163,9 +162,7 @@ def _read(path: Path, secret: bool) -> str:
     try:
         with opened(path, os.O_NOFOLLOW | os.O_NONBLOCK) as fd:  # not blocking: the file could be a pipe
             _check(path, os.fstat(fd), secret)
-            data = b""
-            while len(data) <= FILE_BYTES and (more := os.read(fd, FILE_BYTES)):
-                data += more
+            data = read(fd, FILE_BYTES + 1, 0)
     except OSError as e:
         link = f"{path} is a link: name the file that it leads to" if path.is_symlink() else f"{path}: {e.strerror}"
         raise CSDOSError(e.errno, f"the key file cannot be read: {link}") from None
@@ -188,21 +185,3 @@ def _check(path: Path, status: os.stat_result, secret: bool) -> None:
             raise CSDValueError(f"{path} can be written by others, who could let themselves in: chmod 644 {path}")
     elif others and not (status.st_uid == 0 and others == 0o040):  # root:group 0640: as containers mount secrets
         raise CSDValueError(f"{path} can be read by others: chmod 600 {path}")
-
-
-def write_new(path: Path, text: bytes) -> None:
-    """Write a file with mode 0600, durably. Raises CSDOSError if there is already something at its path."""
-    try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError as e:
-        raise CSDOSError(e.errno, f"the key file {path} cannot be made: {e.strerror}") from None
-    try:
-        with open(fd, "wb") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(fd)
-        sync_directory(path.parent)
-    except OSError as e:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
-        raise CSDOSError(e.errno, f"the key file {path} cannot be written: {e.strerror}") from None

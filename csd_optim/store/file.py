@@ -8,7 +8,6 @@ import fcntl
 import gc
 import mmap
 import os
-import secrets
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -27,10 +26,11 @@ from ..errors import (
     CSDWarning,
     users_stacklevel,
 )
+from ..files import hidden_name, opened, read, sync, write
 from ..finalize import wait_for_dropped
+from .direct import open_direct
 from .format import FILE_NAME, MAGIC, PAGE, Contents, Region, Superblock, read_commits, read_region, superblocks
 from .layout import round_up
-from .transfer import open_direct, opened, read, sync_directory, write
 from .unused import Unused
 
 SECTOR = 512  # bytes that a disk writes atomically
@@ -179,7 +179,7 @@ class StoreFile:
             if e.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
                 raise
             # This file system has no nameless files (O_TMPFILE): create a named one and unlink it.
-            name = directory / f".{FILE_NAME}.{secrets.token_hex(8)}"
+            name = hidden_name(directory / FILE_NAME)
             self.fd = os.open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
             name.unlink()
         return directory
@@ -260,7 +260,7 @@ class StoreFile:
         Called only when the first byte is about to be written. The file is a new one, because other processes may
         still read the old one.
         """
-        temporary = self.path.with_name(f".{FILE_NAME}.{secrets.token_hex(8)}")
+        temporary = hidden_name(self.path)
         self._next_fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
         try:
             lock(self._next_fd, temporary)
@@ -398,7 +398,7 @@ class StoreFile:
         self.check_not_lost()
         directory = self.path.parent
         self._is_name_durable = False
-        sync_directory(directory)
+        sync(directory)
         self._is_name_durable = True
         with opened(directory.parent, os.O_DIRECTORY) as fd:
             try:

@@ -31,6 +31,7 @@ import numpy as np
 
 from ..bindings import crc32c
 from ..errors import CSDStoreError
+from ..files import opened, read
 from . import sections
 from .check import (
     MAX_REGION_BYTES,
@@ -44,7 +45,6 @@ from .check import (
     require,
 )
 from .sections import EIGHT_BIT, GROUP, sections_of, size_of
-from .transfer import opened, read
 
 FILE_NAME = "csd_optim.store"
 MAGIC = b"CSDOPTIM"

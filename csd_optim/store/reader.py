@@ -20,10 +20,11 @@ import torch
 
 from ..bindings import IO_DEPTH, crc32c, decode, isa_used
 from ..errors import CSDOSError, CSDStoreError
+from ..files import opened, read_into
+from .direct import open_direct
 from .format import PAGE, RESIDUAL_BYTES, Contents
 from .layout import round_up
 from .sections import FP32, GROUP, PARAM_DTYPES, Section, sections_of, size_of
-from .transfer import open_direct, opened, read_into
 
 CHUNK = 4 << 20  # least number of bytes of a residual that are read or written at once
 Tick = Callable[[int], None]  # progress callback: that many more bytes are done

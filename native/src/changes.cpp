@@ -2,12 +2,11 @@
 
 #include <errno.h>
 #include <string.h>
-#include <sys/uio.h>
-#include <unistd.h>
 
 #include <algorithm>
 
 #include "device.h"
+#include "transfer.h"
 #include "updater.h"
 
 namespace csd {
@@ -104,22 +103,9 @@ void Recorder::add(uint32_t param, const Changes &changes, uint64_t n) noexcept 
     end_ += bytes;
   }
   iovec parts[] = {{changes.mask, mask_bytes}, {changes.values, 2 * changes.count}};
-  for (uint64_t done = 0; done < bytes;) {
-    const ssize_t wrote = pwritev(fd_, parts, 2, static_cast<off_t>(at + done));
-    if (wrote < 0 && errno == EINTR) continue;
-    if (wrote <= 0) {
-      std::lock_guard lock(mutex_);
-      error_ = wrote < 0 ? errno : EIO;
-      return;
-    }
-    done += static_cast<uint64_t>(wrote);
-    auto left = static_cast<uint64_t>(wrote);
-    for (iovec &part : parts) {
-      const uint64_t some = std::min<uint64_t>(left, part.iov_len);
-      part.iov_base = static_cast<char *>(part.iov_base) + some;
-      part.iov_len -= some;
-      left -= some;
-    }
+  if (const int error = write_fully(fd_, parts, 2, at)) {
+    std::lock_guard lock(mutex_);
+    error_ = error;
   }
 }
 
@@ -139,12 +125,8 @@ uint64_t Recorder::list(csd_change *records, uint64_t n, int32_t *os_errno) cons
 }
 
 void Recorder::read(uint64_t at, void *to, uint64_t bytes) const {
-  for (uint64_t done = 0; done < bytes;) {
-    const ssize_t got = pread(fd_, static_cast<char *>(to) + done, bytes - done, static_cast<off_t>(at + done));
-    if (got < 0 && errno == EINTR) continue;
-    if (got <= 0) throw Failure{CSD_EIO, "reading what steps have changed", got < 0 ? errno : EIO};
-    done += static_cast<uint64_t>(got);
-  }
+  if (const int error = read_fully(fd_, to, bytes, at))
+    throw Failure{CSD_EIO, "reading what steps have changed", error};
 }
 
 // Applies a record to elements [first, first + elems) of its parameter.

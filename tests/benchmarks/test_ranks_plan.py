@@ -247,15 +247,6 @@ def test_wrong_commands(plan, arguments, said):
     assert said in err
 
 
-@pytest.mark.parametrize(
-    "option", ["--trainers 8", "--owners 2", "--trainer-link 3GB/s", "--owner-link=1", "--route star"]
-)
-def test_csd_optim_plan_names_the_command_that_took_its_options(run, option):
-    code, out, err = run("plan", "--params", "7B", *option.split())
-    assert (code, out) == (2, "")
-    assert "python -m bench.ranks_plan" in " ".join(re.sub("[│╭╮╰╯─]", "", err).split())
-
-
 ROW = re.compile(r"^\| `(--params [^`]+)` \| (.+) \|$", re.M)
 
 

@@ -144,12 +144,6 @@ def test_what_8_bits_cannot_hold_is_counted(tmp_path, run):
     assert CSDAdam.load(tmp_path / "b")["state"][0]["exp_avg"].tolist()[:50] == [15.5] * 50
 
 
-def test_convert_is_refused(run):
-    code, out, err = run("convert", "a", "b", "--state-dtype", "8bit")
-    assert (code, out) == (2, "")
-    assert "use `csd-optim import STORE DEVICE..." in err
-
-
 # ---- refused -------------------------------------------------------------------------------
 
 

@@ -299,8 +299,8 @@ for arguments in (["--version"], ["--help"], *([name, "--help"] for name in name
 def test_help_does_not_wait_for_torch():
     command = [sys.executable, "-c", WITHOUT_TORCH]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    commands = ["devices", "doctor", "inspect", "follow", "top", "verify", "export", "import", "reshard", "convert"]
-    commands += ["bench", "plan", "serve", "emu"]
+    commands = ["devices", "doctor", "inspect", "follow", "top", "verify", "export", "import", "reshard", "bench"]
+    commands += ["plan", "serve", "emu"]
     assert done.stderr.splitlines() == [f"{name} 0" for name in ("--version", "--help", *commands)]
     assert done.stdout.count("Usage:") == 1 + len(commands)
 

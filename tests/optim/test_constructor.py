@@ -61,13 +61,6 @@ def test_the_class_of_torchs_adam_is_a_spelling_of_its_switch():
 
 
 @pytest.mark.parametrize("of", PAIRS, ids=str)
-def test_an_option_that_there_once_was(of):
-    with pytest.raises(CSDValueError, match=r"Invalid shadow: False; .*state_dtype='8bit'"):
-        of.ours([leaf(3)], devices="ram:", shadow=False)
-    of.ours([leaf(3)], devices="ram:", shadow=True).close()
-
-
-@pytest.mark.parametrize("of", PAIRS, ids=str)
 def test_looks_like_torchs(of):
     ours, reference = of.ours([leaf(3)], devices="ram:"), of.reference([leaf(3)])
     assert isinstance(ours, of.reference) or of is LION

@@ -10,8 +10,6 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from csd_optim import CSDAdam, CSDValueError
-
 
 class Logged(TorchDispatchMode):
     """A dispatch mode of the user."""
@@ -152,15 +150,3 @@ def test_another_thread_neither_checks_nor_ends_it(late):
     assert sums == [16]
     with pytest.raises(UsedTooEarly, match=r"head\.weight"):
         p.sum()
-
-
-def test_the_setting_is_refused(monkeypatch):
-    """It once entered this check for users. The refusal leaves nothing behind in the model."""
-    model = nn.Linear(2, 2)
-    with CSDAdam(model.parameters(), devices="file:") as opt:
-        with monkeypatch.context() as patch:
-            patch.setenv("CSD_OPTIM_OVERLAP", "check")
-            for options in ({}, {"backward": True}, {"free_gradients": True}):
-                with pytest.raises(CSDValueError, match="unset it"):
-                    opt.overlap(model, **options)
-        opt.overlap(model)

@@ -371,7 +371,7 @@ replica.load(model)
 replica.verify(model)
 print(replica.version, sum(len(p.values) for p in replica.patches(since=1)), model["some"].sum())
 assert not {name for name in sys.modules if name.startswith("csd_optim.") and name.split(".")[1] not in
-            ("errors", "replica")} - {"csd_optim._native"}
+            ("errors", "files", "replica")} - {"csd_optim._native"}
 """
 
 

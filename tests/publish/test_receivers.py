@@ -23,7 +23,7 @@ from support.killed import ended, killed_at
 from support.versions import Writer
 
 from csd_optim import CSDBusyError, CSDOSError, CSDStoreError, CSDValueError, Replica
-from csd_optim.replica import atomic, slime, vllm, zstd
+from csd_optim.replica import converted, slime, vllm, zstd
 
 SHAPES = {"one": (), "some": (33, 7), "none": (0, 4), "edge": (65536,), "large": (3, 50001)}
 
@@ -523,7 +523,7 @@ def test_what_a_killed_follower_left_is_removed(writer, kind, tmp_path):
 @pytest.mark.parametrize("kind", ["vllm", "slime"])
 def test_two_followers(writer, kind, tmp_path):
     writer.full()
-    with atomic.locked(tmp_path / kind), pytest.raises(CSDBusyError, match="another process follows"):
+    with converted.locked(tmp_path / kind), pytest.raises(CSDBusyError, match="another process follows"):
         followers(writer.path, tmp_path)[kind]()
     assert [p.name for p in (tmp_path / kind).iterdir()] == [".lock"]
 

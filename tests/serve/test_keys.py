@@ -62,7 +62,7 @@ def test_nothing_is_replaced(made, tmp_path):
     before = made.read_bytes()
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for path in (made, tmp_path / "link", tmp_path, tmp_path / "missing" / "key"):
-        with pytest.raises(CSDOSError, match="cannot be made"):
+        with pytest.raises(CSDOSError, match=r"exists, and nothing is overwritten|there is no directory"):
             init_key.init_key(path)
     assert made.read_bytes() == before
     assert not (tmp_path / "nowhere").exists()
@@ -73,7 +73,7 @@ def test_a_full_disk_leaves_no_part_of_a_key(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(CSDOSError, match="cannot be written: No space left"):
+    with pytest.raises(CSDOSError, match=r"cannot write .*: No space left"):
         init_key.init_key(tmp_path / "key")
     assert not [*tmp_path.iterdir()]
 
@@ -273,7 +273,7 @@ def test_the_command_makes_a_key_once(tmp_path, run):
     assert run("serve", "--init-key", path)[:2] == (0, Key(path).fingerprint + "\n")
     code, out, err = run("serve", "--init-key", path)
     assert (code, out) == (1, "")
-    assert "File exists" in err
+    assert "exists, and nothing is overwritten" in err
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,6 @@ def test_a_command_that_cannot_be(options, why, tmp_path, run):
         ("serve://storage:99999", "Port out of range"),
         ("serve://storage:29600?timeout=0", "a number of seconds from 0.1"),
         ("serve://storage:29600?timeout=x", "could not convert"),
-        ("serve://storage:29600?route=star", "each trainer pushes its rows"),
         ("serve://storage:29600?keys=x", "the options are timeout, key, owner, share and connections"),
     ],
 )

@@ -24,10 +24,10 @@ from csd_optim import CSDAdam, CSDBusyError, CSDOSError, CSDStoreError, CSDStore
 from csd_optim.checkpoint.verify import verify
 from csd_optim.devices.spec import parse_device, parse_devices
 from csd_optim.devices.units import parse_bytes
+from csd_optim.files import write
 from csd_optim.store.file import StoreFile
 from csd_optim.store.format import CLEAN, FILE_NAME, PAGE, read_contents, read_region
 from csd_optim.store.report import REPORT_NAME
-from csd_optim.store.transfer import write
 
 
 def parameters(*shapes, dtype=torch.float32):
