@@ -33,9 +33,7 @@ class Committer:
         self.states: States = states
         self.ahead: Ahead = Ahead.NOTHING  # why the states differ from the last commit that has begun
         self.load: Load | None = None  # within loading()
-        self.committed_steps: np.ndarray[Any, Any] = np.zeros(
-            0, np.float32
-        )  # each parameter's `step` in the last commit
+        self.committed_steps: np.ndarray[Any, Any] = np.zeros(0, np.float32)  # the parameters' `step` in it
 
     def note(self, event: Event) -> None:
         """Note what has happened to the states. Raises CSDRuntimeError if the event must not happen now."""

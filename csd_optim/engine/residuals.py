@@ -17,9 +17,7 @@ from ..store.layout import round_up
 from ..store.reader import CHUNK
 from .parts import Space
 
-Spaces = dict[
-    int, tuple[int, int]
-]  # by parameter: the space (0 or 1) named by a commit, and the checksum of its content
+Spaces = dict[int, tuple[int, int]]  # by parameter: space (0 or 1) named by a commit, and checksum of its content
 
 
 class Room(NamedTuple):

@@ -83,9 +83,7 @@ class Truth:
         self.empty: np.ndarray[Any, Any] = np.zeros(0, bool)  # has parameters, but no states yet
         self._edited = np.zeros(0, bool)  # written, and no completed step has started from the writes
         self._reseeded = np.zeros(0, bool)  # edited in reseeding(), for a step that has not completed yet
-        self._decoded_versions: dict[
-            int, list[int]
-        ] = {}  # versions of written decoded states at the last note_written()
+        self._decoded_versions: dict[int, list[int]] = {}  # of written decoded states, at the last note_written()
         # Of the step that began last:
         self._in_step = np.zeros(0, np.uint32)  # its tiles
         self._updated: set[int] = set()  # its parameters with a gradient, where 8-bit states need them

@@ -31,9 +31,7 @@ from ..threads import start_thread
 
 log: logging.Logger = logging.getLogger("csd_optim")
 
-TUNE_BYTES = (
-    4 << 30
-)  # bytes of states per device from which measuring pays: steps then take seconds, measuring half a second
+TUNE_BYTES = 4 << 30  # bytes of states per device from which measuring pays: steps take seconds, measuring 0.5 s
 UNEQUAL = 1.5  # ratio of rates from which drives count as unequal; short measurements of equal drives differ by less
 HUGE_PAGE = 2 << 20  # bytes; a transparent huge page on x86-64, and on arm64 with 4 KiB base pages
 Kind = Literal["read", "write", "mixed"]
