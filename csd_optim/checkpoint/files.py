@@ -16,7 +16,7 @@ from ..errors import CSDError, CSDOSError, CSDStoreExistsError
 from ..store.reader import Tick
 from ..store.transfer import sync_directory, write
 
-SYNC_BYTES = 64 << 20  # after so many bytes, flush them and drop them from the page cache: training needs the memory
+SYNC_BYTES = 64 << 20  # flush and drop from the page cache after so many bytes: training needs the memory
 Progress = Callable[[str, int], AbstractContextManager[Tick]]  # (description, total bytes) → context with a Tick
 
 
@@ -80,7 +80,7 @@ def created_atomically(path: Path) -> Iterator[Path]:
 
 
 class Output:
-    """A file that any thread writes in any order, and that does not stay in the page cache. `size` None: it exists."""
+    """A file that any thread writes in any order, kept out of the page cache. `size`: None if the file exists."""
 
     def __init__(self, path: Path, size: int | None) -> None:
         new = 0 if size is None else os.O_CREAT | os.O_EXCL
