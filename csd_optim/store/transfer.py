@@ -1,4 +1,4 @@
-"""File I/O: complete transfers between memory and files, and direct I/O where the file system has it."""
+"""File I/O: complete transfers between memory and files, and direct I/O if the file system has it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def write(fd: int, data: bytes | memoryview, offset: int) -> None:
 
 
 def open_direct(file: str | Path, mode: int, *, overwrite: bool = False) -> int | None:
-    """Open a file with O_DIRECT and test that on its second page. Returns None if the file system cannot do it.
+    """Open a file with O_DIRECT, and test direct I/O on its second page. Returns None if the file system has none.
 
     The test is needed because some file systems refuse only the I/O. `mode`: O_RDONLY or O_RDWR. `overwrite`: test
     writing, too, which destroys the page.
