@@ -27,12 +27,12 @@ def sync(path: Path) -> None:
 def appears(out: Path) -> Iterator[Path]:
     """Yield a hidden path for a new file, or a directory of files, that becomes `out` when the block ends.
 
-    A file that was there is replaced. If anything fails, `out` is as it was, and nothing else is left. Raises
-    CSDOSError for any OSError of the block.
+    Replaces an existing file. If anything fails, `out` stays as it was, and nothing else is left. Raises CSDOSError for
+    any OSError of the block.
     """
     temporary = out.with_name(f".{out.name}.new")
     try:
-        remove(temporary)  # of a process that was killed
+        remove(temporary)  # left by a killed process
         yield temporary
         for path in (*(temporary.iterdir() if temporary.is_dir() else ()), temporary):
             sync(path)
@@ -47,7 +47,7 @@ def appears(out: Path) -> Iterator[Path]:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a directory, which nobody sees half removed; or nothing."""
+    """Remove a file or a directory, if it exists. Nobody sees a directory half removed."""
     if path.is_dir():
         hidden = path.with_name(f".{path.name.lstrip('.')}.old")
         shutil.rmtree(hidden, ignore_errors=True)
@@ -61,7 +61,7 @@ def remove(path: Path) -> None:
 def locked(folder: Path) -> Iterator[None]:
     """Make a folder if there is none, and keep other followers out of it.
 
-    What followers that were killed left half written is removed. Raises CSDBusyError if another one is at work there,
+    Removes half-written files of killed followers. Raises CSDBusyError if another follower is at work there,
     CSDOSError.
     """
     try:
