@@ -1,4 +1,4 @@
-"""Top-K: which gradients are sent sparse, and which share of their elements.
+"""Top-K: the choice of gradients to send sparse, and of the share of their elements.
 
 From each part of a parameter (its n elements in one tile), the `round(topk * n)` gradients of largest magnitude are
 sent, at least one, in 16 bits; among equal ones the first; zeros never. The device takes the others as zero. With error

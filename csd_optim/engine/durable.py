@@ -208,7 +208,7 @@ class DurableCommitter(Commits):
         self.states.move_to_next_slots(tiles)
 
     def _note_move(self, tiles: np.ndarray[Any, Any]) -> None:
-        """Note that tiles move to their other slots next. Raises CSDOSError if the slots cannot be overwritten."""
+        """Call before tiles move to their other slots. Raises CSDOSError if the slots cannot be overwritten."""
         if self.ahead is Ahead.WITHDRAWN:
             self.commit(background=False)
         commit_trace.note("tiles move", committer=self, tiles=tiles)

@@ -57,7 +57,7 @@ def newton_schulz(
     in torch.optim.Muon, or fp32.
 
     Returns bf16 of the same shape, contiguous. A matrix with an inf or a NaN becomes NaN as a whole. On a CPU, matrices
-    are taken one by one, so that no bit of one depends on the others in its batch.
+    are computed one by one, so that a result does not depend on the rest of the batch.
     """
     is_tall = x.size(-2) > x.size(-1)
     y = (x.mT if is_tall else x).unsqueeze(0).flatten(0, -3).to(dtype)

@@ -86,7 +86,7 @@ class InStep:
     def drain(self, *, collective: bool) -> CSDError | None:
         """Return when no step is under way here; with `collective`, on any rank. Raises why a step failed.
 
-        Returns the error that prevents this, perhaps on this rank alone, or None.
+        Returns an error that prevents a drain (perhaps on this rank alone), or None.
         """
         return None
 
