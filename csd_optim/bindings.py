@@ -507,7 +507,7 @@ class Native:
         self._call(lib.csd_engine_take_back)
 
     def go_back(self, tiles: np.ndarray[Any, Any]) -> None:
-        """Let these tiles (uint32) have the states in their other slots, and close their windows. Between steps."""
+        """Make the other slots of these tiles (uint32) current, and close the tiles' windows. Between steps."""
         self._call(lib.csd_engine_go_back, _array(tiles, "uint32_t *"), len(tiles))
 
     def free_tiles(self, tiles: np.ndarray[Any, Any]) -> None:

@@ -264,7 +264,7 @@ def show_store(described: dict[str, Any], everything: bool) -> None:
 
 
 def _rules_text(rules: dict[str, int]) -> str:
-    """Return what says which rules update a store. `rules`: elements by rule."""
+    """Return the text about a store's update rules. `rules`: elements by rule."""
     if len(rules) < 2:
         return ", ".join(rules) or "nothing yet"
     return ", ".join(f"{name} ({number(n)})" for name, n in rules.items())

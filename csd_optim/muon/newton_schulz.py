@@ -38,7 +38,7 @@ class Orthogonal(NamedTuple):
 
 
 def check_matrix(name: str, p: torch.Tensor, shape: Sequence[int]) -> None:
-    """Raise CSDValueError if a parameter, or what it is a part of (`shape`), is nothing that can be orthogonalized."""
+    """Raise CSDValueError unless a parameter, or the whole that it is a part of (`shape`), can be orthogonalized."""
     if len(shape) not in (2, 3) or p.is_complex():
         raise CSDValueError(
             f"parameter {name} of shape {tuple(shape)} is no real matrix (2-D), and no batch of these (3-D), as Muon's "

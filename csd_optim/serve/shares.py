@@ -24,7 +24,7 @@ PART = np.dtype([("param", np.uint32), ("first", np.uint64), ("elems", np.uint64
 
 
 class Share:
-    """What one owner has of a trainer's states."""
+    """One owner's part of a trainer's states."""
 
     def __init__(self, link: Link, native: RemoteNative, index: int, rank: int, world_size: int, n_shares: int) -> None:
         """`index`: the share's number among the `n_shares` shares of all trainers. `rank`: the trainer's."""
