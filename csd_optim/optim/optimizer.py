@@ -373,9 +373,7 @@ class CSDOptimizer(StatesOnDevices, JoinableSteps):
         return self._steps.reduce_bucket(bucket)
 
     def wait(self) -> None:
-        """Return once all parameters of this process have the values of the last step.
-
-        Raises CSDOSError if the step failed.
+        """Return once all parameters of this process are up to date with the last step. Raises CSDOSError if it failed.
 
         With overlap(free_gradients=True), raises CSDRuntimeError between backward and step().
         """

@@ -143,9 +143,7 @@ class StatesOnDevices(Optimizer):
 
     @no_autograd()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load torch's checkpoints and ours into the devices, without casts.
-
-        A missing ``master`` is set to the parameter.
+        """Load torch's checkpoints and ours into the devices, without casts. A missing ``master`` is the parameter.
 
         Raises CSDValueError, before anything is touched, if shapes do not fit or the state dict is of another
         optimizer. With named directories or overlap(), all ranks call this, and the load is durable on all ranks or on
@@ -224,10 +222,7 @@ class StatesOnDevices(Optimizer):
             handle.remove()
 
     def _as_ours(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return a state dict with the entries that torch's checkpoints lack.
-
-        Raises CSDValueError if the rules differ.
-        """
+        """Return a state dict with the entries missing in torch's. Raises CSDValueError if rules differ."""
         state, groups = {**state_dict["state"]}, [*state_dict["param_groups"]]
         for k, (own, group) in enumerate(zip(self.param_groups, groups, strict=False)):
             rule = self._state_map.rule_of(own)

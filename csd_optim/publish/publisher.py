@@ -69,8 +69,7 @@ class Publisher(Watcher):
         """Publishes the present model as a full version, unless the newest version has the same bits.
 
         `settle`: returns a function that waits until the last step is durable; None if the optimizer is gone. A
-        collective. Raises CSDBusyError, CSDOSError, CSDTypeError, CSDValueError; CSDRankError if another rank has
-        failed.
+        collective. Raises CSDBusyError, CSDOSError, CSDTypeError, CSDValueError; CSDRankError if another rank failed.
         """
         self.path: Path = path
         self.error: str = ""
@@ -153,8 +152,7 @@ class Publisher(Watcher):
     def close(self) -> None:
         """Publish the last step's version, and then nothing more. The versions stay. A collective.
 
-        opt.close() also ends publishing, but is no collective: with several ranks, call wait() before it for the last
-        version.
+        opt.close() also ends publishing, but is no collective: with several ranks, wait() for the last version first.
         """
         if self._closed or self._engine.closed:
             return

@@ -141,8 +141,7 @@ class LiveStep:
         """READY to `phase`. Raises what Engine.begin() raises; still READY then, unless the devices have begun.
 
         `tiles`: override the order of the tiles with one pass. `order`: as in Engine.begin(); None: the usual order.
-        `kept_alive`: an object whose memory the engine uses until the step ends. `carries`: the caller calls carry()
-        next.
+        `kept_alive`: objects whose memory the engine uses until the step ends. `carries`: carry() is called next.
         """
         engine, step, spec = self.engine, self.step, self.spec
         if order is None:
@@ -247,8 +246,7 @@ class LiveStep:
     def launch_near(self) -> list[int]:
         """Queue all updates on the accelerator, on the current streams.
 
-        Returns the rows that the accelerator updates. Nothing has to wait for these rows; the step drops their
-        gradients.
+        Returns the rows of their parameters. Nothing has to wait for these rows; the step drops their gradients.
         """
         near = self.step.near
         if not near:
@@ -266,8 +264,7 @@ class LiveStep:
     def arrived(self, tiles: np.ndarray[Any, Any], *, wait: bool) -> bool:
         """Return whether the new parameters of these tiles (uint32) have arrived; the tiles were pushed. Needs no lock.
 
-        `wait`: block until they have arrived, or the step has `ended`. Raises CSDError once the step has failed, or is
-        over.
+        `wait`: block until they have arrived, or the step has `ended`. Raises CSDError if the step failed or is over.
         """
         if missing := self._not_pulled.intersection(tiles.tolist() if self._not_pulled else ()):
             if not wait:
@@ -451,9 +448,8 @@ class LiveStep:
     def undo(self, exchanged: ParamAllGather | None = None) -> None:
         """Undo a step that has not ended. A no-op in later phases.
 
-        If ranks vote later, undoes only states: the program may be running its forward. `exchanged`: given if ranks
-        have exchanged new parameters; they then exchange the restored ones, a collective. Raises what
-        Progress.finish_undo() raises.
+        If ranks vote later, undoes only states: a forward may be running. `exchanged`: given if ranks exchanged new
+        parameters; they then exchange the restored ones, a collective. Raises what Progress.finish_undo() raises.
         """
         engine, progress = self.engine, self.progress
         with defer_signals(), engine.lock, no_autograd():

@@ -457,10 +457,7 @@ class StoreFile:
             write(self.io_fd, data, offset)
 
     def stage(self, block: Superblock, manifest: bytes | None, table: bytes) -> Staged:
-        """Reserve room for a commit, and fill in the regions of `block`.
-
-        `manifest`: None to keep the present manifest.
-        """
+        """Reserve room for a commit, and fill in the regions of `block`. `manifest` None: keep the present manifest."""
         if manifest is not None:
             block = replace(block, manifest=self._region("manifest", manifest))
         else:
