@@ -191,7 +191,7 @@ def proc_bytes(field: str) -> int:
 
 
 def watched(name: str, size: Size, directory: Path, limit: int, began: float, say: Callable[[str], None]) -> Run:
-    """Run one training in a process and collect what it reports. Times count from `began`, of time.monotonic()."""
+    """Run one training in a process and collect its reports. Times count from `began`, of time.monotonic()."""
     processes = multiprocessing.get_context("fork")  # forked, so that torch and transformers are imported only once
     mine, theirs = processes.Pipe(duplex=False)
     child = processes.Process(target=train, args=(theirs, name, size, directory, limit), daemon=True)

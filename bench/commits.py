@@ -9,8 +9,7 @@ There are one process, and two ranks over gloo, whose commits are rounds. A step
 after it was complete, and being committed, on rank 0; the time of the next step() is that on rank 0.
 
 First the parameters are compared with those of a training in memory, to the last bit. Times are medians (minimum to
-maximum) of --runs steps, each beside the time of its own flushes, one after another: what a step took that overlapped
-with none of them.
+maximum) of --runs steps, each beside the sum of the times of its own flushes, as if nothing overlapped.
 
 --json prints schema csd_optim.bench.commits/1.
 """
@@ -92,7 +91,7 @@ class Training:
 
 
 def in_a_row(training: Training, flushes: Flushes, arguments: argparse.Namespace) -> Row:
-    """Time steps that follow one another at once."""
+    """Time steps without pauses between them."""
     training.until(WARM_UP)
     flushes.seconds = arguments.flush
     training.step()

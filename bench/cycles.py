@@ -92,7 +92,7 @@ class Run:
         return ceil(self.words / self.sum_words)
 
     def bytes(self) -> tuple[int, int]:
-        """Return the bytes that the run reads from memory, and those that it writes."""
+        """Return the bytes read from memory by the run, and the bytes written."""
         grad = self.elems * self.grad_bytes if self.share is None else WORD * self.entry_words
         state = self.sections * 4 * self.elems
         return state + grad, state + self.elems * self.param_bytes + WORD * (1 + self.chunks)
@@ -185,10 +185,9 @@ SMART_HERTZ = 300e6  # the platform's own clock: its Makefile names none
 def smart_infinity(share: float | None = None, sections: int = 3, grad_bytes: int = 4) -> float:
     """Return the parameters per second of Smart-Infinity's kernels.
 
-    Its Adam runs eight loops, one after another, over 65 536 parameters: fp32 states, fp32 gradients and fp16
-    parameters (30 B). With fewer `sections`: its SGD and AdaGrad, which read an fp16 gradient. With Top-K (`share`), a
-    dense gradient is cleared in memory and written one element at a time; each is a read and a write of 64 bytes in
-    another row (ECC).
+    Its Adam runs eight loops in sequence over 65 536 parameters: fp32 states, fp32 gradients and fp16 parameters (30
+    B). With fewer `sections`: its SGD and AdaGrad, which read an fp16 gradient. With Top-K (`share`), a dense gradient
+    is cleared in memory and written one element at a time; each is a read and a write of 64 bytes in another row (ECC).
     """
     n, loops, state = 65536, 2 * sections + 2, 4 * sections
     moved = memory_seconds((grad_bytes + state) * n, (state + 2) * n, alternating=False)

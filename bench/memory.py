@@ -12,9 +12,9 @@ A GPT in bf16, with 8-bit states in a named directory, takes a few steps, each t
 Peak resident memory (VmHWM) is reported (parameters, gradients, activations, buffers, Python and torch, but not the
 page cache), and its growth in bytes per parameter, from the smallest model to the largest. With `free`, the largest
 model is trained once more in a process limited to what it should need, 2 bytes per parameter and --allowance for the
-rest; with `none` it must fail there, which shows that the limit works. The limit is RLIMIT_DATA: it counts the private
-writable memory of a process, not the page cache, needs no privileges, and makes allocations beyond it fail. After the
-last step, all modes must have the same parameters, or nothing is reported.
+rest; with `none` the same limit must make it fail, as a test of the limit. The limit is RLIMIT_DATA: it counts the
+private writable memory of a process, not the page cache, needs no privileges, and makes allocations beyond it fail.
+After the last step, all modes must have the same parameters, or nothing is reported.
 
 --json prints schema csd_optim.bench.memory/1.
 """
@@ -139,7 +139,7 @@ def train(arguments: argparse.Namespace) -> Row:
 
 
 def peak() -> int:
-    """Return this process's peak resident bytes. Not ru_maxrss, which it inherits from the process that forked it."""
+    """Return this process's peak resident bytes. Not ru_maxrss: a forked process inherits its parent's."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) << 10
 

@@ -19,8 +19,8 @@ bytes were read and written. Only ratios mean anything, and they depend on the p
 the cores.
 
 With --peer, DeepSpeed's Muon, ZeRO-Infinity with the momentum on NVMe, takes turns with CSDMuon on the same disk, not
-paced, over as many square matrices of the same size (peers.py, which says how to install it). It orthogonalizes in
-backward, once for each micro-batch; its backward, with one micro-batch, is timed with its step.
+paced, over as many square matrices of the same size (peers.py, which says how to install it). DeepSpeed orthogonalizes
+in backward, once for each micro-batch; so a backward with one micro-batch is timed, too.
 
 --json prints schema csd_optim.bench.muon/1.
 """

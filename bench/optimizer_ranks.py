@@ -276,7 +276,7 @@ class Trainer:
 
 
 def settle(place: Place) -> None:
-    """Prepare a new process: move it to its machine, and make it end with its parent, even if that is killed."""
+    """Prepare a new process: move it to its machine, and make it end with its parent, even if the parent is killed."""
     libc.prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
     place()
 

@@ -95,7 +95,7 @@ class Network:
         _run(["ip", "link", "set", name, "up" if is_in else "down"], namespace=self._switch)
 
     def move_in(self, name: str) -> None:
-        """Move this process, and those it starts later, to machine `name`."""
+        """Move this process, and all processes started by it later, to machine `name`."""
         _join(self._namespaces[name])
         if libc.unshare(NEW_NAME):
             raise OSError(ctypes.get_errno(), "unshare")

@@ -14,13 +14,12 @@ States and gradients are real bytes in real files, moved by the real engine; onl
     csdadam_8bit, csdadam_8bit_topk     the same with 8-bit states
     csdadam_8bit_overlap                8-bit states, and the step begins in backward and ends in the next forward
 
-base is one device with the rates of all drives together, as a host sees an md array. The published systems do one thing
-after another, so their devices have one buffer. DeepSpeed reads, updates and writes a sub-group before it begins the
-next one (their configuration sets neither pipeline_read nor pipeline_write). Smart-Infinity has one set of buffers per
-drive, and all drives wait for each other after every sub-group: here each such round is a step over one sub-group of
-every drive. Their fp32 gradients go through flash. Backward writes them to a file, and takes as long as drives or link
-would need for that, less the part that backward hides. The engine reads them from there at the drive's rate
-(flash_grads=1).
+base is one device with the rates of all drives together, as a host sees an md array. The published systems overlap
+nothing, so their devices have one buffer. DeepSpeed reads, updates and writes a sub-group before it begins the next one
+(their configuration sets neither pipeline_read nor pipeline_write). Smart-Infinity has one set of buffers per drive,
+and all drives wait for each other after every sub-group: here each such round is a step over one sub-group of every
+drive. Their fp32 gradients go through flash. Backward writes them to a file, and takes as long as drives or link would
+need for that, less the part that backward hides. The engine reads them from there at the drive's rate (flash_grads=1).
 
 CSDAdam sends fp16 gradients over the link, and reads, updates and writes at the same time. Its step counts until all
 states are on the drive, although step() returns earlier. With 8-bit states a card reads and writes 5.016 B: the

@@ -1,4 +1,4 @@
-"""What Top-K saves and what it costs. From the project's root:
+"""The savings and the costs of Top-K. From the project's root:
 
     python -m bench.topk                          16 M parameters, about two minutes
     python -m bench.topk --quick                  to see that it works

@@ -221,7 +221,7 @@ class Push:
 def _call(
     function: Any, *arguments: Any, name: Namer | None = None, outcome: str = _KEPT, device: int | None = None
 ) -> None:
-    """Call a C function whose last argument is a csd_error. `device`: the one it works on, if it does not say so."""
+    """Call a C function whose last argument is a csd_error. `device`: the device to name in errors."""
     error = ffi.new("csd_error *")
     status = function(*arguments, error)
     if device is not None:
@@ -285,7 +285,7 @@ _mappings: dict[int, int] = {}  # address of a window → number of its memory m
 
 
 def _window(window: Any, elems: int, mappings: int) -> Any:
-    """Wrap the window so that it unmaps itself; until then mappings() counts it."""
+    """Return the window with a finalizer that unmaps its memory; until then mappings() counts it."""
     address, by_address, release = int(ffi.cast("uintptr_t", window)), _mappings, lib.csd_window_release
     by_address[address] = mappings
 
@@ -406,7 +406,7 @@ class Watch:
         return [*self._checks]
 
     def keep(self) -> None:
-        """Note that the step was kept: the next one compares with the bits that this one has left."""
+        """Note that the step was kept: the next step compares with its bits."""
         self._checks.reverse()
         self._set_checks()
 
@@ -519,7 +519,7 @@ class Native:
         self._call(lib.csd_engine_push, tile, struct, outcome=_UNDONE)
 
     def drop_grads(self, params: Sequence[int]) -> None:
-        """Leave these parameters unchanged, as they have no gradient. Call it before any of their tiles is pushed."""
+        """Leave these parameters unchanged, as they have no gradient. Must precede the push of their first tile."""
         rows = np.array(params, np.uint32)
         self._call(lib.csd_engine_drop_grads, _array(rows, "uint32_t *"), len(rows), outcome=_UNDONE)
 
@@ -545,7 +545,7 @@ class Native:
         self._call(lib.csd_engine_take_back)
 
     def go_back(self, tiles: np.ndarray[Any, Any]) -> None:
-        """Let these tiles (uint32) have the states in their other slots, and close their windows. Between steps."""
+        """Make the other slots of these tiles (uint32) current, and close the tiles' windows. Between steps."""
         self._call(lib.csd_engine_go_back, _array(tiles, "uint32_t *"), len(tiles))
 
     def free_tiles(self, tiles: np.ndarray[Any, Any]) -> None:

@@ -47,7 +47,7 @@ class CSDStoreExistsError(CSDOSError, FileExistsError):
 
 
 class CSDBusyError(CSDOSError, BlockingIOError):
-    """Another process, or another optimizer of this one, owns the store."""
+    """The store belongs to another process, or to another optimizer in this process."""
 
 
 class CSDStoreError(CSDValueError):

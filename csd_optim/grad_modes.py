@@ -27,8 +27,9 @@ def version_of(t: torch.Tensor) -> int:
 
 
 def writable(t: torch.Tensor) -> torch.Tensor:
-    """Return a tensor over the same memory that can be written within no_autograd(). Its writes count as those of `t`,
-    if torch counts these.
+    """Return a tensor over the same memory that can be written within no_autograd().
+
+    If torch counts the writes to `t`, writes to the result count, too.
     """
     if not t.is_inference():
         return t.detach()

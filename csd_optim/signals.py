@@ -39,7 +39,7 @@ _outermost: _Deferral | None = None  # of the main thread, once it is complete
 
 
 class _Deferral:
-    """A deferral. While it lasts, it is the handler of all signals that have one in Python."""
+    """A deferral. While active, it stands in for all signal handlers written in Python."""
 
     def __init__(self) -> None:
         self._is_over = False

@@ -34,7 +34,7 @@ class Flag:
 
 
 class SharedCondition(threading.Condition):
-    """A condition, and others with the same lock: whoever waits is only woken by what concerns it."""
+    """A condition that makes more conditions on its lock: each wakes only its own waiters."""
 
     def __init__(self) -> None:
         self._shared = threading.RLock()

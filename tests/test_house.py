@@ -3,12 +3,14 @@
 Imports within functions count, too. Imports for type checkers only, weak proxies and objects that change their class
 hide that two files need each other: these are listed here, and the lists may only become shorter. So may the list of
 classes that are too long to be read in one go. Tests have each helper once, and know little of the package's inside.
+Docstrings name things instead of pointing at them.
 
 `make numbers` prints all of this.
 """
 
 import ast
 import functools
+import re
 from pathlib import Path
 
 import pytest
@@ -142,7 +144,7 @@ def violations(package, floors):
 
 
 def circles(graph):
-    """Return one circle of each group of modules that import one another."""
+    """Return a circle for each group of modules with circular imports."""
     done, found = set(), []
 
     def walk(name, way):
@@ -267,6 +269,7 @@ def test_what_is_hidden_is_found(tmp_path, how, text):
 # ---- the tests themselves ----------------------------------------------------------------
 
 TESTS = Path(__file__).parent
+ROOT = TESTS.parent
 HELPERS = ["Training", "assert_same", "train", "trained"]
 REACHES = 60
 NOT_OURS = {"_replace", "_step_supports_amp_scaling", "_version"}  # names that Python's and torch's objects have, too
@@ -362,6 +365,47 @@ def test_other_writers_are_found(tmp_path, text, n):
     assert len(touches_of_steps(tmp_path)) == n
 
 
+# ---- docstrings --------------------------------------------------------------------------
+
+PRONOUNS = re.compile(
+    "its?|itself|they|them|theirs?|that|those|this|these|which|who|whom|whose|ones?|what|others?|another|any|none",
+    re.IGNORECASE,
+)
+WORDS, PRONOUNS_SHARE, RIDDLES = 8, 0.27, 20
+
+
+def is_riddle(sentence):
+    """Return whether most readers would have to guess what a sentence points at."""
+    words = re.findall(r"[A-Za-z']+", sentence)
+    return len(words) >= WORDS and sum(map(bool, map(PRONOUNS.fullmatch, words))) > PRONOUNS_SHARE * len(words)
+
+
+def riddles():
+    """Return the riddles in docstrings of the package, the benchmarks and the tests: `file:line: sentence`."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return [
+        f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}: {' '.join(sentence.split())}"
+        for folder in ("csd_optim", "bench", "tests")
+        for file, node in nodes_of(ROOT / folder, *kinds)
+        for sentence in re.split("[.:;!?]", ast.get_docstring(node) or "")
+        if is_riddle(sentence)
+    ]
+
+
+def test_docstrings_are_no_riddles():
+    found = riddles()
+    assert len(found) <= RIDDLES, (
+        f"{len(found)} sentences of docstrings are hard to resolve: name the thing itself (the tile, the rank, the "
+        "gradient) instead of pointing at it with a pronoun:\n" + "\n".join(found)
+    )
+
+
+def test_a_riddle_is_found():
+    assert is_riddle(" The one whose tiles it takes is that which others have")
+    assert not is_riddle(" It is the one")  # short
+    assert not is_riddle(" The owner of a tile updates it, and sends the parameters to the other ranks")
+
+
 # ---- the numbers -------------------------------------------------------------------------
 
 
@@ -377,6 +421,7 @@ def print_numbers():
     for tangle in groups:
         print(f"    {', '.join(sorted(tangle))}")
     print(f"private members that tests use: {len(reaches())}")
+    print(f"sentences of docstrings that are riddles: {len(riddles())}")
 
 
 if __name__ == "__main__":

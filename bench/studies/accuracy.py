@@ -31,8 +31,8 @@ astray. Some drift is chaos: compare "AdamW fp32, nudged", whose initial weights
 CSDAdam, which differs by its bf16 parameters. The last two tasks show the drift over time, and the mean of
 sqrt(exp_avg_sq).
 
-First, dense CSDAdam is compared with AdamW step by step; 8-bit states likewise, within a tolerance; and the bytes that
-Top-K pushes with those it promises.
+First, dense CSDAdam is compared with AdamW step by step; 8-bit states likewise, within a tolerance; and the bytes
+pushed by Top-K with the promised number.
 
 Beside this file: accuracy_tasks.py (data and models), accuracy_training.py (variants, one training, what is verified)
 and accuracy_plot.py.

@@ -115,7 +115,7 @@ def windows(files: Files, n: int, length: int, rng: np.random.Generator) -> tupl
 
 
 def two_pieces(files: Files, n: int, rng: np.random.Generator) -> tuple[Bytes, Bytes, Bytes]:
-    """Return n random pieces, those that follow them, and others of the same files; each [n, half of LENGTH - 2]."""
+    """Return n random pieces, their successors, and other pieces of the same files; each [n, half of LENGTH - 2]."""
     half = LENGTH // 2 - 1
     chosen, both = windows(files, n, 2 * half, rng)
     other = np.concatenate([windows([files[f]], 1, half, rng)[1] for f in chosen])

@@ -5,10 +5,11 @@
     python -m bench.studies.pretraining --quick                                 half a minute, to see that it works
 
 A byte-level GPT is trained from scratch on the standard library's own source: `small` has 0.7 M parameters and `large`
-25 M. AdamW has fp32 parameters; CSDAdam has bf16 ones, and its states on this disk. Everything else is the same in all
-runs of a seed: initial weights and batches, the learning rate, which warms up and then falls to a tenth along a cosine,
-and clipping to a norm of 1. *Nudged* is AdamW again, from weights that differ by a millionth: what is not larger is
-chaos. Reported is the loss on held-out files, in nats per byte, and its differences to AdamW with the same seed.
+25 M. AdamW has fp32 parameters; CSDAdam has bf16 parameters, and its states on this disk. Everything else is the same
+in all runs of a seed: initial weights and batches, the learning rate, which warms up and then falls to a tenth along a
+cosine, and clipping to a norm of 1. *Nudged* is AdamW again, from weights that differ by a millionth: what is not
+larger is chaos. Reported is the loss on held-out files, in nats per byte, and its differences to AdamW with the same
+seed.
 
 Each training is done in parts, by turns: after a part, the optimizer is closed and the model forgotten. CSDAdam goes on
 with `resume=True`, with the losses so far in `user_state`; AdamW from a torch.save file. A call that was killed goes on

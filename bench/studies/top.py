@@ -1,4 +1,4 @@
-"""What `csd-optim top` costs the training that it watches. From the project's root:
+"""The cost of `csd-optim top` for the training it watches. From the project's root:
 
     python -m bench.studies.top
     python -m bench.studies.top --quick         to see that it works

@@ -1,4 +1,4 @@
-"""The stores of all ranks of a run, combined into one with whole parameters: any world size can load its exports."""
+"""The stores of all ranks of a run, combined into one with whole parameters, for exports to any world size."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .snapshot import Paths, last_step, stores_at_rest
 
 @dataclass(frozen=True)
 class Consolidated:
-    """Stores of one or several ranks, seen as one.
+    """The combined stores of one or several ranks.
 
-    `contents`: the combined contents. `ranks`: for each rank the contents of its stores, and a map from its parameter
-    rows to the rows in `contents`.
+    `contents`: the combined contents. `ranks`: by rank, the contents of its stores, and a map from its parameters' rows
+    to rows of `contents`.
     """
 
     contents: Contents
@@ -33,7 +33,7 @@ class Consolidated:
         return [contents for recovered, _ in self.ranks for contents in recovered]
 
     def first_of(self, rank: int, row: int) -> list[int] | None:
-        """Return the index at which a rank's part begins in the whole parameter; None: the rank has all of it."""
+        """Return the index at which a rank's part begins in the whole parameter; None if the rank has the whole."""
         recovered, _ = self.ranks[rank]
         of = recovered[0].manifest["params"][row].get("of")
         return of["first"] if of and len(self.ranks) > 1 else None
@@ -41,7 +41,7 @@ class Consolidated:
 
 @contextlib.contextmanager
 def consolidated_stores(paths: Paths) -> Iterator[Consolidated]:
-    """Open the stores of one process, of one rank, or of all ranks at the last step that all have, locked for reading.
+    """Open stores at the last step that all have, locked for reading: of one process, one rank, or all ranks.
 
     Raises CSDBusyError, CSDStoreError, CSDOSError.
     """
@@ -51,7 +51,7 @@ def consolidated_stores(paths: Paths) -> Iterator[Consolidated]:
 
 
 def merge(ranks: list[list[Contents]]) -> Consolidated:
-    """Combine the contents of several ranks. Raises CSDStoreError for shards that only FSDP1 can put together."""
+    """Combine the contents of several ranks. Raises CSDStoreError for shards that only FSDP1 can combine."""
     if len(ranks) == 1:
         [recovered] = ranks
         return Consolidated(
@@ -85,7 +85,7 @@ def merge(ranks: list[list[Contents]]) -> Consolidated:
 
 
 def refuse_flat(p: dict[str, Any], path: str) -> None:
-    """Raise CSDStoreError for a flat parameter of FSDP1, or a shard of it, in the store `path`."""
+    """Raise CSDStoreError for a flat parameter of FSDP1, or a shard of one, in the store `path`."""
     if "of" in p and p["of"] is None:
         raise CSDStoreError(
             f"{path}: {p['name']} is a shard of FSDP1, which alone can put it together: save it "

@@ -27,7 +27,7 @@ from .files import Output, Progress, no_progress
 from .snapshot import Paths
 from .state_dict import about_of, dtype_of, names_of, numbered, state_dict
 
-# The NumPy dtypes for copying torch dtypes: NumPy has no bfloat16, and any 16-bit type copies the same bits.
+# NumPy dtypes for copies of torch dtypes: NumPy has no bfloat16, but any 16-bit type copies the same bits.
 NUMPY: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.complex64: np.complex64, torch.bfloat16: np.int16}
 INDEX_NAME = "optimizer.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
@@ -39,11 +39,11 @@ class FileRegion:
 
     output: Output
     offset: int
-    # If the file's element order is not that of the parameter's memory: the mapped region, viewed in memory order.
+    # If the file's element order differs from the parameter's memory order: the mapped region, viewed in memory order.
     mapped: np.ndarray[Any, Any] | None = None
 
     def write(self, first: int, data: memoryview) -> None:
-        """Write `data`, which begins at byte `first` of the state in memory order."""
+        """Write `data` from byte `first` of the state (in memory order) on."""
         if self.mapped is None:
             self.output.write(data, self.offset + first)
         else:
@@ -71,7 +71,7 @@ def _copy_tiles(source: Consolidated, regions: dict[tuple[int, str], FileRegion]
 def _region_of_part(
     region: FileRegion, whole_entry: dict[str, Any], first: list[int], p: dict[str, Any], name: str
 ) -> FileRegion:
-    """Return the region of a part, given the region of the whole parameter, whose elements are in index order there."""
+    """Return the region of a part. `region`: of the whole parameter, with elements in index order."""
     dtype, shape = dtype_of(p, name), p["shape"]
     if shape[1:] == whole_entry["shape"][1:] and _in_order(p):
         return FileRegion(region.output, region.offset + first[0] * math.prod(shape[1:]) * dtype.itemsize)
@@ -112,7 +112,7 @@ def _values(tile: Tile, data: memoryview, first: int, elems: int) -> list[memory
 def export_torch(paths: Paths, out: Path, progress: Progress = no_progress) -> list[Path]:
     """Write one file with the content of torch.save(CSDAdam.load(paths), out). Returns its path, as a list.
 
-    With several ranks, name the stores of all of them: the parts are combined.
+    `paths`: with several ranks, the stores of all ranks, whose parts are combined.
     """
     with consolidated_stores(paths) as source, appears(out, replaces=False) as temporary:
         check_free_space(temporary.parent, sum(stored_bytes(contents, decoded=True) for contents in source.stores))
@@ -125,7 +125,7 @@ def export_torch(paths: Paths, out: Path, progress: Progress = no_progress) -> l
             return empty
 
         content = state_dict(source.contents, tensor)
-        # torch writes everything but the data and leaves gaps for it; loading the file as fake tensors says where.
+        # torch writes everything but the data, with gaps; loading the file as fake tensors tells where the gaps are.
         with torch.serialization.skip_data(materialize_fake_tensors=True):
             torch.save(content, temporary)
         with FakeTensorMode():
@@ -149,7 +149,7 @@ def export_torch(paths: Paths, out: Path, progress: Progress = no_progress) -> l
 def export_safetensors(
     paths: Paths, out: Path, shard_bytes: int = SHARD_BYTES, progress: Progress = no_progress
 ) -> list[Path]:
-    """Write a directory of safetensors files of about `shard_bytes`, with at least one tensor each, and an index.
+    """Write a directory of safetensors files of about `shard_bytes` each, with at least one tensor, and an index.
 
     Returns the paths of the files. Several ranks: as in export_torch().
     """
@@ -218,7 +218,7 @@ def in_memory_order(p: dict[str, Any]) -> list[int]:
 
 
 def _in_order(p: dict[str, Any]) -> bool:
-    """Return whether the elements are in memory in the order of their indices (row-major)."""
+    """Return whether the elements lie in memory in the order of their indices (row-major)."""
     shape = p["shape"]
     return not p["numel"] or [i for i in in_memory_order(p) if shape[i] != 1] == [
         i for i, n in enumerate(shape) if n != 1
@@ -226,7 +226,7 @@ def _in_order(p: dict[str, Any]) -> bool:
 
 
 def _mapped(output: Output, offset: int, p: dict[str, Any], what: str) -> np.ndarray[Any, Any] | None:
-    """Return the region of a state, mapped, in memory order; None if memory and file have the same (index) order."""
+    """Return the mapped region of a state, in memory order; None if the memory order is the file's (index) order."""
     order = in_memory_order(p)
     if _in_order(p):
         return None

@@ -12,7 +12,7 @@ from types import TracebackType
 from ..files import write
 from ..store.reader import Tick
 
-SYNC_BYTES = 64 << 20  # after so many bytes, flush them and drop them from the page cache: training needs the memory
+SYNC_BYTES = 64 << 20  # flush and drop from the page cache after so many bytes: training needs the memory
 Progress = Callable[[str, int], AbstractContextManager[Tick]]  # (description, total bytes) → context with a Tick
 
 
@@ -41,7 +41,7 @@ def progress_bar(what: str, total: int) -> Iterator[Tick]:
 
 
 class Output:
-    """A file that any thread writes in any order, and that does not stay in the page cache. `size` None: it exists."""
+    """A file that any thread writes in any order, kept out of the page cache. `size`: None if the file exists."""
 
     def __init__(self, path: Path, size: int | None) -> None:
         new = 0 if size is None else os.O_CREAT | os.O_EXCL

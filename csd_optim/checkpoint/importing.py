@@ -36,36 +36,38 @@ from .files import Progress, no_progress
 from .snapshot import Paths, directories
 from .state_dict import EXPORT_WITH_RULES, about_of, dtype_of, mapped_states, numbered
 
-CHUNK = 1 << 20  # elements that are compared at a time
-EXTENT_BYTES = 64 << 20  # minimum by which the nameless scratch file grows
+CHUNK = 1 << 20  # elements compared at a time
+EXTENT_BYTES = 64 << 20  # minimum growth of the nameless scratch file
 
 
 @dataclass(frozen=True)
 class Export:
-    """The contents of an export, or of a store in the form of one."""
+    """The contents of an export, or of a store in the form of an export."""
 
     about: dict[str, Any]  # see about_of
     steps: list[float]
     groups: list[dict[str, Any]]
     user_state: bytes
-    state: Callable[[int, str], np.ndarray[Any, Any] | None]  # (parameter, section) → state; None: it has none
+    state: Callable[[int, str], np.ndarray[Any, Any] | None]  # (parameter, section) → state, or None
 
     def sections(self, extent: int, row: int) -> Sequence[str]:
-        """Return the names of the states of a parameter; they are the same for all parameters of its extent."""
+        """Return the names of a parameter's states, the same for all parameters of its extent."""
         if "sections" in self.about:
             sections: list[str] = self.about["sections"][extent]
             return sections
         return SECTIONS if self.state(row, SECTIONS[-1]) is not None else SECTIONS[:-1]
 
     def codec(self, extent: int) -> tuple[str, torch.dtype | None]:
-        """Return the codec of an extent's states, and with codes the dtype of its parameters."""
+        """Return the codec of an extent's states and, with codes, the dtype of its parameters."""
         codes = self.about["codes"][extent] if "codes" in self.about else {}
         return codes.get("codec", FP32), PARAM_DTYPES.get(codes.get("param_dtype", ""))
 
     def keeping(self, state_dtype: str) -> Export:
-        """Return the same with all states kept as `state_dtype`. With codes, an extent has parameters of one dtype.
+        """Return the same export with all states kept as `state_dtype`.
 
-        Raises CSDValueError if these states cannot be kept so.
+        With codes, an extent has parameters of one dtype.
+
+        Raises CSDValueError if `state_dtype` cannot keep these states.
         """
         coded = state_dtype == EIGHT_BIT
         entries = self.about["params"]
@@ -88,7 +90,7 @@ class Export:
 
 
 def _codec_for(state_dtype: str, rule: str, sections: Sequence[str], of_what: str) -> str:
-    """Return the codec for such states of this rule. Raises CSDValueError."""
+    """Return the codec for a rule's states in `state_dtype`. `of_what`: for the message. Raises CSDValueError."""
     codec = FP32 if state_dtype == FP32 else CODEC_OF_RULE.get(rule, "")
     if not codec_supports(codec, sections, None if codec == FP32 else torch.float32):
         raise CSDValueError(
@@ -117,9 +119,9 @@ def read_export(path: Path) -> Export:
 
 def _read_torch(path: Path) -> Export:
     with opened(path):
-        pass  # for a missing file, this raises a clearer error than torch.load()
+        pass  # raises a clearer error for a missing file than torch.load()
     try:
-        # Offsets only: torch is refused a mapping of a file larger than memory.
+        # Only offsets: the system may refuse torch's mapping of a file larger than memory.
         with FakeTensorMode(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns of files that it then refuses
             laid_out = torch.load(path, weights_only=True)
@@ -219,8 +221,8 @@ def read_store(
 ) -> Export:
     """Check the last step of the stores in `paths`, and return it in the form of an export: see mapped_states().
 
-    Before they are read, raises CSDStoreError if a store is one of several ranks, and CSDValueError if `state_dtype`
-    cannot keep its states. Raises CSDStoreError if a store is damaged, CSDBusyError, CSDOSError.
+    Before reading states, raises CSDStoreError for the store of one of several ranks, and CSDValueError if
+    `state_dtype` cannot keep the states. Raises CSDStoreError if a store is damaged, CSDBusyError, CSDOSError.
     """
 
     def accept(contents: Contents, extents: Sequence[Extent]) -> None:
@@ -246,19 +248,19 @@ def read_store(
 
 
 class _Scratch:
-    """Tensors that are memory-mapped from one nameless file on a drive. It lives as long as one of them does."""
+    """Tensors that are memory-mapped from one nameless file on a drive, which lives as long as any of the tensors."""
 
     def __init__(self, directory: Path) -> None:
-        """`directory`: on that drive; it need not exist yet."""
+        """`directory`: on the drive; need not exist yet."""
         self._directory = directory
-        self._file: IO[bytes] | None = None  # made when it is needed
+        self._file: IO[bytes] | None = None  # made when first needed
         self._end = self._begin = 0
         self._mapped = np.zeros(0, np.uint8)
 
     def zeros(self, n: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return `n` zeros. Raises CSDOSError."""
         size = n * dtype.itemsize
-        if size > self._end - self._begin:  # one mapping per tensor would take a file descriptor each
+        if size > self._end - self._begin:  # a mapping per tensor would take a file descriptor each
             begin, self._end = self._end, self._end + round_up(max(size, EXTENT_BYTES), 4096)
             try:
                 self._file = self._file or self._new_file()
@@ -280,12 +282,12 @@ class _Scratch:
 
 
 def _flat(value: np.ndarray[Any, Any], p: dict[str, Any]) -> np.ndarray[Any, Any]:
-    """Return a state as 1-D array in the parameter's memory order, still mapped from the file if it has that order."""
+    """Return a state as a 1-D array in the parameter's memory order, still mapped if the file has the same order."""
     return np.ascontiguousarray(value.transpose(in_memory_order(p))).reshape(-1)
 
 
 def _residual(value: np.ndarray[Any, Any], p: dict[str, Any]) -> torch.Tensor:
-    """Return a residual in the form in which an engine keeps it: 1-D bfloat16, in memory order."""
+    """Return a residual as an engine keeps it: 1-D bfloat16, in memory order."""
     flat = _flat(value, p)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that the array is read-only; nothing writes to it
@@ -320,13 +322,13 @@ def import_store(
     """Make a store on `devices`, directories that hold no store yet, from an export or the last step of a store.
 
     `source`: a file or directory that `export` has written, a snapshot, or the directories of a store's devices,
-    separated by commas. It is only read, and a store is checked first. `state_dtype`: how all states are to be kept;
-    None: as they were. 8-bit states become fp32 exactly, fp32 states are rounded to the nearest code; the rest stays
-    the same. Returns what the store holds, for a message; `clipped` is the number of elements of exp_avg that were too
+    separated by commas. The source is only read, and a store is checked first. `state_dtype`: for all states; None:
+    unchanged. 8-bit states become fp32 exactly, fp32 states are rounded to the nearest code; everything else stays the
+    same. Returns facts about the store for a message; `clipped` is the number of elements of exp_avg that were too
     large for 8 bits.
 
     Raises CSDValueError, CSDStoreError if the source is damaged, CSDStoreExistsError, CSDBusyError, CSDOSError. After
-    an error there is no new store that could be resumed.
+    an error no new store can be resumed.
     """
     specs = parse_devices(devices)
     if temporary := [str(spec) for spec in specs if spec.directory is None or not spec.durable]:
@@ -337,7 +339,7 @@ def import_store(
     assert specs[0].directory is not None
     scratch = _Scratch(specs[0].directory)
     if is_store(stores):
-        open_engine(specs).close()  # raises if the devices cannot be used, before everything is read
+        open_engine(specs).close()  # raises if the devices are unusable, before the source is read
         export = read_store(stores, scratch.zeros, progress, state_dtype)
     else:
         export = read_export(Path(source).expanduser())
@@ -347,12 +349,12 @@ def import_store(
     engine = open_engine(specs, tile_elems=tile_elems)
     try:
         params, counts = [], []
-        to_encode: dict[int, list[np.ndarray[Any, Any]]] = {}  # states by parameter
+        to_encode: dict[int, list[np.ndarray[Any, Any]]] = {}  # by parameter: its states
         rounded: dict[int, torch.Tensor] = {}
         clipped = 0
         with progress("importing", 12 * sum(numels)) as tick:
             for e, number in enumerate(sorted({p["extent"] for p in about["params"]})):
-                # Parameters that shared an extent share one again.
+                # Parameters of one extent share an extent again.
                 rows = [i for i, p in enumerate(about["params"]) if p["extent"] == number]
                 sections = export.sections(number, rows[0])
                 codec, param_dtype = export.codec(number)
@@ -411,5 +413,5 @@ def _clipped(exp_avg: np.ndarray[Any, Any], exp_avg_sq: np.ndarray[Any, Any]) ->
 def _rounded(master: np.ndarray[Any, Any], param: torch.Tensor) -> torch.Tensor:
     """Round a master into `param`, and return it. Both are 1-D."""
     for part in _parts(len(param)):
-        param[part] = torch.from_numpy(master[part].copy())  # a copy, as torch warns of arrays that are read-only
+        param[part] = torch.from_numpy(master[part].copy())  # a copy, as torch warns of read-only arrays
     return param

@@ -1,10 +1,10 @@
-"""New stores from old ones: laid out, filled with the rows that each new rank has, and committed together.
+"""Makes new stores from old ones: lays them out, fills in each new rank's rows, and commits all together.
 
-Old stores are only read. Everything that can be known is checked first. Then all new stores are filled, and none has a
-commit until all are complete, flushed and summed. Their manifests have an `origin`, by which a resume knows that a
-missing store among them is an error and no beginning, and a second attempt recognises what the first one has left.
+Old stores are only read. All possible checks come first. Then all new stores are filled, and no store has a commit
+until all are complete, flushed and summed. Manifests of new stores have an `origin`: from this a resume knows that a
+missing store is an error and not a new beginning, and a second attempt recognises the remains of the first.
 
-One process can make the stores of all new ranks, or each rank its own.
+One process can make the stores of all new ranks, or each rank can make its own.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from .regroup import Regroup
 from .snapshot import Paths
 from .targets import check_room
 
-# Given the entry of a whole parameter in a manifest, and whether the old ranks divided it, returns the first row and
-# the number of rows of a new rank's part; None: it is not divided.
+# (manifest's entry of a whole parameter, whether old ranks divided it) → (first row, number of rows) of a new rank's
+# part; None: not divided.
 Divide = Callable[[dict[str, Any], bool], tuple[int, int] | None]
 
 
 @dataclass(frozen=True)
 class Old:
-    """The stores of all ranks of a run, or of a process on its own, and the parameters in them."""
+    """The stores of all ranks of a run, or of a single process, and their parameters."""
 
     source: Consolidated
     params: list[OldParam]
@@ -50,7 +50,7 @@ class Old:
 
     @property
     def path(self) -> str:
-        """One of the stores, for messages."""
+        """The path of one store, for messages."""
         return self.source.contents.path
 
     @property
@@ -59,7 +59,7 @@ class Old:
 
     @property
     def origin(self) -> dict[str, Any]:
-        """What the manifests of new stores say of these."""
+        """The `origin` in manifests of new stores."""
         block = self.source.contents.superblock
         return {
             "store_id": block.store_id.hex(),
@@ -75,7 +75,7 @@ class Old:
         return [recovered[0].record.user_state for recovered, _ in self.source.ranks]
 
     def record(self, rank: int) -> Record:
-        """Return the record of a new rank: its `user_state` is that of the same old rank, or else of rank 0."""
+        """Return the record of a new rank, with the `user_state` of the old rank of that number, or of rank 0."""
         packed = self.user_states
         return replace(self.source.contents.record, user_state=packed[rank if rank < self.size else 0])
 
@@ -92,21 +92,21 @@ def old_stores(paths: Paths) -> Iterator[Old]:
 
 @dataclass(frozen=True)
 class NewRank:
-    """A new rank: its stores, and for each parameter its part, the extent that it is in, and where it begins there."""
+    """A new rank: its stores, and by parameter its part, the part's extent, and the first element there."""
 
     rank: int
     stores: NewStores
     parts: list[Rows]
     extents: list[int]
     starts: list[int]
-    regroups: dict[int, Regroup]  # of the parameters whose codes cannot be copied as they are
-    described: dict[str, Any]  # the manifest, but for extents and rank
+    regroups: dict[int, Regroup]  # by parameter whose codes cannot be copied unchanged
+    described: dict[str, Any]  # the manifest without extents and rank
 
 
 def lay_out(
     old: Old, specs: Sequence[DeviceSpec], rank: int, size: int, rows_for: Divide, tile_elems: int | None
 ) -> NewRank:
-    """Lay out the extents and residuals of a new rank of `size`. Nothing is written or opened."""
+    """Lay out the extents and residuals of new rank `rank` of `size`. Nothing is written or opened."""
     stores = NewStores(specs, rank, size, tile_elems)
     blocks = [rows_for(p.entry, p.is_divided) for p in old.params]
     parts = [p.whole.part(*block or (0, p.whole.rows)) for p, block in zip(old.params, blocks, strict=True)]
@@ -152,7 +152,10 @@ def _waiting(old: Old, rows_for: Divide) -> list[dict[str, Any]]:
 
 
 def _part_entry(p: dict[str, Any], block: tuple[int, int] | None) -> dict[str, Any]:
-    """Return the manifest's entry of a part of a parameter, without its place. `p`: the whole's entry."""
+    """Return the manifest's entry of a part of a parameter, without its place.
+
+    `p`: the entry of the whole parameter.
+    """
     entry: dict[str, Any] = {key: p[key] for key in ("name", "group", "position", "shape", "dtype", "rule") if key in p}
     if block and p["shape"]:
         first, rows = block
@@ -163,10 +166,11 @@ def _part_entry(p: dict[str, Any], block: tuple[int, int] | None) -> dict[str, A
 
 
 def make_stores(old: Old, new: Sequence[NewRank], ranks: Ranks | None, size: int, progress: Progress) -> None:
-    """Make the stores of these of the `size` new ranks. With `ranks` a collective: each makes its own, all or none.
+    """Make the stores of new ranks, which are some or all of `size`.
 
-    Raises CSDStoreError, CSDStoreExistsError, CSDBusyError, CSDOSError. If it is stopped, some new stores may have a
-    commit: then the same call makes all of them anew.
+    With `ranks` a collective: each rank makes its own stores; all succeed or none. Raises CSDStoreError,
+    CSDStoreExistsError, CSDBusyError, CSDOSError. If stopped, some new stores may have a commit; the same call then
+    makes all again.
     """
     with ExitStack() as stack:
         with all_ranks_or_none(ranks):
@@ -196,13 +200,13 @@ def make_stores(old: Old, new: Sequence[NewRank], ranks: Ranks | None, size: int
 
 
 class _Copy:
-    """The copy of what an old rank has of the parameters, to new ranks. Only tiles with rows of theirs are read."""
+    """The copy of an old rank's parts to new ranks. Reads only tiles with rows of these new ranks."""
 
     def __init__(
         self, recovered: list[Contents], rank: int, params: Sequence[OldParam], new: Sequence[NewRank]
     ) -> None:
         self._recovered, self._new = recovered, new
-        self._parts = {}  # by row of the old rank: the number of the parameter, and the old rank's part
+        self._parts = {}  # by row of the old rank: number of the parameter, and the old rank's part
         for i, p in enumerate(params):
             if rank in p.sources:
                 row, part = p.sources[rank]
@@ -214,7 +218,7 @@ class _Copy:
         each_tile(self._recovered, self._copy_tile, self._copy_residual, tick=tick, takes=self._takes)
 
     def _takes(self, what: Tile | Residual) -> bool:
-        """Return whether some new rank has a row of it."""
+        """Return whether some new rank has a row of this tile or residual."""
         if isinstance(what, Residual):
             pieces = [(what.row, 0, self._parts[what.row][1].numel)] if what.row in self._parts else []
         else:
@@ -222,20 +226,20 @@ class _Copy:
         return any(any(self._runs(*piece)) for piece in pieces)
 
     def _pieces(self, tile: Tile) -> Iterator[tuple[int, int, int, int]]:
-        """Yield the wanted pieces of parameters in a tile: row, first element, where it is in the tile, number."""
+        """Yield the wanted pieces of a tile: row, first element, its index in the tile, number of elements."""
         for row, _, first, at, n in self._extents[tile.extent].pieces_in(tile.number).tolist():
             if row in self._parts:
                 yield row, first, at, n
 
     def _runs(self, row: int, first: int, n: int) -> Iterator[tuple[NewRank, int, int, int, int]]:
-        """Yield where these elements of a parameter go: new rank, parameter, element here and there, number."""
+        """Yield the destinations of elements: new rank, parameter, first element here and there, number of elements."""
         i, part = self._parts[row]
         for r in self._new:
             for here, there, count in part.shared(r.parts[i], first, n):
                 yield r, i, here, there, count
 
     def _copy_tile(self, tile: Tile, data: memoryview | None) -> None:
-        if data is None:  # zeros, and so are the new stores
+        if data is None:  # zeros, as in the new stores
             return
         for row, first, at, n in self._pieces(tile):
             for r, i, here, there, count in self._runs(row, first, n):

@@ -1,4 +1,4 @@
-"""The stores of one rank, made without an optimizer: laid out, filled with elements in any order, then committed."""
+"""Makes the stores of one rank without an optimizer: layout, elements in any order, then a commit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Kind = tuple[tuple[str, ...], str, torch.dtype | None]  # the sections of an ext
 
 
 class NewStores:
-    """The stores of one rank on its devices, until `close()`. Each must be empty, or may be overwritten.
+    """The stores of one rank on its devices, until `close()`. Existing stores must be empty, or are overwritten.
 
     Add extents and residuals; allocate(); fill(); then stage(), and publish() each copy.
     """
@@ -43,7 +43,7 @@ class NewStores:
         self._offsets: list[list[int]] = []  # per extent and device
         self._numbers: list[np.ndarray[Any, Any]] = []  # per extent: the number of each tile on its device
         self._residual_numels: dict[int, int] = {}  # by row
-        self._regroups: list[tuple[int, int, Regroup]] = []  # with the extent, and where the part begins there
+        self._regroups: list[tuple[int, int, Regroup]] = []  # (extent, first element of the part there, Regroup)
         self._residuals = Residuals(len(specs))
         self._manifests = Manifests(len(specs), RanksElsewhere(rank, size) if size > 1 else None)
         self._stores: list[StoreFile] = []
@@ -75,11 +75,11 @@ class NewStores:
         return extent
 
     def add_residual(self, row: int, numel: int) -> None:
-        """Give a parameter a residual, of zeros until it is filled."""
+        """Give a parameter a residual, initially zero."""
         self._residual_numels[row] = numel
 
     def add_regroup(self, e: int, start: int, numel: int) -> Regroup:
-        """Take the states of a part decoded whose codes have other groups here: see Regroup."""
+        """Return a Regroup for a part whose codes have other groups here."""
         extent = self._extents[e]
         assert extent.param_dtype
         regroup = Regroup(numel, extent.sections, extent.codec, extent.param_dtype)
@@ -87,7 +87,7 @@ class NewStores:
         return regroup
 
     def bytes_on(self, device: int) -> int:
-        """Return at least how many bytes the extents and residuals will take on a device."""
+        """Return a lower bound of the bytes of extents and residuals on a device."""
         residuals = sum(2 * round_up(RESIDUAL_BYTES * n, PAGE) for n in self._residual_numels.values())
         decoded = sum(regroup.nbytes for *_, regroup in self._regroups) if device == 0 else 0
         return sum(e.device_bytes(device) for e in self._extents) + residuals // len(self.specs) + decoded
@@ -98,7 +98,7 @@ class NewStores:
             self._stores.append(StoreFile(spec.directory, durable=True, mode="resume"))
 
     def allocate(self, described: dict[str, Any]) -> None:
-        """Put empty files in the place of what is there, and allocate them. Raises CSDOSError: a disk is full.
+        """Replace the devices' files by empty ones, and allocate these. Raises CSDOSError if a disk is full.
 
         `described`: see Manifests.describe().
         """
@@ -117,10 +117,10 @@ class NewStores:
     def fill(
         self, e: int, flat: int, n: int, tile: Tile, data: memoryview, first: int, *, regrouped: bool = False
     ) -> None:
-        """Copy elements [first, first + n) of an old tile to element `flat` of extent `e` on. Any thread may call it.
+        """Copy elements [first, first + n) of an old tile to extent `e`, from element `flat` on. On any thread.
 
-        `data`: the old tile's slot. With codes, all elements given are the first of a group; with `regrouped` they need
-        not be, and the sections for which that matters are left out.
+        `data`: the old tile's slot. With codes, `first` and `flat` must begin groups; not so with `regrouped`, which
+        leaves out the sections that depend on groups.
         """
         extent = self._extents[e]
         while n:
@@ -169,12 +169,12 @@ class NewStores:
 
     @property
     def content_bytes(self) -> int:
-        """How many bytes stage() reads."""
+        """The number of bytes that stage() reads."""
         tiles = sum(extent.n_tiles * extent.slot_bytes for extent in self._extents)
         return tiles + sum(RESIDUAL_BYTES * n for n in self._residual_numels.values())
 
     def stage(self, block: Superblock, steps: Sequence[float], record: Record, tick: Tick) -> None:
-        """Flush everything, take its checksums, and prepare the first commit. Raises CSDOSError.
+        """Flush everything, take checksums, and prepare the first commit. Raises CSDOSError.
 
         `block`: with the store id, step and round. `steps`: by row.
         """
@@ -209,7 +209,7 @@ class NewStores:
             self._staged.append(store.stage(own, self._manifests.pack(d, self._rooms), table))
 
     def publish(self, copy: int) -> None:
-        """Write one copy of the commit to every store: copy 1 when all stores of all ranks have copy 0."""
+        """Write one copy of the commit to every store. Write copy 1 once all stores of all ranks have copy 0."""
         for store, staged in zip(self._stores, self._staged, strict=True):
             store.publish(staged, copy)
 
@@ -244,7 +244,7 @@ class NewStores:
             raise CSDStoreError(f"{store.path} was cut off while it was made")
 
     def close(self) -> None:
-        """Close the stores; those that have no commit are removed."""
+        """Close the stores, and remove stores without a commit."""
         with ExitStack() as stack:
             for store in self._stores:
                 stack.callback(store.close)

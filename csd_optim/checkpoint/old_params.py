@@ -1,4 +1,4 @@
-"""The whole parameters in the stores of all ranks: what each rank has of them, and whether that fits together."""
+"""The whole parameters in the stores of all ranks: each rank's part, and checks that the parts make up the whole."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from .parts import Rows, Whole, block_of, memory_order, ranks_that_cover
 
 @dataclass(frozen=True)
 class OldParam:
-    """A whole parameter, and which parts of it are read from which rank."""
+    """A whole parameter, and the parts to read from each rank."""
 
-    entry: dict[str, Any]  # of the whole, as in a manifest
+    entry: dict[str, Any]  # of the whole parameter, as in a manifest
     whole: Whole
     kind: Kind
-    extent: int  # of the first rank: parameters that share one share one again
+    extent: int  # of the first rank: parameters of one extent share an extent again
     step: float
-    is_divided: bool  # else each rank has everything
+    is_divided: bool  # if not, each rank has the whole
     has_residual: bool
-    sources: dict[int, tuple[int, Rows]]  # by rank: the row in its manifest, and its part
+    sources: dict[int, tuple[int, Rows]]  # by rank: the row in the rank's manifest, and the rank's part
 
     @property
     def name(self) -> str:
@@ -36,12 +36,12 @@ class OldParam:
 
 
 def old_params(source: Consolidated) -> list[OldParam]:
-    """Return all parameters that have states, in the order of the first rank. Raises CSDStoreError, naming one.
+    """Return all parameters with states, in the order of the first rank. Raises CSDStoreError, naming a parameter.
 
-    Each rank has some rows of each, and those that are read cover the whole, each element once.
+    The parts in `sources` cover each element of the whole parameter exactly once.
     """
     _check_complete(source)
-    rows: dict[int, dict[int, int]] = {}  # by row of the whole: row by rank
+    rows: dict[int, dict[int, int]] = {}  # by row of the combined stores: by rank, the row there
     for rank, (_, row_of) in enumerate(source.ranks):
         for row, whole in row_of.items():
             rows.setdefault(whole, {})[rank] = row
@@ -53,9 +53,9 @@ def old_params(source: Consolidated) -> list[OldParam]:
 
 
 def is_divided(entries: Mapping[int, dict[str, Any]]) -> bool:
-    """Return whether ranks divide a parameter. `entries`: its manifests' entries, by rank.
+    """Return whether ranks divide a parameter. `entries`: by rank, the manifest's entry.
 
-    A part that is all of a tensor with elements is a replica, or the only part.
+    A part that is a whole, non-empty tensor is a replica, or the only part.
     """
     parts = [p for p in entries.values() if p.get("of") is not None and p["of"]["shape"]]
     return any(p["of"]["shape"] != p["shape"] or 0 in p["shape"] for p in parts)
@@ -78,7 +78,7 @@ def _check_complete(source: Consolidated) -> None:
 
 
 def _param(source: Consolidated, rows: dict[int, int]) -> OldParam:
-    """Return the parameter that is in these rows. `rows`: by rank."""
+    """Return a parameter. `rows`: by rank, the parameter's row."""
     stores = [recovered[0] for recovered, _ in source.ranks]
     size, first = len(stores), min(rows)
     entries = {rank: stores[rank].manifest["params"][row] for rank, row in rows.items()}
@@ -127,10 +127,10 @@ def _kind(contents: Contents, row: int) -> Kind:
 
 
 def _check_replicas(source: Consolidated) -> None:
-    """Raise CSDStoreError if ranks with the same layout, each of which has everything, have different states.
+    """Raise CSDStoreError if ranks with whole parameters and the same layout have different states.
 
-    With `sharded=False` they may be parts of one model, such as experts, rather than replicas. They are compared by
-    their checksums.
+    With `sharded=False` such ranks may have parts of one model, such as experts, instead of replicas. States are
+    compared by checksums.
     """
     wanted = None
     for rank, (recovered, _) in enumerate(source.ranks):

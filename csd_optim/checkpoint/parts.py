@@ -1,4 +1,4 @@
-"""Rows of parameters as ranks divide them: which elements of one part are which of another, in memory order."""
+"""Parts of parameters, divided among ranks by rows, and the elements that two parts share, in memory order."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .export import in_memory_order
 class Rows:
     """Rows [first, first + rows) of a parameter's dimension 0, as they lie in memory.
 
-    `outer`, `inner`: the sizes of the dimensions before and after it in memory order, multiplied; a complex number is
-    two elements. A parameter without dimensions is one row.
+    `outer`, `inner`: the products of the sizes of dimensions before and after dimension 0 in memory order; a complex
+    number is two elements. A parameter without dimensions is one row.
     """
 
     outer: int
@@ -31,9 +31,9 @@ class Rows:
         return self.outer * self.rows * self.inner
 
     def shared(self, other: Rows, first: int, n: int) -> Iterator[tuple[int, int, int]]:
-        """Yield which of this part's elements [first, first + n) are in another part of the same parameter.
+        """Yield which of this part's elements [first, first + n) are also in another part of the same parameter.
 
-        Yields runs: the first element here, the same one there, and the number of elements.
+        Yields runs: (first element here, the same element's index there, number of elements).
         """
         if (self.first, self.rows) == (other.first, other.rows):
             yield first, first, n
@@ -43,21 +43,21 @@ class Rows:
             return
         here, there = self.rows * self.inner, other.rows * other.inner
         for k in range(first // here, -(-(first + n) // here)):
-            # Of these rows in the k-th of `outer` blocks, what lies in the wanted elements.
+            # The common rows in block k of `outer`, limited to the wanted elements.
             begin = k * here + (low - self.first) * self.inner
             at, end = max(begin, first), min(begin + (high - low) * self.inner, first + n)
             if at < end:
                 yield at, k * there + (low - other.first) * other.inner + at - begin, end - at
 
     def keeps_groups(self, other: Rows) -> bool:
-        """Return whether all groups of codes that another part needs of this one are groups there, too."""
+        """Return whether all groups of codes that `other` takes from this part are groups there, too."""
         return all(here % GROUP == there % GROUP == 0 for here, there, _ in self.shared(other, 0, self.numel))
 
 
 def memory_order(entries: Sequence[dict[str, Any]]) -> list[int]:
-    """Return the order of a parameter's dimensions in memory, the outermost first, given its parts' entries.
+    """Return the order of a parameter's dimensions in memory, the outermost first. `entries`: of its parts.
 
-    Where a part has one index, its order says nothing of that dimension. Raises CSDStoreError if orders differ.
+    A part's strides say nothing about dimensions of size 1. Raises CSDStoreError if orders differ.
     """
     parts = [p for p in entries if p["numel"]]
     if not parts:
@@ -89,7 +89,7 @@ class Whole:
     scale: int
 
     def part(self, first: int, rows: int) -> Rows:
-        """Return these rows of it; without dimensions, all of it."""
+        """Return rows of the parameter; the whole, if it has no dimensions."""
         if not self.shape:
             return Rows(1, 0, 1, self.scale)
         at = self.order.index(0)
@@ -102,7 +102,7 @@ class Whole:
 
 
 class Division(NamedTuple):
-    """How ranks divide the rows of a parameter: into `shards`, and each of these among its `replicas`, as HSDP does.
+    """How ranks divide the rows of a parameter: into `shards`, and each shard among its `replicas`, as in HSDP.
 
     Rank r * shards + s has the r-th part of shard s. DDP and FSDP2 divide rows alike: as many shards as ranks.
     """
@@ -111,7 +111,7 @@ class Division(NamedTuple):
     replicas: int = 1
 
     def rows_of(self, rows: int, rank: int) -> tuple[int, int]:
-        """Return the first row and the number of rows that a rank has of a parameter with `rows` rows."""
+        """Return the first row and the number of rows of a rank's part. `rows`: of the whole parameter."""
         first, n = rows_of(rows, self.shards, rank % self.shards)
         more, n = rows_of(n, self.replicas, rank // self.shards)
         return first + more, n
@@ -120,7 +120,8 @@ class Division(NamedTuple):
 def block_of(p: dict[str, Any], path: str, rank: int, size: int) -> tuple[int, int]:
     """Return the first row and the number of rows of a rank's part of a parameter.
 
-    `p`: its entry in the manifest of the store `path`. Raises CSDStoreError if the part is no whole rows.
+    `p`: the part's entry in the manifest of the store `path`. Raises CSDStoreError if the part does not consist of
+    whole rows.
     """
     shape, of = p["shape"], p.get("of")
     if of is None or not of["shape"]:
@@ -136,11 +137,10 @@ def block_of(p: dict[str, Any], path: str, rank: int, size: int) -> tuple[int, i
 
 
 def ranks_that_cover(blocks: Mapping[int, tuple[int, int]], rows: int) -> list[int] | None:
-    """Return ranks whose blocks are all `rows` rows, each once; None if blocks overlap, or leave out a row.
+    """Return ranks whose blocks cover all `rows` rows exactly once; None if blocks overlap, or leave out a row.
 
-    `blocks`: by rank, the first row and the number of rows. Ranks with the same block are replicas: the first one
-    counts. Each block may be only the place of the first of a rank's rows, and their number: if the blocks cover all
-    rows, then there is no room for rows in between that are another rank's.
+    `blocks`: by rank, the first row and the number of rows. Of ranks with the same block, which are replicas, the first
+    is taken. A rank's rows need not be known to be adjacent: if the blocks cover all rows, there is no room for gaps.
     """
     owners: dict[tuple[int, int], int] = {}
     for rank, block in sorted(blocks.items()):

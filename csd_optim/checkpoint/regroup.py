@@ -1,9 +1,9 @@
-"""States in 8-bit codes whose groups of 64 elements are others in a new part than they were in the old one.
+"""Converts 8-bit states to a new part where the groups of 64 elements have other boundaries.
 
-The code of a root is relative to its group's exponent. So it is decoded, and encoded again in its new group, rounded to
-nearest, as is a momentum. All other codes belong to one element each, and are copied: `master` and the ratio of
-`exp_avg` to the root keep their bits. A root keeps its value unless a much larger one has joined its group, a momentum
-unless a larger one has.
+The code of a root (of exp_avg_sq) or of a momentum is relative to its group, so these are decoded, and encoded again in
+the new group, rounded to nearest. All other codes belong to one element each, and are copied: `master` and the ratio of
+`exp_avg` to the root keep their bits. A root keeps its value unless a much larger root joins its group, a momentum
+unless a larger one does.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ FLOAT = 4  # bytes
 
 
 class Regroup:
-    """The states of one new part that are encoded again, decoded, in a nameless file beside a store.
+    """The decoded states of one new part that have to be encoded again, in a nameless file beside a store.
 
-    They take 4 bytes per element each.
+    Each state takes 4 bytes per element.
     """
 
     def __init__(self, numel: int, states: Sequence[str], codec: str, dtype: torch.dtype) -> None:
@@ -42,7 +42,7 @@ class Regroup:
         return FLOAT * self._moments * self.numel
 
     def allocate(self, store: StoreFile) -> None:
-        """Reserve the file beside a store. Raises CSDOSError: the disk is full."""
+        """Reserve the file beside a store. Raises CSDOSError if the disk is full."""
         if self.numel:
             with (
                 store.wrapping_errors("make room for decoded states"),
@@ -53,7 +53,7 @@ class Regroup:
                 self._values = torch.from_numpy(np.memmap(file, np.float32, "r+", shape=shape))
 
     def collect(self, tile: Tile, data: memoryview, at: int, to: int, n: int) -> None:
-        """Decode elements [at, at + n) of an old tile, which are those from `to` on here. Any thread may call it."""
+        """Decode elements [at, at + n) of an old tile into elements from `to` on. Any thread may call this."""
         before = at % GROUP
         moments = [torch.empty(before + n, dtype=torch.float32, device="cpu") for _ in range(self._moments)]
         tile.decode(data, at - before, [*self._others, *moments])
@@ -61,7 +61,7 @@ class Regroup:
             value[to : to + n] = moment[before:]
 
     def codes(self, first: int, n: int) -> list[tuple[str, memoryview]]:
-        """Return the codes of elements [first, first + n), by the section that they belong to.
+        """Return the codes of elements [first, first + n) as (section, codes).
 
         `first`: the beginning of a group.
         """

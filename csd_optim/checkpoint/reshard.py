@@ -1,6 +1,6 @@
-"""Reshard: makes the stores of M ranks from those of N, element by element, without an optimizer or other processes.
+"""Reshard: makes the stores of M ranks from the stores of N ranks, element by element, without an optimizer.
 
-This is one process that makes the stores of all new ranks, see making.py.
+One process makes the stores of all new ranks: see making.py.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ def reshard(
     tile_elems: int | None = None,
     progress: Progress = no_progress,
 ) -> dict[str, Any]:
-    """Make the stores of `ranks` ranks, which resume where those in `old` have ended. Returns a description of them.
+    """Make the stores of `ranks` ranks, which resume where the stores in `old` ended. Returns a description.
 
-    `old`: the directories of all devices of all ranks, or of a process on its own. `to`: the new directories, with
-    {rank}; several, or several separated by commas, are the devices of a rank. `sharding`: "none" gives each rank all
-    states (sharded=False), "ddp" and "fsdp2" its rows, which are the same ones, and "hsdp:RxS" those of R replicas of
-    S shards, where rank r * S + s is replica r of shard s; None: rows if the old ranks have parts, or if there is only
-    one.
+    `old`: the directories of all devices of all ranks, or of a single process. `to`: the new directories, with {rank};
+    several, or several separated by commas, are the devices of a rank. `sharding`: "none" gives each rank all states
+    (sharded=False); "ddp" and "fsdp2", which are the same, give each rank its rows; "hsdp:RxS" divides among R replicas
+    of S shards, where rank r * S + s is replica r of shard s. None: rows if the old ranks have parts, or if there is a
+    single one.
 
-    If an earlier call was stopped, the same call begins again; if that had made everything, it does nothing. Raises
+    If an earlier call was stopped, the same call begins again; if it had finished, the call does nothing. Raises
     CSDValueError, CSDStoreError, CSDStoreExistsError, CSDBusyError, CSDOSError.
     """
     if ranks < 1:
@@ -82,7 +82,7 @@ def reshard(
 
 
 def _division(sharding: str | None, ranks: int) -> Division | None:
-    """Return how new ranks divide parameters; None: not at all. Raises CSDValueError."""
+    """Return how new ranks divide parameters; None if not at all. Raises CSDValueError."""
     if sharding == "none":
         return None
     if sharding in (None, "ddp", "fsdp2"):

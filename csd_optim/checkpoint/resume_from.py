@@ -1,4 +1,4 @@
-"""resume_from: before it resumes, each rank makes its own stores from those of any number of ranks; see making.py."""
+"""resume_from: before resuming, each rank makes its own stores from those of any number of ranks; see making.py."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def make_own_stores(
     tile_elems: int | None,
     make_way: Callable[[], None],
 ) -> list[dict[str, Any]]:
-    """Make this rank's stores from the old ones, unless they are there: a resume then continues from them.
+    """Make this rank's stores from the old ones, unless they exist, for a resume to continue from.
 
-    With `ranks` a collective, and raises on all of them or on none. `paths`: see reshard(); every rank sees them all.
+    With `ranks` a collective, which raises on all ranks or on none. `paths`: see reshard(); every rank must see all.
     `specs`: this rank's devices. `make_way`: as in open_engine(). Returns each old rank's `user_state`; an empty list
-    if the new stores have gone on since they were made. What is left of an attempt that was stopped is made anew.
+    if the new stores have made steps since. Remains of a stopped attempt are replaced.
 
-    Raises CSDStoreError if the old stores are not those of all ranks of a run of this model, or if there are other
-    stores at the devices; CSDValueError, CSDStoreExistsError, CSDBusyError, CSDOSError.
+    Raises CSDStoreError unless the old stores belong to all ranks of a run of this model, or if there are other stores
+    at the devices; CSDValueError, CSDStoreExistsError, CSDBusyError, CSDOSError.
     """
     others = [s for s in specs if not s.kind.on_accelerator]
     durable, in_memory = any(s.durable for s in specs), all(s.kind.in_memory for s in others)
@@ -101,16 +101,16 @@ def _check_places(specs: Sequence[DeviceSpec]) -> None:
 
 
 def _places_left(paths: Paths) -> set[Path]:
-    """Return the directories of the old stores that are still there."""
+    """Return the directories of the old stores that still exist."""
     found = set()
     for path in [paths] if isinstance(paths, (str, os.PathLike)) else paths:
-        with contextlib.suppress(CSDOSError):  # it is not there
+        with contextlib.suppress(CSDOSError):  # the path does not exist
             found |= {place.resolve() for place in directories(path) if (place / FILE_NAME).exists()}
     return found
 
 
 def _check_origins(own: Sequence[Contents | None], old: Old, rank: int, size: int) -> None:
-    """Raise CSDStoreError if the stores at the new devices were not made from `old`, as it is now, for this rank."""
+    """Raise CSDStoreError unless stores at the new devices were made for this rank from the present `old` stores."""
     for c in filter(None, own):
         origin, wanted = c.origin, old.origin
         if origin is None:
@@ -130,9 +130,9 @@ def _check_origins(own: Sequence[Contents | None], old: Old, rank: int, size: in
 
 
 def _own_blocks(old: Old, groups: Groups, state_map: StateMap, ranks: Ranks | None) -> Blocks:
-    """Return this rank's rows of each parameter that is divided, once all ranks know that theirs make up the whole.
+    """Return this rank's rows of each divided parameter. Checks that all ranks' rows make up the whole: a collective.
 
-    Raises CSDStoreError if the old stores are of another model, or if some part is no rows.
+    Raises CSDStoreError if the old stores are of another model, or if a part does not consist of rows.
     """
     rank, size = (ranks.rank, ranks.size) if ranks else (0, 1)
     contents, blocks = old.source.contents, {}

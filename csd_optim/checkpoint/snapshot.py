@@ -1,4 +1,4 @@
-"""Finding stores, reading them while no optimizer uses them, and copying them (snapshots).
+"""Finds stores, reads stores that no optimizer uses, and copies stores (snapshots).
 
 Data goes tile by tile through a few buffers, whatever the size of the model. A copy appears as a whole or not at all.
 Tiles that were never written (holes in a sparse file) are neither read nor written.
@@ -32,7 +32,7 @@ from ..store.reader import Residual, Tick, Tile, each_tile, stored_bytes, total_
 from ..store.recovery import common_commit
 from .files import Output, Progress, no_progress
 
-FICLONE = 0x40049409  # ioctl: makes the file a reflink copy of another one, without copying data
+FICLONE = 0x40049409  # ioctl: makes the file a reflink copy of another file
 NO_REFLINK = (errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.ENOSYS, errno.EPERM)
 PAUSE = 0.002  # seconds: interval at which a copy checks whether the step in flight is over
 
@@ -45,7 +45,7 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 def directories(paths: Paths) -> list[Path]:
     """Return the directories of all devices in `paths`: stores, named by their directory or file, and snapshots.
 
-    A snapshot of several ranks has those of all ranks that were saved there.
+    A snapshot of several ranks has the directories of all ranks that were saved there.
     """
     found: list[Path] = []
     for path in [paths] if isinstance(paths, (str, os.PathLike)) else paths:
@@ -75,7 +75,7 @@ def stores_at_rest(paths: Paths) -> Iterator[list[StoreFile]]:
 
 
 def last_step(stores: Sequence[StoreFile]) -> list[Contents]:
-    """Return the contents of an optimizer's stores at the last step that all have, by device. Raises CSDStoreError."""
+    """Return, by device, the contents of an optimizer's stores at the last step that all have. Raises CSDStoreError."""
     if not (recovered := common_commit(stores)):
         raise CSDStoreError(f"{stores[0].path} holds no step yet")
     return sorted(recovered, key=lambda c: c.superblock.device)
@@ -87,8 +87,8 @@ def last_step(stores: Sequence[StoreFile]) -> list[Contents]:
 class Snapshot:
     """A copy of the stores of one optimizer, each in a directory `device-0`, `device-1` ... of `path`.
 
-    Made in two parts: the constructor, while nothing is written to the stores; then `finish()`, once, while nothing
-    that belongs to the commit is overwritten. Without reflinks, `finish()` copies the tiles.
+    Call the constructor while nothing is written to the stores; then `finish()`, once, while nothing that belongs to
+    the commit is overwritten. Without reflinks, `finish()` copies the tiles.
     """
 
     def __init__(self, recovered: list[Contents], path: Path) -> None:
@@ -135,7 +135,7 @@ class Snapshot:
 
 
 def _id_of_copy(contents: Contents) -> bytes:
-    """Return a new store id, as store and copy diverge from here on. All ranks derive the same one for their copies."""
+    """Return a new store id, as store and copy diverge from now on. All ranks derive the same id for their copies."""
     block = contents.superblock
     if contents.world_size == 1:
         return secrets.token_bytes(16)
@@ -179,9 +179,9 @@ class Saving:
 
 
 def save(engine: Engine, path: Path, progress: Progress, *, wait: bool) -> Saving:
-    """Begin a snapshot of everything that the engine has. The caller holds the engine's lock.
+    """Begin a snapshot of everything in the engine. The caller holds the engine's lock.
 
-    `wait`: the caller will wait for it; otherwise a failure is also shown as a warning.
+    `wait`: the caller will wait for the snapshot; if not, a failure also becomes a warning.
 
     Raises CSDRuntimeError, CSDStoreExistsError, CSDOSError before anything is made.
     """
@@ -208,7 +208,7 @@ def save(engine: Engine, path: Path, progress: Progress, *, wait: bool) -> Savin
             raise CSDOSError(e.errno, f"cannot make {path}: {e.strerror}") from e
         path = path / f"rank-{committer.ranks.rank}"
     committer.flush()
-    recovered = []  # the contents of that commit
+    recovered = []  # the contents of the commit
     for store in filter(None, committer.devices.stores):
         with store.wrapping_errors("read"):
             recovered.append(read_commits(store.fd, str(store.path))[0])

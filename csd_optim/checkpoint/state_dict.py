@@ -1,6 +1,6 @@
-"""A store as a state dict of torch: its content, and loading one whose tensors are memory-mapped from the files.
+"""A store as a state dict of torch, with tensors memory-mapped from the files.
 
-States that are kept as codes are decoded into memory.
+8-bit states are decoded into memory.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from ..store.user_state import stored_user_state
 from .files import Progress, no_progress
 from .snapshot import Paths, directories
 
-EXPORT_FORMAT = 1  # format of the entry "csd_optim", which a state dict has beside torch's entries
-EXPORT_WITH_RESIDUALS = 2  # with residuals: a reader that knows only format 1 would silently drop them
-EXPORT_WITH_RULE = 3  # with another rule than AdamW: a reader of formats 1 and 2 would make a store of AdamW from it
+EXPORT_FORMAT = 1  # format of the entry "csd_optim" in a state dict
+EXPORT_WITH_RESIDUALS = 2  # with residuals, which a reader of format 1 would silently drop
+EXPORT_WITH_RULE = 3  # with another rule than AdamW: readers of formats 1 and 2 would make a store of AdamW
 EXPORT_WITH_RULES = 4  # with several rules: params[].rule, as in a manifest
 
 
 def numbered(manifest: dict[str, Any]) -> list[tuple[int, int, dict[str, Any]]]:
-    """Return, for each parameter with states, its number over all groups (as torch counts), its row and its entry."""
+    """Return (number over all groups, as in torch; row; manifest's entry) of each parameter with states."""
     lengths: dict[int, int] = {}
     for p in (*manifest["params"], *manifest["waiting"]):
         lengths[p["group"]] = max(lengths.get(p["group"], 0), p["position"] + 1)
@@ -61,7 +61,7 @@ def _groups(manifest: dict[str, Any], hypers: list[dict[str, Any]]) -> list[dict
 
 
 def about_of(contents: Contents) -> dict[str, Any]:
-    """Return the entry "csd_optim": what recreating the store needs and torch's state dict has no place for."""
+    """Return the entry "csd_optim": facts for recreating the store that have no place in torch's state dict."""
     manifest, extents = contents.manifest, contents.manifest["extents"]
     entries = [p for _, _, p in numbered(manifest)]
     params = [{k: v for k, v in p.items() if k not in ("start", "numel", "residual")} for p in entries]
@@ -70,14 +70,14 @@ def about_of(contents: Contents) -> dict[str, Any]:
     if rule or rules:
         rule["sections"] = [e["sections"] for e in extents]
     format_ = EXPORT_WITH_RULES if rules else EXPORT_WITH_RULE if rule else None
-    # Codes need no new format: a reader that does not know of them makes a store of fp32 states, and loses nothing.
+    # Codes need no new format: an older reader makes a store of fp32 states, and loses nothing.
     codes = [{k: e[k] for k in ("codec", "param_dtype") if k in e} for e in extents]
     return {
         "format": format_ or (EXPORT_WITH_RESIDUALS if residuals else EXPORT_FORMAT),
         "step": contents.superblock.step,
         "seconds": contents.record.seconds,
         "given": contents.record.given,
-        "shadow": True,  # for earlier versions, which then make a store of two slots
+        "shadow": True,  # tells earlier versions to make a store with two slots
         "params": params,
         "waiting": manifest["waiting"],
         **rule,
@@ -126,11 +126,11 @@ class _SharedLocks:
 
 
 class _DecodedStates:
-    """States that are stored as codes, as fp32; filled tile by tile. `zeros`: returns so many fp32 zeros."""
+    """The fp32 values of states that are stored as codes, filled tile by tile. `zeros`: returns n fp32 zeros."""
 
     def __init__(self, engine: Engine, zeros: Callable[[int], torch.Tensor]) -> None:
         self._extents = engine.tiles.extents
-        self.states = {  # by parameter, all its states
+        self.states = {  # by parameter: all states
             extent.first_param + i: [zeros(numel) for _ in extent.sections]
             for extent in engine.tiles.extents
             if extent.codec != FP32
@@ -138,7 +138,7 @@ class _DecodedStates:
         }
 
     def decode_tile(self, tile: Tile, data: memoryview | None) -> None:
-        """Decode one tile that has passed its check; see each_tile()."""
+        """Decode one checked tile, as `use` of each_tile()."""
         if data is None or tile.codes_of is None:
             return
         for row, _, first, tile_first, elems in self._extents[tile.extent].pieces_in(tile.number).tolist():
@@ -150,7 +150,7 @@ def load(paths: Paths) -> dict[str, Any]:
 
     The codes of an 8-bit store are decoded into memory: 12 bytes per parameter, 16 with amsgrad.
     """
-    # Zeros take no memory until they are written.
+    # Zeros take no memory until written.
     contents, states = mapped_states(paths, lambda n: torch.zeros(n, dtype=torch.float32, device="cpu"))
     return state_dict(contents, lambda row, name, _: states[row, name])
 
@@ -161,11 +161,11 @@ def mapped_states(
     progress: Progress = no_progress,
     accept: Callable[[Contents, Sequence[Extent]], None] | None = None,
 ) -> tuple[Contents, dict[tuple[int, str], torch.Tensor]]:
-    """Check a store, and return what it holds and its states, by row and name, memory-mapped from its files.
+    """Check a store, and return its contents, and its states by row and name, memory-mapped from the files.
 
-    They keep the files locked. Codes are decoded into what `zeros` returns, called with a number of elements. `accept`
-    may refuse the store, by an error, before it is read. Raises CSDStoreError if the store is damaged, CSDBusyError,
-    CSDOSError.
+    The states keep the files locked. Codes are decoded into the tensors that `zeros` returns for a number of elements.
+    `accept` may raise an error to refuse the store before states are read. Raises CSDStoreError if the store is
+    damaged, CSDBusyError, CSDOSError.
     """
     engine = open_engine(parse_devices(directories(paths)), mode="read")
     try:
@@ -187,7 +187,7 @@ def mapped_states(
                 else:
                     window = engine.windows.window(extent, row - extent.first_param, k, dtype_of(p, section))
                 windows[row, section] = window.as_strided(p["shape"], p["stride"])
-        # The tensors stay mapped from the files after the engine is closed, and these stay locked as long.
+        # The tensors stay mapped after the engine is closed, and keep the files locked.
         locks = _SharedLocks(Path(c.path) for c in engine.recovered)
         engine.windows.keep_alive(locks)
         for residual in residuals_of(engine.recovered):

@@ -1,4 +1,4 @@
-"""Where new stores go: what is there already, and whether there is room. Nothing is written or created here."""
+"""Checks of the places for new stores: existing stores, and room. Nothing is written or created here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..store.format import FILE_NAME, Contents
 
 
 def specs_of_ranks(names: Sequence[str], size: int) -> list[list[DeviceSpec]]:
-    """Return the devices of each rank. `names`: with {rank} and {world_size}, each perhaps several, with commas.
+    """Return the devices of each rank. `names`: with {rank} and {world_size}; each may be several, separated by commas.
 
     Raises CSDValueError.
     """
@@ -37,10 +37,10 @@ def specs_of_ranks(names: Sequence[str], size: int) -> list[list[DeviceSpec]]:
 
 
 def commits_at(specs: Sequence[DeviceSpec], old: Collection[Path]) -> list[Contents | None]:
-    """Return the newest commit at each device of a new rank; None: there is no store, or it was never committed.
+    """Return the newest commit at each device of a new rank; None without a store, or before its first commit.
 
-    `old`: the old stores' directories, resolved. Raises CSDValueError for a device that is one of them, or keeps
-    nothing; CSDStoreExistsError, CSDBusyError, CSDStoreError, CSDOSError.
+    `old`: the old stores' directories, resolved. Raises CSDValueError for a device in an old store's directory, or
+    without a directory; CSDStoreExistsError, CSDBusyError, CSDStoreError, CSDOSError.
     """
     found = []
     for spec in specs:
@@ -52,7 +52,7 @@ def commits_at(specs: Sequence[DeviceSpec], old: Collection[Path]) -> list[Conte
 
 
 def is_complete(commits: Sequence[Contents | None]) -> TypeGuard[Sequence[Contents]]:
-    """Return whether these are the commits of all devices of one optimizer."""
+    """Return whether `commits` belong to one optimizer, and are the commits of all its devices."""
     blocks = [c.superblock for c in commits if c]
     return len(blocks) == len(commits) and {(b.store_id, b.devices) for b in blocks} == {
         (blocks[0].store_id, len(commits))
@@ -60,14 +60,14 @@ def is_complete(commits: Sequence[Contents | None]) -> TypeGuard[Sequence[Conten
 
 
 def directory_of(spec: DeviceSpec) -> Path:
-    """Return the directory of a device. Raises CSDValueError if it keeps nothing there."""
+    """Return the directory of a device. Raises CSDValueError if the device keeps nothing in a directory."""
     if spec.directory is None or not spec.durable:
         raise CSDValueError(f"{spec} keeps nothing; name a directory for the store")
     return spec.directory
 
 
 def _newest_commit(file: Path) -> Contents | None:
-    """Return the newest commit of a store; None if there is no store, or it was never committed."""
+    """Return the newest commit of a store; None without a store, or before its first commit."""
     directory = file.parent
     if not file.exists():
         if directory.exists() and not directory.is_dir():
@@ -85,14 +85,14 @@ def _newest_commit(file: Path) -> Contents | None:
 
 
 def check_room(places: Sequence[tuple[DeviceSpec, int]]) -> None:
-    """Raise CSDOSError if some file system has not enough room. `places`: devices and the bytes that each will take."""
+    """Raise CSDOSError if some file system lacks room. `places`: devices, and bytes on each."""
     needed: dict[int, tuple[Path, int]] = {}  # by file system
     for spec, size in places:
         directory = directory_of(spec).resolve()
         existing = directory if directory.exists() else directory.parent
         system = os.stat(existing).st_dev
         file = directory / FILE_NAME
-        freed = file.stat().st_blocks * 512 if file.exists() else 0  # of an attempt that was stopped
+        freed = file.stat().st_blocks * 512 if file.exists() else 0  # by a stopped attempt
         where, total = needed.get(system, (existing, 0))
         needed[system] = where, total + size - freed
     for where, total in needed.values():

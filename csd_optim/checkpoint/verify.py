@@ -26,8 +26,8 @@ class Verdict:
     device: int | None = None
     devices: int | None = None
     step: int | None = None
-    tiles: int = 0  # without those whose parameters have left the optimizer
-    unchecked: int = 0  # of these, tiles without a valid checksum, because they were written from outside
+    tiles: int = 0  # tiles in use; not those of parameters that have left the optimizer
+    unchecked: int = 0  # number of these without a valid checksum, because they were written from outside
     damage: list[str] = field(default_factory=list)
 
     def describe(self, newest: Contents) -> None:
@@ -55,7 +55,7 @@ def verify(paths: Paths, progress: Progress = no_progress) -> list[Verdict]:
                     problem = ""
                     stores.append(store)
                     verdict.describe(store.recovered[0])
-                    # With one slot per tile (see layout.SLOTS), the step before has been overwritten.
+                    # With one slot per tile (see layout.SLOTS), the previous step is overwritten.
                     undoable = all(extent["slots"] == 2 for extent in store.recovered[0].manifest["extents"])
                     recovered = store.recovered if undoable else store.recovered[:1]
                     to_check += [(verdict, contents) for contents in recovered]
@@ -79,7 +79,7 @@ def _damaged_copies(file: Path) -> list[str]:
         blocks = [Superblock.unpack(page, str(file)) for page in pages]
         for copy, block in enumerate(blocks):
             if copy == 1 and blocks[0] and blocks[0].round and blocks[0].sequence == 1 and not any(pages[1]):
-                continue  # the ranks have not agreed yet on their first commit
+                continue  # the ranks have not confirmed their first commit yet
             if block is None:
                 damaged[copy].append("superblock")
                 continue
@@ -93,7 +93,7 @@ def _damaged_copies(file: Path) -> list[str]:
 
 
 def _without_common_step(verdicts: list[Verdict], stores: list[StoreFile]) -> Iterator[tuple[Verdict, str]]:
-    """Yield verdict and problem of each optimizer whose devices lack a common step, or of which some are missing.
+    """Yield verdict and problem of each optimizer whose devices lack a common step, or are not all there.
 
     A single device may be verified alone.
     """

@@ -266,7 +266,7 @@ def top(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per update, each on a line.")] = False,
 ) -> None:
-    """Watch a training: its steps, drives, wear, and what it waits for.
+    """Watch a training: its steps, drives, wear and bottleneck.
 
     The training is not disturbed. If it has ended, its last known state is shown.
     """

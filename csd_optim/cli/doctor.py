@@ -187,7 +187,7 @@ def check_store(store: dict[str, Any]) -> Finding:
 
 
 def check_disk(disk: dict[str, Any]) -> Iterator[Finding]:
-    """Check what kind of drive it is, and its PCIe link. `disk`: from health.describe_disk()."""
+    """Check the kind of a drive, and its PCIe link. `disk`: from health.describe_disk()."""
     what, model = f"drive {disk['name']}", disk["model"] or "of unknown make"
     if disk["name"].startswith(("vd", "xvd", "nbd", "rbd", "loop")):
         yield Finding(what, UNKNOWN, "virtual: the physical drive is not visible", "--probe 60 measures it")

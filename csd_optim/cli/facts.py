@@ -147,8 +147,8 @@ def planned_placement(
     """Return the placement that `auto` would choose for `params` parameters, after measuring devices, CPU and link.
 
     The result is that of Placement.describe(), with `rooms`, the bytes that each device has room for, and
-    `drives_alone`, the seconds of a step on the drives only; None if there are only drives, none, or too small ones.
-    Raises CSDError.
+    `drives_alone`, the seconds of a step on the drives only; None if there are only drives, no devices, or too little
+    room. Raises CSDError.
     """
     named = parse_devices([AUTO, *(names or settings.devices())])
     near = next((s for s in named if s.kind.on_accelerator), None)

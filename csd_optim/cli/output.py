@@ -128,7 +128,7 @@ def show_top(found: list[dict[str, Any]]) -> Group:
 
 
 def describe_training(devices: list[dict[str, Any]]) -> str:
-    """Return the line about a training. `devices`: those of one process, which may have ended."""
+    """Return the line about a training. `devices`: reports on the devices of one process, which may have ended."""
     d = devices[0]
     rank = f", rank {d['rank']} of {d['world_size']}" if d["world_size"] > 1 else ""
     who = "no process trains here now" if d["pid"] is None else f"process {d['pid']}"
@@ -177,7 +177,7 @@ def top_table(devices: list[dict[str, Any]]) -> Table:
 
 
 def duration(seconds: float) -> str:
-    """Return a time span as text. Negative ones, from another machine's clock that is ahead, count as 0."""
+    """Return a time span as text. Negative values (another machine's clock is ahead) count as 0."""
     for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
@@ -264,7 +264,7 @@ def show_store(described: dict[str, Any], everything: bool) -> None:
 
 
 def _rules_text(rules: dict[str, int]) -> str:
-    """Return what says which rules update a store. `rules`: elements by rule."""
+    """Return the text about a store's update rules. `rules`: elements by rule."""
     if len(rules) < 2:
         return ", ".join(rules) or "nothing yet"
     return ", ".join(f"{name} ({number(n)})" for name, n in rules.items())

@@ -1,4 +1,4 @@
-"""Top-K: which gradients are sent sparse, and which share of their elements.
+"""Top-K: the choice of gradients to send sparse, and of the share of their elements.
 
 From each part of a parameter (its n elements in one tile), the `round(topk * n)` gradients of largest magnitude are
 sent, at least one, in 16 bits; among equal ones the first; zeros never. The device takes the others as zero. With error
@@ -6,7 +6,7 @@ feedback, the unsent rest is *owed*: it is kept as the residual, in bfloat16, an
 residual is in the units of the update, after loss scale and clipping, so that both may change from step to step. It is
 rounded stochastically, so that small gradients add up, too, and changes only when a step is complete.
 
-The engine selects from gradients in host memory (native/src/topk.h), selection.py from those elsewhere, by the same
+The engine selects from gradients in host memory (native/src/topk.h), selection.py from all other gradients, by the same
 definitions and to the same bits.
 """
 
@@ -53,10 +53,10 @@ def ratios(
 ) -> np.ndarray[Any, Any]:
     """Return the share of its gradient that each parameter sends in its `steps`-th step; 0: the whole gradient, dense.
 
-    `owing` (bool): whether it has a residual that is still to be sent. `groups_of`: index of each parameter's group. A
-    group with its own `topk` decides for all its parameters. The first `warmup` steps are dense, then the share falls
-    geometrically, for as many steps again (Lin et al., "Deep Gradient Compression", 2018).
-    Raises CSDValueError if `topk`, or that of a group, is invalid.
+    `owing` (bool): whether a parameter has an unsent residual. `groups_of`: index of each parameter's group. A group
+    with its own `topk` decides for all its parameters. The first `warmup` steps are dense, then the share falls
+    geometrically, for as many steps again (Lin et al., "Deep Gradient Compression", 2018). Raises CSDValueError if
+    `topk`, or a group's `topk`, is invalid.
     """
     check_topk(topk)
     for k, group in enumerate(groups):

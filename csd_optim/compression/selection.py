@@ -150,7 +150,7 @@ def feed_back(
     first: int,
     step: int,
 ) -> None:
-    """Update `residual` in place: gradient plus residual, minus those of `values` that are `sent`.
+    """Update `residual` in place: gradient plus residual, minus the sent elements of `values`.
 
     `grad`, `residual`, `scale`: as passed to rounded(). `values`: its result. `sent`: the result of select().
     `first`: where the part begins in its parameter. `step`: the parameter's step, from 1. If the scale has no inverse,

@@ -1,4 +1,4 @@
-"""Joules that this machine has used, as its processors count them: RAPL in Linux's powercap tree.
+"""Joules used by this machine, as counted by its processors: RAPL in Linux's powercap tree.
 
 https://docs.kernel.org/power/powercap/powercap.html says how the counters read and wrap. A zone `package-N` is a
 processor, or a die of it. Its subzones `core` and `uncore` are parts of it, and not added; `dram`, its memory, is not
@@ -22,7 +22,7 @@ POWERCAP = Path("/sys/class/powercap")
 
 @dataclass
 class Zone:
-    """A counter of microjoules. `wraps_at`: the most it counts to; `last`: what it was when it was last read."""
+    """A counter of microjoules. `wraps_at`: the most it counts to; `last`: its value at the last reading."""
 
     name: str
     counter: Path

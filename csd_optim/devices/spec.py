@@ -274,7 +274,7 @@ _n_optimizers = 0  # that have used OPTIMIZER
 
 
 def count_optimizer(devices: Any) -> None:
-    """Count an optimizer that was made on these devices (None: CSD_OPTIM_DEVICES), if they have the placeholder."""
+    """Count an optimizer made on these devices (None: CSD_OPTIM_DEVICES), if their names have the placeholder."""
     global _n_optimizers
     named = settings.devices() if devices is None else [devices] if isinstance(devices, (str, os.PathLike)) else devices
     _n_optimizers += any(isinstance(d, str) and OPTIMIZER in d for d in named)

@@ -110,8 +110,8 @@ def read_xclbin(path: str | os.PathLike[str]) -> Xclbin:
 def find_kernels(named: Path | None = None, needed: Collection[str] = ()) -> Xclbin:
     """Return the xclbin with our kernels: `named` by the user, else CSD_OPTIM_XCLBIN, else that of `make install`.
 
-    `needed`: names of KERNELS that it must contain; it must contain at least one in any case. `kernels` of the result
-    lists only ours. Raises CSDUnavailableError if the file does not exist, has no kernel of ours or lacks a needed one.
+    `needed`: required kernels, of KERNELS; at least one kernel must be there in any case. `kernels` of the result lists
+    only ours. Raises CSDUnavailableError if the file does not exist, has no kernel of ours or lacks a needed one.
     """
     path = (named or settings.xclbin() or Path(INSTALLED)).resolve()
     try:

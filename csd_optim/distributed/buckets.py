@@ -1,4 +1,4 @@
-"""The buckets in which gradients and parameters travel between processes: their size, and what each contains."""
+"""The buckets in which gradients and parameters travel between processes: their size and content."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ TARGET_BUCKETS = 32  # number of buckets to aim for, so that the first are used 
 
 
 def bucket_bytes(total: int, target_buckets: int = TARGET_BUCKETS) -> int:
-    """Return the bucket size, bytes, for `total` bytes: small enough for so many buckets, within the limits above."""
+    """Return the bucket size in bytes for `total` bytes: small enough for `target_buckets`, within the limits above."""
     return min(BUCKET_BYTES, max(MIN_BUCKET_BYTES, -(-total // target_buckets)))
 
 
 class Cut(NamedTuple):
     """Some rows of an item, in a bucket."""
 
-    item: int  # its number
+    item: int  # number of the item
     first: int
     rows: int
     offset: int  # in the bucket, bytes
 
 
 def pack(items: Iterable[tuple[int, int]], max_bytes: int, align: int = ALIGN) -> list[list[Cut]]:
-    """Cut items into buckets, one after another. `items`: number of rows, and bytes of a row, of each.
+    """Cut items into buckets, in order. `items`: (number of rows, bytes of a row) of each item.
 
     A bucket has at most `max_bytes`, or a single row. The result depends on the arguments alone.
     """

@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 from .ranks import Ranks, device_of
 
-# This process's part of each gradient (None: it has none), and the process groups over which the squares of such parts
-# add up, in order; see Partition.groups().
+# Of each gradient: this process's part, or None; and the process groups over which to add up the parts' squares, in
+# order: see Partition.groups().
 Parts = Iterable[tuple[torch.Tensor | None, tuple[Any, ...]]]
 
 
 def norm_of(grads: Parts) -> float:
-    """Return the fp32 2-norm of gradients as one vector. A collective of these groups."""
+    """Return the fp32 2-norm of all gradients as one vector. A collective of their process groups."""
     norms = _by_groups(grads)
     totals = [_over_groups(groups, _combine(of_groups)) for groups, of_groups in norms.items()]
     return float(_combine(totals))
@@ -26,11 +26,11 @@ def norm_of(grads: Parts) -> float:
 
 @dataclass
 class OwnNorm:
-    """What one rank knows of the norm of all gradients."""
+    """One rank's share of the norm of all gradients."""
 
-    whole: torch.Tensor | None  # the norm of those that each rank has; None: there are none
-    square: float  # the sum of squares of this rank's parts of the others
-    sharers: list[int]  # the ranks that have parts of these; empty: there are none
+    whole: torch.Tensor | None  # the norm of gradients that every rank has; None if there are none
+    square: float  # the sum of squares of this rank's parts of divided gradients
+    sharers: list[int]  # the ranks with parts of divided gradients; empty if there are none
 
     def total(self, squares: Sequence[float]) -> float:
         """Return the norm of all gradients. `squares`: by rank; the sum does not depend on their order."""
@@ -42,7 +42,7 @@ class OwnNorm:
 
 
 def own_norm(grads: Parts, ranks: Ranks) -> OwnNorm | None:
-    """Return this rank's share of norm_of(); None if not all parts are divided among the same ones of these ranks."""
+    """Return this rank's share of norm_of(); None unless all divided gradients are divided among the same ranks."""
     norms = _by_groups(grads)
     whole = norms.pop((), None)
     sharers = [_sharers(groups, ranks) for groups in norms]
@@ -53,7 +53,7 @@ def own_norm(grads: Parts, ranks: Ranks) -> OwnNorm | None:
 
 
 def _sharers(groups: tuple[Any, ...], ranks: Ranks) -> list[int] | None:
-    """Return the ranks over which these groups sum, one after another; None if that cannot be told."""
+    """Return the ranks over which a sum through all `groups` goes; None if unknown."""
     everybody = dist.get_process_group_ranks(ranks.group)
     members = {rank for group in groups for rank in dist.get_process_group_ranks(group)}
     if not members.issubset(everybody):

@@ -25,20 +25,20 @@ from ..accelerator import on_device
 from ..errors import CSDRankError, CSDValueError
 
 LINGER_SECONDS = 0.1  # seconds to wait at exit
-MAX_LENT = 62  # groups that may be lent again: one bit each, of an int64
-CREATED_WITHIN = timedelta(seconds=60)  # all ranks make a group at the same time: later, one of them has died
+MAX_LENT = 62  # groups that may be lent again, each a bit of an int64
+CREATED_WITHIN = timedelta(seconds=60)  # all ranks make a group at the same time; a rank that takes longer has died
 EXCHANGE_TAG = 0x435344  # tag of exchange(): an arbitrary number, so that other messages do not match it
 
 
-# By process group: the groups of the same ranks that borrow() has made, in the same order on all of them.
+# By process group: groups of the same ranks made by borrow(), in the same order on all ranks.
 _LENT: weakref.WeakKeyDictionary[Any, list[Ranks]] = weakref.WeakKeyDictionary()
 
 
 @functools.cache
 def _linger_at_exit() -> None:
-    """Give gloo's threads time at exit to release tensors, for which they take the GIL after a collective.
+    """Give gloo's threads time at exit to release tensors, for which they need the GIL after a collective.
 
-    The process would abort if the interpreter shut down at that moment.
+    The process would abort if the interpreter shut down meanwhile.
     """
     atexit.register(time.sleep, LINGER_SECONDS)
 
@@ -62,8 +62,8 @@ class Ranks:
         self.size: int = dist.get_world_size(group)
         self.device_types: list[str] = [device.type for device in group._device_types]
         self.device: torch.device = device_of(group)
-        self.lost: bool = False  # a rank is gone, so communication is no longer possible
-        # Of a borrowed group: nobody here needs it any more; a collective is under way on it. See borrow().
+        self.lost: bool = False  # a rank is gone; communication is no longer possible
+        # Of a borrowed group, see borrow(): no longer needed here; in use by a collective.
         self.returned: bool = False
         self.busy: bool = False
         self._replicas: dict[Any, tuple[Ranks, Any]] = {}
@@ -71,7 +71,7 @@ class Ranks:
 
     @functools.cached_property
     def members(self) -> list[int]:
-        """Their ranks in the job."""
+        """The members' ranks in the job."""
         return dist.get_process_group_ranks(self.group)
 
     @functools.cached_property
@@ -107,11 +107,11 @@ class Ranks:
         return self.device.type == "cpu" and bool(self.group._get_backend(self.device).name() == "gloo")
 
     def borrow(self) -> Ranks:
-        """Return the same ranks with a gloo group of their own, on which another thread may communicate. A collective.
+        """Return the same ranks on a separate gloo group, for communication on another thread. A collective.
 
-        Collectives pair by their order, so each thread needs a group for itself. Set `returned` when the group is no
-        longer needed: it is lent again once all ranks have returned it, and none is `busy`. No group is destroyed: its
-        name, and with it addresses, would be used again.
+        Collectives pair by their order, so each thread needs its own group. Set `returned` when the group is no longer
+        needed: the group is lent again once all ranks have returned it, and it is `busy` on none. Groups are never
+        destroyed, as their names, and with them addresses, would be used again.
         """
         lent = _LENT.setdefault(self.group, [])
         free = sum(1 << k for k, r in enumerate(lent[:MAX_LENT]) if r.returned and not (r.busy or r.lost))
@@ -122,7 +122,7 @@ class Ranks:
             return again
         with self._marking_lost():
             made = dist.new_group(self.members, CREATED_WITHIN, backend="gloo", use_local_synchronization=True)
-            # Back ends of other vendors need not have options; then gloo's own timeout holds.
+            # Back ends of other vendors may have no options; gloo's default timeout then applies.
             options = getattr(self.group._get_backend(self.device), "options", None)
             dist.distributed_c10d._set_pg_timeout(options._timeout if options else dist.default_pg_timeout, made)
         lent.append(Ranks(made))
@@ -134,7 +134,7 @@ class Ranks:
         return self.group is dist.group.WORLD
 
     def gather(self, *values: float, dtype: torch.dtype = torch.int64) -> list[tuple[Any, ...]]:
-        """Return all ranks' values, by rank. Each rank passes the same number of them."""
+        """Return all ranks' values, by rank. Each rank passes the same number of values."""
         own = torch.tensor(values, dtype=dtype, device=self.device)
         out = own.new_empty(self.size, len(values))
         if self._is_gloo:  # direct sends between all pairs: gloo's all_gather goes round a ring, one rank at a time
@@ -146,7 +146,7 @@ class Ranks:
 
     def all_gather(self, out: torch.Tensor, own: torch.Tensor) -> Any:
         """Begin to concatenate all ranks' `own` (1-D, the same size and dtype on every rank) in `out`."""
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name up to torch 2.12
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the latter up to torch 2.12
         with self._marking_lost():
             return gather(out, own, group=self.group, async_op=True)
 
@@ -161,13 +161,13 @@ class Ranks:
             return dist.all_reduce(tensor, group=self.group, async_op=True)
 
     def exchange(self, rows: torch.Tensor) -> list[Any]:
-        """Begin to all-gather in place: `rows` is contiguous with a row per rank, of which each rank has its own."""
+        """Begin to all-gather in place. `rows`: contiguous, a row per rank; each rank has filled its own row."""
         if rows.device.type != "cpu":
             return [self.all_gather(rows.view(-1), rows[self.rank])]
         # gloo's all_gather allocates memory each time, and has at most two broadcasts in flight at once. Direct sends
         # between all pairs are all in flight at once, which is faster where links are the limit.
         others = [(self.rank + k) % self.size for k in range(1, self.size)]  # ranks begin with different receivers
-        with self._marking_lost():  # by the group itself: a program may destroy all groups while a step goes on
+        with self._marking_lost():  # by the group object, as a program may destroy all groups during a step
             return [
                 *(self.group.recv([rows[rank]], rank, EXCHANGE_TAG) for rank in others),
                 *(self.group.send([rows[self.rank]], rank, EXCHANGE_TAG) for rank in others),
@@ -186,13 +186,13 @@ class Ranks:
                 tensor.copy_(buffer)
 
     def wait(self, under_way: list[Any]) -> None:
-        """Wait for these works; on a GPU it is the current stream that waits."""
+        """Wait for these works; on a GPU let the current stream wait."""
         with self._marking_lost():
             for work in under_way:
                 work.wait()
 
     def use_device_of(self, tensors: Iterable[torch.Tensor]) -> None:
-        """If the group requires a GPU, communicate from the one of these tensors, which may not be the current one."""
+        """If the group requires a GPU, communicate from the GPU of these tensors, which may not be the current GPU."""
         devices = (t.device for t in tensors if t.device.type == self.device.type != "cpu")
         self.device = next(devices, self.device)
 
@@ -215,7 +215,7 @@ class Ranks:
     def first_difference(self, entries: list[Any]) -> str | None:
         """Return a description of the first entry that is not the same on all ranks; None if all are equal.
 
-        `entries`: tuples, each beginning with a name.
+        `entries`: tuples that begin with a name.
         """
         for rank, theirs in enumerate(by_ranks := self.gather_objects(entries)):
             for a, b in itertools.zip_longest(by_ranks[0], theirs):
@@ -236,9 +236,9 @@ class Ranks:
         values.by_ranks = self.agree(failure, values.own)
 
     def agree(self, failure: BaseException | None = None, own: Any = None) -> list[Any]:
-        """Raise on all ranks if one of them failed: `failure` on that rank, CSDRankError with its text on the others.
+        """Raise on all ranks if some rank has a `failure`: there the failure, elsewhere CSDRankError with its text.
 
-        Otherwise return all ranks' `own` (plain values), by rank. They are sent only if their checksums differ.
+        Otherwise return all ranks' `own` (plain values), by rank. Values are sent only if their checksums differ.
         """
         digest = hashlib.blake2b(repr(own).encode(), digest_size=8).digest()
         votes = self.gather(failure is not None, int.from_bytes(digest, "little", signed=True))
@@ -251,9 +251,10 @@ class Ranks:
 
 
 class RanksElsewhere:
-    """The ranks of trainers, as the engine of one of them sees them at an optimizer rank.
+    """The trainers' ranks, for a trainer's engine at an optimizer rank.
 
-    They meet by themselves: here, each method returns this rank's values alone, and a context fails on its own.
+    Trainers meet without the optimizer rank: methods here return this rank's values alone, and contexts raise only
+    here.
     """
 
     meet_here: bool = False
@@ -285,15 +286,15 @@ def _alone() -> Iterator[RankValues]:
 
 
 def device_of(group: Any) -> torch.device:
-    """Return the device whose tensors the group can send: the CPU, unless it supports GPUs only, as nccl does."""
+    """Return the device whose tensors the group can send: the CPU, unless the group supports GPUs only, like nccl."""
     types = [device.type for device in group._device_types]
     return torch.device("cpu" if "cpu" in types else types[0])
 
 
 def ranks_of(group: Any) -> Ranks | None:
-    """Return the Ranks of a process group, by default of all ranks; None if this process is alone.
+    """Return the Ranks of a process group (None: all ranks); None if this process is alone.
 
-    Raises CSDValueError if `group` is not a process group that this process belongs to.
+    Raises CSDValueError if `group` is not a process group with this process.
     """
     if not (dist.is_available() and dist.is_initialized()):
         if group is not None:

@@ -1,8 +1,8 @@
-"""The reduce-scatter of gradients in backward (ZeRO-2): each rank gets its rows of the mean gradients, and no others.
+"""The reduce-scatter of gradients in backward (ZeRO-2): each rank gets only its rows of the mean gradients.
 
-DDP hands over one bucket after another. A bucket is sent in rounds, each a single all-to-all, which go on while
-backward does. A round is copied out of the bucket, because DDP reuses that memory; the rows of one gradient in a round
-are a `Strip`. There is no thread: a round is summed when ROUNDS others wait, or at the end of backward.
+DDP hands over one bucket at a time. A bucket is sent in rounds, each a single all-to-all, concurrently with backward. A
+round is copied out of the bucket, because DDP reuses the bucket's memory; the rows of one gradient in a round are a
+`Strip`. There is no thread: a round is summed when ROUNDS later ones wait, or at the end of backward.
 
 Each rank divides its gradients by the number of ranks, as DDP does. Sums are taken in rank order; 16-bit gradients are
 summed in fp32 and rounded once. So the bits do not depend on timing, and with two ranks they equal DDP's.
@@ -27,9 +27,9 @@ from .buckets import aligned, pack, view_in
 from .ranks import Ranks
 from .sharding import rows_of
 
-ROUND_BYTES = 16 << 20  # maximum size of a round: what a rank sends to all ranks together
+ROUND_BYTES = 16 << 20  # maximum size of a round: all bytes that a rank sends
 ROUNDS = 3  # rounds under way at the same time
-SUM_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # in which 16-bit gradients are summed
+SUM_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # dtypes for sums of 16-bit gradients
 
 GRAD_CHANGED = (
     "DDP's communication hook csd_optim.push has reduced it in backward, and step() uses this rank's rows of the mean, "
@@ -59,13 +59,13 @@ class _Reduced:
     """A gradient that was reduced in backward."""
 
     param: torch.Tensor  # keeps its id unique
-    rows: torch.Tensor  # this rank's rows of the mean, in memory of their own; final once `strips` is 0
-    strips: int = 0  # number of those that are not in `rows` yet
+    rows: torch.Tensor  # this rank's rows of the mean, in separate memory; final once `strips` is 0
+    strips: int = 0  # number of strips that are not in `rows` yet
     identity: _GradIdentity | None = None  # `.grad` at the end of backward; None until then
 
 
 class Strip(NamedTuple):
-    """Rows [first, first + n) of each rank's rows of a gradient; the last ranks may have fewer of them, or none."""
+    """Rows [first, first + n) of each rank's rows of a gradient; the last ranks may have fewer rows, or none."""
 
     grad: torch.Tensor
     reduced: _Reduced
@@ -85,7 +85,7 @@ class Strip(NamedTuple):
 
 
 def rounds_of(grads: Sequence[tuple[torch.Tensor, _Reduced]], ranks: int) -> list[list[Strip]]:
-    """Cut gradients, each with what it is reduced to, into rounds of strips: the same on all ranks."""
+    """Cut gradients, each with its result, into rounds of strips: the same on all ranks."""
     sizes = [
         (rows_of(len(grad), ranks, 0)[1], ranks * grad.element_size() * math.prod(grad.shape[1:])) for grad, _ in grads
     ]
@@ -96,13 +96,13 @@ class _Round:
     """A reduce-scatter under way of strips on one device."""
 
     def __init__(self, strips: Sequence[Strip], ranks: Ranks, free: list[torch.Tensor]) -> None:
-        """`free`: memory of the host from finished rounds, uint8; finish() puts its own there."""
+        """`free`: host memory of finished rounds, uint8, to reuse; finish() adds this round's."""
         self.strips: Sequence[Strip] = strips
         self._ranks, self._free, size = ranks, free, ranks.size
         of_ranks = [[strip.of_rank(size, k) for strip in strips] for k in range(size)]
         sizes = [sum(aligned(rows.nbytes) for rows in of_rank) for of_rank in of_ranks]
         device = strips[0].grad.device
-        # Its buffers belong to the stream that is current now, so finish() uses the same.
+        # The buffers belong to the current stream, so finish() uses the same stream.
         self.stream: Any = None if device.type == "cpu" else torch.accelerator.current_stream(device)
         if device.type not in ranks.device_types:
             device = ranks.device
@@ -122,16 +122,16 @@ class _Round:
         self._work = ranks.all_to_all(self._received, self._sizes, sent, sizes)
 
     def finish(self) -> list[torch.Tensor]:
-        """Wait for the round, and fill this rank's rows of the means. Returns what it has filled, without empty ones.
+        """Wait for the round, and fill this rank's rows of the means. Returns the filled rows, without empty tensors.
 
-        Call it with `stream` as the current one. Raises CSDRankError if ranks are gone.
+        Call it with `stream` as the current stream. Raises CSDRankError if ranks are gone.
         """
         self._ranks.wait([self._work])
         targets = [strip.target for strip in self.strips]
         by_rank = [_views(buffer, targets) for buffer in torch.split(self._received, self._sizes)]
         for target, values in zip(targets, zip(*by_rank, strict=True), strict=True):
             target.copy_(sum_in_order(values))
-        if self._buffer.device.type == "cpu":  # an accelerator's allocator reuses memory by itself, stream by stream
+        if self._buffer.device.type == "cpu":  # an accelerator's allocator reuses memory itself, per stream
             self._free.append(self._buffer)
         return [target for target in targets if target.numel()]
 
@@ -146,9 +146,9 @@ def _views(buffer: torch.Tensor, like: Iterable[torch.Tensor]) -> list[torch.Ten
 
 
 def sum_in_order(values: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of tensors of one dtype: of 16-bit ones in fp32, not rounded. Overwrites the first if it is not.
+    """Return the sum of tensors of one dtype, in the first one's memory order.
 
-    The sum is in the memory order of the first.
+    16-bit tensors are summed in fp32, without rounding the result. Other sums overwrite the first tensor.
     """
     first, *others = values
     total = first.to(SUM_DTYPES.get(first.dtype, first.dtype))
@@ -158,50 +158,53 @@ def sum_in_order(values: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 class ReducedGrads(Container[int]):
-    """The gradients that were reduced in backward, by id of the parameter, until others replace them or clear().
+    """The gradients that were reduced in backward, by id of the parameter, until replaced, or until clear().
 
-    The rows outlive that while a step uses them. No lock is held, and nothing here is called concurrently.
+    A step that uses rows keeps them alive longer. Takes no lock, and is never called concurrently.
     """
 
     def __init__(self, ranks: Ranks | None) -> None:
         self._ranks = ranks
-        # Called with a parameter whose rows are final, with the stream that has filled them as the current one.
+        # Called with a parameter whose rows are final. The current stream is the one that has filled the rows.
         self.on_final: Callable[[torch.Tensor], None] | None = None
         self._reduced: dict[int, _Reduced] = {}
         self._divided: Container[int] = ()
-        self._free: list[torch.Tensor] = []  # the memory of ROUNDS rounds at most, as new memory costs page faults
-        # Of a backward under way, torch's number of which is:
+        self._free: list[torch.Tensor] = []  # memory of at most ROUNDS rounds, as new memory costs page faults
+        # Of the backward under way, with torch's number of it:
         self._task = -1
         self._rounds: deque[_Round] = deque()
         self._filled: list[tuple[torch.Tensor, torch.Tensor]] = []  # rows of the mean, and their norm in their dtype
-        self._left: list[tuple[_Reduced, torch.Tensor]] = []  # what was reduced, and this rank's gradient in the bucket
+        self._left: list[tuple[_Reduced, torch.Tensor]] = []  # the result, and this rank's gradient in the bucket
 
     def __contains__(self, key: object) -> bool:
         return key in self._reduced
 
     @property
     def rows(self) -> dict[int, torch.Tensor]:
-        """This rank's rows of the mean gradient, by id of the parameter, of all that have a `.grad`."""
+        """This rank's rows of the mean gradient, by id of the parameter, for all parameters with a `.grad`."""
         return {key: reduced.rows for key, reduced in self._reduced.items() if reduced.param.grad is not None}
 
     def rows_of(self, p: torch.Tensor) -> torch.Tensor | None:
-        """Return this rank's rows of a parameter's mean gradient; None if they are not there, or not final yet."""
+        """Return this rank's rows of a parameter's mean gradient; None if missing or not final yet."""
         reduced = self._reduced.get(id(p))
         return reduced.rows if reduced and not reduced.strips else None
 
     @property
     def under_way(self) -> int:
-        """Number of rounds that were begun and are not summed yet."""
+        """The number of rounds that have begun but are not summed yet."""
         return len(self._rounds)
 
     def clear(self) -> None:
-        """Forget all gradients, because they were cleared: those made later are used as they are."""
+        """Forget all gradients, because the program has cleared them.
+
+        Later gradients without the hook are used as they are.
+        """
         self._reduced.clear()
 
     def why_changed(self, p: torch.Tensor, *, unscaled: bool) -> str | None:
-        """Return why step() cannot take a parameter's gradient as it was reduced, to follow its name; None: it can.
+        """Return why step() cannot take a parameter's reduced gradient, as text to follow its name; None if it can.
 
-        `unscaled`: GradScaler has unscaled it.
+        `unscaled`: GradScaler has unscaled `.grad`.
         """
         reduced = self._reduced.get(id(p))
         if reduced is None or p.grad is None:
@@ -221,8 +224,8 @@ class ReducedGrads(Container[int]):
     def handle_bucket(self, bucket: Any, divided: Callable[[], Container[int]]) -> Any:
         """Reduce a bucket, as DDP's communication hook: a collective. Returns the future that DDP expects.
 
-        `divided` returns the ids of the parameters of which each rank updates some rows. Of these `.grad` stays this
-        rank's own gradient; others are averaged as DDP does it. Raises CSDRankError if ranks are gone.
+        `divided` returns the ids of parameters whose rows are divided among ranks: their `.grad` stays this rank's own
+        gradient. Other gradients are averaged as DDP does it. Raises CSDRankError if ranks are gone.
         """
         if self._ranks is None:
             return mean_of(None, bucket.buffer())
@@ -236,7 +239,7 @@ class ReducedGrads(Container[int]):
         others = []
         for p, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
             if id(p) not in self._divided or grad.dtype is not p.dtype or not grad.numel():
-                others.append(grad)  # a complex one, too: DDP's buckets hold them as real numbers
+                others.append(grad)  # also of complex parameters, in real numbers
                 continue
             own_rows = p.detach().narrow(0, *rows_of(len(p), size, rank))
             reduced = self._reduced[id(p)] = _Reduced(p, torch.empty_like(own_rows))
@@ -256,7 +259,7 @@ class ReducedGrads(Container[int]):
         return future
 
     def _drop_rounds(self) -> None:
-        """Forget what a backward has left that did not come to its end: other gradients follow."""
+        """Forget the remains of a backward that did not reach its end."""
         while self._rounds:
             round = self._rounds.popleft()
             with on(round.stream):
@@ -267,7 +270,7 @@ class ReducedGrads(Container[int]):
         round = self._rounds.popleft()
         with on(round.stream):
             for rows in round.finish():
-                # In the rows' own dtype this is fast, but it overflows early: an infinite one says little.
+                # Fast in the rows' own dtype, but overflows early: infinity does not mean that the rows are infinite.
                 self._filled.append((rows, torch.linalg.vector_norm(rows)))
             for strip in round.strips:
                 strip.reduced.strips -= 1
@@ -277,8 +280,8 @@ class ReducedGrads(Container[int]):
     def _end_backward(self, ranks: Ranks) -> None:
         """Finish a backward: wait for all rounds. If a mean is not finite on any rank, mark all gradients on all ranks.
 
-        So each rank's GradScaler, which examines `.grad`, finds the overflow. All gradients are marked because DDP
-        does not copy those of unused parameters to `.grad`.
+        So each rank's GradScaler, which examines `.grad`, finds the overflow. All gradients are marked because DDP does
+        not copy gradients of unused parameters to `.grad`.
         """
         while self._rounds:
             self._finish_round()
@@ -292,23 +295,25 @@ class ReducedGrads(Container[int]):
             for reduced, _ in left:
                 reduced.identity = _GradIdentity(reduced.param.grad)
 
-        # DDP writes `.grad` in a callback that runs after the one queued here, which therefore queues set_identities().
+        # DDP writes `.grad` in a callback that runs after the callback queued here, which therefore queues
+        # set_identities().
         engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
         with contextlib.suppress(RuntimeError):  # no backward is running: this rank has run out of data (Join)
             engine.queue_callback(lambda: engine.queue_callback(set_identities))
 
 
 def _in_order_of(p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Return a gradient in DDP's bucket in its parameter's memory order, which DDP keeps in the bucket if `p` is dense.
+    """Return a gradient in DDP's bucket with the strides of its parameter.
 
-    GradBucket.gradients() returns all gradients as if they were in row order.
+    DDP keeps the memory order of a dense `p` in the bucket, but GradBucket.gradients() returns all gradients as if in
+    row order.
     """
     is_dense = torch.empty_like(p, device="meta").stride() == p.stride()
     return grad.as_strided(p.shape, p.stride()) if is_dense else grad
 
 
 def mean_of(ranks: Ranks | None, buffer: torch.Tensor, views: Sequence[torch.Tensor] | None = None) -> Any:
-    """Return a future of `buffer` averaged over the ranks as DDP does it; with `views`, only these parts of it are."""
+    """Return a future of `buffer` averaged over the ranks as DDP does it. `views`: average only these parts."""
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     if ranks is None or (views is not None and not views):
         future.set_result(buffer)

@@ -1,7 +1,7 @@
-"""Which part of a parameter this process updates: all of it, its shard of a DTensor, or its share of replicas.
+"""Which part of a parameter this process updates: the whole, a shard of a DTensor, or a share of replicas.
 
-The engine handles parts only. `state` shows each part as torch's training libraries and checkpoints expect it: as it
-is, or as the local tensor of a DTensor of the parameter's shape.
+The engine handles parts only. `state` shows each part as torch's training libraries and checkpoints expect it: as a
+plain tensor, or as the local tensor of a DTensor of the parameter's shape.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ HOW_TO_SAVE = (
 class Partition:
     """How a parameter is divided among processes, and which part of it this process updates.
 
-    The methods of this base class are those of a plain tensor that is updated as a whole.
+    The methods of this base class are for a plain tensor that is updated as a whole.
     """
 
     is_whole = False  # of() returns the whole tensor
-    # torch._foreach_* increments no version counter: neither a DTensor's nor, on the CPU, that of its local tensor.
+    # torch._foreach_* increments no version counter: not a DTensor's nor, on the CPU, its local tensor's.
     writes_uncounted = False
-    # Ranks that hold the same local tensor, of which each updates some rows (dimension 0).
+    # Ranks with the same local tensor, each of which updates some rows (dimension 0).
     replicas: Ranks | None = None
 
     def of_rank(self, t: torch.Tensor, rank: int) -> torch.Tensor:
-        """Return the part of the replica on `rank`, as of() returns this process's."""
+        """Return the part of `t` that `rank` updates: as of(), for another rank."""
         local = self.local(t)
         return local.narrow(0, *rows_of(local.shape[0], self.replicas.size, rank)) if self.replicas else local
 
@@ -87,25 +87,25 @@ class Partition:
 
     @property
     def whole_shape(self) -> torch.Size:
-        """The shape of the tensor that this is a part of. For parts that blocks_by_rank() knows."""
+        """The shape of the whole tensor, for parts with blocks_by_rank()."""
         raise NotImplementedError
 
     def run_in(self, p: torch.Tensor) -> tuple[int, int] | None:
-        """Return the first element of the part in a parameter, numbered in row-major order, and their number.
+        """Return (first element, number of elements) of the part in the parameter, in row-major order.
 
-        None if the part is no such run of elements, or its place is not known.
+        None if the part is no contiguous run, or its place is unknown.
         """
         return (0, p.numel()) if self.is_whole else None
 
     def rows_by_rank(self, ranks: Ranks) -> list[tuple[int, int]] | None:
-        """Return which rows (dimension 0) each of these ranks updates: the first one, and their number.
+        """Return which rows (dimension 0) each of these ranks updates: (first row, number of rows).
 
-        None if they do not divide all rows among them, and only rows.
+        None unless these ranks divide the parameter, by rows alone and completely.
         """
         return None
 
     def blocks_by_rank(self, ranks: Ranks) -> list[tuple[int, int]]:
-        """Return rows_by_rank(), which is not None, in elements."""
+        """Return rows_by_rank(), which must not be None, in elements."""
         if self._blocks is None:
             rows, per_row = self.rows_by_rank(ranks), math.prod(self.whole_shape[1:])
             assert rows is not None
@@ -122,7 +122,7 @@ class Unsharded(Partition):
 
 
 class FSDP1Shard(Partition):
-    """A shard of FSDP1, which keeps to itself how the original parameters are divided."""
+    """A shard of FSDP1, which does not tell how the original parameters are divided."""
 
     def __init__(self, ranks: Ranks | None) -> None:
         self.ranks = ranks
@@ -152,7 +152,7 @@ class _BlockOfTensor(Partition):
         return self.shape
 
     def _keep_rows(self, first: int, rows: int) -> None:
-        """Reduce the block to these of its rows (dimension 0)."""
+        """Reduce the block to some of its rows (dimension 0)."""
         self.first, self.sizes = (self.first[0] + first, *self.first[1:]), (rows, *self.sizes[1:])
 
     def of_state(self, value: torch.Tensor) -> torch.Tensor:
@@ -174,7 +174,7 @@ class _BlockOfTensor(Partition):
     def run_in(self, p: torch.Tensor) -> tuple[int, int] | None:
         from torch.distributed.tensor import Shard as ShardOfDim
 
-        # Others, such as the strided shards of FSDP2 beside tensor parallelism, are no run, or need not be.
+        # Other blocks, such as strided shards of FSDP2 with tensor parallelism, may be no run.
         if not all(of.is_replicate() or (type(of) is ShardOfDim and of.dim == 0) for of in self.placements):
             return None
         return self.first_element(), math.prod(self.sizes)
@@ -224,7 +224,7 @@ class DTensorShard(_BlockOfTensor):
                     if not placement.is_replicate() or shared or self.replicas is None:
                         return None
                     shared = n, k
-            if shared:  # whoever has the same rows divides them
+            if shared:  # ranks with the same rows divide them
                 skipped, rows = rows_of(rows, *shared)
                 first += skipped
             found.append((first, rows))
@@ -252,7 +252,7 @@ class ReplicaShare(DTensorShard):
 
     @staticmethod
     def dim_of(p: Any) -> int | None:
-        """Return the one mesh dimension along which a DTensor is replicated, if it is sharded along others; or None."""
+        """Return the only mesh dimension along which a DTensor is replicated, if others shard it; or None."""
         replicated = [d for d, placement in enumerate(p.placements) if placement.is_replicate()]
         sharded = any(placement.is_shard() for placement in p.placements)
         return replicated[0] if sharded and len(replicated) == 1 and p.device_mesh.size(replicated[0]) > 1 else None
@@ -294,7 +294,8 @@ class ReplicaShard(_BlockOfTensor):
         def refuse(_: Any) -> Any:  # a plain function, so that the tensor can still be copied with its attributes
             raise CSDRuntimeError(text)
 
-        # Training libraries that expect AdamW save rank 0's state dict with torch.save(), and would lose other shares.
+        # Training libraries that expect AdamW save rank 0's state dict with torch.save(), and would lose the other
+        # shares.
         shown.__reduce_ex__ = refuse  # type: ignore[method-assign]
         return shown
 
@@ -320,23 +321,23 @@ def part_of(p: torch.Tensor, ranks: Ranks | None, *, sharded: bool) -> Partition
 
 
 def is_replicated(p: torch.Tensor) -> bool:
-    """Return whether it is a plain parameter, which ranks may replicate: neither a DTensor nor a shard of FSDP1."""
+    """Return whether `p` is a plain parameter, which ranks may replicate: neither a DTensor nor a shard of FSDP1."""
     return not hasattr(p, "to_local") and not is_flat(p)
 
 
 def is_fsdp(module: nn.Module) -> bool:
-    """Return whether it is a module of FSDP2."""
+    """Return whether a module belongs to FSDP2."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def is_flat(p: torch.Tensor) -> bool:
-    """Return whether it is FSDP1's flat parameter, or this rank's shard of an original one (use_orig_params)."""
+    """Return whether `p` is FSDP1's flat parameter, or this rank's shard of an original parameter (use_orig_params)."""
     return getattr(p, "_fsdp_flattened", False)
 
 
 def rows_of(rows: int, n: int, k: int) -> tuple[int, int]:
-    """Return the first row and the number of rows of the k-th of n parts, as torch.chunk divides them."""
+    """Return the first row and the number of rows of the k-th of n parts, divided like torch.chunk."""
     each = -(-rows // n)
     first = min(k * each, rows)
     return first, min(first + each, rows) - first
@@ -355,7 +356,7 @@ def as_dtensor(
 
 
 def whole_of(t: Any) -> torch.Tensor:
-    """Return all of a DTensor in host memory. A collective, through the mesh's devices, wherever `t` is."""
+    """Return a whole DTensor in host memory. A collective through the mesh's devices, whatever the device of `t`."""
     from torch.distributed.tensor import DTensor
 
     dtensor = DTensor.from_local(

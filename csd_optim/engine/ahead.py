@@ -1,4 +1,4 @@
-"""What the states in memory are ahead of the last commit by: one value, and how it changes."""
+"""Whether the states are newer than the last commit, and why: a state machine with one value."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..errors import CSDRuntimeError
 
 
 class Ahead(Enum):
-    """By what the states are ahead of the commit that began last.
+    """Why the states differ from the commit that began last.
 
     =========  ==========================================================  ========================================
     value      the states are                                              tiles may be (truth.Counts)
@@ -23,7 +23,7 @@ class Ahead(Enum):
                the disk: another one must be there before tiles move       by that commit
     =========  ==========================================================  ========================================
 
-    EDITED and RESEEDED are possible in all of them: these are writes that no tile on a device has yet.
+    EDITED and RESEEDED are possible with every value: these are writes that no tile on a device has yet.
     """
 
     NOTHING = auto()
@@ -39,7 +39,7 @@ class Ahead(Enum):
 
 
 class Event(Enum):
-    """What changes it. The values are the words of messages."""
+    """What changes the value of Ahead. The strings are for messages."""
 
     WRITTEN = "a step, or a write to states"
     COMMIT = "a commit"
@@ -61,7 +61,7 @@ TRANSITIONS: dict[Ahead, dict[Event, Ahead]] = {
 
 
 def after(ahead: Ahead, event: Event) -> Ahead:
-    """Return the value after an event. Raises CSDRuntimeError if it must not happen then."""
+    """Return the value after an event. Raises CSDRuntimeError if the event must not happen with the present value."""
     if event not in TRANSITIONS[ahead]:
         within = "within loading()" if ahead is Ahead.LOADING else f"while states are {ahead.name}"
         raise CSDRuntimeError(f"{event.value} is not possible {within}")

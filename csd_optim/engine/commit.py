@@ -5,8 +5,8 @@ copy 0    is written after all tiles and residuals are on the disk (after a fail
           proof.py). After a crash in between, some devices have the new step, and all have the previous one in copy 1
 copy 1    is written after copy 0 is on all disks; from then on the slots of the previous step may be overwritten
 
-When several ranks commit a step together, each writes copy 1 only after the ranks have told each other that all of them
-have copy 0: see rounds.py.
+When several ranks commit a step together, each writes copy 1 only after the ranks have told each other that all have
+copy 0: see rounds.py.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Work = Callable[[InParallel], None]
 
 @dataclass(frozen=True)
 class Replaced:
-    """What a commit has replaced as it began, and what DurableCommitter puts back if it is withdrawn."""
+    """What the beginning of a commit has replaced, for DurableCommitter to restore if the commit is withdrawn."""
 
     record: Record
     round: int
@@ -52,36 +52,36 @@ class Replaced:
 class CommitJob:
     """What a commit contains, captured when the commit began, on the thread that began it.
 
-    From the states themselves `stage()` reads only the tiles, which do not move before the commit has completed.
+    Of the states, `stage()` reads only the tiles, which do not move before the commit has completed.
     """
 
     states: States
     residuals: Residuals
     stores: dict[int, StoreFile]  # by device: the durable ones
-    written_before: list[int]  # by device: bytes written to it before it was opened
+    written_before: list[int]  # by device: bytes written before the device was opened
     superblock: Superblock  # for device 0, without its regions
     manifests: dict[int, bytes]  # by device; empty: the stores keep the manifests that they have
     extents_on: dict[int, list[dict[str, Any]]]  # by device: the extents as in the manifests
     steps: np.ndarray[Any, Any]  # `step` of each parameter
     record: Record
     new_residuals: dict[int, torch.Tensor]  # by parameter: the residuals to be written
-    ready_events: dict[torch.device, Any]  # by accelerator: an event after which its residuals have these values
+    ready_events: dict[torch.device, Any]  # by accelerator: an event after which its residuals are ready
     spaces: Spaces  # of the unchanged residuals; stage() adds the written ones
-    freed: frozenset[Space]  # of parameters that have left: this is the first commit that does not name it
+    freed: frozenset[Space]  # space of parameters that have left, no longer named from this commit on
 
     @property
     def step(self) -> int:
         return self.superblock.step
 
     def stage(self, in_parallel: InParallel) -> list[Staged]:
-        """Write residuals, to space that the previous commit does not use; return what to publish in each store.
+        """Write residuals, to space that the previous commit does not use; return what each store has to publish.
 
-        Runs on the thread of the commit; may be called again if it raises.
+        Runs on the thread of the commit; may be called again after an error.
         """
         states = self.states
         states.check_whole()
         if states.truth.open.any():
-            states.sync()  # before their checksums are taken, which then vouch for what is on the disk
+            states.sync()  # before checksums are taken, which vouch for the data on the disk
             states.remap()  # closes the windows: committed slots must not be written
         else:
             states.native.wait_writes()
@@ -144,7 +144,7 @@ class Commit:
         sequence = self.job.superblock.sequence
         if any(store.current and store.current.sequence > sequence for store in self._stores):
             raise CSDRuntimeError(f"the commit of step {self.job.step} is out of date: a later one was published")
-        # A second attempt writes the same bytes again, so it does not matter what the first one has written.
+        # A second attempt writes the same bytes again, so it does not matter how far the first one got.
         in_parallel([functools.partial(store.publish, staged, copy) for store, staged in self._pairs()])
 
     def _pairs(self) -> Iterable[tuple[StoreFile, Staged]]:
@@ -154,9 +154,9 @@ class Commit:
 class Background:
     """Runs commits, or parts of them, one after another on background threads.
 
-    The threads exist from the constructor on, which raises CSDRuntimeError if the system refuses them: no commit fails
-    for lack of one. Only `start()` uses them, and no finalizer may call it: the garbage collector may run a finalizer
-    on a thread that holds locks of the pool. `wait()` does work that is left over on the calling thread.
+    The constructor starts the threads, so that no commit fails for lack of a thread, and raises CSDRuntimeError if the
+    system refuses. Only `start()` uses them. No finalizer may call `start()`: the garbage collector may run a finalizer
+    on a thread that holds locks of the pool. `wait()` does remaining work on the calling thread.
     """
 
     def __init__(self, n_devices: int) -> None:
@@ -166,7 +166,7 @@ class Background:
         self._running: Flag | None = None  # the work on the pool, until it has ended
         self._holds_steps = True  # a step must not begin before the work is done
         self._to_retry = False  # the work has failed, or was never started
-        # How many commits, or halves of rounds, start() has begun, and how many of these have ended.
+        # The number of commits, or halves of rounds, that start() has begun; and that have ended.
         self.begun: int = 0
         self.ended: int = 0
         self.on_progress: Callable[[], None] = lambda: None  # called on any thread when more is durable, or has ended
@@ -187,7 +187,7 @@ class Background:
             self.begun += 1
 
     def _run(self, work: Work, running: Flag) -> None:
-        with contextlib.suppress(BaseException):  # whatever it is: wait() tries again, and raises what that raises
+        with contextlib.suppress(BaseException):  # wait() tries again, and raises if that fails, too
             work(self._in_parallel)
             self._to_retry = False
         self.ended += 1
@@ -195,7 +195,7 @@ class Background:
         self.on_progress()
 
     def wait_for_step(self) -> None:
-        """Do as wait() before a step, unless work that does not hold steps is running."""
+        """As wait(), before a step; does not wait for work that does not hold steps."""
         if self._holds_steps or self.idle:
             self.wait()
 
@@ -231,17 +231,17 @@ class Background:
         self._work, self._to_retry = None, False
 
     def succeeds(self) -> bool:
-        """Return whether the last work has succeeded, once it has ended; tries nothing again. On any thread."""
+        """Wait for the end of the last work, and return whether it has succeeded. Does not retry. On any thread."""
         self._await()
         return not self._to_retry
 
     def discard(self) -> None:
-        """Wait until no work is running, and drop it: if it failed, it is not retried."""
+        """Wait until no work is running, and forget failed work, which is then not retried."""
         self._await()
         self._work, self._to_retry = None, False
 
     def _in_parallel(self, calls: Iterable[Callable[[], Any]]) -> list[Any]:
-        """Run all calls, even if one fails, and return their results; in the end, raise the first failure."""
+        """Run all calls, even if some fail, and return their results. At the end raises the first failure."""
         futures = [self._pool.submit(call) for call in calls]
         wait(futures)
         return [f.result() for f in futures]
@@ -254,13 +254,13 @@ class Background:
 class Pin:
     """Protects the slots of a commit from being overwritten while somebody, such as a snapshot, copies them."""
 
-    sequence: float  # of the commit; whatever follows a later commit overwrites its slots
+    sequence: float  # of the commit; the steps after a later commit overwrite its slots
     done: Future[Any]  # completes when the copy is finished
     hurry: threading.Event = field(default_factory=threading.Event)  # set when somebody waits for the copy
 
 
 class Pins:
-    """All copies of commits that are under way."""
+    """All copies of commits under way."""
 
     def __init__(self) -> None:
         self._pins: list[Pin] = []
@@ -272,7 +272,7 @@ class Pins:
         self._pins.append(pin)
 
     def wait_before(self, sequence: float) -> None:
-        """Wait until nobody copies the slots that are overwritten next, after the commit with this sequence."""
+        """Wait until no copy reads the slots that are overwritten after the commit with this sequence."""
         for pin in self._pins:
             if sequence > pin.sequence:
                 pin.hurry.set()
@@ -280,7 +280,7 @@ class Pins:
         self._pins = [pin for pin in self._pins if not pin.done.done()]
 
     def end(self) -> None:
-        """Ask all to hurry, and wait until they have finished."""
+        """Ask all copies to hurry, and wait until they have finished."""
         for pin in (pins := [*self._pins]):
             pin.hurry.set()
         wait([pin.done for pin in pins])

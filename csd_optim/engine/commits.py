@@ -1,4 +1,4 @@
-"""Commits of an engine with durable stores, alone or in rounds: what they contain, and how they begin and end."""
+"""Commits of an engine with durable stores, alone or in rounds: their content, beginning and end."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ NO_REGION = Region(0, 0, 0, 0)
 
 
 class Commits(Committer):
-    """The commits of states, of which at least one device is durable: in a directory that the user named.
+    """The commits of states on devices, at least one of which is durable: in a directory that the user named.
 
     See commit.py for what a commit does. Several ranks commit a step together: see rounds.py. DurableCommitter decides
-    when something is committed, and what must not be overwritten before.
+    when to commit, and what must not be overwritten before.
     """
 
     committed_steps: np.ndarray[Any, Any]
 
     def __init__(self, states: States, devices: OpenDevices, ranks: Ranks | RanksElsewhere | None) -> None:
-        """`devices`: those of the states, with their stores."""
+        """`devices`: the devices of `states`, with their stores."""
         super().__init__(states)
         states.make_durable()
         self.devices: OpenDevices = devices
         n_devices = len(devices.specs)
         self.ranks = ranks
         self.store_id: bytes = secrets.token_bytes(16)
-        self.pins: Pins = Pins()  # of those who copy the last commit, such as snapshots
+        self.pins: Pins = Pins()  # of copies of the last commit, such as snapshots
         self.background: Background = Background(n_devices)
         self.residuals: Residuals = Residuals(n_devices)
         self.manifests: Manifests = Manifests(n_devices, ranks)
@@ -60,9 +60,9 @@ class Commits(Committer):
         self._changed = False  # something has changed since the store was last closed cleanly
         self.rounds: Rounds = Rounds(has_ranks=ranks is not None)
         self._last: Commit | None = None  # the commit that began last
-        self._freed: set[Space] = set()  # of parameters that have left; the last commit may still name it
-        self._recovered: Sequence[Contents] = ()  # that of the resume, by device
-        self._due_record: Record | None = None  # the next commit's, if that names none: of what is being loaded, say
+        self._freed: set[Space] = set()  # space of parameters that have left; the last commit may still name it
+        self._recovered: Sequence[Contents] = ()  # by device: the commit that was resumed
+        self._due_record: Record | None = None  # for the next commit if it gets none, such as a load's
 
     def adopt_commit(self, recovered: Sequence[Contents]) -> None:
         """Continue from the commit found in the stores, given by device; the engine adopts the commit next."""
@@ -76,11 +76,12 @@ class Commits(Committer):
         self._recovered = recovered
 
     def check_recovered(self, use: Use = lambda *_: None, tick: Tick = lambda _: None) -> None:
-        """Do as Committer.check_recovered(); with mode "read" without residuals. `use`, `tick`: see each_tile()."""
+        """As Committer.check_recovered(); with mode "read" without residuals. `use`, `tick`: see each_tile()."""
         self.adopt_residuals(read_recovered(self._recovered, use, tick, load=self.states.mode == "resume"))
 
     def discard_newer(self) -> None:
-        # recover() read the commit from the disks, not the page cache (see StoreFile), so each has a whole copy of it.
+        # recover() has read the commit from the disks, not the page cache (see StoreFile), so every disk has a whole
+        # copy.
         for store, commit in zip(self.devices.stores, self._recovered, strict=True):
             assert store is not None
             store.discard_newer(commit)
@@ -132,7 +133,7 @@ class Commits(Committer):
 
     def reserve(self, record: Record | None) -> None:
         record = record or self.states.record
-        spare = 64  # `written_bytes` may have some digits more
+        spare = 64  # `written_bytes` may get more digits
         size = 8 * self.states.tiles.n_params + len(record.head()) + len(record.user_state) + spare
         size += RESIDUAL_ENTRY.itemsize * len(self.states.residuals)
         for d, store in self._stores.items():
@@ -158,10 +159,10 @@ class Commits(Committer):
         return self.rounds.next_is_one(self.states.step, is_load=self.ahead is Ahead.LOADED)
 
     def commit(self, record: Record | None = None, *, clean: bool = False, background: bool = True) -> None:
-        """Commit as Committer.commit(), in the `background` or before returning. `clean`: the store closes next."""
-        states, self._due_record = self.states, record or self._due_record  # of the next one, too, if this one fails
+        """As Committer.commit(), in the `background` or before returning. `clean`: the store closes next."""
+        states, self._due_record = self.states, record or self._due_record  # kept for the next commit if this one fails
         states.check_whole()
-        after(self.ahead, Event.COMMIT)  # raises if there must be no commit now
+        after(self.ahead, Event.COMMIT)  # raises if a commit is not possible now
         self.background.wait()
         self._check_confirmed()
         replaced = self._replaced_by_a_commit()
@@ -181,12 +182,12 @@ class Commits(Committer):
         run(f"step {states.step}", partial(self._prepare if makes_round else self._commit_alone, commit))
 
     def _check_confirmed(self) -> None:
-        """Raise CSDRuntimeError if the round before the last one may be the one that counts: all have that."""
+        """Raise CSDRuntimeError if the last round is not confirmed: a resume may need the round before it."""
         if self.rounds.unconfirmed:
             raise CSDRuntimeError("the last round is not confirmed: call confirm() on all ranks first")
 
     def _replaced_by_a_commit(self) -> Replaced:
-        """Return what the next commit will replace as it begins."""
+        """Return what the beginning of the next commit will replace."""
         return Replaced(
             self.states.record,
             self.rounds.number,
@@ -202,7 +203,7 @@ class Commits(Committer):
         states, stores, rooms = self.states, self._stores, self._rooms
         if changed := self.residuals.changed(states.residuals):
             self.pins.wait_before(self.sequence)
-        if self._freed:  # nobody may still copy from the last commit what is given back after this one
+        if self._freed:  # space is given back after this commit: no copy of the last one may still read it
             self.pins.wait_before(self.sequence + 1)
         accelerators = {r.device for r in changed.values() if is_on_accelerator(r)}
         self.sequence += 1
@@ -243,22 +244,22 @@ class Commits(Committer):
         self._mark_recoverable(commit)
 
     def _complete(self, commit: Commit, in_parallel: InParallel) -> None:
-        """Complete a commit, and give back the space that no commit names any more."""
+        """Complete a commit, and give back space that is no longer named by any commit."""
         commit.complete(in_parallel)
         if freed := commit.job.freed:
             self.devices.give_back(sorted(freed))
             self._freed.difference_update(freed)
 
     def _mark_recoverable(self, commit: Commit, *, has_failed: bool = False) -> None:
-        """Note that a resume after a crash continues from this commit from now on."""
+        """Note that from now on a resume after a crash continues from this commit."""
         self.states.committed_step, self.residuals.committed = commit.job.step, commit.job.spaces
         self.states.watcher.after_commit(commit.job.step, has_failed=has_failed)
         self.background.on_progress()
 
     def _withdraw(self, commit: Commit) -> None:
-        """Put back everything that the last commit has replaced as it began: it no longer counts, and ends here.
+        """End the last commit as invalid, and restore everything that its beginning has replaced.
 
-        Its copy 0 may be on the disk, with its manifest: then the next commit has to write the manifest again.
+        Copy 0 may be on the disk, with a manifest: the next commit then has to write the manifest again.
         """
         commit_trace.note("withdraws", committer=self, commit=commit)
         self.background.discard()

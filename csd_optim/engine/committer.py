@@ -1,4 +1,7 @@
-"""The committer: decides what becomes of completed steps. This one keeps nothing; durable.py's makes them durable."""
+"""The committer: decides what becomes of completed steps.
+
+The one here keeps nothing; durable.py makes steps durable.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,12 @@ class Committer:
 
     def __init__(self, states: States) -> None:
         self.states: States = states
-        self.ahead: Ahead = Ahead.NOTHING  # by what the states are ahead of the last commit that has begun
+        self.ahead: Ahead = Ahead.NOTHING  # why the states differ from the last commit that has begun
         self.load: Load | None = None  # within loading()
-        self.committed_steps: np.ndarray[Any, Any] = np.zeros(0, np.float32)  # `step` of each parameter then
+        self.committed_steps: np.ndarray[Any, Any] = np.zeros(0, np.float32)  # the parameters' `step` in it
 
     def note(self, event: Event) -> None:
-        """Note what has happened to the states. Raises CSDRuntimeError if that must not happen now."""
+        """Note what has happened to the states. Raises CSDRuntimeError if the event must not happen now."""
         self.ahead = after(self.ahead, event)
 
     # ---- commits: no-ops unless states are durable -------------------------------
@@ -50,14 +53,14 @@ class Committer:
         self.states.watcher.no_commit(self.states.step)
 
     def confirm(self) -> None:
-        """Wait until all ranks have the last round, which counts from then on. Call it before changing states.
+        """Wait until all ranks have made the last round, which is valid from then on. Call this before changing states.
 
-        All ranks call it. If one of them does not have the round, raises on all: CSDOSError on that rank, CSDRankError
-        elsewhere. Nothing has been touched then, and the next call tries again.
+        A collective. If a rank cannot make the round, raises CSDOSError there, and CSDRankError on the other ranks.
+        Nothing has been touched then, and the next call tries again.
         """
 
     def own_round(self) -> int:
-        """Do this rank's half of confirm(): wait until it has the last round, and return the number of that.
+        """Do this rank's half of confirm(): wait until this rank has made the last round, and return its number.
 
         Raises CSDOSError; nothing has been touched then, and the next call tries again. If all ranks return the same
         number, call note_confirmed().
@@ -66,47 +69,47 @@ class Committer:
         return 0
 
     def await_round(self) -> int | None:
-        """Wait until this rank has the last round, and return its number; None if only confirm() can tell.
+        """Wait until this rank has made the last round, and return its number; None if only confirm() can tell.
 
-        Needs no lock: any thread may call it. If all ranks return the same number, call note_confirmed().
+        Needs no lock: any thread may call this. If all ranks return the same number, call note_confirmed().
         """
         self.states.watcher.join()
         return 0
 
     @property
     def highest_round(self) -> int:
-        """The highest number that a round is known to have had, also of a step that was undone."""
+        """The highest known number of a round, even of an undone step's."""
         return 0
 
     def note_confirmed(self, *, highest: int | None = None, has_failed: bool = False) -> None:
-        """Note that all ranks have the last round, as confirm() does.
+        """Note that all ranks have made the last round, as confirm() does.
 
-        `highest`: the largest highest_round of all ranks, if they have told each other: the next round has the number
-        after it. `has_failed`: see Watcher.after_commit().
+        `highest`: the largest highest_round of all ranks, if known: the next round gets the following number.
+        `has_failed`: see Watcher.after_commit().
         """
         self.states.watcher.after_commit(self.states.step, has_failed=has_failed)
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether all ranks have the last round, so that a step may overwrite the one before it."""
+        """Whether all ranks have made the last round, so that a step may overwrite the round before it."""
         return True
 
     def wait(self) -> None:
-        """Wait until the last step is durable. Raises CSDOSError. All ranks call it, and it raises on all."""
+        """Wait until the last step is durable. Raises CSDOSError, on all ranks. A collective."""
 
     def all_ranks_or_none(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context that raises on all ranks if its body fails on one. All ranks enter it."""
+        """Return a context that raises on all ranks if its body fails on one. A collective."""
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def loading(self, record: Record | None = None) -> Iterator[Load]:
-        """Make what is loaded inside durable at the end, with `record`, entirely or not at all.
+        """Make everything loaded inside durable at the end, with `record`, or nothing.
 
-        If this raises, and not Load.stands, the states are those before, or `half_loaded`. Several ranks commit it as a
-        round: all of them enter the context, and it raises on all.
+        If this raises before Load.stands is set, the states are as before, or `half_loaded`. Several ranks commit the
+        load as a round: all enter the context, and it raises on all.
         """
         self.states.truth.note_written()
-        self.states.write_decoded()  # what was written before is no part of the load
+        self.states.write_decoded()  # earlier writes are no part of the load
         load = self._begin_load()
         try:
             yield load
@@ -122,7 +125,7 @@ class Committer:
         return self.load
 
     def _undo_load(self, load: Load) -> None:
-        """Put back what was loaded. If that fails, the states are half loaded, which the next step says."""
+        """Put back what was loaded. If that fails, the states are half loaded, and the next step raises."""
         self._leave_load()
         if load.was_written and self.ahead is Ahead.NOTHING:
             self.note(Event.WRITTEN)
@@ -154,8 +157,9 @@ class Committer:
         """Register the residual of a parameter (numbered over all extents). Not while a step is in flight.
 
         `residual`: 1-D bfloat16, contiguous, as many elements as the parameter, in the order of its state, on any
-        device. Where states are durable, each commit contains its current value. Code that writes to it without torch
-        must call torch.autograd.graph.increment_version. Raises CSDOSError if a disk is full; nothing changes then.
+        device. Where states are durable, each commit contains the residual's current value. Code that writes to a
+        residual without torch must call torch.autograd.graph.increment_version. Raises CSDOSError if a disk is full;
+        nothing changes then.
         """
         self.states.residuals[param] = residual
 
@@ -173,14 +177,12 @@ class Committer:
         """Verify all states of the commit that was resumed, and adopt its residuals. Raises CSDStoreError."""
 
     def discard_newer(self) -> None:
-        """Discard commits that only some devices have; call it before anything new is written. Raises CSDOSError."""
+        """Discard commits that only some devices have. Call this before anything new is written. Raises CSDOSError."""
 
     # ---- parameters that have left -----------------------------------------------
 
     def free(self, params: Sequence[int], tiles: np.ndarray[Any, Any]) -> None:
-        """Give back the disk space of `params`, which have left, and their `tiles`, once a resume finds no commit that
-        names it.
-        """
+        """Give back the disk space of `params`, which have left, and `tiles`, once no commit on disk can name it."""
         self.states.devices.give_back(self.states.spaces_of(tiles))
 
     def note_freed(self, tiles: np.ndarray[Any, Any]) -> None:
@@ -189,22 +191,27 @@ class Committer:
     # ---- snapshots ---------------------------------------------------------------
 
     def begin_save(self, path: Path) -> Future[Path] | None:
-        """Begin to copy the stores to `path` where they are. None: they are here, and the caller copies them."""
+        """Begin to copy the stores to `path` on the stores' machine.
+
+        None: stores are on this one, and the caller copies.
+        """
         return None
 
     # ---- called by the engine ----------------------------------------------------
 
     def before_joining_or_leaving(self) -> None:
-        """Prepare for parameters that join, which were no part of the last step, or leave, which were part of it.
+        """Prepare for parameters to join, although the last step was without them, or to leave after it.
 
         Raises CSDOSError if the last step cannot be committed; nothing has been touched then.
         """
 
     def after_extend(self, extent: Extent, offsets: list[int]) -> None:
-        """Note that an extent was added. `offsets`: where it begins in the store of each device (bytes)."""
+        """Note that an extent was added. `offsets`: of its beginning in each device's store, in bytes."""
 
     def before_step(self, tiles: np.ndarray[Any, Any], record: Record | None) -> np.ndarray[Any, Any]:
-        """Prepare for a step over `tiles`; return the tiles that were written, which it must contain, too: ascending.
+        """Prepare for a step over `tiles`.
+
+        Returns the written tiles, which the step must contain, too: uint32, ascending.
 
         Raises CSDOSError if the step must not begin.
         """
@@ -213,7 +220,7 @@ class Committer:
     def reserve(self, record: Record | None) -> None:
         """Allocate space for the commit of the step in flight, so that a full disk fails now and not in the commit.
 
-        `record`: the one to be committed, if it is not that of before_step(). Raises CSDOSError.
+        `record`: to be committed, if not before_step()'s. Raises CSDOSError.
         """
 
     def before_finish(self, record: Record | None, steps: np.ndarray[Any, Any]) -> None:
@@ -226,7 +233,7 @@ class Committer:
         """Note that a step has completed."""
 
     def before_undo(self) -> None:
-        """Prepare for a completed step to be undone: its commit goes no further."""
+        """Prepare for a completed step to be undone: stop its commit."""
 
     def after_undo(self) -> None:
         """Note that a completed step was undone."""
@@ -240,19 +247,19 @@ class Committer:
 
     @property
     def idle(self) -> bool:
-        """Whether no background work is in flight that close() would wait for."""
+        """Whether close() would have no background work to wait for."""
         return True
 
     @property
     def steps_changed(self) -> bool:
-        """Whether a `step` count differs from the last commit's, which is 0 for parameters that joined since."""
+        """Whether a `step` count differs from the last commit's (0 for parameters that joined since)."""
         steps, committed = self.states.all_steps(), self.committed_steps
         return not np.array_equal(steps[: len(committed)], committed) or bool(steps[len(committed) :].any())
 
     def meet_at_highest_step(self, ranks: Ranks | RanksElsewhere | None) -> bool:
-        """Continue from the highest step of all ranks: some may have parameters that have made more steps.
+        """Continue from the highest step of all ranks, as parameters on other ranks may have made more steps.
 
-        Returns whether any rank has parameters, also if only ranks elsewhere know that. A collective.
+        Returns whether any rank has parameters; True if only ranks elsewhere know. A collective.
         """
         own = self.states.step, self.states.tiles.n_params
         of_ranks = ranks.gather(*own) if ranks else [own]
@@ -265,7 +272,7 @@ class Committer:
         warnings.warn(message, CSDWarning, users_stacklevel())
 
     def end_copies(self) -> None:
-        """Ask those who copy the last commit, such as snapshots, to hurry; wait until all have finished."""
+        """Ask copies of the last commit, such as snapshots, to hurry, and wait until all have finished."""
 
     def before_close(self) -> None:
         """Prepare for the engine to close: this is the last chance to commit. Raises CSDOSError."""

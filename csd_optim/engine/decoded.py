@@ -1,4 +1,4 @@
-"""fp32 tensors of states that have no windows: they are *decoded*, that is, read when somebody looks at them."""
+"""fp32 tensors of states without windows: such states are *decoded*, that is, read from the device on first use."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ class Decoded:
 
     A step that changes the states drops the decoded tensors here; a tensor that the user kept still has the old states.
 
-    What is written to these tensors takes effect with the next step, which starts from it, rounded to codes if it has
-    codes, or with a flush before that; see Truth. As for windows, torch's version counters tell what was written.
+    Writes to these tensors take effect with the next step, which starts from the written values (rounded to codes for
+    8-bit states), or with an earlier flush; see Truth. Writes are noticed by torch's version counters, as for windows.
     """
 
     def __init__(self, devices: Devices, native: NativeEngine, tiles: Tiles) -> None:
         self._devices, self._native, self._tiles = devices, native, tiles
         self.durable: bool = False  # the states outlive the process
-        # By parameter: the states in memory, 1-D in the order of its memory; those that nobody needs need not be there.
+        # By parameter: the states in memory, 1-D in the parameter's memory order; states that nobody needs may be
+        # absent.
         self._states: dict[int, dict[str, torch.Tensor]] = {}
         self._views: dict[int, dict[str, torch.Tensor]] = {}  # by parameter: the same states as views() returns them
-        self._watched: dict[int, list[tuple[str, torch.Tensor, int]]] = {}  # all tensors of states, with versions
-        # Parameters whose masters were written, and that no step has updated since. They may differ from the rounded
-        # masters although nobody has set the parameters.
+        self._watched: dict[int, list[tuple[str, torch.Tensor, int]]] = {}  # all tensors of states, and versions
+        # Parameters whose masters were written, without a step's update since. They may differ from the rounded masters
+        # although the program has not set them.
         self.masters_written: set[int] = set()
-        self.rounded: set[int] = set()  # parameters known to equal their written masters, rounded
-        # Parameters in host memory, 1-D, on devices that update states in place. Those in `_own_masters` serve as the
-        # master section themselves (csd_master IN_PARAM); the tile has a section for those in `_in_sections` until a
-        # step updates them.
+        self.rounded: set[int] = set()  # parameters known to equal their rounded written masters
+        # Parameters in host memory, 1-D, on devices that update states in place. In `_own_masters`: parameters that
+        # serve as the master section themselves (csd_master IN_PARAM). In `_in_sections`: parameters with a section in
+        # the tile until a step updates them.
         self._own_masters: dict[int, torch.Tensor] = {}
         self._in_sections: dict[int, torch.Tensor] = {}
         # Rows, addresses and dtypes of `_own_masters`, cached.
@@ -55,16 +56,16 @@ class Decoded:
     def states(self, param: int) -> dict[str, torch.Tensor]:
         """Return all states of a parameter by name, 1-D fp32, as the next step will find them. Raises CSDOSError.
 
-        The tensors are the same until a step changes the states. Waits for writes. Not while a step is in flight.
+        Returns the same tensors until a step changes the states. Waits for writes. Not while a step is in flight.
         """
         return self._read(param, self._tiles.extent_with(param).sections)
 
     def state(self, param: int, name: str) -> torch.Tensor:
-        """Return one of these states. The others are not read."""
+        """Return one state of a parameter, without reading the others."""
         return self._read(param, [name])[name]
 
     def _read(self, param: int, names: Collection[str]) -> dict[str, torch.Tensor]:
-        """Return the states of a parameter that are in memory, once these are."""
+        """Read the states `names` of a parameter unless they are in memory; return all that are."""
         self._devices.check_open()
         here = self._states.get(param, {})
         if here.keys() >= {*names}:
@@ -86,9 +87,9 @@ class Decoded:
         return here
 
     def master(self, param: int, tile: int, first: int, in_tile: int, n: int) -> torch.Tensor:
-        """Return elements [first, first + n) of a parameter's master, which begin at `in_tile` in this tile.
+        """Return elements [first, first + n) of a parameter's master, which begin at element `in_tile` of `tile`.
 
-        Reads only these, and keeps nothing. Raises CSDOSError. Not while a step is in flight.
+        Reads these elements only, and keeps nothing. Raises CSDOSError. Not while a step is in flight.
         """
         if "master" in self._states.get(param, ()):
             return self._states[param]["master"][first : first + n]
@@ -99,7 +100,7 @@ class Decoded:
     def replace(self, param: int, states: Mapping[str, torch.Tensor]) -> None:
         """Make the next step start from `states`: 1-D fp32, contiguous, on the CPU, used by nobody else.
 
-        The other states stay as they are, and are not read.
+        Other states of the parameter do not change, and are not read.
         """
         others = [entry for entry in self._watched.get(param, ()) if entry[0] not in states]
         self._states[param] = {**self._states.get(param, {}), **states}
@@ -126,7 +127,7 @@ class Decoded:
         return {name for name, tensor, version in self._watched.get(param, ()) if tensor._version != version}
 
     def versions(self) -> dict[int, list[int]]:
-        """Return, for the same parameters, the versions of their tensors, which tell whether they are written again."""
+        """Return, for the parameters in written(), torch's versions of their tensors: later writes change these."""
         return {param: [tensor._version for _, tensor, _ in self._watched[param]] for param in self.written()}
 
     def is_master_written(self, param: int) -> bool:
@@ -134,30 +135,30 @@ class Decoded:
         return "master" in self._names_written(param)
 
     def note_rounded(self, param: int) -> None:
-        """Note that the parameter equals its master, as written just now, rounded."""
+        """Note that the parameter equals its rounded master, which was just written."""
         self.rounded.add(param)
 
     def is_rounded(self, param: int) -> bool:
-        """Return whether a parameter that is its own master equals the master that was written, rounded."""
+        """Return whether a parameter that serves as its own master equals the written master, rounded."""
         own = self._own_masters[param]
         return torch.equal(self._states[param]["master"].to(own.dtype), own)
 
     def addresses(self, param: int, names: Iterable[str]) -> list[int]:
-        """Return the address of each state of a parameter: 0 for those that `names` does not contain."""
+        """Return the address of each state of a parameter: 0 for states not in `names`."""
         states = self._states[param]
         return [states[name].data_ptr() if name in names else 0 for name in self._tiles.extent_with(param).sections]
 
     def within(self, tiles: np.ndarray[Any, Any], *, wholly: bool) -> list[int]:
-        """Return the decoded parameters with tiles among these (ascending): `wholly` or in part."""
+        """Return the decoded parameters whose tiles are among `tiles` (ascending): `wholly` or in part."""
         among = [(param, np.isin(self._tiles.of([param]), tiles)) for param in self._states]
         return [param for param, found in among if (found.all() if wholly else found.any())]
 
     def forget_unwritten(self, params: Iterable[int] | None = None) -> None:
-        """Drop decoded states that nobody has written, of these parameters or of all, as stale or no longer needed."""
+        """Drop unwritten decoded states, which are stale or no longer needed. `params`: None for all parameters."""
         self.drop([p for p in (list(self._states) if params is None else params) if not self._names_written(p)])
 
     def drop(self, params: Iterable[int]) -> None:
-        """Drop decoded states, with what was written to them."""
+        """Drop decoded states, including writes to them."""
         for param in params:
             self.rounded.discard(param)
             self._states.pop(param, None)
@@ -165,7 +166,7 @@ class Decoded:
             self._views.pop(param, None)
 
     def forget(self, params: Collection[int]) -> None:
-        """Drop all that is known of parameters that have left."""
+        """Drop everything about parameters that have left."""
         self.drop(params)
         for param in params:
             self._own_masters.pop(param, None)
@@ -180,7 +181,7 @@ class Decoded:
         }
 
     def put_back(self, saved: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
-        """Drop all decoded states, with what was written to them; those that were `saved` are written ones again."""
+        """Drop all decoded states, including writes, and restore the writes in `saved`."""
         self.drop([*self._states])
         for param, states in saved.items():
             self.replace(param, states)
@@ -200,10 +201,11 @@ class Decoded:
         return param in self._in_sections
 
     def set_location(self, param: int, where: torch.Tensor | None, *, fresh: bool = False) -> None:
-        """Set where a parameter is: 1-D, contiguous, in the dtype of its codes; None: devices cannot use it there.
+        """Set the memory of a parameter: 1-D, contiguous, in the dtype of its codes; None if devices cannot use it.
 
-        If it was its own master section, or is `fresh` (its tile has no state yet), it is its own section from now on.
-        Once devices cannot use it, its master is kept here, and the next step writes it to a section of the tile.
+        A parameter that was its own master section, or is `fresh` (no states in its tile yet), is its own section from
+        now on. If devices can no longer use it, its master is kept here until the next step writes a section of the
+        tile.
         """
         if where is None and param in self._own_masters:
             master = self.state(param, "master")
@@ -227,7 +229,7 @@ class Decoded:
         return self._own_master_rows
 
     def move_own_masters(self, got_section: Iterable[int], updated: Iterable[int]) -> None:
-        """Note that parameters got a section in the last step, and that others, which had one, were `updated`."""
+        """Note that the last step gave some parameters a section, and `updated` others, which no longer need theirs."""
         for param in got_section:
             self._in_sections[param] = self._own_masters.pop(param)
             self._own_master_rows = None

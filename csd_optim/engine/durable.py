@@ -22,17 +22,17 @@ from .load import Load
 class DurableCommitter(Commits):
     """The committer of an engine with at least one durable store.
 
-    It commits each step. What a commit names stays untouched until the next commit: a step reads the slots that the
-    commit names and writes the other ones; windows are private mappings (see truth.py). A commit writes the residuals
-    that have changed, to space that the previous commit does not use.
+    Commits each step. What a commit names stays untouched until the next commit: a step reads the slots that the commit
+    names, and writes the other slots; windows are private mappings (see truth.py). A commit writes the residuals that
+    have changed, to space that the previous commit does not use.
     """
 
     # ---- called by the engine --------------------------------------------------------
 
     def before_joining_or_leaving(self) -> None:
-        if self.ahead.is_uncommitted:  # the last step's commit has the parameters of that step
+        if self.ahead.is_uncommitted:  # the last step's commit has that step's parameters only
             self.commit()
-        self.background.wait()  # the commit may still be allocating space, or have read no tiles yet
+        self.background.wait()  # the commit may still be allocating space or reading tiles
         self._changed = True
 
     def after_extend(self, extent: Extent, offsets: list[int]) -> None:
@@ -48,7 +48,7 @@ class DurableCommitter(Commits):
         if self.ahead.is_uncommitted:
             self.commit()
         # This step overwrites the slots of the commit before the last one. Once all ranks have copy 0 of a round, no
-        # resume needs these, so copy 1 of that round may be written while the step goes on.
+        # resume needs these slots, so copy 1 of the round may be written during the step.
         self.background.wait_for_step()
         self.pins.wait_before(self.sequence)
         self.reserve(record)
@@ -78,11 +78,11 @@ class DurableCommitter(Commits):
 
     @contextlib.contextmanager
     def loading(self, record: Record | None = None) -> Iterator[Load]:
-        """Do as Committer.loading().
+        """As Committer.loading().
 
-        It is decided when all devices of all ranks have copy 0 of its commit, and nobody knows that before the ranks
-        have told each other. If it has failed on one of them, all go back, and replace that copy by another commit
-        before they overwrite anything that it names.
+        A load is complete when all devices of all ranks have copy 0 of its commit, which ranks know only once they have
+        told each other. If the commit has failed on some rank, all ranks go back, and replace copy 0 by another commit
+        before they overwrite anything named in it.
         """
         self.confirm()
         load = before = None
@@ -104,18 +104,19 @@ class DurableCommitter(Commits):
         self.wait()
 
     def _commit_pending(self) -> None:
-        """Commit what cannot be put back after a load: a step without a commit, and what was written to windows."""
+        """Commit what cannot be restored after a failed load: a step without a commit, and writes to windows."""
         edited = self.states.truth.to_flush()
-        if self.states.truth.empty.any():  # a step failed in which parameters joined: no commit may contain these
+        if self.states.truth.empty.any():  # the step in which they joined has failed: not to be committed
             if len(edited):
                 self.warn_of_loss("if this load fails. Call step()")
         elif self.ahead.is_uncommitted or not self.states.unmapped[edited].all():
             self.flush()
 
     def _undo_load(self, load: Load, commit: Commit | None = None) -> None:
-        """Put back what was loaded. `commit`: that of the load, if it has begun.
+        """Put back what was loaded. `commit`: the load's, if it has begun.
 
-        A single process does not, if all devices have copy 0: the load counts, and the next call retries the rest.
+        In a single process a load is complete, and is not undone, once all devices have copy 0: the next call retries
+        the rest.
         """
         if commit and commit.prepared.is_set and self.ranks is None:
             return self._end_load(load)
@@ -126,7 +127,7 @@ class DurableCommitter(Commits):
             self.note(Event.WITHDRAWN)
         self._go_back(load)
         if commit:
-            with contextlib.suppress(CSDError):  # then the next step tries again, before it overwrites anything
+            with contextlib.suppress(CSDError):  # the next step tries again before it overwrites anything
                 self.commit(background=False)
 
     def _go_back(self, load: Load) -> None:
@@ -171,7 +172,7 @@ class DurableCommitter(Commits):
                     self.commit(background=False)
         except BaseException:
             with contextlib.suppress(CSDError):
-                states.remap()  # the windows of other parameters, whose tiles are committed, were opened too
+                states.remap()  # this also opened the windows of other parameters, whose tiles are committed
             raise
 
     def _open_windows(self, params: Sequence[int]) -> None:
@@ -196,7 +197,7 @@ class DurableCommitter(Commits):
         self.pins.wait_before(self.sequence)
         self._changed = True
         edited = truth.note_written()
-        edited = edited[~unmapped[edited]]  # _write_decoded() moves the others, and only once
+        edited = edited[~unmapped[edited]]  # _write_decoded() moves unmapped tiles, and only once
         tiles = np.union1d(tiles, edited)
         self._move(tiles[~truth.loose[tiles]])
         states.show(open=True)
@@ -207,19 +208,19 @@ class DurableCommitter(Commits):
         self.states.move_to_next_slots(tiles)
 
     def _note_move(self, tiles: np.ndarray[Any, Any]) -> None:
-        """Note that tiles are about to move to their other slots. Raises CSDOSError if these cannot be overwritten."""
+        """Call before tiles move to their other slots. Raises CSDOSError if the slots cannot be overwritten."""
         if self.ahead is Ahead.WITHDRAWN:
             self.commit(background=False)
         commit_trace.note("tiles move", committer=self, tiles=tiles)
         self.note(Event.WRITTEN)
 
     def _commit_pending_step(self) -> None:
-        """Commit the last step if its commit failed. Until then the last commit has the other slots of its tiles."""
+        """Commit the last step if its commit failed. Until then the commit before it needs the tiles' other slots."""
         if self.ahead.is_uncommitted and not self._makes_round:
             self.commit(background=False)
 
     def _write_decoded(self, new: np.ndarray[Any, Any]) -> None:
-        """Do as States.write_decoded(). Does nothing inside loading(), whose flush does it once for all.
+        """As States.write_decoded(). Does nothing inside loading(), whose flush writes everything at once.
 
         `new`: tiles that had no states before; bool, one per tile.
         """
@@ -234,15 +235,15 @@ class DurableCommitter(Commits):
     # ---- the end ---------------------------------------------------------------------
 
     def before_close(self) -> None:
-        self.end_copies()  # a copy may have begun since close() waited for them
+        self.end_copies()  # a copy may have begun since close() waited
         states, truth = self.states, self.states.truth
         if not states.tiles.extents and not self.rounds.number:
             return
         truth.note_written()
         edited = truth.would_be_lost or self.residuals.changed(states.residuals) or self.steps_changed
-        # Other ranks may lack this round, or be gone: the last round that all ranks have must not be overwritten.
+        # Other ranks may lack the last round, or be gone: the round before it must not be overwritten.
         unconfirmed = self.rounds.unconfirmed or self._makes_round
-        # A step failed in which parameters joined: these have no state yet.
+        # Tiles of parameters whose first step failed: no states yet.
         stateless = truth.empty.any()
         reason = ""
         if unconfirmed and edited:
@@ -262,9 +263,9 @@ class DurableCommitter(Commits):
 
     @property
     def _failed_to_join(self) -> bool:
-        """Whether the step failed in which parameters joined, so that a resume must find the last commit, without them.
+        """Whether the step failed in which parameters joined: a resume must then find the commit without them.
 
-        A script that is restarted adds the parameters in that step again.
+        A restarted script adds the parameters in that step again.
         """
         joined = not self.manifests.written or self.states.tiles.n_params > len(self.committed_steps)
         return joined and 0 < self.states.step == self.states.committed_step

@@ -1,4 +1,7 @@
-"""The engine: drives several devices as one. states.py is what lies on them; committer.py makes it durable."""
+"""The engine: drives several devices as one.
+
+See states.py for the states on the devices, committer.py for durability.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +34,8 @@ from .windows import Windows
 class Engine:
     """Devices, owned until `close()`, and the states on them: fp32 or 8-bit codes, as extend() is told.
 
-    It is composed of parts that need not be in this process: see parts.py. `committer`: that of the same states; None:
-    one that makes nothing durable.
+    Composed of parts that need not be in this process: see parts.py. `committer`: of the same `states`; None: a
+    committer that makes nothing durable.
     """
 
     def __init__(self, states: States, committer: Committer | None = None, *, tile_elems: int | None = None) -> None:
@@ -46,14 +49,14 @@ class Engine:
         self.committer: Committer = committer or Committer(states)
         self.tile_elems = tile_elems
         self.pid: int = self.devices.pid
-        self.lock: threading.RLock = threading.RLock()  # held during a step, while the state is read, and in close()
+        self.lock: threading.RLock = threading.RLock()  # held during a step, while states are read, and in close()
         self.stepping: bool = False
         self.is_speculative: bool = False  # the step in flight has begun before step(): see overlap/
-        self._kept_alive: object = None  # memory that it uses
+        self._kept_alive: object = None  # memory that the step uses
         self.completed_event: threading.Event | None = None  # set when a thread has completed the step
-        self.tile_rank: np.ndarray[Any, Any] | None = None  # int64 per tile: steps go by rising rank; None: to and fro
+        self.tile_rank: np.ndarray[Any, Any] | None = None  # int64 per tile: low ranks go first; None: to and fro
         self.recovered: Sequence[Contents] = ()  # per device: what the resumed store contains
-        self.replaced: str = ""  # by which newer optimizer, for a message; then this is closed
+        self.replaced: str = ""  # the error message if a newer optimizer has replaced this one
 
     @property
     def accelerator(self) -> OnAccelerator | None:
@@ -67,7 +70,7 @@ class Engine:
 
     @property
     def copies(self) -> int:
-        """How many copies of the states a step needs at the same time, so that it can be undone."""
+        """The number of copies of the states that a step needs, so that it can be undone."""
         return 1 if self.devices.resident or self.truth.copies else SLOTS
 
     # ---- layout ------------------------------------------------------------
@@ -88,7 +91,7 @@ class Engine:
         param_dtype: torch.dtype | None = None,
         is_copied: bool = False,
     ) -> Extent:
-        """Allocate the states of parameters with these sizes; they read as zero. Raises CSDOSError: a disk is full.
+        """Allocate the states of parameters with these sizes, initially zero. Raises CSDOSError if a disk is full.
 
         `sections`: names of each parameter's states, the fp32 master first.
         `codec`: "8bit" stores codes; all parameters then have `param_dtype`.
@@ -97,12 +100,12 @@ class Engine:
         """
         self.check_open()
         self.committer.before_joining_or_leaving()
-        self.states.synced &= codec != FP32 or self.devices.states_on_demand  # else there are windows to write to
+        self.states.synced &= codec != FP32 or self.devices.states_on_demand  # else the program can write to windows
         wanted = ExtentRequest(
             numels, sections, codec, param_dtype, self.tiles.n_params, len(self.tiles), self.tile_elems
         )
         extent = self.devices.plan(wanted, is_copied=is_copied)
-        # Every check comes first; if adding the extent fails all the same, room_for() shrinks the stores again.
+        # All checks come first; if adding the extent still fails, room_for() shrinks the stores again.
         with self.devices.room_for(extent, is_copied=is_copied) as offsets:
             self.states.add(extent, offsets)
             self.committer.after_extend(extent, offsets)
@@ -111,8 +114,8 @@ class Engine:
     def free(self, params: Sequence[int]) -> None:
         """Give back the states of parameters that have left: memory at once, disk space when no commit names it.
 
-        Tiles are given back as a whole, with the last of their parameters. Call it between steps, after
-        `committer.before_joining_or_leaving()` and after a `committer.describe()` that says that they have left.
+        Tiles are given back as a whole, with the last of their parameters. Call this between steps, after
+        `committer.before_joining_or_leaving()` and a `committer.describe()` without the parameters.
         """
         self.check_open()
         self.committer.free(params, self.states.free(params))
@@ -135,8 +138,8 @@ class Engine:
         """Return `tiles`, given in ascending order, in the order in which the next step takes them.
 
         Steps alternate their direction: each begins with the tiles that the previous step wrote last, which are still
-        in memory. The direction follows from the step's number alone, so that all processes agree on it, also after a
-        resume. With a `tile_rank`, the lowest goes first; new tiles, which have no rank yet, come last.
+        in memory. The direction follows from the step's number alone, so that all processes agree, also after a resume.
+        With a `tile_rank`, the lowest rank goes first; new tiles, which have no rank yet, come last.
         """
         if self.tile_rank is not None:
             new = np.full(len(self.tiles) - len(self.tile_rank), np.iinfo(np.int64).max)
@@ -156,12 +159,12 @@ class Engine:
         is_speculative: bool = False,
         kept_alive: object = None,
     ) -> np.ndarray[Any, Any]:
-        """Begin a step over `tiles`; return all tiles to be pushed (see Native.push()), with those that were written.
+        """Begin a step over `tiles`; return all tiles to push (see Native.push()), which include the written tiles.
 
         `record`: for the step's commit. `order`: TO_AND_FRO, SAME_ORDER or AS_PUSHED of bindings.py, see csd_order.
-        `is_speculative`: it begins before step(), and close() undoes it. `kept_alive`: memory that it uses.
-        `tiles` may contain second passes, in the order of muon/schedule.py, which is kept; see Native.begin() for
-        `params` then.
+        `is_speculative`: the step begins before step(), and close() undoes it. `kept_alive`: an object whose memory the
+        step uses. If `tiles` contains second passes, their order (see muon/schedule.py) is kept; for `params` see
+        Native.begin() then.
         """
         self.check_open()
         self.states.check_whole()
@@ -170,7 +173,7 @@ class Engine:
         first = tiles[tiles < PASS_2]
         written = self.committer.before_step(first, record)
         others = np.setdiff1d(written, first)
-        tiles = np.concatenate([tiles, others])  # whatever their order is, the caller will push them in it
+        tiles = np.concatenate([tiles, others])  # in any order, as the caller will push them in this order
         self.truth.step_begins(np.concatenate([first, others]))
         self.states.begin(params, hypers, tiles, order)
         self.stepping, self.is_speculative, self._kept_alive = True, is_speculative, kept_alive
@@ -189,7 +192,7 @@ class Engine:
         self.states.timeline.begin(self.states.step)
 
     def end_without_tiles(self, keep: bool = True) -> None:
-        """End it. `keep`: it is complete; else it was undone."""
+        """End a step of begin_without_tiles(). `keep`: the step is complete; else it was undone."""
         self._note_end(is_undone=not keep)
         self.states.go_to(self.states.step + keep)
 
@@ -208,9 +211,9 @@ class Engine:
         self.states.torn = True
 
     def finish(self, keep: bool = True) -> None:
-        """Complete the step. With `keep` False, or if this raises CSDError, it is undone. Commit it next.
+        """Complete the step; commit it next. With `keep` False, or if this raises CSDError, the step is undone.
 
-        Call Committer.before_finish() first if it is to be kept.
+        To keep the step, call Committer.before_finish() first.
         """
         try:
             self.native.finish(keep)
@@ -227,11 +230,11 @@ class Engine:
             self.truth.undone_in_place()
 
     def undo_last(self, params: np.ndarray[Any, Any], *, had_tiles: bool = True) -> None:
-        """Undo the last finished step, even if this rank has committed it, because another rank failed to.
+        """Undo the last finished step, even if this rank has committed it, because the step failed on another rank.
 
-        `params`: the parameters that took part in the step. `had_tiles`: it was one of begin(). Since then, nothing but
-        writes to windows may have changed states. Raises CSDValueError if the step began with such writes, or was
-        the first of a tile. Afterwards Native.undone() answers as after finish().
+        `params`: the parameters that took part in the step. `had_tiles`: the step was begun by begin(). Since then,
+        nothing but writes to windows may have changed states. Raises CSDValueError if the step began with such writes,
+        or was the first of a tile. Afterwards Native.undone() answers as after finish().
         """
         self.committer.before_undo()
         if had_tiles:
@@ -260,14 +263,14 @@ class Engine:
             yield
 
     def wait(self) -> None:
-        """Wait until the last step is durable. Raises CSDOSError. All ranks call it, and it raises on all."""
+        """Wait until the last step is durable. Raises CSDOSError, on all ranks. A collective."""
         self.committer.wait()
 
     # ---- the end -------------------------------------------------------------------
 
     @property
     def idle(self) -> bool:
-        """Whether no background work is in flight that close() would wait for."""
+        """Whether close() would have no background work to wait for."""
         return self.committer.idle and (self.completed_event is None or self.completed_event.is_set())
 
     @property
@@ -277,14 +280,14 @@ class Engine:
     def close(self) -> None:
         """Complete all writes and close the devices. Raises CSDOSError if the last states could not be written.
 
-        Ctrl-C, and every other signal that Python code handles, is deferred until that is done. Only while this waits
-        for a snapshot, a signal interrupts it at once, and the optimizer stays open and unchanged.
+        Ctrl-C, and every other signal with a handler in Python, is deferred until then. Only a wait for a snapshot is
+        interrupted at once; the optimizer then stays open and unchanged.
 
         A no-op in a forked child, which has neither the threads nor the devices.
         """
         if self.pid != os.getpid():
             return
-        self.committer.end_copies()  # this may take long and may be interrupted: nothing has been closed yet
+        self.committer.end_copies()  # may take long and be interrupted: nothing is closed yet
         if self.completed_event:
             self.completed_event.wait()
         with defer_signals(), self.lock:  # an interrupt would run abandon() while a commit still uses the devices
@@ -292,7 +295,7 @@ class Engine:
                 return
             if self.is_speculative:
                 self.finish(keep=False)
-            if self.stepping:  # close() is called on the thread that steps, for example by a signal handler
+            if self.stepping:  # called on the stepping thread, for example by a signal handler
                 raise CSDRuntimeError("a step is under way: close() when it has returned")
             try:
                 self.commit_last()
@@ -300,26 +303,26 @@ class Engine:
                 self.abandon()
 
     def commit_last(self) -> None:
-        """Complete all writes and commit what is not committed yet, because this closes next. Raises CSDOSError."""
+        """Complete all writes and commit what is not committed yet. close() comes next. Raises CSDOSError."""
         with self.lock:
             self.committer.before_close()
             self.native.wait_writes()
             self.states.timeline.write(self.states.step)
 
     def abandon(self) -> None:
-        """Close the devices as they are: commit nothing, and suppress the native engine's errors."""
+        """Close the devices without a commit, and suppress the native engine's errors."""
         self.states.timeline.close()
         self.committer.close()
         if self.truth.copies:
             self.truth.copies.close()
         if self.native.is_open:
-            with contextlib.suppress(CSDError):  # whoever waited for the last writes has already raised it
+            with contextlib.suppress(CSDError):  # already raised where somebody waited for the writes
                 self.native.close()
         self.states.watcher.engine_closed()
         self.devices.close()
 
     def check_open(self) -> None:
-        """Raise CSDRuntimeError if this is closed, or belongs to another process."""
+        """Raise CSDRuntimeError if this engine is closed, or belongs to another process."""
         if self.replaced:
             raise CSDRuntimeError(self.replaced)
         self.devices.check_open()

@@ -27,15 +27,15 @@ HYPERS = np.array([ADAMW_STEP], HYPER)
 class EngineWithoutDrive:
     """The engine on a device whose I/O completes immediately: /dev/zero accepts all writes, and nothing needs reading.
 
-    Every tile stays in its own buffer in memory. The engine's threads verify, update and checksum it there as they
-    would with any drive, so this measures the engine where drives are not the limit. With `cached` False every step
-    reads tiles again; it gets zeros, which are the right states only until the first update.
+    Every tile stays in its own buffer in memory. The engine's threads verify, update and checksum tiles there as with
+    any drive, so this measures the engine where drives are not the limit. With `cached` False every step reads its
+    tiles, as zeros, which are the right states only until the first update.
 
-    `in_memory`: instead, the states lie as `ram:` beside other devices keeps them, read and written in each step.
+    `in_memory`: keep the states as `ram:` does beside other devices: read and written in each step.
 
     `grad`, `param`: `elems` elements of `dtype`; `hyper`: one element of HYPER; all may be changed between steps.
     `state_dtype`: "8bit" stores codes; for the same bits as an optimizer, pass the number of the step as `seed`.
-    `sections`: names of the states, the master first, as the rule in `hyper` has them.
+    `sections`: names of the states of the rule in `hyper`, the master first.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class EngineWithoutDrive:
         self._table["grad"], self._table["param"] = self.grad.data_ptr(), self.param.data_ptr()
         self._table["grad_dtype"] = self._table["param_dtype"] = DTYPE_CODES[dtype]
         self._table["master"] = bindings.IN_SECTION
-        param_dtype = None if state_dtype == FP32 else dtype  # only codes have one
+        param_dtype = None if state_dtype == FP32 else dtype  # only for codes
         codec_options: dict[str, Any] = {"codec": codec_of(state_dtype, sections), "param_dtype": param_dtype}
         extent = plan_extent([elems], 1, sections=sections, tile_elems=tile_elems, **codec_options)
         self.tiles: np.ndarray[Any, Any] = np.arange(extent.n_tiles, dtype=np.uint32)
-        # As for an existing store without known checksums; nobody reads its windows.
+        # As for an existing store with unknown checksums; nobody reads the windows.
         shape = (extent.n_tiles, extent.chunks, len(extent.slot))
         states, sums = np.zeros(extent.n_tiles, TILE_STATE), np.zeros(shape, np.uint32)
         self._store = StoreFile(None, durable=False) if in_memory else None

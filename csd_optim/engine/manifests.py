@@ -17,9 +17,9 @@ from .residuals import Room
 
 
 class Manifests:
-    """The manifests, one per device; they differ in the extents.
+    """The manifests, one per device, which differ in the extents.
 
-    `rooms`, a parameter of several methods: where the existing residuals are stored, by parameter.
+    `rooms`, an argument of several methods: by parameter, where the existing residuals are stored.
     """
 
     def __init__(self, n_devices: int, ranks: Ranks | RanksElsewhere | None) -> None:
@@ -32,13 +32,13 @@ class Manifests:
         self._rank_fields = {"rank": ranks.rank, "world_size": ranks.size} if ranks else {}
 
     def __bool__(self) -> bool:
-        """Return whether describe() or adopt() has told what the parameters are."""
+        """Return whether describe() or adopt() has set the parameters."""
         return bool(self._params)
 
     def describe(self, params: dict[str, Any]) -> None:
         """Set the description of the parameters, as params.manifest makes it; the same for all devices.
 
-        The store keeps its origin, if it has one.
+        The `origin` of an existing description is kept.
         """
         kept = {key: value for key, value in self._params.items() if key == "origin"}
         self._params, self._has_rules, self.written = {**kept, **params}, has_rules(params), False
@@ -69,7 +69,7 @@ class Manifests:
             self.tiles_bytes[device] += tile_entry(about).itemsize * about["tiles"]
 
     def free(self, extent: int, device: int, numbers: Iterable[int]) -> None:
-        """Note which tiles of an extent on a device were freed. `numbers`: among all that it has there."""
+        """Note which tiles of an extent on a device were freed. `numbers`: counted among the extent's tiles there."""
         for extents in self.extents_on:
             extents[extent].setdefault("freed", [])
         about = self.extents_on[device][extent]

@@ -1,4 +1,4 @@
-"""Copies of durable states on the accelerator: with `gpu:` beside named directories, steps update the states there.
+"""Copies of durable states on the accelerator: steps update these if `gpu:` is named beside directories.
 
 The directories always contain all states. Some states also have a copy on their parameter's accelerator. Which of the
 two is authoritative:
@@ -56,10 +56,10 @@ class NearCopies:
         """Free the memory of all copies."""
         for copy in self.by_param.values():
             copy.states.clear()
-        self._native = None  # it names devices, and these know the accelerator: leave no cycle to the garbage collector
+        self._native = None  # breaks a reference cycle, by way of the devices
 
     def load(self, params: Collection[int]) -> None:
-        """Load the invalid copies among these parameters from the directory. Not during a step.
+        """Load these parameters' invalid copies from the directory. Not during a step.
 
         Raises CSDOSError, or CSDStoreError if a tile is damaged.
         """

@@ -1,4 +1,4 @@
-"""Chooses the parameters whose states `gpu:` keeps in accelerator memory: whole parameters, as many as it may hold."""
+"""Chooses the parameters whose states `gpu:` keeps in accelerator memory: whole parameters, as many as fit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Joining(NamedTuple):
 
 
 class OnAccelerator:
-    """The states that an engine keeps on accelerators; not one of the native engine's devices.
+    """The states that an engine keeps on accelerators, which are no devices of the native engine.
 
     `others`: the devices that the user named beside `gpu:`.
     """
@@ -61,10 +61,11 @@ class OnAccelerator:
     ) -> list[bool]:
         """Return for each parameter whether its states go to the accelerator.
 
-        `fraction`: at most this part of their elements; None: as the share and room of `gpu:` say. `already_chosen`:
-        parameters that are not counted in `nbytes` yet.
+        `fraction`: at most this part of all elements; None: use the share and room of `gpu:`. `already_chosen`:
+        parameters that are not yet counted in `nbytes`.
 
-        With no device beside `gpu:` it takes all. Raises CSDRuntimeError, CSDValueError, CSDMemoryError if it cannot.
+        Without a device beside `gpu:` all are chosen. Raises CSDRuntimeError, CSDValueError, CSDMemoryError if
+        impossible.
         """
         room = self.room - sum(j.nbytes for j in already_chosen)
         if self.alone:
@@ -121,7 +122,7 @@ def _differing_roundings(device: torch.device) -> list[str]:
 
 
 def rates_of(spec: DeviceSpec) -> Rates:
-    """Return the update rate of AdamW and the link's that `spec` states, or measure them on the current accelerator.
+    """Return the rates of AdamW's update and of the link, from `spec` or measured on the current accelerator.
 
     Raises CSDUnavailableError if a rate has to be measured and there is no accelerator.
     """

@@ -1,4 +1,4 @@
-"""The devices of an engine: their cards, their stores, and their configuration for the native engine."""
+"""The devices of an engine, with cards, stores and configurations for the native engine."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from .placing import Placement, check_memory, rooms
 from .tuning import HUGE_PAGE, node_of, tune_devices
 
 log: logging.Logger = logging.getLogger("csd_optim")
-_in_memory: set[Path] = set()  # directories of scratch states that were said to be in memory
+_in_memory: set[Path] = set()  # directories of scratch states that were logged as in memory
 
 
 class OpenDevices:
-    """Devices that this process owns until `close()`, in the order of `specs`, or of the stores once it resumes them.
+    """Devices that this process owns until `close()`, in the order of `specs`, or of the stores after a resume.
 
-    `in_place`: states that lie only in memory are updated in place; if False, a step can be undone there. `kernels`:
-    see open_card(). Raises what `StoreFile` and open_card() raise; then nothing is left open.
+    `in_place`: update states in memory in place; if False, steps there can be undone. `kernels`: see open_card().
+    Raises what `StoreFile` and open_card() raise; then nothing is left open.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class OpenDevices:
         self.specs: list[DeviceSpec] = list(specs)
         self.stores: list[StoreFile | None] = []
         self.shares = shares_of(self.specs)  # the devices' shares of future extents; None: equal shares
-        self.placement: Placement | None = None  # divides future extents if `auto` chooses the shares
-        self.written_before: list[int] = [0] * len(self.specs)  # bytes written to each device before it was opened
+        self.placement: Placement | None = None  # divides future extents if `auto` sets the shares
+        self.written_before: list[int] = [0] * len(self.specs)  # by device: bytes written before opening
         self.pid: int = os.getpid()
-        self.accelerator: OnAccelerator | None = None  # its states are on no device here unless it has copies
-        # Returns the parameters in a tile of a device, for messages; "" where no manifest knows them.
+        self.accelerator: OnAccelerator | None = None  # has states of its own, or copies of the devices' states
+        # Returns the names of the parameters in a tile, for messages; "" if no manifest has them.
         self.name_tile: Callable[[int, int], str] = lambda device, tile: ""
         self._in_place = in_place
         self._cards: dict[str, Any] = {}  # by name
@@ -65,7 +65,7 @@ class OpenDevices:
                 if spec.directory:
                     store = StoreFile(spec.directory, durable=spec.durable, mode=mode)
                 elif spec.kind.in_memory and not self.resident:
-                    # A device beside it may fail, so a step must be undoable in memory too: two slots, as in a file.
+                    # Another device may fail, so a step must be undoable in memory, too: two slots, as in a file.
                     store = StoreFile(None, durable=False)
                 self.stores.append(store)
         except BaseException:
@@ -83,27 +83,27 @@ class OpenDevices:
 
     @property
     def images_only(self) -> bool:
-        """Whether all tiles with gradients travel as images, because some device does not reach this memory."""
+        """Whether all tiles with gradients travel as images: some device cannot access this process's memory."""
         return any(s.kind.images_only for s in self.specs)
 
     @property
     def records_changes(self) -> bool:
-        """Whether updates record what they change, as those of the CPU do."""
+        """Whether updates record what they change: only the CPU's do."""
         return self.accelerator is None and all(spec.kind.updated_by_cpu for spec in self.specs)
 
     @property
     def states_on_demand(self) -> bool:
-        """Whether states are read when somebody looks at them, because those of some device have no windows."""
+        """Whether states are read on first use, because some device has no windows."""
         return any(s.kind.states_on_demand for s in self.specs)
 
     @property
     def reaches_params(self) -> bool:
-        """Whether every device can read an fp32 parameter in host memory as its master. A card cannot reach it."""
+        """Whether every device can read an fp32 parameter in host memory as its master. A card cannot."""
         return not (self._cards or self.images_only)
 
     @property
     def fills_new(self) -> bool:
-        """Whether a step can begin with parameters that have no states yet: it writes their masters to a slot."""
+        """Whether a step can begin with parameters without states: it writes their masters to a slot."""
         return not self._cards and all(self.stores)
 
     @property
@@ -127,13 +127,13 @@ class OpenDevices:
         return not self.stores
 
     def check_open(self) -> None:
-        """Raise CSDRuntimeError if they are closed, or belong to another process."""
+        """Raise CSDRuntimeError if the devices are closed, or belong to another process."""
         if self.closed:
             raise CSDRuntimeError("this optimizer is closed")
         self.check_process()
 
     def interruptible(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()  # drives answer by themselves
+        return contextlib.nullcontext()  # drives need no interruption
 
     def check_process(self) -> None:
         """Raise CSDRuntimeError in a forked child."""
@@ -144,7 +144,7 @@ class OpenDevices:
             )
 
     def name(self, device: int, tile: int = -1) -> str:
-        """Return the name of a device for messages. `tile`: a damaged tile on it, to be named too, or -1."""
+        """Return the name of a device for messages. `tile`: a damaged tile, whose parameters are named, too, or -1."""
         spec, store = self.specs[device], self.stores[device]
         card = f"xrt:{spec.card}, " if spec.card else ""
         name = f"device {device} ({card}{store.path})" if store else f"device {device} ({spec})"
@@ -172,7 +172,7 @@ class OpenDevices:
         except BaseException:
             for d, (store, offset) in enumerate(zip(self.stores, offsets, strict=False)):
                 if store:
-                    with contextlib.suppress(CSDError):  # the file then stays longer than needed
+                    with contextlib.suppress(CSDError):  # the file then stays too long
                         store.undo_allocate(offset, extent.device_bytes(d))
             raise
         if self.placement and extent.n_tiles:
@@ -183,7 +183,7 @@ class OpenDevices:
             self.log_scratch(extent)
 
     def mappings_of(self, extent: Extent) -> int:
-        """Return of how many memory mappings a window of this extent consists."""
+        """Return the number of memory mappings of each window of this extent."""
         return extent.n_tiles if any(self.stores) else 1
 
     def configs(self) -> list[DeviceConfig]:
@@ -207,7 +207,7 @@ class OpenDevices:
         ]
 
     def tune(self, nbytes: int, *, new: bool) -> None:
-        """Measure drives that will store `nbytes` of states, and adopt the result: see tune_devices()."""
+        """Measure the drives for `nbytes` of states, and adopt the result: see tune_devices()."""
         self.specs, shares, rates = tune_devices(self.specs, self.stores, nbytes, new=new)
         self.shares = shares or self.shares
         if new and any(spec.is_placed for spec in self.specs):
@@ -217,7 +217,7 @@ class OpenDevices:
     def tune_for(
         self, numels: Sequence[int], sections: Sequence[str], codec: str, param_dtype: torch.dtype | None
     ) -> None:
-        """Measure the drives before the first states, those of these parameters, are allocated on them."""
+        """Measure the drives before the first states are allocated, for these parameters."""
         if self.placement is None:
             self.tune(int(SLOTS * elem_bytes(sections, codec, param_dtype) * sum(numels)), new=True)
             if self.placement:
@@ -251,15 +251,15 @@ class OpenDevices:
             **wanted._asdict(),
         )
         extent = plan(shares=self.shares)
-        if self.placement and extent.n_tiles:  # empty parameters need no device
+        if self.placement and extent.n_tiles:  # not for empty parameters
             shares = self.placement.shares(extent, is_copied=is_copied)
             extent = self.placement.divide(plan(shares=shares), is_copied=is_copied)
-            if not wanted.first_param:  # the first extent may have too few tiles for every device to get one
+            if not wanted.first_param:  # the first extent may have fewer tiles than devices
                 self.share_memory([share * extent.n_tiles * extent.slot_bytes for share in shares])
         return extent
 
     def share_memory(self, states: Sequence[float]) -> None:
-        """If `auto` uses memory to cache drives, divide it among them in proportion to their states.
+        """If `auto` uses memory as cache, divide it among the drives in proportion to their states.
 
         `states`: bytes of one slot of the states on each device. Raises CSDMemoryError if there is not enough memory.
         """
@@ -270,7 +270,7 @@ class OpenDevices:
             self.specs = [replace(spec, cache_bytes=n) for spec, n in zip(self.specs, caches, strict=True)]
 
     def log_scratch(self, extent: Extent) -> None:
-        """Log which parts of an extent are scratch, that is, deleted when the process ends."""
+        """Log which parts of an extent are scratch: deleted when the process ends."""
         for d, (spec, store) in enumerate(zip(self.specs, self.stores, strict=True)):
             if store and spec.directory and not store.durable:
                 log.info(
@@ -331,7 +331,7 @@ class OpenDevices:
         return stats
 
     def close(self) -> None:
-        with contextlib.ExitStack() as stack:  # closes all of them, even if one raises
+        with contextlib.ExitStack() as stack:  # closes all devices, even if one raises
             for store in self.stores:
                 if store:
                     stack.callback(store.close)

@@ -1,4 +1,4 @@
-"""Opens an engine on devices, and resumes from what their stores contain."""
+"""Opens an engine on devices, and resumes from their stores."""
 
 from __future__ import annotations
 
@@ -36,18 +36,17 @@ def open_engine(
 ) -> Engine:
     """Return the engine for these devices. With `ranks` this is a collective, and raises on all ranks or on none.
 
-    With mode "resume" or "read" it continues from an existing store: see recover(), also for `choose`. `kernels`: see
+    Modes "resume" and "read" continue from an existing store: see recover(), also for `choose`. `kernels`: see
     open_card(). `two_passes`: steps may take two passes over a tile, and fail in between, so that they must be undoable
     in memory too: `ram:` then has two slots, as beside a drive. `make_way`: called before the devices are opened, once
-    the ranks have agreed; a collective.
-    Raises what the engine raises, CSDStoreError if the stores do not belong together, and CSDValueError if the ranks
-    ask for different things.
+    the ranks have agreed; a collective. Raises what the engine raises, CSDStoreError if the stores do not belong
+    together, and CSDValueError if the ranks' arguments differ.
     """
     durable = any(s.durable for s in specs)
     near = [s for s in specs if s.kind.on_accelerator]
     others = [s for s in specs if not s.kind.on_accelerator]
     in_memory = not two_passes and all(s.kind.in_memory for s in others)
-    # Updates in memory do not fail, but a step that fails on another rank's disk must be undone here as well.
+    # Updates in memory do not fail, but a step that fails on another rank's disk must be undone here, too.
     in_place = agree_on_devices(ranks, mode, durable=durable, in_memory=in_memory)
     with all_ranks_or_none(ranks):
         if near and not accelerator_type():
@@ -93,7 +92,8 @@ def agree_on_devices(
 ) -> bool:
     """Return whether all ranks' devices are `in_memory`. A collective; raises CSDValueError if they do not go together.
 
-    `elsewhere`: they are optimizer ranks'. `from_others`: their stores are made from others first (resume_from).
+    `elsewhere`: the devices are optimizer ranks'. `from_others`: the stores are first made from other stores
+    (resume_from).
     """
     own = durable, get_args(Mode).index(mode), elsewhere, from_others, in_memory
     of_ranks = ranks.gather(*own) if ranks else [own]

@@ -1,7 +1,7 @@
-"""The parts that an engine is composed of, as protocols: its devices, and the native engine that drives them.
+"""Protocols of an engine's parts: the devices, and the native engine that drives the devices.
 
-OpenDevices and bindings.Native are those of this process. Other parts make the same engine, and everything above it,
-work on devices that are elsewhere. Committers have a base class, Committer.
+OpenDevices and bindings.Native implement both in this process. With other parts, the same engine works on devices
+elsewhere. Committers have a base class, Committer.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class Devices(Protocol):
     """The devices that have the tiles of an engine, in the order of `specs`."""
 
     specs: list[DeviceSpec]
-    pid: int  # the process that opened them
-    accelerator: OnAccelerator | None  # beside them: see Engine.accelerator
-    placement: Placement | None  # divides extents among them if `auto` does so
+    pid: int  # the process that opened the devices
+    accelerator: OnAccelerator | None  # see Engine.accelerator
+    placement: Placement | None  # divides extents among the devices if `auto` sets the shares
 
     # ---- capabilities: see Backend -----------------------------------------------
 
     @property
     def keeps_state(self) -> bool:
-        """Whether some device stores what is written to it."""
+        """Whether some device stores data."""
 
     @property
     def resident(self) -> bool:
@@ -52,33 +52,33 @@ class Devices(Protocol):
 
     @property
     def images_only(self) -> bool:
-        """Whether devices reach neither gradients nor parameters in memory.
+        """Whether devices can access neither gradients nor parameters in this process's memory.
 
-        Every tile with a gradient is pushed as an image then, Top-K included, and in the table of a step `param` is 0
-        and `grad` is only a flag. The devices are not `resident` and do not reach parameters.
+        Every tile with a gradient is then pushed as an image, even with Top-K, and in the table of a step `param` is 0
+        and `grad` only a flag. Such devices are not `resident`, nor `reaches_params`.
         """
 
     @property
     def records_changes(self) -> bool:
         """Whether updates record what they change in watched parameters: see csd_watch.
 
-        Else it is seen when a parameter arrives: see Watcher.param_arrives().
+        Else changes are found when parameters arrive: see Watcher.param_arrives().
         """
 
     def give_back(self, spaces: Iterable[Space]) -> None:
-        """Free disk space that nothing names any more."""
+        """Free disk space that is no longer in use."""
 
     @property
     def states_on_demand(self) -> bool:
-        """Whether no states have windows, not even fp32 ones.
+        """Whether no states have windows, not even fp32 states.
 
-        They are read by NativeEngine.decode(), and what the program writes to them is `edited` in a step's table. The
-        devices are not `resident`. NativeEngine.remap(), edited() and read() are not called then.
+        States are then read by NativeEngine.decode(), and the program's writes are `edited` in a step's table. The
+        devices are not `resident`. NativeEngine.remap(), edited() and read() are not called.
         """
 
     @property
     def fills_new(self) -> bool:
-        """Whether a step can begin with parameters that have no states yet (csd_master NEW)."""
+        """Whether a step can begin with parameters without states (csd_master NEW)."""
 
     # ---- their names, and their end ----------------------------------------------
 
@@ -91,18 +91,18 @@ class Devices(Protocol):
         """The names of all devices, the accelerator last."""
 
     def name(self, device: int, tile: int = -1) -> str:
-        """Return the name of a device for messages. `tile`: a damaged tile on it, to be named too, or -1."""
+        """Return the name of a device for messages. `tile`: a damaged tile, whose parameters are named, too, or -1."""
 
     @property
     def closed(self) -> bool: ...
 
     def check_open(self) -> None:
-        """Raise CSDRuntimeError if they are closed, or belong to another process."""
+        """Raise CSDRuntimeError if the devices are closed, or belong to another process."""
 
     def close(self) -> None: ...
 
     def interruptible(self) -> contextlib.AbstractContextManager[None]:
-        """Let Ctrl-C, deferred inside, soon end waits for other machines: see signals.interruptible()."""
+        """Let Ctrl-C, which is deferred inside, soon end waits for other machines: see signals.interruptible()."""
 
     # ---- extents -----------------------------------------------------------------
 
@@ -121,13 +121,13 @@ class Devices(Protocol):
     def accelerator_fraction(
         self, numels: Sequence[int], sections: Sequence[str], param_bytes: float, *, is_first: bool
     ) -> float:
-        """Do as Engine.accelerator_fraction(), where there is `auto`. `is_first`: there are no tiles yet."""
+        """As Engine.accelerator_fraction(), if `auto` is among the devices. `is_first`: there are no tiles yet."""
 
     def configs(self) -> list[DeviceConfig]:
         """Return the configuration of each device for the native engine."""
 
     def mappings_of(self, extent: Extent) -> int:
-        """Return of how many memory mappings a window of this extent consists."""
+        """Return the number of memory mappings of each window of this extent."""
 
     # ---- between steps -----------------------------------------------------------
 
@@ -141,7 +141,7 @@ class Devices(Protocol):
 
 
 class NativeEngine(Protocol):
-    """What drives the devices. The methods and their errors are those of bindings.Native."""
+    """The interface of bindings.Native, which drives the devices; see there for methods and errors."""
 
     takes_in_place: bool  # push() takes Push.in_place
 

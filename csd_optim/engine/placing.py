@@ -1,4 +1,4 @@
-"""Divides the states among devices that include `auto`, according to the speed and the free space of each."""
+"""Divides the states among devices that include `auto`, by their speed and free space."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from .on_accelerator import OnAccelerator
 
 log: logging.Logger = logging.getLogger("csd_optim")
 
-CODES = "8bit"  # value of `limited_by` if the accelerator has nothing because the states are codes
+CODES = "8bit"  # `limited_by` of an accelerator that gets nothing because states are codes
 
-PARTS = 4096  # equal parts into which states are divided to choose shares before the tiles are known
+PARTS = 4096  # number of equal parts of states, to choose shares before tiles are known
 
 
 class PlacedExtent(NamedTuple):
@@ -36,7 +36,7 @@ class PlacedExtent(NamedTuple):
     extent: Extent
     tiles: list[int]  # number of tiles per device
     candidates: list[Candidate]  # per device: the speed and room that the placement was based on
-    is_copied: bool  # the accelerator updates its states, and the devices only write them
+    is_copied: bool  # the accelerator updates the states, and devices only write them
 
     @property
     def params(self) -> int:
@@ -46,14 +46,14 @@ class PlacedExtent(NamedTuple):
 class Placement:
     """Divides extents among devices so that all devices finish a step at the same time.
 
-    `rates`: by device, measured bytes per second, read plus written, of unpaced drives. `rooms`: by device, how many
-    bytes of states it can hold in total, see rooms(). `accelerator`: it holds states that no device has; or, beside
-    named directories, copies of states that it updates, which the devices write but need not read.
+    `rates`: by device, measured bytes per second, read plus written, of unpaced drives. `rooms`: by device, the bytes
+    of states that fit in total, see rooms(). `accelerator`: holds states that no device has; or, beside named
+    directories, copies of states that it updates: devices write these states, but need not read them.
     """
 
     accelerator: OnAccelerator | None = None
-    _near: Candidate | None = None  # the accelerator's speed and room, per element, that the choice was based on
-    _link = _near_link = 0.0  # seconds per element on the link: for elements elsewhere, and on the accelerator
+    _near: Candidate | None = None  # the accelerator's speed and room, per element, used for the choice
+    _link = _near_link = 0.0  # seconds per element on the link: elements elsewhere; on the accelerator
     _is_full = False  # the accelerator has no room for more
 
     def __init__(self, specs: Sequence[DeviceSpec], rates: Mapping[int, float], rooms: Sequence[int]) -> None:
@@ -66,7 +66,7 @@ class Placement:
         return any(spec.durable for spec in self._specs)
 
     def shares(self, extent: Extent, *, is_copied: bool = False) -> list[float]:
-        """Return the devices' best shares of an extent, regardless of its tiles. Raises CSDOSError: no room.
+        """Return the devices' best shares of an extent, regardless of tiles. Raises CSDOSError if there is no room.
 
         `is_copied`: see PlacedExtent.
         """
@@ -75,7 +75,10 @@ class Placement:
         return [max(n, 1) / PARTS for n in tiles]  # a device with nothing now may get states that join later
 
     def divide(self, extent: Extent, *, is_copied: bool = False) -> Extent:
-        """Return the extent with its tiles assigned to devices. Raises CSDOSError, CSDMemoryError: no room."""
+        """Return the extent with its tiles assigned to devices.
+
+        Raises CSDOSError, CSDMemoryError if there is no room.
+        """
         tiles, _ = self._place(extent, extent.n_tiles, extent.tile_elems, is_copied=is_copied)
         in_memory = sum(n for n, spec in zip(tiles, self._specs, strict=True) if spec.kind.in_memory)
         needed = extent.slots * extent.slot_bytes * in_memory
@@ -90,9 +93,9 @@ class Placement:
         )
 
     def accelerator_fraction(self, extent: Extent, param_bytes: float) -> float:
-        """Return the fraction of an extent that goes to the accelerator. Raises CSDOSError: no room.
+        """Return the fraction of an extent that goes to the accelerator. Raises CSDOSError if there is no room.
 
-        `param_bytes`: bytes per element of the parameters, which cross the link one way, as gradients do the other way.
+        `param_bytes`: bytes per element that cross the link each way, as a parameter and as a gradient.
         """
         assert self.accelerator
         rates, elems = self.accelerator.rates(), extent.n_tiles * extent.tile_elems / PARTS
@@ -114,16 +117,16 @@ class Placement:
         return parts / PARTS
 
     def _part_copied(self, near: Candidate, others: list[Candidate], written: list[Candidate], extent: Extent) -> int:
-        """Return how many of PARTS the accelerator should have copies of, so that a step takes the least time.
+        """Return how many of PARTS the accelerator should copy, for the shortest step.
 
-        `others`: the devices, for parts that they update; `written`: the same devices, for parts that they only write.
-        Raises CSDOSError: no room.
+        `others`: the devices as candidates for parts that devices update; `written`: the same devices, for parts that
+        are only written. Raises CSDOSError if there is no room.
         """
-        if place(PARTS, others) is None:  # the devices must have room for all parts, also the copied ones
+        if place(PARTS, others) is None:  # devices need room for all parts, even copied ones
             raise self._no_room(extent)
 
         def devices(n: int) -> float:
-            """Return how long (seconds) devices are busy if the accelerator has `n` parts, which they need not read."""
+            """Return the seconds that devices are busy if the accelerator has `n` parts, which need not be read."""
             return sum(step_seconds(place(k, c) or [], c) for k, c in ((n, written), (PARTS - n, others)) if k)
 
         def accelerator(n: int) -> float:
@@ -157,7 +160,7 @@ class Placement:
             self._rooms[d] -= extent.device_bytes(d)
 
     def _place(self, extent: Extent, n: int, elems: float, *, is_copied: bool) -> tuple[list[int], list[Candidate]]:
-        """Return how many of `n` tiles with `elems` elements each device gets, and the candidates it was chosen by."""
+        """Return each device's number of the `n` tiles (of `elems` elements), and the candidates for the choice."""
         candidates = self.candidates(extent, elems, is_copied=is_copied)
         tiles = place(n, candidates)
         if tiles is None:
@@ -180,7 +183,7 @@ class Placement:
     def candidates(self, extent: Extent, elems: float, *, is_copied: bool = False) -> list[Candidate]:
         """Return the speed and room of the devices for tiles of `elems` elements. `is_copied`: see PlacedExtent."""
         dtype, slot = extent.param_dtype, extent.slot_bytes * elems / extent.tile_elems
-        # With codes, the slot also contains the parameters, which need not be read, as they are in memory.
+        # A slot of codes also contains the parameters, which need not be read, as they are in memory.
         read = slot - (0 if extent.codec == FP32 or dtype is None else dtype.itemsize * elems)
         read = 0 if is_copied else read
         found = []
@@ -204,15 +207,16 @@ class Placement:
         return found
 
     def describe(self) -> dict[str, Any]:
-        """Return what was chosen, and why, as plain values.
+        """Return the choice, and its reasons, as plain values.
 
         `seconds`: predicted time of a step. `host_seconds`: time that the update threads are busy. `link_seconds`: time
-        that the link to the accelerator is busy, present if there is one. `cache_bytes`: memory for caches, whose
-        content drives need not read. `devices`: one dict each, with `params`; `share`, the fraction of all parameters;
-        `seconds`, the time that the device itself is busy; `params_per_second`, None: as fast as the host;
-        `limited_by`: its "room" or its "speed", or the "host" or the "link", for which it waits. The accelerator is
-        limited by "8bit" if states are codes, of which it keeps none. Beside named directories, `params` of a device
-        are those that the accelerator does not update, and `seconds` includes the time to write the others.
+        that the link to an accelerator is busy; absent without an accelerator. `cache_bytes`: memory for caches, whose
+        content drives need not read. `devices`: one dict for each, with `params`; `share`, the fraction of all
+        parameters; `seconds`, the time that the device itself is busy; `params_per_second`, None if as fast as the
+        host; `limited_by`: the device's "room" or "speed", or the "host" or "link", for which the device waits. An
+        accelerator is limited by "8bit" if states are codes, which it cannot keep. Beside named directories, `params`
+        of a device excludes the parameters that the accelerator updates, and `seconds` includes the time to write their
+        states.
         """
         on_devices = sum(placed.params for placed in self._placed if not placed.is_copied)
         near = sum(placed.params for placed in self._placed if placed.is_copied)
@@ -256,7 +260,7 @@ class Placement:
         return found | ({"link_seconds": link} if self._near else {})
 
     def log_summary(self) -> None:
-        """Log what describe() tells."""
+        """Log the choice: see describe()."""
         found = self.describe()
         for d in found["devices"]:
             if d["limited_by"] == CODES:
@@ -286,7 +290,7 @@ def check_memory(nbytes: int) -> None:
 
 
 def rooms(specs: Sequence[DeviceSpec], paths: Sequence[Path | None]) -> list[int]:
-    """Return how many bytes of states each device can hold: the `room` that the user set, or less if less is free.
+    """Return the bytes of states that fit on each device: the `room` that the user set, or less if less is free.
 
     `paths`: by device, the file of its store or a directory; None: the device is in memory.
     """

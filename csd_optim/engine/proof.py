@@ -1,8 +1,8 @@
-"""After a failed flush, a commit is valid only if everything that it names can be read back from the disk itself.
+"""After a failed flush, a commit is valid only if all its data can be read back from the disk itself.
 
 The kernel reports a failed page write only once; it then marks the page clean and may keep it. So the next flush
-succeeds, and reads return the expected bytes until the page leaves the page cache, although the disk never got them.
-Likewise, a drive that failed to flush its own cache may have lost that content.
+succeeds, and reads return the expected bytes until the page leaves the page cache, although these bytes never reached
+the disk. Likewise, a drive that failed to flush its own cache may have lost the cache's content.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 def prove(store: StoreFile, staged: Staged) -> None:
-    """Read everything that a commit names, bypassing the page cache, and verify it by the checksums of its table.
+    """Read all data of a commit, bypassing the page cache, and verify it by the checksums in the commit's table.
 
     Raises CSDOSError if the store cannot be flushed or read, CSDLostError if something differs from what was written.
     """
@@ -48,7 +48,7 @@ def prove(store: StoreFile, staged: Staged) -> None:
 
 
 def _may_be_in_page_cache(store: StoreFile, contents: Contents) -> bool:
-    """Return whether some of the reads may have been served by the page cache, which mapped pages never leave."""
+    """Return whether the page cache may have served some of the reads: mapped pages never leave it."""
     with mmap.mmap(-1, PAGE) as page:
         store.forget_cached()
         os.preadv(store.io_fd, [page], 0)  # reads the superblock, which nobody maps, as a probe
@@ -77,7 +77,7 @@ def _loss_message(store: StoreFile, contents: Contents, damage: list[str]) -> st
 
 
 def loss_remedy(committed_step: int) -> str:
-    """Return the end of an error message about lost data: what is left, and what the user can do."""
+    """Return the end of an error message about lost data: what remains, and what the user can do."""
     if committed_step:
         left = f"The store is as it was at step {committed_step}"
         then = f"go on from step {committed_step} with resume=True"

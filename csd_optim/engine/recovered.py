@@ -1,4 +1,4 @@
-"""The commit that a resume found in the stores, read as a whole: its states are verified, its residuals loaded."""
+"""Reads all of the commit that a resume has found: verifies the states, and loads the residuals."""
 
 from __future__ import annotations
 

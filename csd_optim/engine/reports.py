@@ -1,4 +1,4 @@
-"""Reports each step to `csd-optim top`, in the background of the next forward and without waiting for anything."""
+"""Reports each step to `csd-optim top`, in the background of the next forward, without waiting."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Reports:
         training_seconds: float,
         ranks: Ranks | RanksElsewhere | None,
     ) -> None:
-        """Report the last step, whose states must all be on their devices, unless it was reported already.
+        """Report the last step unless that is done. All its states must be on the devices.
 
-        `stats`: as of States.stats(). `training_seconds`: of the stores' life, up to that step's begin.
+        `stats`: from States.stats(). `training_seconds`: over the stores' lifetime, until the step began.
         """
         if states.step == self._step:
             return

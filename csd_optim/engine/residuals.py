@@ -1,4 +1,4 @@
-"""The residuals of a durable engine: where they lie on its devices, and which of them a commit writes."""
+"""The residuals of a durable engine: their places on the devices, and which residuals a commit writes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..store.layout import round_up
 from ..store.reader import CHUNK
 from .parts import Space
 
-Spaces = dict[int, tuple[int, int]]  # by parameter: the space (0 or 1) that a commit names, and its content's checksum
+Spaces = dict[int, tuple[int, int]]  # by parameter: space (0 or 1) named by a commit, and checksum of its content
 
 
 class Room(NamedTuple):
-    """Where a residual lies: two adjacent spaces of `room` bytes, from offset `base` on, in the store of a device."""
+    """The place of a residual: two adjacent spaces of `room` bytes, from offset `base` on, in the store of a device."""
 
     device: int
     base: int
@@ -35,15 +35,15 @@ def check_residual(residual: torch.Tensor, numel: int) -> None:
 
 
 class Residuals:
-    """Two spaces for each residual on the durable devices: a commit writes the one that the last commit does not name.
+    """Two spaces for each residual on the durable devices: a commit writes to the space not named by the last commit.
 
-    A residual that is still the same tensor, and has the same torch version, is not written again.
+    A residual is not written again if it is the same tensor, with the same torch version.
     """
 
     def __init__(self, n_devices: int) -> None:
-        self.rooms: dict[int, Room] = {}  # by parameter: also of residuals that were dropped
+        self.rooms: dict[int, Room] = {}  # by parameter, even after a residual was dropped
         self.committed: Spaces = {}  # the spaces that the last commit names
-        self._allocated = [0] * n_devices  # per device: bytes of the rooms there, one space each
+        self._allocated = [0] * n_devices  # per device: bytes of one space of each room
         self.written_bytes: list[int] = [0] * n_devices  # per device, in total
         self.before_step: list[int] = [0] * n_devices  # `written_bytes` when the last step began
         self.committed_versions: dict[int, int] = {}  # by parameter: the residual's version when the last commit began
@@ -58,7 +58,7 @@ class Residuals:
             self.committed.update(zip(rows, contents.residuals.tolist(), strict=True))
 
     def free(self, params: Iterable[int]) -> list[Space]:
-        """Forget the rooms of parameters that have left; return where they are."""
+        """Forget the rooms of parameters that have left, and return the space of the rooms."""
         rooms = [self.rooms.pop(param) for param in params if param in self.rooms]
         for device, _, room in rooms:
             self._allocated[device] -= room
@@ -81,7 +81,7 @@ class Residuals:
         self._allocated[room.device] += room.room
 
     def mark_replaced(self, param: int) -> None:
-        """Note that the residual is another tensor now, which the next commit must write."""
+        """Note that the residual is a new tensor, which the next commit must write."""
         self.committed_versions.pop(param, None)
 
     def changed(self, residuals: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -89,7 +89,7 @@ class Residuals:
         return {param: r for param, r in residuals.items() if self.committed_versions.get(param) != r._version}
 
     def mark_committed(self, residuals: Mapping[int, torch.Tensor]) -> None:
-        """Note that a commit, perhaps one in flight, contains the residuals as they are now."""
+        """Note that a commit, perhaps still in flight, contains the residuals' present values."""
         self.committed_versions = {param: r._version for param, r in residuals.items()}
 
     def bytes_on(self, device: int) -> tuple[int, int]:
@@ -134,8 +134,8 @@ def _write(store: StoreFile, offset: int, residual: torch.Tensor, ready: Any) ->
 def _chunks(residual: torch.Tensor, ready: Any) -> Iterator[tuple[int, int, np.ndarray[Any, Any]]]:
     """Yield first element, length and buffer (int16) of each chunk; the buffer is valid until the next chunk.
 
-    From an accelerator, the next chunk is copied meanwhile, on a separate stream: it waits for the event `ready`, and
-    not for the forward, which has been queued on the current stream by now.
+    From an accelerator, the next chunk is copied meanwhile, on a separate stream that waits for the event `ready`, but
+    not for the forward, which is queued on the current stream by now.
     """
     from_accelerator = is_on_accelerator(residual)
     stream = torch.Stream(residual.device) if from_accelerator else None

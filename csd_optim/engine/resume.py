@@ -20,10 +20,10 @@ from .open_devices import OpenDevices
 def recover(
     engine: Engine, committer: DurableCommitter, choose: Callable[[RanksStore], int | None] | None = None
 ) -> None:
-    """Resume from the last step that all devices of all ranks have, if there is one, and set `engine.recovered`.
+    """Resume from the last step that all devices of all ranks have, if any, and set `engine.recovered`.
 
-    A collective of the ranks; raises CSDStoreError on all of them if the stores do not belong together. `choose`: given
-    this rank's store, returns the last round that all ranks have, if they meet elsewhere.
+    A collective; raises CSDStoreError on all ranks if the stores do not belong together. `choose`: given if ranks meet
+    elsewhere; takes this rank's store, and returns the last round that all ranks have.
     """
     ranks, stores = committer.ranks, [store for store in committer.devices.stores if store]
     with all_ranks_or_none(ranks):
@@ -40,7 +40,7 @@ def recover(
     if commits:
         with all_ranks_or_none(ranks):
             newest = commits[0]
-            # The stores determine the order of the devices, not the order in which the user names them.
+            # The stores determine the order of the devices, whatever the order of their names.
             order = sorted(range(len(newest)), key=lambda d: newest[d].superblock.device)
             engine.recovered = [newest[d] for d in order]
             committer.adopt_commit(engine.recovered)

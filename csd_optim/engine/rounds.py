@@ -1,11 +1,10 @@
 """Rounds: commits of a step that several ranks make together.
 
 Each rank writes copy 0 during the next forward. Before anything overwrites the previous round, the ranks tell each
-other that all have copy 0; from then on the round counts. They do so when they agree on the next step
-(step/agreement.py), in `confirm()` or, if the step goes on behind the program, in a vote in the background
-(overlap/together.py). They exchange nothing else: whichever rank dies, at any
-time, all ranks have one round in common. Between two rounds a rank may commit alone (what was written to its windows);
-such a commit belongs to the earlier round.
+other that all have copy 0; from then on the round is valid. This happens when ranks agree on the next step
+(step/agreement.py), in `confirm()` or, if the step runs in the background, in a vote there (overlap/together.py).
+Nothing else is exchanged: whichever rank dies, at any time, all ranks have one round in common. Between two rounds a
+rank may commit alone, after writes to its windows; such a commit belongs to the earlier round.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from .commit import Commit
 def check_rounds(numbers: Iterable[int]) -> None:
     """Raise CSDRankError unless all ranks have the same round.
 
-    If the link to an optimizer rank is lost as a step ends, or as states are loaded, one rank alone may lack that
-    round. Then the others must not give up the round before it.
+    If the link to an optimizer rank is lost at the end of a step, or during a load, one rank may lack the round. The
+    other ranks must then keep the round before it.
     """
     if len(rounds := {*numbers}) > 1:
         raise CSDRankError(
@@ -30,11 +29,11 @@ def check_rounds(numbers: Iterable[int]) -> None:
 
 
 class Rounds:
-    """Which round this rank is in. A rank without others has none.
+    """The round of this rank. A single rank has no rounds.
 
-    Numbers of rounds only go up: the next one takes the number after the highest that any rank has used, which the
-    ranks tell each other as they confirm a round. So a round that was withdrawn has its number for itself, and copies
-    of it that are still on some disks are never taken for another round.
+    Numbers of rounds only go up: a round takes the number after the highest that any rank has used, which ranks tell
+    each other when they confirm a round. So the number of a withdrawn round is never used again, and copies of such a
+    round that are still on some disks are never taken for another round.
     """
 
     def __init__(self, *, has_ranks: bool) -> None:
@@ -58,20 +57,20 @@ class Rounds:
         return self.highest + 1 if is_round else self.number
 
     def begin(self, commit: Commit, *, is_round: bool) -> None:
-        """Note that a commit begins, which has next_number()."""
+        """Note that a commit begins, with the number from next_number()."""
         self.number, self.step = commit.job.superblock.round, commit.job.step
         if is_round:
             self.unconfirmed, self.highest = commit, self.number
 
     def confirm(self) -> Commit | None:
-        """Note that all ranks have the unconfirmed round, and return its commit; None: there is none."""
+        """Note that all ranks have the unconfirmed round, and return its commit; None if there is no such round."""
         commit, self.unconfirmed = self.unconfirmed, None
         return commit
 
     def withdraw(self, number: int, step: int) -> None:
-        """Withdraw the last commit; the one before was of this step, and belongs to round `number`.
+        """Withdraw the last commit. `number`, `step`: round and step of the commit before it.
 
-        Copy 0 may contain it. If it is a round, no resume continues from it, because not all ranks have it, or because
-        they have replaced it before anything is overwritten: see DurableCommitter.loading().
+        The withdrawn commit may be in copy 0. If it is a round, no resume continues from it: either some rank lacks it,
+        or all ranks replace it before anything is overwritten, see DurableCommitter.loading().
         """
         self.unconfirmed, self.number, self.step = None, number, step

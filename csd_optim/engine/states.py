@@ -1,4 +1,4 @@
-"""The states on an engine's devices between steps: where they lie, what counts, and how many steps they have taken."""
+"""The states on an engine's devices between steps: places, valid copies and step counts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Sums = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
 class States:
     """The states of one engine, as the engine and its committer share them.
 
-    `native`: not opened yet; None: that of this process. `mode`: see StoreFile.
+    `native`: not opened yet; None: bindings.Native. `mode`: see StoreFile.
     """
 
     def __init__(self, devices: Devices, native: NativeEngine | None = None, *, mode: Mode = "new") -> None:
@@ -44,28 +44,28 @@ class States:
         self.timeline: Timeline = Timeline(self.native)
         self.watcher: Watcher = Watcher()
         self._step = 0
-        self.committed_step: int = 0  # the last one that is durable
+        self.committed_step: int = 0  # the last durable step
         self.steps: list[np.ndarray[Any, Any]] = []  # per extent: the `step` count of each parameter, fp32
-        self.offsets: list[list[int]] = []  # per extent: where it begins in each store
-        self.gone: np.ndarray[Any, Any] = np.zeros(0, bool)  # by parameter: it has left, and its states count no more
+        self.offsets: list[list[int]] = []  # per extent: its offset in each store, in bytes
+        self.gone: np.ndarray[Any, Any] = np.zeros(0, bool)  # by parameter: has left, so that its states are invalid
         self.freed: np.ndarray[Any, Any] = np.zeros(0, bool)  # by tile: all its parameters have left
         self._record = Record()
         self.residuals: dict[int, torch.Tensor] = {}  # by parameter, numbered over all extents
         self.durable: bool = False  # commits name slots, which must not change: see make_durable()
-        self.rolled_back: bool = False  # they are those of an earlier step now, and all parameters must follow
+        self.rolled_back: bool = False  # states went back to an earlier step, and all parameters must follow
         self.torn: bool = False  # a step that writes in place was cut short
         self.synced: bool = True  # writes to open windows have been flushed to the devices
-        # Parameters with states of a load that was not complete, and could not be undone, until another load is.
+        # Parameters with states of an incomplete load that could not be undone, until they are loaded again.
         self.half_loaded: set[int] = set()
-        self.moves: list[np.ndarray[Any, Any]] | None = None  # while a load lists the tiles that it has moved
-        self.lost: str = ""  # if such writes are lost for good: the error message that says why
+        self.moves: list[np.ndarray[Any, Any]] | None = None  # tiles moved by the load under way
+        self.lost: str = ""  # if such writes are lost for good: the error message
 
     def make_durable(self) -> None:
-        """Let windows be private mappings, except while they are open. Call it before any are handed out."""
+        """Let windows be private mappings, except while open. Call this before any window is handed out."""
         self.durable = self.windows.are_watched = self.decoded.durable = True
 
     def add(self, extent: Extent, offsets: list[int], of_store: Sums | None = None) -> None:
-        """Add an extent. `offsets`: where it begins in each store (bytes). `of_store`: as of slots_of(); None: new."""
+        """Add an extent. `offsets`: in each store, in bytes. `of_store`: see slots_of(); None for new states."""
         if not self.native.is_open:
             self.native.open(self.devices.configs())
             self.timeline.open(self.devices.all_names)
@@ -99,7 +99,7 @@ class States:
     def free(self, params: Sequence[int]) -> np.ndarray[Any, Any]:
         """Forget the states of parameters that have left, and free their memory. Between steps.
 
-        Returns the tiles whose last parameters these were: uint32, ascending.
+        Returns the tiles without parameters from now on: uint32, ascending.
         """
         self.gone[params] = True
         self.decoded.forget(params)
@@ -110,7 +110,7 @@ class States:
         return freed
 
     def free_tiles(self, tiles: np.ndarray[Any, Any]) -> None:
-        """Free the memory of these tiles (uint32, ascending), which have no states any more."""
+        """Free the memory of these tiles (uint32, ascending), which no longer have states."""
         if len(tiles):
             self.native.free_tiles(tiles)
             self.truth.free(tiles)
@@ -121,7 +121,7 @@ class States:
                     self.windows.drop(e)
 
     def spaces_of(self, tiles: np.ndarray[Any, Any]) -> Iterator[Space]:
-        """Yield where the slots of these tiles (uint32, ascending) are: one space for those that follow each other."""
+        """Yield the places of these tiles' slots, one space for adjacent tiles. `tiles`: uint32, ascending."""
         for e, device, numbers in self.tiles.by_place(tiles):
             size = self.tiles.extents[e].slots * self.tiles.extents[e].slot_bytes
             for run in np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1):
@@ -165,12 +165,12 @@ class States:
 
     @property
     def unmapped(self) -> np.ndarray[Any, Any]:
-        """Which tiles have no windows, as their states are read on demand: bool, one per tile."""
+        """Which tiles have no windows, as states are read on demand: bool, one per tile."""
         return np.ones(len(self.tiles), bool) if self.devices.states_on_demand else self.tiles.coded
 
     @property
     def has_one_slot(self) -> np.ndarray[Any, Any]:
-        """Which tiles have no other slot, to which a step or a load could move them: bool, one per tile."""
+        """Which tiles have a single slot, so that no step or load can move them: bool, one per tile."""
         single = [np.full(e.n_tiles, self.devices.resident or e.slots < SLOTS) for e in self.tiles.extents]
         return np.concatenate([np.zeros(0, bool), *single])
 
@@ -178,11 +178,11 @@ class States:
 
     @property
     def broken(self) -> bool:
-        """Whether steps and commits are impossible, from now on or until a load: see check_whole()."""
+        """Whether steps and commits are impossible, for good or until a load: see check_whole()."""
         return self.torn or bool(self.lost or self.half_loaded)
 
     def check_whole(self) -> None:
-        """Raise CSDTornError or CSDLostError if the states are no longer those of one whole step."""
+        """Raise CSDTornError or CSDLostError if the states are a mix of several steps, or lost."""
         if self.torn:
             raise CSDTornError(errno.EIO, f"an earlier step was cut short. {TORN}")
         if self.lost:
@@ -197,9 +197,9 @@ class States:
     # ---- reads and writes between steps ------------------------------------------
 
     def read_masters(self, tile: int, elems: int) -> torch.Tensor:
-        """Return the first `elems` masters of a tile with fp32 states, 1-D. Damage behind these is not noticed.
+        """Return the first `elems` masters of a tile with fp32 states, 1-D. Not during a step.
 
-        Not during a step. Raises CSDOSError, or CSDStoreError if they are damaged.
+        Raises CSDOSError, or CSDStoreError if these masters are damaged; other damage is not noticed.
         """
         masters = torch.empty(self.tiles.elems_of(tile), dtype=torch.float32, device="cpu")
         self.native.read(tile, 1, elems, masters.data_ptr())
@@ -218,7 +218,7 @@ class States:
             self.show(open=not self.durable)
 
     def show(self, *, open: bool) -> None:
-        """Do as remap(), if there are windows. `open`: writes to them go to the devices from now on."""
+        """As remap(), if there are windows. `open`: from now on writes to windows go to the devices."""
         if not self.devices.states_on_demand:
             self.native.remap(open=open)
             self.truth.open[:] = open
@@ -227,7 +227,7 @@ class States:
         """Flush writes to open windows; only the flush reports an I/O error of such a write.
 
         Raises CSDOSError. With durable states raises CSDLostError, now and in all later operations: the checksums of
-        these writes are taken from the page cache, and so cannot reveal what a failed flush has lost. A load is undone.
+        these writes are taken from the page cache, and cannot reveal a loss by the failed flush. A load is undone.
         """
         self.synced = False
         try:
@@ -254,12 +254,12 @@ class States:
         self.timeline.begin(self.step)
         n = self.tiles.n_params
         self.truth.enter(params[:n])
-        if len(params) > n:  # each pass takes the states that it updates
+        if len(params) > n:  # each pass takes the states that it updates from its own row
             params["edited"][n:] = params["edited"][:n]
         self.native.begin(params, hypers, tiles, order=order)
 
     def move_to_next_slots(self, tiles: np.ndarray[Any, Any]) -> None:
-        """Copy tiles to their other slots, with what was written to their states, and wait for that."""
+        """Copy tiles to their other slots, including writes to states, and wait for the copies."""
         self.watcher.tiles_written(tiles)
         if len(tiles):
             self.begin(np.zeros(self.tiles.n_params, PARAM), np.zeros(0, HYPER), tiles)
@@ -272,7 +272,7 @@ class States:
                 raise
             self.native.finish(True)
             self.timeline.end()
-        # From here on they are in the other slots, even if a write fails now: whoever waits for writes tries it again.
+        # Now the tiles are in their other slots, even if a write fails: wait_writes() tries again.
         self.truth.moved(tiles)
         if self.moves is not None:
             self.moves.append(tiles)
@@ -280,7 +280,7 @@ class States:
             self.native.wait_writes()
 
     def write_decoded(self) -> None:
-        """Write what was written to states that are read on demand to the devices, without a step."""
+        """Bring writes to states that are read on demand to the devices, without a step."""
         self.truth.note_written()
         tiles = self.truth.decoded_to_write()
         if len(tiles):
@@ -291,7 +291,7 @@ class States:
     def stats(self, residual_bytes: Callable[[int], tuple[int, int]]) -> list[dict[str, Any]]:
         """Return the counts of the last step, one dict per device; see `csd_stats`. Totals cover the store's lifetime.
 
-        `residual_bytes`: bytes of residuals written to a device, by the last step with its commit and in total. A
-        commit may still be writing, and then these count partly.
+        `residual_bytes`: bytes of residuals written to a device, by the last step with its commit and in total. During
+        a commit, bytes written so far.
         """
         return self.devices.current_stats(self.native, residual_bytes) if self.native.is_open else []

@@ -1,4 +1,4 @@
-"""Where states lie: extents, which are cut into tiles, which hold pieces (parts of parameters)."""
+"""Where states lie: an extent is cut into tiles, and a tile holds pieces (parts of parameters)."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ..store.sections import FP32
 
 
 class Tiles:
-    """The tiles of an engine. They and the parameters are numbered over all extents. No states, and no policy."""
+    """The tiles of an engine. Tiles and parameters are numbered over all extents. No states, and no policy."""
 
     def __init__(self) -> None:
         self.extents: list[Extent] = []
-        self._first_tiles: list[int] = []  # of these extents
+        self._first_tiles: list[int] = []  # of each extent
         self._by_param: Pieces | None = None
 
     @property
     def by_param(self) -> Pieces:
-        """The pieces of all tiles as they are now, by parameter."""
+        """The present pieces of all tiles, by parameter."""
         if not self._by_param or (self._by_param.n_tiles, self._by_param.n_params) != (len(self), self.n_params):
             self._by_param = Pieces(self)
         return self._by_param
@@ -55,9 +55,9 @@ class Tiles:
         return extent
 
     def by_place(self, tiles: np.ndarray[Any, Any]) -> Iterator[tuple[int, int, np.ndarray[Any, Any]]]:
-        """Yield for each extent and device that have any of `tiles` (ascending): their numbers among all that it has.
+        """Yield (index of an extent, device, numbers) for each extent and device with any of `tiles` (ascending).
 
-        That is the extent's index, the device, and the numbers, ascending.
+        The numbers count the tiles of the extent on the device, ascending.
         """
         of_extent = np.searchsorted(self._first_tiles, tiles, side="right") - 1
         for e in np.unique(of_extent).tolist():
@@ -76,9 +76,9 @@ class Tiles:
         return self.extent_of(tile).tile_elems
 
     def pieces_of(self, tile: int) -> np.ndarray[Any, Any]:
-        """Return the pieces in a tile, dtype PIECE; their `tile` counts from the extent's first one.
+        """Return the pieces in a tile, dtype PIECE; `tile` counts from the extent's first tile.
 
-        In a second pass over it (PASS_2) they are those of the parameters' second rows in a step's table.
+        For a second pass (PASS_2), `param` is the parameter's second row in a step's table.
         """
         extent = self.extent_of(tile & ~PASS_2)
         pieces = extent.pieces_in((tile & ~PASS_2) - extent.first_tile)
@@ -99,7 +99,7 @@ class Tiles:
         return self.of_mask(mask)
 
     def params_in(self, tiles: np.ndarray[Any, Any]) -> set[int]:
-        """Return the parameters that have elements in any of these tiles."""
+        """Return the parameters with elements in `tiles`."""
         return {param for tile in tiles.tolist() for param in self.pieces_of(tile)["param"].tolist()}
 
 

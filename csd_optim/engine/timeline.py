@@ -1,4 +1,4 @@
-"""When the last step of an engine began and ended, and its trace if the user wants one."""
+"""When the last step of an engine began and ended, and the trace if the user asks for one."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Timeline:
     """The last step of one engine: times of time.perf_counter()."""
 
     def __init__(self, native: NativeEngine) -> None:
-        self.began: float = 0.0  # 0: there was none
-        self.ended: float = 0.0  # 0: it has not ended
+        self.began: float = 0.0  # 0: no step yet
+        self.ended: float = 0.0  # 0: not ended
         self.is_undone: bool = False
         self.model_spans: list[Span] | None = [] if settings.trace() else None  # forward and backward
         self.near_spans: list[Span] | None = [] if settings.trace() else None  # updates on the accelerator
@@ -38,7 +38,7 @@ class Timeline:
         self.ended, self.is_undone = time.perf_counter(), is_undone
 
     def write(self, step: int) -> None:
-        """Write the last step to the trace, once all its states are written and so all its events are known."""
+        """Write the last step to the trace, once all states are written, so that all events are known."""
         if self._trace and not self._is_written:
             self._native.wait_writes()
             name = "undone" if self.is_undone else f"step {step}"

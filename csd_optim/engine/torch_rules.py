@@ -2,9 +2,9 @@
 
 Both round each operation to the nearest fp32 number, in the same order, and treat subnormal numbers as zero. A torch
 kernel does one operation, and so cannot fuse a product with a sum. Devices differ in how they treat subnormal numbers,
-so these are set to zero here, in the operands and in every result that may be subnormal. torch's fp32 square root need
-not be the nearest number (on CPUs it is MKL's), so the root is taken in fp64 and rounded to fp32. The result is the
-nearest number, as the root of a 24-bit number is at least 4 ulps of fp64 away from where fp32 rounds the other way.
+so subnormal operands and results are set to zero explicitly. torch's fp32 square root need not be the nearest number
+(on CPUs it is MKL's), so the root is taken in fp64 and rounded to fp32. The result is the nearest number, as the root
+of a 24-bit number is at least 4 ulps of fp64 away from where fp32 rounds the other way.
 """
 
 from __future__ import annotations

@@ -31,13 +31,14 @@ _numbers = itertools.count(1)
 class Trace:
     """The timeline of one engine. `devices`: their names. Raises CSDOSError if the file cannot be created.
 
-    If `path` exists already, say from another optimizer, the ids of process and optimizer are appended to the name.
+    If `path` exists already, for example from another optimizer, the ids of process and optimizer are appended to the
+    name.
     """
 
     def __init__(self, path: str, devices: Sequence[str]) -> None:
         self._process = os.getpid() * 1000 + next(_numbers)  # the "process" that viewers show this optimizer as
         self._devices = devices
-        self._ends: dict[TrackGroup, list[float]] = {}  # per group: when the last event of each of its tracks ended
+        self._ends: dict[TrackGroup, list[float]] = {}  # per group: the end of each track's last event
         self._tracks: dict[tuple[TrackGroup, int], int] = {}  # the number of each track
         self.path: Path = Path(path) if not Path(path).exists() else Path(f"{path}.{self._process}")
         try:
@@ -58,8 +59,8 @@ class Trace:
     ) -> None:
         """Write one step, from begin to end (seconds of CLOCK_MONOTONIC), and its events (dtype EVENT).
 
-        `model`: the forward and backward spans meanwhile; `near`: the updates on the accelerator, which is the last
-        device. Both lists are emptied.
+        `model`: forward and backward spans of that time; `near`: updates on the accelerator, the last device. Both
+        lists are emptied.
         """
         self._write(STEPS, name, begin, end)
         while model:

@@ -1,4 +1,4 @@
-"""The truth about each tile: which copy of its states counts, that is, which one the next step starts from."""
+"""The truth about each tile: from which copy of the states the next step starts."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ Saved = tuple[tuple[np.ndarray[Any, Any], ...], set[int], set[int], dict[int, di
 
 
 class Counts(Enum):
-    """What counts in a tile."""
+    """The copy of a tile's states that counts, because the next step starts from it."""
 
-    EMPTY = auto()  # nothing was written yet: states read as zero, or the next step makes them (csd_master NEW)
+    EMPTY = auto()  # nothing written yet: states read as zero, or the next step makes them (csd_master NEW)
     EDITED = auto()  # what the program wrote to its windows or decoded states, in memory
-    RESEEDED = auto()  # the same, written from parameters that the program had set
-    COMMITTED = auto()  # the slot on its device, which the last commit names, or the next one will
-    LOOSE = auto()  # that slot; no commit has to name it, so it may be overwritten in place
+    RESEEDED = auto()  # as EDITED, written from parameters that the program had set
+    COMMITTED = auto()  # the slot on the device, named by the last commit or the next
+    LOOSE = auto()  # the slot on the device, not needed by any commit, so it may be overwritten in place
 
 
 class OfParam(Protocol):
-    """What a parameter itself says about its master."""
+    """The attributes of a ParamState from which Truth decides where the master is."""
 
     index: int
-    in_place: bool  # it is its own master, on the accelerator
+    in_place: bool  # the parameter is its own master, on the accelerator
     reachable: bool  # devices can read it
-    is_master: bool  # each step takes the master from it
-    unless_set: bool  # fp32 states: writes to it are not counted, so each step looks for them
+    is_master: bool  # each step takes the master from the parameter
+    unless_set: bool  # fp32 states: torch does not count writes, so each step looks for changes
 
     @property
     def is_coded(self) -> bool:
@@ -46,11 +46,11 @@ class OfParam(Protocol):
 
     @property
     def is_dirty(self) -> bool:
-        """Whether it was written, moved or converted from outside since the last step."""
+        """Whether the parameter was written, moved or converted from outside since the last step."""
 
 
 class Truth:
-    """The truth about the tiles of one engine, which only these methods change; other files hold the tensors.
+    """The truth about the tiles of one engine, changed only by the methods here; other files hold the tensors.
 
     =========  ==================================  ====================================================================
     counts     from … until …                      what the program writes to the tile's states takes effect
@@ -66,12 +66,12 @@ class Truth:
 
     A tile is *open* while writes to its windows reach the device: without durable states always; with them if it is
     new, or within `writing()`. A commit closes it. Tiles without windows (decoded.py) are never open. After a step has
-    moved a tile to its other slot, its windows show the old one until they are shown again; what is written to these
-    never counts, although the tile is then called EDITED, too. Without durable states no tile is ever COMMITTED.
+    moved a tile to its other slot, its windows show the old slot until remap(); writes to them never count, although
+    the tile is then called EDITED, too. Without durable states no tile is ever COMMITTED.
 
-    Beside this, a parameter with a copy on the accelerator (NearCopy) is updated there: the copy is the truth during
-    the step. It is loaded first unless it is known to equal the tile. And a parameter whose value an undone step has
-    not brought back yet is unknown: see Steps.undoing.
+    Besides, a parameter with a copy on the accelerator (NearCopy) is updated there: the copy is the truth during the
+    step, and is loaded first unless known to equal the tile. A parameter whose undo is unfinished is unknown: see
+    Steps.undoing.
     """
 
     def __init__(self, native: NativeEngine, tiles: Tiles, windows: Windows, decoded: Decoded) -> None:
@@ -79,20 +79,20 @@ class Truth:
         self.copies: NearCopies | None = None  # set if directories contain the states of an accelerator
         # Per tile, bool:
         self.open: np.ndarray[Any, Any] = np.zeros(0, bool)  # writes to its windows go to the device
-        self.loose: np.ndarray[Any, Any] = np.zeros(0, bool)  # its current slot is part of no commit
-        self.empty: np.ndarray[Any, Any] = np.zeros(0, bool)  # it has parameters, but no states were written yet
-        self._edited = np.zeros(0, bool)  # it was written, and no completed step has started from that
+        self.loose: np.ndarray[Any, Any] = np.zeros(0, bool)  # the current slot is part of no commit
+        self.empty: np.ndarray[Any, Any] = np.zeros(0, bool)  # has parameters, but no states yet
+        self._edited = np.zeros(0, bool)  # written, and no completed step has started from the writes
         self._reseeded = np.zeros(0, bool)  # edited in reseeding(), for a step that has not completed yet
-        self._decoded_versions: dict[int, list[int]] = {}  # of the written decoded states, at the last note_written()
+        self._decoded_versions: dict[int, list[int]] = {}  # of written decoded states, at the last note_written()
         # Of the step that began last:
         self._in_step = np.zeros(0, np.uint32)  # its tiles
-        self._updated: set[int] = set()  # its parameters with a gradient, if that matters to codes
-        self._getting_section: set[int] = set()  # parameters that stop to be their own master section
+        self._updated: set[int] = set()  # its parameters with a gradient, where 8-bit states need them
+        self._getting_section: set[int] = set()  # parameters that stop being their own master section
 
     # ---- questions ---------------------------------------------------------------
 
     def of(self, tile: int) -> Counts:
-        """Return what counts in a tile, as of the last note_written()."""
+        """Return which copy counts in a tile, as of the last note_written()."""
         if self._edited[tile]:
             return Counts.RESEEDED if self._reseeded[tile] else Counts.EDITED
         if self.empty[tile]:
@@ -101,7 +101,7 @@ class Truth:
 
     @property
     def is_written(self) -> bool:
-        """Whether states were written that no step has started from yet. Without side effects."""
+        """Whether states were written from which no step has started yet. Without side effects."""
         return bool(self._edited.any() or self._decoded.versions()) or self._windows.are_written
 
     @property
@@ -122,7 +122,7 @@ class Truth:
     # ---- transitions -------------------------------------------------------------
 
     def free(self, tiles: np.ndarray[Any, Any]) -> None:
-        """Note that these tiles have no states any more: nothing in them is to be written, and no step has them."""
+        """Note that tiles lost their states: there is nothing to write, and no step contains them."""
         for flags in (self.open, self.loose, self.empty, self._edited, self._reseeded):
             flags[tiles] = False
 
@@ -135,9 +135,9 @@ class Truth:
         self._edited, self._reseeded = np.append(self._edited, all_false), np.append(self._reseeded, all_false)
 
     def note_written(self) -> np.ndarray[Any, Any]:
-        """Take note of what was written since the last call, and tell the native engine.
+        """Take note of writes since the last call, and tell the native engine.
 
-        Returns these tiles and those written earlier that no step has started from yet: ascending, uint32.
+        Returns all written tiles from which no step has started yet: ascending, uint32.
         """
         windows, versions = self._windows.versions(), self._decoded.versions()
         changed = self._windows.written_at(windows)
@@ -151,14 +151,14 @@ class Truth:
         since_last = self._tiles.of([p for p in versions if versions[p] != self._decoded_versions.get(p)])
         self._reseeded[np.union1d(mapped, since_last)] = False
         self._decoded_versions = versions
-        self._windows.note_known(windows)  # last: if a signal interrupts this, the next call does it again
+        self._windows.note_known(windows)  # last, so that the next call repeats everything if a signal interrupts
         return np.union1d(tiles, np.flatnonzero(self._edited)).astype(np.uint32)
 
     @contextlib.contextmanager
     def reseeding(self) -> Iterator[None]:
-        """Make writes to windows inside part of the next step, and of no commit before it completes.
+        """Make writes to windows inside part of the next step, and of no commit before its end.
 
-        A resume from the step before writes them again, from the parameters.
+        A resume from an earlier step repeats such writes, from the parameters.
         """
         self.note_written()
         before = self._edited.copy()
@@ -169,31 +169,31 @@ class Truth:
             self._reseeded |= self._edited & ~before
 
     def forget_copies(self, params: Sequence[int] | None = None) -> None:
-        """Invalidate the accelerator's copies of the states of these parameters; None: of all."""
+        """Invalidate the accelerator's copies of these parameters' states; None: of all parameters."""
         if self.copies:
             self.copies.forget(params)
 
     def step_begins(self, tiles: np.ndarray[Any, Any]) -> None:
-        """Note that a step over these tiles begins, which include all edited ones. Call enter() with its table."""
+        """Note that a step begins. Call enter() with its table. `tiles`: the step's, including all edited tiles."""
         self._in_step = tiles
 
     def kept(self) -> None:
-        """Note that the step is complete: it started from everything that had been written."""
+        """Note that the step is complete, so that all earlier writes are in its results."""
         self._edited[:] = self._reseeded[:] = False
         self._decoded_written(self._decoded.in_memory)
         self.empty[self._in_step] = False
 
     def undone_in_place(self) -> None:
-        """Note that the step was undone where states are updated in place. (Elsewhere the truth is what it was.)"""
+        """Note that the step was undone where states are updated in place. (Elsewhere the truth does not change.)"""
         self._decoded.forget_unwritten()
 
     def taken_back(self) -> None:
-        """Note that a step that was kept is undone, and with it everything written to its tiles since."""
+        """Note that a kept step is undone, together with all later writes to its tiles."""
         self._decoded.drop(self._decoded.within(self._in_step, wholly=False))
         self._edited[self._in_step] = False
 
     def moved(self, tiles: np.ndarray[Any, Any]) -> None:
-        """Note that tiles (ascending) were copied to their other slots, with what had been written to them."""
+        """Note that tiles (ascending) were copied to their other slots, including all writes."""
         self._decoded_written(self._decoded.within(tiles, wholly=True))
         self._edited[tiles] = False
         self.loose[tiles] = True
@@ -207,15 +207,15 @@ class Truth:
         self.loose[:] = False
 
     def saved(self) -> Saved:
-        """Return what put_back() restores. No windows were written since note_written(), unless writes are at once."""
+        """Return what put_back() restores. Call note_written() before it, unless writes take effect at once."""
         decoded = self._decoded
         tiles = self.loose.copy(), self.empty.copy(), self._edited.copy(), self._reseeded.copy()
         return tiles, decoded.masters_written.copy(), decoded.rounded.copy(), decoded.saved()
 
     def put_back(self, saved: Saved) -> None:
-        """Note that all tiles have the states that they had at saved(), and that what was written since is gone.
+        """Note that all tiles have the states from saved() again, without later writes.
 
-        Tiles that are newer belong to nobody: whatever they have is good.
+        Newer tiles belong to no parameter any more: any content is valid.
         """
         tiles, masters_written, rounded, decoded = saved
         self._decoded.put_back(decoded)
@@ -242,10 +242,10 @@ class Truth:
     # ---- what a step reads -------------------------------------------------------
 
     def master_of(self, param: OfParam, *, is_new: bool = False) -> int:
-        """Return where a step finds a parameter's master: a csd_master. For codes, enter() may change it.
+        """Return where a step finds a parameter's master: a csd_master. For codes, enter() may change the answer.
 
-        `is_new`: it has no states yet. The accelerator's copies are marked later, when it is known in which tiles they
-        count: see give().
+        `is_new`: the parameter has no states yet. Masters in the accelerator's copies are marked later by give(), when
+        the step's tiles are known.
         """
         if is_new:
             return int(NEW)
@@ -261,12 +261,12 @@ class Truth:
 
     @staticmethod
     def give(table: np.ndarray[Any, Any], params: Sequence[int]) -> None:
-        """Mark the parameters whose states the accelerator gives in a step's table (dtype PARAM)."""
+        """Mark, in a step's table (dtype PARAM), the parameters whose states the accelerator supplies."""
         table["master"][params] = GIVEN
         table["in_image"][params] = 0
 
     def enter(self, table: np.ndarray[Any, Any]) -> None:
-        """Enter what was written to decoded states into a step's table (dtype PARAM), when it begins.
+        """Enter written decoded states into the table (dtype PARAM) of a step that begins.
 
         The step reads these tensors until its end.
         """
@@ -278,7 +278,8 @@ class Truth:
         self._getting_section.clear()
         for param, names in written.items():
             if decoded.is_own_master(param) and "master" in names and not table["grad"][param]:
-                # A parameter without a gradient must not be changed. It need not be if its master rounds to it.
+                # A parameter without a gradient must not change. It can stay its own master only if the written master
+                # rounds to it.
                 if decoded.is_rounded(param):
                     decoded.rounded.add(param)
                 else:

@@ -31,14 +31,14 @@ from ..threads import start_thread
 
 log: logging.Logger = logging.getLogger("csd_optim")
 
-TUNE_BYTES = 4 << 30  # states per device from which measuring pays: steps then take seconds, measuring half a second
-UNEQUAL = 1.5  # ratio of rates from which drives count as unequal; equal drives differ by less when measured briefly
+TUNE_BYTES = 4 << 30  # bytes of states per device from which measuring pays: steps take seconds, measuring 0.5 s
+UNEQUAL = 1.5  # ratio of rates from which drives count as unequal; short measurements of equal drives differ by less
 HUGE_PAGE = 2 << 20  # bytes; a transparent huge page on x86-64, and on arm64 with 4 KiB base pages
 Kind = Literal["read", "write", "mixed"]
 
 
 class ScratchFile:
-    """A nameless file of `size` bytes in `directory`, which disappears with the process, however that ends.
+    """A nameless file of `size` bytes in `directory`, which disappears with the process, however the process ends.
 
     Its space is reserved, but unwritten until `fill()`. Raises CSDOSError: no such directory, no permission, no space.
     """
@@ -49,7 +49,7 @@ class ScratchFile:
         self._store = StoreFile(directory, durable=False)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", CSDWarning)  # of no direct I/O: `direct` tells
+                warnings.simplefilter("ignore", CSDWarning)  # about missing direct I/O: see `direct`
                 self.first: int = self._store.allocate(self.blocks * block)
         except BaseException:
             self._store.close()
@@ -72,7 +72,7 @@ class ScratchFile:
     def fill(self, seconds: float = 60) -> None:
         """Write every block once: reserved, unwritten space is not read from the disk, and is slower to write.
 
-        After `seconds` it stops, and measurements leave out the blocks that are still unwritten.
+        Stops after `seconds`; measurements then leave out the unwritten blocks.
         """
         [done], _ = _transfer([self], "write", seconds)
         self.blocks = max(2, done // self.block)
@@ -105,7 +105,7 @@ class Tuned:
 SETTINGS = ((512 << 10, IO_DEPTH), (1 << 20, IO_DEPTH), (1 << 20, 2 * IO_DEPTH), (4 << 20, IO_DEPTH))
 TUNE_ROUNDS, TUNE_SECONDS = 2, 0.04  # number of measurements of each setting, and the duration of each
 TUNE_FILE = 128 << 20  # bytes
-NEAR_BEST = 0.95  # the first, smallest setting that reaches this fraction of the best rate is chosen
+NEAR_BEST = 0.95  # choose the first, smallest setting that reaches this fraction of the best rate
 
 
 def tune(directories: Sequence[Path]) -> list[Tuned]:
@@ -139,12 +139,12 @@ def tune_devices(
 ) -> tuple[list[DeviceSpec], tuple[float, ...] | None, dict[int, float]]:
     """Measure drives to choose request sizes and queue depths and, for `new` stores, shares in proportion to speed.
 
-    Returns the specs with the chosen settings; the shares, or None: leave them as they are; and the rates of the
+    Returns the specs with the chosen settings; the shares, or None to leave them unchanged; and the rates of the
     measured devices in bytes per second.
 
-    It measures only if `nbytes` of states, over all devices, make it worth half a second, and sets only what the user
-    left open. But it always measures if `auto` places a new store by the rates; it then raises CSDValueError or
-    CSDOSError if it cannot.
+    Measures only if `nbytes` of states, over all devices, are worth half a second, and sets only what the user left
+    open. Always measures if `auto` places a new store by the rates, and then raises CSDValueError or CSDOSError if that
+    is impossible.
     """
     tried = {
         d: store.path if store.path.is_dir() else store.path.parent
@@ -195,8 +195,8 @@ def node_of(spec: DeviceSpec, store: StoreFile) -> int | None:
 def rate(files: Sequence[ScratchFile], kind: Kind, seconds: float = 60, depth: int = IO_DEPTH) -> float:
     """Measure bytes per second (read plus written) in one pass over all files at once, cut short after `seconds`.
 
-    It does I/O as the engine does: requests of `block` bytes, the engine's queue depth per file system (or `depth`),
-    buffers on huge pages.
+    Does I/O like the engine: requests of `block` bytes, the engine's queue depth per file system (or `depth`), buffers
+    on huge pages.
     """
     moved, took = _transfer(files, kind, seconds, depth)
     return sum(moved) / took
@@ -210,10 +210,10 @@ def _transfer(
     *,
     endless: memoryview | None = None,
 ) -> tuple[list[int], float]:
-    """Move bytes in one pass, or until `seconds` are over; return how many bytes of each file, and the seconds.
+    """Move bytes in one pass, or until `seconds` are over; return the bytes of each file, and the seconds.
 
-    `endless`: passes repeat until `seconds` are over, and all requests share this memory, whatever its content. None:
-    one pass, and each thread allocates its own buffer.
+    `endless`: repeat passes until `seconds` are over; all requests share this memory, whatever its content. None: one
+    pass, and each thread allocates its own buffer.
     """
     stop = threading.Event()
     errors: list[OSError] = []
@@ -231,7 +231,7 @@ def _transfer(
         for thread in threads:
             thread.join(max(0.0, start + seconds - time.perf_counter()))
     finally:
-        stop.set()  # out of time, or interrupted: threads finish the requests in flight and begin no others
+        stop.set()  # out of time, or interrupted: threads finish the requests in flight, and begin no new ones
         for thread in threads:
             if thread.ident is not None:
                 thread.join()
@@ -258,7 +258,7 @@ class _Queue:
 def _serve(
     queue: _Queue, buffer: memoryview, stop: threading.Event, moved: list[Counter[ScratchFile]], errors: list[OSError]
 ) -> None:
-    """Serve one request at a time, in each thread, until there are no more."""
+    """Serve requests one by one, on each thread, until there are no more."""
     done: Counter[ScratchFile] = Counter()
     try:
         while not stop.is_set() and (request := queue.next()):
@@ -283,7 +283,7 @@ def _huge_buffer(nbytes: int) -> memoryview:
 
 
 def huge_array(nbytes: int) -> np.ndarray[Any, Any]:
-    # A private mapping: Python's default is a shared one, which gets no huge pages.
+    # A private mapping, as shared ones (Python's default) get no huge pages.
     mapping = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without transparent huge pages refuses the advice
         mapping.madvise(mmap.MADV_HUGEPAGE)

@@ -1,4 +1,4 @@
-"""Who is told what the steps of an engine do to parameters, and when that is durable: see publish/."""
+"""The interface of an observer of steps: of changes to parameters, and of commits. See publish/."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch
 
 
 class Watcher:
-    """An engine calls these methods in this order, on the thread that steps unless they say otherwise. None raises.
+    """A watcher that ignores everything.
 
-    This one wants to know nothing.
+    An engine calls the methods in this order, on the stepping thread unless a docstring says otherwise. No method
+    raises.
     """
 
     def enter(self, table: np.ndarray[Any, Any], params: Sequence[Any]) -> None:
-        """Set `watch` in the table of a plan (dtype PARAM) for the parameters (ParamState) that it watches."""
+        """Set `watch` in the table of a plan (dtype PARAM) for those of `params` (ParamState) that are watched."""
 
     def step_begins(self, table: np.ndarray[Any, Any], written: np.ndarray[Any, Any]) -> None:
         """Note that a step has begun on the devices; no tile was pushed yet.
@@ -27,20 +28,20 @@ class Watcher:
     def compares(self, row: int) -> bool:
         """Whether param_arrives() reads the old values of the parameter with this row of the step's table.
 
-        The same from the plan of a step to its end. On any thread.
+        Constant from the plan of a step to its end. On any thread.
         """
         return False
 
     def param_arrives(self, tile: int, piece: np.ndarray[Any, Any], before: torch.Tensor, after: torch.Tensor) -> None:
-        """Note that a piece of a parameter has come back in an image, and is copied to the parameter next.
+        """Note that a piece of a parameter has come back in a staging buffer, and is copied to the parameter next.
 
-        Not called of pieces that need no image, which are never among those that it compares(). On any thread.
-        `piece`: an array of one, dtype PIECE. `before`, `after`: its elements, 1-D, in host memory; `before` may be on
-        an accelerator unless it compares() them.
+        Called only for pieces that come back in a staging buffer; parameters for which compares() is True always do. On
+        any thread. `piece`: an array of length 1, dtype PIECE. `before`, `after`: the elements, 1-D, in host memory;
+        `before` may be on an accelerator where compares() is False.
         """
 
     def step_completes(self, step: int) -> None:
-        """Do what before_commit() does, where the end of a step is also the beginning of its commit: that comes next.
+        """Do the work of before_commit(), called next, where the end of a step is also the beginning of its commit.
 
         All parameters of the step have arrived. On any thread.
         """
@@ -49,26 +50,27 @@ class Watcher:
         """Note that the step is complete here, or was undone."""
 
     def step_of_others(self) -> None:
-        """Note that a step is complete in which only other ranks have updated anything, instead of these two."""
+        """Note, instead of step_completes() and step_ends(), a step in which only other ranks have updated anything."""
 
     def step_taken_back(self) -> None:
-        """Note that the last complete step, even if before_commit() was called, is undone on all ranks."""
+        """Note that the last complete step is undone on all ranks, perhaps after before_commit()."""
 
     def no_commit(self, step: int) -> None:
-        """Begin what before_commit() does, for a complete step that gets no commit, as nothing is durable.
+        """Begin the work of before_commit(), for a complete step without a commit, as nothing is durable.
 
-        One process goes on with what after_commit() does. Several ranks call that once all have the step.
+        A single process continues with the work of after_commit(). Several ranks call after_commit() once all have the
+        step.
         """
 
     def join(self) -> None:
-        """Return when what no_commit() has begun is done. On any thread."""
+        """Return when the work begun by no_commit() is done. On any thread."""
 
     def before_commit(self, step: int) -> None:
         """Do what has to be durable before the states of this step are. On any thread; may be repeated."""
 
     @property
     def has_failed(self) -> bool:
-        """Whether before_commit() has failed here since the ranks last told each other, as they confirm a step."""
+        """Whether before_commit() has failed here since the last vote of the ranks that confirmed a step."""
         return False
 
     def after_commit(self, step: int, *, has_failed: bool = False) -> None:

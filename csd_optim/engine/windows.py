@@ -1,4 +1,4 @@
-"""The windows: tensors that are memory-mapped onto states. truth.py says when writes to them take effect."""
+"""The windows: tensors that are memory-mapped onto states. truth.py says when writes to windows take effect."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from .tiles import Tiles
 class Windows:
     """The windows of one engine: a tensor per parameter and section, fp32, mapped onto a slot of the states.
 
-    torch's version counters of all tensors that were handed out tell what was written. Tiles of codes have no windows:
+    Writes are noticed by torch's version counters of all tensors that were handed out. Tiles of codes have no windows:
     see decoded.py.
     """
 
     def __init__(self, tiles: Tiles) -> None:
-        self.are_watched: bool = False  # somebody asks what was written, as slots of commits must not change
+        self.are_watched: bool = False  # writes have to be noticed, as slots of commits must not change
         self._tiles = tiles
         self._buffers: list[list[Any]] = []  # per extent and section: a buffer that unmaps itself
         self._handed_out: list[tuple[int, torch.Tensor]] = []  # parameter and window, for all windows handed out
-        self._known_versions: list[int] = []  # versions of these windows when they were last asked for
+        self._known_versions: list[int] = []  # the windows' versions at the last note_known()
 
     def add(self, buffers: list[Any]) -> None:
         """Add the windows of an extent: see Native.extend()."""
@@ -41,7 +41,7 @@ class Windows:
         count = n // 2 if dtype.is_complex else n
         if buffers:
             window = torch.frombuffer(buffers[section], dtype=dtype, count=count, offset=4 * start)
-        else:  # it has no elements, or they were freed
+        else:  # no elements, or freed
             window = torch.empty(count, dtype=dtype, device="meta" if n else "cpu")
         self.watch(extent.first_param + param, window)
         return window
@@ -53,7 +53,7 @@ class Windows:
             self._known_versions.append(tensor._version)
 
     def forget(self, params: Collection[int]) -> None:
-        """Watch the windows of these parameters no longer."""
+        """Stop watching the windows of these parameters."""
         kept = [
             (handed, known)
             for handed, known in zip(self._handed_out, self._known_versions, strict=True)
@@ -76,7 +76,7 @@ class Windows:
         return self.versions() != self._known_versions
 
     def written_at(self, versions: list[int]) -> list[int]:
-        """Return the parameters whose windows had been written since note_known() when they had these versions."""
+        """Return the parameters whose windows were written since note_known(), up to these versions."""
         known = self._known_versions
         if versions == known:  # the usual case
             return []
@@ -84,7 +84,7 @@ class Windows:
         return [param for (param, _), now, then in changes if now != then]
 
     def note_known(self, versions: list[int]) -> None:
-        """Note that everything has been done that writes up to these versions ask for."""
+        """Note that writes up to these versions have been dealt with."""
         self._known_versions = versions
 
     def versions(self) -> list[int]:

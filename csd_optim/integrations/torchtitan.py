@@ -1,7 +1,7 @@
-"""torchtitan's container of optimizers, which also takes those of csd_optim by name.
+"""torchtitan's container of optimizers, which also takes the optimizers of csd_optim by name.
 
 torchtitan chooses from a closed list of names, in a static method of its container (0.3). Its configuration is Python:
-one line of it can name the container here instead::
+one line of it can name the container below instead::
 
     optimizer=csd_adam(lr=3e-4, devices="/mnt/nvme0")
 """

@@ -38,7 +38,7 @@ class Orthogonal(NamedTuple):
 
 
 def check_matrix(name: str, p: torch.Tensor, shape: Sequence[int]) -> None:
-    """Raise CSDValueError if a parameter, or what it is a part of (`shape`), is nothing that can be orthogonalized."""
+    """Raise CSDValueError unless a parameter, or the whole that it is a part of (`shape`), can be orthogonalized."""
     if len(shape) not in (2, 3) or p.is_complex():
         raise CSDValueError(
             f"parameter {name} of shape {tuple(shape)} is no real matrix (2-D), and no batch of these (3-D), as Muon's "
@@ -57,7 +57,7 @@ def newton_schulz(
     in torch.optim.Muon, or fp32.
 
     Returns bf16 of the same shape, contiguous. A matrix with an inf or a NaN becomes NaN as a whole. On a CPU, matrices
-    are taken one by one, so that no bit of one depends on the others in its batch.
+    are computed one by one, so that a result does not depend on the rest of the batch.
     """
     is_tall = x.size(-2) > x.size(-1)
     y = (x.mT if is_tall else x).unsqueeze(0).flatten(0, -3).to(dtype)

@@ -1,4 +1,4 @@
-"""In which order a step updates its matrices, when there are two passes over the tiles of each.
+"""The order in which a step updates matrices, with two passes over the tiles of each.
 
 Pass 1 updates the momentum and returns X; pass 2 updates the parameter with the orthogonalized X. A group of matrices
 is orthogonalized at a time, while the devices read the next group:
@@ -7,8 +7,9 @@ is orthogonalized at a time, while the devices read the next group:
 
 Tiles do not end where matrices do. A tile that groups share takes pass 1 with the first of them, and pass 2 with the
 last. So the pass 2 of a tile never comes before the pass 1 that it waits for, and devices that take jobs in this order
-cannot block. These groups need not be neighbours: the order is that of the parameters, and those of one tile may be the
-ones that got gradients late. So a group's X has its buffer from the first pass 1 over a tile of it to the last pass 2.
+cannot block. Groups that share a tile need not be neighbours: matrices are in the order of the parameters, but a tile
+may hold parameters from anywhere that got gradients late. So a group's X has its buffer from the first pass 1 over a
+tile of it to the last pass 2.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Group:
     matrices: list[Matrix]
     first: list[int]  # tiles whose pass 1 is due with this group, in order
     second: list[int]  # tiles whose pass 2 is due with this group
-    buffer: int = 0  # number of the one that has its X
+    buffer: int = 0  # number of the buffer that has its X
 
     @property
     def is_divided(self) -> bool:

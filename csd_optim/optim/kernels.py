@@ -12,7 +12,10 @@ from ..params.state_map import StateMap
 
 
 def kernels_for(specs: Sequence[DeviceSpec], groups: Groups, state_map: StateMap) -> list[str]:
-    """Return the names of the kernels that update these groups. Raises CSDValueError if a device can never have one."""
+    """Return the names of the kernels that update these groups.
+
+    Raises CSDValueError if no such kernel exists for a device.
+    """
     found = []
     for group in groups:
         rule, state_dtype = state_map.rule_of(group).name, group.get("state_dtype", state_map.state_dtype)

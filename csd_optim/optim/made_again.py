@@ -1,7 +1,7 @@
-"""An optimizer that is made again on the same directories takes the place of the older one: see docs/resume.md.
+"""An optimizer that is made again on the same directories replaces the older optimizer: see docs/resume.md.
 
-Programs make an optimizer again without a reference to the older one: a notebook's cell that is run again, a trainer's
-second fit(). Both are in this process, so the older one can commit its last step and release its stores.
+Programs make an optimizer again without a reference to the older one: a notebook's cell is run again, a trainer calls
+fit() a second time. Both optimizers are in this process, so the older can commit its last step and release its stores.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..store.file import Mode, another_directory
 
 
 class Optimizer(Protocol):
-    """What this module needs of a CSDOptimizer."""
+    """The attributes of a CSDOptimizer that this module uses."""
 
     param_groups: list[dict[str, Any]]
     _engine: Engine | None
@@ -44,7 +44,7 @@ class Optimizer(Protocol):
 
 
 class Made(NamedTuple):
-    """Where an optimizer keeps its states, and where the program has made it."""
+    """Where an optimizer keeps its states, and where in the program it was made."""
 
     directories: tuple[Path, ...]  # of durable stores, in the order of the devices
     place: str  # file, line and time, for messages
@@ -58,7 +58,7 @@ _made: weakref.WeakKeyDictionary[Optimizer, Made] = weakref.WeakKeyDictionary()
 
 
 def register(optimizer: Optimizer, specs: Sequence[DeviceSpec]) -> None:
-    """Register an optimizer that has been made, so that a newer one can take its place."""
+    """Register a new optimizer, so that a later one can replace it."""
     if (made := _made_now(specs)).directories:
         _made[optimizer] = made
 
@@ -70,16 +70,16 @@ def _made_now(specs: Sequence[DeviceSpec]) -> Made:
 
 
 def make_way(newer: Optimizer, specs: Sequence[DeviceSpec], mode: Mode) -> None:
-    """Close the older optimizer of this process that has the stores on these devices, if `newer` takes its place.
+    """Close an older optimizer of this process that has stores on these devices, so that `newer` can replace it.
 
-    A collective. Raises CSDBusyError, with nothing touched, if there is one and it is at work, is of another model, or
-    `mode` is "new". With "resume" its last step is committed first: if that fails, this raises why, and the older
-    optimizer goes on. With "overwrite" that is no more than a CSDWarning.
+    A collective. Raises CSDBusyError, with nothing touched, if the older optimizer is at work or of another model, or
+    `mode` is "new". With "resume" the older optimizer's last step is committed first: if that fails, this raises the
+    error, and the older optimizer stays open. With "overwrite" a failed commit is only a CSDWarning.
     """
     made, olders = _made_now(specs), list[Optimizer]()
     with all_ranks_or_none(newer._ranks) as said:
         if made.directories and _olders(made):
-            gc.collect()  # it may have been dropped, and be kept alive by a reference cycle
+            gc.collect()  # the older one may be dropped, and alive only by a reference cycle
             wait_for_dropped()
             olders = _olders(made)
         for older in olders:
@@ -95,7 +95,7 @@ def make_way(newer: Optimizer, specs: Sequence[DeviceSpec], mode: Mode) -> None:
 
 
 def _olders(made: Made) -> list[Optimizer]:
-    """Return the optimizers of this process, forked children excluded, that have one of these stores open."""
+    """Return the optimizers with one of these stores open. Excludes the parent's, in a forked child."""
     return [
         older
         for older, its in list(_made.items())
@@ -133,9 +133,9 @@ def _why_not(older: Optimizer, newer: Optimizer, made: Made, mode: Mode) -> str 
     its_manifest = manifest(its_map.rule_of, its_map.by_index, engine.tiles.extents, groups, its_map.part_of)
     if difference := first_difference(its_manifest, newer.param_groups, new_map.part_of):
         return f"it is of another model: {difference}"
-    if len(groups) != len(newer.param_groups):  # some of them are empty
+    if len(groups) != len(newer.param_groups):  # some groups are empty
         return f"it has {len(groups)} parameter groups, and the newer one {len(newer.param_groups)}"
-    # What resume itself checks only once the older optimizer is gone.
+    # A resume would check this only once the older optimizer is gone.
     for k, (then, now) in enumerate(zip(groups, newer.param_groups, strict=True) if mode == "resume" else ()):
         was, will_be = (
             f"{state_map.rule_of(group).name}, {group.get('state_dtype', state_map.state_dtype)}"
@@ -147,9 +147,9 @@ def _why_not(older: Optimizer, newer: Optimizer, made: Made, mode: Mode) -> str 
 
 
 def _commit(older: Optimizer) -> None:
-    """Commit all that an optimizer has, which can go on. A collective of its ranks."""
+    """Commit everything of an optimizer, which stays usable. A collective of its ranks."""
     assert older._engine
-    older._engine.committer.end_copies()  # this may take long and may be interrupted
+    older._engine.committer.end_copies()  # may take long and be interrupted
     with defer_signals():
         older._mode.undo()
         older.synchronize()

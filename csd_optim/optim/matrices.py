@@ -1,4 +1,4 @@
-"""What parameter groups whose matrices are orthogonalized, by Muon, have to be like."""
+"""Checks of parameter groups whose matrices are orthogonalized, by Muon."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..params.update_rule import UpdateRule
 
 
 def any_matrices(groups: Groups, state_map: StateMap) -> bool:
-    """Return whether matrices of any of these groups are orthogonalized."""
+    """Return whether any group's rule orthogonalizes matrices."""
     return any(state_map.rule_of(group).orthogonal for group in groups)
 
 
@@ -56,7 +56,7 @@ def check_matrices(
 
 
 def check_devices(specs: Sequence[DeviceSpec], *, resident: bool = False) -> None:
-    """Raise CSDValueError if devices cannot take both passes. `resident`: they are open, and update in place."""
+    """Raise CSDValueError if devices cannot take both passes. `resident`: open devices that update in place."""
     for spec in specs:
         if spec.kind.on_accelerator or spec.kind.on_card:
             raise CSDValueError(

@@ -44,11 +44,11 @@ class CSDMuon(CSDOptimizer, _AnyGroups):
         ns_coefficients: three coefficients of the Newton-Schulz iteration, or three for each of the `ns_steps`
             iterations.
         ns_dtype: dtype of the iteration: "bf16", torch's; "fp32"; or "auto": bf16, and fp32 where the processor has no
-            instructions for bf16. ``stats()["ns_dtype"]`` says which one it is.
+            instructions for bf16. ``stats()["ns_dtype"]`` tells the choice.
         options: the keyword arguments of :class:`CSDAdam` from `devices` on.
 
-    Parameters of Muon are matrices, or batches of these (3-D, such as the weights of experts). Momentum and masters are
-    fp32, whatever a gradient's dtype; the matrix that is orthogonalized is rounded to bf16, as in torch. It is
+    Parameters of Muon are matrices, or batches of matrices (3-D, such as the weights of experts). Momentum and masters
+    are fp32, whatever a gradient's dtype. The matrix to be orthogonalized is rounded to bf16, as in torch, and
     orthogonalized by torch, on the parameter's device, once per `step()`.
 
     ``state_dtype="8bit"`` keeps the momentum as 8-bit integers, and 24 bits of the master of a 16-bit parameter.

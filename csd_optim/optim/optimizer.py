@@ -46,7 +46,7 @@ from .stats import describe
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# The attributes that a copy or pickle takes from the optimizer, besides those that torch copies.
+# The attributes that a copy or pickle takes from the optimizer, besides torch's.
 _PUBLIC = (
     *("devices", "grad_dtype", "topk", "error_feedback", "topk_warmup", "max_grad_norm", "user_state", "sharded"),
     "state_dtype",
@@ -69,14 +69,14 @@ def takes_options(init: _Init) -> _Init:
 class CSDOptimizer(StatesOnDevices, JoinableSteps):
     """Base of all optimizers here: fp32 masters and states live on computational storage devices, for any update rule.
 
-    A subclass names it before the torch optimizer whose hyperparameters and contract it takes over, as in
+    A subclass derives from this class first, then from the torch optimizer with the same hyperparameters and contract:
     ``class CSDSGD(CSDOptimizer, SGD)``. See CSDAdam for the arguments and methods.
     """
 
     _rule: UpdateRule
-    _sparse_alternatives = "SGD, Adagrad or SparseAdam of torch.optim"  # what an error message recommends
+    _sparse_alternatives = "SGD, Adagrad or SparseAdam of torch.optim"  # for an error message
     _step_supports_amp_scaling: bool
-    _owners: Owners | None  # whose devices it uses
+    _owners: Owners | None  # the optimizer ranks, if any
     sharded: bool
     resumed_user_states: list[dict[str, Any]]
 
@@ -141,7 +141,7 @@ class CSDOptimizer(StatesOnDevices, JoinableSteps):
         self._ranks = ranks
         self.sharded = sharded
         self.state_dtype = state_dtype
-        # Without a reference to this object: hooks in a model hold the next two, see Steps.
+        # These two have no reference to this object, as hooks in a model hold them: see Steps.
         rule_of_group = functools.partial(rule_of, self._rule)
         self._state_map = StateMap(rule_of_group, ranks, sharded=sharded, state_dtype=state_dtype)
         self._steps = Steps(self, self._state_map, ranks, self._sparse_alternatives)
@@ -149,9 +149,9 @@ class CSDOptimizer(StatesOnDevices, JoinableSteps):
         self._consolidated_hook = None
         Joinable.__init__(self)
         self._mode = InStep()
-        self._is_stepping = False  # a call of step() has not returned: no newer optimizer takes the place of this one
+        self._is_stepping = False  # within step(): no newer optimizer may replace this one
         self._energy = EnergyMeter()
-        # The next three describe the last step.
+        # These three describe the last step.
         self._step_seconds = 0.0
         self._skipped = False
         self._last_start: float | None = None  # when it began
@@ -167,7 +167,7 @@ class CSDOptimizer(StatesOnDevices, JoinableSteps):
     ) -> None:
         tile_elems = self._options["tile_size"]
         if self._owners:
-            from ..serve.remote_engine import open_remote  # TLS and encryption, which others need not load
+            from ..serve.remote_engine import open_remote  # loads TLS and encryption
 
             model = digest_of_groups(self.param_groups, self._state_map.part_of)
             engine = open_remote(self._owners, model, mode=mode, tile_elems=tile_elems, ranks=ranks)
@@ -227,9 +227,9 @@ class CSDOptimizer(StatesOnDevices, JoinableSteps):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one optimization step. Returns what ``closure`` returns.
 
-        Raises CSDOSError if a device fails; parameters and state are then those before the step, and the next call
-        works once the cause is gone. Raises CSDTornError if the device fails again when the step is undone: parameters
-        are then a mix, which the next call, and whatever else reads them, restores first.
+        Raises CSDOSError if a device fails; parameters and state are then as before the step, and the next call works
+        once the cause is gone. Raises CSDTornError if the device fails again when the step is undone: parameters are
+        then a mix of old and new, until the next call, or the next read of a parameter, restores them.
         """
         self._is_stepping = True
         try:
@@ -244,7 +244,7 @@ class CSDOptimizer(StatesOnDevices, JoinableSteps):
 
     @no_autograd()
     def _take_step(self) -> None:
-        """Do as step(), without a closure."""
+        """As step(), without a closure."""
         if self._ranks:
             Join.notify_join_context(self)
         self._forget_consolidated()
@@ -295,7 +295,7 @@ class CSDOptimizer(StatesOnDevices, JoinableSteps):
     @no_autograd()
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
-        fresh = "_options" in state  # a copy or a pickle: __init__ has not run
+        fresh = "_options" in state  # a copy or an unpickled optimizer, without __init__
         if fresh:
             self._init_attributes(ranks_of(None), state["sharded"], state.get("state_dtype", "fp32"))
         if "state" in state:
@@ -304,7 +304,7 @@ class CSDOptimizer(StatesOnDevices, JoinableSteps):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if fresh:
             specs = parse_devices(self.devices)
-            # Without named directories a copy has nothing to agree on with other ranks, and they need not copy theirs.
+            # Without named directories a copy needs no agreement with other ranks, which may not be copied.
             ranks = self._ranks if any(spec.durable for spec in specs) else None
             self._open(specs, ranks)
 
@@ -331,23 +331,25 @@ class CSDOptimizer(StatesOnDevices, JoinableSteps):
         uses cannot be waited for, such as a list of parameters that was made before: call wait() first. Parameters that
         are not in `model` arrive before step() returns.
 
-        Call it once `model` is as it will be used: wrapped, compiled. None turns overlap off from the next step on.
+        Call this once `model` is ready for use: wrapped, compiled. None turns overlap off from the next step on.
 
-        If a device fails, the first to wait gets the CSDOSError, once; parameters and state are those before the step.
+        If a device fails, the first code that waits gets the CSDOSError, once; parameters and state are as before the
+        step.
 
         With `backward`, the step begins in backward, as soon as gradients are final. It speculates that no further
         gradients follow, and that learning rates, clipping and loss scale do not change. step() compares, and keeps
         the result or begins anew; nothing visible changes before. `hold`: host memory for results that are ready before
         step(), in bytes or as "1GB", the default; pinned, if there are parameters on an accelerator.
 
-        With `free_gradients`, the step itself runs in backward: each gradient is used as soon as it is there, and its
-        memory is freed. So gradients take at most `hold` ("512MB" by default) plus the largest one. Parameters change
-        in backward; step() completes that, and zero_grad() undoes it. What needs all gradients at once, such as
-        clipping, accumulation and a GradScaler, is not possible and raises CSDRuntimeError: see docs/overlap.md.
+        With `free_gradients`, the step itself runs in backward: each gradient is used as soon as it is ready, and its
+        memory is freed. So gradients take at most `hold` ("512MB" by default) plus the largest gradient. Parameters
+        change in backward; step() completes the step, and zero_grad() undoes it. Anything that needs all gradients at
+        once, such as clipping, accumulation and a GradScaler, is not possible and raises CSDRuntimeError: see
+        docs/overlap.md.
 
-        Where ranks train together, all of them call it. If a step fails on one rank, the others go on with its result
-        until the next step(), which raises on all, with the failed step undone on all. Ranks keep or undo what they
-        have begun in backward independently of each other.
+        If ranks train together, all call this. If a step fails on one rank, other ranks go on with the step's result
+        until the next step(), which undoes the failed step and raises, on all ranks. Steps begun in backward are kept
+        or undone on each rank independently.
 
         Parameters whose states `gpu:` keeps are updated on the accelerator's streams, and nothing waits for them.
 
@@ -365,12 +367,12 @@ class CSDOptimizer(StatesOnDevices, JoinableSteps):
 
     def _reduce_bucket(self, bucket: Any) -> Any:
         """Reduce a DDP bucket for push(): this rank gets its rows of the mean gradients."""
-        if self._engine is not None and self._engine.replaced:  # the newer one would get a part of the gradients
+        if self._engine is not None and self._engine.replaced:  # else a newer optimizer would get some of the gradients
             self._engine.check_open()
         return self._steps.reduce_bucket(bucket)
 
     def wait(self) -> None:
-        """Return once all parameters of this process are those of the last step. Raises CSDOSError if it failed.
+        """Return once all parameters of this process are up to date with the last step. Raises CSDOSError if it failed.
 
         With overlap(free_gradients=True), raises CSDRuntimeError between backward and step().
         """
@@ -380,7 +382,7 @@ class CSDOptimizer(StatesOnDevices, JoinableSteps):
         self._steps.finish_undo()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, as in torch. A step in flight goes on; with `set_to_none=False` this first waits for it."""
+        """Clear gradients, as in torch. With `set_to_none=False`, first waits for a step in flight."""
         self._steps.reduced.clear()
         if not self._mode.clear_gradients(set_to_none=set_to_none):
             super().zero_grad(set_to_none)
@@ -392,32 +394,29 @@ class CSDOptimizer(StatesOnDevices, JoinableSteps):
 
         ``push_bytes``, ``pull_bytes``: gradients and parameters over the link. ``flash_read_bytes``,
         ``flash_write_bytes``: from and to storage. ``written_bytes``: states written since the stores were made.
-        ``free_bytes``, for each device: space in its store that belonged to parameters which have left the optimizer,
-        and that the next ones will get.
-        ``gathered_bytes``: parameters received from the ranks that have updated them.
-        ``days_left``, for a device with a rating (``tbw=600TB``): days of training until the rating is used up, at
-        the average write rate so far. ``params``: elements updated. ``nonfinite_grads``: gradients pushed as inf
-        or nan (their elements are updated all the same). ``skipped``: an overflow was found.
-        ``grad_norm``: with max_grad_norm. ``buffer_bytes``: fixed memory of the engine's buffers; a card's memory,
-        where the device has one. ``residual_bytes``: memory of the Top-K residuals, beside the parameters.
-        ``block_bytes``, ``depth``, for a device with a store: size of its I/O requests and queue depth. ``share``: the
-        device's share of the parameters, relative to the other devices. ``huge_pages``: whether the system backs the
-        device's buffers with huge pages (None: it has no buffers, or less than one huge page); without them transfers
-        cost 4 to 5 times the CPU time, see /sys/kernel/mm/transparent_hugepage/enabled. ``numa_node``: the NUMA node
-        of its buffers (None: any, as on machines with a single node, or where the system does not tell the drive's
-        node or does not allow binding to it).
-        ``seconds``: ``step``, wall time of step(); ``read``, ``update``, ``write``: time in which at least one
-        operation of that kind was in flight, on the busiest device. ``devices``: the same for each device.
-        ``state_bytes``, for ``gpu:``: states on the accelerator, including the copy of them while a step runs.
-        ``commit_bytes``, for ``gpu:``: states copied to the host in the step, to be kept in named directories.
-        ``placement``, where ``auto`` has made the store: the choice, see Placement.describe().
-        ``overlap``, with overlap(): ``waited``, seconds for which the program, or backward with free_gradients, waited
-        for the step; ``early_params``, elements updated before step(); ``redone``, over all steps, the number of wrong
-        guesses, by the cause.
-        ``energy``: ``machine_joules`` that the processors and the memory of this machine have used, whichever programs
-        ran (RAPL, without drives and GPUs): in the last ``step``, in all ``steps``, and in the ``training``, from the
-        first step() to the end of the last, forward and backward included. None without counters, or where only root
-        may read them: ``problem`` says so. ``domains``: what was added. Ranks on one machine see the same joules.
+        ``free_bytes``, for each device: space in its store left by parameters that are no longer in the optimizer, to
+        be reused by new parameters. ``gathered_bytes``: updated parameters received from other ranks.
+        ``days_left``, for a device with a rating (``tbw=600TB``): days of training until the rating is used up, at the
+        average write rate so far. ``params``: elements updated. ``nonfinite_grads``: gradients pushed as inf or nan
+        (their elements are updated all the same). ``skipped``: an overflow was found. ``grad_norm``: with
+        max_grad_norm. ``buffer_bytes``: fixed memory of the engine's buffers; a card's memory, where the device has
+        one. ``residual_bytes``: memory of the Top-K residuals, beside the parameters. ``block_bytes``, ``depth``, for a
+        device with a store: size of its I/O requests and queue depth. ``share``: the device's share of the parameters,
+        relative to the other devices. ``huge_pages``: whether the system backs the device's buffers with huge pages
+        (None: it has no buffers, or less than one huge page); without them transfers cost 4 to 5 times the CPU time,
+        see /sys/kernel/mm/transparent_hugepage/enabled. ``numa_node``: the NUMA node of the device's buffers (None:
+        any, as on machines with a single node, or if the system does not tell the drive's node or does not allow
+        binding). ``seconds``: ``step``, wall time of step(); ``read``, ``update``, ``write``: time in which at least
+        one operation of that kind was in flight, on the busiest device. ``devices``: the same for each device.
+        ``state_bytes``, for ``gpu:``: states on the accelerator, including their copy during a step. ``commit_bytes``,
+        for ``gpu:``: states copied to the host in the step, for named directories. ``placement``, where ``auto`` has
+        made the store: the choice, see Placement.describe(). ``overlap``, with overlap(): ``waited``, seconds for which
+        the program, or backward with free_gradients, waited for the step; ``early_params``, elements updated before
+        step(); ``redone``, over all steps, the number of wrong guesses, by the cause. ``energy``: ``machine_joules``
+        used by the processors and the memory of this machine, for all programs together (RAPL, without drives and
+        GPUs): in the last ``step``, in all ``steps``, and in the ``training``, from the first step() to the end of the
+        last, forward and backward included. None if there are no counters, or only root may read them: see ``problem``.
+        ``domains``: the counters that were added up. Ranks on one machine see the same joules.
         """
         with self._settled() as engine:
             engine.native.wait_writes()

@@ -46,9 +46,9 @@ _NAMED = {**{str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_CODES},
 
 
 def grad_dtype_of(value: torch.dtype | str | None, where: str = "") -> torch.dtype | None:
-    """Return the `grad_dtype` that the argument names: a dtype, or "bfloat16", "torch.bfloat16" or "bf16".
+    """Return the dtype that an argument `grad_dtype` means: a dtype, or "bfloat16", "torch.bfloat16" or "bf16".
 
-    Configuration files have no dtypes but only text. Raises CSDValueError; `where`: for the message.
+    Text is for configuration files. Raises CSDValueError; `where`: for the message.
     """
     dtype = _NAMED.get(value.strip().removeprefix("torch.")) if isinstance(value, str) else value
     if (value is not None and dtype is None) or dtype not in (None, *DTYPE_CODES):
@@ -61,7 +61,7 @@ def _read_bool(text: str) -> bool:
     return {"1": True, "true": True, "0": False, "false": False}[text.lower()]
 
 
-# How the text of an option in CSD_OPTIM_OPTIONS is read, and what it has to be. `devices` has a variable of its own,
+# Readers of options in CSD_OPTIM_OPTIONS, and descriptions of valid text for messages. `devices` has its own variable,
 # and a process group has no text.
 _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "state_dtype": (str, ""),
@@ -81,7 +81,7 @@ _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
 def takes_environment(init: _Init) -> _Init:
     """Make the ``__init__`` of an optimizer take the options in CSD_OPTIM_OPTIONS that its caller does not pass.
 
-    Also decides whether the optimizer warns of saving on one rank: not if the caller has chosen `sharded`, whatever its
+    Also decides whether the optimizer warns of saving on one rank: not if the caller has passed `sharded`, with any
     value, and not if a store keeps the states.
     """
 
@@ -95,9 +95,9 @@ def takes_environment(init: _Init) -> _Init:
 
 
 def _from_environment(given: dict[str, Any], rule: UpdateRule) -> dict[str, Any]:
-    """Return the options in CSD_OPTIM_OPTIONS that are not `given`. Warns of each that is, with another value.
+    """Return the options in CSD_OPTIM_OPTIONS that are not `given`. Warns of `given` options with another value.
 
-    Raises CSDValueError, also for an option that is `given`, so that a misspelt one is noticed in any case.
+    Raises CSDValueError for an invalid option, even if it is `given`, so that a wrong spelling is always noticed.
     """
     where, found = f" in {settings.OPTIONS}", {}
     for name, text in settings.options().items():
@@ -125,7 +125,7 @@ def _from_environment(given: dict[str, Any], rule: UpdateRule) -> dict[str, Any]
 
 def _check(name: str, value: Any, where: str = "", rule: UpdateRule | None = None) -> None:
     """Raise CSDValueError if this value of an option is invalid by itself. `where`: for the message."""
-    wrong: str | None = None  # what the message says after the value
+    wrong: str | None = None  # the end of the message, after the value
     if name == "grad_dtype":
         grad_dtype_of(value, where)
     elif name == "state_dtype":
@@ -145,7 +145,7 @@ def _check(name: str, value: Any, where: str = "", rule: UpdateRule | None = Non
 
 
 def check_options(a: Any, tile_size: Any, *, resume: bool, resume_from: object, overwrite: bool) -> None:
-    """Raise CSDValueError for an invalid one. `a`: the optimizer, which has the others as attributes."""
+    """Raise CSDValueError for an invalid option. `a`: the optimizer, with the other options as attributes."""
     for name in ("topk", "error_feedback", "topk_warmup", "max_grad_norm"):
         _check(name, getattr(a, name))
     _check("tile_size", tile_size)
@@ -160,10 +160,10 @@ def check_options(a: Any, tile_size: Any, *, resume: bool, resume_from: object, 
 
 
 def check_group(groups: Groups, k: int, optimizer: str, rule: UpdateRule, state_dtype: str) -> None:
-    """Raise CSDRuntimeError, CSDValueError or CSDTypeError for group `k` if it asks for what no back end can do.
+    """Raise CSDRuntimeError, CSDValueError or CSDTypeError if group `k` asks for something that no back end can do.
 
-    Warns if it names another rule by a key that is read elsewhere. `optimizer`: its name, for messages. `state_dtype`:
-    the optimizer's argument.
+    Warns if the group names another rule by a key of other libraries. `optimizer`: its name, for messages.
+    `state_dtype`: the optimizer's argument.
     """
     group = groups[k]
     for name in ("capturable", "differentiable"):

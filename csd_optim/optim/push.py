@@ -12,10 +12,9 @@ from .optimizer import CSDOptimizer
 def push(optimizer: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Reduce a DDP bucket: the hook for ``ddp.register_comm_hook(optimizer, csd_optim.push)``.
 
-    Register it right after both were constructed. Each rank then gets its rows of the mean gradients, which step()
-    uses, and `.grad` is this rank's own gradient: see docs/distributed.md. With ``sharded=False``, DDP reduces as it
-    does without a hook. Raises CSDTypeError if `optimizer` is not one of this package, and CSDRankError if ranks are
-    gone.
+    Register the hook right after both were constructed. Each rank then gets its rows of the mean gradients, which
+    step() uses, and `.grad` is this rank's own gradient: see docs/distributed.md. With ``sharded=False``, DDP reduces
+    as without a hook. Raises CSDTypeError if `optimizer` is not of this package, and CSDRankError if ranks are gone.
     """
     unwrapped = getattr(optimizer, "optimizer", optimizer)  # unwraps the optimizer from a trainer's wrapper
     if not isinstance(unwrapped, CSDOptimizer):

@@ -1,6 +1,6 @@
-"""The update rules, by the names that parameter groups and stores have for them, and the rule of a group.
+"""The update rules by name, as used in parameter groups and stores, and the rule of a group.
 
-The arithmetic of each is a header in native/include; here are its states, hyperparameters and constants.
+The arithmetic of each rule is a header in native/include; its states, hyperparameters and constants are here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..muon.newton_schulz import JORDAN, Coefficients, Orthogonal, fast_dtype
 from ..params.update_rule import FLT_MAX, Group, UpdateRule
 
 UNPROVEN = "no long training has shown that it loses nothing by that"
-Constants = tuple[int, tuple[float, ...]]  # the number of a rule or of a variant of it, and csd_hyper.c
+Constants = tuple[int, tuple[float, ...]]  # the number of a rule or of its variant, and csd_hyper.c
 
 # ---- AdamW and Adam: adamw.h, adam.h ---------------------------------------------------
 
@@ -295,7 +295,7 @@ check_native_rules(NAMED.values(), RULE_ROWS)
 
 
 def rule_of(own: UpdateRule, group: Group) -> UpdateRule:
-    """Return the rule of a group: the one that it names as "rule", or `own`, that of its optimizer's class.
+    """Return the rule that a group names as "rule"; by default `own`, the rule of the optimizer's class.
 
     Raises CSDValueError if there is no rule of that name.
     """
@@ -308,7 +308,7 @@ def rule_of(own: UpdateRule, group: Group) -> UpdateRule:
 
 
 def named_elsewhere(group: Group) -> tuple[str, str] | None:
-    """Return a key by which other libraries choose a group's rule, such as `kind`, and the rule that it names."""
+    """Return a key by which other libraries choose a group's rule, such as `kind`, and the rule's name."""
     for key, value in group.items():
         if key != "rule" and isinstance(value, str) and value.lower() in NAMED:
             return key, value.lower()
@@ -318,10 +318,10 @@ def named_elsewhere(group: Group) -> tuple[str, str] | None:
 
 
 def fill_in_defaults(own: UpdateRule, group: Group, of_class: Mapping[str, Any]) -> None:
-    """Give a new group that names its rule that rule's defaults, before torch fills in those of the class.
+    """Give a new group that names a rule the rule's defaults, before torch fills in the class's.
 
-    `of_class`: the latter, the optimizer's `defaults`; a group that has only these has been filled before. Raises
-    CSDValueError, and changes nothing, if there is no such rule, or if it has no such hyperparameter.
+    `of_class`: the optimizer's `defaults`; a group with only these was filled before. Raises CSDValueError, and changes
+    nothing, if there is no such rule, or the rule has no such hyperparameter.
     """
     if "rule" not in group:
         return

@@ -1,4 +1,4 @@
-"""A warning in the first step that one rank alone cannot save all states: a script that does so fails hours later."""
+"""A warning in the first step that one rank alone cannot save all states: a script that tries fails hours later."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ _SAVE_RIGHTLY = ("lightning.pytorch.", "lightning.fabric.", "pytorch_lightning."
 
 
 def warn_of_saving(ranks: Ranks, steps: Steps) -> bool:
-    """Warn on rank 0, after a step of DDP, that its states are not all. Returns whether that is settled now.
+    """Warn on rank 0, after a step of DDP, that it has only a part of the states.
 
-    With FSDP or DTensors scripts save on all ranks as they do with any optimizer, so there is no warning. Call it
-    within the user's step().
+    Returns whether the question is settled.
+
+    With FSDP or DTensors scripts save on all ranks with any optimizer, so there is no warning. Call this within the
+    user's step().
     """
     if not steps.gather and steps.has_updated:  # else the step has created states, or was skipped
         return False

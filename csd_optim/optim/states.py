@@ -54,13 +54,13 @@ class StatesOnDevices(Optimizer):
     _state_map: StateMap
     _steps: Steps
     _mode: InStep
-    _warns_of_saving: bool = False  # of saving on one rank alone, in the next step that ranks divide
+    _warns_of_saving: bool = False  # about saving on one rank alone, in the next step that ranks divide
     _consolidated_hook: RemovableHandle | None  # puts all ranks' states into state_dict()
 
     def _make_stores(
         self, old: checkpoint.Paths, specs: Sequence[DeviceSpec], make_way: Callable[[], None]
     ) -> list[dict[str, Any]]:
-        """Make the stores on these devices from others: see make_own_stores()."""
+        """Make the stores on these devices from `old` ones: see make_own_stores()."""
         if self._owners:
             raise CSDValueError(
                 "resume_from makes stores in directories of this process, and serve:// has an owner: run csd-optim "
@@ -73,7 +73,7 @@ class StatesOnDevices(Optimizer):
     # ---- with no step in flight --------------------------------------------------------
 
     def _settled_engine(self) -> Engine:
-        """Return the engine once no step is in flight: to change states, or to save those of all ranks.
+        """Return the engine once no step is in flight: to change states, or to save the states of all ranks.
 
         A collective if overlap() is on. Raises CSDRuntimeError if the engine is closed or belongs to another process,
         or the error with which the step in flight failed. Call Steps.finish_undo() next.
@@ -86,7 +86,7 @@ class StatesOnDevices(Optimizer):
 
     @contextlib.contextmanager
     def _settled(self, *, meets: bool = False) -> Iterator[Engine]:
-        """Yield the engine, locked, with no step in flight: no other thread can launch one. `meets`: a collective."""
+        """Yield the locked engine without a step in flight: no other thread can launch one. `meets`: a collective."""
         assert self._engine is not None
         engine = self._engine
         while True:
@@ -94,14 +94,14 @@ class StatesOnDevices(Optimizer):
             self._settle(meets=meets)
             with engine.lock:
                 landed = engine.completed_event is None or engine.completed_event.is_set()
-                if landed and not engine.is_speculative and not self._steps.undoing:  # it may fail as we wait here
+                if landed and not engine.is_speculative and not self._steps.undoing:  # a step may fail while we wait
                     yield engine
                     return
 
     def _settle(self, *, meets: bool = False) -> None:
-        """Return once no step is in flight or half undone on this rank, or with `meets` on any.
+        """Return once no step is in flight or half undone on this rank; with `meets`, on any rank.
 
-        Raises CSDOSError if a step failed, CSDTornError if it cannot be undone yet.
+        Raises CSDOSError if a step failed, CSDTornError if the step cannot be undone yet.
         """
         failure = self._mode.drain(collective=meets)
         engine = self._engine
@@ -115,7 +115,7 @@ class StatesOnDevices(Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> defaultdict[torch.Tensor, Any]:
-        """A plain dict of plain tensors. Reading it first waits for states that are still being written to a device."""
+        """A plain dict of plain tensors. Reading it first waits until all states are written to devices."""
         engine = self._engine
         if engine is not None and engine.replaced:
             engine.check_open()
@@ -145,17 +145,17 @@ class StatesOnDevices(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load torch's checkpoints and ours into the devices, without casts. A missing ``master`` is the parameter.
 
-        Raises CSDValueError, before anything is touched, if the shapes do not fit or it is of another optimizer.
-
-        With named directories or overlap(), all ranks call it, and it is durable on all of them or on none.
+        Raises CSDValueError, before anything is touched, if shapes do not fit or the state dict is of another
+        optimizer. With named directories or overlap(), all ranks call this, and the load is durable on all ranks or on
+        none.
         """
         engine = self._settled_engine()
         with defer_signals(), self._whole_load(engine) as load:
             with engine.committer.all_ranks_or_none():
                 self._steps.finish_undo(collective=engine.durable)
                 self._check_and_load(engine, state_dict)
-            # Some trainers load the model before they construct the optimizer. Then resume has overwritten the loaded
-            # parameters with the store's; those not written to since get the values of the loaded masters below.
+            # Some trainers load the model before they construct the optimizer. The resume has then overwritten the
+            # loaded parameters with the store's; parameters not written to since get the loaded masters' values below.
             resume = self._steps.resume
             resumed = resume.unwritten() if resume.pending else []
             with load(self._steps.record()):
@@ -168,7 +168,7 @@ class StatesOnDevices(Optimizer):
 
     @contextlib.contextmanager
     def _whole_load(self, engine: Engine) -> Iterator[Callable[..., AbstractContextManager[Load]]]:
-        """Yield Committer.loading(). If what is done inside raises, everything is as it was before, not only states."""
+        """Yield Committer.loading(). If the body raises, everything is as before, not only states."""
         loads: list[Load] = []
 
         @contextlib.contextmanager
@@ -195,8 +195,8 @@ class StatesOnDevices(Optimizer):
                 raise
 
     def _check_and_load(self, engine: Engine, state_dict: dict[str, Any]) -> None:
-        """Put a state dict into `state` and `param_groups`; if it does not fit, nothing is changed."""
-        self._steps.record()  # raises if it holds something that cannot be committed
+        """Put a state dict into `state` and `param_groups`. Changes nothing if the state dict does not fit."""
+        self._steps.record()  # raises if it cannot be committed
         self._forget_consolidated()
         handle = self.register_load_state_dict_pre_hook(lambda _, d: self._as_ours(d))
         kept = self._state_map.state, self.param_groups
@@ -209,20 +209,20 @@ class StatesOnDevices(Optimizer):
                     raise CSDValueError(
                         f"the state dict is of another optimizer: its group {k} has no {missing[0]}, which {by} needs"
                     )
-                if "topk" in before:  # torch's checkpoints do not have it
+                if "topk" in before:  # missing in torch's checkpoints
                     group.setdefault("topk", before["topk"])
                 group.pop("state_dtype", None)  # the optimizer decides how states are stored, not the checkpoint
                 if "state_dtype" in before:
                     group["state_dtype"] = before["state_dtype"]
             self._state_map.check(self.param_groups)
         except BaseException:
-            self._state_map.state, self.param_groups = kept  # refused: nothing was touched
+            self._state_map.state, self.param_groups = kept  # refused: undo everything
             raise
         finally:
             handle.remove()
 
     def _as_ours(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return a state dict with what torch's checkpoints lack. Raises CSDValueError if it has other rules."""
+        """Return a state dict with the entries missing in torch's. Raises CSDValueError if rules differ."""
         state, groups = {**state_dict["state"]}, [*state_dict["param_groups"]]
         for k, (own, group) in enumerate(zip(self.param_groups, groups, strict=False)):
             rule = self._state_map.rule_of(own)
@@ -251,21 +251,21 @@ class StatesOnDevices(Optimizer):
     def loading(self) -> Iterator[None]:
         """Make writes to the tensors of ``state`` inside this context go to the devices directly.
 
-        Outside, writes stay in memory on named devices until the next step. That suits an edit, but not a whole
-        checkpoint that is read into these tensors, as torch.distributed.checkpoint does::
+        Outside, writes stay in memory on named devices until the next step. That suits an edit, but not a read of a
+        whole checkpoint into these tensors, as by torch.distributed.checkpoint::
 
             with optimizer.loading():
                 dcp.load(state, checkpoint_id=...)
 
-        At the end all of it is durable, or none of it: if anything raises, states, step counts and ``param_groups`` are
-        what they were. Where devices keep one copy of states, as ``ram:`` does, the states that were being loaded are
-        lost then, and the next step raises CSDTornError until they are loaded again. No step is possible inside. With
-        named directories or overlap(), all ranks call it, and an error is raised on all of them.
+        At the end everything is durable, or nothing: if anything raises, states, step counts and ``param_groups`` are
+        as before. If devices keep one copy of states, as ``ram:`` does, an error loses the states that were being
+        loaded, and the next step raises CSDTornError until they are loaded again. No step is possible inside. With
+        named directories or overlap(), all ranks call this, and an error is raised on all ranks.
         """
         engine = self._settled_engine()
         with engine.committer.all_ranks_or_none():
             self._steps.finish_undo(collective=engine.durable)
-        _ = self.state  # reading it for the first time after a step closes all windows
+        _ = self.state  # the first read after a step closes all windows
         with self._whole_load(engine) as load, load():
             with no_autograd():
                 self._state_map.fill(engine)
@@ -276,12 +276,12 @@ class StatesOnDevices(Optimizer):
     def consolidate_state_dict(self, to: int | None = 0) -> None:
         """Make state_dict() of rank `to` hold the whole states of all ranks, as torch's does, until the next step().
 
-        A collective, for torch.save() on one rank and for trainers that know it from ZeroRedundancyOptimizer. Rank `to`
-        needs memory for all states, the others for the largest one. States of FSDP1 stay as they are.
+        A collective, for torch.save() on one rank and for trainers that know the method from ZeroRedundancyOptimizer.
+        Rank `to` needs memory for all states, the other ranks for the largest state. States of FSDP1 stay as they are.
 
-        `to=None`: state_dict() of each rank has that rank's part, which is the default.
+        `to=None`: back to the default, by which each rank's state_dict() has that rank's part.
         """
-        self._warns_of_saving = False  # whoever calls this knows
+        self._warns_of_saving = False  # the caller knows
         self._forget_consolidated()
         if to is None:
             return
@@ -313,14 +313,14 @@ class StatesOnDevices(Optimizer):
 
     @property
     def committed_step(self) -> int:
-        """The last step that is durable on all devices, to which a crash now would go back; 0 if there is none."""
+        """The last step that is durable on all devices, from which a resume would continue now; 0 if there is none."""
         return self._engine.states.committed_step if self._engine else 0
 
     def synchronize(self) -> None:
         """Return once the last step is durable; at once without named directories. Raises CSDOSError.
 
-        With named directories or overlap(), all ranks call it: the step is then complete and durable on all of them,
-        or an error is raised on all.
+        With named directories or overlap(), all ranks call this: the step is then complete and durable on all ranks, or
+        an error is raised on all.
         """
         with self._settled(meets=True) as engine:
             engine.wait()
@@ -329,8 +329,8 @@ class StatesOnDevices(Optimizer):
     def restore(self) -> None:
         """Set parameters and hyperparameters again to the values of the step that was resumed.
 
-        Call it after replacing parameters (some trainers do so when they move a model) or changing their values once
-        the optimizer is constructed. A no-op if no store was resumed. Raises CSDRuntimeError after a step(),
+        Call this if parameters were replaced (some trainers do so when they move a model), or their values changed,
+        after the construction of the optimizer. A no-op if no store was resumed. Raises CSDRuntimeError after a step(),
         CSDStoreError if the parameters no longer fit the store.
         """
         engine = self._settled_engine()
@@ -352,15 +352,14 @@ class StatesOnDevices(Optimizer):
     def save(self, path: str | os.PathLike[str], *, wait: bool = True, progress: bool = False) -> Future[Path]:
         """Make a snapshot of the named directories: `path/device-0`, `path/device-1` ..., each a store.
 
-        All ranks call it, and each makes `path/rank-0/device-0` and so on, all of the same step.
+        With several ranks all call this, and each makes `path/rank-0/device-0` and so on, all of the same step.
 
-        The snapshot holds the last step, with its hyperparameters and `user_state`, and works like the original:
-        resume it or load() it. `path` must not exist; it appears as a whole, or not at all. On a file system with
-        reflinks this takes no time and no space. Elsewhere the states are copied, 12 bytes per parameter; with
-        wait=False training goes on meanwhile, and the step after the next waits for the copy. `progress` shows a bar on
-        stderr.
+        The snapshot holds the last step, with its hyperparameters and `user_state`, and works like the original: resume
+        it or load() it. `path` must not exist, and appears as a whole or not at all. On a file system with reflinks
+        this takes no time and no space. Elsewhere the states are copied, 12 bytes per parameter; with wait=False
+        training goes on meanwhile, and the step after the next waits for the copy. `progress` shows a bar on stderr.
 
-        Returns a future of the path; with wait=True it is done. Raises CSDStoreExistsError, CSDStoreError if a state
+        Returns a future of the path, which is done if wait=True. Raises CSDStoreExistsError, CSDStoreError if a state
         is damaged, CSDOSError, CSDRuntimeError if there is nothing to save; with wait=False some of these through the
         future.
         """
@@ -389,19 +388,19 @@ class StatesOnDevices(Optimizer):
     ) -> Publisher:
         """Publish the weights of `model` in a folder, as versions: from now on after each step, once it is committed.
 
-        A version contains the elements that differ from the version before it, exactly, and Replica or `csd-optim
-        follow` read it. `every`: of how many steps one makes a version. `full_every`: of how many versions one is full.
-        `keep`: how many versions stay at least; the last full one stays, with all that follow it. `dtype`: "bf16"
-        publishes fp32 parameters, rounded to bfloat16; without it they are refused.
+        A version contains exactly the elements that differ from the version before it; Replica and `csd-optim follow`
+        read versions. `every`: steps per version. `full_every`: versions per full version. `keep`: the number of
+        versions that stay at least; the last full version stays with all its successors. `dtype`: "bf16" publishes fp32
+        parameters, rounded to bfloat16; None refuses fp32 parameters.
 
-        All ranks call it, with a folder that all of them see. Each writes its part of the model; a DDP wrapper of the
-        model counts as the module in it.
+        With several ranks all call this, with a folder that all can access. Each rank writes its part of the model; a
+        DDP wrapper of the model counts as the wrapped module.
 
-        The first version is the model as it is, unless the folder's newest one has the same bits, as after a resume.
-        No step fails if a version cannot be written: see Publisher.error.
+        The first version has the present weights, unless the folder's newest version has the same bits, as after a
+        resume. No step fails if a version cannot be written: see Publisher.error.
 
-        Raises CSDValueError for devices and options with which it is not possible, CSDTypeError for a parameter that is
-        not of 16 bits, CSDBusyError if somebody else publishes there, CSDOSError.
+        Raises CSDValueError for unsuitable devices and options, CSDTypeError for a parameter that is not of 16 bits,
+        CSDBusyError if another process publishes there, CSDOSError.
         """
         options = PublishOptions(every, keep, full_every, dtype)
         settle = weakref.WeakMethod(self.synchronize)
@@ -410,20 +409,19 @@ class StatesOnDevices(Optimizer):
             engine.wait()
             publisher = Publisher(engine, self._state_map, self._ranks, model, Path(path), options, settle)
             engine.states.watcher = publisher
-            self._state_map.changes += 1  # the next plan names watches
+            self._state_map.changes += 1  # makes a new plan, with watches
         return publisher
 
     @staticmethod
     def load(path: checkpoint.Paths) -> dict[str, Any]:
         """Return a store or snapshot as a state dict for load_state_dict(), torch's or ours, and for torch.save().
 
-        `path`: a snapshot, the directory of a store of one device, or the list of the directories of several. Beside
-        the states there is ``master``, the parameter in fp32, and an entry ``csd_optim`` with names, dtypes, step and
-        ``user_state``. The tensors are memory-mapped from the files: they take memory only when written to, and as long
-        as one of them is alive, no optimizer can train on that store. All data is read and checked once.
+        `path`: a snapshot, the directory of a store of one device, or a list of the directories of several devices.
+        Beside the states there is ``master``, the parameter in fp32, and an entry ``csd_optim`` with names, dtypes,
+        step and ``user_state``. The tensors are memory-mapped from the files: they take memory only when written to,
+        and as long as any of them is alive, no optimizer can train on that store. All data is read and checked once.
 
-        Raises CSDStoreError if there is no store, or it is damaged or incomplete, CSDBusyError if it is in use,
-        CSDOSError.
+        Raises CSDStoreError if the store is missing, damaged or incomplete, CSDBusyError if it is in use, CSDOSError.
         """
         return stored.load(path)
 

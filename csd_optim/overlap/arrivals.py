@@ -1,4 +1,4 @@
-"""Parameters under way, as whoever reads them sees it; and what a hook becomes in a copy of its model."""
+"""The interface by which guards wait for parameters under way; and the stand-in for a hook in a copy of a model."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ import torch
 class Arrivals(Protocol):
     """The parameters under way."""
 
-    active: bool  # whether wait() has to be called: a step is under way, or the order of use is noted. Plain attribute
+    active: bool  # wait() has to be called: a step is under way, or the order of use is recorded
 
     def wait(self, params: Iterable[torch.Tensor]) -> None:
         """Return when `params` have arrived, for all threads and streams; raise the error of a step that failed.
 
-        Called only while `active`: with all parameters of a module when it is entered, and with single ones when they
-        are read. The same ones may come repeatedly; all belong to the optimizer. Any thread may call this.
+        Called only while `active`, on any thread: with all parameters of a module when the module is entered, and with
+        single parameters when they are read. May get the same parameters repeatedly, and only the optimizer's.
         """
 
     def settle(self) -> None:
-        """Return when all have arrived; raise the error of a step that failed, even before other ranks know of it."""
+        """Return when all parameters have arrived; raise the error of a failed step, even before other ranks know."""
 
     def remove_if_dropped(self) -> bool:
-        """Remove the guards if their optimizer is gone, and nothing else can. Returns whether it is."""
+        """Return whether the optimizer is gone; if so, remove the guards, which nothing else can do any more."""
 
 
 class NoArrivals:
-    """Arrivals that never wait: for guards that have been removed, but are still referenced."""
+    """Arrivals that never wait: for removed guards that are still referenced."""
 
     active = False
 

@@ -1,4 +1,4 @@
-"""What overlap() is asked for: whether that is possible, and the mode in which steps run from then on."""
+"""Checks of the arguments of overlap(), and the choice of the mode in which steps run from then on."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def hold_bytes(hold: str | int | None, *, backward: bool, free_gradients: bool) 
 def choose(
     steps: Steps, model: torch.nn.Module | None, nbytes: int, *, backward: bool, free_gradients: bool
 ) -> Callable[[], InStep]:
-    """Check that this is possible, and allocate `hold`, of `nbytes`. Returns what makes the mode.
+    """Check that the options are possible, and allocate `hold`, of `nbytes`. Returns a function that makes the mode.
 
     Call it when no step is in flight. Raises what CSDOptimizer.overlap() raises.
     """

@@ -24,15 +24,15 @@ from ..threads import running_pool
 from .guess import Guess
 from .order import early_of
 
-MAX_PAUSE = 15  # steps: the longest pause after several wrong guesses in a row, each of which wrote for nothing
+MAX_PAUSE = 15  # steps: the longest pause after wrong guesses in a row, whose writes were wasted
 FIRST_SHARE = 0.5  # fraction of the tiles that flow in backward until the durations of backward and step are known
 
 
 class EarlySteps:
     """Begins the steps of one optimizer in backward: each is a Guess, begun as soon as the first gradient is final.
 
-    A gradient counts as final once it was accumulated as many times as in the last step. Under DDP, this rank's rows of
-    it count, each time that csd_optim.push has reduced them.
+    A gradient counts as final once it was accumulated as many times as in the last step. Under DDP the count is of
+    reductions of this rank's rows by csd_optim.push.
     """
 
     def __init__(
@@ -55,16 +55,16 @@ class EarlySteps:
         self._finalizer = steps.call_at_end(self._stop)
         self._pusher = running_pool(1, "csd_optim brings gradients")
         self._guess: Guess | None = None
-        self._hold_futures: list[Future[None]] = []  # copies of an undone guess, which use `hold` until they are done
+        self._hold_futures: list[Future[None]] = []  # copies of an undone guess that still use `hold`
         self._fired: Counter[int] = Counter()  # by id of the parameter: gradients accumulated since the last step
-        self._expected: Counter[int] = Counter()  # the same counts in the last step: at these a gradient is final
-        self._ready_events: dict[int, Any] = {}  # likewise: when a final one, on an accelerator, is ready
+        self._expected: Counter[int] = Counter()  # the counts of the last step, at which a gradient is final
+        self._ready_events: dict[int, Any] = {}  # by id: event after which an accelerator's gradient is ready
         self._share = FIRST_SHARE
-        self._began: float | None = None  # start time of the guess under way, or of the one that the last step kept
+        self._began: float | None = None  # start time of the guess under way, or of the guess that the last step kept
         self._stepped = 0.0  # time of the last step()
         self._wrong_in_a_row = 0
         self._pause = 0  # number of coming steps without a guess
-        self._impossible = False  # since the last step a guess was tried, and foresee() found it impossible
+        self._impossible = False  # foresee() has found a guess impossible since the last step
         self._under_ddp = under_ddp
         if under_ddp:  # parameters' own hooks see gradients that are not reduced yet
             steps.reduced.on_final = self._on_grad
@@ -83,7 +83,7 @@ class EarlySteps:
             hook.remove()
         if self._under_ddp:
             self._steps.reduced.on_final = None
-        self._hold = self._hold.new_empty(0)  # frees it now, not at the next garbage collection
+        self._hold = self._hold.new_empty(0)  # frees the memory now, not at the next garbage collection
 
     def _stop(self) -> None:
         """Stop the guess: the optimizer was dropped, and its engine closes now, perhaps on the background thread."""
@@ -95,15 +95,15 @@ class EarlySteps:
     def _on_grad(self, p: torch.Tensor) -> None:
         """Count an accumulated gradient, as a hook, and offer it to the guess if it is final.
 
-        A guess that fails is undone; backward gets no CSDError of it. Signals wait until the gradient is dealt with:
-        their handlers may read states or close the optimizer, which undoes the guess. If one raises, so does this.
+        A failing guess is undone, and raises no CSDError in backward. Signals wait until the gradient is dealt with:
+        their handlers may read states or close the optimizer, which undoes the guess. Raises what a handler raises.
         """
-        if self._engine.pid != os.getpid():  # a forked child, which takes no steps
+        if self._engine.pid != os.getpid():  # a forked child takes no steps
             return
         try:
             with defer_signals():
                 self._take(p)
-        except BaseException:  # backward ends here, and the guess has seen only some of the gradients
+        except BaseException:  # backward ends here, before the guess has seen all gradients
             self.undo("failure")
             raise
 
@@ -154,7 +154,7 @@ class EarlySteps:
         if self._guess and p.grad is not None and self._fired[id(p)] == self._expected[id(p)]:
             state = self._state_map.param_states[id(p)]
             if self._under_ddp:
-                grad = self._steps.reduced.rows_of(p)  # None: DDP reduces it, and that may be under way
+                grad = self._steps.reduced.rows_of(p)  # None: DDP's reduction may still be under way
             else:
                 grad = state.part.of(p.grad) if state.part.is_here(p.grad) else None
             if grad is not None:
@@ -173,17 +173,17 @@ class EarlySteps:
             self.undo(why)
 
     def compare(self, spec: StepSpec) -> None:
-        """Undo a guess that differs from the actual step, which has not changed anything yet."""
+        """Undo a guess that differs from the actual step. Called before the step changes anything."""
         if self._guess:
             try:
                 why = self._guess.wrong(spec)
-            except (CSDError, RuntimeError):  # for example out of memory; if the cause persists, the step raises it
+            except (CSDError, RuntimeError):  # for example out of memory; if that persists, the step raises it
                 why = "failure"
             if why:
                 self.undo(why)
 
     def take_guess(self) -> Guess | None:
-        """Remove and return the guess that compare() left, for the step to continue from; None if there is none."""
+        """Remove and return the guess that has passed compare(), for the step to continue; None if there is none."""
         self._stepped = time.perf_counter()
         guess, self._guess = self._guess, None
         if guess:
@@ -193,13 +193,13 @@ class EarlySteps:
         return guess
 
     def note_landed(self, at: float) -> None:
-        """Note when the step landed: later guesses push the fraction of the tiles in backward that fits there."""
+        """Note when the step landed. Later guesses push in backward as large a fraction of the tiles as fits there."""
         if self._began is not None and self._guess is None:
             self._share = min(1.0, (self._stepped - self._began) / (at - self._began))
 
     def undo(self, why: str) -> None:
-        """Undo the guess, if there is one. `why`: the reason, as stats() counts it."""
-        if self._engine.pid != os.getpid():  # a forked child: it goes on in the parent, and has changed nothing here
+        """Undo the guess, if there is one. `why`: the reason, by which stats() counts."""
+        if self._engine.pid != os.getpid():  # a forked child: only the parent's guess continues
             self._guess = None
             return
         with defer_signals(), self._engine.lock:

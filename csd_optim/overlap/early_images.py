@@ -21,7 +21,7 @@ IMAGE_BYTES = 4  # per element of a tile
 
 
 class EarlyImages:
-    """Copies gradients to `hold`, pinned memory, as they become final; the new parameters stay there until step().
+    """Copies final gradients to `hold`, pinned memory, where the new parameters also stay until step().
 
     The copies are queued on the ring's streams, behind the kernels that produce the gradients. A background thread
     pushes each tile to the engine when its copies have arrived, because backward runs far ahead of the accelerator and
@@ -34,15 +34,15 @@ class EarlyImages:
         self._engine, self._state_map, self._step, self._pusher = engine, state_map, step, pusher
         self.tiles: frozenset[int] = frozenset(step.images)
         self._buffers: dict[int, StagingBuffer] = {}
-        self._old_params: dict[int, torch.Tensor] = {}  # by tile: old parameters, where a device reads them (codes)
-        self.push_futures: list[Future[None]] = []  # each is done when its tile was copied, and pushed or given up
+        self._old_params: dict[int, torch.Tensor] = {}  # by tile: old parameters, if a device reads them (8-bit states)
+        self.push_futures: list[Future[None]] = []  # by tile: done when pushed or given up
         self._active = True
         self._push_lock = threading.RLock()  # reentrant: the garbage collector may drop an optimizer on this thread
         if step.ring:
             step.ring.begin(step.spec.sources)
 
     def that_fit(self, tiles: Iterable[int], nbytes: int) -> list[int]:
-        """Return `tiles` without the images that cannot be pushed, or for which `hold`, of `nbytes`, has no room."""
+        """Return `tiles` without images that cannot be pushed, or do not fit into `hold`, of `nbytes`."""
         found = []
         for tile in tiles:
             if tile in self.tiles:
@@ -53,15 +53,15 @@ class EarlyImages:
         return found
 
     def _can_push(self, tile: int) -> bool:
-        """Return whether the image of this tile has all that a device reads.
+        """Return whether the image of this tile contains everything that a device reads.
 
-        False where states are kept as codes and some parameters of the tile are in host memory.
+        False for 8-bit states if some parameters of the tile are in host memory.
         """
         rows = self._engine.tiles.pieces_of(tile)["param"]
         return not (self._engine.tiles.coded[tile] and self._step.spec.table["param"][rows].any())
 
     def hold_bytes(self, tile: int) -> int:
-        """Return a tile's bytes in `hold`: gradients, new parameters, and the old ones where they are read or kept."""
+        """Return a tile's bytes in `hold`: gradients, new parameters, and old ones for a device or watcher to read."""
         images = 2 + self._is_read(tile) + self._keeps_old(tile)
         return images * IMAGE_BYTES * self._engine.tiles.elems_of(tile)
 
@@ -91,7 +91,7 @@ class EarlyImages:
         self._step.ring.fill(slot, self._engine, tile, sources, after)
         try:
             self.push_futures.append(self._pusher.submit(self._push_when_copied, tile, slot, sources))
-        except RuntimeError:  # the interpreter shuts down, and executors take no more work
+        except RuntimeError:  # at interpreter shutdown executors take no more work
             self._push_when_copied(tile, slot, sources)
 
     def _source(self, row: int, grad: torch.Tensor) -> GradSource:
@@ -112,14 +112,14 @@ class EarlyImages:
             future.result()
 
     def unchanged(self, spec: StepSpec) -> bool:
-        """Return whether all gradients still equal those pushed, and all parameters those read, byte by byte.
+        """Return whether the gradients pushed and the parameters read still have the same bytes.
 
         Raises CSDError.
         """
         if not self._step.ring:
             return True
         self.wait()
-        self._step.ring.begin(spec.sources)  # its streams wait for the current gradients
+        self._step.ring.begin(spec.sources)  # the ring's streams wait for the current gradients
         return self._step.ring.equal(self._pairs(spec))
 
     def _pairs(self, spec: StepSpec) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -128,7 +128,7 @@ class EarlyImages:
                 if row not in self._step.spec.sources:
                     continue
                 here, image = slice(first, first + n), IMAGE_BYTES * tile_first
-                # `spec` already has a contiguous copy of a strided gradient. A copy made here would not be waited for.
+                # `spec` already has a contiguous copy of a strided gradient. Nothing would wait for a copy made here.
                 source = spec.sources.get(row) or self._source(row, spec.grads[row])
                 yield slot.grad[image:].view(source.grad.dtype)[:n], source.grad[here]
                 if source.param_is_read:

@@ -1,4 +1,4 @@
-"""A step that was launched and has not landed yet: the devices update parameters while the program goes on."""
+"""A step that was launched and has not landed: the devices update parameters while the program continues."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ BATCHES = 16  # of tiles: after each batch the gradients that have been used are
 
 
 class Flight:
-    """Waits for one step on a background thread, and completes it there; if it fails, restores everything.
+    """Waits for one step on a background thread, and completes it there; if the step fails, restores everything.
 
-    Until the step has landed, only that thread and wait() use the engine. The flight keeps the gradients alive until
-    they have been used.
+    Until the step has landed, only that thread and wait() use the engine. The flight keeps gradients alive until their
+    use.
 
     The thread also copies the tiles that travel through staging buffers (images); for an accelerator, on streams of the
-    ring. wait() blocks the host until a parameter has been copied. Making a stream wait instead would only cover the
-    current stream, and the program may use the parameter on another one.
+    ring. wait() blocks the host until a parameter has been copied. Making the current stream wait would not be enough,
+    as the program may use the parameter on another stream.
 
-    Updates on the accelerator itself are queued at launch, and nothing waits for them. If directories keep these
-    states, the thread copies each one as soon as it is updated.
+    Updates on the accelerator itself are queued at launch, and nothing waits for them. If directories store these
+    states, the thread copies each state as soon as it is updated.
     """
 
     def __init__(
@@ -46,36 +46,36 @@ class Flight:
         pieces: Pieces,
         early_buffers: dict[int, StagingBuffer],
     ) -> None:
-        """`live`: not launched yet, as this `step`. `early_buffers`: of images that were pushed in backward."""
+        """`live`: `step`, not launched yet. `early_buffers`: by tile, of images that were pushed in backward."""
         self.live: LiveStep = live
         self._engine, self._pieces, self._early_buffers = engine, pieces, early_buffers
-        self.failure: BaseException | None = None  # if set, the step is undone, or will be when ranks meet
+        self.failure: BaseException | None = None  # if set, the step is undone, or will be after the ranks' vote
         self.landed_at: float = 0.0
         self._near = frozenset(step.near.rows if step.near else ())
         self._tiles = live.tiles
-        # No gradient is of inference mode, and all have versions: see Overlap.can_launch().
+        # All gradients have version counters: Overlap.can_launch() excludes inference mode.
         self._grads = {row: (grad, grad._version) for row, grad in step.spec.grads.items() if row not in self._near}
         self._in_step = np.zeros(len(engine.tiles), bool)
-        self._copy_events: dict[int, Any] = {}  # events, by row: the last copy to a parameter on an accelerator
+        self._copy_events: dict[int, Any] = {}  # by row: event after the last copy to a parameter on an accelerator
         live.await_buckets()
         self._thread = threading.Thread(target=self._land, name="csd_optim lands a step")
 
     def begin(self) -> None:
-        """Hand the step over to the thread: it has begun, and all is pushed but images. Raises what a step raises.
+        """Hand the step over to the thread: it has begun, with all tiles pushed but images. Raises what a step raises.
 
-        Then undo it. So whatever else can fail belongs in the constructor: with `ram:` no step that has begun can be
-        undone.
+        The caller then undoes the step. Everything else that can fail belongs in the constructor: with `ram:`, a step
+        that has begun cannot be undone.
         """
         live = self.live
         live.launch_near()
         live.spec.grads = {}
         self._tiles = live.tiles
         self._in_step[self._tiles] = True
-        live.mark_synced()  # before it can fail: then values that the program had set count as written again
-        self._engine.completed_event = live.ended  # last: who waits for it waits for the thread
+        live.mark_synced()  # before anything can fail: a failure makes values set by the program count as written again
+        self._engine.completed_event = live.ended  # last, because its waiters wait for the thread
         try:
             self._thread.start()
-        except RuntimeError:  # the interpreter shuts down and has no more threads to give
+        except RuntimeError:  # at interpreter shutdown no more threads start
             self._land()
 
     @property
@@ -83,14 +83,17 @@ class Flight:
         return self.live.ended.is_set()
 
     def wait(self, rows: Sequence[int]) -> bool:
-        """Wait for parameters, rows of the step's table. Returns True when they are there, False if the step failed."""
+        """Wait for parameters, by row of the step's table.
+
+        Returns True when they are there, False if the step failed.
+        """
         self._check_process()
-        rows = [row for row in rows if row not in self._near]  # those are up to date
+        rows = [row for row in rows if row not in self._near]  # the accelerator's are up to date
         tiles = self._pieces.tiles_of(rows)
         try:
-            self.live.arrived(tiles[self._in_step[tiles]], wait=True)  # the step does not change the others
+            self.live.arrived(tiles[self._in_step[tiles]], wait=True)  # the step changes no other tiles
             self.live.wait_for_others(rows)
-        except CSDError:  # the step has failed; or it has just landed, and all parameters have arrived
+        except CSDError:  # the step has failed, or has just landed with all parameters
             self.join()
         if self.landed and self.failure:
             return False
@@ -110,7 +113,7 @@ class Flight:
         wait_for(event)
 
     def updates_residual(self, row: int) -> bool:
-        """Return whether the gradient is needed until the step is complete: Top-K adds what it left to a residual."""
+        """Return whether the gradient is needed until the step is complete, because Top-K then updates its residual."""
         return bool(self.live.spec.table["residual"][row])
 
     def join(self) -> None:
@@ -138,11 +141,11 @@ class Flight:
                     with self._engine.lock:
                         self.live.land()
                 except BaseException:
-                    self.live.undo()  # on these streams: they wait for what it restores
+                    self.live.undo()  # on these streams, which then wait for the restored values
                     raise
         except BaseException as failure:
             self.failure = failure
-            self.live.undo()  # if the ring could not make its streams
+            self.live.undo()  # the ring could not make its streams
         finally:
             self._grads.clear()
             self._early_buffers.clear()
@@ -152,7 +155,7 @@ class Flight:
     def _exchange(self) -> None:
         """Copy the tiles that travel as images, and exchange parameters whose updates the ranks share.
 
-        All buckets leave, even if it fails here, since the other ranks wait for them.
+        Sends all buckets even after a failure here, since the other ranks wait for them.
         """
         step, live, gather = self.live.step, self.live, self.live.step.gather
         if gather:
@@ -170,7 +173,7 @@ class Flight:
 
     def _note_received(self, rows: list[int]) -> None:
         for device in {self._param_device(row) for row in rows}:
-            if device.type != "cpu":  # readers wait on the host, for any stream
+            if device.type != "cpu":  # readers wait on the host, whatever their stream
                 torch.accelerator.current_stream(device).synchronize()
         self.live.note_received(rows)
 
@@ -178,9 +181,9 @@ class Flight:
         return self.live.progress.state_map.by_index[row].local.device
 
     def _free_used_gradients(self) -> None:
-        """Free gradients as soon as they have been used. Raises CSDRuntimeError if one was changed before its use.
+        """Free gradients that have been used. Raises CSDRuntimeError if a gradient was changed before its use.
 
-        Then the step has to be undone.
+        The caller then undoes the step.
         """
         step, last = self.live.step, last_places(self._pieces, self._tiles)
         for batch in np.array_split(np.arange(len(self._tiles)), BATCHES):
@@ -198,7 +201,7 @@ class Flight:
             )
 
     def _note_pulled(self, tile: int) -> None:
-        """See LiveStep.note_pulled(): readers wait for these copies, and gradients of complete parameters are freed."""
+        """As LiveStep.note_pulled(); also lets readers wait for copies, and frees gradients of complete parameters."""
         rows = [row for row in self._engine.tiles.pieces_of(tile)["param"].tolist() if row in self._grads]
         for row in rows:
             if (source := self.live.spec.sources.get(row)) and source.copy_event:
@@ -211,7 +214,7 @@ class Flight:
                 self._free_gradient(row)
 
     def _free_gradient(self, row: int) -> None:
-        """Free a gradient that has been used, unless it was changed before, or Top-K needs it until the end."""
+        """Free a used gradient, unless the program has changed it, or Top-K needs it until the step is complete."""
         entry = self._grads.get(row)
         if entry and entry[0]._version == entry[1] and not self.updates_residual(row):
             self._grads.pop(row, None)

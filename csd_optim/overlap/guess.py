@@ -1,4 +1,4 @@
-"""A guess: a step that begins in backward, and that step() keeps or undoes."""
+"""A guess: a step that begins in backward, before it is known to be right; step() keeps or undoes it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from .early_images import EarlyImages
 
 
 class Guess:
-    """One step that begins before step(), with the hyperparameters of that time, and gradients as they become final.
+    """One step that begins before step(), with the hyperparameters of that moment; gradients join as they become final.
 
-    A program sees no change: new states go to the inactive slots of the store; new parameters, and the gradients that
-    they were made from, stay in `hold`.
+    A program sees no change: new states go to the inactive slots of the store; new parameters, and copies of their
+    gradients, stay in `hold`.
     """
 
     def __init__(
@@ -43,16 +43,16 @@ class Guess:
     ) -> None:
         """`live`: not begun, and prepared with the parameters in place of their gradients.
 
-        `early`: tiles to be pushed as soon as their gradients are final, while `hold` (uint8, 1-D) has room, in this
-        order; step() pushes the others. `flow`: all tiles, in the order in which their parameters are needed. Both
-        uint32. `pusher`: an executor with one thread.
+        `early`: tiles to push in this order, as soon as their gradients are final, while `hold` (uint8, 1-D) has room;
+        step() pushes the rest. `flow`: all tiles, in the order in which their parameters are needed. Both uint32.
+        `pusher`: an executor with one thread.
         """
         self.live: LiveStep = live
         self.step: PreparedStep = live.step
         step, spec = live.step, live.spec
         self._engine, self._state_map = engine, state_map
         self._hold, self._hold_used = hold, 0  # bytes
-        self._grads: dict[int, torch.Tensor] = {}  # final ones, by row
+        self._grads: dict[int, torch.Tensor] = {}  # by row: final gradients
         self._ready_events: dict[int, Any] = {}  # by row: event after which the gradient, on an accelerator, is ready
         self._images = EarlyImages(engine, state_map, step, pusher)
         early = np.array(self._images.that_fit(early.tolist(), len(hold)), np.uint32)
@@ -81,9 +81,9 @@ class Guess:
     # ---- in backward -----------------------------------------------------------
 
     def add_gradient(self, row: int, grad: torch.Tensor, ready_event: Any) -> None:
-        """Take a parameter's final gradient, and push the tiles that lack no other gradient.
+        """Take a parameter's final gradient, and push the tiles that now have all gradients.
 
-        `ready_event`: after it a gradient on an accelerator is ready. Raises CSDError if the step fails.
+        `ready_event`: the event after which a gradient on an accelerator is ready. Raises CSDError if the step fails.
         """
         if row not in self._tiles_of or row in self._grads:
             return
@@ -119,7 +119,7 @@ class Guess:
         return [windows, self._engine.decoded.versions()]
 
     def wrong_before(self, params: list[torch.Tensor]) -> str:
-        """Return why the guess is wrong whatever the gradients are; "" if it is not. `params`: those that take part."""
+        """Return why the guess is wrong whatever the gradients are; "" if it is right. `params`: all that take part."""
         plan, places = self.live.spec.plan, self._state_map
         if len(params) != len(plan.params) or any(p is not q for p, q in zip(params, plan.params, strict=True)):
             return "parameters that take part"
@@ -128,30 +128,31 @@ class Guess:
         return "" if places.intact() and self._state_versions() == self._versions_before else "states"
 
     def wrong(self, spec: StepSpec) -> str:
-        """Return why the guess differs from the actual step; "" if it does not. Raises CSDError if it has failed."""
+        """Return why the guess differs from the actual step, or "". Raises CSDError if the guess has failed."""
         if spec.plan is not self.live.spec.plan or spec.sources.keys() != self._far:
             return "parameters that take part"
         if not np.array_equal(spec.hypers, self.live.spec.hypers) or spec.orthogonal != self.live.spec.orthogonal:
             return "constants"
         table = spec.table.copy()
-        if self.step.given:  # these are the same in `spec`: no state was written, no parameter was moved
+        if self.step.given:  # the same in `spec`: no state was written, no parameter was moved
             self.step.given.mark(table)
         but_grad = [name for name in table.dtype.names or () if name != "grad"]
         if not all(np.array_equal(table[name], self.live.spec.table[name]) for name in but_grad):
             return "constants"
         # All bytes are compared, as writes through `grad.data` or NumPy do not change torch's version counters.
-        if self.step.passes:  # rows of second passes: no tile of these is early
+        if self.step.passes:  # rows for second passes, whose tiles are never early
             table = np.concatenate([table, table])
         unchanged = self._images.unchanged(spec) and self._engine.native.unchanged(table)
         return "" if unchanged else "gradients"
 
     def keep(self, step: PreparedStep, record: Record | None) -> dict[int, StagingBuffer]:
-        """Keep a right guess: it goes on as `step`, whose commit has `record`. Returns the buffers of pushed images.
+        """Keep a right guess, which continues as `step`. Returns the buffers of pushed images, by tile.
 
-        Raises CSDOSError if the store has no room for the commit, and what a step raises; then undo the step.
+        `record`: for the commit. Raises CSDOSError if the store has no room for it, and what a step raises; the caller
+        then undoes the step.
         """
-        # Images are pushed a few at a time, when others have come back. So these are the first: devices process them
-        # before tiles that were not early, and may have read their states into buffers, which they keep until then.
+        # Images are pushed a few at a time, as others come back. The early images that are left come first: devices
+        # process early tiles before all others, and may already hold their states in buffers.
         first = self._early[np.isin(self._early, [*self._images.tiles]) & ~np.isin(self._early, self.pushed)]
         order = np.concatenate([first, self._flow, self.live.tiles])
         order = order[np.sort(np.unique(order, return_index=True)[1])]
@@ -163,14 +164,14 @@ class Guess:
         self._images.stop()
 
     def undo(self) -> list[Future[None]]:
-        """Undo a guess that was wrong or failed. Returns futures: when all are done, `hold` may be used again."""
+        """Undo a guess that was wrong or failed. When all futures returned are done, `hold` may be used again."""
         self._images.stop()
         self.live.undo()
         return self._images.push_futures
 
 
 def _is_plain(grad: torch.Tensor, param_state: ParamState) -> bool:
-    """Return whether the gradient can be pushed as it lies in memory: dtype, device and element order fit."""
+    """Return whether the gradient can be pushed in place: dtype, device and element order fit."""
     if param_state.direct_dtype:
         return grad.dtype is param_state.direct_dtype and grad.is_contiguous() and not grad.is_neg()
     p = param_state.local

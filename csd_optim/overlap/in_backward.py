@@ -1,4 +1,4 @@
-"""Steps that run in backward: each gradient goes to the devices as soon as it is final, and is freed after its use."""
+"""Steps that run in backward: each final gradient goes to the devices at once, and is freed after its use."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _AGAIN = (
     "be accumulated; use checkpoints with use_reentrant=False"
 )
 
-POLL_SECONDS = 0.1  # between two looks whether a backward is gone that has not told
+POLL_SECONDS = 0.1  # how often to check for a backward that has ended without notice
 
 
 class Taken(NamedTuple):
@@ -55,16 +55,16 @@ class Taken(NamedTuple):
 class StepsInBackward(ConcurrentMode):
     """The steps of one optimizer and one model: each is under way from the first gradient of a backward until step().
 
-    In between its parameters change, and reading one that may have changed raises CSDRuntimeError. Anything that such a
-    step cannot support raises CSDRuntimeError, too, and undoes the step: parameters and states are those before that
-    backward.
+    In between parameters change, and reading a parameter that may have changed raises CSDRuntimeError. Anything that
+    such a step cannot support raises CSDRuntimeError, too, and undoes the step: parameters and states are as before
+    that backward.
     """
 
     def __init__(self, steps: Steps, model: torch.nn.Module, max_lent_bytes: int) -> None:
-        """`max_lent_bytes`: bytes of gradients that may be in flight; backward waits while there are more."""
+        """`max_lent_bytes`: bytes of gradients that may be in flight; backward waits while more are."""
         super().__init__(steps, model)
         self.together: Together | None = Together(steps.ranks, steps.engine, {}) if steps.ranks else None
-        self._failure: CSDError | None = None  # made the last backward fail here; with several ranks step() raises it
+        self._failure: CSDError | None = None  # of the last backward here; with several ranks step() raises it
         self._is_taken = False  # the ranks have agreed on the step that step() takes
         self._finalizer = steps.call_at_end(self._undo_quietly)
         self._max_lent_bytes = max_lent_bytes
@@ -80,13 +80,13 @@ class StepsInBackward(ConcurrentMode):
         """Reset all state: no step is under way."""
         self.active: bool = False
         self._live: LiveStep | None = None
-        self._task, self._is_backward_done = -1, False  # torch's number of the backward; whether it has ended
-        self._no_backward = threading.Event()  # set if no backward is under way: it has ended or failed
+        self._task, self._is_backward_done = -1, False  # torch's number of the backward; the backward has ended
+        self._no_backward = threading.Event()  # set while no backward is under way
         self._no_backward.set()
         self._backward_end: Callable[[], _BackwardEnd | None] = lambda: None  # a weak reference
         self._constants: list[dict[str, Any]] = []  # the groups' hyperparameters
         self._awaited: dict[int, ParamState] = {}  # by id of the parameter: all that may take part
-        self._taken: dict[int, Taken] = {}  # likewise: those whose gradients the step has taken
+        self._taken: dict[int, Taken] = {}  # by id: parameters whose gradients were taken
         self._lent: LentGradients | None = None
 
     @property
@@ -112,10 +112,10 @@ class StepsInBackward(ConcurrentMode):
     def _on_grad(self, p: torch.Tensor) -> None:
         """Take a final gradient, as a hook. Raises what a step raises, and CSDRuntimeError; then the step is undone.
 
-        With several ranks step() raises that, on all of them, because the others wait for this rank's backward. Signals
-        wait until the gradient is taken; what their handlers raise comes out of here.
+        With several ranks step() raises instead, on all ranks, because the others wait for this rank's backward.
+        Signals wait until the gradient is taken; exceptions of their handlers come out of here.
         """
-        optimizer = self._steps.arguments  # which is not dropped meanwhile
+        optimizer = self._steps.arguments  # keeps the optimizer alive meanwhile
         if optimizer is None or p.grad is None or self._failure:
             return
         if self._live is None and not self._may_begin():
@@ -148,10 +148,11 @@ class StepsInBackward(ConcurrentMode):
             self._failure = failure
 
     def _may_begin(self) -> bool:
-        """Return whether all ranks have the last step, durable: its predecessor may be overwritten. Waits for that.
+        """Return whether a step may begin: the last one is durable on all ranks, so its predecessor may be overwritten.
 
-        Otherwise no gradient is taken: step() says why, on all ranks, or takes them as usual. So does the first step of
-        several ranks, which compare their parameters in it.
+        Waits for the ranks' vote. If this returns False, no gradient is taken in backward: step() takes them as usual,
+        or raises on all ranks. The first step of several ranks always runs that way, because ranks compare parameters
+        in it.
         """
         if not self.together:
             return True
@@ -177,7 +178,7 @@ class StepsInBackward(ConcurrentMode):
         self._live, self._task, self.active = live, task, True
         no_backward = threading.Event()
         end = _BackwardEnd(self, task, no_backward)
-        # In this order: a reader on another thread that finds the event takes `end` for gone without the other one.
+        # In this order: a reader on another thread that finds the event without `_backward_end` takes `end` for gone.
         self._backward_end, self._no_backward = weakref.ref(end), no_backward
         lent.begin()
         torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
@@ -209,7 +210,7 @@ class StepsInBackward(ConcurrentMode):
         self._lent.take(param_state.index, grad.detach().resolve_neg().contiguous())
 
     def note_backward_ended(self, task: int, *, succeeded: bool) -> None:
-        """Note that a backward has ended (`succeeded`) or failed; undo the step of one that failed."""
+        """Note that a backward has ended (`succeeded`) or failed; undo the step of a failed backward."""
         if task == self._task and not self._is_backward_done:
             self._is_backward_done = succeeded
             if not succeeded:
@@ -226,9 +227,9 @@ class StepsInBackward(ConcurrentMode):
             self.settle()
 
     def settle(self) -> None:
-        """Return when no step is under way. Undoes one whose gradients were cleared, and which step() cannot take.
+        """Return when no step is under way. Undoes a step whose gradients were cleared, as step() cannot take it.
 
-        Raises CSDRuntimeError if step() can still take it, and in a child that was forked while one was under way.
+        Raises CSDRuntimeError if step() can still take the step, and in a child that was forked during a step.
         """
         if self._live and self._engine.pid != os.getpid():
             raise CSDRuntimeError(_CHANGED_BY_PARENT.format(self._engine.pid))
@@ -249,10 +250,10 @@ class StepsInBackward(ConcurrentMode):
             return
         no_backward, end, task = self._no_backward, self._backward_end, self._task
         while not no_backward.wait(POLL_SECONDS):
-            if end() is None:  # a signal has interrupted its __del__, which could not tell
+            if end() is None:  # a signal has interrupted its __del__ before the notice
                 self.note_backward_ended(task, succeeded=False)
                 no_backward.set()
-        # undo() replaces `_no_backward` by a set one before it undoes the step under this lock.
+        # undo() replaces `_no_backward` by a set event before it undoes the step under this lock.
         with self._engine.lock:
             pass
 
@@ -262,7 +263,7 @@ class StepsInBackward(ConcurrentMode):
             self.settle()
         except CSDError as e:  # not on ranks where backward has failed
             failure = e
-        if collective and self.together:  # no vote outlives this mode: it would be taken for that on a later commit
+        if collective and self.together:  # else the vote would be taken for that on a later commit
             self.together.agree()
         return failure
 
@@ -276,7 +277,7 @@ class StepsInBackward(ConcurrentMode):
         return all(taken.param_state.param.grad is None for taken in self._taken.values())
 
     def undo(self) -> None:
-        """Undo the step: parameters and states are those before backward; gradients that were taken are lost.
+        """Undo the step: parameters and states are as before backward; gradients that were taken are lost.
 
         Raises what LiveStep.undo() raises.
         """
@@ -290,8 +291,8 @@ class StepsInBackward(ConcurrentMode):
             self.active, self._taken = True, taken  # so that a read on another thread waits in settle()
             try:
                 with contextlib.ExitStack() as last:
-                    last.callback(live.undo)  # also if the accelerator fails
-                    lent.join()  # what is being copied to parameters arrives before they are restored
+                    last.callback(live.undo)  # even if the accelerator fails
+                    lent.join()  # copies to parameters arrive before the old values
             finally:
                 self._clear_placeholders(taken)
                 lent.clear()
@@ -335,7 +336,7 @@ class StepsInBackward(ConcurrentMode):
             self.together.get_ready()
 
     def wait_for_unguarded(self) -> None:
-        """The step is complete on all ranks: they vote on its commit in the background, before the next backward."""
+        """Start a vote in the background on the commit of the step, which is complete on all ranks."""
         if self.together and self._is_taken:
             self.together.completed()
 
@@ -397,7 +398,7 @@ class StepsInBackward(ConcurrentMode):
         self._reset()
 
     def note_undo(self) -> None:
-        if self.together and not self._is_taken:  # skipped, or some rank cannot take it: on all of them
+        if self.together and not self._is_taken:  # skipped, or not possible on some rank: so on all ranks
             self.undo()
         self.active |= self._steps.undoing is not None
 
@@ -445,7 +446,7 @@ def _refuse(operation: object) -> NoReturn:
 
 
 class _BackwardEnd:
-    """A callback queued in a backward. Autograd calls it at the end; after an exception it drops it uncalled."""
+    """A callback queued in a backward. Autograd calls it at the end, or drops it uncalled after an exception."""
 
     def __init__(self, steps: StepsInBackward, task: int, no_backward: threading.Event) -> None:
         self._steps, self._task, self._no_backward = steps, task, no_backward
@@ -457,7 +458,7 @@ class _BackwardEnd:
 
     def __del__(self) -> None:
         try:
-            with contextlib.suppress(CSDError):  # if parameters cannot be restored, their next reader says why
+            with contextlib.suppress(CSDError):  # if parameters cannot be restored, their next reader raises
                 self._steps.note_backward_ended(self._task, succeeded=False)
         finally:  # otherwise a reader of a parameter would wait forever
             self._no_backward.set()

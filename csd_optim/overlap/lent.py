@@ -1,4 +1,4 @@
-"""Gradients that are freed in backward: the engine borrows each until the tiles that it completes are updated."""
+"""Gradients that are freed in backward: the engine borrows each until its tiles are updated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..step.staging import NOTHING, StagedTiles
 
 
 class Lent(NamedTuple):
-    """Gradients that the engine reads until these tiles have their parameters."""
+    """Gradients that the engine reads until the parameters of `tiles` have arrived."""
 
     tiles: np.ndarray[Any, Any]  # uint32
     grads: list[torch.Tensor]
@@ -28,7 +28,7 @@ class Lent(NamedTuple):
 
 
 class GradPart(NamedTuple):
-    """A contiguous gradient, or a contiguous part of one that begins at element `first` of the parameter."""
+    """A contiguous gradient, or a contiguous part from element `first` of the parameter on."""
 
     grad: torch.Tensor
     first: int
@@ -42,7 +42,7 @@ class GradPart(NamedTuple):
 class LentGradients:
     """The gradients of one step that runs in backward.
 
-    Of one whose tiles lack others, copies of its parts in these tiles are kept, so that it can be freed as a whole.
+    If a tile still lacks gradients, this gradient's part of the tile is copied, so that the gradient can be freed.
     """
 
     def __init__(self, live: LiveStep, max_bytes: int) -> None:
@@ -50,12 +50,12 @@ class LentGradients:
         engine, step = live.engine, live.step
         self._live, self._engine, self._max_bytes = live, engine, max_bytes
         self._pieces = engine.tiles.by_param
-        self._parts: dict[int, dict[int, GradPart]] = {}  # by tile that lacks gradients, then by row: those it has
+        self._parts: dict[int, dict[int, GradPart]] = {}  # by incomplete tile, then by row: gradients that have arrived
         self._lent: deque[Lent] = deque()
-        self._bytes = 0  # of the gradients in _lent, and of those of images that are still used
-        self._images = frozenset(step.images)  # tiles that travel through staging buffers, as for an accelerator:
+        self._bytes = 0  # of the gradients in _lent, and of images still in use
+        self._images = frozenset(step.images)  # tiles that travel through staging buffers
         self._staged = StagedTiles(step.ring, engine, on_used=self._note_used) if step.ring else None
-        self._in_use: dict[int, int] = {}  # by tile of _images that is in flight: bytes of its gradients
+        self._in_use: dict[int, int] = {}  # by image in flight: bytes of its gradients
         self._missing = np.zeros(len(engine.tiles), np.int64)  # by tile: number of its gradients
         has_grad = live.spec.table["grad"][self._pieces.all["param"]] != 0
         np.add.at(self._missing, self._pieces.all["tile"][has_grad], 1)
@@ -73,7 +73,7 @@ class LentGradients:
 
     @property
     def pushed_elems(self) -> int:
-        """How many elements the tiles have that were pushed so far."""
+        """The number of elements of the tiles pushed so far."""
         return sum(map(self._engine.tiles.elems_of, self._countdown.pushed))
 
     def rank(self) -> np.ndarray[Any, Any]:
@@ -81,7 +81,7 @@ class LentGradients:
         return self._countdown.rank()
 
     def take(self, row: int, grad: torch.Tensor) -> None:
-        """Take a contiguous gradient, and push the tiles that lack no other one. Raises what a step raises."""
+        """Take a contiguous gradient, and push the tiles that are now complete. Raises what a step raises."""
         near = self._live.step.near
         if near and row in near.rows:
             near.launch_one(row, grad, timed=self._engine.states.timeline.near_spans is not None)
@@ -90,7 +90,7 @@ class LentGradients:
             self._hand_over(row, grad)
 
     def _hand_over(self, row: int, grad: torch.Tensor | None) -> None:
-        """Push the tiles that lack no other gradient. For each other tile a copy of its part is kept, not the whole.
+        """Push the tiles that are now complete. For each incomplete tile keep a copy of its part of the gradient.
 
         `grad` None: the accelerator has used it already.
         """
@@ -160,7 +160,7 @@ class LentGradients:
         return time.perf_counter() - began
 
     def push_rest(self) -> None:
-        """Push the tiles of which some parameters get no gradient. Raises what a step raises."""
+        """Push the tiles that lack gradients because some parameters get none. Raises what a step raises."""
         for tile in self._countdown.left:
             self._push(tile, self._parts.get(tile, {}))
         if self._staged:
@@ -169,12 +169,12 @@ class LentGradients:
             self.join()
 
     def join(self) -> None:
-        """Make the current streams wait for what is being copied to parameters."""
+        """Make the current streams wait for copies to parameters."""
         if ring := self._live.step.ring:
             ring.join()
 
     def clear(self) -> None:
-        """Free all gradients. Call it when the step is over: the engine has read them until then."""
+        """Free all gradients. Call this when the step is over and the engine no longer reads them."""
         self._lent.clear()
         self._parts.clear()
-        self._staged = None  # it refers to this object: no cycle to be collected
+        self._staged = None  # breaks a reference cycle

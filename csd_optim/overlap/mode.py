@@ -19,16 +19,16 @@ from .spans import ModelSpans
 
 
 class ConcurrentMode(InStep):
-    """Steps that run concurrently with a model. While `active`, its parameters are read after wait(): see Arrivals."""
+    """Steps that run concurrently with a model. While `active`, readers of parameters call wait(): see Arrivals."""
 
     overlaps = True
 
     def __init__(self, steps: Steps, model: torch.nn.Module) -> None:
-        """Subclasses register their gradient hooks after this constructor: the spans are to see each gradient first."""
+        """Subclasses register gradient hooks after this constructor, so that the spans see each gradient first."""
         self.active = False
         self._steps, self._engine, self._state_map = steps, steps.engine, steps.state_map
         self._hooks: list[RemovableHandle] = []
-        self._lists: list[WaitingList] = []  # that were put into groups
+        self._lists: list[WaitingList] = []  # lists that were put into groups
         params, spans = [p for _, _, p in members(steps.groups)], steps.engine.states.timeline.model_spans
         self._guards = ModelGuards(model, params, self)
         self._spans = None if spans is None else ModelSpans(spans, model, params)
@@ -42,7 +42,7 @@ class ConcurrentMode(InStep):
         raise NotImplementedError
 
     def _wrap_groups(self) -> None:
-        """Make iterating over a group's parameters wait for them, too."""
+        """Make reads of the groups' parameter lists wait, too."""
         for group in self._steps.groups:
             if getattr(group["params"], "arrivals", None) is not self:
                 group["params"] = WaitingList(list.copy(group["params"]), self)
@@ -56,13 +56,13 @@ class ConcurrentMode(InStep):
             hook.remove()
         for group in self._steps.groups:
             group["params"] = list.copy(group["params"])  # does not wait
-        for params in self._lists:  # a group that was removed still has its list, which must not keep this alive
+        for params in self._lists:  # a removed group still has its list, which must not keep this object alive
             params.arrivals = NoArrivals()
 
     def remove_if_dropped(self) -> bool:
-        """End this mode if its optimizer was dropped, so that no other call can end it. Returns whether it was."""
+        """Return whether the optimizer was dropped; if so, end this mode, as no other call can."""
         if self._steps.arguments is not None:
             return False
-        with contextlib.suppress(CSDError, RuntimeError, MemoryError):  # no caller is left to hear of it
+        with contextlib.suppress(CSDError, RuntimeError, MemoryError):  # no caller is left to handle an error
             self.close()
         return True

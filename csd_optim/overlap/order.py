@@ -12,9 +12,9 @@ from ..step.live import NEVER
 
 
 def last_places(pieces: Pieces, flow: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return, for each parameter by row, the index in `flow`, a sequence of tiles, of the last tile with a piece of it.
+    """Return, by row, the index in `flow` (a sequence of tiles) of the last tile with a piece of the parameter.
 
-    -1 if no tile of `flow` has any.
+    -1 if no tile of `flow` has one.
     """
     place = np.full(pieces.n_tiles, -1)
     place[flow] = np.arange(len(flow))
@@ -24,7 +24,7 @@ def last_places(pieces: Pieces, flow: np.ndarray[Any, Any]) -> np.ndarray[Any, A
 
 
 def by_next_use(pieces: Pieces, uses: Mapping[int, int]) -> np.ndarray[Any, Any]:
-    """Return each tile's rank, int64: that of its parameter that is used first. `uses`: parameters' ranks, by row."""
+    """Return each tile's rank, int64: the lowest rank of its parameters. `uses`: parameters' ranks, by row."""
     rank_of = np.full(pieces.n_params, NEVER)
     rank_of[[*uses]] = [*uses.values()]
     ranks = np.full(pieces.n_tiles, NEVER)
@@ -33,9 +33,9 @@ def by_next_use(pieces: Pieces, uses: Mapping[int, int]) -> np.ndarray[Any, Any]
 
 
 def early_of(flow: np.ndarray[Any, Any], share: float) -> np.ndarray[Any, Any]:
-    """Return those tiles of `flow`, given in the order of use, that backward pushes, in the order in which it does.
+    """Return the tiles that backward pushes, in its order. `flow`: all tiles, in the order of use.
 
-    They are the fraction `share` of every layer, last layer first. The next forward then finds that fraction of each
+    Selects the fraction `share` of every layer, last layer first. The next forward then finds that fraction of each
     layer done, and waits for the rest of one layer at a time.
     """
     places = np.arange(len(flow))

@@ -27,22 +27,22 @@ from .mode import ConcurrentMode
 from .order import by_next_use
 from .together import Together, has_ddp
 
-NOTED_FORWARDS = 2  # forwards whose order of use is noted: the first may be atypical
+NOTED_FORWARDS = 2  # forwards whose order of use is recorded: the first may be atypical
 
 
 class Overlap(ConcurrentMode):
-    """The overlap of one optimizer with one model: a step goes on after step() returns, and may begin in backward.
+    """The overlap of one optimizer with one model: a step continues after step() returns, and may begin in backward.
 
-    Between two calls of step() one step may be under way: either one that step() has launched, or one that began in
-    backward and that step() has not confirmed yet (early.py); never both.
+    Between two calls of step() one step may be under way: either launched by step(), or begun in backward and not yet
+    confirmed by step() (early.py); never both.
     """
 
     def __init__(self, steps: Steps, model: torch.nn.Module, hold: torch.Tensor | None) -> None:
-        """With several ranks, either all of them overlap, or none does. `hold`: given if steps begin in backward."""
+        """Several ranks all overlap, or none does. `hold`: given if steps begin in backward; see EarlySteps."""
         super().__init__(steps, model)
         self._flight: Flight | None = None
         self.together: Together | None = Together(steps.ranks, steps.engine, steps.carriers) if steps.ranks else None
-        # By row of a parameter: how many others the current forward used before it. None: not noted any more.
+        # By row: how many parameters the current forward had used before. None: no longer recorded.
         self._use_order: dict[int, int] | None = {}
         self._forwards_to_note = NOTED_FORWARDS
         self._unguarded: list[int] = []  # rows that step() waits for
@@ -69,7 +69,7 @@ class Overlap(ConcurrentMode):
         finally:
             if self.together:
                 self.together.leave()
-                self._steps.gather = None  # the next one does not go over the groups of this mode
+                self._steps.gather = None  # the next all-gather uses other process groups
             if self._early:
                 self._early.end()
             super().close()
@@ -112,7 +112,7 @@ class Overlap(ConcurrentMode):
         return True
 
     def _fly(self, step: PreparedStep, record: Record | None) -> None:
-        """Launch the step. Raises what a step raises; with several ranks, the next meeting raises it."""
+        """Launch the step. Raises what a step raises; with several ranks, agree() raises instead."""
         engine = self._engine
         near = step.near.rows if step.near else ()
         awaited = [state for state in step.spec.plan.param_states if state.index not in near]
@@ -121,10 +121,10 @@ class Overlap(ConcurrentMode):
         early_buffers: dict[int, StagingBuffer] = {}
         guess = self._early.take_guess() if self._early else None
         live = guess.live if guess else self._steps.live(step, record)
-        live.meets = bool(self.together)  # until now a guess has concerned this rank alone
+        live.meets = bool(self.together)  # so far a guess has concerned this rank only
         launched: Flight | None = None
         self._waited, self._early_elems = 0.0, 0
-        try:  # whatever fails from here on, the other ranks have launched the step, too
+        try:  # even if anything below fails, the other ranks have launched the step
             guarded = self._guarded()
             self._wrap_groups()
             self._note_order()
@@ -153,7 +153,7 @@ class Overlap(ConcurrentMode):
         if rows and flight and not flight.wait(rows):
             self.land()
             return
-        with self._engine.lock:  # an undo has it: what it has restored must not be overwritten
+        with self._engine.lock:  # held by an undo, whose restored values must not be overwritten
             for row, source in sources.items() if not (flight and flight.live.is_undone) else ():
                 source.copy_back()
                 self._state_map.by_index[row].mark_synced()
@@ -167,7 +167,7 @@ class Overlap(ConcurrentMode):
         self.active |= self._steps.undoing is not None
 
     def _finish_undo(self) -> None:
-        """Finish the undo of a step; not once the devices are closed, as a new optimizer may have the parameters."""
+        """Finish the undo of a step, unless the devices are closed: then a new optimizer may own the parameters."""
         if not self._engine.closed:
             self._steps.finish_undo()
 
@@ -177,7 +177,7 @@ class Overlap(ConcurrentMode):
             self._early.undo(why)
 
     def clear_gradients(self, *, set_to_none: bool) -> bool:
-        """Set gradients to None here while a step goes on; wait for that step if they are to become zeros."""
+        """During a step set gradients to None here; if they are to become zeros, wait for the step."""
         if not set_to_none:
             self._undo_early("other calls")
             self.land()
@@ -185,12 +185,12 @@ class Overlap(ConcurrentMode):
         if self._early:
             self._early.forget_gradients()
         for group in self._steps.groups:
-            for p in list.__iter__(group["params"]):  # iterating over a WaitingList itself would wait
+            for p in list.__iter__(group["params"]):  # does not wait, unlike iterating over the WaitingList
                 p.grad = None
         return True
 
     def _guarded(self) -> Set[int]:
-        """Return the ids of the parameters whose readers wait; none, with a warning, if the model has changed."""
+        """Return the ids of the parameters whose readers wait: empty, with a warning, if the model has changed."""
         if self._guards.intact():
             return self._guards.guarded
         if not self._warned:
@@ -206,7 +206,7 @@ class Overlap(ConcurrentMode):
     # ---- order -----------------------------------------------------------------
 
     def _note_order(self) -> None:
-        """Make tiles flow, from now on, in the order in which the last forward used their parameters."""
+        """From now on make tiles flow in the order in which the last forward used their parameters."""
         if self._use_order:
             self._engine.tile_rank = by_next_use(self._engine.tiles.by_param, self._use_order)
             self._forwards_to_note -= 1
@@ -217,7 +217,8 @@ class Overlap(ConcurrentMode):
         flight = self._flight
         if self._engine.tile_rank is None or (flight and (not flight.landed or flight.failure)):
             return None
-        # It overwrites what the other ranks may have to go back to. They have told each other in the background.
+        # A step overwrites states to which other ranks may have to go back, until the vote in the background has
+        # confirmed.
         if self.together and not (self.together.has_met and self._engine.committer.is_confirmed):
             return None
         self.land()
@@ -231,7 +232,7 @@ class Overlap(ConcurrentMode):
         rows = [places[id(p)].index for p in params if id(p) in places]
         if (order := self._use_order) is not None:
             for row in rows:
-                # Nothing waits for a parameter that is updated on the accelerator: its tiles flow last.
+                # No rank for parameters that the accelerator updates: nothing waits for them, so their tiles flow last.
                 if self._state_map.by_index[row].near_copy:
                     continue
                 order.setdefault(row, len(order))
@@ -244,9 +245,9 @@ class Overlap(ConcurrentMode):
         self._waited += time.perf_counter() - began
 
     def _before_grad(self, to: weakref.ref[torch.Tensor], _: torch.Tensor) -> None:
-        """Wait, as a hook before a gradient is accumulated, while the step still reads the one in `p.grad`."""
+        """Wait, as a hook before a gradient is accumulated, while the step still reads `p.grad`."""
         p = to()
-        flight = self._flight  # a signal handler, or another thread, may land it at any time
+        flight = self._flight  # a signal handler or another thread may land the step at any time
         if not (self.active and flight) or p is None:
             return
         if self._reuses_gradients:
@@ -261,13 +262,13 @@ class Overlap(ConcurrentMode):
             self.wait([p])
 
     def land(self) -> None:
-        """Return when no step is under way on this rank. If the last one failed, it is undone; this raises why, once.
+        """Return when no step is under way on this rank. If the last step failed, undo it, and raise why, once.
 
-        With several ranks none of them raises alone: see together.py.
+        With several ranks no rank raises alone: see together.py.
         """
         if (flight := self._flight) is not None:
             flight.join()
-            with defer_signals():  # a Ctrl-C here would lose the outcome that ranks have to exchange
+            with defer_signals():  # Ctrl-C here would lose the outcome on which ranks have to vote
                 if self._flight is not flight:  # another thread was faster
                     return
                 self._flight, self.active = None, self._has_to_wait
@@ -276,15 +277,15 @@ class Overlap(ConcurrentMode):
                 self._note_outcome(flight.live, flight.failure)
 
     def _note_outcome(self, live: LiveStep, failure: BaseException | None) -> None:
-        """Note that a step is complete here or has failed; raise why, unless other ranks have to be told first."""
+        """Note that a step is complete here or has failed; raise the failure, unless other ranks have to know first."""
         if self.together:
             self.together.note_outcome(live, failure)
-            self.active |= failure is not None  # so that saving the parameters raises it: see settle()
+            self.active |= failure is not None  # so that saving parameters raises the failure: see settle()
         elif failure:
             raise failure
 
     def settle(self) -> None:
-        """Do as land(); with several ranks also raise why a step failed here, before they have met."""
+        """As land(); with several ranks also raise why a step failed here, even before they have voted."""
         self.land()
         if self.together:
             self.together.raise_failure()
@@ -295,7 +296,7 @@ class Overlap(ConcurrentMode):
         self._agree() if collective else self.settle()
 
     def _agree(self) -> None:
-        """Do as land(), but for all ranks: a collective, which raises on all of them if the step failed on any."""
+        """As land(), but on all ranks: a collective, which raises on every rank if the step failed on any."""
         self.land()
         if self.together:
             try:

@@ -14,13 +14,13 @@ from .arrivals import NO_OP
 
 class ModelSpans:
     """Notes each forward, from the first module entered to the first gradient, and each backward, from there to the
-    last gradient. It is a forward pre-hook of all modules; a copy of it, with the model or pickled, does nothing.
+    last gradient. Serves as a forward pre-hook of all modules; a copy, with the model or pickled, does nothing.
     """
 
     def __init__(self, spans: list[Span], model: torch.nn.Module, params: Iterable[torch.Tensor]) -> None:
         """`spans`: the list to which spans are appended."""
         self._spans = spans
-        self._entered = self._first = self._last = 0.0  # times of the first module, of gradients; 0: not yet
+        self._entered = self._first = self._last = 0.0  # times: first module, first and last gradient; 0: not yet
         modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
         self._hooks = [m.register_forward_pre_hook(self) for m in modules]
         self._hooks += [

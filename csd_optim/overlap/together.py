@@ -1,9 +1,9 @@
-"""Overlap with several ranks: a step that fails on one rank is undone on all of them when they meet next.
+"""Overlap with several ranks: a step that fails on one rank is undone on all ranks when they meet next.
 
-A rank whose step failed must not raise alone, because the others would wait for it in their next collective. It goes on
-with the parameters it has, as do the ranks whose step is complete. Meanwhile, once the step has ended on a rank, that
-rank tells the others in the background whether it is complete there: one vote of each rank on each step that all have
-launched. They meet in the next call that is a collective. Only if the vote is bad do they exchange anything there.
+A rank whose step failed must not raise alone, because the others would wait for it in their next collective. It
+continues with the parameters it has, like the ranks whose step is complete. Each rank votes in the background, once the
+step has ended there, on whether the step is complete: one vote per rank and launched step. Ranks meet in their next
+call that is a collective, and exchange something there only if some rank's vote was negative.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..step.live import LiveStep, Phase
 from ..threads import Flag
 from .flight import Flight
 
-EXIT_SECONDS = 60.0  # for which the end of a program waits for votes: see _wait_at_exit()
+EXIT_SECONDS = 60.0  # how long the end of a program waits for votes: see _wait_at_exit()
 
 
 def check_ranks(optimizer: object, model: torch.nn.Module, *, backward: bool, free_gradients: bool) -> None:
@@ -48,7 +48,7 @@ def check_ranks(optimizer: object, model: torch.nn.Module, *, backward: bool, fr
 
 
 def has_other_hook(optimizer: object, model: torch.nn.Module) -> bool:
-    """Return whether a communication hook of the user's own reduces gradients: when, nobody tells us."""
+    """Return whether a communication hook of the user's reduces gradients, at a time unknown to us."""
     return any(getattr(ddp, "_comm_hooks", ()) and not _is_hooked(ddp, optimizer) for ddp in _ddps(model))
 
 
@@ -73,7 +73,7 @@ _voting: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 def _wait_at_exit() -> None:
     """Let the interpreter wait at its end until other ranks have voted, too, or are gone.
 
-    A thread that comes back from gloo while the interpreter shuts down ends the process by SIGABRT.
+    A thread that returns from gloo during interpreter shutdown ends the process by SIGABRT.
     """
 
     def wait() -> None:
@@ -85,11 +85,11 @@ def _wait_at_exit() -> None:
 
 
 class Verdict(Enum):
-    """What is known of a launched step."""
+    """The ranks' verdict on a launched step."""
 
-    VOTING = auto()  # it is under way here, or some rank has not voted yet
-    KEPT = auto()  # all ranks have completed it; nothing undoes it any more
-    MUST_MEET = auto()  # it has failed on some rank, or a rank is lost: agree() undoes it, and raises
+    VOTING = auto()  # under way here, or some rank has not voted yet
+    KEPT = auto()  # complete on all ranks; nothing undoes the step any more
+    MUST_MEET = auto()  # failed on some rank, or a rank is lost: agree() undoes the step, and raises
 
 
 class Vote:
@@ -98,21 +98,23 @@ class Vote:
     def __init__(
         self, control: Ranks, carriers: Collection[Ranks], engine: Engine, live: LiveStep | None, flight: Flight | None
     ) -> None:
-        """`control`: ranks on a group that no other thread uses; `carriers`: those on which parameters are exchanged.
-        `live`: None if all ranks have it, and vote only on its commit. `flight`: None if it failed as it was launched.
+        """`control`: ranks on a process group of this thread alone. `carriers`: on the groups that exchange parameters.
 
-        This rank votes once the step has ended here: on a daemon thread, since a program may end before other ranks
-        vote, and must not wait for them for long.
+        `live`: None if the step is complete on all ranks, which vote only on the commit. `flight`: None if the launch
+        failed here.
+
+        This rank votes once the step has ended here, on a daemon thread: a program may end before other ranks vote, and
+        must not wait long.
         """
         self.live: LiveStep | None = live
         self.verdict: Verdict = Verdict.VOTING
-        self.loss: str = ""  # set if a rank is lost: what torch says
+        self.loss: str = ""  # set if a rank is lost: torch's message
         self._control, self._groups = control, [control, *carriers]
         self._engine, self._flight = engine, flight
         self._exchanged, self._over = Flag(), Flag()
 
     def begin(self) -> None:
-        """Vote on a thread; if the interpreter shuts down and has no more threads to give, before returning."""
+        """Vote on a thread; at interpreter shutdown, when no more threads start, vote before returning."""
         self._mark(busy=True)
         _wait_at_exit()
         thread = threading.Thread(target=self._vote, name="csd_optim votes on a step", daemon=True)
@@ -127,7 +129,7 @@ class Vote:
             ranks.busy = busy
 
     def _exchange(self) -> None:
-        """Send all that the other ranks wait for, with its present content, as this rank could not launch the step."""
+        """Send everything that other ranks wait for, with its present content, as the launch failed here."""
         if self.live and (gather := self.live.step.gather):
             with torch.no_grad():
                 gather.begin()
@@ -147,7 +149,7 @@ class Vote:
             complete = not (self.live and self.live.is_undone)
             round = self._engine.committer.await_round() if complete else None
             watch_failed = self._engine.states.watcher.has_failed
-            if any(ranks.lost for ranks in self._groups):  # those could not exchange the old parameters, either
+            if any(ranks.lost for ranks in self._groups):  # these groups could not exchange restored parameters, either
                 self._note_lost()
             votes = self._gather(complete, round is not None, round or 0, watch_failed)
             if votes and all(vote[0] for vote in votes):
@@ -160,7 +162,7 @@ class Vote:
             self._over.set()
 
     def _note_lost(self) -> None:
-        """Note that this rank has lost others. Nothing here waits for their votes, which may need its end first."""
+        """Note that this rank has lost others. Waits for no votes, which may not come before this process ends."""
         self.loss = "this rank has lost the others while they exchanged parameters"
         self.verdict = Verdict.MUST_MEET
         _voting.discard(threading.current_thread())
@@ -169,7 +171,7 @@ class Vote:
     def _gather(self, *vote: int) -> list[tuple[int, ...]]:
         """Return all votes; none if a rank is lost, or if the program has destroyed all groups."""
         try:
-            votes = self._control.gather(*vote, bool(self.loss))  # even then, as the others would wait for it
+            votes = self._control.gather(*vote, bool(self.loss))  # even after a loss, as the others would wait
         except Exception as e:
             self.loss = self.loss or str(e)
             return []
@@ -181,24 +183,24 @@ class Vote:
         return [vote[:-1] for vote in votes]
 
     def _keep(self, *, has_round: bool, watch_failed: bool) -> None:
-        """Keep the step. `has_round`: all ranks have its commit; otherwise the next confirm() asks them again.
+        """Keep the step. `has_round`: all ranks have made its commit; if not, the next confirm() asks again.
 
-        `watch_failed`: Watcher.has_failed of any of them.
+        `watch_failed`: Watcher.has_failed of any rank.
         """
         if self.live:
             self.live.keep()
-        with self._engine.lock:  # whoever holds it waits for no vote, and for no other rank while one is under way
+        with self._engine.lock:  # its holders never wait for a vote, nor for another rank during a vote
             if has_round and not self._engine.closed:
                 self._engine.committer.note_confirmed(has_failed=watch_failed)
 
     def wait_for_rows(self) -> None:
-        """Return when no other rank's parameters arrive here any more, if they do so without a flight."""
-        if not self._flight and self._engine.pid == os.getpid():  # a forked child lacks the thread that receives them
+        """Return when no more parameters of other ranks arrive here, if the launch failed here."""
+        if not self._flight and self._engine.pid == os.getpid():  # a forked child lacks the receiving thread
             self._exchanged.wait()
 
     def wait(self) -> None:
         """Return when all ranks have voted, or one is lost. Raises CSDRuntimeError in a forked child."""
-        if self._engine.pid != os.getpid():  # it lacks the thread that votes
+        if self._engine.pid != os.getpid():  # a forked child lacks the voting thread
             self._engine.check_open()
         self._over.wait()
 
@@ -207,11 +209,11 @@ class Together:
     """The meetings of the ranks of one optimizer."""
 
     def __init__(self, ranks: Ranks, engine: Engine, carriers: dict[Ranks, Ranks]) -> None:
-        """`carriers`: by ranks that share updates, their group for the thread that lands a step; filled here."""
+        """`carriers`: by ranks that share updates, their process group for the landing thread; filled here."""
         self._ranks, self._engine, self._carriers = ranks, engine, carriers
-        self._control: Ranks | None = None  # made in the first step, in which it is known that all ranks overlap
+        self._control: Ranks | None = None  # made in the first step, when all ranks are known to overlap
         self.vote: Vote | None = None  # on the last launched step, until the ranks have met
-        self._failure: BaseException | None = None  # made the step fail here
+        self._failure: BaseException | None = None  # why the step failed here
 
     @property
     def kind(self) -> int:
@@ -219,9 +221,9 @@ class Together:
         return 1 + (self._control is not None)
 
     def get_ready(self, gather: ParamAllGather | None = None) -> None:
-        """Make what votes need, in the first step in which it is known that all ranks overlap: a collective.
+        """Make the groups for votes, in the first step in which all ranks are known to overlap: a collective.
 
-        `gather`: of parameters that the ranks share, if it is to go on behind the program.
+        `gather`: the all-gather of parameters that ranks share, if it is to run in the background.
         """
         if self._control is None:
             self._control = self._ranks.borrow()
@@ -233,11 +235,11 @@ class Together:
 
     @property
     def has_met(self) -> bool:
-        """Whether nothing undoes the last step any more. Another step may begin if all have its commit, too."""
+        """Whether nothing undoes the last step any more. (The next may begin once all ranks have committed it, too.)"""
         return self.vote is None or self.vote.verdict is Verdict.KEPT
 
     def launched(self, live: LiveStep, flight: Flight | None) -> None:
-        """Begin to vote on a step, after get_ready(). `flight`: None if this rank could not launch it."""
+        """Begin to vote on a step, after get_ready(). `flight`: None if the launch failed here."""
         assert self._control
         self.vote = Vote(self._control, self._carriers.values(), self._engine, live, flight)
         self.vote.begin()
@@ -249,20 +251,20 @@ class Together:
         self.vote.begin()
 
     def note_outcome(self, live: LiveStep, failure: BaseException | None) -> None:
-        """Note that a launched step has ended here: it is complete, or `failure` made it undo its states."""
+        """Note that a launched step has ended here: complete, or with its states undone because of `failure`."""
         live.spec.sources = {}  # frees gradients, which are no longer needed
         self._failure = failure
 
     def raise_failure(self) -> None:
         """Raise the failure of the last step here, as long as the ranks have not met.
 
-        Called before parameters are saved, since they may not be those of a complete step.
+        Called before parameters are saved, since they may not belong to a complete step.
         """
         if self._failure:
             raise self._failure
 
     def agree(self) -> None:
-        """Agree on the last step, a collective. If the step failed on any rank, it is undone on all of them.
+        """Agree on the last step, a collective. If the step failed on any rank, it is undone on all ranks.
 
         Then this raises on all ranks: the failure where it happened, CSDRankError elsewhere.
         """
@@ -272,7 +274,7 @@ class Together:
         if vote.verdict is Verdict.KEPT:
             self.vote = None
             return
-        if vote.loss:  # it is unknown whether the others have the step
+        if vote.loss:  # unknown whether the step is complete on other ranks
             self._ranks.lost = True
             raise self._failure or CSDRankError(vote.loss)
         with defer_signals():
@@ -285,10 +287,10 @@ class Together:
                         vote.live.take_back()
 
     def leave(self) -> None:
-        """End the meetings of this rank, whatever the others do: a step that failed here is undone here."""
+        """End the meetings of this rank, whatever other ranks do. A step that failed here is undone here."""
         vote, self.vote, self._failure = self.vote, None, None
         if vote:
-            vote.wait_for_rows()  # they must not arrive after the old ones were restored
+            vote.wait_for_rows()  # no rows may arrive after the old ones were restored
         if (live := vote and vote.live) and live.phase is Phase.FAILED and not self._engine.closed:
             with contextlib.suppress(CSDError):
                 live.take_back(alone=True)

@@ -1,4 +1,4 @@
-"""Which parameters get their states, or copies of these, on the accelerator; and the tensors that hold them."""
+"""Chooses the parameters with states, or copies of states, on the accelerator, and allocates the tensors."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ ByKind = dict[tuple[Any, ...], list[tuple[str, torch.Tensor, Partition]]]
 
 
 def choose(engine: Engine, by_kind: ByKind) -> dict[int, dict[str, torch.Tensor]]:
-    """Choose new parameters whose states go on the accelerator, and allocate these.
+    """Choose new parameters whose states go on the accelerator, and allocate the states.
 
-    Returns the states by name, by id of the parameter. Raises CSDMemoryError, and what OnAccelerator.choose() raises,
+    Returns, by id of the parameter, the states by name. Raises CSDMemoryError, and what OnAccelerator.choose() raises,
     before anything is touched.
     """
     states: dict[int, dict[str, torch.Tensor]] = {}
@@ -54,7 +54,7 @@ def _allocated(local: torch.Tensor, sections: Sequence[str], joining: Joining) -
 
 
 def choose_copies(engine: Engine, param_states: Iterable[ParamState]) -> None:
-    """Choose which states of a resumed store get copies on the accelerator, and allocate these.
+    """Choose which states of a resumed store get copies on the accelerator, and allocate the copies.
 
     Raises what OnAccelerator.choose() raises, and CSDMemoryError.
     """

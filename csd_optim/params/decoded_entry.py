@@ -1,4 +1,4 @@
-"""The entry in `state` of a parameter whose states are read on demand, as those kept as 8-bit codes are."""
+"""The entry in `state` of a parameter whose states are read on demand, for example 8-bit states."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ import torch
 
 
 class DecodedEntry(dict[str, Any]):
-    """A dict like any entry of `state`, except that its fp32 tensors are decoded when the first of them is read.
+    """A dict like any entry of `state`, but its fp32 tensors are decoded when the first of them is read.
 
-    `decode` returns the tensors by name: the same dict until the states change. Values that were assigned, or put there
-    by `set_plain()`, are plain values beside them. Copies and pickles are ordinary dicts.
+    `decode` returns the tensors by name: the same dict until the states change. Values that the program has assigned,
+    or set_plain() has stored, are plain values. Copies and pickles are ordinary dicts.
     """
 
     def __init__(self, names: Iterable[str], decode: Callable[[], dict[str, torch.Tensor]]) -> None:
         super().__init__(dict.fromkeys(names))
         self._decode = decode
         self._names = {*names}
-        self._decoded = {*names}  # those of `names` that no assignment has replaced
+        self._decoded = {*names}  # keys whose values were not replaced by an assignment
 
     def set_plain(self, values: dict[str, Any]) -> None:
-        """Store these as plain values from now on; `decode` no longer provides them."""
+        """Store plain values, which `decode` no longer provides."""
         super().update(values)
         self._names -= values.keys()
         self._decoded -= values.keys()
 
     def keep_decoded(self, decode: Callable[[], dict[str, torch.Tensor]]) -> None:
-        """Make what this very `decode` provides plain values."""
+        """Replace all values that this very `decode` provides by plain values."""
         if self._decode == decode and self._decoded:
             values = decode()
             self.set_plain({key: values[key] for key in self._decoded})
 
     @property
     def decoder(self) -> Callable[[], dict[str, torch.Tensor]]:
-        """What decodes those of its values that no assignment has replaced."""
+        """The function that decodes all values that were not replaced by an assignment."""
         return self._decode
 
     @property

@@ -1,4 +1,4 @@
-"""What a program does with the entries of `state`: it moves them to other parameters, or puts them away for a while."""
+"""Deals with programs that move entries of `state` to other parameters, or keep them for later."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .update_rule import RuleOf
 def keep_apart(
     state: MutableMapping[torch.Tensor, Any], own: Mapping[int, ParamState], places: Collection[ParamState]
 ) -> None:
-    """Copy the values in `state` that are views of `places`, except those in a place's own entry.
+    """Copy the values in `state` that are views of `places`, except in a place's own entry.
 
     These places are about to be written or freed. If a program has exchanged the entries of two parameters, for
     example, filling the place of one would overwrite the values for the other. `own`: the parameters' places, by
@@ -65,9 +65,10 @@ def drop_left_behind(
 
 
 class Held:
-    """What `state` has shown of parameters that leave, and a program may still hold: tensors, and decoded entries.
+    """The tensors and decoded entries of leaving parameters that a program may still hold.
 
-    As with AdamW, it keeps its values: it gets memory of its own. Raises CSDError if decoded states cannot be read.
+    As with AdamW, their values stay: copy() gives them memory of their own. Raises CSDError if decoded states are
+    unreadable.
     """
 
     def __init__(self, places: Iterable[ParamState]) -> None:
@@ -78,7 +79,7 @@ class Held:
 
     @no_autograd()
     def copy(self) -> None:
-        """Copy the tensors that are still alive; call it when nothing here refers to them any more."""
+        """Copy the tensors that the program still holds. Call this when nothing else refers to the tensors."""
         for tensor in (ref() for ref in self._tensors):
             if tensor is not None:
                 local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -86,6 +87,6 @@ class Held:
 
 
 def _address(t: torch.Tensor) -> int:
-    """Return the address of a tensor's storage; 0 if it has none here."""
+    """Return the address of a tensor's storage; 0 if the tensor has no storage here."""
     local = t.to_local() if hasattr(t, "to_local") else t
     return 0 if local.is_meta else local.untyped_storage().data_ptr()

@@ -18,19 +18,19 @@ class GradSource:
     grad: torch.Tensor  # 1-D, any device
     param: torch.Tensor  # 1-D, same device, written in place
     grad_dtype: torch.dtype  # on the link
-    images_only: bool = False  # devices reach no memory of this process
-    # The tiles' images carry the parameter, too, as the device may have to read its master there.
+    images_only: bool = False  # devices cannot access this process's memory
+    # The tiles' images contain the parameter, too, as the device may read its master there.
     param_is_read: bool = False
-    # If `param` is a copy: the parameter itself, which is strided, and the copy, which copy_back() copies there.
+    # If `param` is a copy: (the strided parameter, the copy), for copy_back().
     param_and_copy: tuple[torch.Tensor, torch.Tensor] | None = None
     topk: TopK | None = None  # None: dense
-    copy_event: Any = None  # event of the last copy to a parameter on an accelerator that was queued
+    copy_event: Any = None  # event after the last queued copy to a parameter on an accelerator
     first: int = 0  # index of the parameter's element to which grad[0] belongs
     is_dropped: bool = False  # there is no gradient after all: the parameter stays bitwise unchanged
 
     @property
     def is_far(self) -> bool:
-        """Whether the engine cannot reach the parameter, as on an accelerator: its tiles travel as images."""
+        """Whether the engine cannot access the parameter, as on an accelerator: its tiles travel as images."""
         return self.images_only or is_on_accelerator(self.param)
 
     def release(self) -> None:

@@ -1,4 +1,4 @@
-"""Parameter groups: their members, names and hyperparameters, in torch's form and in that of a store."""
+"""Parameter groups: members, names and hyperparameters, in torch's form and in a store's."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .update_rule import UpdateRule
 
 Groups = Sequence[dict[str, Any]]
 
-MOST_ELEMS = 1024  # of a tensor in a group, for a store to keep it: the record is written with each step
-_PLAIN = (int, float, str, type(None))  # as JSON has them; bool is an int
+MOST_ELEMS = 1024  # limit for tensors in a group that a store keeps, as the record is written with each step
+_PLAIN = (int, float, str, type(None))  # JSON values; bool is an int
 
 
 def name_of(groups: Groups, k: int, i: int) -> str:
@@ -37,7 +37,7 @@ def check_state_dtype(
 ) -> None:
     """Raise CSDValueError if `value` is no state_dtype, or if this rule's states cannot be kept in it.
 
-    `sections`: those of its parameters, where they are known. `where`, `advice`: for the message.
+    `sections`: of the parameters, if known. `where`, `advice`: for the message.
     """
     if value not in STATE_DTYPES:
         raise CSDValueError(f"Invalid state_dtype{where}: {value!r}; it is {' or '.join(map(repr, STATE_DTYPES))}")
@@ -52,7 +52,7 @@ def check_state_dtype(
 
 
 def _items(value: Any) -> Any:
-    """Return numbers of torch or NumPy as Python numbers, tensors, arrays and tuples as lists; else return `value`."""
+    """Convert numbers of torch or NumPy to Python numbers, tensors, arrays and tuples to lists; else return `value`."""
     if isinstance(value, torch.Tensor) and not value.is_meta and value.layout is torch.strided:
         return value.item() if value.numel() == 1 else value.tolist() if value.numel() <= MOST_ELEMS else value
     if isinstance(value, (np.generic, np.ndarray)) and value.size <= MOST_ELEMS:
@@ -61,7 +61,9 @@ def _items(value: Any) -> Any:
 
 
 def hyperparameters_of(group: dict[str, Any], needed: Collection[str] = ()) -> dict[str, Any]:
-    """Return a group's hyperparameters as JSON values: tensors become numbers, and what JSON cannot hold is left out.
+    """Return a group's hyperparameters as JSON values.
+
+    Tensors become numbers; values that JSON cannot hold are left out.
 
     Raises CSDTypeError if one of the `needed` hyperparameters would be left out.
     """
@@ -81,13 +83,14 @@ def hyperparameters_of(group: dict[str, Any], needed: Collection[str] = ()) -> d
 def restore_hyperparameters(group: dict[str, Any], kept: dict[str, Any]) -> None:
     """Restore what hyperparameters_of() returned; a group's tensors are filled in place.
 
-    A group may also hold what is the program's alone. A value that does not fit the one in the group stays as it is.
+    A stored value that does not fit the group's present value is ignored, as a group may also hold the program's own
+    values.
     """
     for name, value in kept.items():
         if name in ("foreach", "fused", "capturable", "differentiable"):
-            continue  # these are not hyperparameters: they select torch's implementation
+            continue  # selects torch's implementation; no hyperparameter
         if name == "initial_lr" and isinstance(group["lr"], torch.Tensor):
-            group[name] = torch.full_like(group["lr"], value)  # an LR scheduler keeps it as a tensor if lr is one
+            group[name] = torch.full_like(group["lr"], value)  # LR schedulers make it a tensor if lr is one
         elif name == "ns_coefficients":
             group[name] = tuple(tuple(v) if isinstance(v, list) else v for v in value)
         else:
@@ -95,7 +98,7 @@ def restore_hyperparameters(group: dict[str, Any], kept: dict[str, Any]) -> None
 
 
 def _restored(current: Any, value: Any) -> Any:
-    """Return `current`, or what takes its place, with the stored `value`; `current` as it is if they do not fit."""
+    """Return `current` or a replacement, with the stored `value`; `current` unchanged if the value does not fit."""
     if isinstance(current, (torch.Tensor, np.ndarray)):
         return _filled(current, value)
     if isinstance(current, tuple):
@@ -115,7 +118,7 @@ def _restored(current: Any, value: Any) -> Any:
 
 @no_autograd()
 def _filled(current: torch.Tensor | np.ndarray[Any, Any], value: Any) -> Any:
-    """Return a tensor or array with the stored `value`: `current`, or a new one if nothing can be written to that."""
+    """Return a tensor or array with the stored `value`: `current`, or a new one if `current` cannot be written."""
     try:
         if isinstance(current, np.ndarray):
             new = torch.from_numpy(np.array(value, current.dtype))
@@ -128,6 +131,6 @@ def _filled(current: torch.Tensor | np.ndarray[Any, Any], value: Any) -> Any:
         return current
     try:
         torch.as_tensor(current).copy_(new)
-    except RuntimeError:  # several of its elements are one number in memory, as after expand()
+    except RuntimeError:  # elements share memory, as after expand()
         return new
     return current

@@ -19,7 +19,7 @@ from .param_state import ParamState
 from .update_rule import RuleOf
 
 CodecOf = Callable[[dict[str, Any], torch.Tensor], tuple[str, Any]]  # (group, parameter) → codec; see StateMap.codec_of
-PartOf = Callable[[torch.Tensor], Partition]  # parameter → the part of it that this process updates
+PartOf = Callable[[torch.Tensor], Partition]  # parameter → the part that this process updates
 
 
 def manifest(
@@ -34,7 +34,7 @@ def manifest(
         k, i = place_of.get(id(state.param), (-1, -1)) if state.alive else (-1, -1)
         part = state.part if state.alive else UNSHARDED
         about = {"name": state.name, "group": k, "position": i, "shape": [], **_dtype_and_whole(state.param, part)}
-        # Not the parameter's shape: it may have been resized in place, and got another place.
+        # Not the parameter's shape: it may have been resized, and have another place by now.
         about |= {"shape": list(state.own_master.shape), "stride": list(state.stride)}
         about |= {"extent": extent, "start": start, "numel": state.numel}
         params.append(about | _other_rule(own, state.rule))
@@ -49,19 +49,19 @@ def manifest(
 
 
 def _other_rule(usual: str, name: str) -> dict[str, str]:
-    """Return the entry for a rule, of the manifest or of a parameter; none where the name goes without saying."""
+    """Return the "rule" entry of the manifest or of a parameter; empty if `name` is the usual rule."""
     return {} if name == usual else {"rule": name}
 
 
 def rule_difference(stored: Contents, groups: Groups, rule_of: RuleOf) -> str | None:
-    """Say why the rules of these groups cannot resume a store; None if they can."""
+    """Return why the rules of these groups cannot resume a store, or None."""
     manifest, own = stored.manifest, rule_of({}).name
     entries, of_store = (*manifest["params"], *manifest["waiting"]), manifest.get("rule", UNNAMED_RULE)
     if of_store != own and not any("rule" in about for about in (*entries, *groups)):
         return f"its states are those of the rule {of_store}, and this optimizer's is {own}"
     rules = [rule_of(group) for group in groups]
     for entry in entries:
-        if not 0 <= entry["group"] < len(rules):  # it was moved, or the model is another one
+        if not 0 <= entry["group"] < len(rules):  # the parameter was moved, or it is another model
             continue
         name, rule = rule_named(manifest, entry), rules[entry["group"]]
         if name != rule.name:
@@ -80,12 +80,12 @@ def rule_difference(stored: Contents, groups: Groups, rule_of: RuleOf) -> str | 
 
 
 def _is_numeric(value: object) -> bool:
-    """Return whether it is a number or a list of numbers, as hyperparameters_of() stores a hyperparameter."""
+    """Return whether `value` is a number or a list of numbers, as hyperparameters_of() stores hyperparameters."""
     return all(isinstance(v, (int, float)) for v in (value if isinstance(value, list) and value else [value]))
 
 
 def codec_difference(stored: dict[str, Any], groups: Groups, codec_of: CodecOf) -> str | None:
-    """Say which parameter's stored codec differs from its group's `state_dtype`; None if all agree."""
+    """Return a message if a parameter's stored codec differs from its group's `state_dtype`; None if all agree."""
     here = {(k, i): (name_of(groups, k, i), *codec_of(groups[k], p)) for k, i, p in members(groups)}
     for entry in stored["params"]:
         if (entry["group"], entry["position"]) not in here:
@@ -103,7 +103,7 @@ def codec_difference(stored: dict[str, Any], groups: Groups, codec_of: CodecOf) 
 
 
 def describe_param(p: torch.Tensor, part: Partition) -> dict[str, Any]:
-    """Return what the manifest says of a parameter's part on this process: shape, dtype, and of what it is a part."""
+    """Return the manifest's fields about a parameter's part on this process: shape, dtype, place in the whole."""
     return {"shape": None if is_lazy(p) else list(part.of(p).shape), **_dtype_and_whole(p, part)}
 
 
@@ -112,14 +112,14 @@ def _dtype_and_whole(p: torch.Tensor, part: Partition) -> dict[str, Any]:
 
 
 def digest_of_groups(groups: Groups, part_of: PartOf) -> str:
-    """Return what identifies a model: digest_of_entries() of the manifest that these groups have."""
+    """Return the digest of a model: digest_of_entries() of the groups' manifest."""
     return digest_of_entries(
         {"group": k, "position": i, **describe_param(p, part_of(p))} for k, i, p in members(groups)
     )
 
 
 def digest_of_entries(entries: Iterable[dict[str, Any]]) -> str:
-    """Return what identifies the model of a manifest's parameters: 64 digits. Without lazy parameters' shapes: ""."""
+    """Return the digest of a manifest's parameters: 64 digits; "" if a lazy parameter has no shape yet."""
     found = sorted((e["group"], e["position"], e["shape"], e["dtype"]) for e in entries if e["group"] >= 0)
     return "" if any(shape is None for *_, shape, _ in found) else hashlib.sha256(repr(found).encode()).hexdigest()
 
@@ -135,7 +135,7 @@ def first_difference(stored: dict[str, Any], groups: Groups, part_of: PartOf) ->
             entry, where = (b, "the model has") if b else (a, "the store has")
             assert entry is not None
             return f"only {where} a parameter {i} in group {k}: {entry['name']}, of shape {entry['shape']}"
-        if a["name"] != b["name"] and by_place not in (a["name"], b["name"]):  # unless one of them has no names
+        if a["name"] != b["name"] and by_place not in (a["name"], b["name"]):  # unless one side has no names
             return f"parameter {i} of group {k} is {a['name']} there and {b['name']} here"
         if b["shape"] is None and (k, i) in placed:
             return f"{b['name']} has no shape here yet: run the model once before the optimizer is made"
@@ -143,19 +143,19 @@ def first_difference(stored: dict[str, Any], groups: Groups, part_of: PartOf) ->
             if a[what] != b[what] and None not in (a[what], b[what]):
                 return f"{what} of parameter {b['name']} is {a[what]} there and {b[what]} here"
         there_of, here_of = a.get("of"), b.get("of")
-        if there_of and here_of and there_of != here_of and 0 not in (a["shape"] or ()):  # of FSDP2 and HSDP, say
+        if there_of and here_of and there_of != here_of and 0 not in (a["shape"] or ()):  # such as FSDP2 and HSDP
             parts = (f"of {of['shape']} from {of['first']} on" for of in (there_of, here_of))
             return f"the part of parameter {b['name']} is {' there, and '.join(parts)} here"
     return None
 
 
 def ignored_by_resume(rule_of: RuleOf, given: Groups, record: Record) -> Iterator[str]:
-    """Yield a message for each hyperparameter whose value in the script is ignored in favour of the one in the store.
+    """Yield a message for each hyperparameter whose value in the script is ignored in favour of the store's.
 
     `given`: the hyperparameters that this process was started with.
     """
     for k, (now, then, resumed) in enumerate(zip(given, record.given, record.groups, strict=False)):
-        own = [name for name in ("topk",) if name in now and name in resumed]  # a group need not have it
+        own = [name for name in ("topk",) if name in now and name in resumed]  # optional in a group
         for name in (*rule_of(now).hyperparameters, *own):
             if now[name] not in (then.get(name), resumed[name]):
                 yield (

@@ -1,4 +1,4 @@
-"""Warnings when much of the optimizer's state is in memory: it lives on devices because it may not fit there."""
+"""Warnings when much of the optimizer's state is in memory, which may be too small for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COPIED = "is read: a copy of the optimizer, or its pickle, takes as much memory"
 
 
 def warn_if_large(size: int, what: str) -> None:
-    """Warn of `size` bytes of state in memory, if that is much; `what` completes the sentence.
+    """Warn if `size` bytes of state in memory are much. `what` completes the sentence.
 
     Python's default filter shows the warning once per line of user code.
     """
@@ -29,7 +29,7 @@ def warn_if_large(size: int, what: str) -> None:
 
 
 def bytes_in_memory(tensors: Iterable[torch.Tensor]) -> int:
-    """Return how many bytes of these tensors are in the memory of the host or of a GPU; 0 if too few for a warning.
+    """Return the bytes of these tensors in the memory of the host or of a GPU; 0 if too few for a warning.
 
     Tensors that are mapped from a file, as by torch.load(mmap=True), do not count.
     """
@@ -43,7 +43,7 @@ def bytes_in_memory(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _mappings() -> tuple[list[int], list[bool]]:
-    """Return the process's mappings: their start addresses, ascending, and whether the one before each is of a file."""
+    """Return the mappings' start addresses, ascending, and whether the mapping before each address is of a file."""
     starts, of_files = [], [False]
     with open("/proc/self/maps") as maps:
         for line in maps:

@@ -1,4 +1,4 @@
-"""One parameter and its place on the devices: the parameter as it is now, its states, and how a step reaches both."""
+"""One parameter and its place on the devices: the present parameter, its states, and how a step accesses both."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .grad_source import GradSource
 from .strides import flat, numel, ordered, same_order
 
 DTYPES = (*DTYPE_CODES, torch.complex64)
-# Elements that reseed() processes at a time: bounds the temporaries of a check that touches whole parameters.
+# Elements that reseed() processes at a time, to limit temporary memory.
 RESEED_CHUNK = 1 << 22
 CPU = torch.device("cpu")
 MOST_RATIO = 15.5  # the largest ratio of exp_avg to the root of exp_avg_sq that 8-bit states can hold
@@ -32,10 +32,9 @@ MOST_RATIO = 15.5  # the largest ratio of exp_avg to the root of exp_avg_sq that
 class ParamState:
     """A parameter with a place (tiles' elements for its states) on the devices, or the part that this process updates.
 
-    Everything about elements here refers to that part. "With codes" means: the devices keep the states as 8-bit codes.
-    "Decoded" means: its states have no windows, and are read on demand; those with codes are.
-    What is known about `param` is changed by `refresh()`, `mark_synced()` and `move_to()` only; `is_new` and `alive`
-    are written by the StateMap.
+    Here "elements" means the elements of that part. "With codes": the devices keep the states as 8-bit codes.
+    "Decoded": the states have no windows, and are read on demand, as with codes. Only `refresh()`, `mark_synced()` and
+    `move_to()` change the fields about `param`; the StateMap writes `is_new` and `alive`.
     """
 
     param: torch.Tensor
@@ -43,38 +42,37 @@ class ParamState:
     name: str
     index: int  # over all extents; the row in the step's table
     sections: tuple[str, ...]  # names of its states
-    rule: str  # name of the rule whose states these are
-    stride: tuple[int, ...]  # of its states, as torch.zeros_like(param) has them
+    rule: str  # name of the update rule of the states
+    stride: tuple[int, ...]  # of the states, as in torch.zeros_like(param)
     windows: dict[str, torch.Tensor]  # the states; master may be the parameter itself. Decoded: only step, residual
-    shown: dict[str, torch.Tensor]  # the windows in the form in which `state` shows them
-    own_master: torch.Tensor  # storage for the master, used unless in_place; meta if decoded, or not allocated yet
-    numel: int  # number of fp32 values; a complex number counts two
+    shown: dict[str, torch.Tensor]  # the windows, as `state` shows them
+    own_master: torch.Tensor  # storage of the master unless in_place; on meta if decoded, or not allocated yet
+    numel: int  # number of fp32 values; a complex number counts as two
     in_place: bool  # the parameter is its own only master, and windows["master"] is an alias of it
     reachable: bool  # the devices can read the master from the parameter
-    images_only: bool = False  # the devices reach neither it nor its gradients: both travel as images
-    state_device: torch.device = CPU  # has its states: the host, as the devices' windows, or its accelerator
+    images_only: bool = False  # the devices access neither parameter nor gradient: both travel as images
+    state_device: torch.device = CPU  # where the states are: the host (the devices' windows), or the accelerator
     near_copy: NearCopy | None = None  # copy of its states on its accelerator, in addition to the devices'
-    decoded: Decoded | None = None  # access to its decoded states; None: they have windows
-    kept_dtype: torch.dtype | None = None  # with codes: the parameter's dtype, which the codes depend on
+    decoded: Decoded | None = None  # access to decoded states; None: states have windows
+    kept_dtype: torch.dtype | None = None  # with codes: the parameter's dtype, on which codes depend
     is_master: bool = False  # a step takes the master from the parameter: fp32 in host memory; with codes, anywhere
-    unless_set: bool = False  # 16 bits in host memory, writes not counted: the step compares it, see UNLESS_SET
-    is_new: bool = False  # its place is empty: the step in flight starts from the parameter
+    unless_set: bool = False  # 16 bits in host memory, writes not counted: the step compares values, see UNLESS_SET
+    is_new: bool = False  # no states yet: the step in flight starts from the parameter
     alive: bool = True  # False: the parameter has moved to another place
     initial: Mapping[str, float] = field(default_factory=dict)  # initial values of states, where not zero
-    # Version and address of `param` after the last step. If they differ now, the parameter is examined again.
+    # Version and address of `param` after the last step, to notice that the parameter was written or moved.
     version: int = -1
     pointer: int = -1
-    _entry: weakref.ref[DecodedEntry] | None = None  # the last one made
-    local: torch.Tensor = field(init=False)  # the part itself, as of the last `refresh()`
-    # The dtype that a contiguous gradient must have so that the engine can access it and the parameter in place; None:
-    # it cannot.
+    _entry: weakref.ref[DecodedEntry] | None = None  # of the last entry()
+    local: torch.Tensor = field(init=False)  # the part of the parameter at the last `refresh()`
+    # The dtype that lets the engine access contiguous gradients, and the parameter, in place; None: not possible.
     direct_dtype: torch.dtype | None = None
 
     @property
     def residual(self) -> torch.Tensor | None:
-        """The unsent rest of its gradients (see policy.py): bfloat16, on the parameter's device, strides of the states.
+        """The unsent rest of the gradients (see policy.py): bfloat16, on the parameter's device, strides of the states.
 
-        None: it has no residual.
+        None: the parameter has no residual.
         """
         return self.windows.get("residual")
 
@@ -85,7 +83,7 @@ class ParamState:
 
     @property
     def on_accelerator(self) -> bool:
-        """Whether its states are torch tensors on the accelerator, with none of its elements on the devices."""
+        """Whether the states are torch tensors on the accelerator, and not on the devices."""
         return self.state_device != CPU
 
     @property
@@ -95,7 +93,7 @@ class ParamState:
 
     @contextlib.contextmanager
     def decoding(self) -> Iterator[None]:
-        """Free at exit what is decoded inside: for loops over all parameters, whose states would fill the memory."""
+        """Free states decoded inside at exit: for loops over all parameters, whose states would fill the memory."""
         was_decoded = self.decoded is None or self.index in self.decoded.in_memory
         try:
             yield
@@ -111,30 +109,30 @@ class ParamState:
     def decode(self) -> dict[str, torch.Tensor]:
         """Return the decoded states as `state` shows them, by name: the same dict until they change.
 
-        Raises CSDRuntimeError if it has left.
+        Raises CSDRuntimeError if the parameter has left.
         """
         if self.decoded is None:
             raise CSDRuntimeError(f"{self.name} has left the optimizer, and its states were freed")
         return self.decoded.views(self.index, lambda state: self.part.show(self._view(state)))
 
     def entry(self, others: Mapping[str, Any]) -> DecodedEntry:
-        """Return the entry in `state` of decoded states. `others`: values in it that are not ours, to keep."""
+        """Return the entry in `state` of decoded states. `others`: the program's own values, to keep in the entry."""
         entry = DecodedEntry(("step", *self.sections[1:], self.sections[0]), self.decode)
         entry.set_plain({**others, **self.shown})
         self._entry = weakref.ref(entry)
         return entry
 
     def shown_entry(self) -> DecodedEntry | None:
-        """Return the last entry() if anybody holds it."""
+        """Return the last entry() if the program still holds it."""
         return self._entry() if self._entry else None
 
     def shown_windows(self) -> list[torch.Tensor]:
-        """Return what is shown of its windows: not of tensors on the accelerator, nor the parameter itself."""
+        """Return the tensors of windows that `state` shows: no tensors on the accelerator, nor the parameter itself."""
         keys = () if self.on_accelerator or self.decoded else self.sections[self.in_place :]
         return [self.shown[key] for key in keys if key in self.shown]
 
     def is_shown_by(self, entry: Mapping[str, Any]) -> bool:
-        """Return whether this entry of `state` holds exactly our tensors, so that none was replaced."""
+        """Return whether this entry of `state` holds exactly our tensors: none was replaced."""
         shown = isinstance(entry, DecodedEntry) and entry.all_decoded_by(self.decode) if self.decoded else True
         return shown and all(entry.get(key) is self.shown.get(key) for key in {*self.shown, "residual"})
 
@@ -146,22 +144,22 @@ class ParamState:
         del self.windows[key], self.shown[key]
 
     def mark_synced(self) -> None:
-        """Declare that parameter and master agree now: any later write to the parameter comes from outside."""
+        """Declare that parameter and master agree. Any later write to the parameter comes from outside."""
         self.version = self.version_now
 
     def leave(self) -> None:
-        """Drop everything that takes memory: the parameter has left. What the manifest says of its place remains."""
+        """Drop everything that takes memory: the parameter has left. Only the manifest's facts about its place stay."""
         self.param = torch.empty(self.own_master.shape, dtype=self.param.dtype, device="meta")
         self.part, self.alive, self.windows, self.shown, self.decoded = UNSHARDED, False, {}, {}, None
         self.own_master = self.local = self.own_master.to("meta")
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its states on the accelerator, without the parameter if that is its own master."""
+        """Bytes of the states on the accelerator, without the parameter if it is its own master."""
         return sum(self.windows[name].nbytes for name in self.sections[self.in_place :])
 
     def move_to(self, p: torch.Tensor, part: Partition) -> None:
-        """Give the place to another parameter, which has replaced this one in the model. Call `refresh()` next."""
+        """Give the place to `p`, which has replaced the present parameter in the model. Call `refresh()` next."""
         self.param, self.part = p, part
         self.shown = {k: w if k == "step" else part.show(w) for k, w in self.windows.items()}
 
@@ -172,18 +170,18 @@ class ParamState:
 
     @property
     def _is_unnoticed(self) -> bool:
-        """Whether neither torch counts writes to the parameter, see grad_modes.py, nor a step finds them by itself."""
+        """Whether writes are noticed neither by torch's count (see grad_modes.py) nor by a step."""
         is_found = self.is_master or self.unless_set or self.in_place or self.is_compared
         return self.param.is_inference() and not is_found
 
     @property
     def is_section(self) -> bool:
-        """With codes: whether the parameter itself serves as the section of its values, which no tile has then."""
+        """With codes: whether the parameter itself serves as its master section, so that the tile has none."""
         return self.decoded is not None and self.decoded.is_own_master(self.index)
 
     @property
     def is_compared(self) -> bool:
-        """With codes: whether each step in which it takes part detects where the parameter was set from outside."""
+        """With codes: whether each step with this parameter detects elements that were set from outside."""
         return self.is_coded and self.reachable
 
     @property
@@ -205,9 +203,9 @@ class ParamState:
         return right and is_on_state_device and local.shape == self.own_master.shape
 
     def refresh(self, grad_dtype: torch.dtype | None) -> None:
-        """Examine the parameter anew after it was written, moved or converted. `grad_dtype`: the optimizer's option.
+        """Examine the parameter again after it was written, moved or converted. `grad_dtype`: the optimizer's option.
 
-        Raises CSDTypeError, CSDValueError or CSDRuntimeError if its states no longer fit it.
+        Raises CSDTypeError, CSDValueError or CSDRuntimeError if the states no longer fit the parameter.
         """
         check_param(self.param, self.name)
         p = self.part.of(self.param)
@@ -226,12 +224,12 @@ class ParamState:
             )
         fresh = self.pointer == -1
         if self.pointer != self.pointer_now:
-            self.version = -1  # it counts as written until a step has completed
+            self.version = -1  # counts as written until a step is complete
         self.pointer, self.local = self.pointer_now, p
         on_host, in_order = p.device.type == "cpu", same_order(p.stride(), self.stride, p.shape)
         half = p.dtype in (torch.float16, torch.bfloat16)
-        # With codes, neither matters: source() copies a parameter into the right order, and an image carries one that
-        # is not in host memory.
+        # With codes, neither matters: source() copies a parameter into the right order, and parameters outside host
+        # memory travel in images.
         fp32_on_host = on_host and in_order and p.dtype is torch.float32
         self.is_master = self.reachable and (not half if self.is_coded else fp32_on_host)
         uncounted = self.part.writes_uncounted or self.param.is_inference()
@@ -245,7 +243,7 @@ class ParamState:
             self.in_place = in_order and p.is_contiguous() and is_fp32_there
             if self.in_place:
                 self.set_window("master", p)
-            else:  # no longer in place: move the master, with bits that the parameter may have lost, to its own storage
+            else:  # no longer in place: move the master, which may have more bits, to its own storage
                 if self.own_master.is_meta:
                     self.own_master = torch.empty_like(self.own_master, device=self.state_device)
                 self.set_window("master", self.own_master.copy_(self.windows["master"]))
@@ -253,8 +251,8 @@ class ParamState:
     def fill(self, entry: Mapping[str, Any], *, seed: bool, fresh: bool = False) -> int:
         """Copy the states in `entry` (the parameter's in `state`) into the parameter's place.
 
-        Missing states get the rule's initial values; `fresh`: the place already reads as zero. `seed`: a missing master
-        becomes the parameter. Returns how many elements of exp_avg are too large for 8-bit states.
+        Missing states get the rule's initial values. `fresh`: the place already reads as zero. `seed`: set a missing
+        master to the parameter. Returns the number of elements of exp_avg that are too large for 8-bit states.
         """
         clipped = self._encode(entry, seed=seed, fresh=fresh) if self.decoded else 0
         for key, window in self.windows.items():
@@ -271,12 +269,12 @@ class ParamState:
             elif not fresh or key in self.initial:
                 first = self.initial.get(key, 0.0)
                 window.fill_(complex(first, first) if window.is_complex() else first)
-        # A master that came with the state need not round to the parameter: the next step compares them.
+        # A loaded master need not round to the parameter: the next step compares the two.
         self.version = self.version_now if "master" not in entry else -1
         return clipped
 
     def _encode(self, entry: Mapping[str, Any], *, seed: bool, fresh: bool) -> int:
-        """Fill the place as fill() does, if its states are decoded: the next step or flush writes them."""
+        """Fill the place as fill() does, for decoded states: the next step or flush writes them."""
         assert self.decoded
         states: dict[str, torch.Tensor] = {}
         dtype = torch.complex64 if self.param.is_complex() else torch.float32
@@ -307,15 +305,15 @@ class ParamState:
         return int((decoded["exp_avg"].abs() > MOST_RATIO * decoded["exp_avg_sq"].sqrt()).sum())
 
     def reseed(self, *, always: bool, takes_part: bool) -> None:
-        """Set the master to the parameter wherever the parameter is not the rounded master: it was set from outside.
+        """Set the master to the parameter wherever it was set from outside, that is, is not the rounded master.
 
         Elsewhere the master keeps the bits that the parameter's precision cannot hold. `always`: write the master even
         if nothing differs. `takes_part`: the parameter takes part in the next step.
         """
         if self.in_place or self.numel == 0:
             return
-        # A step that compares does this itself. But if the parameter is its own section, the step has nothing to
-        # compare it with, and a master that was written (`loaded`) has to be handled here.
+        # A step that compares does this itself. But a parameter that is its own section cannot be compared in the step,
+        # so a written master (`loaded`) has to be handled here.
         loaded = self.decoded is not None and self.is_section and self.decoded.is_master_written(self.index)
         if not loaded and (self.is_section or (self.is_compared and takes_part)):
             return
@@ -330,11 +328,12 @@ class ParamState:
             self.decoded.note_rounded(self.index)
 
     def _beside(self, master: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-        """Return the masters of parameters that are not their rounded masters.
+        """Return the new masters of elements where the parameter is not the rounded master.
 
-        These are the parameters. But codes that were written without them store a master just above a tie as 127/256
-        of the last place above the parameter below, although it rounds to the one above: it becomes 129/256. Where
-        devices reach parameters, the step does this; see adopt_user_params() in device_cpu.cpp.
+        In general these are the parameters. But 8-bit codes written without the parameter store a master just above a
+        tie as 127/256 of the last place above the lower number, although it rounds to the upper one: such a master
+        becomes 129/256. Where devices can access parameters, the step does this; see adopt_user_params() in
+        device_cpu.cpp.
         """
         exact = param.float()
         if not self.is_coded or self.reachable or param.dtype is torch.float32:
@@ -343,11 +342,11 @@ class ParamState:
         return torch.where(above.to(param.dtype) == param, above, exact)
 
     def restore(self, first: int, values: torch.Tensor, *, is_outside: bool) -> None:
-        """Set elements from `first` on, in the order of the states, back to `values` (1-D): a step has changed them.
+        """Undo a step's changes: set elements from `first` on, in the order of the states, to `values` (1-D).
 
-        `values`: their masters; or, with `is_outside`, what the program had set, which still counts as written.
+        `values`: masters; or, with `is_outside`, values set by the program, which still count as written.
         """
-        p = self.part.of(self.param)  # not `local`: since the step it may have got other memory
+        p = self.part.of(self.param)  # not `local`: the parameter may have new memory since the step
         in_order = ordered(p, self.stride)
         flat(in_order)[first : first + len(values)].copy_(values)
         if in_order is not p:
@@ -378,14 +377,14 @@ class ParamState:
         target, param_and_copy = p, None
         if not same_order(p.stride(), self.stride, p.shape):
             target = torch.empty_strided(p.shape, self.stride, dtype=p.dtype, device=p.device)
-            if self.is_new or self.is_coded or self.images_only:  # of images, Watcher.param_arrives() is told
+            if self.is_new or self.is_coded or self.images_only:  # Watcher.param_arrives() gets pieces of images
                 target.copy_(p)
             param_and_copy = (p, target)
         dtype = grad_dtype or grad.dtype
         source = GradSource(grad, flat(target), dtype, self.images_only, param_and_copy=param_and_copy)
-        if self.is_coded:  # the engine reads the parameter in place where it can reach it
+        if self.is_coded:  # the engine reads the parameter in place if it can
             source.param_is_read = self.is_new or (self.reachable and source.is_far)
-        else:  # with none of these, Truth.master_of() says IN_SECTION
+        else:  # if all are False, Truth.master_of() returns IN_SECTION
             source.param_is_read = self.is_new or self.in_place or self.is_master or self.unless_set
         return source
 
@@ -414,7 +413,7 @@ def check_param(p: torch.Tensor, name: str) -> None:
 
 
 def check_entry(entry: Mapping[str, Any], p: torch.Tensor, name: str, sections: Sequence[str]) -> None:
-    """Raise CSDValueError if an entry of `state`, whose states have these names, does not fit its parameter."""
+    """Raise CSDValueError if an entry of `state` does not fit its parameter. `sections`: names of the states."""
     for key in (*sections, "residual", "step"):
         value = entry.get(key)
         if value is None or (key == "step" and isinstance(value, (int, float))):
@@ -436,10 +435,11 @@ def check_entry(entry: Mapping[str, Any], p: torch.Tensor, name: str, sections: 
 
 
 def left_behind(entry: Mapping[str, Any], p: torch.Tensor, sections: Sequence[str]) -> list[str]:
-    """Return which of our own states in an entry of `state` belong to a parameter of another shape than `p`.
+    """Return which of our own states ("master", "residual") in an entry of `state` have another shape than `p`.
 
-    Code that resizes a parameter resizes the states that torch's optimizer has, and moves the entry to the new
-    parameter, with a `master` or `residual` that it does not know. If those of torch fit, these are out of date.
+    Code that resizes a parameter resizes the states of torch's optimizer, and moves the entry to the new parameter with
+    a `master` and `residual` that the code does not know. If torch's states fit the new shape, these two are out of
+    date.
     """
     of_torch = [entry[key] for key in sections if key != "master" and entry.get(key) is not None]
     if not of_torch or any(getattr(state, "shape", None) != p.shape for state in of_torch):

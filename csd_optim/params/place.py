@@ -16,23 +16,23 @@ from .strides import numel
 
 @dataclass
 class Place:
-    """`shape` and `stride` are those of the states: of the part of the parameter that this process updates."""
+    """A place for the states of the part that this process updates. `shape`, `stride`: of the states."""
 
     extent: int  # index in Tiles.extents
     shape: Sequence[int]
     stride: tuple[int, ...]
-    rule: str  # its name
+    rule: str  # name of the update rule
     initial: Mapping[str, float]  # initial values of states, where not zero
-    states: Mapping[str, torch.Tensor] | None = None  # the states themselves, if they are on the accelerator alone
+    states: Mapping[str, torch.Tensor] | None = None  # the states, if only on the accelerator
 
     def take(self, engine: Engine, p: torch.Tensor, part: Partition, name: str, index: int) -> ParamState:
-        """Return the state of a parameter that gets this place. `index`: its number over all extents."""
+        """Return the ParamState of a parameter that gets this place. `index`: its number over all extents."""
         extent, states = engine.tiles.extents[self.extent], self.states
         i, coded, devices = index - extent.first_param, extent.codec != FP32, engine.devices
         on_demand = coded or (devices.states_on_demand and not states)
         dtype = torch.complex64 if p.is_complex() else torch.float32
         windows = {"step": torch.from_numpy(engine.states.steps[self.extent])[i]}
-        for s in (*range(1, len(extent.sections)), 0):  # the master last, as `state` shows it
+        for s in (*range(1, len(extent.sections)), 0):  # the master last, as in `state`
             section = extent.sections[s]
             if states:
                 windows[section] = states[section]
@@ -54,7 +54,7 @@ class Place:
             shown={key: window if key == "step" else part.show(window) for key, window in windows.items()},
             own_master=own_master,
             numel=numel(own_master),
-            # Devices in host memory update an fp32 parameter itself, so that the master is not stored twice.
+            # Devices in host memory update an fp32 parameter in place, so that the master is not stored twice.
             in_place=own_master.is_meta if states else devices.resident and not coded and p.dtype is torch.float32,
             reachable=devices.reaches_params and not states,
             images_only=devices.images_only and not states,

@@ -1,4 +1,4 @@
-"""The map from parameters to their places on the devices, and the dict `state`, which shows what is there."""
+"""The map from parameters to their places on the devices, and the dict `state`, which shows the states there."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class StateMap:
         self.state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         self.param_states: dict[int, ParamState] = {}  # by id(param); each holds its parameter, so ids stay unique
         self.by_index: list[ParamState] = []  # by the engine's index of the parameter
-        self.unfilled: dict[ParamState, bool] = {}  # places still to be filled → do they read as zero?
-        self.may_have_left: bool = False  # parameters, since free_left() was called
-        self._abandoned: list[ParamState] = []  # places whose parameters have got others
-        self.changes: int = 0  # counts changes here that make the plan of a step out of date
+        self.unfilled: dict[ParamState, bool] = {}  # places still to be filled → whether states read as zero
+        self.may_have_left: bool = False  # parameters may have left since the last free_left()
+        self._abandoned: list[ParamState] = []  # places whose parameters have new places
+        self.changes: int = 0  # number of changes that make the plan of a step out of date
         self._shown: list[Any] = []  # every value in `state` when remember() was last called
         self._described: list[list[tuple[int, torch.dtype]]] | None = None  # the parameters that the manifest describes
 
@@ -72,13 +72,13 @@ class StateMap:
         return param_state.part if param_state else self.part_of(p)
 
     def join(self, engine: Engine, groups: Groups, joining: set[int], grad_dtype: torch.dtype | None) -> None:
-        """Give the parameters whose ids are in `joining` a place on the devices, still to be filled.
+        """Give the parameters whose ids are in `joining` places on the devices, to be filled by fill().
 
-        Raises CSDRuntimeError for one on the meta device, what check_param(), check_entry() and UpdateRule.check()
-        raise, and CSDMemoryError.
+        Raises CSDRuntimeError for a parameter on the meta device, what check_param(), check_entry() and
+        UpdateRule.check() raise, and CSDMemoryError.
         """
         for k in {k for k, _, p in members(groups) if id(p) in joining}:
-            self.rule_of(groups[k]).check(groups[k])  # initial values come from its hyperparameters
+            self.rule_of(groups[k]).check(groups[k])  # initial values come from hyperparameters
         by_kind: accelerated.ByKind = {}
         initial: dict[int, dict[str, float]] = {}
         for k, i, p in members(groups):
@@ -100,8 +100,8 @@ class StateMap:
                 new = [(name, p, part) for name, p, part in of_kind if (id(p) in chosen) == is_chosen]
                 if not new:
                     continue
-                # For parameters on the accelerator alone, the engine has no elements: only their step counts. Those of
-                # which the accelerator has a copy get separate tiles, which a step need not read.
+                # For parameters on the accelerator alone, the engine has only step counts, and no elements. Parameters
+                # with copies on the accelerator get separate tiles, which a step need not read.
                 alone = is_chosen and copies is None
                 numels = [0 if alone else numel(part.of(p)) for _, p, part in new]
                 engine.extend(numels, sections, codec=codec, param_dtype=dtype, is_copied=is_chosen and not alone)
@@ -116,7 +116,7 @@ class StateMap:
                         accelerated.set_copy(engine, param_state, states.values())
                     param_state.refresh(grad_dtype)
                     self.unfilled[param_state] = True
-        finally:  # even if only some parameters have got a place: describe those
+        finally:  # describe parameters with places even after an error
             self._described = None
             self.describe(engine, groups)
             self.count_near(engine)
@@ -135,13 +135,13 @@ class StateMap:
                 self.changes += 1
 
     def codec_of(self, group: dict[str, Any], p: torch.Tensor) -> tuple[str, torch.dtype | None]:
-        """Return the codec for states of a parameter of this group, and with codes its dtype; see Engine.extend()."""
+        """Return the codec for states of a parameter in this group, and with codes its dtype; see Engine.extend()."""
         if group.get("state_dtype", self.state_dtype) == FP32:
             return FP32, None
         return self.rule_of(group).codec, torch.float32 if p.is_complex() else p.dtype
 
     def describe(self, engine: Engine, groups: Groups) -> None:
-        """Give the stores a new manifest if the parameters have changed since the last one."""
+        """Give the stores a new manifest if the parameters have changed."""
         if not engine.durable:
             return
         described = [[(id(p), p.dtype) for p in group["params"]] for group in groups]
@@ -182,7 +182,7 @@ class StateMap:
             self.remember()
 
     def fill(self, engine: Engine) -> None:
-        """Fill the unfilled places from the parameters and `state`. If that fails, the next call fills them again."""
+        """Fill the unfilled places from the parameters and `state`. After an error, the next call starts again."""
         if not self.unfilled:
             return
         keep_apart(self.state, self.param_states, self.unfilled)
@@ -196,8 +196,7 @@ class StateMap:
                 entry = self.state.get(param_state.param) or {}
                 seed = engine.devices.keeps_state or param_state.on_accelerator
                 clipped += param_state.fill(entry, seed=seed, fresh=fresh)
-                # Without commits, the decoded states of all parameters need not be written together: write batches,
-                # which limits the memory for them.
+                # Without commits, decoded states need not be written together: write batches, to limit memory.
                 waiting_bytes += 4 * len(param_state.sections) * param_state.numel if param_state.decoded else 0
                 if waiting_bytes > STATES_WAITING and not engine.durable:
                     engine.states.write_decoded()
@@ -208,10 +207,10 @@ class StateMap:
         self.mark_filled()
 
     def fill_by_step(self, engine: Engine, param_states: list[ParamState]) -> list[ParamState]:
-        """Leave filling to the next step, which takes `param_states`: it writes what it computes, and reads nothing.
+        """Leave filling to the next step, which takes `param_states`, and writes new states without reading any.
 
-        Returns the places that the step fills: call `mark_filled()` when the step is complete; if it is undone, they
-        are empty as before. Returns an empty list if there is nothing to fill, or a step cannot do it.
+        Returns the places that the step fills. Call `mark_filled()` when the step is complete; if it is undone, the
+        places are empty as before. Returns an empty list if there is nothing to fill, or a step cannot fill places.
         """
         if not self.unfilled:
             return []
@@ -240,7 +239,7 @@ class StateMap:
         self.remember()
 
     def check(self, groups: Groups) -> None:
-        """Raise CSDValueError if an entry of `state` does not fit its parameter, or has what 8-bit states have not."""
+        """Raise CSDValueError if an entry of `state` does not fit its parameter, or cannot be kept in 8 bits."""
         for k, i, p in members(groups):
             group, rule, entry = groups[k], self.rule_of(groups[k]), self.state.get(p) or {}
             check_entry(entry, p, name_of(groups, k, i), rule.sections)
@@ -248,7 +247,7 @@ class StateMap:
             check_state_dtype(state_dtype, f" of group {k}", rule, rule.sections_for(group, entry))
 
     def adopt(self, engine: Engine, groups: Groups, grad_dtype: torch.dtype | None, *, loaded: bool = False) -> None:
-        """Copy to the devices what was put into `state`: by load_state_dict() (`loaded`), an assignment or ZeRO.
+        """Copy values put into `state` to the devices: by load_state_dict() (`loaded`), an assignment or ZeRO.
 
         A parameter that was resized, or needs more states than its place has, gets another place.
         """
@@ -275,16 +274,16 @@ class StateMap:
         if joining:
             self.join(engine, groups, joining, grad_dtype)
         warn_if_large(bytes_in_memory(self._replaced_tensors()), LOADED if loaded else REPLACED)
-        if loaded and self.unfilled:  # go on from the checkpoint's step
+        if loaded and self.unfilled:  # continue from the checkpoint's step
             engine.states.go_to(max(int(self.state[state.param].get("step", 0)) for state in self.unfilled))
         self.fill(engine)
         self.remember()
         self.may_have_left = True
 
     def _changed_outside(self, groups: Groups) -> list[ParamState]:
-        """Take away, and return, the places of parameters that are in no group and whose entries were changed.
+        """Take away, and return, the places of parameters in no group whose entries were changed.
 
-        The entries have the values now. A parameter that returns to a group gets a new place, filled from its entry.
+        The entries keep the values. A parameter that returns to a group gets a new place, filled from its entry.
         """
         here = {id(p) for _, _, p in members(groups)}
         entries = [(key, s, self.state.get(s.param)) for key, s in self.param_states.items() if key not in here]
@@ -295,10 +294,10 @@ class StateMap:
         return left
 
     def free_left(self, engine: Engine, groups: Groups) -> None:
-        """Give back the places of parameters that have left: they are in no group, and have no entry in `state`.
+        """Give back the places of parameters that have left, that is, are in no group and have no entry in `state`.
 
-        As with AdamW, a parameter that is in no group keeps its states as long as its entry is there. Raises
-        CSDOSError if the last step cannot be committed, which has them, and CSDError if states that the program still
+        As with AdamW, a parameter in no group keeps its states as long as it has an entry. Raises CSDOSError if the
+        last step, which contains the parameters, cannot be committed, and CSDError if states that the program still
         holds cannot be read; the next call tries again.
         """
         here = {id(p) for _, _, p in members(groups)}
@@ -310,7 +309,7 @@ class StateMap:
             self.remember()
             for param_state in left:
                 del self.param_states[id(param_state.param)]
-            self._abandoned = gone  # until they are freed: an optimizer rank may fail to
+            self._abandoned = gone  # for another try, as an optimizer rank may fail to free them
             for param_state in gone:
                 self.unfilled.pop(param_state, None)
                 engine.committer.drop_residual(param_state.index)
@@ -320,7 +319,7 @@ class StateMap:
             engine.windows.forget({*indices})
             held.copy()
             self._described = None
-            self.describe(engine, groups)  # first: no manifest may say that a parameter is in a freed tile
+            self.describe(engine, groups)  # first: no manifest may place a parameter in a freed tile
             engine.free(indices)
             self._abandoned = []
             trim_memory()
@@ -329,9 +328,9 @@ class StateMap:
         self.may_have_left = False
 
     def saved(self) -> Callable[[Engine, Groups], None]:
-        """Return a function that undoes what a load changes here, once the engine's states are what they are now.
+        """Return a function that undoes a load's changes here, after the engine's states were restored.
 
-        Parameters that join meanwhile are then without a place again.
+        Parameters that joined during the load lose their places.
         """
         state, shown, unfilled, abandoned = self.state, self._shown, {*self.unfilled}, [*self._abandoned]
         places = {*self.param_states.values()}
@@ -357,7 +356,7 @@ class StateMap:
                     windows.pop("residual", None)
                     if residual is not None:
                         windows["residual"] = residual
-            self.unfilled = dict.fromkeys(unfilled, False)  # they may not read as zero any more
+            self.unfilled = dict.fromkeys(unfilled, False)  # may no longer read as zero
             self._described = None
             self.changes += 1
             self.count_near(engine)
@@ -366,7 +365,7 @@ class StateMap:
         return put_back
 
     def _replaced_tensors(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors that were put into `state` from outside and are still to be copied to their places."""
+        """Yield the tensors in `state` that were set from outside, and are still to be copied to their places."""
         for param_state in self.unfilled:
             entry = self.state.get(param_state.param) or {}
             for key in {*param_state.sections, *param_state.shown}:
@@ -378,7 +377,7 @@ class StateMap:
     # ---- `state` ---------------------------------------------------------------------
 
     def show(self, param_state: ParamState) -> None:
-        """Put our tensors into the parameter's entry in `state`, and keep other values there."""
+        """Put our tensors into the parameter's entry in `state`, and keep the program's own values."""
         entry = self.state.get(param_state.param, {})
         if param_state.decoded:
             others = {key: value for key, value in dict.items(entry) if key not in param_state.sections}
@@ -390,7 +389,7 @@ class StateMap:
         self._shown = self._values()
 
     def intact(self) -> bool:
-        """Return whether `state` holds exactly the same values of the same parameters as at the last remember()."""
+        """Return whether `state` holds exactly the same objects as at the last remember()."""
         values = self._values()
         return len(values) == len(self._shown) and all(map(is_, values, self._shown))
 
@@ -406,11 +405,11 @@ class StateMap:
     # ---- resuming a store ------------------------------------------------------------
 
     def adopt_commit(self, engine: Engine, groups: Groups) -> None:
-        """Give parameters their places in a resumed store. The caller has checked that they fit the store."""
+        """Give parameters their places in a resumed store. The caller has checked that all fit."""
         here = {(k, i): p for k, i, p in members(groups)}
         stored = engine.recovered[0].manifest
         for entry in stored["params"]:
-            gone = entry["group"] < 0  # its parameter moved to another place later
+            gone = entry["group"] < 0  # the parameter moved to another place later
             p = here.get((entry["group"], entry["position"]))
             if p is None or gone:
                 p, part = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]), device="meta"), UNSHARDED

@@ -8,7 +8,7 @@ import torch
 
 
 def numel(p: torch.Tensor) -> int:
-    """Return the number of real values in a tensor; a complex number counts two."""
+    """Return the number of real values in a tensor; a complex number counts as two."""
     return p.numel() * (2 if p.is_complex() else 1)
 
 
@@ -18,7 +18,7 @@ def same_order(stride: Sequence[int], wanted: Sequence[int], shape: Sequence[int
 
 
 def ordered(t: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    """Return `t` itself if its memory has the order of `stride`, else a copy that has it."""
+    """Return `t` itself if its memory has the order of `stride`, else a copy in that order."""
     if same_order(t.stride(), stride, t.shape):
         return t
     return torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device).copy_(t)

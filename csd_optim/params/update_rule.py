@@ -16,7 +16,7 @@ from ..store.sections import CODEC_OF_RULE, FP32
 FLT_MAX = (2 - 2**-23) * 2.0**127  # the largest finite fp32 number: the devices compute in fp32
 
 Group = dict[str, Any]  # one of an optimizer's `param_groups`
-RuleOf = Callable[[Group], "UpdateRule"]  # the rule of a group; of an empty one, that of the optimizer's class
+RuleOf = Callable[[Group], "UpdateRule"]  # the rule of a group; for an empty group, the rule of the optimizer's class
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class UpdateRule:
 
     name: str  # identifies the rule in a store
     sections: tuple[str, ...]  # of a tile, 1 to 4: the fp32 master, then the states by their names in `state`
-    min_sections: int  # how many of the sections every parameter has; of the others, it has those that its group needs
-    # hyperparameter of a group → its default, which is that of the rule's class; a store keeps the values. In an
-    # optimizer of that class, groups get the arguments of its constructor instead.
+    min_sections: int  # number of sections that every parameter has; others depend on its group
+    # hyperparameter of a group → its default, as of the rule's class; a store keeps the values. In an optimizer of that
+    # class, groups get the constructor's arguments instead.
     defaults: Mapping[str, Any]
     # (group, sections, t, grad_scale) → csd_rule and csd_hyper.c at step t, computed in double, for the parameters of
     # the group that have these sections. Gradients are multiplied by `grad_scale`.
@@ -38,40 +38,42 @@ class UpdateRule:
     initial: Mapping[str, str] = field(default_factory=dict)
     uncoded: Mapping[str, str] = field(default_factory=dict)  # state → why it cannot be kept in 8 bits
     texts: Collection[str] = ()  # hyperparameters that are text, None or tables of numbers: `orthogonal` checks them
-    # (group, shape, device) → how a parameter is orthogonalized between two passes over its tiles, of which `constants`
-    # are those of the first; None: there is one pass. Raises CSDValueError.
+    # (group, shape, device) → how a parameter is orthogonalized between two passes over its tiles (`constants` are then
+    # the first pass's); None: one pass. Raises CSDValueError.
     orthogonal: Callable[[Group, Sequence[int], torch.device], Orthogonal] | None = None
     decays_gradient: Callable[[Group], bool] = lambda group: False  # whether weight decay is added to the gradient
     torch_counts: bool = True  # torch's checkpoints have a `step` beside its states; else these count as one step's
 
     @property
     def codec(self) -> str:
-        """The codec of its 8-bit states; FP32 if it has none."""
+        """The codec of the rule's 8-bit states; FP32 if there is none."""
         return CODEC_OF_RULE.get(self.name, FP32)
 
     @property
     def hyperparameters(self) -> tuple[str, ...]:
-        """The names of those of a group."""
+        """The names of a group's hyperparameters."""
         return (*self.defaults,)
 
     @property
     def numbers(self) -> tuple[str, ...]:
-        """The names of those that are numbers or pairs of numbers."""
+        """The names of hyperparameters that are numbers or pairs of numbers."""
         return tuple(name for name in self.defaults if name not in self.texts)
 
     def checked_constants(
         self, group: Group, sections: Sequence[str], t: float, grad_scale: float
     ) -> tuple[int, tuple[float, ...]]:
-        """Return `constants`. Raises CSDValueError if a hyperparameter, a constant or `grad_scale` is no finite number.
+        """Return `constants`.
+
+        Raises CSDValueError if a hyperparameter, a constant or `grad_scale` is not a finite number.
 
         One step with such a value would make all parameters and states NaN, durably.
         """
         try:
             rule, constants = self.constants(group, sections, t, grad_scale)
             values = self._values(group)
-            numbers = [*constants, *(v for v in values if isinstance(v, float))]  # some constants leave one out
-            has_text = any(issubclass(kind, (str, bytes)) for kind in {*map(type, values)})  # which float() takes
-            # fsum() passes NaN on, which the comparisons may miss.
+            numbers = [*constants, *(v for v in values if isinstance(v, float))]  # constants may not use every value
+            has_text = any(issubclass(kind, (str, bytes)) for kind in {*map(type, values)})  # float() would accept text
+            # fsum() propagates NaN, which comparisons may miss.
             is_finite = max(numbers) <= FLT_MAX and min(numbers) >= -FLT_MAX and not math.isnan(math.fsum(numbers))
             if is_finite and not has_text:
                 return rule, constants
@@ -92,7 +94,7 @@ class UpdateRule:
         raise CSDValueError(f"Invalid hyperparameters of a parameter group: {given}; {why}")
 
     def _values(self, group: Group, names: Sequence[str] = ()) -> list[Any]:
-        """Return these hyperparameters of a group, or all numbers among them; those that are pairs, one by one."""
+        """Return these hyperparameters of a group (default: all numbers), with pairs flattened."""
         values = [*map(group.get, names or self.numbers)]
         return [v for value in values for v in (value if isinstance(value, (list, tuple)) else (value,))]
 
@@ -112,9 +114,9 @@ class UpdateRule:
         return {state: value for state, value in values.items() if value}
 
     def lacking(self, group: Group, sections: Sequence[str]) -> tuple[str, str]:
-        """Return the first hyperparameter of the group that needs a state not in `sections`, and that state.
+        """Return the first hyperparameter of the group that needs a state not in `sections`, and the state.
 
-        The caller knows that there is one.
+        The caller knows that such a hyperparameter exists.
         """
         return next((name, state) for name, state in self.switches.items() if group[name] and state not in sections)
 

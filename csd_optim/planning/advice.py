@@ -1,4 +1,4 @@
-"""A plan for a user's model and drives: times (from model.py), space, wear, costs, break-even, what to change."""
+"""A plan for a user's model and drives: times (from model.py), space, wear, costs, break-even, advice."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ WORTH_OVERLAP = 0.98  # overlap is worth it if an iteration takes at most this s
 
 @dataclass(frozen=True)
 class Optimizer:
-    """The optimizer that is planned for: what determines the size of its states and who can update them."""
+    """The optimizer of a plan: everything that determines the size of the states, and which devices can update them."""
 
     name: str = "CSDAdam"
-    options: tuple[str, ...] = ()  # those that add a state
+    options: tuple[str, ...] = ()  # options that add a state
     rule: str = "adamw"
     sections: float = ADAMS  # including the master; with groups of other rules the mean over all parameters
     groups: tuple[tuple[str, float], ...] = ()  # of other rules, as "sgd,momentum", with their shares of the parameters
@@ -69,7 +69,7 @@ class Request:
     params: int
     devices: int
     host: Host
-    on: str = "drive"  # or "csd": the kind of device that is planned for; the other kind is for comparison
+    on: str = "drive"  # or "csd": the kind of device to plan for; the other kind is for comparison
     drive: Rates = DRIVES["gen4"]
     csd: Rates = SMARTSSD
     dtype: str = "bf16"
@@ -82,8 +82,8 @@ class Request:
     backward: float = 0.0
     accumulate: int = 1  # batches per step
     tbw: float | None = None  # a device's endurance rating in bytes
-    prices: dict[str, float] = field(default_factory=dict)  # that are given, as costs.PRICES
-    watts: dict[str, float] = field(default_factory=dict)  # as costs.WATTS
+    prices: dict[str, float] = field(default_factory=dict)  # given prices, as in costs.PRICES
+    watts: dict[str, float] = field(default_factory=dict)  # given watts, as in costs.WATTS
     free: float | None = None  # free bytes of the fullest device
     measured: bool = False  # whether the devices' rates were measured
     cpu_measured: bool = False  # whether host.update was measured, on this machine
@@ -93,7 +93,7 @@ class Request:
         return "csdadam_topk" if self.topk else "csdadam"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, without a plain CSDAdam as `optimizer`, and no `orthogonalization`, as before."""
+        """Return plain values. A plain CSDAdam as `optimizer`, and None as `orthogonalization`, are left out."""
         found = {k: v for k, v in asdict(self).items() if k != "optimizer" or self.optimizer != Optimizer()}
         if not self.optimizer.groups:
             found.get("optimizer", {}).pop("groups", None)
@@ -103,9 +103,9 @@ class Request:
 
 
 def plan(request: Request, sweep: Sequence[int] = ()) -> dict[str, Any]:
-    """Return all that `csd-optim plan` shows as plain values; None stands for no bound, or not given.
+    """Return everything that `csd-optim plan` shows, as plain values; None stands for no bound, or not given.
 
-    `sweep`: numbers of devices to predict for as well. Raises CSDValueError.
+    `sweep`: further numbers of devices to predict for. Raises CSDValueError.
     """
     check(request)
     r, item = request, ITEM_BYTES[request.dtype]
@@ -159,7 +159,7 @@ def plan(request: Request, sweep: Sequence[int] = ()) -> dict[str, Any]:
 
 
 def rates_of(device: Rates) -> dict[str, Any]:
-    """Return what a plan takes into account of a device's rates."""
+    """Return the rates of a device that a plan uses."""
     return {name: getattr(device, name) for name in ("read", "write", "mixed", "update", "on_host")}
 
 
@@ -189,7 +189,7 @@ def _predict(r: Request, variant: str, on: str, devices: int) -> Prediction:
     """Predict `variant` on `devices` plain drives (`on` is "drive") or CSDs ("csd")."""
     device, host = (r.drive if on == "drive" else r.csd), r.host
     if variant == "base":
-        # ZeRO-Infinity's states are fp32: a rate for 8-bit states says nothing about it.
+        # ZeRO-Infinity's states are fp32, so a rate for 8-bit states does not apply.
         host = replace(host, update=min(ZERO_UPDATE, host.update) if r.state_dtype == FP32 else ZERO_UPDATE)
     elif variant in PUBLISHED_UPDATE:
         device = replace(device, update=published_update(variant, r.optimizer.sections))
@@ -210,7 +210,7 @@ def _predict(r: Request, variant: str, on: str, devices: int) -> Prediction:
 
 
 def _rows(r: Request, devices: int) -> list[dict[str, Any]]:
-    """Return a row for every way to run the step on `devices` devices; the plan's own has `chosen` set."""
+    """Return a row for every way to run the step on `devices` devices; the plan's own row has `chosen` set."""
     ours = ["csdadam", "csdadam_topk"] if r.topk else ["csdadam"]
     smart = ["su_o", "su_o_c"] if r.topk else ["su_o"]
     ways = [(v, "drive") for v in ("base", *ours)] + [(v, "csd") for v in (*smart, *ours)]
@@ -224,7 +224,7 @@ def _rows(r: Request, devices: int) -> list[dict[str, Any]]:
 
 
 def overlapped(r: Request, step: float, seconds: float) -> dict[str, float] | None:
-    """Return seconds of an iteration with `overlap(model)` as "forward", and with `backward=True` as "backward".
+    """Return the seconds of an iteration with `overlap(model)` as "forward", with `backward=True` as "backward".
 
     `step`, `seconds`: time of the step and of an iteration without overlap. The part of the step that runs beside the
     next forward, or the last backward before it, takes no extra time. Returns None if the GPU's times are not given.
@@ -238,7 +238,7 @@ def overlapped(r: Request, step: float, seconds: float) -> dict[str, float] | No
 
 
 def describe_overlap(r: dict[str, Any], seconds: float, overlap: dict[str, float]) -> str:
-    """Return the result of `overlapped` as text. `r`: the request. `seconds`: time of an iteration without overlap."""
+    """Return the result of overlapped() as text. `r`: the request. `seconds`: time of an iteration without overlap."""
     forward, backward = overlap["forward"], overlap["backward"]
     if backward > WORTH_OVERLAP * seconds:
         batches = f" of {r['accumulate']}" if r["accumulate"] > 1 else ""
@@ -256,15 +256,15 @@ def optimizer_of(request: dict[str, Any]) -> Optimizer:
 
 
 def label(row: dict[str, Any], name: str) -> str:
-    """Return a row's name for people. `name`: the optimizer's."""
+    """Return a readable name of a row. `name`: the optimizer's."""
     states = "" if row["state_dtype"] == FP32 else ", 8-bit,"
     return f"{VARIANTS[row['variant']].replace('CSDAdam', name)}{states} on {KINDS[row['on']].removeprefix('plain ')}"
 
 
 def _break_even(r: Request) -> dict[str, int | None]:
-    """Return from how many CSDs on CSDAdam's step there is shorter than a step on as many plain drives.
+    """Return the number of CSDs from which CSDAdam's step is shorter than a step on as many plain drives.
 
-    `base`: shorter than ZeRO-Infinity's. `csdadam`: than CSDAdam's own. None: not up to MOST_DEVICES.
+    `base`: than ZeRO-Infinity's step there. `csdadam`: than CSDAdam's. None: not up to MOST_DEVICES.
     """
 
     def pays(n: int, rival: str) -> bool:
@@ -280,7 +280,7 @@ def _counts() -> range:
 
 
 def _advice(r: Request, own: dict[str, Any]) -> list[str]:
-    """Return sentences on what would make the step faster, and what would not."""
+    """Return sentences about changes that would make the step faster, or would not."""
     said = []
     bound, step, many = own["bound"], own["step"], KINDS[r.on]
 
@@ -369,7 +369,7 @@ def _plain(value: Any) -> Any:
 def parse_rates(text: str, presets: dict[str, Rates], like: Rates) -> Rates:
     """Parse `gen4` or `read=7GB/s,write=5GB/s[,mixed=6GB/s][,update=240M/s]`. Raises CSDValueError.
 
-    `presets`: devices by name. `like`: the device that supplies what the text leaves out.
+    `presets`: devices by name. `like`: the device whose rates are taken where the text has none.
     """
     if text in presets:
         return presets[text]
@@ -405,8 +405,8 @@ def parse_sweep(text: str) -> range:
 def measured(entries: Sequence[dict[str, Any]]) -> Rates:
     """Return the slowest rates among devices. `entries`: as `csd-optim devices --probe` shows them.
 
-    All devices have the same amount of work, so the slowest one counts. Devices on one file system share its speed,
-    though each was measured alone. Raises CSDValueError if there are both cards and plain drives, or a device has no
+    All devices have the same amount of work, so the slowest device counts. Devices on one file system share its speed,
+    though each was measured alone. Raises CSDValueError if there are both cards and plain drives, or a device without a
     drive.
     """
     found = []

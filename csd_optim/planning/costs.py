@@ -1,8 +1,8 @@
-"""What a plan costs: dollars for memory, drives and their wear, and joules per step.
+"""The costs of a plan: dollars for memory, drives and their wear, and joules per step.
 
-Prices and watts are inputs. The tables here are the only place with defaults, each with its date and its source, and a
-plan says which of them it has used. In 2026 prices of memory and flash rose by half and more within a quarter: give
-those of today.
+Prices and watts are inputs. The tables here are the only place with defaults, each with date and source, and a plan
+lists the defaults that it has used. In 2026 prices of memory and flash rose by half and more within a quarter: give
+today's prices.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..errors import CSDValueError
 
 @dataclass(frozen=True)
 class Assumed:
-    """A default value. `as_of`: date of the source, or "undated"; "" if it is no more than an assumption."""
+    """A default value. `as_of`: date of the source, or "undated"; "" for a mere assumption."""
 
     value: float
     unit: str
@@ -88,10 +88,10 @@ def costs_of(
     step: float,
     iteration: float,
 ) -> dict[str, Any]:
-    """Return dollars, joules per step, and what was assumed for them. `prices`, `watts`: those that are given.
+    """Return dollars, joules per step, and the assumptions for both. `prices`, `watts`: the given ones.
 
-    `state_bytes`: of all states, once, as in memory. `stored_bytes`, `written_bytes`: on each device, and to each in a
-    step. `step`, `iteration`: seconds; devices are busy in a step, and idle in the rest of an iteration.
+    `state_bytes`: of all states, once, as in memory. `stored_bytes`: on each device. `written_bytes`: to each device in
+    a step. `step`, `iteration`: seconds; devices are busy in a step, and idle in the rest of an iteration.
     """
     defaults = {"prices": CARD_PRICES if on_csd else PRICES, "watts": WATTS}
     given = {"prices": prices, "watts": watts}
@@ -121,6 +121,6 @@ def costs_of(
 
 
 def describe_assumed(assumed: list[dict[str, Any]]) -> str:
-    """Return what was assumed as text, with the dates. `assumed`: of costs_of()."""
+    """Return the assumptions as text, with dates. `assumed`: from costs_of()."""
     dated = ((a, f" ({a['as_of']})" if a["as_of"] else "") for a in assumed)
     return ", ".join(f"{a['what']} {a['text']}{date}" for a, date in dated)

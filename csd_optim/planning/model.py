@@ -1,8 +1,8 @@
 """A model of how long a step takes on given devices: bytes divided by rates, and which transfers overlap.
 
     traffic()   the bytes that a step moves over every link
-    predict()   the seconds that takes, phase by phase, and what bounds it
-    Orthogonalization   what Muon computes between the two passes of its step
+    predict()   the seconds of a step, phase by phase, and the bottleneck
+    Orthogonalization   Muon's computation between the two passes of its step
 
 All sizes are in bytes, all times in seconds, all rates per second, prefixes are decimal. docs/plan.md explains the
 model and its error; the tests compare it with the times that Smart-Infinity's authors have published.
@@ -48,7 +48,7 @@ ZERO_UPDATE = 450e6
 
 @dataclass(frozen=True)
 class Host:
-    """The rates of what all devices share. `math.inf`: no bound."""
+    """The rates of resources shared by all devices. `math.inf`: no bound."""
 
     # Parameters per second that the CPU updates, for devices `on_host` and for "base": see engine/engine_rate.py.
     update: float
@@ -62,31 +62,31 @@ NS_STEPS = 5  # iterations: the default of torch.optim.Muon
 
 @dataclass(frozen=True)
 class Orthogonalization:
-    """Newton-Schulz between the two passes of Muon's step: of which parameters, in which shapes, and how fast."""
+    """Newton-Schulz between the two passes of Muon's step: which parameters, in which shapes, and how fast."""
 
-    share: float  # of the parameters: those that Muon updates
+    share: float  # of the parameters that Muon updates, among all
     width: int  # of the model; see matrices()
     rate: float  # floating-point operations per second
     dtype: str = "bf16"  # of the iteration, or "fp32"
-    measured: bool = False  # whether `rate` was measured, on this machine's CPU; else it was given
+    measured: bool = False  # `rate` was measured on this machine's CPU; else it was given
 
     def matrices(self) -> list[tuple[int, int]]:
-        """Return the shapes that are assumed: four of attention and two of an MLP, as in each block of a GPT."""
+        """Return the assumed shapes: four matrices of attention and two of an MLP, as in each block of a GPT."""
         w = self.width
         return [(w, w)] * 4 + [(w, 4 * w)] * 2
 
     def seconds(self, params: float) -> float:
-        """Return how long the matrices of a model of so many parameters take."""
+        """Return the seconds for the matrices of a model with `params` parameters."""
         block = sum(flops(rows, columns, NS_STEPS) for rows, columns in self.matrices())
         return self.share * params * block / sum(n * m for n, m in self.matrices()) / self.rate
 
     def groups(self, params: float, tile: float) -> float:
-        """Return in how many groups these are orthogonalized. `tile`: elements of a tile."""
+        """Return the number of groups in which the matrices are orthogonalized. `tile`: elements of a tile."""
         shapes = self.matrices()
         return max(1.0, self.share * params / max(LEAST_TILES * tile, sum(n * m for n, m in shapes) / len(shapes)))
 
     def memory_bytes(self, params: float, tile: float) -> float:
-        """Return the most memory that a step takes for this, where the parameters are: a ring of X, and a workspace."""
+        """Return a step's peak memory for this, on the parameters' device: a ring of X, and a workspace."""
         rows, columns = self.matrices()[-1]
         x = min(self.share * params, IN_MEMORY * (LEAST_TILES * tile + rows * columns))
         workspace = workspace_bytes((rows, columns), NS_DTYPES[self.dtype], torch.device("cpu"))
@@ -94,7 +94,7 @@ class Orthogonalization:
 
 
 def usual_width(params: float) -> int:
-    """Return the width of a usual transformer of so many parameters: 12 width² in each of width / 128 blocks."""
+    """Return the width of a usual transformer with `params` parameters: 12 width² in each of width / 128 blocks."""
     return max(64, 64 * round(math.pow(128 / 12 * params, 1 / 3) / 64))
 
 
@@ -147,9 +147,9 @@ def slot_bytes(state_dtype: str, item_bytes: int, sections: float = ADAMS) -> fl
 def smartssd(state_dtype: str = FP32, sections: float = ADAMS) -> Rates:
     """Return a SmartSSD: published peer-to-peer rates, and the update rate that the card's memory allows.
 
-    States cross that memory four times: in from the drive, into the kernel, back, out to the drive. A 16-bit gradient
-    crosses it twice, in from the host and into the kernel, and so does the parameter on its way back: together 8 B.
-    8-bit states contain the parameter, which saves one of these crossings: 6 B.
+    States cross the card's memory four times: in from the drive, into the kernel, back, out to the drive. A 16-bit
+    gradient crosses it twice, in from the host and into the kernel, and so does the parameter on its way back: together
+    8 B. 8-bit states contain the parameter, which saves one crossing: 6 B.
     """
     crossing = 4 * slot_bytes(state_dtype, 2, sections) + (8 if state_dtype == FP32 else 6)
     return Rates.in_turn(2.9e9, 1.6e9, CARD_MEMORY / crossing // 5e6 * 5e6)
@@ -181,10 +181,10 @@ def traffic(
     Keys: `gpu`, between GPU and host; `link`, between host and devices; `flash`, (written, read).
 
     `item_bytes`: bytes of a gradient and of a parameter; the published systems always send fp32 to their devices.
-    `on_host`: CSDAdam on plain drives. `sections`: those of the rule, for every variant. `state_dtype`: how CSDAdam
-    keeps its states. 8-bit states begin with the parameter, which plain drives need not read: a GPU sends it along with
-    the gradient. `orthogonal`: the share of the parameters whose matrices the GPU orthogonalizes, in bf16: they travel
-    to it and back in CSDAdam's variants. Raises CSDValueError for an unknown variant, or one with Top-K without a valid
+    `on_host`: CSDAdam on plain drives. `sections`: of the rule, for every variant. `state_dtype`: of CSDAdam. 8-bit
+    states begin with the parameter, which plain drives need not read: a GPU sends it along with the gradient.
+    `orthogonal`: the share of the parameters whose matrices the GPU orthogonalizes: in CSDAdam's variants they travel
+    to the GPU and back, in bf16. Raises CSDValueError for an unknown variant, or a Top-K variant without a valid
     `topk`.
     """
     if variant not in VARIANTS:
@@ -230,12 +230,12 @@ def predict(
     su_o[_c]     every phase in turn: that is how the published times add up, whatever was meant to overlap
     csdadam[..]  everything at once: the slowest stage, plus one tile's time in the others (pipeline fill and drain)
 
-    Matrices are orthogonalized group by group, while CSDAdam's devices take the next group: of the shorter of both, all
-    but one group's share is hidden. The published systems do it in turn.
+    Matrices are orthogonalized group by group, while CSDAdam's devices take the next group: the shorter of both is
+    hidden but for one group's share. In the published systems the two do not overlap.
 
     `device`: for "base" the plain drive, with a CPU that updates `host.update` parameters per second (ZERO_UPDATE was
-    published). `state_dtype`, `sections`: see `traffic`; all update rates are those with such states. `forward`,
-    `backward`: the GPU's seconds. Raises CSDValueError as `traffic` does.
+    published). `state_dtype`, `sections`: see `traffic`; all update rates are for such states. `forward`, `backward`:
+    the GPU's seconds. Raises CSDValueError as `traffic` does.
     """
     moved = traffic(
         variant,
@@ -250,7 +250,7 @@ def predict(
     (gpu_down, gpu_up), (down, up), (written, read) = moved["gpu"], moved["link"], moved["flash"]
     gradients, tiles = 0.0, tiles_per_device(params, devices, state_dtype, sections)
     if variant.startswith("csdadam"):
-        both = min(read, written)  # moved at the mixed rate; the rest at the rate of one direction alone
+        both = min(read, written)  # at the mixed rate; the rest at the rate of one direction
         alone = (read - both) / device.read + (written - both) / device.write
         stages = {
             "read": read / (devices * device.read),
@@ -296,7 +296,7 @@ def predict(
 
 
 def tiles_per_device(params: float, devices: int, state_dtype: str = FP32, sections: float = ADAMS) -> int:
-    """Return into how many tiles layout.plan_extent() divides each device's share."""
+    """Return the number of tiles into which layout.plan_extent() divides each device's share."""
     mapped = sections if state_dtype == FP32 else 0
     largest = max(TILE_ELEMS, math.ceil(mapped * params / MAX_MAPPINGS))
     return max(TILES_PER_DEVICE, math.ceil(params / (devices * largest)))

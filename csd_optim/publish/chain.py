@@ -1,4 +1,4 @@
-"""The chain of versions in a folder, as rank 0 continues it: each version gets its name when all shares are there."""
+"""The chain of versions in a folder, continued by rank 0: a version gets its name once all shares are written."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Chain:
         self._last: Version | None = None
 
     def find(self, step: int, sums: Sequence[tuple[int, int]], *, durable: bool) -> tuple[str, int, int, int]:
-        """Return the run, and the numbers of the next version, of the last one, and of the last full one.
+        """Return the run, and the numbers of the next version, the last version, and the last full version.
 
-        It is a new run, and the last two are 0, unless the last version has the weights of this `step`, whose checksums
-        are `sums`, as in Share. If the process before this one was killed just before a version got its name, it gets
-        that now; what else has no name is removed.
+        Continues a run only if its last version has the weights of `step`, with checksums `sums` (as in Share);
+        otherwise the run is new, and the last two numbers are 0. A complete version whose writer was killed before
+        naming it gets its name now; other unnamed versions are removed.
         """
         newest, now = self._folder.newest(), with_checksums(self._tensors, sums)
         for shares in self._folder.complete() if durable else ():
@@ -40,7 +40,7 @@ class Chain:
         return secrets.token_hex(16), self._folder.next_number(), 0, 0
 
     def name(self, run: str, number: int) -> Version:
-        """Let readers see a version of which all ranks have written their share."""
+        """Let readers see a version. All ranks have written their shares."""
         shares = self._folder.shares(number)
         base = None if shares[0].base is None else self._last
         if shares[0].run != run or (base and base.number != shares[0].base):

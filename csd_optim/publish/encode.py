@@ -1,4 +1,4 @@
-"""The writer of a version's files: blocks of changed elements in the smallest of three forms, and whole tensors."""
+"""Writes the files of a version: blocks of changed elements, each in the smallest of three forms; and whole tensors."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class DeltaWriter(FileWriter):
         self.write(bytes(HEADER.size))
 
     def add(self, slice: int, first: int, elems: int, kind: int, count: int, payload: Array | bytes) -> None:
-        """Append a block, as it is to be stored."""
+        """Append an encoded block."""
         self._rows.append(np.array([(slice, count, first, elems, kind, self.nbytes)], ROW))
         self.write(payload)
         self.write(bytes(-self.nbytes % ALIGN))
@@ -83,7 +83,7 @@ class DeltaWriter(FileWriter):
         self.write(payload)
 
     def add_whole(self, slice: int, first: int, values: Array) -> None:
-        """Append elements from `first` on, a multiple of BLOCK, all of which count as changed."""
+        """Append elements from `first` (a multiple of BLOCK) on, all as changed."""
         for i in range(0, len(values), BLOCK):
             some = np.ascontiguousarray(values[i : i + BLOCK])
             self.add(slice, first + i, len(some), DENSE, len(some), some)
@@ -99,9 +99,10 @@ class DeltaWriter(FileWriter):
 def write_tensors(
     path: Path, tensors: Sequence[Tensor], values: Iterable[Array], slices: Sequence[Sequence[int]] = ()
 ) -> dict[str, Any]:
-    """Write tensors as safetensors: `values` are theirs, in parts, one after another. Returns the file's entry.
+    """Write tensors as safetensors. Returns the file's entry in the manifest.
 
-    `slices`: if these are rows of other tensors, which ones.
+    `values`: of all tensors in order, in parts of any size. `slices`: if `tensors` are rows of the model's tensors:
+    (index, first element, number of elements) of each.
     """
     with FileWriter(path) as file:
         file.write(header_of(tensors, {}))

@@ -1,7 +1,7 @@
-"""The folder of versions, as its writers see it: versions appear as a whole, and old ones go.
+"""The folder of versions, for its writers: versions appear as a whole, and old versions are removed.
 
-Each process (rank) writes a file with its share of a version, and then a description of that, `Share`, into a directory
-that readers do not see. Once all are there, rank 0 writes the manifest, and gives the directory its name.
+Each process (rank) writes a file with its share of a version, and then a description of the share, `Share`, into a
+directory that readers ignore. Once all shares are there, rank 0 writes the manifest, and gives the directory its name.
 """
 
 from __future__ import annotations
@@ -28,41 +28,41 @@ WHOLE, CHANGED = "model", "delta"  # files of whole tensors, and of changed elem
 
 @dataclass(frozen=True)
 class Share:
-    """What one of `ranks` processes has of a version: `files`, as in the manifest, which are on its disk."""
+    """The share of one of `ranks` processes in a version. `files`: on the disk, as in the manifest."""
 
     run: str
     number: int
     step: int
-    base: int | None  # number of the version from which it differs, of the same run; None: it is full
+    base: int | None  # number of the base version, in the same run; None for a full version
     rank: int
     ranks: int
-    model: str  # the same for the same tensors
-    checksums: Sequence[tuple[int, int]] = ()  # index of a tensor, and the part of its checksum for the elements here
+    model: str  # a digest of all tensors' names, dtypes and shapes
+    checksums: Sequence[tuple[int, int]] = ()  # (index of a tensor, sum over this share's elements)
     files: Sequence[dict[str, Any]] = ()
 
 
 class Folder:
     """A folder of versions, locked against other writers until close(). Methods raise OSError.
 
-    All ranks call begin(), add() and remove(), and rank 0 the others. The constructor raises CSDBusyError if somebody
-    else publishes there, and CSDOSError.
+    All ranks call begin(), add() and remove(); only rank 0 calls the other methods. The constructor raises CSDBusyError
+    if another process publishes there, and CSDOSError.
     """
 
     def __init__(self, path: Path, rank: int = 0, ranks: int = 1) -> None:
-        """Rank 0 makes and locks it, the others expect that it is there."""
+        """Rank 0 makes and locks the folder; other ranks expect it to exist."""
         self.path: Path = path
         self.rank: int = rank
         self.ranks: int = ranks
         self._lock = -1 if rank else lock_folder(path, "publish in", "somebody else publishes in")
 
     def close(self) -> None:
-        """Let others publish here. May be called again."""
+        """Let other processes publish here. Idempotent."""
         fd, self._lock = self._lock, -1
         if fd >= 0:
             os.close(fd)
 
     def make_mark(self) -> str:
-        """Leave a mark in the folder for other ranks to find, until one is made again; return its text."""
+        """Write a mark into the folder for other ranks to find, and return its text. Replaces the previous mark."""
         write_file(self.path / MARK, (text := secrets.token_hex(8)).encode(), replaces=True)
         return text
 
@@ -73,7 +73,7 @@ class Folder:
             return False
 
     def newest(self) -> Version | None:
-        """Return the newest version; None if there is none, or it cannot be read."""
+        """Return the newest version, or None if no version can be read."""
         found = numbers(self.path)
         try:
             return read_version(self.path / directory_of(found[-1])) if found else None
@@ -81,7 +81,7 @@ class Folder:
             return None
 
     def last_full(self, version: Version) -> int:
-        """Return the number of the full version with which the chain to this one begins; 0 if it is not all there."""
+        """Return the number of the full version at the start of this version's chain; 0 if the chain has gaps."""
         try:
             while version.base:
                 number, id = version.base
@@ -93,7 +93,7 @@ class Folder:
         return version.number
 
     def next_number(self) -> int:
-        """Return the number of the next version: no other has had it, as the newest one stays."""
+        """Return the number of the next version. Never used before, because the newest version is never removed."""
         return max(numbers(self.path), default=0) + 1
 
     # ---- one version ---------------------------------------------------------------
@@ -103,7 +103,7 @@ class Folder:
         return self.path / f".{directory_of(number)}.pending"
 
     def begin(self, number: int) -> Path:
-        """Return the directory for this rank's share of a version, where it has nothing yet."""
+        """Return the directory for this rank's share of a version, without old files of this rank."""
         path = self.pending(number)
         try:
             path.mkdir()
@@ -112,7 +112,7 @@ class Folder:
         return path
 
     def remove(self, number: int) -> None:
-        """Remove this rank's share, such as that of a step that was undone; first what describes it."""
+        """Remove this rank's share, for example after an undone step. Removes the description first."""
         described = _described(self.rank)
         for name in (described, described + ".new", self.file_of(CHANGED), self.file_of(WHOLE)):
             (self.pending(number) / name).unlink(missing_ok=True)
@@ -124,16 +124,16 @@ class Folder:
         return f"{kind}-{self.rank}.safetensors" if self.ranks > 1 else f"{kind}.safetensors"
 
     def add(self, share: Share) -> None:
-        """Add this rank's share, whose files are on the disk, and flush all of it."""
+        """Add the description of this rank's share, whose files are on the disk, and flush it."""
         path = self.pending(share.number) / _described(self.rank)
         write_file(new := path.with_name(path.name + ".new"), json.dumps(asdict(share)).encode(), replaces=True)
         rename(new, path)
         sync(self.path)
 
     def shares(self, number: int) -> list[Share]:
-        """Return the shares of all ranks, by rank. Raises CSDStoreError if they are not all there, or do not match.
+        """Return the shares of all ranks, by rank. Raises CSDStoreError if a share is missing or does not match.
 
-        They are looked up by name: of another machine, a listing of the directory may be out of date.
+        Looks shares up by name: on a network file system a listing of the directory may be out of date.
         """
         found: list[Share] = []
         while not found or len(found) < found[0].ranks:
@@ -155,9 +155,9 @@ class Folder:
                     yield self.shares(int(match[1]))
 
     def name(self, shares: Sequence[Share], base: Version | None, tensors: Sequence[Tensor]) -> Version:
-        """Let readers see a version of which all shares are there: it appears as a whole.
+        """Let readers see a complete version, which appears as a whole.
 
-        `base`: the version from which it differs; None: it is full. `tensors`: as of with_checksums().
+        `base`: the base version; None for a full version. `tensors`: see with_checksums().
         """
         number, step = shares[0].number, shares[0].step
         pending, path = self.pending(number), self.path / directory_of(number)
@@ -172,7 +172,7 @@ class Folder:
         return read_version(path)
 
     def discard(self, last: int | None = None) -> None:
-        """Remove what has no name, of all versions or of those up to number `last`."""
+        """Remove unnamed versions: all, or those up to number `last`."""
         for path in [*self.path.iterdir()]:
             match = PENDING.fullmatch(path.name)
             if path.name.startswith(".v") and (last is None or (match and int(match[1]) <= last)):
@@ -181,7 +181,7 @@ class Folder:
     # ---- old versions --------------------------------------------------------------
 
     def retire(self, keep: int, last_full: int) -> None:
-        """Remove all versions but the `keep` newest, and those from `last_full` on, which a new reader needs."""
+        """Remove old versions. Keeps the `keep` newest, and all from `last_full` on, which a new reader needs."""
         found = numbers(self.path)
         for number in found[: max(0, len(found) - keep)]:
             if number >= last_full:
@@ -197,7 +197,7 @@ def _described(rank: int) -> str:
 
 
 def with_checksums(tensors: Sequence[Tensor], parts: Iterable[tuple[int, int]]) -> list[Tensor]:
-    """Return the tensors with their checksums, the sums of these parts: index of the tensor, part of its checksum."""
+    """Return the tensors with checksums, by adding up `parts`: (index of a tensor, part of its checksum)."""
     sums = [0] * len(tensors)
     for index, part in parts:
         sums[index] += part
@@ -207,7 +207,7 @@ def with_checksums(tensors: Sequence[Tensor], parts: Iterable[tuple[int, int]]) 
 def manifest_of(
     run: str, number: int, step: int, base: Version | None, tensors: Sequence[Tensor], files: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the manifest of a version. `base`: the version from which it differs; None: it is full."""
+    """Return the manifest of a version. `base`: the base version; None for a full version."""
     return {
         "run": run,
         "number": number,

@@ -1,4 +1,7 @@
-"""Publisher: writes versions of the weights, each complete before its step is committed, and named after that."""
+"""Publisher: writes versions of the weights.
+
+A version is written before its step is committed, and named afterwards.
+"""
 
 from __future__ import annotations
 
@@ -45,12 +48,12 @@ class Options:
 class Publisher(Watcher):
     """Publishes a model's weights as versions in a folder, for Replica and `csd-optim follow`. See opt.publish().
 
-    Nothing here makes a step fail. If a version cannot be written, a warning says so, and `error` says why until a
-    version has been published again: a full one.
+    Nothing here makes a step fail. If a version cannot be written, there is a warning, and `error` has the reason until
+    the next version, a full one, is published.
 
-    Each of several ranks writes its share of a version before it commits the step. When they tell each other that all
-    have committed it, they also say whether they have that share: so all know alike which versions there are and when
-    a full one is due, and rank 0 gives the version its name.
+    Each of several ranks writes its share of a version before it commits the step. The vote that confirms the commit
+    also tells whether each rank has written its share: so all ranks agree on which versions exist and when a full
+    version is due, and rank 0 names the version.
     """
 
     def __init__(
@@ -63,10 +66,10 @@ class Publisher(Watcher):
         options: Options,
         settle: Callable[[], Callable[[], None] | None],
     ) -> None:
-        """Publishes the model as it is, as a full version, unless the newest version has the same bits.
+        """Publishes the present model as a full version, unless the newest version has the same bits.
 
-        `settle`: returns what waits until the last step is durable; None if the optimizer is gone. A collective. Raises
-        CSDBusyError, CSDOSError, CSDTypeError, CSDValueError; if another rank has failed, CSDRankError.
+        `settle`: returns a function that waits until the last step is durable; None if the optimizer is gone. A
+        collective. Raises CSDBusyError, CSDOSError, CSDTypeError, CSDValueError; CSDRankError if another rank failed.
         """
         self.path: Path = path
         self.error: str = ""
@@ -74,30 +77,30 @@ class Publisher(Watcher):
         self._model = model.module if isinstance(model, DistributedDataParallel) else model
         self._settle = settle
         self._leads = ranks is None or ranks.rank == 0
-        # Whether versions get their names in the background. Else after_commit() is called there.
+        # Whether a thread of the publisher names versions. Else after_commit() runs in the background already.
         self._names_behind = ranks is not None or not engine.devices.records_changes
-        self._is_complete = False  # step_completes() was called, and step_ends() was not yet
+        self._is_complete = False  # between step_completes() and step_ends()
         self._named: tuple[int, int] | None = None  # number and step of the newest version
         # The same on all ranks:
         self._run = ""
         self._number = 1  # of the next version
-        self._base = 0  # the number of the one from which it differs
+        self._base = 0  # number of the next version's base
         self._last_full = 0  # the number of the last full version
         self._needs_full = True
-        self._is_full = False  # the version that is made next
-        self._unconfirmed: int | None = None  # the last step, if it makes a version and may still be undone
+        self._is_full = False  # the version under way is a full one
+        self._unconfirmed: int | None = None  # the last step, if it has a version and is not confirmed
         # Of this rank:
-        self._due: int | None = None  # a step of which the share is to be written
-        self._has_written = False  # that share
+        self._due: int | None = None  # a step whose share is still to be written
+        self._has_written = False  # the share of the last step
         self._has_failed = False  # see Watcher
-        self._failure = ""  # why there is no version, if that is because of this rank
-        self._working: Future[None] | None = None  # what no_commit() has begun
-        self._naming: Future[None] | None = None  # of the last version, on rank 0 of several
+        self._failure = ""  # why there is no version, if this rank is the cause
+        self._working: Future[None] | None = None  # work begun by no_commit()
+        self._naming: Future[None] | None = None  # of the last version, on rank 0 of several ranks
         self._closed = False
         with all_ranks_or_none(ranks):
             tensors = tensors_of(self._model, state_map.part_of, as_bf16=options.dtype == "bf16")
             for tracked in tensors:
-                tracked.has_changed()  # reads it
+                tracked.has_changed()  # takes the checksum
         self._tracked = own_share(tensors, ranks)
         self._tensors = [t.tensor for t in tensors]
         with contextlib.ExitStack() as stack:
@@ -114,29 +117,29 @@ class Publisher(Watcher):
 
     @property
     def version(self) -> int | None:
-        """The number of the newest version; None if there is none yet. On ranks but 0, as of the last wait()."""
+        """The number of the newest version, or None. On ranks other than 0: as of the last wait()."""
         return self._named and self._named[0]
 
     @property
     def step(self) -> int | None:
-        """The step of which the newest version has the weights. On ranks but 0, as of the last wait()."""
+        """The step whose weights the newest version has, or None. On ranks other than 0: as of the last wait()."""
         return self._named and self._named[1]
 
     def arrays(self) -> list[Array]:
-        """Return what this holds in memory for each parameter: sums of groups, where updates cannot do without."""
+        """Return the arrays that this publisher keeps in memory: sums of groups of elements that updates need."""
         return [array for tracked in self._tracked if tracked.watch for array in tracked.watch.arrays()]
 
     def wait(self) -> None:
-        """Return when the version of the last step, if it makes one, is published, or `error` says why not.
+        """Return when the version of the last step, if any, is published, or `error` says why not.
 
-        All ranks call it. Raises CSDOSError if that step failed, or cannot be committed.
+        A collective. Raises CSDOSError if the step failed, or cannot be committed.
         """
         if settle := self._settle():
             settle()
         self.join()
         with all_ranks_or_none(self._ranks) as said:
             said.own = self._has_failed
-        # Where nothing is durable, nobody has confirmed the step yet.
+        # If no states are durable, the step is not confirmed yet.
         self.after_commit(self._engine.states.step, has_failed=any(said.by_ranks))
         self._end_naming()
         with all_ranks_or_none(self._ranks) as said:
@@ -147,9 +150,9 @@ class Publisher(Watcher):
             self.error = "; ".join(failures) or self.error
 
     def close(self) -> None:
-        """Publish nothing more; the last step's version is published first. The versions stay. All ranks call it.
+        """Publish the last step's version, and then nothing more. The versions stay. A collective.
 
-        opt.close() ends it, too. That is no collective: with several ranks, wait() before it for the last version.
+        opt.close() also ends publishing, but is no collective: with several ranks, wait() for the last version first.
         """
         if self._closed or self._engine.closed:
             return
@@ -158,7 +161,7 @@ class Publisher(Watcher):
             if self._engine.stepping:
                 raise CSDRuntimeError("a step is under way: close() the publisher when it is complete")
             self._engine.states.watcher = Watcher()
-            self._state_map.changes += 1  # the next plan names no watch
+            self._state_map.changes += 1  # makes a new plan, without watches
             self.engine_closed()
 
     def engine_closed(self) -> None:
@@ -172,7 +175,7 @@ class Publisher(Watcher):
     # ---- the beginning -------------------------------------------------------------
 
     def _open(self, stack: contextlib.ExitStack) -> None:
-        """Open the folder, which all ranks have to see, and a file for records in it. A collective."""
+        """Open the folder, check that all ranks see it, and open a file for records there. A collective."""
         rank, size = (self._ranks.rank, self._ranks.size) if self._ranks else (0, 1)
         with all_ranks_or_none(self._ranks) as said:
             self._pool = running_pool(1, "csd_optim publish")
@@ -271,7 +274,7 @@ class Publisher(Watcher):
         self.join()
         self._watching.take_back()
         self._due, self._unconfirmed, self._has_written = None, None, False
-        with contextlib.suppress(OSError):  # then _write() cannot replace it, either, and all ranks learn that
+        with contextlib.suppress(OSError):  # then _write() fails, too, which all ranks learn
             self._folder.remove(self._number)
 
     def params_written(self, params: Sequence[int]) -> None:
@@ -291,7 +294,7 @@ class Publisher(Watcher):
         self.after_commit(step)
 
     def _submit(self, work: Callable[..., None], *arguments: int) -> Future[None] | None:
-        """Do this work in the background, after what was submitted before; at interpreter shutdown here."""
+        """Run work in the background, after all earlier work; at interpreter shutdown, run it here."""
         try:
             return self._pool.submit(work, *arguments)
         except RuntimeError:
@@ -312,11 +315,11 @@ class Publisher(Watcher):
         return self._has_failed
 
     def before_commit(self, step: int) -> None:
-        self._end_naming()  # a share that is there says that its base has its name
+        self._end_naming()  # a finished share implies that its base is named
         if self._due == step and not self._has_failed:
             try:
                 self._write(step, is_full=self._is_full)
-            except Exception as e:  # whatever it is, training goes on
+            except Exception as e:  # training continues after any error
                 self._fail(step, e)
 
     def after_commit(self, step: int, *, has_failed: bool = False) -> None:
@@ -333,7 +336,7 @@ class Publisher(Watcher):
         self._base = number
         if self._is_full:
             self._last_full, self._needs_full = number, False
-        with contextlib.suppress(OSError):  # its space is given back after the next version
+        with contextlib.suppress(OSError):  # the space is given back after the next version
             self._recording.clear()
         if not self._names_behind:
             self._name_or_fail(number, step, self._last_full)
@@ -343,7 +346,7 @@ class Publisher(Watcher):
             self._failure = self.error = ""
 
     def _fail(self, step: int, e: Exception) -> None:
-        """Note that this process has no share of the version of a step. Gives its space back."""
+        """Note that this process has no share of a step's version, and free the share's space."""
         self._due, self._has_written = None, False
         with contextlib.suppress(OSError):
             self._folder.remove(self._number)
@@ -352,7 +355,7 @@ class Publisher(Watcher):
             self._give_up()
 
     def _note_failure(self, step: int, e: Exception) -> None:
-        """Say why a version is not published. Several ranks tell each other before the next step."""
+        """Record and warn why a version is not published. Other ranks learn of it before the next step."""
         self._has_failed, is_first = True, not self._failure
         self._failure = self.error = str((isinstance(e, OSError) and e.strerror) or e or type(e).__name__)
         if is_first:
@@ -365,7 +368,7 @@ class Publisher(Watcher):
                 )
 
     def _give_up(self) -> None:
-        """Make the next version a full one, as some rank has no share of this one. On all ranks at the same time."""
+        """Make the next version a full one, as some rank has no share of this version. Called on all ranks alike."""
         self._due, self._has_written, self._has_failed, self._needs_full = None, False, False, True
         self.error = self.error or ELSEWHERE
         with contextlib.suppress(OSError):
@@ -397,10 +400,10 @@ class Publisher(Watcher):
             self._discard(number)
 
     def _name(self, number: int, last_full: int) -> None:
-        """Let readers see a version of which all ranks have written their share. Raises OSError, CSDStoreError."""
+        """Let readers see a version. All ranks have written their shares. Raises OSError, CSDStoreError."""
         version = self._chain.name(self._run, number)
         self._named, self._failure, self.error = (number, version.step), "", ""
-        with contextlib.suppress(OSError):  # what is not removed now is removed after the next version
+        with contextlib.suppress(OSError):  # leftovers are removed after the next version
             self._folder.retire(self._options.keep, last_full)
 
     def _discard(self, number: int) -> None:
@@ -409,7 +412,10 @@ class Publisher(Watcher):
 
 
 def check_engine(engine: Engine, ranks: Ranks | None, options: Options) -> None:
-    """Raise CSDValueError if the updates of these devices cannot record what they change. A collective."""
+    """Raise CSDValueError if publish() is not possible with these options, or updates on these devices.
+
+    A collective.
+    """
     with all_ranks_or_none(ranks):
         if min(options.every, options.keep, options.full_every) < 1 or options.dtype not in (None, "bf16"):
             raise CSDValueError('every, keep and full_every are at least 1, and dtype is None or "bf16"')

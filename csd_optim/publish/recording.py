@@ -1,4 +1,4 @@
-"""What steps change, recorded by their updates, and put together for a version."""
+"""Records of the elements that steps change, written by updates, and combined for a version."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from ..engine.tiles import Tiles
 from ..replica.blocks import BLOCK
 
 Array = np.ndarray[Any, Any]
-GROUP = 64  # elements that share a check, see csd_watch
-BLOCKS = 32  # that are encoded at a time
+GROUP = 64  # elements per check, see csd_watch
+BLOCKS = 32  # encoded at a time
 
 
 class Recording:
-    """Records of all steps since the last version, in an unnamed file: they take no memory beyond the page cache."""
+    """Records of all steps since the last version, in an unnamed file, so that they take only page cache."""
 
     def __init__(self, directory: Path) -> None:
-        """`directory`: where there is room for 2 bytes per parameter. Raises OSError."""
+        """`directory`: with room for 2 bytes per parameter. Raises OSError."""
         self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115
         self._changes = Changes(self._file.fileno())
-        self._mark = 0  # the records before the step under way
+        self._mark = 0  # number of records before the step under way
 
     def watch(self, number: int, first: int, tiles: Tiles, row: int, *, checked: bool) -> Watch:
-        """Return a Watch of the parameter with this row, whose records get this number.
+        """Return a Watch of the parameter with this row. `number`: identifies the parameter in records.
 
         `first`: see Watch. `checked`: see csd_watch.
         """
@@ -39,12 +39,12 @@ class Recording:
         return Watch(self._changes, number, first, int(pieces["tile"][0]), groups if checked else None)
 
     def begin(self, *, anew: bool) -> None:
-        """Begin a step. `anew`: nothing that was recorded before counts."""
+        """Begin a step. `anew`: drop all earlier records."""
         self._mark = 0 if anew else self._changes.count
         self._changes.rewind(self._mark)
 
     def undo(self) -> None:
-        """Drop what the step under way has recorded."""
+        """Drop the records of the step under way."""
         self._changes.rewind(self._mark)
 
     def clear(self) -> None:
@@ -54,7 +54,7 @@ class Recording:
         self._file.truncate(0)
 
     def check(self) -> None:
-        """Raise CSDOSError if something could not be recorded."""
+        """Raise CSDOSError if a record could not be written."""
         self._changes.list()
 
     def close(self) -> None:
@@ -62,10 +62,10 @@ class Recording:
         self._file.close()
 
     def encoded(self, runs: Sequence[tuple[int, int]], without: Sequence[int] = ()) -> Iterator[Encoded]:
-        """Yield the blocks in which something has changed, by tensor and then by element, some at a time.
+        """Yield the changed blocks, some at a time, ordered by tensor and element.
 
-        `runs`: the first element here of each tensor, from which blocks count, and their number, by the number of its
-        watch. `without`: numbers of tensors to leave out.
+        `runs`: by number of a watch, the tensor's first element in this process, from which blocks count, and the
+        number of elements here. `without`: numbers of tensors to leave out.
         """
         records = self._changes.list()
         records = records[~np.isin(records["param"], [*without])]
@@ -74,7 +74,7 @@ class Recording:
         first, last = records["first"] // BLOCK, (records["first"] + records["elems"] - 1) // BLOCK
         touched = np.concatenate([np.arange(len(records)), np.flatnonzero(last > first)])
         at = np.concatenate([first, last[last > first]])
-        order = np.lexsort((touched, at, records["param"][touched]))  # within a block in the order of the steps
+        order = np.lexsort((touched, at, records["param"][touched]))  # within a block by step
         touched, at, numbers = touched[order], at[order], records["param"][touched[order]].astype(np.int64)
         is_first = np.ones(len(at), bool)
         is_first[1:] = (np.diff(numbers) != 0) | (at[1:] != at[:-1])
@@ -91,8 +91,8 @@ class Recording:
 
 
 class Encoded(NamedTuple):
-    """Blocks, as they are in a version; until the next ones are made."""
+    """Blocks in the format of a version. Valid until the next blocks are made."""
 
-    numbers: Array  # of their tensors
+    numbers: Array  # numbers of the blocks' tensors
     blocks: Array  # dtype BLOCK of bindings.py
     payload: Array  # uint8

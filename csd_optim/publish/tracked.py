@@ -1,6 +1,4 @@
-"""The tensors that are published: which parameters they are, which elements of them this process publishes, and what
-is known of their values.
-"""
+"""The published tensors: their parameters, the elements that this process publishes, and checksums of the values."""
 
 from __future__ import annotations
 
@@ -20,12 +18,12 @@ from ..replica.versions import Tensor
 
 Array = np.ndarray[Any, Any]
 DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16"}
-CHUNK = 1 << 24  # elements that are copied at a time
+CHUNK = 1 << 24  # elements copied at a time
 
 
 @dataclass(eq=False)
 class Tracked:
-    """A tensor of the model: the `numel` elements of it, from `first` on, that this process publishes."""
+    """A tensor of the model. This process publishes `numel` elements, from `first` on."""
 
     index: int  # among all tensors
     name: str
@@ -33,18 +31,18 @@ class Tracked:
     param: torch.Tensor
     dtype: str
     shape: tuple[int, ...]
-    part: Partition = UNSHARDED  # those elements, in row-major order
+    part: Partition = UNSHARDED  # selects these elements, in row-major order
     first: int = 0
     numel: int = 0
-    checksum: int = 0  # their part of it, after the last step that updated them, or as they were read since
+    checksum: int = 0  # of these elements, after the last update or the last read
     is_fp32: bool = False  # the parameter is fp32, and published as bfloat16
-    watch: Watch | None = None  # None: no step updates it, or none that can record what it changes
+    watch: Watch | None = None  # None: no step updates the tensor, or steps cannot record changes
     row: int = -1  # of its watch: the engine's index of the parameter
     checked: bool = False  # the watch has checks: see csd_watch
-    is_copied_late: bool = False  # it has no watch, and gets its new values only after the step has ended
-    whole: bool = True  # the next step that updates it records all elements: what it begins with is not known
+    is_copied_late: bool = False  # has no watch, and gets its new values only after the end of a step
+    whole: bool = True  # the next update records all elements, as the values before are unknown
     _master: torch.Tensor | None = None
-    _seen: tuple[int, int] = 0, 0  # which tensor its master was, and torch's count of writes to it
+    _seen: tuple[int, int] = 0, 0  # id of the master, and torch's count of writes to it
 
     @property
     def tensor(self) -> Tensor:
@@ -53,18 +51,21 @@ class Tracked:
 
     @property
     def slice(self) -> tuple[int, int, int]:
-        """What a manifest calls so."""
+        """(index, first element, number of elements), a "slice" in a manifest."""
         return self.index, self.first, self.numel
 
     def adopt(self, params: Mapping[str, torch.Tensor]) -> None:
-        """Take the parameter that has the name now. Not one that FSDP2 has gathered: it will be a shard again."""
+        """Take the parameter that has the name now.
+
+        Ignores parameters gathered by FSDP2, which will be shards again.
+        """
         new = params.get(self.name, self.param)
         if hasattr(new, "placements") == hasattr(self.param, "placements"):
             self.param = new
 
     @no_autograd()
     def read(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield copies of these elements as they are now, int16 and 1-D, with the index of the first one among them."""
+        """Yield copies of the present elements in chunks, int16 and 1-D: (index of the first element, chunk)."""
         flat = self.part.of(self.param).contiguous().view(-1)
         for first in range(0, self.numel, CHUNK):
             some = flat[first : first + CHUNK]
@@ -72,7 +73,7 @@ class Tracked:
             yield first, some.view(torch.int16).cpu()
 
     def take(self) -> Iterator[tuple[int, Array]]:
-        """Yield the same as uint16, while `checksum` becomes that of these values."""
+        """As read(), with uint16 arrays; sets `checksum` at the end."""
         checksum = 0
         for first, some in self.read():
             checksum += checksum_of(some.data_ptr(), self.first + first, len(some))
@@ -80,16 +81,16 @@ class Tracked:
         self.checksum = checksum % (1 << 32)
 
     def has_changed(self) -> bool:
-        """Return whether the parameter has other values than `checksum` says. It has those of now afterwards."""
+        """Return whether the values differ from those at the last `checksum`, which is updated."""
         was = self.checksum
         for _ in self.take():
             pass
         return was != self.checksum
 
     def see_master(self, master: torch.Tensor | None) -> None:
-        """Note which tensor is its fp32 master (None: it has none, or `checked`). It is `whole` if it was written."""
+        """Note the fp32 master (None: no master, or `checked`). Sets `whole` if the master was replaced or written."""
         seen = (id(master), version_of(master)) if master is not None else (0, 0)
-        self.whole |= seen != self._seen or (master is not None and master.is_inference())  # these count no writes
+        self.whole |= seen != self._seen or (master is not None and master.is_inference())  # has no count of writes
         self._seen, self._master = seen, master
 
     @property
@@ -97,9 +98,9 @@ class Tracked:
         return self._master
 
     def update(self, *, is_whole: bool) -> None:
-        """Note that a step was kept that has updated it. `is_whole`: it has recorded all elements.
+        """Note that a kept step has updated the tensor. `is_whole`: all elements were recorded.
 
-        Raises CSDRuntimeError if it has updated some elements only.
+        Raises CSDRuntimeError if only some elements were updated.
         """
         assert self.watch
         if self.watch.updated != self.numel:
@@ -110,7 +111,7 @@ class Tracked:
         self.watch.keep()
 
     def check(self) -> None:
-        """Raise CSDTypeError if it cannot be published, as the model has another parameter of that name by now."""
+        """Raise CSDTypeError if the model's parameter of this name now has another dtype, shape or memory order."""
         if self.is_copied_late:
             raise CSDTypeError(
                 f"the elements of parameter {self.name} are neither in row-major order nor without gaps: make it "
@@ -130,10 +131,10 @@ PartOf = Callable[[torch.Tensor], Partition]
 
 
 def tensors_of(model: torch.nn.Module, part_of: PartOf, *, as_bf16: bool) -> list[Tracked]:
-    """Return the parameters of a model in its order, each the part that this process has or updates.
+    """Return the parameters of a model in its order: of each, the part that this process has or updates.
 
-    `as_bf16`: those of 32 bits are published as bfloat16. Raises CSDTypeError for a parameter of another dtype,
-    CSDValueError for one that is not divided by rows, or if there is none.
+    `as_bf16`: publish fp32 parameters as bfloat16. Raises CSDTypeError for a parameter of another dtype, CSDValueError
+    for a parameter that is divided otherwise than by rows, or if there are no parameters.
     """
     for module in filter(is_fsdp, model.modules()):
         module.reshard()  # type: ignore[operator]
@@ -162,10 +163,12 @@ def tensors_of(model: torch.nn.Module, part_of: PartOf, *, as_bf16: bool) -> lis
 
 
 def own_share(found: Sequence[Tracked], ranks: Ranks | None) -> list[Tracked]:
-    """Return the tensors of which this rank publishes elements: those that several ranks have, the first one does.
+    """Return the tensors with elements for this rank to publish.
 
-    All have read them (Tracked.take). Raises CSDValueError, on all ranks, if they have not the same model, or not all
-    of it together. A collective.
+    Of several ranks with the same elements, the first publishes.
+
+    Call Tracked.take() on all tensors before it. Raises CSDValueError, on all ranks, if the models differ, or some
+    elements are on no rank. A collective.
     """
     if not ranks:
         return [*found]

@@ -1,4 +1,4 @@
-"""What steps change in the tensors that are published: which of them the next one may update, and what it records."""
+"""Makes steps record changes of published tensors, by watches in the table of each step."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Array = np.ndarray[Any, Any]
 
 
 class Watching:
-    """Has steps record what they change. Methods as of Watcher, which see.
+    """Makes steps record their changes. For the methods see Watcher.
 
-    Updates of this process record it themselves. Others return new parameters in images: these are compared with the
-    old ones, which are still there.
+    Updates in this process record changes themselves. Other devices return new parameters in images, which are compared
+    with the old parameters.
     """
 
     def __init__(
@@ -31,10 +31,10 @@ class Watching:
         self._engine, self._recording, self._tracked, self._model = engine, recording, tracked, model
         self._compares = not engine.devices.records_changes
         self._watched: dict[int, Tracked] = {}  # by the engine's index of the parameter
-        self._planned: list[Tracked] = []  # those of them that the next step may update
-        self._arriving: dict[int, Watch] = {}  # those that are compared, by row of the step's table
-        self.in_step: set[Tracked] = set()  # those that the last step has updated
-        self._sums: list[int] = []  # the checksums of all before the last step
+        self._planned: list[Tracked] = []  # watched tensors that the next step may update
+        self._arriving: dict[int, Watch] = {}  # by row of the step's table: tensors that are compared
+        self.in_step: set[Tracked] = set()  # tensors updated by the last step
+        self._sums: list[int] = []  # checksums of all tensors before the last step
         self._is_whole = False  # the step records all elements
 
     def enter(self, table: Array, params: Sequence[ParamState]) -> None:
@@ -58,13 +58,14 @@ class Watching:
                 tracked.watch = self._recording.watch(number, tracked.first, tiles, state.index, checked=checked)
                 tracked.row, tracked.checked, tracked.whole = state.index, checked, True
                 self._watched[state.index] = tracked
-            # A program may write to the master itself. Where `checked`, the parameter's bits before the step tell more.
+            # A program may write to the master itself. Where `checked`, the bits before the step suffice to notice
+            # that.
             tracked.see_master(None if tracked.checked else state.windows.get("master"))
             self._planned.append(tracked)
             table["watch"][state.index] = tracked.watch.address
 
     def begin(self, *, anew: bool, is_whole: bool) -> None:
-        """Begin a step. `anew`: nothing that was recorded before counts. `is_whole`: it records all elements."""
+        """Begin a step. `anew`: drop all earlier records. `is_whole`: the step records all elements."""
         self._recording.begin(anew=anew)
         self._sums = [tracked.checksum for tracked in self._tracked]
         self._is_whole = is_whole
@@ -75,7 +76,7 @@ class Watching:
             assert tracked.watch is not None
             tracked.see_master(tracked.master)
             row = table[tracked.row]
-            # Where it is known that they were set from outside, all elements are sent.
+            # If a parameter is known to be set from outside, record all elements.
             is_set = tracked.checked and row["master"] in (UNLESS_SET, UNCOMPARED)
             tracked.whole |= bool(is_set or row["master"] == NEW or row["edited"].any())
             tracked.watch.begin(whole=tracked.whole or self._is_whole)
@@ -92,7 +93,7 @@ class Watching:
             watch.note(tile & ~PASS_2, piece, after.dtype, before.data_ptr(), after.data_ptr())
 
     def keep(self) -> None:
-        """Take over what the step has recorded. Raises CSDOSError, CSDRuntimeError if that is not all."""
+        """Keep the step's records. Raises CSDOSError, CSDRuntimeError if they are incomplete."""
         for tracked in self._planned:
             if tracked.watch and tracked.watch.updated:
                 tracked.update(is_whole=tracked.whole or self._is_whole)
@@ -104,12 +105,12 @@ class Watching:
         self._recording.undo()
 
     def take_back(self) -> None:
-        """Drop what the last step has recorded, which was kept."""
+        """Drop the records of the last, kept step."""
         self._recording.undo()
         for tracked, checksum in zip(self._tracked, self._sums, strict=True):
             tracked.checksum = checksum
         for tracked in self.in_step:
-            tracked.whole = True  # what is recorded next differs from the version before
+            tracked.whole = True  # later records would differ from another base
 
     def params_written(self, params: Sequence[int]) -> None:
         for row in params:
@@ -122,6 +123,6 @@ class Watching:
 
 
 def _can_watch(state: ParamState, tracked: Tracked) -> bool:
-    """Whether what a step changes in a parameter can be recorded: its elements are in row-major order."""
+    """Whether changes of a parameter can be recorded: its elements are in row-major order."""
     in_order = torch.empty_strided(state.own_master.shape, state.stride, device="meta").is_contiguous()
     return in_order and 0 < state.numel == tracked.numel and not state.param.is_complex()

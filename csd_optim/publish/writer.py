@@ -1,4 +1,4 @@
-"""What one process writes of a version: a file of whole tensors, or of changed elements, and what describes it."""
+"""Writes one process's share of a version: a file of whole tensors or of changed elements, and its description."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Array = np.ndarray[Any, Any]
 
 
 class ShareWriter:
-    """Writes the shares of one process: of `tracked`, as they are, and as steps have recorded that they change."""
+    """Writes the shares of one process, from the tensors in `tracked` and the records of steps."""
 
     def __init__(self, folder: Folder, recording: Recording, tracked: Sequence[Tracked]) -> None:
         self._folder, self._recording, self._tracked = folder, recording, tracked
@@ -31,10 +31,10 @@ class ShareWriter:
         self._slices = [t.slice for t in tracked]
 
     def write(self, share: Share, in_step: Container[Tracked]) -> None:
-        """Write the files of a share, then the share with what it says about them, and flush it.
+        """Write the files of a share, then its description, and flush everything.
 
-        `in_step`: those that the step has updated, which may have other values by now. The others may have been set by
-        the program: they are read. Raises OSError, CSDTypeError.
+        `in_step`: tensors that the step updated; their memory may already hold newer values, so their records are used.
+        Other tensors are read, as the program may have set them. Raises OSError, CSDTypeError.
         """
         for tracked in self._tracked:
             tracked.check()
@@ -55,7 +55,7 @@ class ShareWriter:
         return write_tensors(path, tensors, self._values(in_step), slices)
 
     def _values(self, in_step: Container[Tracked]) -> Iterator[Array]:
-        """Yield the values of all tensors, one after another: those that the step has updated as it has left them."""
+        """Yield the values of all tensors, in order: from the step's records where the step has updated them."""
         recorded = self._recorded_values()
         for number, tracked in enumerate(self._tracked):
             if tracked not in in_step:
@@ -71,7 +71,7 @@ class ShareWriter:
                 done += len(values)
 
     def _recorded_values(self) -> Iterator[tuple[int, int, Array]]:
-        """Yield the whole blocks that the step has recorded: number of the tensor, first element, values."""
+        """Yield the blocks recorded as a whole: number of the tensor, first element, values."""
         for numbers, blocks, payload in self._recording.encoded(self._runs):
             for number, block in zip(numbers.tolist(), blocks, strict=True):
                 values = payload[int(block["payload"]) :].view(np.uint16)[: int(block["elems"])]
@@ -83,14 +83,14 @@ class ShareWriter:
             for encoded in self._recording.encoded(self._runs, without=[*read]):
                 file.add_encoded(*encoded)
             for number, tracked in read.items():
-                tracked.whole = True  # its master may be another one
+                tracked.whole = True  # its master may have been replaced
                 for first, some in tracked.take():
                     file.add_whole(number, first, some)
             return file.finish(self._slices)
 
 
 def rows_in(tensor: Tensor, numel: int) -> Tensor:
-    """Return a tensor of `numel` elements of another one, all of them or some of its rows."""
+    """Return the description of `numel` elements of `tensor`: the tensor itself, or some of its rows."""
     if numel == tensor.numel:
         return tensor
     return replace(tensor, shape=(numel // math.prod(tensor.shape[1:]), *tensor.shape[1:]))

@@ -1,4 +1,4 @@
-"""What is in the files of a version: blocks of changed elements, whole tensors, and checksums (docs/publish-format.md).
+"""The content of a version's files: blocks of changed elements, whole tensors, and checksums (docs/publish-format.md).
 
 Values are 16 bits, as NumPy's uint16: NumPy has no bfloat16, and only bits are compared.
 """
@@ -31,7 +31,7 @@ ROW = np.dtype(
 )
 SPARSE, BITMAP, DENSE = range(3)
 ALIGN = 8  # of payloads, in bytes
-CHUNK = 1 << 20  # elements, or bytes, that are processed at a time
+CHUNK = 1 << 20  # elements or bytes processed at a time
 
 _ODD = np.uint32(0x9E3779B1)
 
@@ -45,7 +45,7 @@ def weights(indices: Array) -> Array:
 def checksum(values: Array, first: int = 0) -> int:
     """Return the checksum of a tensor, or the part for elements from `first` on: the sum of value times weight.
 
-    Modulo 2^32, so that the checksum of a tensor is the sum of those of its parts, and follows a change of elements.
+    Modulo 2^32: so a tensor's checksum is the sum of its parts' checksums, and can be updated when elements change.
     """
     total = 0
     for i in range(0, len(values), CHUNK):
@@ -56,16 +56,16 @@ def checksum(values: Array, first: int = 0) -> int:
 
 
 def change_of_checksum(indices: Array, before: Array, after: Array) -> int:
-    """Return by how much a checksum changes with these elements (uint16)."""
+    """Return the change of a checksum when these elements (uint16) change."""
     difference = after.astype(np.uint32) - before.astype(np.uint32)
     return int((difference * weights(indices)).sum(dtype=np.uint32))
 
 
 class Reader:
-    """A file of a version, open, its SHA-256 verified. It can be read even if the version is removed meanwhile."""
+    """An open file of a version, with its SHA-256 verified. Readable even if the version is removed meanwhile."""
 
     def __init__(self, file: File) -> None:
-        """Raises CSDOSError, or CSDStoreError if it is damaged."""
+        """Raises CSDOSError, or CSDStoreError if the file is damaged."""
         self.path: Path = file.path
         with self._wrapping_errors():
             self._fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -89,7 +89,7 @@ class Reader:
             raise CSDOSError(e.errno, f"cannot read {self.path}: {e.strerror}") from e
 
     def read(self, n: int, at: int) -> bytes:
-        """Return `n` bytes. Raises CSDStoreError if the file ends before, CSDOSError."""
+        """Return `n` bytes from byte `at` on. Raises CSDStoreError if the file ends too early, CSDOSError."""
         with self._wrapping_errors():
             data = read(self._fd, n, at)
         if len(data) < n:
@@ -101,7 +101,7 @@ class Reader:
 
 
 class DeltaFile(Reader):
-    """A file of changed elements, in blocks: for each an entry of `rows`, dtype ROW, by slice and then by element."""
+    """A file of blocks of changed elements. `rows`: an entry (dtype ROW) per block, by slice and then by element."""
 
     def __init__(self, file: File) -> None:
         super().__init__(file)
@@ -137,7 +137,7 @@ class DeltaFile(Reader):
             yield np.concatenate(indices), np.concatenate(values)
 
     def _block(self, kind: int, count: int, elems: int, at: int) -> tuple[Array, Array]:
-        """Return the indices (int64) in a block, and the values, of its changed elements."""
+        """Return (indices in the block (int64), values) of a block's changed elements."""
         if kind == SPARSE:
             entries = np.frombuffer(self.read(4 * count, at), "<u4")
             inside, values = (entries & 0xFFFF).astype(np.int64), (entries >> 16).astype(np.uint16)
@@ -155,7 +155,7 @@ class DeltaFile(Reader):
 
 
 class TensorFile(Reader):
-    """A file of whole tensors, or of the rows of them that `slices` name, in the format of safetensors."""
+    """A safetensors file of whole tensors, or of some of their rows, as in `slices`."""
 
     def __init__(self, file: File) -> None:
         super().__init__(file)
@@ -174,7 +174,7 @@ class TensorFile(Reader):
         yield from read_values(self, tensor, self._at)
 
     def rows(self, tensor: Tensor, first: int, n: int) -> Iterator[tuple[int, Array]]:
-        """Yield the same of `n` elements of a tensor, from `first` on, which the file has under its name."""
+        """As values(), for `n` elements of a tensor from `first` on, which the file has under the tensor's name."""
         shape = self._at.get(tensor.name, ("", [], 0))[1]
         if math.prod(shape) != n:
             raise CSDStoreError(f"{self.path} has not the {n} elements of {tensor.name} that its manifest says")
@@ -183,7 +183,7 @@ class TensorFile(Reader):
 
 
 def read_values(file: Reader, tensor: Tensor, at: dict[str, tuple[str, list[int], int]]) -> Iterator[tuple[int, Array]]:
-    """Do as TensorFile.values(). `at`: as from parse_tensors()."""
+    """As TensorFile.values(). `at`: from parse_tensors()."""
     dtype, shape, begin = at.get(tensor.name, ("", [], 0))
     if (dtype, tuple(shape)) != (tensor.dtype, tensor.shape):
         raise CSDStoreError(f"{file.path} has no tensor {tensor.name} of dtype {tensor.dtype}, shape {tensor.shape}")
@@ -193,7 +193,7 @@ def read_values(file: Reader, tensor: Tensor, at: dict[str, tuple[str, list[int]
 
 
 def parse_tensors(file: Reader) -> tuple[dict[str, str], dict[str, tuple[str, list[int], int]]]:
-    """Return the metadata of a safetensors file, and for each tensor its dtype, shape and offset in the file."""
+    """Return the metadata of a safetensors file, and by tensor its dtype, shape and offset in the file."""
     try:
         size = int.from_bytes(file.read(8, 0), "little")
         if size > 1 << 30:
@@ -207,7 +207,7 @@ def parse_tensors(file: Reader) -> tuple[dict[str, str], dict[str, tuple[str, li
 
 
 def header_of(tensors: Sequence[Tensor], metadata: dict[str, str]) -> bytes:
-    """Return the header of a safetensors file of these tensors, whose data follow one another."""
+    """Return the header of a safetensors file with the data of these tensors in order, without gaps."""
     entries = [(t.name, t.dtype, t.shape, 2 * t.numel) for t in tensors]
     return safetensors_header(entries, {"format": "pt", **metadata})
 

@@ -1,4 +1,4 @@
-"""Files of other formats that are made from versions, and say in their metadata from which one."""
+"""Files in other formats, made from versions. The metadata of each file names its version."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Key = tuple[int, str]  # number and id of a version
 
 
 def metadata_of(version: Version) -> dict[str, str]:
-    """Return what a converted file says about its version."""
+    """Return the metadata of a converted file, which name its version."""
     about = {"version": str(version.number), "id": version.id, "run": version.run, "step": str(version.step)}
     return {f"csd_optim.{key}": value for key, value in about.items()}
 
 
 def key_in(metadata: dict[str, str]) -> Key | None:
-    """Return number and id of the version that a file with this metadata has; None: it does not say."""
+    """Return number and id of a file's version from its metadata, or None."""
     try:
         return int(metadata["csd_optim.version"]), metadata["csd_optim.id"]
     except (ValueError, KeyError, TypeError):
@@ -30,9 +30,9 @@ def key_in(metadata: dict[str, str]) -> Key | None:
 
 
 class Converted(Reader):
-    """A safetensors file as it is, which somebody may have changed.
+    """An existing safetensors file, perhaps changed by somebody else.
 
-    `have`: the version of which it says it is; None: of none. `at`: as from parse_tensors().
+    `have`: the version named in its metadata, or None. `at`: see parse_tensors().
     """
 
     def __init__(self, path: Path) -> None:
@@ -75,10 +75,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def retire(paths: Sequence[Path], is_full: Callable[[Path], bool]) -> None:
-    """Remove what is before the last full one of these, with which a receiver may just have begun.
-
-    Raises CSDOSError.
-    """
+    """Remove all paths before the last full one, with which a receiver may just have begun. Raises CSDOSError."""
     full = [i for i, path in enumerate(paths) if is_full(path)]
     for path in paths[: full[-1]] if full else ():
         try:

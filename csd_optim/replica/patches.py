@@ -1,4 +1,4 @@
-"""What changes from one version to a later one, tensor by tensor, for engines that take patches."""
+"""The changes from one version to a later one, tensor by tensor, for engines that take patches."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ LARGEST = {"BF16": 0x7F80, "F16": 0x7C00}  # the bits of infinity: above them, w
 
 @dataclass(frozen=True)
 class Patch:
-    """New values of a tensor. `indices`: flat, int64, each once; None: `values` are all. `values`: 16 bits as uint16.
+    """New values of a tensor. `indices`: flat, int64, unique; None: `values` has all elements.
+
+    `values`: 16 bits as uint16.
 
     With torch: torch.from_numpy(values).view(torch.bfloat16), or float16 where `dtype` is F16; or to_torch().
-    `version`: the number of the version that a tensor has with it.
+    `version`: the number of the version after this patch.
     """
 
     name: str
@@ -41,9 +43,9 @@ class Patch:
         return bool(((self.values & 0x7FFF) > LARGEST[self.dtype]).any())
 
     def to_torch(self) -> dict[str, Any]:
-        """Return it with torch's types: the fields of vLLM's CheckpointWeightPatch.
+        """Return the patch with torch's types: the fields of vLLM's CheckpointWeightPatch.
 
-        name, shape, dtype, values (flat), indices (flat, int32 where that is enough; None: `values` are all).
+        name, shape, dtype, values (flat), indices (flat, int32 if large enough; None: `values` has all elements).
         """
         import torch
 
@@ -54,12 +56,12 @@ class Patch:
 
 
 def index_dtype(shape: Sequence[int]) -> np.dtype[Any]:
-    """Return int32 if it is enough for flat indices of this shape, otherwise int64."""
+    """Return int32 if large enough for flat indices of this shape, otherwise int64."""
     return np.dtype("<i4" if math.prod(shape) <= 1 << 31 else "<i8")
 
 
 class Patches(contextlib.ExitStack):
-    """The patches that lead along `way`, as from way_to_newest(). A context, during which its files are open.
+    """The patches along `way`, a list from way_to_newest(). A context, within which the files are open.
 
     `whole_if_nan`: a tensor with a NaN among its new values comes as a whole.
     """
@@ -85,7 +87,7 @@ class Patches(contextlib.ExitStack):
         return [self.enter_context(opened(version)) for version in way]
 
     def of(self, tensor: Tensor) -> Patch | None:
-        """Return the patch of a tensor of the last version; None: nothing in it has changed."""
+        """Return the patch of a tensor of the last version; None if the tensor has not changed."""
         patch = _patch(tensor, self._way, self._files)
         if patch is None or patch.indices is None or not (self._whole_if_nan and patch.has_nan):
             return patch
@@ -97,7 +99,7 @@ class Patches(contextlib.ExitStack):
 
 def _patch(tensor: Tensor, way: Sequence[Version], files: Sequence[Files]) -> Patch | None:
     values: Array | None = None
-    indices: list[Array] = []  # of single elements, and their values in `parts`
+    indices: list[Array] = []  # of single elements, with values in `parts`
     parts: list[Array] = []
     for version, of_version in zip(way, files, strict=True):
         if version.is_full:
@@ -124,5 +126,5 @@ def _patch(tensor: Tensor, way: Sequence[Version], files: Sequence[Files]) -> Pa
 
 
 def is_ascending(indices: Array) -> bool:
-    """Return whether each index is larger than the one before, as are those of one version: they need no sorting."""
+    """Return whether indices are strictly ascending, as in a single version, so that they need no sorting."""
     return bool((indices[1:] > indices[:-1]).all())

@@ -1,4 +1,4 @@
-"""What a version says: the changed elements of each tensor, or all of them, from whatever files they are in."""
+"""Reads a version: the changed elements of each tensor, or all elements, from all files of the version."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .versions import Tensor, Version
 Array = np.ndarray[Any, Any]
 Files = list[DeltaFile | TensorFile]
 Result = TypeVar("Result")
-TRIES = 5  # how often a folder is read again from which versions are removed meanwhile
+TRIES = 5  # how often to read a folder again if versions are removed meanwhile
 
 
 def retried(directory: Path, read: Callable[[], Result]) -> Result:
-    """Return read(), called again if a version of the folder was removed meanwhile: newer ones are there."""
+    """Return read(). Calls it again if a version was removed meanwhile, as there are newer ones then."""
     for tries in range(TRIES):
         try:
             return read()
@@ -33,7 +33,7 @@ def retried(directory: Path, read: Callable[[], Result]) -> Result:
 
 @contextlib.contextmanager
 def opened(version: Version) -> Iterator[Files]:
-    """Open all files of a version, and verify them: once this yields, nothing is missing."""
+    """Open and verify all files of a version. Once this yields, nothing can be missing."""
     with contextlib.ExitStack() as stack:
         files: Files = []
         for file in version.files:
@@ -65,7 +65,7 @@ def whole(version: Version, files: Files, tensor: Tensor) -> Iterator[tuple[int,
 
 
 def index_of(version: Version, tensor: Tensor) -> int:
-    """Return the index, in a version, of a tensor of a later one. Raises CSDStoreError if there is none."""
+    """Return the index in a version of a later version's tensor. Raises CSDStoreError if it is missing."""
     for index, other in enumerate(version.tensors):
         if (other.name, other.dtype, other.shape) == (tensor.name, tensor.dtype, tensor.shape):
             return index
@@ -73,7 +73,7 @@ def index_of(version: Version, tensor: Tensor) -> int:
 
 
 def check_result(version: Version, tensor: Tensor, found: int) -> None:
-    """Raise CSDStoreError if a tensor with this checksum is not that of the version."""
+    """Raise CSDStoreError if `found` is not the tensor's checksum in the version."""
     if found % (1 << 32) != tensor.checksum:
         raise CSDStoreError(
             f"{tensor.name} differs from that of version {version.number}: it was changed here, or its version before "

@@ -1,4 +1,4 @@
-"""Replica: follows the versions in a folder, as an inference process does beside the training that publishes them."""
+"""Replica: follows the versions in a folder, for an inference process beside the training that publishes them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Array = np.ndarray[Any, Any]
 
 
 class Target(Protocol):
-    """What has the values of a replica: a model, or a dict of arrays."""
+    """The holder of a replica's values: a model, or a dict of arrays."""
 
     def prepare(self, tensors: Sequence[Tensor]) -> None:
-        """Raise CSDValueError unless it has just these tensors."""
+        """Raise CSDValueError unless the target has exactly these tensors."""
 
     def exchange(self, tensor: Tensor, indices: Array, values: Array) -> Array:
-        """Set elements (int64 indices, uint16 values) of a tensor, and return what they were."""
+        """Set elements (int64 indices, uint16 values) of a tensor, and return the old values."""
 
     def set(self, tensor: Tensor, first: int, values: Array) -> None:
         """Set the elements from `first` on."""
@@ -36,7 +36,7 @@ class Target(Protocol):
 
 
 class Arrays(Target):
-    """A dict of flat uint16 arrays, which gets those that it lacks: for programs without torch."""
+    """A dict of flat uint16 arrays, for programs without torch. prepare() adds missing arrays."""
 
     def __init__(self, arrays: dict[str, Array]) -> None:
         self.arrays: dict[str, Array] = arrays
@@ -63,7 +63,7 @@ class Arrays(Target):
 class Replica:
     """A copy of the model that a training publishes with opt.publish(), as of `version`. Needs no compiled code.
 
-    `directory`: the folder of versions. Methods raise CSDOSError if it cannot be read or has no version yet, and
+    `directory`: the folder of versions. Methods raise CSDOSError if the folder is unreadable or has no version yet, and
     CSDStoreError if something is damaged: then `version` is None, and the next call begins with a full version.
     """
 
@@ -73,19 +73,19 @@ class Replica:
 
     @property
     def version(self) -> int | None:
-        """The number of the version that the model has; None: none as a whole."""
+        """The number of the model's version; None if the model has no whole version."""
         return self._have.number if self._have else None
 
     @property
     def step(self) -> int | None:
-        """The step of the training of which these are the weights."""
+        """The training step of the model's version, or None."""
         return self._have.step if self._have else None
 
     def load(self, model: Any, version: int | None = None) -> None:
         """Set the parameters of a torch module, or a dict (name → flat uint16 array), to the newest version.
 
-        `version`: the number of another one, which the folder still has. Raises CSDValueError, before anything is
-        changed, if names, shapes or dtypes are others.
+        `version`: the number of an older version that is still in the folder. Raises CSDValueError, before anything is
+        changed, if names, shapes or dtypes differ.
         """
         self._have = None
         if version is None:
@@ -95,10 +95,10 @@ class Replica:
             self._apply(way_to(self.directory, wanted, None), target_of(model))
 
     def follow(self, model: Any) -> int:
-        """Apply all newer versions to the model of load(). Returns how many; 0: it has the newest one.
+        """Apply all newer versions to the model of load(). Returns how many; 0 if the model has the newest version.
 
-        Where the versions do not lead on from the one that it has, such as after a rollback of the training, this
-        begins with a full version. Each result is compared with its checksum.
+        If the versions do not continue from the model's, as after a rollback of the training, this begins with a full
+        version. Each result is compared with its checksum.
         """
         target = target_of(model)
         return retried(self.directory, lambda: self._follow(target))
@@ -120,7 +120,7 @@ class Replica:
         for version in way:
             with opened(version) as files:
                 target.prepare(version.tensors)
-                before, self._have = self._have, None  # a mix, until all of it is applied
+                before, self._have = self._have, None  # a mix until all is applied
                 apply(version, files, before, target)
             self._have = version
 
@@ -134,12 +134,12 @@ class Replica:
             check_result(self._have, tensor, checksum(target.read(tensor, 0, tensor.numel)))
 
     def patches(self, since: int | None = None, *, whole_if_nan: bool = False) -> Iterator[Patch]:
-        """Yield what differs between version `since` (None: the one that this replica has) and the newest one.
+        """Yield the changes from version `since` (None: this replica's version) to the newest.
 
-        Changes nothing, and `version` stays. If that version is gone, or none is known, all tensors come whole. A
-        tensor in which nothing has changed is left out. Needs memory for the changes of one tensor.
+        Changes nothing; `version` stays. If version `since` is gone or unknown, all tensors come whole. Unchanged
+        tensors are left out. Needs memory for the changes of one tensor.
 
-        `whole_if_nan`: a tensor comes whole if there is a NaN among its new values, as vLLM wants it.
+        `whole_if_nan`: a tensor comes whole if there is a NaN among its new values, as vLLM requires.
         """
         have = self._have if since is None else self._version_if_there(since)
         if way := way_to_newest(self.directory, have.key if have else None):
@@ -150,7 +150,10 @@ class Replica:
 
 
 def apply(version: Version, files: Files, before: Version | None, target: Target) -> None:
-    """Apply a version to what has the one before it. Raises CSDStoreError if the result is not what was published."""
+    """Apply a version to a target with the version `before`.
+
+    Raises CSDStoreError if a checksum does not match afterwards.
+    """
     if version.is_full:
         for tensor in version.tensors:
             for first, values in whole(version, files, tensor):
@@ -167,7 +170,7 @@ def apply(version: Version, files: Files, before: Version | None, target: Target
 
 
 def target_of(model: Any) -> Target:
-    """Return what writes to a module or a dict of arrays."""
+    """Return the Target for a module or a dict of arrays."""
     if isinstance(model, Arrays):
         return model
     if isinstance(model, dict):

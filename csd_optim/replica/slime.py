@@ -25,16 +25,16 @@ Array = np.ndarray[Any, Any]
 
 NAME = re.compile(r"weight_v(\d{6,})")
 FULL, DELTA, INDEX = "model.safetensors", "model-00000-of-00001.safetensors", "model.safetensors.index.json"
-LARGEST = 1 << 31  # elements of a tensor whose bytes have numbers of 32 bits
+LARGEST = 1 << 31  # elements of a tensor whose bytes can be numbered with 32 bits
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"}
 
 
 class Follower:
     """Keeps the directories in `out` at the newest version of a folder. Takes the memory of all weights.
 
-    `base`: a checkpoint, such as the one with which the training began. Its files other than weights (config.json,
-    those of the tokenizer) are copied into each full version, because receivers replace their whole checkpoint by that.
-    The constructor raises CSDValueError if it is no directory.
+    `base`: the directory of a checkpoint, such as the initial checkpoint of the training. Its files other than weights
+    (config.json, the tokenizer's) are copied into each full version, because receivers replace their whole checkpoint
+    by a full version. The constructor raises CSDValueError if `base` is no directory.
     """
 
     def __init__(self, directory: Path, out: Path, base: Path | None = None) -> None:
@@ -43,22 +43,24 @@ class Follower:
         self._directory = directory
         self._out = out
         self._base = base
-        self._have: Version | None = None  # that of the weights in memory
-        self._written: Key | None = None  # that of the newest directory, from which they differ as _weights knows
+        self._have: Version | None = None  # version of the weights in memory
+        self._written: Key | None = None  # version of the newest directory; `_weights` knows the differences
         self._weights = Weights()
 
     def follow(self) -> tuple[Path, Version] | None:
-        """Write the directory that leads to the newest version. Returns it and the version; None: there is none newer.
+        """Write the directory that leads to the newest version.
 
-        If the versions do not lead on from the newest directory, or all weights take less than what has changed, the
-        new one is full. With a full one, those from before the last full one are removed.
+        Returns (directory, version); None without a newer version.
+
+        The new directory is full if the versions do not continue from the newest directory, or all weights take less
+        space than the changes. With a new full directory, all before the previous full one are removed.
 
         Raises CSDBusyError, CSDOSError, CSDStoreError.
         """
         with locked(self._out):
             existing = _existing(self._out)
             written = _key_of(existing[-1]) if existing else None
-            if written is None or written != self._written:  # just begun, or another process has written here
+            if written is None or written != self._written:  # new, or another process has written here
                 self._begin_with(written)
             version = retried(self._directory, self._apply)
             if version.key == written:
@@ -73,7 +75,7 @@ class Follower:
             return path, version
 
     def _begin_with(self, written: Key | None) -> None:
-        """Have the weights of the newest directory, if the folder still has that version."""
+        """Load the weights of the newest directory's version, if the folder still has it."""
         self._have, self._written, self._weights = None, written, Weights()
         if written is None:
             return
@@ -82,7 +84,7 @@ class Follower:
             if version.key == written:
                 self._take(way_to(self._directory, version, None))
                 self._weights.forget_changes()
-        except (CSDOSError, CSDStoreError):  # it is gone: the next directory is a full one
+        except (CSDOSError, CSDStoreError):  # the version is gone: the next directory is full
             self._have, self._weights = None, Weights()
 
     def _apply(self) -> Version:
@@ -100,7 +102,7 @@ class Follower:
             self._have = version
 
     def _write(self, path: Path, version: Version, number: int) -> bool:
-        """Write a directory. Returns whether it is a full one."""
+        """Write a directory. Returns whether it is full."""
         delta = None if self._weights.is_whole else self._delta(version)
         with appears(path, replaces=True) as temporary:
             temporary.mkdir()
@@ -111,7 +113,7 @@ class Follower:
         return delta is None
 
     def _delta(self, version: Version) -> dict[str, tuple[bytes, str]] | None:
-        """Return for each tensor that has changed its frame, and the checksum; None: all weights take less."""
+        """Return (frame, checksum) of each changed tensor; None if all weights take less space."""
         found, left = {}, sum(2 * t.numel for t in version.tensors)
         for tensor in version.tensors:
             indices, before = self._weights.changed(tensor)
@@ -136,7 +138,7 @@ class Follower:
 
 
 class Weights(Arrays):
-    """All weights, and which elements have changed since forget_changes(), with what they were then."""
+    """All weights; and the elements that changed since forget_changes(), with their values then."""
 
     def __init__(self) -> None:
         super().__init__({})
@@ -158,7 +160,7 @@ class Weights(Arrays):
         self.is_whole = True
 
     def changed(self, tensor: Tensor) -> tuple[Array, Array]:
-        """Return the elements of a tensor that have changed at some time: indices, and what they were at first."""
+        """Return (indices, values at forget_changes()) of a tensor's elements that have changed at some time."""
         changes = self._changes.get(tensor.name)
         if not changes:
             return np.zeros(0, np.int64), np.zeros(0, np.uint16)
@@ -170,7 +172,7 @@ class Weights(Arrays):
 
 
 def overwrite(indices: Array, before: Array, after: Array) -> bytes:
-    """Return the encoding "overwrite": the number of bytes that differ, their positions (32 bits each), the bytes."""
+    """Return the encoding "overwrite": the number of differing bytes, their positions (32 bits each), the bytes."""
     new = np.ascontiguousarray(after).view(np.uint8)
     differ = new != np.ascontiguousarray(before).view(np.uint8)
     positions = (2 * indices[:, None] + np.arange(2)).reshape(-1)[differ].astype("<u4")
@@ -207,7 +209,7 @@ def _existing(out: Path) -> list[Path]:
 
 
 def _key_of(path: Path) -> Key | None:
-    """Return which version a directory has; None: it does not say, such as one that was written by somebody else."""
+    """Return the version named in a directory; None if there is none, as in a directory of another program."""
     if is_full_directory(path):
         with Converted(path / FULL) as file:
             return file.have

@@ -20,10 +20,10 @@ Array = np.ndarray[Any, Any]
 
 
 def follow(directory: Path, out: Path) -> Version | None:
-    """Bring `out`, which need not exist, to the newest version of a folder. Returns that version; None: it has it.
+    """Bring `out`, which need not exist, to the newest version of a folder. Returns the version; None if `out` has it.
 
-    `out` says in its metadata which version it is. Memory for the largest tensor is enough. Every tensor is compared
-    with its checksum: a file that was changed is made anew. Raises CSDOSError, CSDStoreError.
+    The metadata of `out` name its version. Memory for the largest tensor is enough. Every tensor is compared with its
+    checksum: a file that was changed is written again. Raises CSDOSError, CSDStoreError.
     """
     return retried(directory, lambda: _follow(directory, out))
 
@@ -40,7 +40,7 @@ def _follow(directory: Path, out: Path) -> Version | None:
         except CSDStoreError:
             if have is None:
                 raise
-            _write(way_to_newest(directory, None), None, out)  # the old file was not what it said it was
+            _write(way_to_newest(directory, None), None, out)  # the old file was not the version in its metadata
         return way[-1]
 
 

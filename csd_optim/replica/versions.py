@@ -1,4 +1,4 @@
-"""A folder of published versions: which ones there are, and which lead from one to another (docs/publish-format.md).
+"""A folder of published versions: their manifests, and the chain from one version to another (docs/publish-format.md).
 
 This folder needs NumPy only: an inference process reads versions without torch, and without our compiled code.
 """
@@ -50,14 +50,14 @@ class File:
 
 @dataclass(frozen=True)
 class Version:
-    """What the manifest of one version says."""
+    """The manifest of one version."""
 
     path: Path
-    id: str  # SHA-256 of its manifest, which contains the id of its base
+    id: str  # SHA-256 of the manifest, which contains the id of the base
     run: str
     number: int
     step: int
-    base: tuple[int, str] | None  # number and id of the version from which it differs; None: it is full
+    base: tuple[int, str] | None  # number and id of the base version; None for a full version
     tensors: tuple[Tensor, ...]
     files: tuple[File, ...]
 
@@ -67,7 +67,7 @@ class Version:
 
     @property
     def key(self) -> tuple[int, str]:
-        """What the version after it names as its base."""
+        """Number and id, by which the next version names its base."""
         return self.number, self.id
 
     @property
@@ -132,7 +132,7 @@ def _file(path: Path, found: dict[str, Any]) -> File:
 
 
 def _check_slices(version: Version) -> None:
-    """Raise ValueError unless slices are disjoint parts of tensors, in a full version of several files all of them."""
+    """Raise ValueError unless slices are disjoint parts of tensors; in a full version of several files, all parts."""
     is_divided = version.is_full and any(file.slices for file in version.files)
     ends = [0] * len(version.tensors)
     for tensor, first, n in sorted(s for file in version.files for s in file.slices):
@@ -144,10 +144,10 @@ def _check_slices(version: Version) -> None:
 
 
 def way_to_newest(directory: Path, have: tuple[int, str] | None) -> list[Version]:
-    """Return the versions to apply one after another, to have the newest one; none if `have` is the newest.
+    """Return the versions to apply in order to get the newest; an empty list if `have` is the newest.
 
-    `have`: number and id of the version that the caller has. If the others do not lead on from it, or it is None, the
-    first one returned is full.
+    `have`: number and id of the caller's version. If it is None, or no chain continues from it, the first version
+    returned is full.
 
     Raises CSDOSError if there is no version, or some were removed meanwhile; CSDStoreError.
     """
@@ -158,7 +158,7 @@ def way_to_newest(directory: Path, have: tuple[int, str] | None) -> list[Version
 
 
 def way_to(directory: Path, version: Version, have: tuple[int, str] | None) -> list[Version]:
-    """Do as way_to_newest() for another version of the folder."""
+    """As way_to_newest(), for another version of the folder."""
     if have == version.key:
         return []
     way = [version]

@@ -23,10 +23,10 @@ TORCH_DTYPES = {"BF16": "bfloat16", "F16": "float16"}
 
 
 def follow(directory: Path, out: Path) -> tuple[Path, Version] | None:
-    """Write the file that leads to the newest version of a folder from that of the newest file in the folder `out`.
+    """Write the file from the newest version in the folder `out` to the newest version of `directory`.
 
-    Returns the file and the version; None: there is no newer one. If the versions do not lead on from that file, the
-    new one is full. With a full file, those from before the last full one are removed. Memory for one tensor is enough.
+    Returns (file, version); None without a newer version. The new file is full if the versions do not continue from the
+    newest file. With a new full file, all before the previous full one are removed. Memory for one tensor is enough.
 
     Raises CSDValueError if `out` has files of another folder; CSDBusyError, CSDOSError, CSDStoreError.
     """
@@ -68,7 +68,10 @@ def _have(path: Path) -> Key:
 
 
 def _write(path: Path, newest: Version, base: Key | None, patches: Patches) -> None:
-    """Write the patches to a file. They are read twice: their sizes come first, and only one fits in memory."""
+    """Write the patches to a file.
+
+    Reads the patches twice: the file begins with all sizes, and memory may hold only one patch.
+    """
     sizes = {}
     for tensor in newest.tensors:
         if base is None:

@@ -1,7 +1,6 @@
-"""Frames of Zstandard (RFC 8878): compressed if the package `zstandard` is installed, otherwise stored as they are.
+"""Frames of Zstandard (RFC 8878): compressed if the package `zstandard` is installed, otherwise with raw blocks.
 
-Stored data are in blocks of the kind that the format has for data that cannot be compressed, so that any decoder reads
-them.
+Raw blocks are the format's blocks for incompressible data, so any decoder reads such frames.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from typing import Any
 
 MAGIC = b"\x28\xb5\x2f\xfd"
 DESCRIPTOR = 0b1100_0000  # the size of the content follows in 8 bytes; no checksum, no dictionary
-WINDOW = 7 << 3  # 2^(10 + 7) bytes: a block may be as large
+WINDOW = 7 << 3  # 2^(10 + 7) bytes: the largest block
 BLOCK = 1 << 17
 LEVEL = 1
 
@@ -24,7 +23,7 @@ def frame(data: bytes) -> bytes:
 
 
 def stored(data: bytes) -> bytes:
-    """Return a frame of blocks that are not compressed."""
+    """Return a frame of raw blocks."""
     parts = [MAGIC, bytes([DESCRIPTOR, WINDOW]), len(data).to_bytes(8, "little")]
     for first in range(0, max(1, len(data)), BLOCK):
         part = data[first : first + BLOCK]

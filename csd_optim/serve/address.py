@@ -14,7 +14,7 @@ from ..errors import CSDValueError
 from .handshake import MOST_STREAMS
 
 SCHEME = "serve://"
-DEFAULT_TIMEOUT = 600.0  # seconds that the other side may be silent within a step
+DEFAULT_TIMEOUT = 600.0  # seconds for which the other side may be silent within a step
 MAX_TIMEOUT = 24 * 3600.0
 
 
@@ -27,8 +27,8 @@ class Address(NamedTuple):
     timeout: float  # seconds
     key: str | None  # the trainer's key file; None: see keys.resolve()
     owner: str | None  # the optimizer rank's fingerprint
-    share: float | None = None  # its part of a trainer's states, relative to that of others; None: by its devices
-    connections: int = 1  # that carry tiles
+    share: float | None = None  # relative part of a trainer's states; None: by the owner's devices
+    connections: int = 1  # data connections, which carry tiles
 
     def __str__(self) -> str:
         return self.text
@@ -38,15 +38,15 @@ class Owners(NamedTuple):
     """The optimizer ranks that have the states of this trainer."""
 
     addresses: list[Address]
-    indices: list[int]  # which of all shares each of them has
-    n_shares: int  # of all trainers: each trainer has one, or each optimizer rank, whichever are more
-    here: list[int]  # how many of all shares each of the optimizer ranks has
+    indices: list[int]  # by owner: the number of its share
+    n_shares: int  # the larger of the numbers of trainers and of optimizer ranks
+    here: list[int]  # by owner: its number of shares, over all trainers
 
 
 def owners_named(devices: Any, ranks: Ranks | None) -> Owners | None:
-    """Return this trainer's optimizer ranks if `devices` (or CSD_OPTIM_DEVICES, if it is None) names one or several.
+    """Return this trainer's optimizer ranks; None if `devices` (None: CSD_OPTIM_DEVICES) names no optimizer rank.
 
-    Several are divided among the trainers, or the trainers among them. Raises CSDValueError.
+    Several optimizer ranks are divided among the trainers, or the trainers among them. Raises CSDValueError.
     """
     named = settings.devices() if devices is None else [devices] if isinstance(devices, str) else devices
     if not isinstance(named, (list, tuple)):
@@ -63,14 +63,14 @@ def owners_named(devices: Any, ranks: Ranks | None) -> Owners | None:
     rank, size = (ranks.rank, ranks.size) if ranks else (0, 1)
     n_shares = max(size, len(addresses))
     of_shares = [addresses[k % len(addresses)] for k in range(n_shares)]
-    places = Counter((address.host, address.port) for address in of_shares)  # one may be named twice
+    places = Counter((address.host, address.port) for address in of_shares)  # an owner may be named twice
     own = range(rank, n_shares, size)
     here = [places[of_shares[k].host, of_shares[k].port] for k in own]
     return Owners([of_shares[k] for k in own], [*own], n_shares, here)
 
 
 def parse_address(text: str) -> Address:
-    """Parse `serve://host:port`, to which options are added: `?timeout=60&key=FILE`. Raises CSDValueError."""
+    """Parse `serve://host:port`, which may have options: `?timeout=60&key=FILE`. Raises CSDValueError."""
     try:
         parts = urlsplit(text)
         host, port = parts.hostname, parts.port

@@ -1,4 +1,4 @@
-"""Lets peers in: the handshake of an owner, and what joins a control connection and its data connections."""
+"""Admits peers: the owner's side of the handshake, and the joining of data connections to their control connection."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from .tcp import Stream, Tcp
 from .tls import Tls
 
 JOIN_SECONDS = 60.0  # for all data connections, once the control connection is admitted
-REFUSALS = {  # by the status that the other side is told
+REFUSALS = {  # by the status sent to the other side
     handshake.REFUSED: "of a key that is not accepted, or not for this",
     handshake.BUSY: "of more sessions than the limit of open files (ulimit -n) or of readers allows",
 }
-SESSIONS, READERS = 4096, 64  # that are open at once, in all and by readers
+SESSIONS, READERS = 4096, 64  # open at once: all, and readers'
 READER_BYTES = 64 << 10  # maximum length of a reader's message
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Joining:
-    """A session whose control connection is admitted, and waits for its data connections."""
+    """A session whose control connection is admitted, while its data connections are awaited."""
 
     ticket: bytes = dataclasses.field(repr=False)
     session: Session
@@ -48,13 +48,13 @@ class Admission:
         self._accepted, self._timeout = accepted, timeout
         self._lock = threading.Lock()
         self._joining: dict[bytes, Joining] = {}  # by the session's name
-        # How many connections each session has, or will have. Closed ones may be among them.
+        # The number of connections that each session has, or will have. Sessions may be closed.
         self._sessions: weakref.WeakKeyDictionary[Session, int] = weakref.WeakKeyDictionary()
 
     def admit(self, tcp: Tcp) -> Session | None:
-        """Do the handshake of a connection. Returns a session if this connection was the last that it needs.
+        """Do the handshake of a connection. Returns the session if this connection completes it.
 
-        Raises Refusal, ConnectionClosed, ssl.SSLError; the connection is then for the caller to shut down.
+        Raises Refusal, ConnectionClosed, ssl.SSLError; the caller then shuts the connection down.
         """
         until = time.monotonic() + handshake.DEADLINE
         first = handshake.read(tcp, handshake.PREFACE.size)
@@ -77,7 +77,7 @@ class Admission:
         raise Refusal("of an unknown kind")
 
     def replace(self, accepted: Accepted) -> None:
-        """Accept other keys from now on; sessions of a key that has lost its role are revoked."""
+        """From now on accept these keys; revoke sessions of keys that have lost their role."""
         with self._lock:
             self._accepted = accepted
             for session in self._sessions:
@@ -85,10 +85,13 @@ class Admission:
         self.tidy()
 
     def tidy(self, everything: bool = False) -> int:
-        """End what waits for data connections but is over, late or revoked, or everything. Returns how many wait on."""
+        """End sessions that wait for data connections and are over, late or revoked, or all.
+
+        Returns how many still wait.
+        """
         now = math.inf if everything else time.monotonic()
         with self._lock:
-            # Before its data connections are there, a peer says nothing on the control connection.
+            # A peer sends nothing on the control connection before its data connections have joined.
             ended = {n: j for n, j in self._joining.items() if now >= j.until or j.tcp.has_news() or j.session.revoked}
             self._joining = {n: j for n, j in self._joining.items() if n not in ended}
             waiting = len(self._joining)
@@ -112,7 +115,7 @@ class Admission:
             if status not in REFUSALS:
                 self._sessions[session] = 1 + request.streams
                 kind = handshake.DATA if status == handshake.GO_ON else handshake.DATA_IN_TLS
-                if request.streams:  # before 5, after which data connections may come
+                if request.streams:  # before message 5, after which data connections may come
                     until = time.monotonic() + JOIN_SECONDS
                     self._joining[name] = Joining(ticket, session, tcp, request.streams, kind, until)
         if status in REFUSALS:
@@ -128,7 +131,7 @@ class Admission:
         return None if request.streams else self._whole(session)
 
     def _status(self, role: Role | None, peer: Peer, request: Request) -> int:
-        """Return what 5 says. Called with the lock held."""
+        """Return the status for message 5. Called with the lock held."""
         if role is None or not self._stands(peer):
             return handshake.REFUSED
         if request.streams > handshake.MOST_STREAMS or request.flags & ~handshake.NO_FRAMES:
@@ -142,7 +145,7 @@ class Admission:
         return handshake.GO_ON if plain or (sealed.AVAILABLE and not request.flags) else handshake.GO_ON_IN_TLS
 
     def _stands(self, peer: Peer) -> bool:
-        """Return whether the peer's key has still the role that it was admitted with. Called with the lock held."""
+        """Return whether the peer's key still has the role at admission. Called with the lock held."""
         return self._accepted is None or self._accepted.roles.get(peer.fingerprint) is peer.role
 
     # ---- data connections -------------------------------------------------------------------
@@ -151,7 +154,7 @@ class Admission:
         with self._lock:
             joining = self._joining.get(name)
         if joining is None or joining.kind != kind:
-            raise Refusal("of an unknown session")  # without work, and without an answer
+            raise Refusal("of an unknown session")  # without further work or an answer
         stream: Stream = tcp
         if kind == handshake.DATA_IN_TLS:
             handshake.say(tcp, handshake.answer(handshake.GO_ON))
@@ -170,7 +173,7 @@ class Admission:
                 raise Refusal("of an unknown session")
             session.data.append(connection)
             if complete := len(session.data) == joining.streams:
-                del self._joining[name]  # and with it the ticket: nothing can join any more
+                del self._joining[name]  # with the ticket: nothing can join any more
         try:
             handshake.say(stream, handshake.answer(handshake.GO_ON))
         except BaseException:
@@ -179,7 +182,7 @@ class Admission:
         return self._whole(session) if complete else None
 
     def _whole(self, session: Session) -> Session:
-        """Return a session that has all of its connections, which now have the time that sessions have."""
+        """Return the complete session, with the timeout of sessions on its connections."""
         try:
             session.settimeout(self._timeout)
         except BaseException:  # a connection has ended already
@@ -188,7 +191,10 @@ class Admission:
         return session
 
     def _in_tls(self, tcp: Tcp, accepted: Accepted | None, first: bytes) -> tuple[Stream, str]:
-        """Change to TLS if there is a key, and verify 4. Returns the stream, and the other side's fingerprint."""
+        """Change to TLS if there is a key, and verify message 4.
+
+        Returns the stream, and the other side's fingerprint.
+        """
         stream: Stream = tcp
         print_ = ""
         if accepted is not None:

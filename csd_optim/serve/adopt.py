@@ -1,4 +1,4 @@
-"""Continues from the commit that the owners of a trainer have resumed: what they say about it, checked."""
+"""Continues from the commit that a trainer's owners have resumed, after checks of the owners' answers."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from .shares import Share, divide
 
 
 class OfOwner:
-    """What an owner says about the commit that it has resumed."""
+    """An owner's answer about the commit that it has resumed."""
 
     def __init__(self, answer: Answer, n_devices: int) -> None:
-        """Check what can be checked without the other owners. `n_devices`: its own. Raises CSDRankError."""
+        """Check everything that does not need other owners. `n_devices`: of this owner. Raises CSDRankError."""
         self.fields: Fields = answer.fields
         counts, devices, user_state = number_of(answer.arrays, 3)
         self.manifest: dict[str, Any] = self.fields.object("manifest")
@@ -55,10 +55,10 @@ class OfOwner:
             refuse(f"the store of the optimizer ranks: {e}")
         self.params: list[dict[str, Any]] = self.manifest["params"]
         self.counts: np.ndarray[Any, Any] = unpack_counts(counts, len(self.params))
-        self._taken = 0  # extents
+        self._taken = 0  # extents returned by next_extent()
 
     def next_extent(self, first_param: int, first_tile: int) -> Extent:
-        """Return the next of its extents. Raises CSDRankError."""
+        """Return the owner's next extent. Raises CSDRankError."""
         e, self._taken = self._taken, self._taken + 1
         if e >= len(self.extents):
             refuse("the extents of a store")
@@ -69,7 +69,7 @@ class OfOwner:
         return extent_of(wanted, self._n_devices, devices)
 
     def check_end(self) -> None:
-        """Raise CSDRankError unless all of its extents were taken."""
+        """Raise CSDRankError unless next_extent() has returned all extents."""
         if self._taken < len(self.extents) or len(self._devices):
             refuse("the devices of tiles")
 
@@ -84,7 +84,7 @@ def check_params(manifest: dict[str, Any], n_extents: int, n_devices: int) -> No
 
 
 def request_of(about: Any, numels: list[int], first_param: int, first_tile: int) -> ExtentRequest:
-    """Return an extent of a store as it was requested. Raises CSDRankError."""
+    """Return the request from which an extent of a store was made. Raises CSDRankError."""
     fields = Fields(about)
     sections, dtype = fields.texts("sections"), dtype_named(fields.text("param_dtype"))
     if not 0 < len(sections) <= 4 or not all(is_name(s) for s in sections):
@@ -137,7 +137,7 @@ def adopt(engine: Engine, shares: Sequence[Share], answers: Sequence[Answer]) ->
 
 
 def _of_manifest(extents: Sequence[Extent]) -> list[dict[str, Any]]:
-    """Return what a resume reads of the extents in a manifest."""
+    """Return the extents with the fields of a manifest that a resume reads."""
     return [
         {"sections": [*extent.sections]} | ({"codec": extent.codec} if extent.param_dtype is not None else {})
         for extent in extents
@@ -147,9 +147,9 @@ def _of_manifest(extents: Sequence[Extent]) -> list[dict[str, Any]]:
 def _add_extents(
     engine: Engine, shares: Sequence[Share], owners: Sequence[OfOwner], manifest: dict[str, Any], described: list[Any]
 ) -> None:
-    """Add the extents of a store, which `manifest` describes as a whole. Raises CSDRankError, CSDStoreError."""
+    """Add the extents of a store. `manifest`: of the whole model. Raises CSDRankError, CSDStoreError."""
     n_devices = len(engine.devices.specs)
-    nowhere = [0] * n_devices, (np.zeros(0), np.zeros(0))  # slots and checksums are with the owners
+    nowhere = [0] * n_devices, (np.zeros(0), np.zeros(0))  # owners have the slots and checksums
     try:
         check_rules(manifest, [Fields(about).texts("sections") for about in described])
     except CSDStoreError as e:
@@ -175,7 +175,10 @@ def _add_extents(
 def _take_divided(
     extent: Extent, of_tiles: np.ndarray[Any, Any], shares: Sequence[Share], owners: Sequence[OfOwner]
 ) -> Extent:
-    """Return an extent with its devices, of which each owner has what divide() says. Raises CSDRankError."""
+    """Return an extent with its devices, after checks that it is divided among owners as by divide().
+
+    Raises CSDRankError.
+    """
     devices, first = np.zeros(extent.n_tiles, np.uint32), 0
     for share, owner, (tiles, parts) in zip(shares, owners, divide(extent, of_tiles, len(shares)), strict=True):
         if len(parts):

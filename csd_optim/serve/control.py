@@ -1,8 +1,8 @@
 """Messages of a control connection: a JSON object, and arrays of bytes after it.
 
-A message begins with two 32-bit numbers, the length of the JSON and how many arrays there are, and the 64-bit length of
-each array. Received data is never unpickled, and its lengths are checked before memory is taken; so is how many values
-the JSON has, since a value of two bytes takes hundreds of them as an object of Python.
+A message begins with two 32-bit numbers, the length of the JSON and the number of arrays, and the 64-bit length of each
+array. Received data is never unpickled. Lengths are checked before memory is taken, and so is the number of values in
+the JSON, since a value of two bytes takes hundreds of bytes as a Python object.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from .tcp import Buffer, Connection, ConnectionClosed, Stream, bytes_of
 
 MESSAGE_BYTES = 64 << 20  # maximum length of a message
 MOST_ARRAYS = 64  # in a message
-# Half of a character that is no part of UTF-8. We send characters as they are, so nobody of us sends one.
+# Half of a character that is no part of UTF-8. Our side sends characters unescaped, so never such a half.
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 LENGTHS = struct.Struct("!II")
 
 
 class JsonLimits(NamedTuple):
-    """What the JSON of a message may have."""
+    """Limits of the JSON in a message."""
 
     nbytes: int
-    values: int  # counted as its commas and opening brackets: cheap, and at most too many
+    values: int  # counted by commas and opening brackets: cheap, and never too low
 
     def check(self, text: bytes | bytearray) -> None:
-        """Raise CSDValueError if a text exceeds them."""
+        """Raise CSDValueError if a text exceeds the limits."""
         values = sum(map(text.count, (b",", b"[", b"{")))
         if len(text) > self.nbytes or values > self.values:
             raise CSDValueError(
@@ -41,11 +41,12 @@ class JsonLimits(NamedTuple):
             )
 
 
-# The longest message describes a model: 170 to 330 bytes and 14 to 21 values for a parameter, so some 100,000 of them.
-# Parsed, the worst that fits takes 0.5 GiB (measured: keys and texts of 4 bytes a character).
+# The longest message describes a model: 170 to 330 bytes and 14 to 21 values for a parameter, so some 100,000
+# parameters. Parsed, the worst message within the limits takes 0.5 GiB (measured: keys and texts of 4 bytes a
+# character).
 PARAM_VALUES = 21
 REQUEST = JsonLimits(32 << 20, 1 << 21)
-# An owner's answer repeats that description beside the last record: what was accepted can be resumed.
+# An owner's answer repeats the description beside the last record: everything accepted can be resumed.
 ANSWER = JsonLimits(2 * REQUEST.nbytes, 2 * REQUEST.values)
 
 
@@ -61,8 +62,8 @@ class ControlConnection(Connection):
     def send(self, message: Mapping[str, Any], *arrays: Buffer) -> None:
         """Send a message with the bytes of contiguous arrays, together at most MESSAGE_BYTES.
 
-        Raises CSDValueError, with nothing sent, if it is too long or contains NaN, infinity or half of a character;
-        ConnectionClosed.
+        Raises CSDValueError, with nothing sent, if the message is too long or contains NaN, infinity or half of a
+        character; ConnectionClosed.
         """
         try:
             text = json.dumps(message, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
@@ -84,9 +85,9 @@ class ControlConnection(Connection):
     ) -> tuple[dict[str, Any], list[memoryview]]:
         """Return the next message and its arrays. `timeout`: seconds until it begins (None: no limit).
 
-        `most`: its maximum length in bytes, if that is less than usual.
+        `most`: maximum length in bytes, if lower than usual.
 
-        Raises ConnectionClosed, also if what was sent is no message.
+        Raises ConnectionClosed, also for data that is no message.
         """
         with self._whole():
             self._stream.wait(timeout)
@@ -109,7 +110,7 @@ def parse(data: bytes | bytearray, limits: JsonLimits) -> dict[str, Any]:
     """Decode a JSON object without NaN and infinity. Raises ConnectionClosed."""
     try:
         limits.check(data)
-        if SURROGATE.search(data.replace(rb"\\", b"")):  # a backslash that is a character begins no \u
+        if SURROGATE.search(data.replace(rb"\\", b"")):  # an escaped backslash begins no \u
             raise ValueError
         message = json.loads(data.decode(), parse_constant=_finite, parse_float=_finite)
     except CSDValueError as e:

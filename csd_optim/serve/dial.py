@@ -1,4 +1,4 @@
-"""Connects to an owner: the handshake of whoever calls."""
+"""Connects to an owner: the calling side of the handshake."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .tls import Tls
 CONNECT_SECONDS = 60.0
 MOST_DELAY = 2.0  # seconds between attempts
 FULL = "it has as many sessions as it may have: more need a higher limit of open files, ulimit -n"
-NO = {  # what an owner may say instead of going on
+NO = {  # statuses by which an owner refuses
     handshake.REFUSED: "the owner refuses the connection",
     handshake.NEEDS_KEY: "the owner has a key, and this side has none: set CSD_OPTIM_KEY or add ?key=FILE",
     handshake.HAS_NO_KEY: "the owner has no key, and this side insists on one: start it with --key FILE",
@@ -49,11 +49,11 @@ def connect(
     key, owner   see keys.resolve(). Several fingerprints, also with commas between them: any of them. Without a key,
                  only on loopback, nothing is encrypted.
     timeout      seconds for which the owner may later be silent within a message
-    within       seconds for which an owner that does not answer, or is busy, is tried again; 0: only once. A try may
+    within       seconds for which to retry if the owner does not answer, or is busy; 0: a single try. A try may
                  take 10 s more.
 
-    Raises CSDUnavailableError if the owner does not answer or refuses, CSDValueError for a stranger's address without
-    a key.
+    Raises CSDUnavailableError if the owner does not answer or refuses, CSDValueError for another machine's address
+    without a key.
     """
     pins = {*(owner.split(",") if isinstance(owner, str) else owner or ())}
     dialler, until, delay, seen = _Dialler(key, pins, streams), time.monotonic() + within, 0.1, ""
@@ -67,7 +67,7 @@ def connect(
         except (Refusal, ssl.SSLError) as e:
             why = getattr(e, "reason", None) or e
             raise CSDUnavailableError(errno.EACCES, f"{address[0]}:{address[1]}: {why}") from None
-        # Not of `random`, whose numbers are the program's.
+        # Not from `random`, whose state belongs to the program.
         delay = min(1.5 * delay, MOST_DELAY)
         pause = delay * (0.5 + secrets.randbelow(1000) / 1000)
         if time.monotonic() + pause > until:
@@ -92,7 +92,7 @@ class _Dialler:
         self.plain = handshake.PLAIN if key is None else 0
 
     def session(self, place: Any, until: float, timeout: float) -> Session:
-        """Open a session at a socket address. Raises ConnectionClosed if that may pass, BusyError, Refusal."""
+        """Open a session at a socket address. Raises ConnectionClosed if a retry may help, BusyError, Refusal."""
         with contextlib.ExitStack() as undo:
             control, print_, in_tls, name, ticket = self.control(place)
             undo.callback(control.shutdown)
@@ -112,7 +112,7 @@ class _Dialler:
             return session
 
     def control(self, place: Any) -> tuple[Stream, str, bool, bytes, bytes]:
-        """Return the control connection, the owner's fingerprint, whether data goes in TLS, session and ticket."""
+        """Return the control connection, the owner's fingerprint, whether data travels in TLS, session and ticket."""
         hello = handshake.preface(handshake.CONTROL | self.plain, self.request.pack())
         with _dialled(place) as tcp:
             stream, print_ = self.greeted(tcp, hello, self.pins)
@@ -120,7 +120,7 @@ class _Dialler:
                 handshake.say(stream, hello)
                 answer, name, ticket = (handshake.read(stream, n) for n in handshake.ADMITTED)
             except ConnectionClosed as e:
-                # With TLS 1.3 this side has finished before the other side has looked at the certificate.
+                # With TLS 1.3 this side finishes before the other side has checked the certificate.
                 if self.key is not None and "ALERT" in str(e):
                     raise self.not_accepted() from None
                 asked = f": does the owner accept the {self.key}?" if self.key else ""
@@ -148,7 +148,7 @@ class _Dialler:
             return DataConnection(tcp) if self.plain else sealed.SealedConnection(tcp, sends=up, receives=down)
 
     def greeted(self, tcp: Tcp, hello: bytes, pins: set[str]) -> tuple[Stream, str]:
-        """Say message 1, and change to TLS if there is a key. Returns the stream and the owner's fingerprint."""
+        """Send message 1, and change to TLS if there is a key. Returns the stream and the owner's fingerprint."""
         handshake.say(tcp, hello)
         status = handshake.status_of(handshake.read(tcp, handshake.ANSWER.size))
         if status != handshake.GO_ON:
@@ -175,11 +175,11 @@ def _no(status: int, busy: str) -> Exception:
 
 
 def _places(address: tuple[str, int], key: Key | None) -> list[Any]:
-    """Return the socket addresses of (host, port). Raises CSDValueError if one needs a key, and there is none."""
+    """Return the socket addresses of (host, port). Raises CSDValueError if an address needs a key and `key` is None."""
     host, port = address
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as e:  # UnicodeError: no name of a host can be like that
+    except (OSError, UnicodeError) as e:  # UnicodeError: not a valid host name
         why = getattr(e, "strerror", None) or e
         raise CSDUnavailableError(errno.EHOSTUNREACH, f"the address of {host!r} is not known: {why}") from None
     for *_, place in found:
@@ -199,7 +199,7 @@ def _dialled(place: Any) -> Iterator[Tcp]:
     try:
         sock.settimeout(handshake.DEADLINE)
         sock.connect(where)
-        if sock.getsockname() == sock.getpeername():  # on loopback, if nobody listens there: TCP's simultaneous open
+        if sock.getsockname() == sock.getpeername():  # on loopback without a listener: TCP's simultaneous open
             raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
         tcp = Tcp(sock, handshake.DEADLINE)
     except (OSError, ConnectionClosed) as e:

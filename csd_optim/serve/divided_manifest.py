@@ -1,4 +1,4 @@
-"""The manifests of several owners of one trainer: of each owner's parts, and what they are parts of."""
+"""The manifests of a trainer's several owners: each describes the owner's parts, and the whole model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KEPT = ("name", "group", "position", "dtype", "rule")  # of a parameter's entry
 
 
 def part_manifest(manifest: dict[str, Any], share: Share, tiles: Tiles) -> dict[str, Any]:
-    """Return the manifest of an owner. `manifest`: of the trainer, whose tiles are `tiles`."""
+    """Return the manifest of an owner. `manifest`, `tiles`: the trainer's."""
     extents = [extent_fields(e) for e in tiles.extents]
     places = [(k, start) for k, extent in enumerate(share.tiles.extents) for start in extent.starts]
     params = []
@@ -34,9 +34,9 @@ def part_manifest(manifest: dict[str, Any], share: Share, tiles: Tiles) -> dict[
 
 
 def whole_of(manifests: Sequence[dict[str, Any]], path: str) -> tuple[dict[str, Any], list[Any]]:
-    """Return the trainer's manifest and what it says of extents, given those of all of its owners.
+    """Return the trainer's manifest and its entries about extents, from the manifests of all owners.
 
-    Raises CSDRankError, and CSDStoreError if their stores were not divided in this way.
+    Raises CSDRankError, and CSDStoreError if the stores were not divided in this way.
     """
     if not all(DIVIDED in manifest for manifest in manifests):
         raise CSDStoreError(
@@ -52,7 +52,7 @@ def whole_of(manifests: Sequence[dict[str, Any]], path: str) -> tuple[dict[str, 
 
 
 def tiles_of(manifests: Sequence[dict[str, Any]]) -> np.ndarray[Any, Any]:
-    """Return which of the owners has each of the trainer's tiles: intp. Raises CSDRankError."""
+    """Return, for each of the trainer's tiles, the index of its owner: intp. Raises CSDRankError."""
     listed = [Fields(manifest[DIVIDED]).integers("tiles") for manifest in manifests]
     n = sum(map(len, listed))
     if sorted(number for numbers in listed for number in numbers) != [*range(n)]:

@@ -1,4 +1,4 @@
-"""The native engine of a trainer that has its states with several owners: each call goes to those that it concerns."""
+"""The native engine of a trainer with several owners: each call goes to the owners concerned."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from .shares import Places, Share
 
 
 class DividedNative:
-    """See RemoteNative, of which each share has one.
+    """The interface of RemoteNative, over the RemoteNative of each share.
 
-    A step is complete once all owners have completed it; if one of them fails, it is undone at all.
+    A step is complete once all owners have completed it; if one owner fails, the step is undone on all.
     """
 
     takes_in_place = True
 
     def __init__(self, shares: Sequence[Share], changed: threading.Condition) -> None:
-        """`changed`: that of all links."""
+        """`changed`: the condition shared by all links."""
         self._shares, self._changed = shares, changed
         self._places = Places(shares)
         self._n_params = 0
-        self._in_step: list[Share] = []  # those with tiles of the step
+        self._in_step: list[Share] = []  # shares with tiles of the step
 
     # ---- open and close --------------------------------------------------------------
 
@@ -69,13 +69,13 @@ class DividedNative:
         try:
             for k, share in enumerate(self._shares):
                 if len(here := self._places.at(k, tiles)):
-                    has_passes = bool((here >= PASS_2).any())  # else the owner has a row for each parameter
+                    has_passes = bool((here >= PASS_2).any())  # else a single row for each parameter
                     own = share.table(params if has_passes else params[: self._n_params], self._n_params)
                     share.native.begin(own, hypers, here, order=order)
                     self._in_step.append(share)
         except BaseException:
             for share in self._in_step:
-                with contextlib.suppress(CSDError):  # a link that is lost: then the owner undoes it by itself
+                with contextlib.suppress(CSDError):  # a lost link: the owner then undoes the step by itself
                     share.native.finish(False)
             raise
 
@@ -104,7 +104,7 @@ class DividedNative:
     def finish(self, keep: bool) -> None:
         failure: BaseException | None = None
         kept: list[Share] = []
-        if keep:  # no owner completes the step before all have sent all of it
+        if keep:  # no owner completes the step before all tiles have come back from all owners
             try:
                 for share in self._in_step:
                     share.native.await_all()
@@ -118,7 +118,7 @@ class DividedNative:
             except BaseException as e:
                 failure, keep = failure or e, False
         if failure:
-            for share in self._in_step:  # whatever an owner that is not reached says later, this step does not count
+            for share in self._in_step:  # the step does not count, whatever an unreachable owner says later
                 share.native.unanswered = None
             for share in kept:
                 try:
@@ -128,14 +128,14 @@ class DividedNative:
             raise failure
 
     def take_back(self) -> None:
-        """Nothing to do: RemoteCommitter.before_undo() has asked the owners."""
+        """A no-op: RemoteCommitter.before_undo() has asked the owners."""
 
     def go_back(self, tiles: np.ndarray[Any, Any]) -> None:
-        """No tiles: owners go back by themselves. See RemoteCommitter.loading()."""
+        """A no-op: owners go back by themselves. See RemoteCommitter.loading()."""
         assert not len(tiles)
 
     def free_tiles(self, tiles: np.ndarray[Any, Any]) -> None:
-        """Nothing: see RemoteCommitter.free()."""
+        """A no-op: see RemoteCommitter.free()."""
 
     def undone(self) -> list[tuple[int, int]]:
         return [(s.number_of(tile), elems) for s in self._in_step for tile, elems in s.native.undone()]
@@ -155,10 +155,10 @@ class DividedNative:
     # ---- between steps ---------------------------------------------------------------
 
     def wait_writes(self) -> None:
-        """Nothing to wait for: see RemoteNative."""
+        """A no-op: see RemoteNative."""
 
     def remap(self, *, open: bool) -> None:
-        """Nothing to do: there are no windows."""
+        """A no-op: there are no windows."""
 
     def edited(self, tiles: np.ndarray[Any, Any]) -> None:
         assert not len(tiles)

@@ -1,7 +1,7 @@
 """Frames of a data connection: a header of 32 bytes, and the payload that it announces.
 
-Here they are sent as they are: on loopback without a key, or within TLS where `cryptography` is missing. sealed.py
-encrypts them itself.
+The frames here are not encrypted: they travel on loopback without a key, or within TLS where `cryptography` is missing.
+sealed.py has encrypted frames.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from .tcp import Buffer, Connection, ConnectionClosed, Stream, bytes_of
 
 HEADER = struct.Struct("!IIQQQ")
 FRAME_BYTES = 1 << 30  # maximum length of a payload
-CHUNK = 256 << 10  # bytes: what is read in order to be discarded, encrypted or decrypted at a time stays in the cache
+CHUNK = 256 << 10  # bytes discarded, encrypted or decrypted at a time: small enough for the cache
 
 
 class Header(NamedTuple):
-    """What a frame says about itself; all numbers are unsigned."""
+    """The header of a frame; all numbers are unsigned."""
 
     kind: int  # 32 bits: PUSH, PARAMS, ...
     tile: int  # 32 bits
-    begin: int  # 64 bits: number of the BEGIN that it belongs to
+    begin: int  # 64 bits: number of the step's BEGIN
     nbytes: int  # 64 bits: length of the payload, at most FRAME_BYTES
-    entries: int  # 64 bits: words of Top-K entries in it
+    entries: int  # 64 bits: words of Top-K entries in the payload
 
 
 class DataConnection(Connection):
     """Sends and receives frames.
 
-    After receive_header() comes receive() or discard(): the caller has compared the header with what it expects before
-    a byte of the payload is received. Any error closes the connection, except where a docstring says otherwise.
+    Call receive_header(), check the header, then call receive() or discard(): no byte of a payload is received before
+    its header was checked. Any error closes the connection, except where a docstring says otherwise.
     """
 
     def __init__(self, stream: Stream) -> None:
@@ -40,7 +40,7 @@ class DataConnection(Connection):
         self._due: Header | None = None  # the payload that comes next
 
     def send(self, header: Header, views: Sequence[Buffer] = ()) -> None:
-        """Send a frame: contiguous buffers, of header.nbytes together, from where they lie.
+        """Send a frame without copying it. `views`: contiguous buffers, header.nbytes in total.
 
         Raises CSDValueError, with nothing sent, if the lengths differ; ConnectionClosed.
         """
@@ -68,9 +68,9 @@ class DataConnection(Connection):
             return header
 
     def receive(self, header: Header, views: Sequence[Buffer] = ()) -> None:
-        """Receive the payload of the frame with this header into contiguous buffers, of header.nbytes together.
+        """Receive the payload of the frame with this header into contiguous buffers, header.nbytes in total.
 
-        What they contain is unspecified until this has returned without an error. Raises CSDValueError, with nothing
+        The buffers' content is unspecified until this has returned without an error. Raises CSDValueError, with nothing
         received, if the lengths differ; ConnectionClosed.
         """
         parts = self._parts(header, views)
@@ -93,7 +93,7 @@ class DataConnection(Connection):
         return parts
 
     def _taken(self, header: Header) -> bool:
-        """Return whether a payload comes next. Raises CSDRuntimeError if it is another frame's."""
+        """Return whether a payload comes next. Raises CSDRuntimeError if it belongs to another frame."""
         due, self._due = self._due, None
         if due != (header if header.nbytes else None):
             raise CSDRuntimeError(f"the payload that comes next is not that of {header}")

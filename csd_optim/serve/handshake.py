@@ -1,4 +1,4 @@
-"""What is said before a connection is admitted, byte by byte. docs/optimizer-ranks.md has the table.
+"""The messages before a connection is admitted, byte by byte. docs/optimizer-ranks.md has the table.
 
     1   >   "csdserve", version, kind, session               28 bytes   in the clear
     2   <   "csdowner", version, status                      12         in the clear: believed only if it says no
@@ -11,9 +11,9 @@
     8   >   proof that the other side has it                 32
     9   <   2                                                12
 
-`>` is sent by whoever connects. Integers are big-endian. The session in 1 and 4 says what is wanted: see Request.
-Without a key, which is possible on loopback only, the same is said without 3. Its kinds differ: a side that has a key
-never continues without, and a side that has none never pretends to have one.
+`>` is sent by the side that connects. Integers are big-endian. The session in 1 and 4 contains a Request. Without a
+key, which is possible on loopback only, message 3 is left out, and the kinds differ: a side with a key never continues
+without TLS, and a side without a key never pretends to have one.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ VERSION = 4
 MAGIC, REPLY = b"csdserve", b"csdowner"
 PREFACE, ANSWER, REQUEST = struct.Struct("!8sHH16s"), struct.Struct("!8sHH"), struct.Struct("!II8x")
 CONTROL, DATA, DATA_IN_TLS = 1, 2, 3  # kinds of connections
-PLAIN = 0x100  # added to them without a key
+PLAIN = 0x100  # added to the kind without a key
 GO_ON, OTHER_VERSION, BUSY, REFUSED, GO_ON_IN_TLS, NEEDS_KEY, HAS_NO_KEY = range(7)  # status
 SESSION, TICKET, NONCE, PROOF = 16, 32, 32, 32  # bytes
-ADMITTED = ANSWER.size, SESSION, TICKET  # bytes of the parts of 5
+ADMITTED = ANSWER.size, SESSION, TICKET  # bytes of the parts of message 5
 IS_BUSY = "it is busy"  # with other handshakes
-NO_FRAMES = 1  # flag of a request: whoever connects cannot encrypt frames, so data connections shall use TLS
+NO_FRAMES = 1  # flag of a request: the connecting side cannot encrypt frames, so data connections use TLS
 MOST_STREAMS = 8  # data connections of a session
 DEADLINE = 10.0  # seconds for the handshake of a connection
 
 
 class Refusal(Exception):
-    """The handshake fails. The text is ours, and contains nothing that the other side has said."""
+    """The handshake fails. The text contains nothing that the other side has sent."""
 
 
 class BusyError(ConnectionClosed):
@@ -91,7 +91,7 @@ def say(stream: Stream, *parts: bytes) -> None:
 
 
 def prove_to_owner(stream: Stream, kind: int, session: bytes, ticket: bytes) -> bytes:
-    """Say 6 and 8, and verify 7. Returns what both sides have said, from which keys are derived. Raises Refusal."""
+    """Send messages 6 and 8, and verify 7. Returns the bytes from which keys are derived. Raises Refusal."""
     said = preface(kind, session) + secrets.token_bytes(NONCE)
     say(stream, said)
     first = read(stream, ANSWER.size)
@@ -108,7 +108,7 @@ def prove_to_owner(stream: Stream, kind: int, session: bytes, ticket: bytes) -> 
 
 
 def prove_to_trainer(stream: Stream, first: bytes, ticket: bytes) -> bytes:
-    """Receive the rest of 6, say 7, and verify 8. `first`: message 1. Returns as prove_to_owner(). Raises Refusal."""
+    """Receive the rest of 6, send 7, and verify 8. `first`: message 1. Returns as prove_to_owner(). Raises Refusal."""
     said = first + read(stream, NONCE) + secrets.token_bytes(NONCE)
     proof = _proof(ticket, b"owner", said)
     say(stream, said[-NONCE:], proof)
@@ -118,10 +118,10 @@ def prove_to_trainer(stream: Stream, first: bytes, ticket: bytes) -> bytes:
 
 
 def frame_keys(ticket: bytes, said: bytes) -> tuple[bytes, bytes]:
-    """Return the keys of frames to the owner, and from the owner: 32 bytes each. `said` has both nonces."""
+    """Return the keys of frames to the owner and from the owner, 32 bytes each. `said`: contains both nonces."""
     up, down = (hmac.digest(ticket, b"csd-optim frames 4 " + way + b"\0" + said, "sha256") for way in (b"up", b"down"))
     return up, down
 
 
 def _proof(ticket: bytes, whose: bytes, said: bytes) -> bytes:
-    return hmac.digest(ticket, b"csd-optim data 4 " + whose + b"\0" + said, "sha256")  # they differ: no reflection
+    return hmac.digest(ticket, b"csd-optim data 4 " + whose + b"\0" + said, "sha256")  # `whose`: no reflection

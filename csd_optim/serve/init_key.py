@@ -1,4 +1,4 @@
-"""Makes key files: a P-256 key and a certificate that it has signed itself, valid to 9999. No date in it counts."""
+"""Makes key files: a P-256 key and a self-signed certificate, valid to 9999. Dates are never checked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FROM, UNTIL = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 12, 31, 23,
 
 def init_key(path: Path) -> str:
     """Make a key file of mode 0600 and return its fingerprint. Raises CSDOSError; no file is replaced."""
-    name = f"csd-optim {secrets.token_hex(8)}"  # of no meaning, but OpenSSL finds certificates by name
+    name = f"csd-optim {secrets.token_hex(8)}"  # arbitrary, but OpenSSL finds certificates by name
     try:
         text = _by_cryptography(name)
     except ImportError:
@@ -42,7 +42,7 @@ def _by_cryptography(name: str) -> bytes:
         .serial_number(x509.random_serial_number())
         .not_valid_before(FROM)
         .not_valid_after(UNTIL)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)  # it signs nothing else
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)  # signs nothing else
         .sign(key, hashes.SHA256())
     )
     private = key.private_bytes(
@@ -52,7 +52,10 @@ def _by_cryptography(name: str) -> bytes:
 
 
 def _by_openssl(name: str) -> bytes:
-    """The same by the command `openssl`, from today on. The private key is in no file: it goes through a pipe."""
+    """As _by_cryptography(), by the command `openssl`, valid from today.
+
+    The private key travels through a pipe, not a file.
+    """
     days, pipe = (UNTIL - datetime.datetime.now()).days, "/dev/stdout"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
     command += ["-subj", f"/CN={name}", "-days", str(days), "-addext", "basicConstraints=critical,CA:FALSE"]

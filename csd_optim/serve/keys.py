@@ -1,7 +1,7 @@
-"""Key files: PEM with a private key and its certificate, which the other side knows (it *pins* it).
+"""Key files: PEM with a private key and its certificate, which the other side *pins*, that is, knows beforehand.
 
-Nothing is signed by anybody else, and no name, address or date in a certificate counts: only its SHA-256, the
-fingerprint. A file that others can read, or that cannot be read, is an error; there is no way on without it.
+There are no other signatures, and no name, address or date in a certificate counts: only its SHA-256, the fingerprint.
+A key file that is unreadable, or readable by others, is an error; nothing continues without the key.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Key:
         self.client: ssl.SSLContext = self._context(ssl.PROTOCOL_TLS_CLIENT)
 
     def server(self, accepted: Iterable[bytes]) -> ssl.SSLContext:
-        """Return the context of an owner. `accepted`: the certificates (DER) that others may have."""
+        """Return the context of an owner. `accepted`: certificates (DER) of accepted peers."""
         context = self._context(ssl.PROTOCOL_TLS_SERVER)
         context.verify_mode = ssl.CERT_REQUIRED
-        # A wrong clock must not matter, and a pinned certificate that somebody else has signed is as good.
+        # A wrong clock must not matter, and pinned certificates need not be self-signed.
         context.verify_flags = ssl.VerifyFlags(context.verify_flags | NO_CHECK_TIME | ssl.VERIFY_X509_PARTIAL_CHAIN)
-        context.num_tickets = 0  # one would outlive a key that was taken away
+        context.num_tickets = 0  # a session ticket would outlive a revoked key
         try:
             for der in accepted:
                 context.load_verify_locations(cadata=der)
@@ -59,12 +59,12 @@ class Key:
         return context
 
     def _context(self, protocol: ssl._SSLMethod) -> ssl.SSLContext:
-        context = ssl.SSLContext(protocol)  # not create_default_context(), which refuses certificates like ours
+        context = ssl.SSLContext(protocol)  # create_default_context() would refuse self-signed certificates
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
         try:
-            # OpenSSL takes keys from files only, and ours may have changed: this one is in memory.
+            # OpenSSL takes keys from files only, and the key file may have changed: use a file in memory.
             with open(os.memfd_create("key"), "w") as file:
                 file.write(self._text)
                 file.flush()
@@ -75,7 +75,7 @@ class Key:
             raise CSDOSError(e.errno, f"{self.path}: OpenSSL cannot read the key: {e.strerror}") from None
         return context
 
-    def _passphrase(self) -> str:  # else OpenSSL asks for it at the terminal
+    def _passphrase(self) -> str:  # else OpenSSL would ask at the terminal
         raise CSDValueError(f"{self.path} has a passphrase: use a key file without")
 
     def __repr__(self) -> str:
@@ -86,10 +86,10 @@ class Key:
 
 
 class Accepted:
-    """An owner's key and the certificates of others, as they were in the files when this was made."""
+    """An owner's key and the accepted certificates, as read from their files by the constructor."""
 
     def __init__(self, key: Path, accept: Sequence[tuple[Role, Path]]) -> None:
-        """Read the owner's key file, whose holders are admins, and files of certificates.
+        """Read the owner's key file, whose holders are admins, and files of certificates with their holders' roles.
 
         Raises CSDOSError and CSDValueError, also for a certificate with two roles.
         """
@@ -130,7 +130,7 @@ def read_certificates(path: Path) -> list[bytes]:
 
 
 def fingerprint(certificate: bytes) -> str:
-    """Return what identifies a certificate (DER): `sha256:` and 64 hexadecimal digits."""
+    """Return the identity of a certificate (DER): `sha256:` and 64 hexadecimal digits."""
     return "sha256:" + hashlib.sha256(certificate).hexdigest()
 
 
@@ -138,8 +138,8 @@ def resolve(path: str | None, owner: str | None) -> tuple[Key | None, str | None
     """Return a trainer's key, and the fingerprint that the owner must have; both None if no key is configured.
 
     `path`: `?key=` of the device string, before CSD_OPTIM_KEY. `owner`: `?owner=`, one fingerprint or several with
-    commas between them, by default the trainer's own. Raises CSDOSError and CSDValueError; a key that is named but
-    cannot be used is never left out.
+    commas between them, by default the trainer's own. Raises CSDOSError and CSDValueError; an unusable key is an error,
+    never left out.
     """
     named = Path(path) if path is not None else settings.key()
     if named is None:
@@ -160,7 +160,7 @@ def resolve(path: str | None, owner: str | None) -> tuple[Key | None, str | None
 
 def _read(path: Path, secret: bool) -> str:
     try:
-        with opened(path, os.O_NOFOLLOW | os.O_NONBLOCK) as fd:  # not blocking: the file could be a pipe
+        with opened(path, os.O_NOFOLLOW | os.O_NONBLOCK) as fd:  # the file could be a pipe, which must not block
             _check(path, os.fstat(fd), secret)
             data = read(fd, FILE_BYTES + 1, 0)
     except OSError as e:

@@ -1,4 +1,4 @@
-"""What strangers may take from an owner: places for handshakes, and lines in its log."""
+"""Limits on what strangers can use of an owner: places for handshakes, and lines in the log."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Sequence
 
 HANDSHAKES = 64  # at once
-PER_ADDRESS = 8  # of them from one address
-RESERVED = 256  # descriptors that sessions leave to the engine, which opens files as it works, and to handshakes
-LOG_SECONDS = 10.0  # at most one line about refusals in so much time
+PER_ADDRESS = 8  # from one address
+RESERVED = 256  # descriptors left to handshakes, and to the engine for its files
+LOG_SECONDS = 10.0  # seconds between lines about refusals
 
 
 def has_place(host: str, under_way: Sequence[str]) -> bool:
-    """Return whether another handshake may begin. `under_way`: network() of those that do not end before it."""
+    """Return whether another handshake may begin. `under_way`: network() of each handshake under way."""
     return len(under_way) < HANDSHAKES and under_way.count(network(host)) < PER_ADDRESS
 
 
@@ -31,18 +31,18 @@ class QuietLog:
         self._next = 0.0  # when a line may be printed, in time.monotonic()
 
     def say(self, line: str) -> None:
-        """Print a line. A log that cannot be written does not end the owner."""
+        """Print a line. Ignores errors, which must not end the owner."""
         with contextlib.suppress(Exception):
             self._log(line)
 
     def refused(self, reason: str) -> None:
-        """Count a refusal. `reason`: a text of ours, of which there are few."""
+        """Count a refusal. `reason`: one of a few fixed texts."""
         with self._lock:
             self._counts[reason] += 1
         self.print_counts()
 
     def print_counts(self) -> int:
-        """Print what has been counted, if it is time. Returns how many reasons are still to be printed."""
+        """Print the counts, if it is time. Returns how many reasons are still to be printed."""
         with self._lock:
             if not self._counts or time.monotonic() < self._next:
                 return len(self._counts)
@@ -54,13 +54,13 @@ class QuietLog:
 
 
 def most_connections() -> int:
-    """Return how many connections all sessions together may have: what the limit of open files leaves them."""
+    """Return the maximum number of connections of all sessions together, by the limit of open files."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return limit - min(RESERVED, limit // 2)
 
 
 def network(host: str) -> str:
-    """Return what counts as one address: for IPv6 the first 64 bits, since a machine has all of the others."""
+    """Return what counts as one address: for IPv6 the first 64 bits, since a machine can use all addresses within."""
     address = ipaddress.ip_address(host.partition("%")[0])
     if isinstance(address, ipaddress.IPv4Address):
         return str(address)
@@ -68,7 +68,7 @@ def network(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a numeric address is this machine's own, which no packet from outside reaches."""
+    """Return whether a numeric address is on loopback, out of reach for packets from outside."""
     address = ipaddress.ip_address(host.partition("%")[0])
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return (mapped or address).is_loopback

@@ -1,6 +1,6 @@
 """A trainer's link to an owner: requests and their answers, and frames on threads of their own.
 
-A link that is lost is taken up again by the next request, if the owner has the step that the trainer has: see attach().
+The next request takes a lost link up again, if owner and trainer are at the same step: see attach().
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Travelling(NamedTuple):
     """How the tiles of a step are sent and received."""
 
     tiles: TilesUnderWay
-    outgoing: Callable[[int], tuple[Views, int]]  # tile → what leaves, and how many words of entries that includes
-    returning: Callable[[int], Views]  # tile → where its parameters go
+    outgoing: Callable[[int], tuple[Views, int]]  # tile → buffers to send, words of entries in them
+    returning: Callable[[int], Views]  # tile → memory for its new parameters
 
 
 class Link:
-    """The link of one trainer to one owner. Requests may come from any thread, one after another."""
+    """The link of one trainer to one owner. Any thread may send a request, one at a time."""
 
     def __init__(
         self,
@@ -45,9 +45,9 @@ class Link:
         timeout: float,
         changed: SharedCondition | None = None,
     ) -> None:
-        """`hello`: the fields of each HELLO. `timeout`: seconds without a sign of life, after which it is lost.
+        """`hello`: the fields of each HELLO. `timeout`: the link is lost after so many seconds without a sign of life.
 
-        `changed`: that of the trainer's other links; None: it has no others.
+        `changed`: shared with the trainer's other links; None if this is the only one.
         """
         self._connect, self._streams, self._timeout = connect, streams, timeout
         self._hello = {"op": "hello", "protocol": PROTOCOL, **hello}
@@ -55,26 +55,29 @@ class Link:
         self.changed: SharedCondition = changed or SharedCondition()
         self.may_leave: list[threading.Condition] = [self.changed.condition() for _ in range(streams)]
         self.committed_step: int = 0
-        self._commits = (0, 0)  # at the owner: begun, and ended
-        self.on_committed: Callable[[], None] = lambda: None  # called on any thread that has learnt of commits
-        # Takes the link up again: returns the fields of a HELLO, and takes the answer. Set once the states are known.
+        self._commits = (0, 0)  # numbers of commits at the owner: begun, and ended
+        self.on_committed: Callable[[], None] = lambda: None  # called on any thread after news of commits
+        # To take the link up again: a function that returns the fields of a HELLO, and one that takes the answer. Set
+        # once the states are known.
         self.reattach: tuple[Callable[[], dict[str, Any]], Callable[[Answer], None]] | None = None
         self._session: Session | None = None
-        self._asking: Session | None = None  # a session that is not granted yet
+        self._asking: Session | None = None  # a session that was asked for, and is not granted yet
         self._threads: list[threading.Thread] = []
         self._travelling: Travelling | None = None
         self._lock = threading.RLock()  # held for a request and its answer
         self._requests = 0
         self._why_lost: CSDError | None = None
         self._closed = False
-        self._given_up = False  # after Ctrl-C: it is not taken up again meanwhile
+        self._given_up = False  # after Ctrl-C: do not take the link up again
 
     # ---- open and close ------------------------------------------------------------
 
     def open(self, **fields: Any) -> Answer:
-        """Connect, and ask for a session. Raises what the owner answers, or CSDUnavailableError if there is none.
+        """Connect, and ask for a session.
 
-        If the answer has `found`, what the owner has of this trainer, several resume: choose() comes next.
+        Raises the error that the owner answers, or CSDUnavailableError if no owner does.
+
+        If the answer has `found` (this trainer's store at the owner), several trainers resume: call choose() next.
         """
         with self._lock:
             self._drop(None)
@@ -86,12 +89,12 @@ class Link:
                 return answer
 
     def choose(self, round: int | None) -> None:
-        """Have the owner resume this round, which all have; None: there is none. Call granted() next."""
+        """Have the owner resume this round, which all ranks have; None: no round. Call granted() next."""
         with self._lock, self._closing() as session:
             self._say(session, {"none": round is None, "round": round}, [], anew=False)
 
     def granted(self) -> Answer:
-        """Return the answer to choose(). Raises what the owner answers."""
+        """Return the answer to choose(). Raises the error that the owner answers."""
         with self._lock, self._closing() as session:
             answer = self._hear(session)
             self._begin(session, answer)
@@ -99,7 +102,7 @@ class Link:
 
     @contextlib.contextmanager
     def _closing(self) -> Iterator[Session]:
-        """Yield the session that is not granted yet, and close it if the body raises."""
+        """Yield the session that is not granted yet; close the session if the body raises."""
         assert self._asking
         try:
             yield self._asking
@@ -147,7 +150,7 @@ class Link:
                 thread.join()
 
     def _lost(self, session: Session, why: CSDError) -> None:
-        """Note on any thread that this session is over."""
+        """End a session on any thread. `why`: the error that requests and tiles then raise."""
         with self.changed:
             if self._why_lost is None:
                 self._why_lost = why
@@ -169,13 +172,13 @@ class Link:
                 self._lost(self._session, why)
 
     def give_up(self) -> None:
-        """Give up the session, as the owner is silent after Ctrl-C: it is not taken up again before go_on()."""
+        """Give up the session until go_on(), as the owner is silent after Ctrl-C."""
         self._given_up = True
         if session := self._session:
             self._lost(session, CSDRankError("the optimizer ranks were silent, and Ctrl-C has ended the wait"))
 
     def go_on(self) -> None:
-        """Let the session be taken up again."""
+        """Let requests take the link up again."""
         self._given_up = False
 
     @property
@@ -218,7 +221,7 @@ class Link:
         return self._hear(session)
 
     def _say(self, session: Session, message: dict[str, Any], arrays: list[Any], *, anew: bool = True) -> None:
-        """Send a message: a request `anew`, or what the last one still needs."""
+        """Send a message: a new request (`anew`), or more of the last one."""
         self._requests += anew
         with self._losing(session):
             session.control.send({**message, "n": self._requests}, *arrays)
@@ -238,7 +241,7 @@ class Link:
 
     @contextlib.contextmanager
     def _losing(self, session: Session) -> Iterator[None]:
-        """Give up the session if the body raises, also an interrupt: an answer might be taken for a later one."""
+        """Give up the session if the body raises, even an interrupt: a late answer could be taken for the next one."""
         try:
             yield
         except BaseException as e:
@@ -249,11 +252,11 @@ class Link:
             raise
 
     def note_committed(self, fields: Fields) -> None:
-        """Take over from an answer or news which step is committed. News may come before an older answer is read."""
+        """Take note of the committed step in an answer or news. News may come before an older answer is read."""
         committed, begun, ended = map(fields.integer, ("committed", "begun_commits", "ended_commits"))
         with self.changed:
             if ended > self._commits[1]:
-                self.committed_step = committed  # a lower one if a state dict of an earlier step was loaded
+                self.committed_step = committed  # may be lower, after a load of an earlier step's state dict
             elif ended == self._commits[1]:
                 self.committed_step = max(committed, self.committed_step)
             self._commits = max(begun, self._commits[0]), max(ended, self._commits[1])
@@ -262,14 +265,14 @@ class Link:
 
     @property
     def commits_at_rest(self) -> bool:
-        """Whether no commit is under way at the owner, as far as is known here."""
+        """Whether no commit is known to be under way at the owner."""
         begun, ended = self._commits
         return begun == ended
 
     # ---- frames --------------------------------------------------------------------
 
     def travel(self, travelling: Travelling | None) -> None:
-        """Begin to send and receive the tiles of a step; None: it is over."""
+        """Begin to send and receive the tiles of a step; None when the step is over."""
         with self.changed:
             self._travelling = travelling
             lost = self._why_lost
@@ -297,7 +300,7 @@ class Link:
                 views, words = travelling.outgoing(tile)
                 nbytes = sum(map(len, views))
                 connection.send(Header(PUSH, tile, travelling.tiles.begin, nbytes, words), views)
-            except Exception as e:  # whatever it is: nobody would notice that this thread is gone
+            except Exception as e:  # any error: nobody would notice the end of this thread
                 travelling.tiles.abort_transfer()
                 return self._lost(session, _as_rank_error(e))
             travelling.tiles.note_sent(tile)
@@ -325,7 +328,7 @@ class Link:
             or header.begin != travelling.tiles.begin
             or not travelling.tiles.begin_return(header.tile)
         ):
-            return connection.discard(header)  # of a step that is over
+            return connection.discard(header)  # for a step that is over
         try:
             views = travelling.returning(header.tile)
             if header.nbytes != sum(map(len, views)) or header.entries:

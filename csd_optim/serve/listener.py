@@ -1,4 +1,4 @@
-"""Listens at an owner's address, and calls back for each peer that is admitted."""
+"""Listens at an owner's address, and calls back for each admitted peer."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from .tcp import ConnectionClosed, Tcp, arrives
 
 FIRST_SECONDS = 2.0  # for message 1
 BACKLOG = 128
-PR_SET_DUMPABLE = 4  # of prctl(), for which Python has no function
-TICK = 0.25  # seconds between looks at deadlines, while there are any
+PR_SET_DUMPABLE = 4  # constant of prctl(), which Python does not have
+TICK = 0.25  # seconds between checks of deadlines, while there are any
 
 
 class Listener:
@@ -45,7 +45,7 @@ class Listener:
         key          key file; None: only on loopback, where everybody on this machine is an admin
         accept       files of certificates, and what their holders may do; holders of `key` are admins
         on_session   called in a thread of its own when all connections of a peer are there. The callee closes the
-                     session; after an exception it is closed here.
+                 session; after an exception the listener does.
         log          prints a line; any thread calls it
         timeout      seconds for which a peer may later be silent within a message
 
@@ -60,7 +60,7 @@ class Listener:
         self.fingerprint: str = "" if accepted is None else accepted.key.fingerprint  # of this owner
         self._on_session, self._log = on_session, QuietLog(log)
         self._admission = Admission(accepted, timeout)
-        # Handshakes under way: connections, and where they come from. Only _accept() adds some.
+        # Handshakes under way: by thread, with connection and origin. Only _accept() adds entries.
         self._handshakes: dict[threading.Thread, tuple[Tcp, str]] = {}
         self._closed = False
         self._sock = _listening(address, self._has_key)
@@ -73,7 +73,7 @@ class Listener:
     def reload(self) -> None:
         """Read the key file and the certificates again, and revoke sessions whose key has lost its role.
 
-        If a file cannot be used, nothing changes, and the log says so.
+        If a file is unusable, nothing changes, and the log says so.
         """
         key, accept = self._files
         if key is None:
@@ -88,7 +88,7 @@ class Listener:
         self._log.say(f"{len(accepted.roles)} keys are accepted")
 
     def close(self) -> None:
-        """Stop to listen, and end handshakes. Sessions go on."""
+        """Stop listening, and end handshakes. Sessions continue."""
         self._closed = True
         with contextlib.suppress(OSError):  # closed before
             self._sock.shutdown(socket.SHUT_RDWR)  # wakes the thread
@@ -96,13 +96,13 @@ class Listener:
         while others := {t: tcp for t, (tcp, _) in [*self._handshakes.items()] if t is not threading.current_thread()}:
             for thread, tcp in others.items():
                 tcp.shutdown()
-                thread.join(TICK)  # it may have become that of a session
+                thread.join(TICK)  # the thread may have become a session's
         self._admission.tidy(everything=True)
 
     def _listen(self) -> None:
         with self._sock:
             while not self._closed:
-                # In this order: a handshake is counted until what it leaves is.
+                # In this order: a handshake is counted until its session or waiting connection is.
                 busy = len(self._handshakes) + self._admission.tidy() + self._log.print_counts()
                 if arrives(self._sock, TICK if busy else None) and not self._closed:
                     self._accept()
@@ -113,11 +113,11 @@ class Listener:
         except OSError as e:
             if self._closed or isinstance(e, ConnectionError):
                 return
-            # There are no descriptors, or no memory: wait until there are some.
+            # No descriptors or no memory: wait for some.
             self._log.refused(f"for lack of resources ({errno.errorcode.get(e.errno or 0)})")
             time.sleep(TICK)
             return
-        if not (self._has_key or is_loopback(host)):  # Linux lets neighbours in if told to (route_localnet)
+        if not (self._has_key or is_loopback(host)):  # Linux may let neighbours in (route_localnet)
             self._log.refused("from elsewhere, without a key")
             sock.close()
             return
@@ -127,7 +127,7 @@ class Listener:
             return
         try:
             tcp = Tcp(sock, handshake.DEADLINE)
-        except (OSError, ConnectionClosed, MemoryError) as e:  # it has gone already
+        except (OSError, ConnectionClosed, MemoryError) as e:  # the peer is already gone
             self._log.refused(f"by {type(e).__name__}")
             sock.close()
             return
@@ -136,7 +136,7 @@ class Listener:
         self._handshakes[thread] = tcp, network(host)
         try:
             thread.start()
-        except (RuntimeError, MemoryError) as e:  # the system refuses a thread
+        except (RuntimeError, MemoryError) as e:  # no thread available
             self._refuse(tcp, f"by {type(e).__name__}", thread)
 
     def _welcome(self, tcp: Tcp) -> None:
@@ -156,7 +156,7 @@ class Listener:
             self._run(session)
 
     def _refuse(self, tcp: Tcp, why: str, thread: threading.Thread) -> None:
-        """Count a refusal, end its connection, and give its place to somebody else."""
+        """Count a refusal, end the connection, and free its place."""
         self._log.refused(why)
         tcp.shutdown()
         del self._handshakes[thread]
@@ -174,16 +174,16 @@ class Listener:
 
 
 def _forbid_core_dumps() -> None:
-    """Keep this process's memory, which has its keys, out of files. No debugger of another user can attach then."""
+    """Keep this process's memory, which contains keys, out of core dumps and away from other users' debuggers."""
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def _listening(address: tuple[str, int], has_key: bool) -> socket.socket:
-    """Return a socket that listens at (host, port). Raises CSDOSError; CSDValueError if that address needs a key."""
+    """Return a socket that listens at (host, port). Raises CSDOSError; CSDValueError if the address needs a key."""
     host, port = address
     try:
         family, *_, place = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM)[0]
-        # What the name stands for is looked up once: this very address is judged, and used.
+        # The name is looked up once, so that the same address is checked and used.
         if not (has_key or is_loopback(str(place[0]))):
             raise CSDValueError(
                 f"{host}:{port} can be reached from other machines, and there is no key. Make one by `csd-optim serve "
@@ -203,4 +203,4 @@ def _send_away(sock: socket.socket) -> None:
         sock.setblocking(False)
         sock.send(handshake.answer(handshake.BUSY))
         sock.shutdown(socket.SHUT_WR)
-        sock.recv(64)  # to close with unread data resets the connection, and the answer may be lost
+        sock.recv(64)  # closing with unread data resets the connection, and may lose the answer

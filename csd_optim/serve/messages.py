@@ -1,4 +1,4 @@
-"""The messages of optimizer ranks: what trainers and owners say to each other, and how everything in them is checked.
+"""The messages between trainers and owners, and the checks of everything in them.
 
 docs/development.md lists them. Requests and their answers are JSON with raw arrays; gradients and parameters travel in
 frames on data connections, see frames.py. Nothing is unpickled, and no number is an address. Integers in arrays are
@@ -29,7 +29,7 @@ MAX_NEWS = 1 << 16  # bytes of a NEWS frame
 MAX_TEXT = 1 << 12  # characters of an error's text
 CHUNK = 1 << 22  # elements of a state in one message: 16 MiB
 
-# A parameter in a step, as it travels: see csd_param, whose addresses it lacks.
+# A parameter in a step, as it travels: csd_param without addresses.
 ROW = np.dtype(
     [
         *(("row", ">u4"), ("hyper", ">u4"), ("seed", ">u4"), ("first", ">u4")),
@@ -40,16 +40,16 @@ ROW = np.dtype(
 WIRE_HYPER = np.dtype([("rule", ">u4"), ("c", ">f4", 9)])
 WIRE_INDEX = np.dtype(">u4")
 SAME_NAMES = ("hyper", "seed", "first", "topk", "grad_dtype", "param_dtype", "topk_dtype", "master", "in_image")
-MASTERS = (IN_SECTION, NEW, UNCOMPARED)  # the others need parameters that owners can reach
+MASTERS = (IN_SECTION, NEW, UNCOMPARED)  # other values need parameters within the owner's reach
 
 
 def refuse(what: str) -> NoReturn:
-    """Raise CSDRankError: the other side does not keep to the protocol."""
+    """Raise CSDRankError: the other side violates the protocol."""
     raise CSDRankError(f"a message cannot be understood: {what}")
 
 
 class Fields:
-    """The fields of a message. Each method returns one, checked, or raises CSDRankError."""
+    """The fields of a message. Each method returns a checked field, or raises CSDRankError."""
 
     def __init__(self, message: Mapping[str, Any]) -> None:
         if not isinstance(message, Mapping):
@@ -104,7 +104,10 @@ class Fields:
 
 
 def array(data: memoryview, dtype: np.dtype[Any], what: str, n: int | None = None) -> np.ndarray[Any, Any]:
-    """Return an array that has arrived, of `n` elements if that is known. Raises CSDRankError."""
+    """Return received bytes as an array; `n`: the number of elements, if known. `what`: for messages.
+
+    Raises CSDRankError.
+    """
     nbytes = len(data)
     if nbytes % dtype.itemsize or (n is not None and nbytes != n * dtype.itemsize):
         refuse(f"{what} have {nbytes} bytes")
@@ -112,7 +115,7 @@ def array(data: memoryview, dtype: np.dtype[Any], what: str, n: int | None = Non
 
 
 def number_of(arrays: Sequence[memoryview], n: int) -> Sequence[memoryview]:
-    """Return the arrays of a message, which are `n`. Raises CSDRankError."""
+    """Return the arrays of a message. Raises CSDRankError unless there are `n`."""
     if len(arrays) != n:
         refuse(f"it has {len(arrays)} arrays instead of {n}")
     return arrays
@@ -122,7 +125,7 @@ def number_of(arrays: Sequence[memoryview], n: int) -> Sequence[memoryview]:
 
 
 def pack_rows(table: np.ndarray[Any, Any], rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return these rows of a step's table (dtype PARAM) as they travel."""
+    """Return these rows of a step's table (dtype PARAM) in wire format."""
     packed = np.zeros(len(rows), ROW)
     packed["row"], packed["has_grad"] = rows, table["grad"][rows] != 0
     for name in SAME_NAMES:
@@ -131,14 +134,14 @@ def pack_rows(table: np.ndarray[Any, Any], rows: np.ndarray[Any, Any]) -> np.nda
 
 
 def unpack_rows(packed: np.ndarray[Any, Any], n_rows: int, n_hypers: int) -> np.ndarray[Any, Any]:
-    """Return the table (dtype PARAM, `n_rows` rows) of a step that an owner takes. Raises CSDRankError."""
+    """Return an owner's table of a step (dtype PARAM, `n_rows` rows). Raises CSDRankError."""
     rows, dtypes = packed["row"], [*DTYPE_CODES.values()]
     for name, valid in (
         ("rows", bool((rows < n_rows).all()) and len(np.unique(rows)) == len(rows)),
         ("constants", bool((packed["hyper"] < max(n_hypers, 1)).all())),
         ("dtypes", all(bool(np.isin(packed[f"{of}_dtype"], dtypes).all()) for of in ("grad", "param", "topk"))),
         ("masters", bool(np.isin(packed["master"], MASTERS).all())),
-        # The master of a new parameter is in an image, which only tiles with gradients have.
+        # The master of a new parameter travels in an image, and only tiles with gradients have images.
         ("new parameters", bool((packed["has_grad"] & packed["in_image"])[packed["master"] == NEW].all())),
         ("images", bool((packed["has_grad"] >= packed["in_image"]).all())),
         ("flags", bool((packed["has_grad"] <= 1).all() and (packed["in_image"] <= 1).all())),
@@ -155,14 +158,14 @@ def unpack_rows(packed: np.ndarray[Any, Any], n_rows: int, n_hypers: int) -> np.
 
 
 def pack_hypers(hypers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return a step's constants (dtype HYPER) as they travel."""
+    """Return a step's constants (dtype HYPER) in wire format."""
     packed = np.zeros(len(hypers), WIRE_HYPER)
     packed["rule"], packed["c"] = hypers["rule"], hypers["c"]
     return packed
 
 
 def unpack_hypers(packed: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return a step's constants, dtype HYPER. Raises CSDRankError, also if one is not finite."""
+    """Return a step's constants, dtype HYPER. Raises CSDRankError, also for a constant that is not finite."""
     if not (np.isin(packed["rule"], [*RULES.values(), *PASS_RULES.values()]).all() and np.isfinite(packed["c"]).all()):
         refuse("the constants of a step")
     hypers = np.zeros(len(packed), HYPER)
@@ -171,7 +174,7 @@ def unpack_hypers(packed: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def pack_counts(steps: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return `step` counts, fp32, as they travel."""
+    """Return `step` counts (fp32) in wire format."""
     return steps.astype(WIRE_INDEX)
 
 
@@ -191,7 +194,7 @@ def name_of_dtype(dtype: torch.dtype | None) -> str:
 
 
 def extent_fields(extent: Extent) -> dict[str, Any]:
-    """Return how the states of an extent are stored."""
+    """Return the fields that say how an extent's states are stored."""
     sections, dtype = [*extent.sections], name_of_dtype(extent.param_dtype)
     return {"tile_elems": extent.tile_elems, "sections": sections, "codec": extent.codec, "param_dtype": dtype}
 
@@ -205,7 +208,7 @@ def dtype_named(name: str) -> torch.dtype | None:
 
 
 def said(e: BaseException) -> str:
-    """Return the text of an error; with its class if it is none of ours."""
+    """Return the text of an error, with the class unless it is a CSDError or OSError."""
     return str(e) if isinstance(e, (CSDError, OSError)) else f"{type(e).__name__}: {e}"
 
 
@@ -242,7 +245,7 @@ def unpack_news(data: bytearray) -> dict[str, Any]:
 
 
 def check_plain(value: Any, what: str, depth: int = 8) -> None:
-    """Raise CSDRankError unless it is JSON that nests at most `depth` levels and whose numbers are finite."""
+    """Raise CSDRankError unless `value` is JSON with at most `depth` levels and finite numbers."""
     if isinstance(value, (dict, list)) and depth:
         for item in value.values() if isinstance(value, dict) else value:
             check_plain(item, what, depth - 1)
@@ -251,6 +254,6 @@ def check_plain(value: Any, what: str, depth: int = 8) -> None:
 
 
 def check_byte_order() -> None:
-    """Raise CSDRankError on big-endian machines, whose tensors cannot be sent as they lie in memory."""
+    """Raise CSDRankError on big-endian machines, whose tensors cannot be sent without conversion."""
     if sys.byteorder != "little":
         raise CSDRankError("optimizer ranks work on little-endian machines only")

@@ -1,4 +1,4 @@
-"""The requests of a session, executed at the owner. messages.py checks what is in them; nothing here trusts them."""
+"""The requests of a session, executed at the owner. messages.py checks their content; nothing here trusts them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from .session import Role
 
 MAX_RECORD = MESSAGE_BYTES  # bytes of a record
 MAX_NUMELS = 1 << 47  # fp32 values that join at once
-MAX_TILE_ELEMS = 1 << 26  # that trainers may choose: the owner has memory for WINDOW tiles
+MAX_TILE_ELEMS = 1 << 26  # the most that trainers may choose: the owner has memory for WINDOW tiles
 MAX_TILES, MAX_PARAMS = 1 << 22, 1 << 20  # of a model
 MAX_TRAINERS = 1 << 12
 ID_BYTES = 16  # of a store's identity
@@ -63,17 +63,17 @@ class Hello(NamedTuple):
 
     trainer: int
     trainers: int
-    here: int  # how many of them have states at this owner
+    here: int  # the number of trainers with states at this owner
     token: str  # the same for all trainers of a training
     mode: str
     model: str  # see digest_of_entries()
     tile_elems: int | None
     who: str
-    store: str  # the identity of the store that the trainer was attached to; without attach, for a new one
+    store: str  # the identity of the store to attach to; in other modes, for a new store
     step: int  # the trainer's last step
 
     def check_attach(self, ownership: Ownership) -> None:
-        """Raise CSDRankError if the trainer cannot go on here where it was, as far as that is known yet."""
+        """Raise CSDRankError if an attaching trainer finds another store."""
         if self.mode == "attach" and ownership.is_open and self.store != ownership.store_id:
             raise CSDRankError("the optimizer ranks have another store now: start again with resume=True")
 
@@ -109,7 +109,7 @@ def check_hello(fields: Fields) -> Hello:
 
 
 def summary_of(store: RanksStore) -> dict[str, Any]:
-    """Return what trainers learn about the store of one of them, to choose the step that all resume."""
+    """Return the facts about a trainer's store from which trainers choose the step that all resume."""
     return {
         "path": store.path,
         "store": store.store_id.hex(),
@@ -125,19 +125,19 @@ class OwnerRequests:
     """The requests of one session. Not thread-safe, except for what OwnerStep does by itself."""
 
     def __init__(self, ownership: Ownership, role: Role, note_step: Callable[[OwnerStep | None], None]) -> None:
-        """`role`: the trainer's. `note_step` is called with the step that frames belong to from now on."""
+        """`role`: the trainer's. `note_step` is called with the step to which later frames belong."""
         self.ownership: Ownership = ownership
         self._role, self._note_step = role, note_step
         self._buffers = Buffers(ownership.window)
         self._step: OwnerStep | None = None
         self._brackets = contextlib.ExitStack()  # of writing() and loading()
-        self._bracketed = False  # one of them is open
-        self.is_broken: bool = False  # the session must end, and the next one reopens the store
-        # By row and section: states with which the next step begins, and how many of their elements have arrived.
+        self._bracketed = False  # `_brackets` is open
+        self.is_broken: bool = False  # the session must end, and the next session reopens the store
+        # By row and section: states written for the next step, and the number of elements that have arrived.
         self._edits: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}
         self._saving: tuple[Future[Path], SavePlace] | None = None
         self.begins: int = 0  # number of the last BEGIN
-        self.most_bytes: int = 0  # that a frame may have
+        self.most_bytes: int = 0  # the most bytes of a frame
 
     def execute(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
         """Execute a request. Raises CSDError, Closed."""
@@ -151,7 +151,7 @@ class OwnerRequests:
             return work(fields, arrays)
 
     def end(self) -> None:
-        """Undo what the session has left unfinished, once its connections are shut down."""
+        """Undo what the session has left unfinished, after its connections are shut down."""
         ownership = self.ownership
         if self._step:
             self._undo_step()
@@ -171,7 +171,7 @@ class OwnerRequests:
         return self.ownership.engine
 
     def _extent(self, row: int) -> tuple[Extent, int]:
-        """Return the extent of a parameter, and its number there. Raises CSDRankError."""
+        """Return the extent of a parameter, and the parameter's number in it. Raises CSDRankError."""
         tiles = self._engine.tiles
         if not 0 <= row < tiles.n_params:
             refuse(f"parameter {row}")
@@ -237,7 +237,7 @@ class OwnerRequests:
         return DONE
 
     def _state_within(self, row: int, section: int) -> torch.Tensor:
-        """Return a state that is written within writing() or loading()."""
+        """Return the tensor of a state, for writes within writing() or loading()."""
         engine, (extent, i) = self._engine, self._extent(row)
         if extent.codec == FP32:
             window: torch.Tensor = engine.windows.window(extent, i, section, torch.float32)
@@ -246,7 +246,7 @@ class OwnerRequests:
         return state
 
     def _edit(self, row: int, section: int, first: int, n: int) -> torch.Tensor:
-        """Return a state with which the next step begins, of which elements [first, first + n) are written next."""
+        """Return the tensor of a state for the next step, for a write to elements [first, first + n)."""
         extent, i = self._extent(row)
         state, written = self._edits.get((row, section)) or (torch.empty(extent.numels[i], dtype=torch.float32), 0)
         if first == 0:
@@ -257,7 +257,7 @@ class OwnerRequests:
         return state
 
     def _enter_edits(self, table: np.ndarray[Any, Any]) -> list[torch.Tensor]:
-        """Let a step begin with the states that were written since the last one. Returns them: they stay alive."""
+        """Let a step begin with the states written since the last step. Returns their tensors, to be kept alive."""
         edits, self._edits = self._edits, {}
         for (row, section), (state, written) in edits.items():
             if written != len(state):
@@ -274,7 +274,7 @@ class OwnerRequests:
         return DONE
 
     def _open_bracket(self, *contexts: AbstractContextManager[Any]) -> None:
-        """Enter contexts that the session may never leave: what it writes is in memory only until then."""
+        """Enter contexts that the session may never leave: until then its writes are in memory only."""
         if self._bracketed:
             refuse("states are being written already")
         self._bracketed = self.ownership.in_doubt = True
@@ -307,7 +307,7 @@ class OwnerRequests:
         brackets, self._brackets, self._bracketed = self._brackets, contextlib.ExitStack(), False
         try:
             brackets.close()
-        except BaseException:  # some states may be written, and others not
+        except BaseException:  # perhaps only some states are written
             self.is_broken = True
             raise
         self.ownership.in_doubt = False
@@ -401,7 +401,7 @@ class OwnerRequests:
         try:
             counts, user_state = number_of(arrays, 2)
             record = self._record(fields, user_state)
-            steps = self._counts(counts)  # before anything is kept
+            steps = self._counts(counts)  # before the step is kept
             round = self._round(fields)
         except CSDError:
             self._undo_step()
@@ -425,7 +425,7 @@ class OwnerRequests:
         return answer, []
 
     def _on_take_back(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
-        """Undo the last kept step: another trainer's has failed."""
+        """Undo the last kept step, because the step has failed at another trainer."""
         self._no_step()
         engine, kept = self._engine, self.ownership.kept
         if kept is None or fields.integer("step") != engine.states.step:
@@ -449,18 +449,18 @@ class OwnerRequests:
         if step not in (own, own + 1) or (step > own and self.ownership.trainers == 1):
             refuse("the commit of another step")
         engine.states.go_to(step, counts=self._counts(counts))
-        if step > own:  # one that other trainers have made, or this one on other owners
+        if step > own:  # a step without tiles here, of other trainers or other owners
             self.ownership.kept = np.zeros(0, np.uint32), False
         self.ownership.committer.rounds.highest = round - 1
         engine.committer.commit(record)
         return DONE
 
     def _round(self, fields: Fields) -> int:
-        """Return the number of the next round, if the commit that comes is one: the trainers choose it together."""
+        """Return the number of the next round, which the trainers have chosen together."""
         return fields.integer("round", self.ownership.committer.rounds.number + 1)
 
     def _on_confirm(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
-        """Make the last step's commit durable. It counts once this is so at all trainers, which compare its number."""
+        """Make the last step's commit durable. The commit is valid once all trainers have confirmed the same round."""
         self._no_step()
         committer = self.ownership.committer
         committer.confirm()

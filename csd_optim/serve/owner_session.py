@@ -1,4 +1,4 @@
-"""A session at an owner: requests are executed one after another, while frames come and go on threads of their own."""
+"""A session at an owner: requests are executed one by one, while frames travel on threads of their own."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from .ownership import Ownership
 from .session import Role, Session
 from .tcp import ConnectionClosed
 
-CLOSE_SECONDS = 5.0  # for which the connections stay open after the answer to a `close`
-HELLO_SECONDS = 60.0  # within which an admitted trainer asks for a session
-HELLO_BYTES = 64 << 10  # maximum length of that request
+CLOSE_SECONDS = 5.0  # how long the connections stay open after the answer to `close`
+HELLO_SECONDS = 60.0  # an admitted trainer has to ask for a session within this time
+HELLO_BYTES = 64 << 10  # maximum length of the request for a session
 LINE, TEXT = 500, 200  # characters of a line in the log, and of a trainer's name
 
 
 class OwnerSession:
-    """The session of one trainer. `run()` returns when it is over; `end()` ends it, on any thread."""
+    """The session of one trainer. `run()` returns when the session is over; `end()` ends it, on any thread."""
 
     def __init__(
         self, ownership: Ownership, session: Session, timeout: float, print_line: Callable[[str], None]
@@ -64,18 +64,18 @@ class OwnerSession:
             self._answer(number, *answer)
             while not self._over:
                 self._serve_request()
-        except Exception as e:  # whatever it is: nobody would notice that this thread is gone
+        except Exception as e:  # any error: nobody would notice the end of this thread
             self.end(said(e))
         finally:
             try:
                 self._clean_up(threads)
             finally:
-                self.ended.set()  # whatever has failed: the next session waits for this
+                self.ended.set()  # even after a failure: the next session waits for this
 
     def _clean_up(self, threads: list[threading.Thread]) -> None:
         self.end("the owner has failed")
         try:
-            self._requests.end()  # before threads end: they may wait for tiles of the step that this undoes
+            self._requests.end()  # before threads end, which may wait for tiles of the step undone here
         except BaseException:
             self._ownership.in_doubt = True
             raise
@@ -86,7 +86,7 @@ class OwnerSession:
             self._ownership.committer.background.on_progress = lambda: None
 
     def end(self, why: str) -> None:
-        """End the session: its connections are shut down. Idempotent."""
+        """End the session by shutting its connections down. Idempotent."""
         with self._changed:
             if self._over:
                 return
@@ -124,7 +124,10 @@ class OwnerSession:
         self._answer(number, {**answer, **self._ownership.commit_fields()}, results)
 
     def _await_end(self) -> None:
-        """Wait until the trainer has the last answer, and ends the connections: else it might see their end first."""
+        """Wait until the trainer has the last answer and ends the connections.
+
+        Else it might see their end before the answer.
+        """
         with contextlib.suppress(ConnectionClosed):
             self._session.control.receive(CLOSE_SECONDS)
 
@@ -163,7 +166,7 @@ class OwnerSession:
                 else:
                     step.receive(connection, header)
                     self._tell_failure(step)
-        except Exception as e:  # whatever it is: nobody would notice that this thread is gone
+        except Exception as e:  # any error: nobody would notice the end of this thread
             self.end(said(e))
 
     def _check_old(self, header: Header) -> None:
@@ -185,7 +188,7 @@ class OwnerSession:
                 while not (step.is_over or self._over):
                     step.send_next(device, send)
                 self._tell_failure(step)
-        except Exception as e:  # whatever it is: nobody would notice that this thread is gone
+        except Exception as e:  # any error: nobody would notice the end of this thread
             self.end(said(e))
 
     def _next_step(self, last: OwnerStep | None) -> OwnerStep | None:
@@ -199,7 +202,7 @@ class OwnerSession:
             self._add_news({"failed": error_of(step.failure), "begin": step.begin})
 
     def _note_progress(self) -> None:
-        """Called on a thread that commits."""
+        """Send news of commits. Called on a committing thread."""
         self._add_news(self._ownership.commit_fields())
 
     def _add_news(self, news: dict[str, Any]) -> None:
@@ -227,7 +230,7 @@ class OwnerSession:
                     with self._control_lock:
                         if self._answering == working:
                             self._session.control.send({"n": working, "working": True})
-        except Exception as e:  # whatever it is: nobody would notice that this thread is gone
+        except Exception as e:  # any error: nobody would notice the end of this thread
             self.end(said(e))
 
     def _send_news(self, stream: int, news: dict[str, Any]) -> None:
@@ -238,7 +241,7 @@ class OwnerSession:
 
 @contextlib.contextmanager
 def _working(session: Session, number: int, interval: float) -> Iterator[None]:
-    """Give signs of life while a request for a session is executed, which may read all states."""
+    """Send signs of life while a request for a session is executed, which may read all states."""
     done = threading.Event()
 
     def tell() -> None:
@@ -256,26 +259,26 @@ def _working(session: Session, number: int, interval: float) -> Iterator[None]:
 
 
 class Owner:
-    """Serves the trainers of one training after another. Another training's HELLO, if granted, ends the one before."""
+    """Serves the trainers of one training at a time. A granted HELLO of another training ends the present one."""
 
     def __init__(self, ownership: Ownership, timeout: float, print_line: Callable[[str], None]) -> None:
-        """`ownership`: that of a single trainer; others have their own beside it."""
+        """`ownership`: for a single trainer; other trainers get their own beside it."""
         self._timeout = timeout
-        self._name = secrets.token_hex(8)  # tells it from others, whatever its address is
-        # Trainers' names and operations are in these lines, and may contain anything.
+        self._name = secrets.token_hex(8)  # identifies the owner, whatever its address
+        # Lines contain trainers' names and operations, which may be any text.
         self._print_line: Callable[[str], None] = lambda line: print_line(printable(line, LINE))
         self._parts: dict[int, Ownership] = {0: ownership}  # by trainer
         self.sessions: dict[int, OwnerSession] = {}  # by trainer
-        self._asking: set[Session] = set()  # whose HELLO of that training is being granted
-        self._asked: set[int] = set()  # the trainers of that training that have asked for a session
-        self._token = ""  # of the training that these belong to
+        self._asking: set[Session] = set()  # sessions whose HELLO is being granted
+        self._asked: set[int] = set()  # the training's trainers that have asked for a session
+        self._token = ""  # the training of the three fields above
         self._count = 0
-        self._lock = threading.Lock()  # guards the six above, and `_closed`
-        self._changing = threading.Lock()  # held before it, and while another training ends
+        self._lock = threading.Lock()  # guards the six fields above, and `_closed`
+        self._changing = threading.Lock()  # taken before `_lock`, and held while another training ends
         self._closed = False
 
     def serve(self, session: Session) -> None:
-        """Serve a session to its end: for Listener. An engine is used by one session at a time."""
+        """Serve a session to its end: for Listener. Only one session at a time uses an engine."""
         number = 0
         try:
             message, _ = session.control.receive(HELLO_SECONDS, HELLO_BYTES)
@@ -313,7 +316,7 @@ class Owner:
             with self._lock:
                 self._asking.discard(session)
                 if not (self._asking or self.sessions) and hello.token == self._token:
-                    self._token = ""  # nothing was granted: the training before this one may go on
+                    self._token = ""  # nothing was granted: the previous training may continue
 
     def _open(
         self, part: Ownership, session: Session, hello: Hello, number: int
@@ -341,12 +344,12 @@ class Owner:
                 return own, answer, self._count
 
     def _check_current(self, hello: Hello) -> None:
-        """Raise CSDRankError if another training has come since. Called with `_lock` held."""
+        """Raise CSDRankError if another training has taken over. Called with `_lock` held."""
         if self._closed or hello.token != self._token:
             raise CSDRankError("another session has taken over")
 
     def _part_of(self, hello: Hello, session: Session) -> Ownership:
-        """Return what this trainer has here, after the training before its own was ended.
+        """Return this trainer's ownership, after ending the previous training.
 
         Raises what Ownership.check() raises, and CSDRankError; then nothing has changed.
         """
@@ -362,7 +365,7 @@ class Owner:
                 if len(asked) > hello.here:
                     refuse(f"{len(asked)} trainers of {hello.here}")
                 part.check(hello.mode, hello.model)
-                if not same and any(p.has_states for p in parts):  # before the training that has them is ended
+                if not same and any(p.has_states for p in parts):  # before the training with these states is ended
                     raise CSDStoreError(
                         f"the optimizer ranks have states of {parts[0].trainers} trainers, and these are "
                         f"{hello.trainers}: start as many as before"
@@ -373,7 +376,7 @@ class Owner:
                     if hello.mode == "attach" and self._token:
                         raise CSDRankError("another session has taken over")
                     ending, asking, self._asking = {*self.sessions}, self._asking, set()
-                    for other in asking:  # it may wait for its trainer's choice
+                    for other in asking:  # another session may be waiting for its trainer's choice
                         other.close()
                     self._token = hello.token
                 self._asking.add(session)
@@ -385,7 +388,7 @@ class Owner:
             return part
 
     def _choose(self, part: Ownership, session: Session, number: int, store: RanksStore) -> int | None:
-        """Ask the trainers, which tell each other what each of them has here, for the round that all resume."""
+        """Ask the trainers, which compare their stores among themselves, for the round that all resume."""
         others = [] if store.steps else part.others_here()
         session.control.send({"n": number, "found": summary_of(store), "others": others, "owner": self._name})
         message, _ = session.control.receive(None, HELLO_BYTES)  # the slowest trainer decides
@@ -393,7 +396,7 @@ class Owner:
         return None if fields.flag("none") else fields.integer("round", 1)
 
     def _end(self, trainers: set[int], why: str) -> None:
-        """End sessions of these trainers, and wait until they have ended."""
+        """End the sessions of these trainers, and wait for their end."""
         with self._lock:
             ending = [self.sessions.pop(k) for k in trainers & self.sessions.keys()]
         for session in ending:

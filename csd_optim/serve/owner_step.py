@@ -1,4 +1,4 @@
-"""A step at an owner: gradients arrive in buffers, tiles are updated, and their parameters leave."""
+"""A step at an owner: gradients arrive in buffers, tiles are updated, and parameters are sent back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .frames import DataConnection, Header
 from .messages import refuse
 from .tile_image import FrameLayout, places, view
 
-SENDING_SECONDS = 10.0  # within which the thread that has sent parameters puts their buffer back
+SENDING_SECONDS = 10.0  # time in which a sending thread puts the buffer of sent parameters back
 
 
 class Buffer(NamedTuple):
@@ -33,19 +33,19 @@ class Buffer(NamedTuple):
 
 
 class Buffers:
-    """The buffers of an owner, made when they are first needed."""
+    """The buffers of an owner, made when first needed."""
 
     def __init__(self, window: int) -> None:
-        """`window`: how many."""
+        """`window`: the number of buffers."""
         self._window = window
         self._free: list[Buffer] = []
         self._tile_elems = 0
 
     def resize(self, tile_elems: int) -> None:
-        """Make them large enough. Not during a step. Raises MemoryError."""
+        """Make the buffers large enough. Not during a step. Raises MemoryError."""
         if tile_elems > self._tile_elems:
             self._free = [
-                # Zeros: what the owner's memory contained before is not for trainers.
+                # Zeros, as trainers must not see earlier content of the owner's memory.
                 Buffer(*(torch.zeros(4 * tile_elems, dtype=torch.uint8, device="cpu") for _ in range(2)))
                 for _ in range(self._window)
             ]
@@ -56,7 +56,7 @@ class Buffers:
         return bool(self._free)
 
     def take(self) -> Buffer:
-        """Return a free buffer. Raises CSDRankError: a trainer has sent more tiles than it may."""
+        """Return a free buffer. Raises CSDRankError if a trainer has sent more tiles than the window."""
         return self._free.pop() if self._free else refuse("more tiles were pushed than the window has")
 
     def put(self, buffer: Buffer) -> None:
@@ -82,7 +82,7 @@ class OwnerStep:
         tiles: np.ndarray[Any, Any],
         buffers: Buffers,
     ) -> None:
-        """`begin`: number of its BEGIN. `table`: its parameters, dtype PARAM. `tiles`: its tiles and second passes."""
+        """`begin`: number of the BEGIN. `table`: parameters, dtype PARAM. `tiles`: with second passes."""
         self.begin: int = begin
         self._engine, self._table, self._buffers = engine, table, buffers
         self._layout = FrameLayout(table)
@@ -93,7 +93,7 @@ class OwnerStep:
         self.failure: CSDError | None = None
         self.changed: threading.Condition = threading.Condition()
         self._pushed: list[deque[TileAtOwner]] = [deque() for _ in engine.devices.specs]  # by device
-        self._in_transfer = 0  # frames that are being received or sent, and tiles that are being pushed
+        self._in_transfer = 0  # frames being received or sent, and tiles being pushed
         self._sent = 0
         self._over = False
 
@@ -103,7 +103,7 @@ class OwnerStep:
         """Receive a frame with a tile's gradients, and push the tile. Raises CSDRankError if the frame is wrong."""
         tile = header.tile
         with self.changed:
-            # The trainer may have the parameters of another tile, and push this one, before that buffer is put back.
+            # The trainer may receive another tile's parameters, and push this tile, before the buffer is put back.
             self.changed.wait_for(lambda: self._buffers.any_free or self.is_over, SENDING_SECONDS)
             if self.is_over:
                 buffer = None
@@ -148,13 +148,13 @@ class OwnerStep:
             return True
 
     def push_unsent(self, tiles: Sequence[int]) -> None:
-        """Push those of the step's tiles that no trainer pushes, as nothing but their states was written."""
+        """Push the tiles without gradients, whose states were written: no trainer pushes these."""
         for tile in tiles:
             if tile not in self.expected:
                 self._engine.native.push(tile)
 
     def drop(self, rows: np.ndarray[Any, Any]) -> None:
-        """Leave these parameters unchanged, as they have no gradient after all."""
+        """Leave these parameters unchanged: they get no gradient after all."""
         with self.changed:
             self._engine.native.drop_grads(rows.tolist())
             self._table["grad"][rows] = 0
@@ -165,7 +165,7 @@ class OwnerStep:
     def send_next(self, device: int, send: Callable[[int, int, list[memoryview]], None]) -> None:
         """Wait for the next tile of a device, and send its parameters; return at once if the step is over.
 
-        `send`: is called with the number of the BEGIN, the tile and its parameters.
+        `send` is called with the number of the BEGIN, the tile and its parameters.
         """
         with self.changed:
             self.changed.wait_for(lambda: self._pushed[device] or self._over or self.failure)
@@ -190,7 +190,7 @@ class OwnerStep:
 
     @property
     def rows(self) -> np.ndarray[Any, Any]:
-        """The parameters that it updates."""
+        """The parameters that the step updates."""
         return np.flatnonzero(self._table["grad"][: self._engine.tiles.n_params])
 
     @property
@@ -200,8 +200,11 @@ class OwnerStep:
     # ---- the end -----------------------------------------------------------------------
 
     def keep(self, frames: int) -> None:
-        """Complete the step, of which the trainer has sent so many frames. Raises CSDError, and then it is undone."""
-        with self.changed:  # the trainer may know that the last parameters have left before this thread does
+        """Complete the step. `frames`: the number that the trainer has sent.
+
+        If this raises CSDError, the step is undone.
+        """
+        with self.changed:  # the trainer may have the last parameters before this thread notes that they were sent
             self.changed.wait_for(lambda: not self._in_transfer or self.failure)
             complete = not self.expected and frames == self.received == self._sent and not self.failure
         if not complete:
@@ -210,7 +213,7 @@ class OwnerStep:
         self._stop(lambda: self._engine.finish())
 
     def undo(self) -> None:
-        """Undo the step, if it is under way. Raises CSDTornError if that is impossible, as on devices without slots."""
+        """Undo the step, if under way. Raises CSDTornError if that is impossible, as on devices without slots."""
         if self._over:
             return
 

@@ -1,4 +1,4 @@
-"""What an owner owns: an engine on its devices, opened as trainers ask for it, and kept between their sessions."""
+"""What an owner owns: an engine on its devices, opened for a trainer's session, and kept open between sessions."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from ..store.recovery import RanksStore
 from ..store.sections import FP32
 from .messages import Fields, check_plain, extent_fields, name_of_dtype, refuse
 
-WINDOW, LEAST_WINDOW = 16, 4  # tiles of which an owner has gradients or parameters in memory: of all trainers, of each
+WINDOW, LEAST_WINDOW = 16, 4  # tiles with gradients or parameters in an owner's memory: of all trainers, of each
 
 
 class Ownership:
-    """What an owner has of one trainer: an engine, used by one thread at a time."""
+    """An owner's engine for one trainer. Used by one thread at a time."""
 
     def __init__(
         self,
@@ -41,10 +41,10 @@ class Ownership:
         trainers: int = 1,
         here: int = 1,
     ) -> None:
-        """`specs`: the owner's devices. `allow_save`: directories below which trainers may have snapshots made.
+        """`specs`: the owner's devices. `allow_save`: directories below which trainers may request snapshots.
 
-        `max_model`: bytes of states that all trainers together may have here; see check_room(). `here`: how many of
-        the trainers have states here.
+        `max_model`: bytes of states that all trainers together may have here; see check_room(). `here`: the number of
+        trainers with states here.
         """
         self._max_model = max_model
         self._devices = specs
@@ -56,22 +56,22 @@ class Ownership:
         self.opening: threading.Lock = threading.Lock()  # held while a session of this trainer is granted
         self.allow_save: list[Path] = [path.absolute() for path in allow_save]
         self._engine: Engine | None = None
-        self._checked = False  # all states were read and verified since this process has the store
+        self._checked = False  # all states were read and verified since this process opened the store
         self._has_newer = False  # the stores may have commits after the one that was resumed
-        # Memory may differ from the store in ways that no step has kept: the next session reopens it.
+        # Memory may differ from the store by unfinished work: the next session reopens the store.
         self.in_doubt: bool = False
         self.rule: str | None = None  # of the described model
-        # Of the last kept step, which may be taken back: its parameters, and whether any of their tiles are here.
+        # Of the last kept step, which may be taken back: its parameters, and whether any tiles are here.
         self.kept: tuple[np.ndarray[Any, Any], bool] | None = None
-        self._model = ""  # its digest_of_entries()
+        self._model = ""  # digest_of_entries() of the described model
 
     def of(self, trainer: int, trainers: int, here: int) -> Ownership:
-        """Return what the same owner has of another trainer. `here`: see above."""
+        """Return the same owner's engine for another trainer, not opened yet. `here`: see above."""
         return Ownership(self._devices, self.allow_save, self._max_model, trainer, trainers, here)
 
     @property
     def window(self) -> int:
-        """For how many tiles a session has buffers."""
+        """The number of tiles for which a session has buffers."""
         return max(LEAST_WINDOW, WINDOW // self.here)
 
     @property
@@ -80,7 +80,7 @@ class Ownership:
 
     @property
     def has_states(self) -> bool:
-        """Whether the open engine has states: else nothing is lost if it is closed."""
+        """Whether the engine is open and has states, which closing it could lose."""
         return self._engine is not None and bool(self._engine.tiles.n_params or self._engine.states.committed_step)
 
     @property
@@ -101,7 +101,7 @@ class Ownership:
         return self.committer.store_id.hex()
 
     def check(self, mode: str, model: str) -> None:
-        """Check a request for a session before it ends the session under way.
+        """Check a request for a session before the present session is ended.
 
         `model`: see digest_of_entries(). Raises CSDStoreExistsError, CSDStoreError.
         """
@@ -125,11 +125,11 @@ class Ownership:
     ) -> None:
         """Open the engine for a session. Raises what open_engine() raises, and CSDStoreError if a state is damaged.
 
-        `store_id`: for a new store. `choose`: asks the trainers for the step that all of them resume, see recover().
+        `store_id`: for a new store. `choose`: asks the trainers for the step that all resume, see recover().
         """
         if mode == "attach" and self._engine and not self.in_doubt:
             return
-        if mode == "attach" and self.trainers > 1:  # others may have steps that this one has lost
+        if mode == "attach" and self.trainers > 1:  # other owners may have steps that are lost here
             raise CSDRankError(
                 "the optimizer ranks have been restarted, or go back to what they had committed: start all trainers "
                 "again with resume=True"
@@ -160,9 +160,9 @@ class Ownership:
             self.discard_newer()
 
     def check_new(self, asked: Set[int]) -> None:
-        """Raise CSDStoreExistsError if new states are wanted beside those of another training.
+        """Raise CSDStoreExistsError if new states would lie beside another training's.
 
-        `asked`: the trainers of this training that are known to have states here.
+        `asked`: trainers of this training, which may have states here.
         """
         if others := [k for k in self.others_here() if k not in asked]:
             raise CSDStoreExistsError(
@@ -173,7 +173,7 @@ class Ownership:
             )
 
     def others_here(self) -> list[int]:
-        """Return of which of the same number of trainers there are states here."""
+        """Return the trainers, of the same number of trainers, that have states here."""
         directories = [spec.directory for spec in self._devices if spec.directory]
 
         def has_states(trainer: int) -> bool:
@@ -197,24 +197,23 @@ class Ownership:
             return
         committer = engine.committer
         assert isinstance(committer, DurableCommitter)
-        # The commit of the last step that was kept should not be lost. No other one begins: not that of states of which
-        # only some are loaded.
+        # Complete the commit of the last kept step. Begin no other commit, which could contain half a load.
         with contextlib.suppress(CSDError):
             committer.background.wait()
         engine.abandon()
 
     def close_when_granted(self) -> None:
-        """Close the engine once a session that is being granted has been. Raises CSDOSError."""
+        """Close the engine once no session is being granted. Raises CSDOSError."""
         with self.opening:
             self.close(commit=not self.in_doubt)
 
     def check_room(
         self, numels: Sequence[int], sections: Sequence[str], codec: str, param_dtype: torch.dtype | None
     ) -> None:
-        """Raise CSDRankError if this trainer's states would take more than its part of `max_model` with these, too.
+        """Raise CSDRankError if these parameters would make this trainer's states exceed its part of `max_model`.
 
-        Counted are the bytes of tiles on devices, in both slots, to the end of the last tile. Raises CSDValueError as
-        plan_extent() does.
+        Counts the bytes of tiles on devices, in both slots, to the end of the last tile. Raises CSDValueError as
+        plan_extent().
         """
         if self._max_model is None:
             return
@@ -260,16 +259,16 @@ class Ownership:
         return fields, [states.all_steps().astype(">u4"), devices.astype(">u4"), record.user_state]
 
     def commit_fields(self) -> dict[str, int]:
-        """Return how far commits are: part of each answer, and of news."""
+        """Return the progress of commits, which is part of each answer and of news."""
         background = self.committer.background
-        ended = background.ended  # it may begin, and end, meanwhile
+        ended = background.ended  # read first: a commit may begin and end meanwhile
         begun = max(background.begun, ended)
         return {"committed": self.committer.states.committed_step, "begun_commits": begun, "ended_commits": ended}
 
     # ---- what trainers say -------------------------------------------------------------
 
     def describe(self, manifest: dict[str, Any]) -> None:
-        """Take over the description of the parameters. Raises CSDRankError if the states are not those."""
+        """Take over the description of the parameters. Raises CSDRankError if it does not fit the states."""
         engine = self.engine
         check_plain(manifest, "the manifest")
         params, waiting = Fields(manifest).listed("params"), Fields(manifest).listed("waiting")
@@ -301,7 +300,7 @@ class Ownership:
         self.rule, self._model = manifest.get("rule"), _digest_of(manifest)
 
     def record(self, fields: dict[str, Any], user_state: bytes) -> Record:
-        """Return a record that has arrived. Raises CSDRankError if it cannot be stored."""
+        """Return a received record. Raises CSDRankError if the record cannot be stored."""
         check_plain(fields, "the record")
         if {*fields} != {"groups", "given", "seconds"}:
             refuse("the fields of the record")
@@ -324,7 +323,7 @@ def _digest_of(manifest: dict[str, Any]) -> str:
 
 
 def part_of(spec: DeviceSpec, trainer: int, trainers: int) -> DeviceSpec:
-    """Return the device on which a trainer's states are, one of several."""
+    """Return the device for one of several trainers: a directory of its own below that of `spec`."""
     if spec.directory is None:
         return spec
     directory = spec.directory / name_of(trainer, trainers)

@@ -1,4 +1,4 @@
-"""The committer of a trainer whose states are with an owner, which commits each step that it completes."""
+"""The committer of a trainer whose states are with owners. Owners commit each step as they complete it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from .tile_image import view
 
 
 def parts_of(record: Record) -> tuple[dict[str, Any], bytes]:
-    """Return a record as it travels: JSON, and `user_state`."""
+    """Return a record in wire format: JSON, and `user_state`."""
     return {"groups": record.groups, "given": record.given, "seconds": record.seconds}, record.user_state
 
 
 class RemoteCommitter(Committer):
-    """See Committer. The record of a step leaves with the message that completes it, so commit() has little to do.
+    """See Committer. The record travels with the message that completes a step, so commit() has little to do.
 
-    Several owners of one trainer keep steps together as those of several trainers do: by rounds.
+    Several owners of one trainer commit in rounds, like several trainers.
     """
 
     committed_steps: np.ndarray[Any, Any]
@@ -44,19 +44,19 @@ class RemoteCommitter(Committer):
         self._shares, self._ranks = shares, ranks
         self._has_rounds = ranks is not None or len(shares) > 1
         self._sent: Record | None = None  # the record that went with the last step
-        # Of the last commit: its step, and the record, the committed steps and the round that it has replaced.
+        # Of the last commit: its step; and the record, the committed steps and the round before it.
         self._replaced = 0, Record(), self.committed_steps, 0
-        self._unconfirmed = False  # the ranks have not met since the last commit
-        self._all_told = True  # the owners know that the last commit is confirmed
-        self._awaited: int | None = None  # the step whose commit has begun, and is not known to be durable
-        self._round = 0  # the last one that this rank has told the others
-        self._highest = 0  # see highest_round. The owners use the numbers that this rank gives them
+        self._unconfirmed = False  # the ranks have not confirmed the last commit
+        self._all_told = True  # all owners know that the last commit is confirmed
+        self._awaited: int | None = None  # the step whose commit has begun, but is not known to be durable
+        self._round = 0  # the last round reported to other ranks
+        self._highest = 0  # see highest_round; owners use the numbers chosen here
 
     # ---- commits -----------------------------------------------------------------
 
     def describe(self, manifest: dict[str, Any]) -> None:
         for share in self._shares:
-            if share.pending:  # it has more, which will be described once all owners have it
+            if share.pending:  # has new parameters, to be described once all owners have room
                 continue
             about = manifest if share.is_whole else part_manifest(manifest, share, self.states.tiles)
             share.link.request("describe", manifest=about)
@@ -89,7 +89,7 @@ class RemoteCommitter(Committer):
 
     def commit(self, record: Record | None = None) -> None:
         record = record or self.states.record
-        if self._replaced[0] != self.states.step:  # else it is tried again
+        if self._replaced[0] != self.states.step:  # else a retry
             self._replaced = self.states.step, self.states.record, self.committed_steps, self._round
         self.states.go_to(record=record)
         self._unconfirmed = self._has_rounds
@@ -115,15 +115,15 @@ class RemoteCommitter(Committer):
         self._await_commit()
 
     def _await_commit(self) -> None:
-        """Have the watcher told once the owner's commit of the last step is durable."""
+        """Let the watcher know once the owner's commit of the last step is durable."""
         with self._shares[0].link.changed:
             self._awaited = self.states.step
             self.note_committed()
 
     def note_committed(self) -> None:
-        """Take note of what the links know of commits. On any thread, which holds the links' `changed`."""
+        """Take note of the links' news of commits. On any thread that holds the links' `changed`."""
         self.states.committed_step = min(share.link.committed_step for share in self._shares)
-        # Of several ranks, or owners, all must have it: see note_confirmed().
+        # With several ranks or owners, all must have the commit: see note_confirmed().
         at_rest = all(share.link.commits_at_rest for share in self._shares)
         if not self._has_rounds and self._awaited == self.states.committed_step and at_rest:
             step, self._awaited = self._awaited, None
@@ -147,21 +147,21 @@ class RemoteCommitter(Committer):
     def own_round(self) -> int:
         if not self._has_rounds:
             self._shares[0].link.attach()
-        elif not any(share.native.is_stepping for share in self._shares):  # a guess began after all had that round
+        elif not any(share.native.is_stepping for share in self._shares):  # a guess: all have the last round
             self._round = self._round_of_owners()
-            if self._ranks is None:  # nobody else has to have it
+            if self._ranks is None:  # no other rank has to confirm
                 self.note_confirmed(has_failed=self.states.watcher.has_failed)
         return self._round
 
     def _round_of_owners(self) -> int:
-        """Wait until the owners have the last round, and return its number. Raises CSDError."""
+        """Wait until all owners have made the last round, and return its number. Raises CSDError."""
         rounds = [share.link.request("confirm").fields.integer("round", 0) for share in self._shares]
         check_rounds(rounds)
         self._highest = max(self._highest, rounds[0])
         return rounds[0]
 
     def await_round(self) -> int | None:
-        if self._any_lost:  # to attach again changes states, which only confirm() may do
+        if self._any_lost:  # attaching again changes states, which only confirm() may do
             return None
         try:
             self._round = self._round_of_owners()
@@ -186,7 +186,7 @@ class RemoteCommitter(Committer):
         if self._unconfirmed:
             self.states.watcher.after_commit(self.states.step, has_failed=has_failed)
         self._unconfirmed = False
-        # If a link is lost now, the next request finds out, within a context in which the other ranks learn of it.
+        # If a link is lost now, the next request raises, in a context that tells the other ranks.
         self._all_told = True
         for share in self._shares:
             try:
@@ -201,7 +201,7 @@ class RemoteCommitter(Committer):
             self._request("wait")
 
     def _request(self, op: str) -> None:
-        """Send a request to all owners, and take note of how far their commits are."""
+        """Send a request to all owners, and take note of the progress of their commits."""
         for share in self._shares:
             share.link.note_committed(share.link.request(op).fields)
 
@@ -221,9 +221,9 @@ class RemoteCommitter(Committer):
         self.states.truth.filled()
 
     def _flush(self) -> None:
-        """Send everything that was written to states; it is durable when this returns. Raises CSDError.
+        """Send all written states, and return when they are durable. Raises CSDError.
 
-        Several owners of a trainer without others make a round of it, so that all have it or none.
+        Several owners of a single trainer commit the states as a round, so that all have them or none.
         """
         if len(self._shares) > 1 and self._ranks is None:
             self.confirm()
@@ -237,7 +237,7 @@ class RemoteCommitter(Committer):
             self._write(brackets=True)
 
     def _write(self, *, brackets: bool) -> None:
-        """Send everything that was written to states; with `brackets` it is durable when this returns."""
+        """Send all written states. `brackets`: return when they are durable."""
         decoded = self.states.decoded
         written = decoded.written()
         rows = sorted(written)
@@ -261,7 +261,7 @@ class RemoteCommitter(Committer):
         self.states.truth.moved(self.states.tiles.of(rows))
 
     def _end_writing(self, op: str, **fields: Any) -> None:
-        """Have what was written committed."""
+        """End a bracket of writes, which owners then commit. `op`: "written" or "loaded"."""
         self.committed_steps = self.states.all_steps()
         for share in self._shares:
             answer = share.link.request(op, pack_counts(share.counts(self.committed_steps)), **fields)
@@ -270,7 +270,7 @@ class RemoteCommitter(Committer):
             share.link.note_committed(answer.fields)
 
     def _give_up(self) -> None:
-        """End sessions in which only some states were written: owners go back to what they had committed."""
+        """End the sessions because only some states were written: owners go back to their last commits."""
         for share in self._shares:
             share.link.lose(CSDRankError("states were not written as a whole"))
 
@@ -282,7 +282,7 @@ class RemoteCommitter(Committer):
             with self.all_ranks_or_none():
                 self.states.truth.note_written()
                 if self.states.truth.would_be_lost:
-                    self._flush()  # what was written before is no part of the load
+                    self._flush()  # earlier writes are no part of the load
                 load = self._begin_load()
                 yield load
             if self.meet_at_highest_step(self._ranks):
@@ -298,7 +298,7 @@ class RemoteCommitter(Committer):
         self._end_load(load)
 
     def _load(self, record: Record | None) -> None:
-        """Have everything that was written to states, and `record`, committed at once."""
+        """Have all written states, and `record`, committed at once."""
         self._check_not_pending()
         self.states.truth.note_written()
         rows = sorted(self.states.decoded.written())
@@ -325,14 +325,14 @@ class RemoteCommitter(Committer):
     def after_undo(self) -> None:
         self._sent = None
         undone, record, committed_steps, round = self._replaced
-        if undone == self.states.step + 1:  # the owners have withdrawn its commit
+        if undone == self.states.step + 1:  # the owners have withdrawn the commit
             self.states.go_to(record=record)
             self.committed_steps, self._round, self._unconfirmed = committed_steps, round, False
 
     # ---- snapshots -----------------------------------------------------------------
 
     def begin_save(self, path: Path) -> Future[Path] | None:
-        """Have the owner make a snapshot at `path` on its machine, and wait for it. The future is done."""
+        """Have the owner make a snapshot at `path` on its machine, and wait. The returned future is done."""
         if not path.is_absolute():
             raise CSDValueError(f"Invalid path: {str(path)!r}; on the optimizer ranks' machine it must be absolute")
         self.states.truth.note_written()
@@ -357,7 +357,7 @@ class RemoteCommitter(Committer):
     # ---- the end -------------------------------------------------------------------
 
     def before_close(self) -> None:
-        """Have what the program wrote to states since the last step committed, and end the session."""
+        """Have the program's writes since the last step committed, and end the session."""
         if self._any_lost or self.states.broken:
             return
         truth = self.states.truth
@@ -366,7 +366,7 @@ class RemoteCommitter(Committer):
             with contextlib.suppress(CSDError):
                 self.own_round()
         if self.states.rolled_back:
-            pass  # what was written belongs to a step that the owner has lost
+            pass  # the writes belong to a step that the owner has lost
         elif (truth.would_be_lost or self.steps_changed) and self._unconfirmed:
             self.warn_of_loss(NOT_AGREED)
         elif not truth.empty.any():
@@ -379,9 +379,9 @@ class RemoteCommitter(Committer):
 
 
 def _bytes_of(record: Record) -> int:
-    """Return the size of a record. Raises CSDValueError if it cannot be sent, before a step begins."""
+    """Return the size of a record in bytes. Called before a step: raises CSDValueError if the record cannot be sent."""
     try:
-        head = json.dumps(parts_of(record)[0], allow_nan=False)  # as Record.head() has it, after its length
+        head = json.dumps(parts_of(record)[0], allow_nan=False)  # as in Record.head(), after the length
     except (TypeError, ValueError) as e:
         raise CSDValueError(f"hyperparameters of some group cannot be kept by optimizer ranks: {e}") from None
     return 4 + len(head) + len(record.user_state)

@@ -1,4 +1,4 @@
-"""Owners' devices as an engine sees them: they have tiles, and everything else about them is with the owners."""
+"""Owners' devices as an engine sees them: only their tiles are known here."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAX_DEVICES = 1 << 10
 class RemoteDevices:
     """The devices of all owners of a trainer, one after another; see engine/parts.py.
 
-    They reach no memory of this process: RemoteNative sends them what they read.
+    The devices cannot access this process's memory: RemoteNative sends all that they read.
     """
 
     accelerator: OnAccelerator | None = None
@@ -43,7 +43,7 @@ class RemoteDevices:
         self._is_open = True
 
     def take(self, share: Share, address: Address, fields: Fields) -> None:
-        """Take over what the next owner says about its devices in the answer to a HELLO. Raises CSDRankError."""
+        """Add the devices of the next owner, from its answer to a HELLO. Raises CSDRankError."""
         names, ratings = fields.texts("devices"), fields.integers("tbw")
         if not 0 < len(names) <= MAX_DEVICES:
             refuse(f"{len(names)} devices")
@@ -84,7 +84,7 @@ class RemoteDevices:
         return not self._is_open
 
     def give_back(self, spaces: Iterable[Space]) -> None:
-        """Nothing: see RemoteCommitter.free()."""
+        """A no-op: see RemoteCommitter.free()."""
 
     def check_open(self) -> None:
         if self.closed:
@@ -118,12 +118,12 @@ class RemoteDevices:
     # ---- extents -----------------------------------------------------------------
 
     def plan(self, wanted: ExtentRequest, *, is_copied: bool) -> Extent:
-        """Have the owners allocate an extent, and compute the same one here: no piece of it comes from an owner."""
+        """Have the owners allocate an extent, and compute the same extent here: no piece is taken from an answer."""
         if self._shares[0].is_whole:
             extent = _extended(self._shares[0], wanted)
             self._shares[0].add_whole(extent)
             return extent
-        # The owners that had room for it keep it if another one has not.
+        # If one owner has no room, the others keep their parts of the extent.
         planned = plan_extent(n_devices=len(self.names), **wanted._asdict())
         divided = divide(planned, owners_of(self._shares, planned.n_tiles), len(self._shares))
         for share, (_, parts) in zip(self._shares, divided, strict=True):
@@ -161,7 +161,7 @@ class RemoteDevices:
     # ---- between steps -----------------------------------------------------------
 
     def sync(self) -> None:
-        """Nothing to do: windows are with the owner."""
+        """A no-op: there are no windows here."""
 
     def current_stats(
         self, native: NativeEngine, residual_bytes: Callable[[int], tuple[int, int]]
@@ -198,7 +198,7 @@ def _checked_counts(counts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _extended(share: Share, wanted: ExtentRequest) -> Extent:
-    """Have an owner allocate an extent, and return it as it is there."""
+    """Have an owner allocate its part of an extent, and return that part in the owner's numbers."""
     answer: Answer = share.link.request(
         "extend",
         np.array(wanted.numels, ">u8"),
@@ -214,7 +214,7 @@ def _extended(share: Share, wanted: ExtentRequest) -> Extent:
 
 
 def extent_of(described: ExtentRequest, n_devices: int, devices: np.ndarray[Any, Any]) -> Extent:
-    """Return the extent that an owner has laid out, given the devices of its tiles. Raises CSDRankError."""
+    """Return an owner's extent. `devices`: of its tiles. Raises CSDRankError."""
     extent = plan_extent(n_devices=n_devices, devices=devices.astype(np.uint32), **described._asdict())
     if extent.tile_elems != described.tile_elems or len(devices) != extent.n_tiles or not (devices < n_devices).all():
         refuse("the tiles of new parameters")

@@ -1,4 +1,4 @@
-"""Opens the engine of a trainer whose states are with an owner: an Engine of parts that speak to it."""
+"""Opens the engine of a trainer whose states are with owners: an Engine of parts that send requests to owners."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from .shares import Share
 
 
 def open_remote(owners: Owners, model: str, *, mode: Mode, tile_elems: int | None, ranks: Ranks | None) -> Engine:
-    """Return an engine whose devices are those of these owners. `model`: see digest_of_groups().
+    """Return an engine on the owners' devices. `model`: see digest_of_groups().
 
-    With `ranks` a collective: each has an engine of its own, there or at other owners.
+    With `ranks` a collective: each rank has an engine of its own, at the same or other owners.
 
-    Raises CSDUnavailableError if no owner answers, what the owner answers if it refuses; CSDOSError and CSDValueError
-    if there is something wrong with the key.
+    Raises CSDUnavailableError if no owner answers, the owner's error if it refuses; CSDOSError and CSDValueError for an
+    unusable key.
     """
     shares: list[Share] = []
     changed = SharedCondition()
@@ -67,7 +67,7 @@ def open_remote(owners: Owners, model: str, *, mode: Mode, tile_elems: int | Non
 
 
 def _dial(address: Address, key: Key | None, owner: str | None) -> Callable[[], Session]:
-    """Return what connects to an owner. A key that is configured is never left out, on loopback neither."""
+    """Return a function that connects to an owner. A configured key is always used, even on loopback."""
 
     def dial() -> Session:
         place, seconds = (address.host, address.port), address.timeout
@@ -114,7 +114,7 @@ def _engine_of(
 def _open_together(
     shares: Sequence[Share], owners: Owners, mode: Mode, store: str, ranks: Ranks | None
 ) -> list[Answer]:
-    """Ask for sessions on all ranks, which resume the last step that all of them have: a collective."""
+    """Ask for sessions on all ranks, and resume the last step that all ranks have. A collective."""
     n_shares, links = owners.n_shares, [share.link for share in shares]
     if n_shares == 1 or mode != "resume":
         with all_ranks_or_none(ranks):
@@ -128,12 +128,12 @@ def _open_together(
         _check_order(by_share)
     with all_ranks_or_none(ranks):
         for link in links:
-            link.choose(chosen)  # from now on each owner reads all of its states
+            link.choose(chosen)  # from now on each owner reads all its states
         return _granted(links)
 
 
 def _granted(links: Sequence[Link]) -> list[Answer]:
-    """Return the answers of all owners, as they come: an owner that has to wait until it is heard gives up."""
+    """Return the answers of all owners. Receives them as they come: an owner gives up if nobody receives its answer."""
     with ThreadPoolExecutor(len(links)) as pool:
         answers = [pool.submit(link.granted) for link in links]
         try:
@@ -145,14 +145,17 @@ def _granted(links: Sequence[Link]) -> list[Answer]:
 
 
 def _said(fields: Fields, n_shares: int) -> tuple[RanksStore, list[int], str]:
-    """Return what an owner has of a share, which other shares it has states of, and its name. Raises CSDRankError."""
+    """Return an owner's store of a share, the numbers of other shares with states there, and its name.
+
+    Raises CSDRankError.
+    """
     return _store_found(fields), fields.integers("others", 0, n_shares - 1), fields.text("owner")
 
 
 def _check_order(by_share: dict[int, tuple[RanksStore, list[int], str]]) -> None:
-    """Raise CSDStoreError if an owner has states of a share for which another one was asked.
+    """Raise CSDStoreError if a share's states are at another owner than the one asked.
 
-    `by_share`: of all ranks, without a store where it was asked for.
+    `by_share`: for all ranks, from _said().
     """
     for k, (_, others, owner) in sorted(by_share.items()):
         if elsewhere := [other for other in others if by_share[other][2] != owner]:
@@ -163,7 +166,7 @@ def _check_order(by_share: dict[int, tuple[RanksStore, list[int], str]]) -> None
 
 
 def _store_found(fields: Fields) -> RanksStore:
-    """Return what an owner says about the store of this rank. Raises CSDRankError."""
+    """Return the owner's answer about this rank's store. Raises CSDRankError."""
     found = Fields(fields.object("found"))
     try:
         store_id = bytes.fromhex(found.text("store"))
@@ -175,7 +178,7 @@ def _store_found(fields: Fields) -> RanksStore:
 
 
 class Attaching:
-    """Takes a lost link up again: compares the steps that trainer and owner have made."""
+    """Takes a lost link up again, after comparing the steps of trainer and owner."""
 
     def __init__(
         self,
@@ -186,7 +189,7 @@ class Attaching:
         *,
         is_alone: bool,
     ) -> None:
-        """`is_alone`: no other trainer, and no other owner, has to go back to the step that this owner has."""
+        """`is_alone`: no other trainer or owner would have to go back to this owner's step, too."""
         self._engine, self._share, self._store, self._is_alone = engine, share, store, is_alone
         link = share.link
         link.reattach = self._hello, self._take
@@ -198,13 +201,13 @@ class Attaching:
         return {"store": self._store, "step": self._engine.states.step}
 
     def _take(self, answer: Answer) -> None:
-        """Compare. Raises CSDRankError, once, if the owner has lost a step that was not durable."""
+        """Compare the steps. Raises CSDRankError, once, if the owner has lost a step that was not durable."""
         states, share, native = self._engine.states, self._share, self._share.native
         there, here = answer.fields.integer("step", 0, 1 << 53), native.owner_step
         counts = unpack_counts(number_of(answer.arrays, 3)[0], share.n_rows)
         if there == here:
             return
-        if there == here + 1 and native.unanswered == there:  # it counts, and all its parameters have arrived
+        if there == here + 1 and native.unanswered == there:  # the step counts, and all its parameters have arrived
             native.unanswered = None
             if native.is_finishing:
                 return  # LiveStep counts it

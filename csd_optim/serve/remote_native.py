@@ -1,4 +1,4 @@
-"""The native engine of a trainer whose states are with an owner: each call is a request, or a frame."""
+"""The native engine of a trainer whose states are with an owner: calls become requests or frames."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .tiles_under_way import TilesUnderWay
 
 
 class RemoteNative:
-    """See engine/parts.py and bindings.Native, whose contracts these methods have.
+    """Implements NativeEngine of engine/parts.py; see bindings.Native for the methods.
 
-    Every tile with a gradient is pushed with images, which need not have what lies in host memory as it travels. Owners
-    push the others themselves.
+    Every tile with a gradient is pushed with images, which may leave out tensors in host memory that travel in their
+    own dtype. Owners push the other tiles themselves.
     """
 
     takes_in_place = True
@@ -29,21 +29,21 @@ class RemoteNative:
     def __init__(self, link: Link) -> None:
         self._link = link
         self.window: int = 1  # number of tiles for which the owner has buffers
-        self.tiles_of_engine: Tiles = Tiles()  # set when the engine is there
-        self.step: Callable[[], int] = int  # returns the number of completed steps; set likewise
+        self.tiles_of_engine: Tiles = Tiles()  # set once the engine exists
+        self.step: Callable[[], int] = int  # returns the number of completed steps; set once the engine exists
         self.begins: int = 0  # number of the last BEGIN
         self.ending: tuple[dict[str, Any], bytes, np.ndarray[Any, Any], int] | None = None  # see RemoteCommitter
-        self.commit_failure: CSDError | None = None  # of the step that was finished last
-        self.unanswered: int | None = None  # number of the step whose FINISH has got no answer
+        self.commit_failure: CSDError | None = None  # of the last finished step
+        self.unanswered: int | None = None  # number of a step whose FINISH was not answered
         self.owner_step: int = 0  # the last step that counts at the owner
-        self.record_bytes: int = 0  # of the record that the step's commit will have
-        self.is_finishing: bool = False  # a FINISH is under way, or its outcome is being asked for
+        self.record_bytes: int = 0  # size of the record for the step's commit
+        self.is_finishing: bool = False  # waiting for the answer to FINISH, or asking for its outcome
         self._is_open = False
         self._stepping = False
         self._layout = FrameLayout(np.zeros(0, PARAM))  # of the step
         self._under_way: TilesUnderWay | None = None
         self._pushed: dict[int, tuple[list[memoryview], int, list[memoryview]]] = {}  # by tile: out, words, back
-        self._travelling: list[int] = []  # tiles of the step, and second passes, that leave and come back
+        self._travelling: list[int] = []  # tiles of the step, and second passes, that are sent and come back
         self._undone: list[int] = []
 
     # ---- open and close --------------------------------------------------------------
@@ -54,7 +54,7 @@ class RemoteNative:
 
     @property
     def is_stepping(self) -> bool:
-        """Whether a step is under way: the owner answers no other requests."""
+        """Whether a step is under way: the owner then answers no other requests."""
         return self._stepping
 
     def open(self, devices: Sequence[DeviceConfig]) -> None:
@@ -64,7 +64,7 @@ class RemoteNative:
         self._is_open = False
 
     def extend(self, config: ExtentConfig) -> list[Any]:
-        """Nothing to do: RemoteDevices.plan() has asked the owner. There are no windows."""
+        """Return no windows: there are none. RemoteDevices.plan() has already asked the owner."""
         return []
 
     def tiles(
@@ -116,7 +116,7 @@ class RemoteNative:
         self._under_way, self._stepping = under_way, True
 
     def send_edits(self, params: np.ndarray[Any, Any]) -> None:
-        """Send the states that the program has written, to which `edited` of the step's table points."""
+        """Send the states that the program has written: `edited` of the step's table has their addresses."""
         first_rows = params[: self.tiles_of_engine.n_params]
         for row in np.flatnonzero((first_rows["edited"] != 0).any(1)).tolist():
             extent = self.tiles_of_engine.extent_with(row)
@@ -126,7 +126,7 @@ class RemoteNative:
                     self.write(row, section, view(address, 4 * numel))
 
     def write(self, row: int, section: int, state: memoryview) -> None:
-        """Write one state of a parameter: little-endian fp32. The step begins with it, or a writing() contains it."""
+        """Write one state of a parameter, little-endian fp32, for the step that begins or within writing()."""
         for first in range(0, len(state) // 4, CHUNK):
             part = state[4 * first : 4 * (first + CHUNK)]
             self._link.request("write", part, row=row, section=section, first=first)
@@ -134,7 +134,7 @@ class RemoteNative:
     def push(self, tile: int, how: Push | None = None) -> None:
         under_way = self._step_under_way()
         if not under_way.travels(tile):
-            return  # without gradients: the owner pushes it itself
+            return  # without gradients: the owner pushes the tile itself
         assert how
         assert how.images[1]
         assert how.grads is None
@@ -194,7 +194,7 @@ class RemoteNative:
         try:
             if keep:
                 self._keep(under_way)
-            elif not self._link.is_lost:  # else the owner undoes it by itself
+            elif not self._link.is_lost:  # else the owner undoes the step by itself
                 self._link.request("finish", begin=self.begins, step=self.step(), keep=False, frames=under_way.frames)
         except CSDError as e:
             failure = failure or e
@@ -206,7 +206,7 @@ class RemoteNative:
             raise failure
 
     def _keep(self, under_way: TilesUnderWay) -> None:
-        """Have the owner complete the step and commit it. Raises CSDError if it is undone."""
+        """Have the owner complete and commit the step. Raises CSDError if the step is undone."""
         number = self.step() + 1
         assert self.ending
         record, user_state, counts, round = self.ending
@@ -248,23 +248,23 @@ class RemoteNative:
                     raise
 
     def _resolve(self, lost: CSDRankError, number: int) -> None:
-        """Ask the owner, once, whether a step counts whose FINISH has got no answer. Raises if it does not."""
+        """Ask the owner, once, whether a step counts whose FINISH was not answered. Raises if it does not count."""
         try:
             self._link.attach()
         except CSDError:
             raise CSDRankError(f"{lost}; it is not known yet whether step {number} counts") from lost
-        if self.unanswered is not None:  # attaching has found that it does not
+        if self.unanswered is not None:  # attaching has found that it does not count
             self.unanswered = None
             raise lost
-        # It counts, and all its parameters have arrived.
+        # The step counts, and all its parameters have arrived.
 
     def take_commit_failure(self) -> CSDError | None:
-        """Return, once, why the commit of the step that was finished last has failed; None if it has not."""
+        """Return, once, why the commit of the last finished step has failed; None if it has not."""
         failure, self.commit_failure = self.commit_failure, None
         return failure
 
     def take_back(self) -> None:
-        """Nothing to do: RemoteCommitter.before_undo() has asked the owner."""
+        """A no-op: RemoteCommitter.before_undo() has asked the owner."""
 
     def take_back_last(self) -> None:
         """Have the owner undo the last step that counts there."""
@@ -272,14 +272,14 @@ class RemoteNative:
         self.owner_step -= 1
 
     def go_back(self, tiles: np.ndarray[Any, Any]) -> None:
-        """No tiles: owners go back by themselves. See RemoteCommitter.loading()."""
+        """A no-op: owners go back by themselves. See RemoteCommitter.loading()."""
         assert not len(tiles)
 
     def free_tiles(self, tiles: np.ndarray[Any, Any]) -> None:
-        """Nothing: see RemoteCommitter.free()."""
+        """A no-op: see RemoteCommitter.free()."""
 
     def undone(self) -> list[tuple[int, int]]:
-        """Return the tiles with new parameters: of two passes, the second one has these."""
+        """Return the tiles with new parameters, which come from the last pass."""
         last = {tile & ~PASS_2: tile for tile in sorted(self._travelling)}
         back = [tile & ~PASS_2 for tile in self._undone if last[tile & ~PASS_2] == tile]
         return [(tile, self.tiles_of_engine.elems_of(tile)) for tile in back]
@@ -299,10 +299,10 @@ class RemoteNative:
     # ---- between steps ---------------------------------------------------------------
 
     def wait_writes(self) -> None:
-        """Nothing to wait for: the owner answers when it has read what a request asks for."""
+        """A no-op: an owner answers a request only after the reads for it."""
 
     def remap(self, *, open: bool) -> None:
-        """Nothing to do: there are no windows."""
+        """A no-op: there are no windows."""
 
     def edited(self, tiles: np.ndarray[Any, Any]) -> None:
         assert not len(tiles)

@@ -1,4 +1,4 @@
-"""Where trainers may have snapshots made: below directories that were named at the owner's start."""
+"""Paths at which trainers may request snapshots: below directories named at the owner's start."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ..errors import CSDError, CSDOSError, CSDRankError
 
 
 class SavePlace:
-    """A path below an allowed directory. close() it when the snapshot is complete.
+    """A path below an allowed directory. Call close() when the snapshot is complete.
 
-    `through` leads to the same place by way of a descriptor, so that a link that somebody makes meanwhile leads nowhere
-    else; no component below the allowed directory may be a link.
+    `through` is the same path by way of a descriptor, so that links made meanwhile have no effect; no component below
+    the allowed directory may be a link.
     """
 
     def __init__(self, allowed: Sequence[Path], path: Path) -> None:

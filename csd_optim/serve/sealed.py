@@ -1,9 +1,9 @@
 """Frames that are encrypted with AES-256-GCM, by `cryptography`.
 
 A frame is the header (32 bytes encrypted, and a tag of 16) and, unless it is empty, the payload with a tag of its own:
-so a header is known to be the other side's before anybody acts on it. Each direction of each connection has its own
-key. The nonce is the number of the frame, and which of its parts this is; it is never sent. A frame that was repeated,
-left out, moved or cut therefore fails. After KEY_BYTES a key is replaced by one that is derived from it.
+so a header is verified before anything acts on it. Each direction of each connection has its own key. The nonce
+consists of the frame's number and the part (header or payload), and is never sent: so a frame that was repeated, left
+out, moved or cut fails. After KEY_BYTES a key is replaced by a key derived from it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ SLOW = (
     "data is encrypted by `ssl`, which takes two to four times the CPU time of `cryptography`, because one side lacks "
     "that: pip install csd_optim[serve]"
 )
-PIECE = 2 << 20  # bytes that are encrypted, or decrypted, at a time: in smaller pieces it takes more CPU time
-KEY_BYTES = 1 << 36  # after which a key is replaced. A frame more is harmless.
+PIECE = 2 << 20  # bytes encrypted or decrypted at a time: smaller pieces take more CPU time
+KEY_BYTES = 1 << 36  # bytes after which a key is replaced; one frame more is harmless
 
 
 class Direction:
@@ -48,12 +48,12 @@ class Direction:
             self._key, self._used = hmac.digest(self._key, b"csd-optim frames 4 next\0", "sha256"), 0
 
     def count(self, nbytes: int) -> None:
-        """Count what the key is used for. Both sides have to come to the same number."""
+        """Count the bytes for which the key is used. Both sides have to arrive at the same number."""
         self._used += nbytes
 
     def cipher(self, part: int, nbytes: int) -> Any:
         self.count(nbytes)
-        # Not AESGCM: that class holds the GIL while it works, this one does not.
+        # Not AESGCM, which holds the GIL while it works.
         return Cipher(algorithms.AES(self._key), modes.GCM(NONCE.pack(part, self._frame)))
 
 
@@ -61,7 +61,7 @@ class SealedConnection(DataConnection):
     """A data connection whose frames are encrypted."""
 
     def __init__(self, stream: Stream, sends: bytes, receives: bytes) -> None:
-        """`sends`, `receives`: keys of 32 bytes, the same ones on the other side, exchanged."""
+        """`sends`, `receives`: keys of 32 bytes; the other side has the same two, swapped."""
         super().__init__(stream)
         self._out, self._in = Direction(sends), Direction(receives)
         self._sealed = self._arrived = memoryview(b"")  # scratch
@@ -110,7 +110,7 @@ class SealedConnection(DataConnection):
 
     def _discard(self, nbytes: int) -> None:
         self._in.count(nbytes)
-        super()._discard(nbytes + TAG)  # nobody uses it, so nobody needs to know whose it is
+        super()._discard(nbytes + TAG)  # unused, so not verified
 
 
 def _verify(unseal: Any, tag: bytearray) -> None:
@@ -121,7 +121,7 @@ def _verify(unseal: Any, tag: bytearray) -> None:
 
 
 def _room(scratch: memoryview, nbytes: int) -> memoryview:
-    """Return this memory, or more of it if that helps with a payload of `nbytes`."""
+    """Return `scratch`, or new memory if a larger piece of a payload of `nbytes` needs it."""
     wanted = min(nbytes, PIECE)
     return scratch if len(scratch) >= wanted else memoryview(bytearray(wanted))
 

@@ -11,7 +11,10 @@ from .frames import DataConnection
 
 
 class Role(str, enum.Enum):
-    """What a key may do. An admin may do what a trainer may, and a trainer what a reader may."""
+    """What the holder of a key may do.
+
+    An admin may also do everything that a trainer may, and a trainer what a reader may.
+    """
 
     READER = "reader"  # statistics
     TRAINER = "trainer"  # train, read and set states
@@ -35,27 +38,27 @@ class Peer(NamedTuple):
         return f"{who}, key {self.fingerprint[7:19]}" if self.fingerprint else who
 
 
-AN_OWNER = Peer(Role.ADMIN, "", "")  # the peer of whoever has connected to one
+AN_OWNER = Peer(Role.ADMIN, "", "")  # the peer of a side that has connected to an owner
 
 
 class Session:
     """The connections of an admitted peer."""
 
     def __init__(self, control: ControlConnection, data: Sequence[DataConnection], peer: Peer = AN_OWNER) -> None:
-        """`peer`: at an owner, whom it has admitted."""
+        """`peer`: the admitted peer, if this side is the owner."""
         self.control: ControlConnection = control
         self.data: list[DataConnection] = [*data]
         self.peer: Peer = peer
         self.closed: bool = False
-        self.revoked: bool = False  # the peer's key is no longer accepted as what it was: close after the step
+        self.revoked: bool = False  # the peer's key has lost its role: close after the step
 
     def settimeout(self, seconds: float) -> None:
-        """Set for how long the peer may be silent within a message or frame, or leave data unacknowledged."""
+        """Set how long the peer may be silent within a message or frame, or leave data unacknowledged."""
         for connection in (self.control, *self.data):
             connection.settimeout(seconds)
 
     def close(self) -> None:
-        """End all connections; any thread may do so, and threads that wait on them raise ConnectionClosed."""
+        """End all connections. Any thread may call this; threads that wait on a connection raise ConnectionClosed."""
         self.closed = True
         for connection in (self.control, *self.data):
             connection.shutdown()

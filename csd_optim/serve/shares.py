@@ -1,7 +1,7 @@
-"""The shares of a trainer's states that several owners have: which of its tiles, and how each owner numbers them.
+"""A trainer's states divided among several owners: which tiles belong to which owner, and each owner's numbering.
 
-A share consists of whole tiles. To its owner it is a model of its own, whose parameters are the pieces in these tiles,
-and the trainer is one of as many ranks as there are shares.
+A share consists of whole tiles. Its owner sees a model of its own, whose parameters are the pieces in these tiles, and
+as many ranks as there are shares.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ PART = np.dtype([("param", np.uint32), ("first", np.uint64), ("elems", np.uint64
 
 
 class Share:
-    """What one owner has of a trainer's states."""
+    """One owner's part of a trainer's states."""
 
     def __init__(self, link: Link, native: RemoteNative, index: int, rank: int, world_size: int, n_shares: int) -> None:
-        """`index`: its number among the shares of all trainers, which are `n_shares`. `rank`: the trainer's."""
+        """`index`: the share's number among the `n_shares` shares of all trainers. `rank`: the trainer's."""
         self.link: Link = link
         self.native: RemoteNative = native
         self.index: int = index
         self.rank: int = rank
         self.world_size: int = world_size
-        self.is_whole: bool = n_shares == world_size  # it is all that the trainer has
-        # An extent that the owner has room for, and another owner had not, with the request for it.
+        self.is_whole: bool = n_shares == world_size  # the share has all states of the trainer
+        # An extent, and its request, for which this owner had room, but another owner had not.
         self.pending: tuple[ExtentRequest, Extent] | None = None
-        self.weight: float = 1.0  # its part of the states, relative to that of other owners
+        self.weight: float = 1.0  # relative part of the states
         self.names: list[str] = []  # of the owner's devices
-        self.tiles: Tiles = Tiles()  # as the owner numbers them; that of the engine, if there is one share
-        self.numbers: np.ndarray[Any, Any] = np.zeros(0, np.uint32)  # of the owner's tiles: the trainer's
+        self.tiles: Tiles = Tiles()  # in the owner's numbers; the engine's own object, if there is one share
+        self.numbers: np.ndarray[Any, Any] = np.zeros(0, np.uint32)  # the trainer's number of each of the owner's tiles
         self.parts: np.ndarray[Any, Any] = np.zeros(0, PART)  # of the owner's parameters
 
     def add(self, extent: Extent, numbers: np.ndarray[Any, Any], parts: np.ndarray[Any, Any]) -> None:
-        """Add what the owner has of an extent of the trainer's, which is `extent` there."""
+        """Add the owner's part of an extent. `extent`: as the owner has it. `numbers`, `parts`: see the fields."""
         self.tiles.add(extent)
         self.numbers = np.append(self.numbers, numbers).astype(np.uint32)
         self.parts = np.append(self.parts, parts)
 
     def add_whole(self, extent: Extent) -> None:
-        """Add an extent of which the owner has everything, as the only one: the engine adds it to `tiles`."""
+        """Add a whole extent, if there is one owner: the engine adds it to `tiles`."""
         n = len(extent.numels)
         parts = np.zeros(n, PART)
         parts["param"], parts["elems"] = np.arange(extent.first_param, extent.first_param + n), extent.numels
@@ -61,7 +61,7 @@ class Share:
         return wanted._replace(numels=numels, first_param=first_param, first_tile=first_tile, tile_elems=tile_elems)
 
     def check_not_pending(self) -> None:
-        """Raise CSDRankError if the owner has an extent that another one had no room for."""
+        """Raise CSDRankError if the owner has an extent for which another owner had no room."""
         if self.pending:
             raise CSDRankError(
                 "an optimizer rank has new parameters that another one had no room for: make room, and call step() "
@@ -88,7 +88,10 @@ class Share:
         return counts
 
     def table(self, params: np.ndarray[Any, Any], n_params: int) -> np.ndarray[Any, Any]:
-        """Return the owner's table of a step (dtype PARAM). `params`: the trainer's, with `n_params` or twice that."""
+        """Return the owner's table of a step (dtype PARAM).
+
+        `params`: the trainer's, with `n_params` or twice as many rows.
+        """
         passes = [params[k : k + n_params][self.parts["param"]] for k in range(0, len(params), max(n_params, 1))]
         table = np.concatenate([params[:0], *passes])
         first = np.tile(self.parts["first"], len(passes))
@@ -98,10 +101,10 @@ class Share:
 
 
 def divide(extent: Extent, owners: np.ndarray[Any, Any], n: int) -> list[tuple[np.ndarray[Any, Any], ...]]:
-    """Return which tiles (of the engine) and which parts of parameters each of `n` owners has of an extent.
+    """Return, for each of `n` owners, the tiles (in the engine's numbers) and the parts of parameters of an extent.
 
-    `owners`: of its tiles. Parts are in the order of tiles, each within one tile; so an owner that lays them out as
-    plan_extent() does has the same elements in each tile. The first owner has the parameters without elements.
+    `owners`: for each tile, the index of its owner. Parts are in the order of tiles, each within one tile; so an owner
+    that lays them out by plan_extent() has the same elements in each tile. Empty parameters go to the first owner.
     """
     pieces = extent.pieces
     of_pieces = owners[pieces["tile"]]
@@ -119,28 +122,28 @@ def divide(extent: Extent, owners: np.ndarray[Any, Any], n: int) -> list[tuple[n
 
 
 def owners_of(shares: Sequence[Share], n_tiles: int) -> np.ndarray[Any, Any]:
-    """Return which owner each of an extent's tiles gets, interleaved, according to their weights: uint32."""
+    """Return the owner of each tile of an extent, interleaved in proportion to weights: uint32."""
     return devices_of([share.weight for share in shares], n_tiles)
 
 
 class Places:
-    """Where each of a trainer's tiles is, as its shares are now."""
+    """The places of a trainer's tiles in its present shares."""
 
     def __init__(self, shares: Sequence[Share]) -> None:
         n = sum(len(share.numbers) for share in shares)
         self.share: np.ndarray[Any, Any] = np.zeros(n, np.intp)  # by the trainer's tile
-        self.tile: np.ndarray[Any, Any] = np.zeros(n, np.uint32)  # likewise: as its owner numbers it
+        self.tile: np.ndarray[Any, Any] = np.zeros(n, np.uint32)  # by the trainer's tile: the owner's number
         for k, share in enumerate(shares):
             self.share[share.numbers] = k
             self.tile[share.numbers] = np.arange(len(share.numbers))
 
     def of(self, tile: int) -> tuple[int, int]:
-        """Return the share of a tile or second pass, and its number there."""
+        """Return the share of a tile or second pass, and the owner's number of the tile."""
         number = tile & ~PASS_2
         return int(self.share[number]), int(self.tile[number]) | tile & PASS_2
 
     def at(self, k: int, tiles: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Return those of these tiles and second passes that are in share k, as its owner numbers them."""
+        """Return the tiles and second passes that are in share `k`, in its owner's numbers."""
         here = tiles[self.share[tiles & ~np.uint32(PASS_2)] == k]
         found: np.ndarray[Any, Any] = self.tile[here & ~np.uint32(PASS_2)] | here & np.uint32(PASS_2)
         return found

@@ -1,7 +1,7 @@
 """A connected TCP socket: sends from, and receives into, memory of the caller. Any thread may shut it down.
 
-The descriptor is closed when it is shut down and no thread uses it any more, so that its number is never somebody
-else's while a thread still waits on it.
+The descriptor is closed only after a shutdown, when no thread uses it any more: so no thread waits on a number that was
+reused.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from typing import Any, Protocol
 
 from ..errors import CSDRankError, CSDRuntimeError
 
-Buffer = Any  # what memoryview() takes: typing has no name for it before Python 3.12
+Buffer = Any  # an argument of memoryview(), for which typing has no name before Python 3.12
 MOST_VIEWS = 1000  # in one system call: Linux allows 1024
-ALIVE_SECONDS = 20  # of silence, after which the kernel asks whether the other machine still exists
-SLOWEST = 1e6  # bytes per second of a long message: more time for it has only who is not much slower on the whole
+ALIVE_SECONDS = 20  # of silence before the kernel probes the other machine
+SLOWEST = 1e6  # bytes per second: a long message gets time for this rate
 
 
 _open: weakref.WeakSet[Tcp] = weakref.WeakSet()
 
 
 class ConnectionClosed(CSDRankError):
-    """The connection has ended, was shut down or broke, and will not be used again."""
+    """The connection has ended, was shut down, or is broken for good."""
 
 
 class Stream(Protocol):
-    """A connection that carries bytes in both directions: Tcp, or Tls around it. See Tcp."""
+    """A connection that carries bytes in both directions: Tcp, or Tls around a Tcp. See Tcp."""
 
     def send(self, views: Sequence[memoryview], begins: bool = True) -> None: ...
     def receive(self, views: Sequence[memoryview]) -> None: ...
@@ -43,12 +43,15 @@ class Stream(Protocol):
 
 
 def bytes_of(views: Sequence[Buffer]) -> list[memoryview]:
-    """Return views of the bytes of contiguous buffers; empty ones are left out. Raises TypeError."""
+    """Return byte views of contiguous buffers, without empty ones. Raises TypeError."""
     return [view.cast("B") for view in [memoryview(v) for v in views] if view.nbytes]
 
 
 class Connection:
-    """Something that is sent and received as a whole, on a stream. Threads may send at the same time; one receives."""
+    """A stream of units that are sent and received as a whole.
+
+    Several threads may send at the same time; one receives.
+    """
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -59,12 +62,12 @@ class Connection:
         self._stream.settimeout(seconds)
 
     def shutdown(self) -> None:
-        """End the connection; any thread may do so, and threads that wait on it raise ConnectionClosed."""
+        """End the connection. Any thread may call this; threads that wait on the connection raise ConnectionClosed."""
         self._stream.shutdown()
 
     @contextlib.contextmanager
     def _whole(self) -> Iterator[None]:
-        """End the connection after an error, also Ctrl-C: nobody knows how much was sent or received."""
+        """End the connection after an error, even Ctrl-C, as it is unknown how much was sent or received."""
         try:
             yield
         except BaseException:
@@ -80,7 +83,7 @@ class Connection:
 class _Pace:
     """How long one direction has waited for the other side since a message began, and for how many bytes.
 
-    A limit for each system call would let somebody hold a thread for ever who lets a byte through now and then.
+    With a limit for each system call, a peer could hold a thread for ever by a byte now and then.
     """
 
     def __init__(self) -> None:
@@ -91,13 +94,16 @@ class _Pace:
         self.seconds, self.nbytes = 0.0, 0
 
     def count(self, began: float, nbytes: int) -> None:
-        """Count a system call since `began` in time.monotonic()."""
+        """Count a system call. `began`: its start in time.monotonic()."""
         self.seconds += time.monotonic() - began
         self.nbytes += nbytes
 
 
 class Tcp:
-    """See above. All methods raise ConnectionClosed after shutdown() or any error, and CSDRuntimeError after a fork."""
+    """A connected socket.
+
+    All methods raise ConnectionClosed after shutdown() or any error, CSDRuntimeError after a fork.
+    """
 
     def __init__(self, sock: socket.socket, timeout: float) -> None:
         """Take over a connected socket. `timeout`: see settimeout()."""
@@ -116,9 +122,9 @@ class Tcp:
         self.settimeout(timeout)
 
     def settimeout(self, seconds: float) -> None:
-        """Set for how long the other side may be silent within a message, or leave what was sent unacknowledged.
+        """Set how long the other side may be silent within a message, or leave data unacknowledged.
 
-        All waiting within one message may take so long once, and 1 s for each MB of it.
+        The waits within one message may take this time in total, plus 1 s for each MB of the message.
         """
         self._timeout = seconds
         self._until: float | None = None
@@ -130,11 +136,11 @@ class Tcp:
                 sock.setsockopt(socket.IPPROTO_TCP, option, every)
 
     def finish_by(self, until: float) -> None:
-        """Set when, in time.monotonic(), all is late that is sent and received; settimeout() takes that back."""
+        """Set a deadline, in time.monotonic(), for everything sent and received, until settimeout()."""
         self._until = until
 
     def send(self, views: Sequence[memoryview], begins: bool = True) -> None:
-        """Send all bytes of these views, in one system call if the kernel takes them. `begins`: a message does."""
+        """Send all bytes of these views, in one system call if possible. `begins`: a message begins."""
         with self._using() as sock:
             if begins:
                 self._sent.begin()
@@ -156,7 +162,7 @@ class Tcp:
                 first = _skip(left, first, n)
 
     def receive_some(self, most: int) -> bytes:
-        """Return the bytes that have arrived, or arrive next, at most `most`. They are never empty."""
+        """Return at most `most` bytes that have arrived, or arrive next; never none."""
         with self._using() as sock:
             began = self._patience(self._received)
             data = sock.recv(most)
@@ -164,7 +170,7 @@ class Tcp:
             return data
 
     def _patience(self, pace: _Pace) -> float:
-        """Return the time of a system call that begins. Raises ConnectionClosed if it is late for that."""
+        """Return the start time of a system call, and limit its wait. Raises ConnectionClosed if no time is left."""
         now = time.monotonic()
         if self._until is not None:
             if now >= self._until:
@@ -180,9 +186,9 @@ class Tcp:
         self._received.count(began, nbytes)
 
     def wait(self, seconds: float | None, arrived: bool = False) -> None:
-        """Return when a message begins, or at the end. Raises ConnectionClosed after `seconds`.
+        """Return when a message begins, or the connection ends. Raises ConnectionClosed after `seconds`.
 
-        `arrived`: some of it has been received already.
+        `arrived`: a part of the message was received already.
         """
         with self._using() as sock:
             if not (arrived or arrives(sock, seconds)):
@@ -190,7 +196,7 @@ class Tcp:
             self._received.begin()
 
     def has_news(self) -> bool:
-        """Return whether something has arrived, or the connection has ended; it does not wait."""
+        """Return, without waiting, whether something has arrived or the connection has ended."""
         try:
             with self._using() as sock:
                 return arrives(sock, 0)
@@ -198,8 +204,8 @@ class Tcp:
             return True
 
     def shutdown(self) -> None:
-        """End the connection; threads that wait on it raise ConnectionClosed. In a forked child: nothing."""
-        if os.getpid() == self._process:  # it would shut down the parent's
+        """End the connection; threads that wait on it raise ConnectionClosed. A no-op in a forked child."""
+        if os.getpid() == self._process:  # in a child, this would shut down the parent's connection
             self._end(f"the connection to {self.address} is shut down")
 
     def _end(self, why: str) -> None:
@@ -228,7 +234,7 @@ class Tcp:
         except OSError as e:
             why = f"the connection to {self.address} has ended: {e.strerror}"
             raise ConnectionClosed(self._over or why) from e
-        except BaseException as e:  # also Ctrl-C: nobody knows how much of the message was sent
+        except BaseException as e:  # even Ctrl-C: it is unknown how much of the message was sent
             why = str(e) or "interrupted"
             raise
         finally:
@@ -252,21 +258,21 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _limit_calls(sock: socket.socket, seconds: float) -> None:
-    """Let a system call that sends or receives wait for at most so long."""
+    """Limit the wait of each system call that sends or receives to `seconds`."""
     seconds = max(seconds, 0.001)  # 0 would mean for ever
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
 
 
 def arrives(sock: socket.socket, seconds: float | None) -> bool:
-    """Wait for at most so long until there is something to receive or accept. Returns whether there is."""
+    """Wait at most `seconds` for something to receive or accept. Returns whether there is something."""
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     return bool(poll.poll(None if seconds is None else seconds * 1000))
 
 
 def _skip(views: list[memoryview], first: int, n: int) -> int:
-    """Take `n` bytes away from the views from number `first` on. Returns the first that is left."""
+    """Remove `n` bytes from the views, from index `first` on. Returns the index of the first view left."""
     while first < len(views) and n >= len(views[first]):
         n -= len(views[first])
         first += 1

@@ -1,8 +1,8 @@
-"""Where gradients and parameters lie in the images of a tile, and in its frames.
+"""The layout of gradients and parameters in the images and frames of a tile.
 
-An image has 4 bytes per element of the tile; a piece is packed in its own dtype at the place of its first element. In a
-frame there are only the pieces, in the order of the tile, with nothing between them: the dense gradients, then the
-parameters that the owner reads, then the Top-K entries.
+An image has 4 bytes per element of the tile; a piece is packed in its own dtype at the place of its first element. A
+frame has only the pieces, in the order of the tile, without gaps: the dense gradients, then the parameters that the
+owner reads, then the Top-K entries.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ for _dtype, _code in DTYPE_CODES.items():
 
 
 def view(address: int, nbytes: int) -> memoryview:
-    """Return the memory at an address, which the caller keeps alive."""
+    """Return a view of the memory at an address. The caller keeps the memory alive."""
     return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B") if nbytes else memoryview(b"")
 
 
@@ -42,7 +42,7 @@ def places(
 class FrameLayout:
     """Which pieces are in the frames of one step. Lists, as most tiles have few pieces, for which NumPy takes longer.
 
-    `pieces` are those of a tile, dtype PIECE; `grads` and `params` their addresses.
+    Arguments of methods: `pieces` of a tile, dtype PIECE; `grads` and `params`: the addresses of the pieces.
     """
 
     def __init__(self, table: np.ndarray[Any, Any]) -> None:
@@ -74,10 +74,9 @@ class FrameLayout:
         return [view(at, n * self._param_size[row]) for row, n, at in rows if self._has_grad[row]]
 
     def most_words(self, pieces: np.ndarray[Any, Any]) -> int:
-        """Return the most words (32 bits) that the Top-K entries of a tile may have.
+        """Return the maximum number of words (32 bits) of a tile's Top-K entries.
 
-        A piece has a word for each of its elements that is sent, one for each of its blocks, and a few for its size:
-        see csd_kernel.h.
+        A piece has a word for each element sent, a word for each block, and a few for its size: see csd_kernel.h.
         """
         rows = zip(pieces["param"].tolist(), pieces["elems"].tolist(), strict=True)
         here = [n for row, n in rows if self._has_grad[row] and self._has_topk[row]]

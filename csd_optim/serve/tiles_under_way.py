@@ -1,4 +1,4 @@
-"""The tiles of one step at a trainer: which may leave for the owner, which have left, and which have come back."""
+"""The tiles of one step at a trainer: which tiles may be sent to the owner, were sent, or have come back."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ..errors import CSDError, CSDRuntimeError
 class TilesUnderWay:
     """Guarded by `changed`, which is notified when tiles come back, and at the end.
 
-    Tiles leave in the order of the step as far as they are there, and only as long as they are among the first `window`
-    of those that have not come back: then the owner has a buffer for each tile that it is sent, and devices, which take
-    them in this order, never wait for one that has no buffer, whatever the order in which gradients become final.
-    Devices may also take tiles as they are pushed (csd_order). These leave in that order, at most `window` at a time.
+    Available tiles are sent in the order of the step, but only if they are among the first `window` tiles that have not
+    come back. So the owner has a buffer for each tile sent, and devices, which take tiles in this order, never wait for
+    a tile without a buffer, whatever the order in which gradients become final. Devices may also take tiles as pushed
+    (csd_order): then tiles are sent in that order, at most `window` at a time.
     """
 
     def __init__(
@@ -30,37 +30,39 @@ class TilesUnderWay:
         changed: threading.Condition,
         may_leave: Sequence[threading.Condition],
     ) -> None:
-        """`begin`: number of the BEGIN. `tiles`: those with gradients, in the order of the step, or `as_pushed`.
+        """`begin`: number of the BEGIN.
+
+        `tiles`: all with gradients, in the order of the step, or in any order if `as_pushed`.
 
         `may_leave`: for each stream a condition with the lock of `changed`, notified when a tile may leave.
         """
         self.begin: int = begin
         self._may_leave = may_leave
         self.changed: threading.Condition = changed
-        self.frames: int = 0  # that were sent
+        self.frames: int = 0  # frames sent
         self._tiles, self._window, self._as_pushed = tiles, window, as_pushed
         self._place = {tile: i for i, tile in enumerate(tiles)}
         self._first = 0  # the first place whose tile has not come back
-        self._waiting: dict[int, int] = {}  # tiles that were pushed and have not left, by place
-        self._left: set[int] = set()  # tiles that have left, or are leaving
+        self._waiting: dict[int, int] = {}  # by place: pushed tiles that were not sent yet
+        self._left: set[int] = set()  # tiles that were sent, or are being sent
         self._back: set[int] = set()
         self._to_pull: list[int] = []  # tiles that have come back, in this order
-        self._returning: dict[int, None] = {}  # those, and those that have begun to
-        self._leaving: set[int] = set()  # tiles that are being sent
-        self._too_early: set[int] = set()  # those among them that have come back: no honest owner does that
+        self._returning: dict[int, None] = {}  # tiles that have come back, or have begun to
+        self._leaving: set[int] = set()  # tiles being sent
+        self._too_early: set[int] = set()  # tiles that came back before they were sent, which no honest owner does
         self._pulled = 0
-        self._in_transfer = 0  # frames that are being sent or received
+        self._in_transfer = 0  # frames being sent or received
         self._failure: CSDError | None = None
         self._over = False
 
     # ---- the program's side --------------------------------------------------------
 
     def travels(self, tile: int) -> bool:
-        """Return whether the tile has gradients, so that it leaves and comes back."""
+        """Return whether the tile has gradients, so that it is sent and comes back."""
         return tile in self._place
 
     def push(self, tile: int) -> None:
-        """Let a tile leave as soon as it may. Does not wait. Raises what a step raises."""
+        """Let a tile be sent as soon as possible. Does not wait. Raises what a step raises."""
         with self.changed:
             self._check()
             place = len(self._waiting) + len(self._left) if self._as_pushed else self._place[tile]
@@ -83,7 +85,7 @@ class TilesUnderWay:
         return self._pulled < len(self._to_pull) or self._failure is not None or self._over
 
     def are_back(self, tiles: np.ndarray[Any, Any], *, wait: bool) -> bool:
-        """Return whether those of these tiles that travel have come back. `wait`: block until they have."""
+        """Return whether all travelling tiles among `tiles` have come back. `wait`: block until then."""
         with self.changed:
             wanted = {tile for tile in tiles.tolist() if tile in self._place}
             if wait:
@@ -93,12 +95,12 @@ class TilesUnderWay:
 
     @property
     def all_tiles(self) -> np.ndarray[Any, Any]:
-        """The tiles that leave and come back: uint32."""
+        """All travelling tiles: uint32."""
         return np.array(self._tiles, np.uint32)
 
     @property
     def began_to_return(self) -> list[int]:
-        """The tiles whose parameters in memory may be new, or partly new."""
+        """The tiles whose parameters in memory may be new, at least in part."""
         return [*self._returning]
 
     def _check(self) -> None:
@@ -110,7 +112,7 @@ class TilesUnderWay:
     # ---- the connections' side -----------------------------------------------------
 
     def next_to_leave(self, stream: int) -> int | None:
-        """Return the first tile of this stream that may leave now, and note that it does; None: there is none."""
+        """Return the first tile that this stream may send now, and note that it is sent; None if there is none."""
         if self._failure or self._over:
             return None
         places = (place for place, tile in self._waiting.items() if tile % len(self._may_leave) == stream)
@@ -134,7 +136,7 @@ class TilesUnderWay:
                 self.changed.notify_all()
 
     def begin_return(self, tile: int) -> bool:
-        """Return whether the parameters of this tile are awaited, and note that they are being received."""
+        """Return whether this tile's parameters are awaited; if so, note that they are being received."""
         with self.changed:
             if self._over or self._failure or tile not in self._left or tile in self._returning:
                 return False
@@ -143,7 +145,10 @@ class TilesUnderWay:
             return True
 
     def note_back(self, tile: int) -> None:
-        """Note that a tile's parameters are there. It counts as back once its gradients, too, have left memory."""
+        """Note that a tile's parameters have arrived.
+
+        A tile counts as back once its gradients were sent completely, too.
+        """
         with self.changed:
             self._in_transfer -= 1
             if tile in self._leaving:
@@ -163,19 +168,19 @@ class TilesUnderWay:
             condition.notify_all()
 
     def abort_transfer(self) -> None:
-        """Note that a frame was not transferred, as the connection is lost."""
+        """Note that the transfer of a frame was cut off with the connection."""
         with self.changed:
             self._in_transfer -= 1
             self.changed.notify_all()
 
     def fail(self, failure: CSDError) -> None:
-        """Let everybody who waits for tiles raise this."""
+        """Let all waits for tiles raise `failure`."""
         with self.changed:
             self._failure = self._failure or failure
             self.changed.notify_all()
 
     def stop(self) -> None:
-        """Let no more tiles leave, and return when no frame is being transferred: memory may be used for other things.
+        """Stop sending tiles, and return when no frame is being transferred, so that memory may be reused.
 
         Connections time out, so this does not wait forever.
         """

@@ -1,4 +1,4 @@
-"""TLS 1.3 on a Tcp connection. One thread may send while another one receives, which SSLSocket does not allow."""
+"""TLS 1.3 on a Tcp connection. Unlike with SSLSocket, a thread may send while another receives."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from .frames import CHUNK
 from .tcp import ConnectionClosed, Tcp
 
-HANDSHAKE_BYTES = 64 << 10  # that somebody may send before it is known who it is
+HANDSHAKE_BYTES = 64 << 10  # the most that an unidentified peer may send
 
 
 class Tls:
@@ -19,8 +19,8 @@ class Tls:
         self._tcp = tcp
         self._arrived, self._leaves = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._arrived, self._leaves, server_side=server)
-        self._lock = threading.Lock()  # of OpenSSL's objects: held for no system call
-        self._sending = threading.Lock()  # records are sent in the order in which they were made
+        self._lock = threading.Lock()  # of OpenSSL's objects; not held during system calls
+        self._sending = threading.Lock()  # records are sent in the order of their encryption
 
     def handshake(self) -> bytes:
         """Return the other side's certificate (DER). Raises ConnectionClosed, ssl.SSLError."""
@@ -58,7 +58,7 @@ class Tls:
             while view:
                 with self._lock:
                     n = self._read(view)
-                if self._leaves.pending:  # an answer to a new key of the other side
+                if self._leaves.pending:  # an answer to the other side's new key
                     self._flush()
                 if n is None:
                     data = self._tcp.receive_some(CHUNK)
@@ -85,7 +85,7 @@ class Tls:
             raise self._broken(e.reason) from None
 
     def _read(self, view: memoryview) -> int | None:
-        """Return how many bytes of the view were filled; None if more has to arrive first."""
+        """Fill the view with what has arrived, and return the number of bytes; None if nothing can be decrypted yet."""
         try:
             n: int = self._tls.read(len(view), view)  # type: ignore[arg-type, assignment]
         except ssl.SSLWantReadError:
@@ -101,7 +101,7 @@ class Tls:
         return ConnectionClosed(f"TLS is over: {why}")
 
     def _leave(self) -> None:
-        """Send the alert, if OpenSSL has one to say, and end the connection."""
+        """Send OpenSSL's alert, if any, and end the connection."""
         try:
             if self._leaves.pending:
                 self._tcp.send([memoryview(self._leaves.read())])

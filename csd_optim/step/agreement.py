@@ -28,19 +28,19 @@ SHARDED_ADVICE = (
 
 
 class _Vote(NamedTuple):
-    """What one rank says, in numbers, which a collective can send."""
+    """One rank's vote on a step, as integers for a collective."""
 
     skips: int  # the rank skips the step: it has found an overflow
-    taken: int  # number of steps that it has taken
+    taken: int  # steps that the rank has taken
     creates: int  # see asks_for_states()
-    joined: int  # it has run out of data
+    joined: int  # the rank has run out of data (torch's Join)
     names: int  # checksum of the names of replicated parameters that have gradients
-    new: int  # likewise of those among them that take part for the first time; 0: there are none
-    descending: int  # its tiles would flow from the last to the first
+    new: int  # checksum of the names of parameters among these that take part for the first time; 0: none
+    descending: int  # the rank's tiles would flow from the last to the first
     mode: int  # InStep.kind: whether overlap() was called, and how
     under_way: int  # the step has begun in backward, and only has to be ended
-    failed: int  # it cannot take a step
-    round: int  # the last round of commits that it has; -1: it lacks that one
+    failed: int  # the rank cannot take a step
+    round: int  # see Committer.own_round(); -1: that has failed
     highest: int  # see Committer.highest_round
     watch_failed: int  # see Watcher.has_failed
     # As in Offer:
@@ -62,11 +62,11 @@ class Abilities(NamedTuple):
 class Offer(NamedTuple):
     """What a rank has got ready for a step before the ranks agree on it."""
 
-    is_examined: bool  # it knows what takes part; that could have failed
-    is_prepared: bool  # nothing is left that could fail before it begins; the rest holds if this does
+    is_examined: bool  # the rank has found out what takes part, which can fail
+    is_prepared: bool  # nothing can fail any more before the step begins; the fields below are valid only then
     can_launch: bool
     can_undo: bool
-    knows_norm: bool  # gradients are clipped, and their norm is that of the sum of all ranks' squares
+    knows_norm: bool  # gradients are clipped, by a norm that the ranks' votes suffice to compute
     square: int  # the bits of OwnNorm.square, fp64
 
 
@@ -84,10 +84,10 @@ class StepAgreement:
     creates: bool  # on all ranks the step only creates states
     descending: bool
     scale: float | None  # of the gradients
-    has_joined: bool = False  # some rank has run out of data: what was ready before is out of date
-    is_examined: bool = False  # all ranks have examined it
-    abilities: Abilities | None = None  # of all ranks; None: not all have prepared it
-    squares: list[float] | None = None  # likewise: OwnNorm.square; None: not all know it
+    has_joined: bool = False  # some rank has run out of data: drop what was prepared before the vote
+    is_examined: bool = False  # on all ranks
+    abilities: Abilities | None = None  # of all ranks together; None: not every rank has prepared the step
+    squares: list[float] | None = None  # OwnNorm.square of each rank; None: not every rank knows its own
 
 
 def agree_on_step(
@@ -114,23 +114,23 @@ def agree_on_step(
 ) -> StepAgreement:
     """Agree on a step with all ranks, before anything is changed; a collective.
 
-    `placed`: the ids of parameters that have taken part before. `descending`: tiles would flow from the last to the
-    first. `creates`: see asks_for_states(). `scale`: that of a GradScaler, which ranks that have `joined` lack.
-    `failure`: why this rank cannot take a step; it is raised, and CSDRankError on the other ranks. `mode`: see
-    InStep.kind. `round`: see Committer.own_round(); None: that is what has failed. `committer`: is told once all ranks
-    have the round, whatever else fails. `offer`: what is ready here. `sample`: see check_same_gradients(). `reduced`:
-    the ids of parameters whose gradients a hook of DDP has reduced, which has to be so on all ranks. `divided`: the ids
-    of sharded parameters that have gradients on all ranks or none.
+    `placed`: the ids of parameters that have taken part before. `descending`: this rank's tiles would flow from the
+    last to the first. `creates`: see asks_for_states(). `joined`: this rank has run out of data. `scale`: a
+    GradScaler's; ranks that have joined have none. `failure`: why this rank cannot take a step; raised here, while
+    other ranks raise CSDRankError. `mode`: see InStep.kind. `round`: see Committer.own_round(); None if that call has
+    failed. `committer` is told once all ranks have the round, whatever else fails. `offer`: what this rank has
+    prepared. `sample`: see check_same_gradients(). `reduced`: the ids of parameters whose gradients a hook of DDP has
+    reduced, the same on all ranks. `divided`: the ids of sharded parameters that need gradients on all ranks or none.
 
-    Raises CSDRankError, on all ranks, if they cannot take this step together. In particular, replicas of a parameter
-    that takes part for the first time must be equal, and so must gradients, up to rounding.
+    Raises CSDRankError, on all ranks, if the ranks cannot take this step together. In particular, replicas of a
+    parameter that takes part for the first time must be equal, and so must gradients, up to rounding.
     """
 
     def is_bound(p: torch.Tensor) -> bool:
         return id(p) in placed
 
     def with_gradients() -> tuple[list[tuple[str, torch.Tensor]], list[tuple[str, torch.Tensor]]]:
-        """Return the replicated parameters that have gradients, and all that have to have them on all ranks."""
+        """Return the replicated parameters with gradients, and all with gradients that need some on every rank."""
         found = _with_gradients(groups, reduced)
         replicated = [(name, p) for name, p in found if sharded and is_replicated(p)]
         return replicated, [(name, p) for name, p in found if id(p) in divided or (sharded and is_replicated(p))]
@@ -147,7 +147,7 @@ def agree_on_step(
         numbers, n = ranks.gather(*vote, *sample.numbers()), len(vote)
         return [_Vote(*of[:n]) for of in numbers], [Sample.from_numbers(*of[n:]) for of in numbers]
 
-    # In backward no parameter has joined, and these have changed already.
+    # Parameters do not join in backward, and by now the step has changed them.
     replicated, alike = with_gradients() if failure is None and not under_way else ([], [])
     votes, samples = exchange_votes()
     if all(vote.round >= 0 for vote in votes):
@@ -176,7 +176,8 @@ def agree_on_step(
             f"be replicas, with gradients reduced over the ranks, as DistributedDataParallel does it. {SHARDED_ADVICE}"
         )
     if any(vote.new for vote in votes):
-        # If a rank failed before it gave new parameters their places, others may have done so. Then all are compared.
+        # If a rank has failed before it placed new parameters, other ranks may have placed theirs: compare all
+        # parameters.
         same = len({vote.new for vote in votes}) == 1
         if difference := ranks.first_difference(
             [(name, *_digest(p)) for name, p in replicated if not (same and is_bound(p))]

@@ -41,11 +41,11 @@ class Shared(Protocol):
 
 class Arrived(Protocol):
     def __call__(self, tiles: np.ndarray[Any, Any], *, wait: bool) -> bool:
-        """Return whether these tiles have their new parameters, where they belong. `wait`: block until they have."""
+        """Return whether the new parameters of these tiles (uint32) are in their tensors. `wait`: block until then."""
 
 
 class Located(Protocol):
-    """The location of parameters, as in Pieces. Its "tiles" may be any units in which parameters arrive, by number."""
+    """The location of parameters, as in Pieces. A "tile" is the number of any unit in which parameters arrive."""
 
     def of(self, param: int, /) -> np.ndarray[Any, Any]: ...
 
@@ -70,7 +70,7 @@ class _Bucket:
 
     @property
     def rows(self) -> list[int]:
-        """The indices of its parameters, each once."""
+        """The indices of the parameters in the bucket, each once."""
         return [*dict.fromkeys(piece.param_state.index for piece in self.pieces)]
 
     @property
@@ -79,13 +79,13 @@ class _Bucket:
 
 
 class ParamAllGather:
-    """The all-gather of `param_states`, reused for every step in which the same ones take part.
+    """The all-gather of `param_states`, reused for every step in which the same parameters take part.
 
     `param_states` has the same order on all ranks. The object refers to the current memory of the parameters.
     """
 
     def __init__(self, ranks: Ranks, param_states: Sequence[Shared], pieces: Located | None = None) -> None:
-        """`pieces`: the tiles in which parameters arrive; None: they do not arrive, and only resend() is called."""
+        """`pieces`: the tiles in which parameters arrive; None if only resend() will be called."""
         self.ranks: Ranks = ranks
         self.buckets: list[_Bucket] = []
         for device, replicas in {(state.local.device, state.part.replicas): None for state in param_states}:
@@ -99,7 +99,7 @@ class ParamAllGather:
         self.received_bytes: int = sum(b.bytes * (b.ranks.size - 1) for b in self.buckets)
 
     def _bind(self, bucket: _Bucket, before: _Bucket | None) -> None:
-        """Give a bucket its buffer and views of it. `before`: a bucket that is empty by then, to reuse its buffer."""
+        """Give a bucket a buffer, and views of the buffer. `before`: an earlier bucket whose buffer is reused."""
         ranks, size, n = bucket.ranks, bucket.ranks.size, bucket.bytes
         device = bucket.pieces[0].param_state.local.device
         if device.type not in ranks.device_types:
@@ -110,7 +110,7 @@ class ParamAllGather:
             bucket.buffer = torch.empty(size * n, dtype=torch.uint8, device=device)
         for piece in bucket.pieces:
             for rank in range(size):
-                # Not counted as writes: whoever takes the step counts one, when its parameters begin to change.
+                # Not counted as writes: the step counts one for each parameter, when parameters begin to change.
                 share = piece.param_state.part.of_rank(piece.param_state.param, rank).data
                 if piece.first is not None:
                     share = flat(share)[piece.first : piece.first + piece.n]
@@ -124,11 +124,11 @@ class ParamAllGather:
 
     @property
     def groups(self) -> list[Ranks]:
-        """The groups over which it exchanges, each once, in the same order on all ranks."""
+        """The process groups of the exchange, each once, in the same order on all ranks."""
         return [*dict.fromkeys(bucket.ranks for bucket in self.buckets)]
 
     def travel_by(self, carriers: Mapping[Ranks, Ranks]) -> None:
-        """Exchange from now on over other groups of the same ranks, those that `carriers` has for the present ones."""
+        """From now on exchange over other process groups of the same ranks. `carriers`: new group by old group."""
         for k, bucket in enumerate(self.buckets):
             if bucket.ranks not in carriers:
                 continue
@@ -147,9 +147,9 @@ class ParamAllGather:
     ) -> None:
         """Begin a step. `arrived`: given unless advance() will not be called.
 
-        `sources`: by index, parameters whose new values have to be copied back into them before they leave.
-        `descending`: the last bucket leaves first, since the last tile flows first; the same on all ranks.
-        `received`: called for each bucket that has arrived, with the indices of its parameters, which are awaited.
+        `sources`: by index, parameters whose new values lie in a copy, and are copied back before they are sent.
+        `descending`: the last bucket leaves first, since the last tile flows first; the same on all ranks. `received`:
+        called for each bucket that has arrived, with the indices of its parameters.
         """
         self._received = received
         self._to_send = deque(reversed(self.buckets) if descending else self.buckets)
@@ -157,7 +157,7 @@ class ParamAllGather:
         self._in_flight: deque[tuple[_Bucket, list[Any]]] = deque()
 
     def advance(self, *, wait: bool) -> None:
-        """Send the buckets that are ready; with `wait` all of them, each as soon as it is ready."""
+        """Send the buckets that are ready; with `wait` all buckets, each as soon as it is ready."""
         assert self._arrived
         while self._to_send:
             tiles = self._to_send[0].tiles

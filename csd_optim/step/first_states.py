@@ -14,9 +14,9 @@ from .spec import Participants
 
 
 def asks_for_states(groups: Groups, state_map: StateMap) -> bool:
-    """Return whether a step with these gradients only creates states: every lr and gradient is 0, and there are none.
+    """Return whether a step with these gradients only creates states: every lr and gradient is 0, and no state exists.
 
-    A rule that adds weight decay to the gradient changes its states even then: that is a step.
+    A rule that adds weight decay to the gradient changes its states even at lr 0: that is an ordinary step.
     """
     if state_map.param_states or state_map.state or any(float(group["lr"]) for group in groups):
         return False
@@ -29,7 +29,7 @@ def asks_for_states(groups: Groups, state_map: StateMap) -> bool:
 def create_states(
     engine: Engine, state_map: StateMap, groups: Groups, taking_part: Participants, grad_dtype: torch.dtype | None
 ) -> None:
-    """Give these parameters the states that they have after such a step. Raises what StateMap.adopt() raises.
+    """Create the states that a step of lr 0 and zero gradients leaves. Raises what StateMap.adopt() raises.
 
     As with states that a program assigns, the next step commits them.
     """

@@ -1,4 +1,4 @@
-"""Given states: a step updates them on the accelerator, and copies them into tiles of the devices, which keep them."""
+"""Given states: states that a step updates on the accelerator, and copies into tiles for the devices to store."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from .spec import StepSpec
 
 
 class GivenStates:
-    """The given states of one step: those of `rows` of its table, in the order in which tiles need them.
+    """The given states of one step. `rows`: of the step's table, in the order in which tiles need the states.
 
-    Rows without a gradient, whose states do not change, may be among them: a tile that is given whole need not be read.
+    Some have no gradient and no new states: if a tile gets all its states from the accelerator, the device need not
+    read it.
     """
 
     def __init__(self, copies: NearCopies, rows: Iterable[int]) -> None:
         self.copies: dict[int, NearCopy] = {row: copies.by_param[row] for row in rows}
-        self.updated: frozenset[int] = frozenset()  # of these rows, those with a gradient
-        self.tiles: np.ndarray[Any, Any] = np.zeros(0, np.uint32)  # with some of these rows
+        self.updated: frozenset[int] = frozenset()  # rows with a gradient
+        self.tiles: np.ndarray[Any, Any] = np.zeros(0, np.uint32)  # uint32: tiles with given states
         self.nbytes: int = 0  # copied to tiles so far
         self._near: NearUpdates | None = None
         self._launching: Iterator[None] = iter(())
@@ -37,7 +38,7 @@ class GivenStates:
 
     @property
     def tile_sections(self) -> int:
-        """The largest number of state sections of any of these rows."""
+        """The largest number of state sections of any row."""
         return max(len(copy.states) for copy in self.copies.values())
 
     def in_order(self, updates: Sequence[NearUpdate]) -> list[NearUpdate]:
@@ -46,7 +47,7 @@ class GivenStates:
         return sorted(updates, key=lambda u: order[u.param_state.index])
 
     def set_updates(self, near: NearUpdates, launching: Iterator[None]) -> None:
-        """Set the updates that produce these states: `near`, which the iterator `launching` queues bit by bit."""
+        """Set the updates that produce the states: `near`, which the iterator `launching` queues bit by bit."""
         self._near, self._launching = near, launching
 
     def devices_of(self, engine: Engine, tile: int) -> set[torch.device]:
@@ -73,7 +74,7 @@ class GivenStates:
         return has_given
 
     def _event(self, row: int) -> Any:
-        """Return the event after which a row is updated. Queues updates until it is there."""
+        """Return the event after which a row is updated. Queues updates up to this row's if necessary."""
         assert self._near
         if row not in self._near.events:
             for _ in self._launching:
@@ -82,7 +83,7 @@ class GivenStates:
         return self._near.events[row]
 
     def mark(self, table: np.ndarray[Any, Any]) -> None:
-        """Mark these rows as given in a step's table (dtype PARAM)."""
+        """Mark the rows as given in a step's table (dtype PARAM)."""
         Truth.give(table, [*self.copies])
 
     def keep(self) -> None:
@@ -92,15 +93,15 @@ class GivenStates:
 
 
 def given_states(engine: Engine, spec: StepSpec, tiles: np.ndarray[Any, Any]) -> GivenStates | None:
-    """Return the states that the accelerator will give in a step with these tiles; None if it gives none.
+    """Return the states that the accelerator supplies in a step with these tiles (uint32); None if there are none.
 
-    Marks them in the step's table, and loads those of their copies on the accelerator that are not valid. Raises
-    CSDOSError or CSDStoreError if that fails; nothing has changed then.
+    Marks the states in the step's table, and loads copies on the accelerator that are out of date. Raises CSDOSError or
+    CSDStoreError if a copy cannot be loaded; nothing has changed then.
     """
     copies = engine.truth.copies
     if copies is None:
         return None
-    edited = engine.truth.note_written()  # tiles; copies of their states are invalid now
+    edited = engine.truth.note_written()  # tiles whose copies on the accelerator are out of date now
     with_grad = [state for state in spec.plan.param_states if state.near_copy and state.numel]
     # The devices update a parameter that was moved off the accelerator, like any other.
     updated = {state.index: state for state in with_grad if _is_on_copy_device(state)}
@@ -108,7 +109,8 @@ def given_states(engine: Engine, spec: StepSpec, tiles: np.ndarray[Any, Any]) ->
     if not updated:
         return None
     copies.load([row for row, state in updated.items() if not state.is_new])
-    # Rows of the same tiles without a gradient are given, too. But devices read the tiles that the program wrote to.
+    # Rows without a gradient in the same tiles are given, too, so that devices need not read the tile. But if the
+    # program has written to their tiles, the devices have to read these.
     rows_edited: set[int] = set()
     for tile in np.setdiff1d(edited, tiles).tolist():
         rows_edited.update(engine.tiles.pieces_of(tile)["param"].tolist())

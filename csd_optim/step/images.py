@@ -19,7 +19,7 @@ from .spec import StepSpec
 def images_of(
     engine: Engine, state_map: StateMap, spec: StepSpec, tiles: np.ndarray[Any, Any], given: GivenStates | None
 ) -> list[int]:
-    """Return the tiles that travel as images: those with gradients that devices do not reach, or to be rounded.
+    """Return the tiles that travel as images: devices cannot read one of their gradients, or it has to be rounded.
 
     Prepares the sources of all gradients in these tiles.
     """

@@ -1,4 +1,4 @@
-"""What an optimizer's groups were when they were added: a store keeps it, and the rule of a group cannot be changed."""
+"""The hyperparameters of groups when they were added: stores keep them, and the rule of a group cannot be changed."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class InitialGroups:
 
     def __init__(self, rule_of: RuleOf) -> None:
         self._rule_of = rule_of
-        self._groups: Groups = []  # as they were when of() was last called
-        self._initial: list[dict[str, Any]] = []  # of each of these
+        self._groups: Groups = []  # the optimizer's groups when of() was last called
+        self._initial: list[dict[str, Any]] = []  # the initial hyperparameters of each of `_groups`
 
     def kept(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Return what a store keeps of a group. Raises CSDTypeError if it cannot keep a hyperparameter."""
+        """Return the hyperparameters of a group that a store keeps. Raises CSDTypeError if a value cannot be stored."""
         found = hyperparameters_of(group, self._rule_of(group).hyperparameters)
         if found.get("rule") == self._rule_of({}).name:  # as if the group did not name it
             del found["rule"]
         return found
 
     def of(self, groups: Groups) -> list[dict[str, Any]]:
-        """Return them for the optimizer's groups as they are now: since the last call some may be gone, others new.
+        """Return the initial hyperparameters of each group. Groups may have come and gone since the last call.
 
         Raises CSDTypeError.
         """
@@ -34,7 +34,7 @@ class InitialGroups:
             known = {id(group): initial for group, initial in zip(self._groups, self._initial, strict=True)}
             if len(groups) != len(known) or any(id(group) in known for group in groups):
                 self._initial = [known[id(g)] if id(g) in known else self.kept(g) for g in groups]
-            self._groups = [*groups]  # if all are new ones, load_state_dict() has put them in the places of the others
+            self._groups = [*groups]  # if all are new, load_state_dict() has replaced the old ones, in their order
         return self._initial
 
     def check_rules(self, groups: Groups) -> None:

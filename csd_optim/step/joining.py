@@ -47,7 +47,8 @@ def copy_from_leader(ranks: Ranks, leader: int, groups: Groups, scale: float | N
         if joined and p.grad is None:
             p.grad = torch.empty_like(p)
         assert p.grad is not None
-        # Another rank with data has the same, unless csd_optim.push has reduced it: then it keeps its own.
+        # Ranks with data have the same gradient already, except where csd_optim.push reduces it: there each keeps its
+        # own.
         is_mine = joined or ranks.rank == leader
         ranks.broadcast(p.grad if is_mine else torch.empty_like(p.grad), leader)
     return scale

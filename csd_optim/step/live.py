@@ -1,6 +1,6 @@
-"""One step under way: its phases, how it is kept or undone, and which of its tiles still lack gradients.
+"""One step under way: its phases, how it is kept or undone, and which tiles still lack gradients.
 
-Whoever drives a step decides only when it does what, and carries the gradients to the engine.
+The driver of a step decides when each phase begins, and carries the gradients to the engine.
 
     READY ── begin ──> GUESS ── confirm ──> STEP ── land ──> LANDED ── keep ──> KEPT
       │                OPEN  ── request ──>  │               (at once; after a vote in run(); or once ranks have met)
@@ -40,30 +40,30 @@ from .spec import StepSpec
 from .staging import NOTHING, StagingBuffer
 from .undo import Undo, undo_states
 
-NEVER = np.iinfo(np.int64).max  # rank of a tile of which nobody knows when it is needed
+NEVER = np.iinfo(np.int64).max  # rank of a tile if it is unknown when its parameters are needed
 
 
 class Countdown:
-    """Which tiles of a step still lack gradients, and in which order they were pushed.
+    """Which tiles of a step still lack gradients, and in which order tiles were pushed.
 
-    Counts units of which each tile needs a number, such as pieces or elements. Python integers: most gradients have few
-    tiles, for which NumPy takes longer.
+    Counts the units, such as pieces or elements, that each tile needs. Python integers: most gradients have few tiles,
+    for which NumPy takes longer.
     """
 
     def __init__(self, needed: np.ndarray[Any, Any], tiles: Iterable[int]) -> None:
-        """`needed`: units by tile of the engine, int64. `tiles`: those of the step, in flow order."""
+        """`needed`: units by tile of the engine, int64. `tiles`: the tiles of the step, in flow order."""
         self._missing: list[int] = needed.tolist()
         self._left = dict.fromkeys(tiles)
         self.pushed: list[int] = []
 
     def arrive(self, tiles: Sequence[int], units: Iterable[int] = repeat(1)) -> list[int]:
-        """Count what has arrived: `units` of each of these tiles. Returns complete(tiles)."""
+        """Count `units` that have arrived for each of these tiles. Returns complete(tiles)."""
         for tile, n in zip(tiles, units, strict=False):
             self._missing[tile] -= n
         return self.complete(tiles)
 
     def complete(self, tiles: Iterable[int]) -> list[int]:
-        """Return those of these tiles, each once, that lack nothing and were not pushed yet."""
+        """Return the tiles, each once, that have all gradients and were not pushed yet."""
         return [*dict.fromkeys(tile for tile in tiles if not self._missing[tile] and tile in self._left)]
 
     def lacks(self, tile: int) -> bool:
@@ -75,7 +75,7 @@ class Countdown:
 
     @property
     def left(self) -> list[int]:
-        """The tiles of the step that were not pushed yet, in flow order."""
+        """The tiles that were not pushed yet, in flow order."""
         return [*self._left]
 
     def rank(self) -> np.ndarray[Any, Any]:
@@ -86,14 +86,14 @@ class Countdown:
 
 
 class Phase(Enum):
-    """The phase of a step, and whether states and parameters are those before it (old) or after it (new)."""
+    """The phase of a step, and whether states and parameters are from before the step (old) or after it (new)."""
 
-    READY = auto()  # it has not begun: both old
+    READY = auto()  # not begun: both old
     GUESS = auto()  # under way, not requested: both old, as new parameters are held back
     OPEN = auto()  # under way, not requested: parameters become new one after another
     STEP = auto()  # under way, requested by step(): likewise
-    LANDED = auto()  # complete here: both new; if ranks have not met since, they may take it back
-    FAILED = auto()  # states old, parameters mixed, or written in part, until the ranks meet
+    LANDED = auto()  # complete on this rank: both new; if ranks vote later, they may still take the step back
+    FAILED = auto()  # states old, parameters a mix of old and new, until the ranks vote
     KEPT = auto()  # both new
     UNDONE = auto()  # both old, except for what Progress.undoing has still to restore
 
@@ -104,19 +104,19 @@ class LiveStep:
     def __init__(
         self, progress: Progress, engine: Engine, step: PreparedStep, record: Record | None, *, meets: bool = False
     ) -> None:
-        """`record`: for its commit. `meets`: ranks agree on it only after it has ended here: see together.py."""
+        """`record`: for the commit. `meets`: ranks vote on the step only after it has ended here: see together.py."""
         self.progress: Progress = progress
         self.engine: Engine = engine
         self.meets: bool = meets
         self._record = record
         self.step: PreparedStep = step
         self.phase: Phase = Phase.READY
-        self.tiles: np.ndarray[Any, Any] = step.tiles  # uint32, in flow order; begin() adds those of the committer
-        self.ended: threading.Event = threading.Event()  # set if a thread has landed it, and undone it if that failed
-        self._had_tiles = False  # it has ended, and the engine has begun it
-        self._not_pulled: set[int] = self._carried  # tiles whose parameters were not copied back from their images yet
-        self._not_received: Counter[int] = Counter()  # by row: buckets of other ranks' parts that are still awaited
-        self._changed = threading.Condition()  # notified when `ended` or one of these two changes
+        self.tiles: np.ndarray[Any, Any] = step.tiles  # uint32, in flow order; begin() adds the committer's
+        self.ended: threading.Event = threading.Event()  # set when a thread has landed it, or has failed and undone it
+        self._had_tiles = False  # set when the step ends: the engine took part
+        self._not_pulled: set[int] = self._carried  # tiles whose parameters are still in their images
+        self._not_received: Counter[int] = Counter()  # by row: number of buckets awaited from other ranks
+        self._changed = threading.Condition()  # notified when `ended`, `_not_pulled` or `_not_received` changes
 
     @property
     def spec(self) -> StepSpec:
@@ -138,10 +138,10 @@ class LiveStep:
         kept_alive: object = None,
         carries: bool = False,
     ) -> None:
-        """READY to `phase`. Raises what Engine.begin() raises; then it is READY still, unless the devices have begun.
+        """READY to `phase`. Raises what Engine.begin() raises; still READY then, unless the devices have begun.
 
-        `tiles`: those that take one pass, in another order. `order`: as in Engine.begin(); None: the usual one.
-        `kept_alive`: memory that the engine uses until the end. `carries`: carry() comes next.
+        `tiles`: override the order of the tiles with one pass. `order`: as in Engine.begin(); None: the usual order.
+        `kept_alive`: objects whose memory the engine uses until the step ends. `carries`: carry() is called next.
         """
         engine, step, spec = self.engine, self.step, self.spec
         if order is None:
@@ -152,7 +152,7 @@ class LiveStep:
             if tiles is not None:
                 step.passes.begin_with(tiles)
             tiles = step.passes.in_order
-        if carries and step.ring is not None:  # before the devices begin: it may lack memory for its streams
+        if carries and step.ring is not None:  # before the devices begin: this may run out of memory
             step.ring.begin(step.passes.sources if step.passes else spec.sources, step.given)
         try:
             begun = engine.begin(
@@ -173,7 +173,7 @@ class LiveStep:
             self.progress.has_updated = True
 
     def launch(self) -> None:
-        """Begin it as STEP, and push all tiles but those of carry(), which comes next, and then land()."""
+        """READY to STEP: push the tiles that need no carry(). Call carry() next, then land()."""
         self.begin(carries=True)
         self._push_all(self.tiles)
 
@@ -183,7 +183,7 @@ class LiveStep:
         early_buffers: Mapping[int, StagingBuffer] | None = None,
         meanwhile: Iterator[None] = NOTHING,
     ) -> None:
-        """Carry the tiles of images, and those of two passes. For the arguments see StagingRing.run()."""
+        """Push and pull the tiles that travel as images or take two passes. Arguments: see StagingRing.run()."""
         step = self.step
         if step.passes:
             step.passes.run(step.ring, pulled or self.note_pulled, early_buffers, meanwhile)
@@ -191,7 +191,7 @@ class LiveStep:
             step.ring.run(self.engine, step.images, step.spec.sources, pulled, early_buffers, meanwhile)
 
     def push(self, tile: int) -> None:
-        """Push a tile whose gradients are where the step's table says. Needs no lock."""
+        """Push a tile with the gradients that the step's table names. Needs no lock."""
         self.engine.native.push(tile)
 
     def _push_all(self, tiles: np.ndarray[Any, Any]) -> None:
@@ -204,11 +204,11 @@ class LiveStep:
         """GUESS to STEP: write the parameters that were held back, and push all tiles but `pushed` and images.
 
         `step`: the same step, as prepared in step(). `order`: its tiles, in the order in which parameters are needed.
-        Raises CSDOSError if the store has no room for the commit, and what a step raises; then undo it.
+        Raises CSDOSError if the store has no room for the commit, and what a step raises; call undo() then.
         """
         assert self.phase is Phase.GUESS
         self.engine.committer.reserve(record)
-        # Before release(): that may fail when some parameters are written, and undo() has to restore them then.
+        # Before release(), which may fail with some parameters written: undo() has to restore these.
         self.phase, self.step, self._record = Phase.STEP, step, record
         self._not_pulled = self._carried
         self.progress.has_updated = True
@@ -224,7 +224,7 @@ class LiveStep:
             step.ring.begin(step.spec.sources, step.given)
 
     def request(self, record: Record | None, without: Sequence[int] = ()) -> None:
-        """OPEN to STEP; without tiles it stays READY. Call it before any tile of the rows `without` is pushed.
+        """OPEN to STEP; a step without tiles stays READY. Call it before any tile of the rows `without` is pushed.
 
         `without`: rows that get no gradient after all. Raises CSDOSError if the store has no room for the commit.
         """
@@ -235,7 +235,7 @@ class LiveStep:
             spec.table["grad"][without] = 0
             if step.given:
                 step.given.updated = step.given.updated.difference(without)
-            engine.truth.enter(spec.table)  # masters that were written there outlive this step
+            engine.truth.enter(spec.table)  # masters entered in the table outlive this step
         engine.committer.reserve(record)
         if without:
             engine.native.drop_grads(without)
@@ -246,7 +246,7 @@ class LiveStep:
     def launch_near(self) -> list[int]:
         """Queue all updates on the accelerator, on the current streams.
 
-        Returns the rows that are updated there. Nothing has to wait for these, and the step drops their gradients.
+        Returns the rows of their parameters. Nothing has to wait for these rows; the step drops their gradients.
         """
         near = self.step.near
         if not near:
@@ -262,9 +262,9 @@ class LiveStep:
     # ---- parameters arrive -----------------------------------------------------------
 
     def arrived(self, tiles: np.ndarray[Any, Any], *, wait: bool) -> bool:
-        """Return whether these tiles (uint32), which were pushed, have their new parameters. Needs no lock.
+        """Return whether the new parameters of these tiles (uint32) have arrived; the tiles were pushed. Needs no lock.
 
-        `wait`: block until they have, or it has `ended`. Raises CSDError once it has failed, or is over.
+        `wait`: block until they have arrived, or the step has `ended`. Raises CSDError if the step failed or is over.
         """
         if missing := self._not_pulled.intersection(tiles.tolist() if self._not_pulled else ()):
             if not wait:
@@ -275,7 +275,7 @@ class LiveStep:
         return self.engine.native.params_ready(passes.named(tiles) if passes else tiles, wait=wait)
 
     def await_buckets(self) -> None:
-        """Note that other ranks' parts of the parameters will arrive after step(), when it is launched."""
+        """Note, for a step that is launched, that other ranks' parts of the parameters will arrive after step()."""
         if self.step.gather:
             self._not_received.update(row for bucket in self.step.gather.buckets for row in bucket.rows)
 
@@ -286,13 +286,13 @@ class LiveStep:
             self._changed.notify_all()
 
     def wait_for_others(self, rows: Sequence[int]) -> None:
-        """Return when all other ranks' parts of these rows have arrived, or it has `ended`. Needs no lock."""
+        """Return when all other ranks' parts of these rows have arrived, or the step has `ended`. Needs no lock."""
         if self.step.gather:
             with self._changed:
                 self._changed.wait_for(lambda: self.ended.is_set() or not any(self._not_received[row] for row in rows))
 
     def note_pulled(self, tile: int) -> None:
-        """Note that the last copies from the image of a tile to its parameters were queued."""
+        """Note that all copies from a tile's image to its parameters are queued."""
         with self._changed:
             self._not_pulled.discard(tile)
             self._changed.notify_all()
@@ -305,12 +305,12 @@ class LiveStep:
     # ---- within step() ---------------------------------------------------------------
 
     def run(self, *, descending: bool, all_can_undo: bool, pushed: Callable[[], None] | None = None) -> None:
-        """READY to KEPT, or UNDONE if it fails on any rank: a collective.
+        """READY to KEPT, or UNDONE if the step fails on any rank: a collective.
 
-        `descending`: ranks exchange the last bucket first. `all_can_undo`: all ranks can undo it even when it is
+        `descending`: ranks exchange the last bucket first. `all_can_undo`: all ranks can undo the step even when it is
         complete; else no rank completes it before all have updated their tiles, which takes one more collective.
-        `pushed`: given if it is OPEN: requests it, returns when all tiles are pushed, and those of images have arrived,
-        and raises what a step raises.
+        `pushed`: given if the step is OPEN. Calls request(), raises what a step raises, and returns when all tiles are
+        pushed and the parameters of images have arrived.
         """
         step, gather = self.step, self.step.gather
         if gather:
@@ -346,7 +346,7 @@ class LiveStep:
             self.mark_synced()
 
     def _flow(self, pushed: Callable[[], None] | None) -> None:
-        """Return when all parameters that other ranks wait for have left, and those of images have arrived."""
+        """Return when everything that other ranks wait for has been sent, and the parameters of images have arrived."""
         step, gather = self.step, self.step.gather
         if pushed:
             pushed()
@@ -358,7 +358,7 @@ class LiveStep:
             self.arrived(self.tiles[~np.isin(self.tiles, step.images)], wait=True)
 
     def _launch_all(self) -> None:
-        """Begin it, queue all updates on the accelerator, and return when those of images have arrived."""
+        """Begin, queue all updates on the accelerator, and return when the parameters of images have arrived."""
         engine, step, gather = self.engine, self.step, self.step.gather
         if len(step.tiles):
             self.launch()
@@ -368,31 +368,31 @@ class LiveStep:
         launching = step.near.launch(timed=engine.states.timeline.near_spans is not None) if step.near else NOTHING
         if step.near and step.given:
             step.given.set_updates(step.near, launching)
-        if step.ring is None or gather:  # gather sends parameters without tiles at its first advance()
+        if step.ring is None or gather:  # the first gather.advance() sends parameters without tiles
             _exhaust(launching)
         self.carry(partial(self._pulled, gather) if gather else None, meanwhile=launching)
         _exhaust(launching)
 
     def _pulled(self, gather: ParamAllGather, tile: int) -> None:
         self.note_pulled(tile)
-        if not (self.step.passes and self.step.passes.exchange):  # else these collectives come first
+        if not (self.step.passes and self.step.passes.exchange):  # else the collectives of the passes come first
             gather.advance(wait=False)
 
     # ---- the end ---------------------------------------------------------------------
 
     def land(self) -> None:
-        """STEP to KEPT or LANDED: wait until it is complete, and commit it. It is undone if it does not complete."""
+        """STEP to KEPT or LANDED: wait until the step is complete, and commit. Undoes the step if it fails."""
         try:
             self._end()
         except BaseException:
             self.undo()
             raise
-        if not self.meets:  # else it keeps what undoes its updates on the accelerator
+        if not self.meets:  # else keep the copies from which the accelerator's updates can be undone
             self.keep()
         self._complete()
 
     def _end(self) -> None:
-        """STEP to LANDED: wait until it is complete."""
+        """STEP to LANDED: wait until the step is complete."""
         engine, step = self.engine, self.step
         self._had_tiles = engine.stepping
         if step.near and engine.states.timeline.near_spans is not None:
@@ -409,7 +409,7 @@ class LiveStep:
         self.phase = Phase.LANDED
 
     def _complete(self) -> None:
-        """Update residuals after a complete step, and commit it."""
+        """Update residuals after a complete step, and begin to commit."""
         engine, step, spec, state_map = self.engine, self.step, self.spec, self.progress.state_map
         self.progress.near = step.near
         self.progress.has_updated |= step.near is not None
@@ -430,13 +430,13 @@ class LiveStep:
             self.progress.commit(self._record)
 
     def mark_synced(self) -> None:
-        """Count its writes to its parameters. Any later write is one from outside."""
+        """Count the step's writes to parameters. Any later write comes from outside."""
         torch.autograd.graph.increment_version(self.spec.plan.params)
         for param_state in (*self.spec.written, *self.spec.plan.param_states):
             param_state.mark_synced()
 
     def keep(self) -> None:
-        """LANDED to KEPT, and free what would undo it. Needs no lock."""
+        """LANDED to KEPT: free the copies from which it could be undone. Needs no lock."""
         if self.phase is Phase.LANDED:
             self.phase = Phase.KEPT
         if self.step.near:
@@ -445,10 +445,10 @@ class LiveStep:
     # ---- undo ------------------------------------------------------------------------
 
     def undo(self, exchanged: ParamAllGather | None = None) -> None:
-        """Undo a step that has not ended; with ranks that meet later only its states, because these run their forward.
+        """Undo a step that has not ended. A no-op in later phases.
 
-        A no-op in later phases. `exchanged`: the ranks have exchanged new parameters with it, and exchange the restored
-        ones: a collective. Raises what Progress.finish_undo() raises.
+        If ranks vote later, undoes only states: a forward may be running. `exchanged`: given if ranks exchanged new
+        parameters; they then exchange the restored ones, a collective. Raises what Progress.finish_undo() raises.
         """
         engine, progress = self.engine, self.progress
         with defer_signals(), engine.lock, no_autograd():
@@ -469,10 +469,10 @@ class LiveStep:
                 progress.undo(Undo(engine, progress.state_map, self.step, has_begun=has_begun, gather=exchanged))
 
     def take_back(self, *, alone: bool = False) -> None:
-        """LANDED or FAILED to UNDONE, because it has failed on some rank. Raises what undo() raises. A collective.
+        """LANDED or FAILED to UNDONE, because the step failed on some rank. Raises what undo() raises. A collective.
 
-        Also undoes writes to its parameters from outside since then, because these may differ from rank to rank.
-        `alone`: no collective; parts that other ranks have updated keep their values.
+        Also undoes what the program has written to the parameters since then, because ranks may have written different
+        values. `alone`: no collective; parts that other ranks have updated keep the new values.
         """
         with defer_signals(), self.engine.lock, no_autograd():
             assert self.phase in (Phase.LANDED, Phase.FAILED)

@@ -19,12 +19,12 @@ class InStep:
 
     @property
     def kind(self) -> int:
-        """A number for how steps run and what that still needs, by which ranks tell that they do alike; 0: as here."""
+        """A number for the mode and what it has still to prepare, equal on all ranks; 0: steps run within step()."""
         return 0
 
     @property
     def under_way(self) -> PreparedStep | None:
-        """The step that step() is to take, if it has begun in backward, so that step() only has to end it."""
+        """The step that has begun in backward, which step() only has to end; None: there is none."""
         return None
 
     def end_step(self, record: Record | None, *, all_can_undo: bool) -> None:
@@ -35,14 +35,15 @@ class InStep:
         raise NotImplementedError
 
     def before_step(self, *, scaled: bool) -> CSDError | None:
-        """Get ready, first in step(). Returns why this rank cannot take the step. `scaled`: a GradScaler takes part.
+        """Get ready at the start of step(). Returns why this rank cannot take the step.
 
-        Raises why the previous step failed, with several ranks on all of them: a collective.
+        `scaled`: a GradScaler takes part. Raises why the previous step failed; if there are several ranks, on all of
+        them: a collective.
         """
         return None
 
     def skip(self) -> None:
-        """Do without this step, in which some rank has found an overflow."""
+        """Skip this step, because some rank has found an overflow."""
 
     def check(self, taking_part: Participants) -> None:
         """Examine what takes part in a step, before any part of the step uses the engine."""
@@ -63,7 +64,7 @@ class InStep:
 
     @contextlib.contextmanager
     def around_step(self) -> Iterator[None]:
-        """Return, after the step that is taken inside, as the next two say. Enter it before the engine's lock."""
+        """Enclose a step; then call wait_for_unguarded() and note_undo(). Enter it before taking the engine's lock."""
         try:
             yield
             self.wait_for_unguarded()
@@ -71,21 +72,21 @@ class InStep:
             self.note_undo()
 
     def wait_for_unguarded(self) -> None:
-        """Return when the parameters whose readers do not wait have arrived. Raises what a step raises.
+        """Return when all parameters have arrived whose readers no guard makes wait. Raises what a step raises.
 
         Called without the engine's lock, which a failing step takes in order to be undone.
         """
 
     def note_undo(self) -> None:
-        """Note that a step may have failed, and that its undo may not be finished: readers wait for that."""
+        """Note that a step may have failed with its undo unfinished: readers of its parameters then wait."""
 
     def settle(self) -> None:
         """Return when all parameters of this process are those of the last step. Raises why that step failed."""
 
     def drain(self, *, collective: bool) -> CSDError | None:
-        """Return when no step is under way here; with `collective`, on any rank. Raises why one failed.
+        """Return when no step is under way here; with `collective`, on any rank. Raises why a step failed.
 
-        Returns why that is not possible on this rank, perhaps on it alone; None if it is.
+        Returns an error that prevents a drain (perhaps on this rank alone), or None.
         """
         return None
 
@@ -93,7 +94,7 @@ class InStep:
         """Undo a step that has begun in backward and changes parameters there, if one is under way."""
 
     def clear_gradients(self, *, set_to_none: bool) -> bool:
-        """Clear gradients, or leave it to the caller. Returns whether this has cleared them."""
+        """Return whether this has cleared the gradients; if not, the caller clears them."""
         return False
 
     def close(self) -> None:

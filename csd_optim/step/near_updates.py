@@ -1,4 +1,4 @@
-"""Near updates: the part of a step that runs on the accelerator, for parameters whose states are there.
+"""Near updates: the part of a step that runs on the accelerator, for parameters with states in its memory.
 
 The updates are queued on the current streams, behind the backward pass and before whatever the program queues next, so
 nothing has to wait for them, as with torch's optimizers. They run concurrently with the tiles of the devices. Within
@@ -42,7 +42,7 @@ class NearUpdate:
 
 
 def _states(param_state: ParamState) -> list[torch.Tensor]:
-    """Return the states, 1-D fp32, master first. Writes to them change no version counter; the step does that."""
+    """Return the states, 1-D fp32, master first. Writes change no version counter: the step counts them."""
     if param_state.near_copy:
         return param_state.near_copy.states
     return [flat(param_state.windows[name].data) for name in param_state.sections]
@@ -57,7 +57,7 @@ def _raising_memory_error() -> Iterator[None]:
 
 
 def parameters_of_new(updates: Sequence[NearUpdate]) -> dict[int, torch.Tensor]:
-    """Return copies, by row, of the parameters that have no states yet: an undone step restores them from these.
+    """Return copies, by row, of the parameters that have no states yet, from which an undo restores them.
 
     Raises CSDMemoryError.
     """
@@ -102,9 +102,9 @@ class Queued:
 
 
 class NearUpdates:
-    """The updates of one step on the accelerator. The constructor queues none, and raises CSDMemoryError.
+    """The updates of one step on the accelerator. The constructor queues nothing, and may raise CSDMemoryError.
 
-    Call allocate() and launch() after it; or launch_one() for each gradient where they come one by one.
+    Then call allocate() and launch(); or launch_one() with each gradient, if gradients arrive one by one.
 
     `exact`: see torch_rules.Scratch. `undoes`: keep the previous states for undo().
     """
@@ -116,18 +116,18 @@ class NearUpdates:
         self._updates = {u.param_state.index: u for u in updates}
         self._before: list[tuple[ParamState, list[torch.Tensor]]] = []
         self._queued: list[Queued] = []
-        self.events: dict[int, Any] = {}  # by row, if queued: event after which it is updated
-        self.commit_bytes: int = 0  # bytes of states copied to the host, for directories to keep
+        self.events: dict[int, Any] = {}  # by row: the event after which a queued row is updated
+        self.commit_bytes: int = 0  # bytes of states copied to the host, to be stored in directories
         largest: dict[torch.device, int] = {}
         for u in updates:
             largest[u.source.param.device] = max(largest.get(u.source.param.device, 0), u.param_state.numel)
         self._devices = [*largest]
-        self._streams = {d: torch.accelerator.current_stream(d) for d in largest}  # they own the scratch memory
+        self._streams = {d: torch.accelerator.current_stream(d) for d in largest}  # scratch memory is theirs
         for u in updates:
             if u.param_state.is_new:  # initial states; other devices make theirs when they first update a parameter
                 master, *others = _states(u.param_state)
                 master.copy_(u.source.param)
-                for state in others:  # a copy may have values of a step that was undone
+                for state in others:  # a copy may still have the values of an undone step
                     state.zero_()
         with _raising_memory_error():
             self._scratch = {d: Scratch.of(min(n, CHUNK), d, exact=exact) for d, n in largest.items()}
@@ -139,7 +139,7 @@ class NearUpdates:
 
     @property
     def rows(self) -> Collection[int]:
-        """The rows of its parameters; empty after release_scratch()."""
+        """The rows that are updated; empty after release_scratch()."""
         return self._updates.keys()
 
     def allocate(self) -> None:
@@ -206,7 +206,7 @@ class NearUpdates:
         self.events[u.param_state.index] = record_event(torch.accelerator.current_stream(param.device))
 
     def release_scratch(self) -> list[int]:
-        """Free scratch memory and references to gradients, once all is queued. Returns the rows of its parameters."""
+        """Free scratch memory and references to gradients, once all is queued. Returns the rows that are updated."""
         rows = [*self._updates]
         self._updates.clear()
         self._scratch.clear()
@@ -219,9 +219,9 @@ class NearUpdates:
         return [param_state for param_state, _ in self._before] if self.launched else []
 
     def undo(self) -> None:
-        """Restore the states to those before launch(). The caller restores the parameters.
+        """Restore the states from before launch(). The caller restores the parameters.
 
-        May run on any thread and stream: it waits for everything that was queued. Call wait() after it.
+        May run on any thread and stream: waits for everything that was queued. Call wait() afterwards.
         """
         self.wait()
         for param_state, before in self._before:
@@ -243,7 +243,7 @@ class NearUpdates:
 
     @property
     def spans(self) -> list[Span]:
-        """The spans of everything that was queued, valid if `timed`. Waits until it is done."""
+        """The spans of all queued updates, valid if `timed`. Waits until the updates are done."""
         return [queued.span for queued in self._queued]
 
     def counters(self) -> dict[str, Any]:

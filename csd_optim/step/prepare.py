@@ -5,8 +5,8 @@
     add_residuals(...)          the first change
     apply_outside_writes(...)
 
-Steps in steps.py calls these, and then prepares memory and streams. The update rules are an argument: this
-module does not know what they compute.
+Steps (steps.py) calls these, then prepares memory and streams. The update rules are arguments: nothing here depends on
+their formulas.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from ..params.update_rule import RuleOf
 from .spec import NO_ROWS, BoundStep, GradOptions, Participants, Rows, StepPlan, StepSpec
 from .two_passes import whole_shape
 
-# fp32 bytes of masters that were written from outside since the last step. Up to this limit they stay in memory until
-# the step writes them; beyond it they are written to the devices at once, and committed separately.
+# Bytes of fp32 masters from parameters that were written from outside. Up to this limit the masters stay in memory
+# until the step writes them; beyond it they are written to the devices at once, and committed separately.
 EDIT_BYTES = 256 << 20
 
 
@@ -63,7 +63,7 @@ def participants(groups: Groups, optimizer: str, for_sparse: str) -> Participant
 
 
 def parts_of_grads(groups: Groups, state_map: StateMap, reduced: Rows = NO_ROWS) -> Parts:
-    """Yield the gradients whose norm is clipped, for norm_of()."""
+    """Yield the gradients that enter the norm for clipping, as norm_of() takes them."""
     for _, _, p in members(groups):
         part = state_map.part(p)
         if part.replicas and id(p) in reduced:
@@ -91,14 +91,14 @@ def bind(
     grad_dtype: torch.dtype | None,
     plan: StepPlan | None,
 ) -> BoundStep | None:
-    """Give new parameters their places, and examine those that were written from outside.
+    """Give new parameters their places, and detect which parameters were written from outside.
 
-    Adopts tensors that were assigned to `state`. `plan`: that of the previous step. Returns None if there is no
-    gradient. Raises what StateMap.join(), adopt() and ParamState.refresh() raise.
+    Adopts tensors that were assigned to `state`. `plan`: the previous step's. Returns None if there is no gradient.
+    Raises what StateMap.join(), adopt() and ParamState.refresh() raise.
     """
     if not state_map.intact():
         state_map.adopt(engine, groups, grad_dtype)
-    if state_map.may_have_left or state_map.unfilled:  # these may be in no group any more
+    if state_map.may_have_left or state_map.unfilled:  # parameters may be in no group any more
         state_map.free_left(engine, groups)
     if not taking_part.params:
         return None
@@ -108,7 +108,7 @@ def bind(
         state_map.fill(engine)
     state_map.describe(engine, groups)
     written = _written(state_map, plan, grad_dtype)
-    if written and new:  # outside writes may be committed separately, which requires that all places are filled
+    if written and new:  # a separate commit of outside writes requires that all places are filled
         state_map.fill(engine)
         new = []
     if written:
@@ -222,21 +222,21 @@ def specify(
 
 
 def _orthogonal(rule_of: RuleOf, plan: StepPlan, groups: Groups, groups_of: list[int]) -> dict[int, Orthogonal]:
-    """Return how the parameters of two passes are orthogonalized, by row. Raises CSDValueError."""
+    """Return, by row, how the matrices that take two passes are orthogonalized. Raises CSDValueError."""
     rules = {k: rule_of(groups[k]).orthogonal for k in {*groups_of}}
     found = {}
     for state, k in zip(plan.param_states, groups_of, strict=True) if any(rules.values()) else ():
         if not (of := rules[k]):
             continue
         shape = whole_shape(state)
-        check_matrix(state.name, state.param, shape)  # it may have been frozen or lazy when its group was checked
+        check_matrix(state.name, state.param, shape)  # not checked with its group if it was frozen or lazy
         if 0 not in shape:
             found[state.index] = of(groups[k], shape, state.local.device)
     return found
 
 
 def _own_part(state: ParamState, g: torch.Tensor, reduced: Rows) -> torch.Tensor:
-    """Return the gradient of the part that this process updates. `g`: that of the whole parameter."""
+    """Return the gradient of the part that this process updates. `g`: the gradient of the whole parameter."""
     rows = reduced.get(id(state.param))
     if rows is not None:
         return rows
@@ -244,7 +244,7 @@ def _own_part(state: ParamState, g: torch.Tensor, reduced: Rows) -> torch.Tensor
 
 
 def is_steady(state_map: StateMap, plan: StepPlan) -> bool:
-    """Return whether the plan still holds, and nothing was written from outside."""
+    """Return whether the plan is still valid, and nothing was written from outside."""
     same = plan.changes == state_map.changes and state_map.intact()
     same = same and not (state_map.unfilled or state_map.may_have_left)
     return same and not any(state.is_dirty for state in state_map.param_states.values())
@@ -276,7 +276,7 @@ def foresee(
     grad_scale: float,
     options: GradOptions,
 ) -> StepSpec | None:
-    """Return the step that follows that of `plan` if the same parameters take part; they stand in for their gradients.
+    """Return the step after that of `plan`, with the same parameters, each of which stands in for its gradient.
 
     Returns None if something has changed since, if gradients have to be converted before they are pushed, or if ranks
     divide a matrix that is orthogonalized: step() ends such a step. Raises what specify() raises.
@@ -292,7 +292,7 @@ def foresee(
     group_of = {id(p): k for k, _, p in members(groups)}
     stand_ins = [state.local if state.part.is_whole else state.param.detach() for state in plan.param_states]
     taking_part = Participants(plan.params, stand_ins, [group_of.get(id(p), 0) for p in plan.params])
-    options = options._replace(reduced=NO_ROWS)  # those are of an earlier backward
+    options = options._replace(reduced=NO_ROWS)  # its rows are of an earlier backward
     bound = BoundStep(plan, taking_part, [], [], state_map.coded)
     spec = specify(engine, rule_of, bound, groups, grad_scale, options)
     rounded = any(s.param_and_copy or s.grad_dtype is not s.grad.dtype for s in spec.sources.values())
@@ -308,7 +308,7 @@ def _hypers(
     steps: np.ndarray[Any, Any],
     grad_scale: float,
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Return this step's constants (dtype HYPER), and for each parameter the index of its constants.
+    """Return this step's constants (dtype HYPER), and each parameter's index among these constants.
 
     There is one set of constants per combination of group, layout of sections and step count.
     """
@@ -345,7 +345,7 @@ def _hypers(
 def _locate_gradients(
     plan: StepPlan, grads: list[torch.Tensor], table: np.ndarray[Any, Any], grad_dtype: torch.dtype | None
 ) -> dict[int, GradSource]:
-    """Write addresses of gradients to the table. Returns, by row, those that the engine cannot read as they are."""
+    """Write addresses of gradients to the table. Returns, by row, the ones that the engine cannot read in place."""
     sources: dict[int, GradSource] = {}
     pointers = []
     for param_state, g in zip(plan.param_states, grads, strict=True):
@@ -385,7 +385,7 @@ def _check_near(plan: StepPlan, topk: np.ndarray[Any, Any], residual_mask: np.nd
 def _fill_codes(
     engine: Engine, coded: list[ParamState], steps: np.ndarray[Any, Any], table: np.ndarray[Any, Any]
 ) -> None:
-    """Write to the table what codes need: the seed of this step's rounding, and addresses of a tile's parameters."""
+    """Write what 8-bit states need to the table: the seed of this step's rounding, and the parameters' addresses."""
     for state in coded:
         row = table[state.index]
         row["seed"] = int(steps[state.index]) % (1 << 32)
@@ -412,7 +412,7 @@ def _compress(
             continue
         row = table[param_state.index]
         row["topk"], row["topk_dtype"] = ratio, DTYPE_CODES[entry_dtype(grad.dtype, options.grad_dtype)]
-        if param_state.index in sources:  # entries are selected from the gradient in its own dtype
+        if param_state.index in sources:  # select entries from the gradient in its own dtype
             row["grad_dtype"] = DTYPE_CODES[sources[param_state.index].grad.dtype]
         if options.error_feedback:
             row["seed"] = int(steps[param_state.index])
@@ -424,7 +424,7 @@ def _compress(
 
 
 def add_residuals(engine: Engine, state_map: StateMap, spec: StepSpec) -> None:
-    """Add residuals to the parameters that need one, and their addresses to the table. Raises CSDOSError."""
+    """Create missing residuals of parameters with Top-K, and write their addresses to the table. Raises CSDOSError."""
     new = False
     for param_state in spec.with_residual:
         if state_map.add_residual(engine, param_state) and param_state not in state_map.unfilled:
@@ -439,7 +439,7 @@ def apply_outside_writes(engine: Engine, spec: StepSpec) -> None:
     """Copy parameters that were written from outside since the last step to their masters. Raises CSDOSError."""
     taking_part = {state.index for state in spec.plan.param_states}
     written = [state for state in spec.written if engine.devices.keeps_state or state.on_accelerator]
-    if not engine.devices.resident:  # resident states need no copy: no step is undone there
+    if not engine.devices.resident:  # resident states need no copy: their steps are never undone
         spec.outside_values = {
             state.index: state.local.detach().clone()
             for state in written
@@ -451,7 +451,7 @@ def apply_outside_writes(engine: Engine, spec: StepSpec) -> None:
     if not engine.durable or 4 * sum(state.numel for state in written) > EDIT_BYTES:
         within = engine.writing([state.index for state in written])
     else:
-        engine.states.remap()  # the windows show the masters, and keep what is written to them for the step
+        engine.states.remap()  # windows show the masters, and keep the program's writes for the step
         within = engine.truth.reseeding()
     with within:
         for param_state in written:

@@ -1,4 +1,4 @@
-"""A step that is ready to run: what it does, and how its gradients and parameters travel."""
+"""A step that is ready to run: what is updated, and how gradients and parameters travel."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .two_passes import TwoPasses
 
 @dataclass
 class PreparedStep:
-    """A step with all that it needs, so that nothing is left to fail before ranks begin to exchange parameters."""
+    """A step with all memory and streams, so that nothing can fail before ranks begin to exchange parameters."""
 
     spec: StepSpec
     tiles: np.ndarray[Any, Any]  # uint32, in flow order
     given: GivenStates | None  # states that the accelerator gives to tiles
     images: list[int]  # tiles that travel through staging buffers
-    ring: StagingRing | None  # these buffers
+    ring: StagingRing | None  # the staging buffers
     gather: ParamAllGather | None  # of the parameters whose updates the ranks share
     near: NearUpdates | None = None  # updates on the accelerator
-    passes: TwoPasses | None = None  # of the matrices among them
+    passes: TwoPasses | None = None  # of the matrices in the step
 
     @property
     def may_begin(self) -> np.ndarray[Any, Any]:

@@ -1,4 +1,4 @@
-"""How far the steps of one optimizer have come: what outlives a step, such as an undo that is not over."""
+"""State of one optimizer that outlives a step, such as the count of steps and an unfinished undo."""
 
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ from .undo import Rollback, Undo
 
 
 class Progress:
-    """What a step needs of those before it, and leaves to those after it."""
+    """State that outlives a step: counts, an unfinished undo."""
 
     engine: Engine  # set when it is open
 
     def __init__(self, state_map: StateMap, ranks: Ranks | None) -> None:
         self.state_map: StateMap = state_map
         self.ranks: Ranks | None = ranks
-        self.steps_taken: int = 0  # number of steps taken, which must be the same on all ranks
+        self.steps_taken: int = 0  # number of steps taken, equal on all ranks
         self.has_updated: bool = False  # whether the last step has updated anything
         self.near: NearUpdates | None = None  # the updates of the last step on the accelerator
-        self.in_flight: bool = False  # whether states of the last step may still be on their way
-        self.undoing: Undo | Rollback | None = None  # of a step whose parameters are not all restored yet
-        self._forward_guard: RemovableHandle | None = None  # while it is set
+        self.in_flight: bool = False  # states of the last step may still be in transit
+        self.undoing: Undo | Rollback | None = None  # an undo that has not restored all parameters yet
+        self._forward_guard: RemovableHandle | None = None  # set together with `undoing`
 
     def commit(self, record: Record | None) -> None:
         """Begin to commit a complete step. Raises CSDOSError.
 
-        One of several ranks does not raise alone: Committer.confirm() commits then, and raises on all.
+        With several ranks nothing is raised here: Committer.confirm() then commits again, and raises on all ranks.
         """
         with contextlib.suppress(CSDError) if self.ranks else contextlib.nullcontext():
             self.engine.committer.commit(record)
 
     def undo(self, undo: Undo) -> None:
         """Undo a step. Raises what finish_undo() raises."""
-        self.undoing = undo  # whatever interrupts it, everybody finishes it before parameters are read
+        self.undoing = undo  # even if interrupted, the undo is finished before parameters are read
         self.in_flight = True  # the windows may show states of the undone step
         self.finish_undo(collective=True)
 
     def finish_undo(self, *, collective: bool = False) -> None:
-        """Return when no parameter is unknown because a step was undone. `collective`: all ranks call it.
+        """Return when all parameters are restored, if a step is being undone. `collective`: all ranks call this.
 
         Raises what Undo.finish() raises.
         """
@@ -63,7 +63,7 @@ class Progress:
         if (undoing := self.undoing) is None:
             return
         if undoing.engine.pid != os.getpid():
-            undoing.engine.check_open()  # raises, before it waits for a lock that a thread of the parent may hold
+            undoing.engine.check_open()  # raises in a forked process, where the lock may never be released
         with defer_signals(), undoing.engine.lock, no_autograd():
             if self.undoing is not undoing:  # another thread was faster
                 return
@@ -85,7 +85,7 @@ class Progress:
                     self._guard_forwards(undoing)
 
     def why_undo_fails(self) -> CSDError | None:
-        """Finish the undo of an earlier step. Returns why that is not possible, None if it is. A collective."""
+        """Finish the undo of an earlier step. Returns the error if that fails, else None. A collective."""
         try:
             self.finish_undo(collective=True)
         except CSDError as e:
@@ -98,7 +98,7 @@ class Progress:
 
         def before_forward(module: torch.nn.Module, _: Any) -> None:
             progress = weak()
-            if progress is None or undoing.engine.closed:  # close() has said so; another optimizer may have them now
+            if progress is None or undoing.engine.closed:  # close() has warned; another optimizer may have them now
                 hook.remove()
             elif any(id(p) in unknown for p in module.parameters()):
                 progress.finish_undo()

@@ -29,19 +29,19 @@ class Resume:
 
     def __init__(self, state_map: StateMap, ranks: Ranks | None) -> None:
         self._state_map, self._ranks = state_map, ranks
-        self.pending: bool = False  # a store was resumed, and no step was taken since
-        self.schedules: ResumedSchedules | None = None  # as long as it is pending
-        self._resumed: list[torch.Tensor] = []  # parameters in the groups then, as long as it is pending
-        self._without_data: str | None = None  # name of a parameter that could not get its value, as it is on meta
+        self.pending: bool = False  # a store was resumed, and no step was taken yet
+        self.schedules: ResumedSchedules | None = None  # while `pending`
+        self._resumed: list[torch.Tensor] = []  # parameters in the groups at the resume, while `pending`
+        self._without_data: str | None = None  # name of a parameter that could not be restored: it is on meta
 
     def adopt_store(
         self, engine: Engine, groups: Groups, initial_groups: Groups, grad_dtype: torch.dtype | None
     ) -> tuple[Record, dict[str, Any]] | None:
         """Resume the store. Everything is checked before anything is changed, in memory or on a device.
 
-        `initial_groups`: the hyperparameters that this process was started with. Returns the record that was committed
-        with the last step, and its `user_state`; None, with a warning, if there is no store. Raises CSDStoreError if
-        the store cannot be resumed.
+        `initial_groups`: the hyperparameters with which this process was started. Returns the record of the last commit
+        and its `user_state`; None, with a warning, if there is no store. Raises CSDStoreError if the store cannot be
+        resumed.
         """
         if not engine.recovered:
             where = ", ".join(map(str, engine.devices.specs))
@@ -83,8 +83,8 @@ class Resume:
     def begin_step(self, engine: Engine, groups: Groups) -> None:
         """End the resume: the first step takes the parameters that the groups hold now.
 
-        Raises CSDRuntimeError if one of them had no data when the store was resumed, CSDStoreError if they no longer
-        fit the store.
+        Raises CSDRuntimeError if a parameter had no data when the store was resumed, CSDStoreError if the parameters no
+        longer fit the store.
         """
         if not self.pending:
             return
@@ -100,7 +100,7 @@ class Resume:
         self.pending, self.schedules, self._resumed = False, None, []
 
     def unwritten(self) -> list[ParamState]:
-        """Return parameters not written since resume; replicated ones only if no rank wrote to them. A collective."""
+        """Return parameters not written since the resume; of replicated parameters, on no rank. A collective."""
         unwritten = [state for state in self._state_map.param_states.values() if state.version == state.version_now]
         if self._ranks is None:
             return unwritten
@@ -111,7 +111,7 @@ class Resume:
     def set_from_masters(
         self, engine: Engine, groups: Groups, param_states: Collection[ParamState], grad_dtype: torch.dtype | None
     ) -> str | None:
-        """Set parameters to the values of their masters, on all ranks. Returns the name of one without data, or None.
+        """Set parameters to their masters' values on all ranks. Returns the name of a parameter without data, or None.
 
         A collective.
         """
@@ -139,9 +139,9 @@ class Resume:
     def _follow_replaced_params(self, engine: Engine, groups: Groups, *, by_position: bool) -> None:
         """Move places to parameters that have replaced others since the store was resumed.
 
-        `by_position`: each parameter has replaced the one that was in its position. Else only if it is new, and has no
-        states yet, and the other one is in no group any more, but still has its entry in `state`. Raises CSDStoreError
-        if shape or dtype of a new parameter is not that in the store.
+        `by_position`: each parameter takes the place of the earlier parameter in its position. Otherwise only a new
+        parameter without states does, and only if the earlier one has left all groups but still has its entry in
+        `state`. Raises CSDStoreError if shape or dtype of a new parameter differs from the store's.
         """
         state_map, here = self._state_map, {(k, i): p for k, i, p in members(groups)}
         entries, state = engine.recovered[0].manifest["params"], state_map.state
@@ -180,9 +180,9 @@ class Resume:
             state_map.remember()
 
     def _set_own(self, param_states: Iterable[ParamState], grad_dtype: torch.dtype | None) -> str | None:
-        """Set parameters to the values of this process's masters. Returns the name of one on the meta device, or None.
+        """Set parameters to this process's masters. Returns the name of a parameter on the meta device, or None.
 
-        Where ranks share a parameter's updates, each has the masters of its own part.
+        Where ranks share a parameter's updates, each rank has the masters of its own part only.
         """
         without_data = None
         for param_state in param_states:

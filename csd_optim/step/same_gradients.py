@@ -1,4 +1,4 @@
-"""Ranks that divide the work on parameters need the same gradients: sums of sampled values tell whether they have them.
+"""Checks, by sums of sampled values, that ranks which share the updates of parameters have the same gradients.
 
 With Local SGD each rank steps with gradients of its own. Ranks that then took their parameters for replicas would
 overwrite each other's, without an error. So in some steps each rank samples values of its gradients, and sends their
@@ -29,15 +29,15 @@ SAMPLED = 4096  # number of values that are sampled, of all gradients together
 LEAST = 4  # of each gradient, however many there are
 SUMS = 7
 PERIOD = 16  # number of steps from one sample to the next, after the first ones
-# What differs by more than this part of the norm is not rounding. Without sampling errors, independent gradients of
-# the same norm would differ by the root of 2.
+# A difference of more than this part of the norm is not rounding. Without sampling errors, independent gradients of the
+# same norm would differ by sqrt(2) times the norm.
 TOLERANCE = 1 / 8
 
 
 class Sample(NamedTuple):
-    """What one rank says of its gradients."""
+    """A summary of one rank's gradients, for comparison with other ranks."""
 
-    of: int  # which values, of which step: only the same ones are compared; 0: it says nothing
+    of: int  # identifies the step and the values sampled: only equal ones are compared; 0: no sample
     norm: float  # of the sampled values, weighted; NaN: not all are finite
     sums: tuple[float, ...]
 
@@ -46,7 +46,7 @@ class Sample(NamedTuple):
         return self.of >> 32
 
     def numbers(self) -> list[int]:
-        """Return it as a collective sends it."""
+        """Return the sample as integers for a collective."""
         bits: list[int] = np.array([self.norm, *self.sums]).view(np.int64).tolist()
         return [self.of, *bits]
 
@@ -88,7 +88,7 @@ class Samples:
 
     def __init__(self) -> None:
         self._known = NOTHING
-        # What _sample() takes of values that are being copied from an accelerator, and the end of the copy.
+        # Arguments of _sample() whose values are being copied from an accelerator, and the event that ends the copy.
         self._under_way: tuple[int, float, list[int], torch.Tensor, Any] | None = None
 
     def take(self, step: int, groups: Groups, state_map: StateMap, reduced: Container[int]) -> Sample:
@@ -125,7 +125,7 @@ def _is_sampled(step: int) -> bool:
 
 
 class _Shared(NamedTuple):
-    """A gradient that several ranks need alike."""
+    """A gradient that has to be the same on several ranks."""
 
     name: str  # of the parameter
     grad: torch.Tensor  # this rank's local tensor, real
@@ -133,7 +133,7 @@ class _Shared(NamedTuple):
 
 
 def _shared(groups: Groups, state_map: StateMap, reduced: Container[int]) -> Iterator[_Shared]:
-    """Yield the gradients of parameters whose updates ranks divide, and which are here without communication."""
+    """Yield the gradients of parameters whose updates ranks share, if this rank has them without communication."""
     ranks: list[int] | None = None
     for k, i, p in members(groups):
         if p.grad is None or id(p) in reduced:
@@ -151,13 +151,13 @@ def _shared(groups: Groups, state_map: StateMap, reduced: Container[int]) -> Ite
 
 
 def _device_of(grads: Sequence[_Shared]) -> torch.device | None:
-    """Return where gradients are sampled: in host memory if any are there, as these are known at once."""
+    """Return the device whose gradients are sampled: the host if it has any, as reading them needs no wait."""
     devices = [shared.grad.device for shared in grads if not shared.grad.is_meta]
     return next((device for device in devices if device.type == "cpu"), devices[0] if devices else None)
 
 
 def _sampled(grads: Sequence[torch.Tensor], step: int) -> list[torch.Tensor]:
-    """Return values of each gradient, evenly spread: the same places on all ranks, and others in other steps."""
+    """Return evenly spread values of each gradient: from the same places on all ranks, other places in other steps."""
     most, found = max(LEAST, SAMPLED // len(grads)), []
     for g in grads:
         stride, columns = -(-g.numel() // most), g.shape[-1] if g.dim() > 1 else 1
@@ -170,13 +170,13 @@ def _sampled(grads: Sequence[torch.Tensor], step: int) -> list[torch.Tensor]:
 def _sample(of: int, least: float, counts: Sequence[int], values: torch.Tensor) -> Sample:
     """Return the sample of values in host memory; NOTHING if all are smaller than `least`, but not all are zero.
 
-    `counts`: the number of values of each gradient. Each gradient counts as much as any other one of its magnitude.
+    `counts`: the number of values of each gradient. Gradients of the same magnitude get the same weight.
     """
     exact = values.double().numpy()
     if not np.isfinite(exact).all():
         return Sample(of, math.nan, NOTHING.sums)
     if 0 < np.abs(exact).max() < least:
-        return NOTHING  # most of them is rounding
+        return NOTHING  # mostly rounding errors
     exact /= np.sqrt(np.repeat(counts, counts))
     signed = np.zeros(-(-len(exact) // SUMS) * SUMS)
     signed[: len(exact)] = exact * _signs(len(exact))
@@ -185,7 +185,7 @@ def _sample(of: int, least: float, counts: Sequence[int], values: torch.Tensor) 
 
 @functools.lru_cache(maxsize=8)
 def _signs(n: int) -> np.ndarray[Any, Any]:
-    """Return `n` signs as if by chance, by a hash of the index, so that the sums keep what differs, up to a factor."""
+    """Return `n` pseudorandom signs, by a hash of the index, so that differences do not cancel out in the sums."""
     h = np.arange(n, dtype=np.uint32) * np.uint32(0x9E3779B1)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         h = (h ^ h >> np.uint32(shift)) * np.uint32(factor)

@@ -1,4 +1,4 @@
-"""torch's learning-rate schedules between a resume and the first step: they have to go on from the restored rates."""
+"""Makes torch's learning-rate schedules continue from the restored rates between a resume and the first step."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _CYCLED = ("betas", "momentum")  # what CyclicLR and OneCycleLR change besides t
 class _Seen:
     """What is known of a schedule that was constructed after the resume."""
 
-    left: list[float]  # the rates in the groups when it last read them, which is the last thing that it does
-    epoch: int  # its `last_epoch` then
-    is_told: bool = False  # its constructor got the epoch
+    left: list[float]  # the rates in the groups when the schedule last read them, at the end of its step
+    epoch: int  # its `last_epoch` at that time
+    is_told: bool = False  # the program passed the epoch to its constructor
     judged: object = None  # its `_last_lr` when it was last examined
-    is_at_step: bool = False  # it was loaded, or has left the restored rates in the groups
+    is_at_step: bool = False  # the schedule was loaded, or has left the restored rates in the groups
 
 
 class ResumedSchedules:
@@ -35,9 +35,9 @@ class ResumedSchedules:
 
     Many schedules compute the next rate from the one in the group. torch expects that the optimizer's state is loaded
     after the schedule was constructed, since the constructor sets the rate of the first epoch; but a store is resumed
-    before. So the groups tell this object whenever they are read. A new schedule starts from `initial_lr`, as in a
-    run from the beginning. Once it has been loaded (its `_last_lr` is then not the rate that it has left in the
-    groups), the groups get the rate that it goes on from.
+    before. So the groups call note_read() whenever somebody reads them. A new schedule starts from `initial_lr`, as in
+    a run from the beginning. Once its state was loaded (`_last_lr` is then not the rate that the schedule left in the
+    groups), the groups get the rate from which the schedule continues.
     """
 
     def __init__(self, restored: Groups) -> None:
@@ -45,10 +45,10 @@ class ResumedSchedules:
         self._restored = restored
         self._rates = _numbers(group["lr"] for group in restored)
         self._seen: WeakKeyDictionary[LRScheduler, _Seen] = WeakKeyDictionary()  # in the order of construction
-        self._has_begun = False  # one of several schedules has gone on from the restored rates
+        self._has_begun = False  # one of several schedules has continued from the restored rates
 
     def note_read(self, groups: Groups, frame: FrameType | None) -> None:
-        """Follow what has happened, as the groups are about to be read by `frame`."""
+        """Catch up with new and loaded schedules, before code in `frame` reads the groups."""
         acting = [*_acting(frame)]
         for schedule, epoch in acting:
             if schedule not in self._seen:
@@ -66,13 +66,13 @@ class ResumedSchedules:
             seen.is_at_step |= rates == self._rates
 
     def restore(self, groups: Groups) -> None:
-        """Give the groups, which were just restored, the rates of a schedule that has gone on since."""
+        """Give the groups, which were just restored, the rates of a schedule that has continued since."""
         outermost = self._outermost()
         if len(outermost) == 1 and self._is_at_step(outermost[0]):
             self._go_on(groups, outermost[0])
 
     def end(self, groups: Groups) -> None:
-        """As the first step is taken: warn of schedules that do not go on from the rates of the store."""
+        """At the first step, warn of schedules that do not continue from the store's rates."""
         now = self._rates_of(groups)
         for schedule in self._outermost() if any("initial_lr" in group for group in self._restored) else ():
             if not self._is_at_step(schedule):
@@ -88,7 +88,7 @@ class ResumedSchedules:
                 )
 
     def _follow_loads(self, groups: Groups, stepping: LRScheduler | None) -> None:
-        """Set the rates from which schedules go on that were loaded since. `stepping`: the one that steps now."""
+        """Set the rates from which newly loaded schedules continue. `stepping`: the schedule that is in its step()."""
         outermost = self._outermost()
         loaded = [schedule for schedule in outermost if self._is_loaded(schedule, steps=schedule is stepping)]
         if not loaded or (len(outermost) > 1 and stepping is None and len(loaded) < len(outermost)):
@@ -99,16 +99,16 @@ class ResumedSchedules:
         if len(outermost) > 1 and self._has_begun:
             return
         self._has_begun = True
-        # Which of several schedules has set the rate last is not known, but the store has that rate.
+        # It is unknown which of several schedules has set the rate last, but the store has that rate.
         if len(outermost) > 1 and (stepping or any(self._last_rates(schedule) == self._rates for schedule in loaded)):
             self._set(groups, self._rates)
         else:
             self._go_on(groups, loaded[-1], stepping)
 
     def _correct_told(self, groups: Groups) -> None:
-        """Let schedules step that were told the epoch of the next step, and have taken the restored rate for its rate.
+        """Step the schedules that were constructed with the next step's epoch, but took the restored rate for its rate.
 
-        In torch that is the case if the optimizer's state was saved after the schedule's step().
+        In torch the restored rate is right if the optimizer's state was saved after the schedule's step().
         """
         for schedule, seen in self._seen.items():
             if seen.is_told and hasattr(schedule, "_get_closed_form_lr") and schedule in self._outermost():
@@ -122,20 +122,20 @@ class ResumedSchedules:
                         _repeat_step(schedule)
 
     def _is_at_step(self, schedule: LRScheduler) -> bool:
-        """Return whether the schedule is probably where it was in the store's last step, or right after that."""
+        """Return whether the schedule is probably at the store's last step, or right after it."""
         seen = self._seen[schedule]
         is_told = seen.is_told and not any(_is_part(other, schedule) for other in self._seen)  # SequentialLR forgets it
         return seen.is_at_step or is_told or _epoch(schedule) != seen.epoch
 
     def _rates_of(self, groups: Groups) -> list[float]:
-        """Return the rates of the groups that are in the store."""
+        """Return the rates of those groups that the store has, too."""
         return _numbers(group["lr"] for group in groups[: len(self._rates)])
 
     def _last_rates(self, schedule: LRScheduler) -> list[float]:
         return _numbers(vars(schedule)["_last_lr"][: len(self._rates)])
 
     def _is_loaded(self, schedule: LRScheduler, *, steps: bool) -> bool:
-        """Return whether it has been loaded since it was last examined. `steps`: it is in a step."""
+        """Return whether the schedule's state was loaded since the last call. `steps`: its step() is running."""
         seen, last = self._seen[schedule], vars(schedule).get("_last_lr")
         if last is None or last is seen.judged:
             return False
@@ -145,7 +145,7 @@ class ResumedSchedules:
         return False
 
     def _go_on(self, groups: Groups, schedule: LRScheduler, stepping: LRScheduler | None = None) -> None:
-        """Set what this schedule has set in its last step."""
+        """Set the rates, and what a cycling schedule changes besides, as this schedule's last step did."""
         self._set(groups, self._last_rates(schedule))
         if _cycles(schedule) and not stepping:
             _repeat_step(schedule)
@@ -156,7 +156,7 @@ class ResumedSchedules:
             restore_hyperparameters(group, {"lr": rate, **{name: kept[name] for name in cycled if name in kept}})
 
     def _outer(self, schedule: LRScheduler) -> LRScheduler:
-        """Return the schedule that drives this one, or this one."""
+        """Return the outermost schedule that drives `schedule`, or `schedule` itself."""
         return next((self._outer(other) for other in self._seen if _is_part(schedule, other)), schedule)
 
     def _outermost(self) -> list[LRScheduler]:
@@ -164,7 +164,7 @@ class ResumedSchedules:
 
 
 def _acting(frame: FrameType | None) -> Iterator[tuple[LRScheduler, int]]:
-    """Yield torch's schedules whose methods run in this frame or further out, and the argument `last_epoch`, if any."""
+    """Yield torch's schedules whose methods run in this frame or further out, each with `last_epoch` or -1."""
     while frame:
         if frame.f_globals.get("__name__") == LRScheduler.__module__:
             found = frame.f_locals.get("self")
@@ -188,12 +188,12 @@ def _cycles(schedule: LRScheduler) -> bool:
 
 
 def _has_closed_form_rates(schedule: Any, rates: Sequence[float]) -> bool:
-    """Return whether these are the rates of its epoch, up to rounding."""
+    """Return whether these are the rates of the schedule's epoch, up to rounding."""
     return all(map(partial(math.isclose, rel_tol=1e-6), _numbers(schedule._get_closed_form_lr()), rates))
 
 
 def _repeat_step(schedule: Any) -> None:
-    """Set what the last step of this schedule has set. For schedules that compute it from the epoch alone."""
+    """Repeat the last step of a schedule that computes everything from the epoch."""
     count = schedule._step_count
     schedule.last_epoch -= 1
     schedule.step()
@@ -201,5 +201,5 @@ def _repeat_step(schedule: Any) -> None:
 
 
 def _numbers(rates: Iterable[Any]) -> list[float]:
-    """Return learning rates as numbers; old stores have lists of one."""
+    """Return learning rates as numbers; old stores have lists of one number."""
     return [float(rate[0] if isinstance(rate, list) else rate) for rate in rates]

@@ -1,4 +1,4 @@
-"""Top-K of gradients that the engine cannot read: entries are selected on the gradient's device, and only they travel.
+"""Top-K of gradients that the engine cannot read: the entries to send are selected on the gradient's device.
 
 A large parameter fills many tiles by itself. Several such tiles are selected at once, as the rows of a matrix, because
 an accelerator takes longer to launch the kernels of one tile than to run them.
@@ -18,7 +18,7 @@ from ..compression.selection import TopK, feed_back, listed, pack, rounded, sele
 from ..engine.engine import Engine
 from ..params.grad_source import GradSource
 
-# The most tiles selected at once, and the most temporary memory for that.
+# Limits of what is selected at once: tiles, and bytes of temporary memory.
 ROWS, BATCH_BYTES = 8, 160 << 20
 # Temporary memory of selection.py: ELEM_BYTES per element, or KEPT_BYTES per element and SENT_BYTES per sent one.
 ELEM_BYTES, KEPT_BYTES, SENT_BYTES = 20, 3, 80
@@ -36,7 +36,7 @@ class SparsePiece:
 
     @property
     def k(self) -> int:
-        """The most elements of each row that are sent."""
+        """The number of elements of each row that are sent at most."""
         return topk_count(self.topk.ratio, len(self.grad) // self.rows)
 
     @property
@@ -44,12 +44,12 @@ class SparsePiece:
         return self.residual is not None and self.topk.ratio < 1
 
     def select(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the values to choose from, in 16 bits, and which are sent (bool); both of shape (rows, elements)."""
+        """Return the 16-bit values, and a bool mask of those to send; both of shape (rows, elements)."""
         values = rounded(self.grad, self.residual, self.topk.scale, self.topk.dtype).view(self.rows, -1)
         return values, select(values, self.k)
 
     def feed_back(self) -> None:
-        """Update the residual. Selects once more, which costs less than keeping the selections of all parameters."""
+        """Update the residual. Selects again, which costs less than keeping the selections of all parameters."""
         assert self.residual is not None
         values, sent = (t.view(-1) for t in self.select())
         feed_back(self.grad, self.residual, self.topk.scale, values, sent, self.first, self.topk.step)
@@ -68,13 +68,13 @@ class SparseTiles:
     """The selections of the step under way."""
 
     def __init__(self) -> None:
-        self._selected: dict[int, torch.Tensor] = {}  # by tile: entries that have not left yet
-        self._feedback_pieces: list[SparsePiece] = []  # those whose residuals change when the step is complete
+        self._selected: dict[int, torch.Tensor] = {}  # by tile: entries that were not sent yet
+        self._feedback_pieces: list[SparsePiece] = []  # pieces whose residuals change when the step is complete
 
     def entries_of(
         self, engine: Engine, tile: int, sources: Mapping[int, GradSource], streams: Mapping[torch.device, Any]
     ) -> torch.Tensor | None:
-        """Return the entries of a tile, as pack() returns them, 1-D, on the device and the stream that selects them.
+        """Return the entries of a tile, 1-D, as pack() returns them, on the device and stream of the selection.
 
         None if the tile has no sparse gradient.
         """
@@ -102,7 +102,7 @@ class SparseTiles:
         return self._selected.pop(tile)
 
     def feed_back(self, streams: Mapping[torch.device, Any]) -> None:
-        """Update the residuals, when the step is complete, with what it did not send."""
+        """Add what the step did not send to the residuals, once the step is complete."""
         for piece in self._feedback_pieces:
             # On the stream that selects, so after the selection of this step and before that of the next.
             with on(streams.get(piece.grad.device)):
@@ -122,7 +122,7 @@ def _piece(place: _Place, rows: int = 1) -> SparsePiece:
 
 
 def _batch(tile: int, place: _Place) -> tuple[list[int], list[SparsePiece]]:
-    """Return the batch of tiles around `tile` that are selected at once. The parameter at `place` fills each."""
+    """Return the batch of tiles around `tile` that are selected at once, all filled by the parameter at `place`."""
     topk, n = place.source.topk, place.n
     assert topk
     row_bytes = max(ELEM_BYTES * n, KEPT_BYTES * n + SENT_BYTES * topk_count(topk.ratio, n))

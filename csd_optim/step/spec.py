@@ -1,6 +1,6 @@
 """What a step does: which parameters take part, with which gradients and constants.
 
-How its gradients and parameters travel is in prepared.py, and what happens to it in live.py.
+How gradients and parameters travel is in prepared.py; how a step runs and ends is in live.py.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ..muon.newton_schulz import Orthogonal
 from ..params.grad_source import GradSource
 from ..params.param_state import ParamState
 
-# By id of a parameter: this rank's rows of the mean gradient. Its `grad` is what this rank alone has computed.
+# By id of a parameter: this rank's rows of the mean gradient; `grad` has only this rank's own gradient.
 Rows = Mapping[int, torch.Tensor]
 NO_ROWS: Rows = MappingProxyType({})
 
 
 class Arguments(Protocol):
-    """What steps read of their optimizer whenever they need it: a program may change it from step to step."""
+    """Attributes of the optimizer that a program may change at any time: each step reads them anew."""
 
     param_groups: list[dict[str, Any]]
     grad_dtype: torch.dtype | None
@@ -59,8 +59,8 @@ class StepPlan:
 
     params: list[torch.Tensor]
     param_states: list[ParamState]
-    rows: np.ndarray[Any, Any]  # their rows in the table
-    layouts: list[tuple[str, tuple[str, ...]]]  # the distinct rules and sets of sections among them
+    rows: np.ndarray[Any, Any]  # the parameters' rows in the table
+    layouts: list[tuple[str, tuple[str, ...]]]  # the distinct pairs of rule and sections
     layout_of: np.ndarray[Any, Any]  # index into `layouts`, for each parameter
     table: np.ndarray[Any, Any]  # dtype PARAM, without gradients and hyperparameters
     grad_dtype: torch.dtype | None  # the optimizer's option when the plan was made
@@ -73,9 +73,9 @@ class BoundStep:
 
     plan: StepPlan
     participants: Participants
-    new: list[ParamState]  # those whose places are empty: the step fills them
-    written: list[ParamState]  # those written from outside since the last step
-    coded: list[ParamState]  # all whose states are kept as codes
+    new: list[ParamState]  # without states: the step creates them
+    written: list[ParamState]  # written from outside since the last step
+    coded: list[ParamState]  # with 8-bit states
 
 
 @dataclass
@@ -88,10 +88,11 @@ class StepSpec:
     table: np.ndarray[Any, Any]  # dtype PARAM
     hypers: np.ndarray[Any, Any]  # dtype HYPER
     sources: dict[int, GradSource]  # by row: gradients that the engine cannot read as they are
-    written: list[ParamState]  # those written from outside since the last step
-    with_residual: list[ParamState]  # those whose residuals the step changes
+    written: list[ParamState]  # written from outside since the last step
+    with_residual: list[ParamState]  # parameters whose residuals the step changes
     error_feedback: bool
-    unscaled: bool  # grad_scale is invertible: a gradient that is sent whole leaves no residual
+    unscaled: bool  # grad_scale is invertible: a gradient that is sent in full leaves no residual
     orthogonal: dict[int, Orthogonal] = field(default_factory=dict)  # by row: the parameters that take two passes
-    # By row: values set from outside where the step itself detects the write (codes); an undone step restores them.
+    # By row: values set from outside, where only the step itself detects the write (8-bit states). An undo restores
+    # them.
     outside_values: dict[int, torch.Tensor] = field(default_factory=dict)

@@ -1,11 +1,11 @@
 """Staging buffers: a ring of fixed host buffers for tiles whose gradients the engine cannot read where they lie.
 
-These are all gradients on an accelerator, and all that are pushed in a lower precision than they have; where devices
-have `images_only`, all gradients. Their tiles travel as images: contiguous copies of the gradients and the parameters
-of a tile. An engine that `takes_in_place` needs no copies of what lies in host memory in the dtype in which it travels:
-it reads these gradients, and writes these parameters, where they lie. For an accelerator the buffers are pinned, and
-the copies run on two side streams, one each way, so that several tiles travel while others are updated. Gradients with
-Top-K travel as entries only, selected on the stream that copies them (see sparse.py).
+The engine cannot read gradients on an accelerator, nor gradients that are pushed in a lower precision; where devices
+have `images_only`, it can read none. Tiles with such gradients travel as images: contiguous copies of the gradients and
+the parameters of a tile. An engine that `takes_in_place` needs no copy of a tensor in host memory that travels in its
+own dtype: such gradients are read, and such parameters written, in place. For an accelerator the buffers are pinned,
+and the copies run on two side streams, one each way, so that several tiles travel while others are updated. Gradients
+with Top-K travel as entries only, selected on the stream that copies them (see sparse.py).
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class StagingBuffer:
     grad: torch.Tensor  # uint8, 4 bytes per element of a tile
     param: torch.Tensor  # likewise
     entries: torch.Tensor  # int32: grows to what the fullest tile so far needed
-    n_entries: int = 0  # most words that a tile's entries may take, plus one for the actual number; 0: no entries
+    n_entries: int = 0  # room for a tile's entries, in words, plus one word for their number; 0: no entries
     before: torch.Tensor | None = None  # uint8, as `param`: old parameters of an accelerator, see keeps_old()
     states: torch.Tensor | None = None  # fp32: all sections of a tile; only where an accelerator gives states
     has_states: bool = False
-    # Of an engine that takes_in_place, for each piece of the tile: addresses of gradient and parameter, 0 for what is
-    # in the images. None: all is there.
+    # For an engine that takes_in_place: by piece of the tile, addresses of gradient and parameter; 0: in the image.
+    # None: everything is in the images.
     in_place: tuple[list[int], list[int]] | None = None
-    under_way: list[Any] = field(default_factory=list)  # events: the last copies from or to this buffer
+    under_way: list[Any] = field(default_factory=list)  # events after the last copies from or to this buffer
 
     @property
     def has_grads_in_place(self) -> bool:
@@ -80,7 +80,7 @@ class StagingRing:
             )
             for _ in range(slots)
         ]
-        self._streams: dict[torch.device, tuple[Any, ...]] = {}  # one to the host, one back
+        self._streams: dict[torch.device, tuple[Any, ...]] = {}  # by device: a stream to the host, a stream back
         self._separate_streams: dict[torch.device, Any] = {}  # streams for on_separate_streams(), created lazily
         self._accelerators: set[torch.device] = set()  # accelerators of the step under way
         self._sparse = SparseTiles()
@@ -103,7 +103,7 @@ class StagingRing:
     def begin(self, sources: Mapping[int, GradSource], given: GivenStates | None = None) -> None:
         """Begin a step, before run() and on the thread whose current streams produce gradients and read parameters.
 
-        `sources`: the parameters that have a gradient. `given`: those whose states come from the accelerator.
+        `sources`: by row, the parameters with a gradient. `given`: the states that the accelerator supplies.
         """
         self.forget()
         self._given = given
@@ -127,8 +127,8 @@ class StagingRing:
         """Push and pull `tiles` of the step under way. `sources`: as in begin().
 
         `on_pulled` is called with each tile when its parameters can be used on the current streams. `early_buffers`:
-        tiles that were pushed before, from these buffers, in the order in which they are wanted. `meanwhile`: other
-        work for this thread, advanced by one item whenever tiles travel. Call feed_back() after it when the step is
+        tiles that were pushed before, each with its buffer, in the order in which they are needed. `meanwhile`: other
+        work for this thread, advanced by one item whenever tiles travel. Afterwards call feed_back() if the step is
         complete, else forget().
         """
         staged = StagedTiles(self, engine, on_pulled=on_pulled, meanwhile=meanwhile)
@@ -157,7 +157,7 @@ class StagingRing:
             stream.wait_stream(torch.accelerator.current_stream(device))
 
     def _copy_streams(self) -> tuple[Streams, Streams]:
-        """Return the streams of the step under way, by device: those to the host, and those back."""
+        """Return the streams of the step under way, by device: to the host, and back."""
         devices = self._accelerators
         return {d: self._streams[d][0] for d in devices}, {d: self._streams[d][1] for d in devices}
 
@@ -168,7 +168,8 @@ class StagingRing:
     ) -> None:
         """Begin to copy a tile's dense gradients, and the parameters that a device reads, into the slot.
 
-        `sources`: as in begin(), or only those of this tile. `after`: events after which the gradients are ready.
+        `sources`: as in begin(); may contain only this tile's rows. `after`: events after which the gradients are
+        ready.
         """
         to_host, _ = self._copy_streams()
         for event in after:
@@ -178,8 +179,8 @@ class StagingRing:
     def equal(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> bool:
         """Return whether the tensors of each pair have the same bytes. The first is in a slot, the second anywhere.
 
-        The second tensors are the ones produced by the streams that were current at begin(). They are compared on their
-        own device.
+        The second tensors were produced by the streams that were current at begin(), and are compared on their own
+        device.
         """
         to_host, _ = self._copy_streams()
         differ: dict[torch.device, torch.Tensor] = {}
@@ -204,7 +205,7 @@ class StagingRing:
     def on_separate_streams(self) -> Iterator[None]:
         """Make separate streams current, for a thread that runs a step concurrently with the program.
 
-        So neither side waits for work that the other one queues from now on. On exit all work queued within is done.
+        So neither thread waits for work that the other queues from now on. On exit all work queued within is done.
         """
         with contextlib.ExitStack() as entered:
             for device in self._accelerators:
@@ -222,7 +223,7 @@ class StagingRing:
             wait_for(record_event(torch.accelerator.current_stream(device)))
 
     def feed_back(self) -> None:
-        """Update the residuals, when the step is complete, with what it did not send."""
+        """Add what the step did not send to the residuals, once the step is complete."""
         to_host = {device: streams[0] for device, streams in self._streams.items()}
         try:
             self._sparse.feed_back(to_host)
@@ -231,7 +232,7 @@ class StagingRing:
             _join(to_host)
 
     def forget(self) -> None:
-        """Forget the selections of a step, which is undone or over. The residuals do not change."""
+        """Forget the selections of a step that is undone or over. The residuals do not change."""
         self._sparse.forget()
         self._given = None
 
@@ -246,7 +247,7 @@ class StagingRing:
     ) -> None:
         """Begin to copy a tile's gradients, or their entries, and parameters that the device reads into the slot.
 
-        `in_place`: without those that the engine can take where they lie.
+        `in_place`: leave out what the engine can read or write in place.
         """
         streams, _ = self._copy_streams()
         copies: list[tuple[Any, torch.Tensor, torch.Tensor]] = []  # stream, to, from
@@ -297,7 +298,7 @@ class StagingRing:
             slot.under_way = [record_event(stream) for stream in used.values()]
 
     def _image_source(self, row: int, sources: Mapping[int, GradSource]) -> GradSource | None:
-        """Return the source of a row if its gradient and parameter travel in images: not so if its states are given."""
+        """Return the source of a row whose gradient and parameter travel in images; None if its states are given."""
         return None if self._given and row in self._given.copies else sources.get(row)
 
     def begin_empty(self, slot: StagingBuffer, engine: Engine, tile: int, sources: Mapping[int, GradSource]) -> None:
@@ -328,19 +329,19 @@ class StagingRing:
 
 
 def _places_of(engine: Engine, row: int, source: GradSource, first: int) -> tuple[int, int]:
-    """Return the addresses of a gradient and a parameter from element `first` on; 0: they have to be in images."""
+    """Return the addresses of a gradient and a parameter from element `first` on; 0: has to travel in the image."""
     is_dense = not (source.topk or source.is_dropped) and source.grad.dtype is source.grad_dtype
     grad_at = _address(source.grad, first - source.first) if is_dense else 0
     return grad_at, 0 if engine.states.watcher.compares(row) else _address(source.param, first)
 
 
 def _address(t: torch.Tensor, first: int) -> int:
-    """Return the address of an element of a 1-D tensor in host memory; 0: it is elsewhere."""
+    """Return the address of an element of a 1-D tensor; 0 if the tensor is not in host memory."""
     return 0 if is_on_accelerator(t) else t.data_ptr() + first * t.itemsize
 
 
 def keeps_old(engine: Engine, row: int, source: GradSource) -> bool:
-    """Return whether a parameter's old values come to the host, too, where a watcher compares them with the new."""
+    """Return whether a parameter's old values are copied to the host, too, for a watcher to compare with the new."""
     return is_on_accelerator(source.param) and engine.states.watcher.compares(row)
 
 
@@ -356,18 +357,18 @@ class StagedTiles:
         on_pulled: Callable[[int], None] | None = None,
         meanwhile: Iterator[None] = NOTHING,
     ) -> None:
-        """`on_used` is called with a tile and its sources when its gradients were used. Others: see StagingRing."""
+        """`on_used` is called with a tile and its sources once its gradients were used. Others: see run()."""
         self._ring, self._engine, self._on_used, self._on_pulled = ring, engine, on_used, on_pulled
         self._meanwhile = meanwhile
         self.early_buffers: Mapping[int, StagingBuffer] = {}
-        self._sources: dict[int, Mapping[int, GradSource]] = {}  # by tile, by row
+        self._sources: dict[int, Mapping[int, GradSource]] = {}  # by tile, then by row
         self._todo: dict[int, deque[int]] = {}  # by device: tiles that have not begun to travel
         self._in_flight_on: Counter[int] = Counter()  # by device: number of tiles in flight
         self._free, self._travelling = deque(ring.slots), deque[tuple[int, StagingBuffer]]()
         self._pushed: dict[int, StagingBuffer] = {}
 
     def add(self, tile: int, sources: Mapping[int, GradSource]) -> None:
-        """Add a tile to push and pull. `sources`: at least those of its parameters that have a gradient."""
+        """Add a tile to push and pull. `sources`: by row; has at least the tile's parameters with a gradient."""
         self._sources[tile] = sources
         self._todo.setdefault(self._engine.tiles.device_of(tile), deque()).append(tile)
 
@@ -381,7 +382,7 @@ class StagedTiles:
             self._pull_slot(tile)
 
     def advance(self, *, wait: bool) -> bool:
-        """Do the next thing that can be done, and return True; with `wait` wait for it if necessary.
+        """Make one transfer, and return True. `wait`: block until a transfer is possible.
 
         Returns False if nothing is left to do, or, without `wait`, if nothing can be done yet.
         """
@@ -440,7 +441,7 @@ def _bits(t: torch.Tensor) -> torch.Tensor:
 
 
 def _copy(to: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
-    """Copy 1-D tensors of equal length, on the stream of an accelerator unless that is None."""
+    """Copy 1-D tensors of equal length, on an accelerator's stream, or on the CPU if that is None."""
     if stream is None and to.dtype is source.dtype and to.is_contiguous() and source.is_contiguous():
         # Not copy_(): after each piece the threads of OpenMP would go on spinning, which took ten times the CPU time of
         # the copies.

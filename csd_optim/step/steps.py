@@ -1,4 +1,4 @@
-"""The steps of one optimizer: each is prepared, and taken or handed to whoever begins it in backward."""
+"""The steps of one optimizer: each is prepared here, then taken, or handed to the mode that begins it in backward."""
 
 from __future__ import annotations
 
@@ -51,26 +51,26 @@ NO_ABILITIES = Abilities(can_launch=False, can_undo=False)
 
 @dataclass
 class Ready:
-    """What this rank has got ready for a step."""
+    """What this rank has prepared for a step."""
 
-    record: Record | None = None  # for its commit
-    taking_part: Participants = field(init=False)  # not of a step that began in backward, likewise:
+    record: Record | None = None  # for the commit
+    taking_part: Participants = field(init=False)  # this and `options`: not set for a step that began in backward
     options: GradOptions = field(init=False)
-    step: PreparedStep | None = None  # None: it has nothing to do
-    is_examined: bool = False  # all but `step` is there
+    step: PreparedStep | None = None  # None: this rank has nothing to do
+    is_examined: bool = False  # all fields above but `step` are set
     is_prepared: bool = False
-    abilities: Abilities = NO_ABILITIES  # to do with it, once it is prepared
-    norm: OwnNorm | None = None  # this rank's share, if gradients are clipped and the ranks can sum as they agree
-    sample: Sample = NOTHING  # of gradients that have to be the same on other ranks
+    abilities: Abilities = NO_ABILITIES  # valid once `is_prepared`
+    norm: OwnNorm | None = None  # this rank's share, if gradients are clipped and votes can carry the norm
+    sample: Sample = NOTHING  # of gradients that have to be equal on all ranks
 
     def offer(self) -> Offer:
         return Offer(self.is_examined, self.is_prepared, *self.abilities, *bits_of(self.norm))
 
 
 class Steps(Progress):
-    """The steps of one optimizer. Knows its arguments, and neither torch's Optimizer nor who drives a step.
+    """The steps of one optimizer. Knows the optimizer's arguments, but not torch's Optimizer, nor what drives a step.
 
-    Refers to the optimizer weakly: hooks in a model hold this object, and the optimizer may be dropped before them.
+    Refers to the optimizer weakly: hooks in a model hold this object, and may outlive the optimizer.
     """
 
     steps_taken: int
@@ -86,12 +86,12 @@ class Steps(Progress):
         self.trained_seconds: float = 0.0  # seconds of training, from step to step, since the store was made
         self.plan: StepPlan | None = None  # of the last step that was prepared
         self.ring: StagingRing | None = None  # made when first needed
-        self.gather: ParamAllGather | None = None  # of the parameters of `plan` whose updates the ranks share; likewise
-        self.carriers: dict[Ranks, Ranks] = {}  # over which group these ranks exchange them, if not their own
-        # Of the last step: the factor on its gradients; their norm, if they were clipped.
+        self.gather: ParamAllGather | None = None  # for parameters of `plan` that ranks share; likewise
+        self.carriers: dict[Ranks, Ranks] = {}  # process groups that replace the ranks' own in that exchange
+        # Of the last step: the factor on gradients; the norm of the gradients, if they were clipped.
         self.grad_scale: float = 1.0
         self.grad_norm: float | None = None
-        self.ns_dtypes: list[str] = []  # in which its matrices were orthogonalized
+        self.ns_dtypes: list[str] = []  # the dtypes in which the last step's matrices were orthogonalized
         self.descending: bool = False  # the ranks exchange updated parameters of this step from the last to the first
         self.reduced: ReducedGrads = ReducedGrads(ranks)
         self._samples = Samples()
@@ -120,13 +120,13 @@ class Steps(Progress):
 
     def call_at_end(self, function: Callable[[], None]) -> weakref.finalize[Any, Any]:
         """Return a finalizer that calls `function` once the optimizer is gone, before its engine closes."""
-        return call_at_end(self.arguments, function)  # finalizers run last made, first called
+        return call_at_end(self.arguments, function)  # finalizers run in reverse order of creation
 
     def reduce_bucket(self, bucket: Any) -> Any:
         """Reduce a DDP bucket, as its communication hook: see ReducedGrads.handle_bucket(). Needs no lock."""
 
         def divided() -> set[int]:
-            params = (p for group in self.groups for p in list.__iter__(group["params"]))  # with overlap(), waits not
+            params = (p for group in self.groups for p in list.__iter__(group["params"]))  # waits for no parameter
             return {id(p) for p in params if self.ranks and self.state_map.part(p).replicas is self.ranks}
 
         return self.reduced.handle_bucket(bucket, divided)
@@ -164,13 +164,13 @@ class Steps(Progress):
     ) -> bool:
         """Take a step in step(), as `mode` does it, unless some rank skips it. Returns whether it was skipped.
 
-        `scale`: of the gradients. `failure`: why this rank cannot take it. `joined`: see StepHook. `unscaled`: see
-        why_grads_changed(). Raises what a step raises, and if some rank cannot take it, on all of them: a collective.
+        `scale`: of the gradients. `failure`: why this rank cannot take the step. `joined`: see StepHook. `unscaled`:
+        see why_grads_changed(). Raises what a step raises; if some rank cannot take it, on all ranks: a collective.
         """
         round, no_round = None, None
         try:
             round = self.engine.committer.own_round()
-        except BaseException as e:  # even an interrupt, as the others would wait
+        except BaseException as e:  # even an interrupt, as other ranks would wait
             if self.ranks is None:
                 raise
             no_round = e
@@ -194,7 +194,7 @@ class Steps(Progress):
                     creates = may_create and asks_for_states(self.groups, self.state_map)
                     if not (skips or joined):
                         self._get_ready_early(mode, ready, scale)
-                        if not mode.under_way:  # else gradients are used and gone
+                        if not mode.under_way:  # else the gradients were used and freed
                             of = self.steps_taken + 1, self.groups, self.state_map, self.reduced
                             ready.sample = self._samples.take(*of)
                 except BaseException as e:
@@ -240,7 +240,7 @@ class Steps(Progress):
                     self._examine(mode, ready)
             if ready.norm and agreed.squares is not None:
                 norm = ready.norm.total(agreed.squares)
-            else:  # a collective: called only when no rank has raised
+            else:  # a collective, so not called if a rank has raised
                 norm = norm_of(self._grads_of(ready))
             self.grad_norm = norm * abs(scale)
             scale *= clip_scale(self.grad_norm, max_norm)
@@ -263,7 +263,7 @@ class Steps(Progress):
             self._take_without_gradients(record, all_can_undo=abilities.can_undo)
 
     def _get_ready_early(self, mode: InStep, ready: Ready, scale: float | None) -> None:
-        """Get ready for a step, as far as that changes nothing: the ranks have not agreed on it yet."""
+        """Prepare as much of a step as changes nothing: the ranks have not agreed on it yet."""
         if self.resume.pending:
             return
         self._examine(mode, ready)
@@ -301,7 +301,7 @@ class Steps(Progress):
         """Count and commit a step of the other ranks, for which this rank has no gradients; vote as LiveStep.run()."""
         with all_ranks_or_none(self.ranks):
             self.state_map.fill(self.engine)
-            self.engine.committer.reserve(record)  # makes the store's file, before other ranks commit this step
+            self.engine.committer.reserve(record)  # makes the store's file before other ranks commit this step
         if not all_can_undo:
             with all_ranks_or_none(self.ranks):
                 pass
@@ -316,7 +316,7 @@ class Steps(Progress):
         The parameters themselves stand in for their gradients. Raises as step().
         """
         self.finish_undo()
-        if not self.ranks:  # else it is confirmed
+        if not self.ranks:  # with several ranks the vote confirms
             self.engine.committer.confirm()
         record = self.record()
         self.resume.begin_step(self.engine, self.groups)
@@ -333,9 +333,9 @@ class Steps(Progress):
     def foresee(self) -> LiveStep | None:
         """Return the next step, assuming that only gradients will change: see prepare.foresee().
 
-        None: that is not possible now, or the accelerator updates everything.
+        None if that is not possible now, or if the accelerator updates everything.
         """
-        engine, optimizer = self.engine, self.arguments  # which is not dropped meanwhile
+        engine, optimizer = self.engine, self.arguments  # keeps the optimizer alive meanwhile
         if optimizer is None or engine.closed or not engine.idle or self.resume.pending:
             return None
         with engine.lock:
@@ -349,7 +349,7 @@ class Steps(Progress):
             return self.live(step, self.record()) if len(step.may_begin) else None
 
     def _divided_matrices(self) -> set[int]:
-        """Return the ids of sharded matrices that are made whole in a step, for which all ranks need gradients."""
+        """Return the ids of sharded matrices that a step assembles: all ranks need gradients for these."""
         of = (group for group in self.groups if self.state_map.rule_of(group).orthogonal)
         return {id(p) for group in of for p in group["params"] if not is_replicated(p)}
 
@@ -369,14 +369,14 @@ class Steps(Progress):
     ) -> PreparedStep | None:
         """Return a step that is ready to run; None if there is no gradient. Raises what a step raises.
 
-        `compare` examines it before it changes anything. `one_by_one`: the gradients in `taking_part` are stand-ins;
-        the real ones arrive one after another.
+        `compare` examines the step before anything changes. `one_by_one`: the gradients in `taking_part` are stand-ins;
+        the real gradients arrive one after another.
         """
         engine, groups = self.engine, self.groups
         self.initial_groups.check_rules(groups)
         bound = bind(engine, self.state_map, groups, taking_part, options.grad_dtype, self.plan)
         if bound is None:
-            if self.plan and self.plan.changes != self.state_map.changes:  # it may name parameters that have left
+            if self.plan and self.plan.changes != self.state_map.changes:  # the plan may name parameters that have left
                 self.plan = self.gather = None
             return None
         if bound.plan is not self.plan:
@@ -391,7 +391,7 @@ class Steps(Progress):
         return step
 
     def _prepared(self, spec: StepSpec, *, foreseen: bool = False) -> PreparedStep:
-        """Do all that may fail, as for lack of memory, before ranks exchange parameters. `foreseen`: see TwoPasses."""
+        """Do everything that may fail, such as allocations, before ranks exchange data. `foreseen`: see TwoPasses."""
         engine = self.engine
         tiles = engine.in_step_order(engine.tiles.of_mask(spec.table["grad"] != 0))
         given = given_states(engine, spec, tiles)
@@ -444,12 +444,12 @@ class Steps(Progress):
     def can_land_later(self, step: PreparedStep) -> bool:
         """Return whether the step can go on without this thread.
 
-        With several ranks it has to be a step that LiveStep.take_back() can undo. Shared rows that are updated on the
-        accelerator leave within step(), on the streams that update them.
+        With several ranks, LiveStep.take_back() must be able to undo it. Parameters that the accelerator updates for
+        all ranks are sent within step(), on the streams of their updates.
         """
         if step.near and (step.gather or not len(step.tiles)):
             return False
-        if step.passes and step.passes.exchange:  # its collectives would come between those of the program
+        if step.passes and step.passes.exchange:  # its collectives would mix with the program's
             return False
         return self.can_undo(step) if self.ranks else bool(len(step.tiles))
 
@@ -464,12 +464,12 @@ class Steps(Progress):
 
 
 def _factor(scale: float | None) -> float:
-    """Return by what gradients of this scale are multiplied."""
+    """Return the factor that removes this scale from gradients."""
     return 1.0 if scale is None else 1.0 / scale
 
 
 def why_grads_changed(groups: Groups, reduced: ReducedGrads, *, unscaled: bool) -> CSDError | None:
-    """Return why a step cannot take the gradients that were reduced in backward; None: it can.
+    """Return why a step cannot take the gradients that were reduced in backward; None if it can.
 
     `unscaled`: GradScaler has unscaled them.
     """

@@ -1,9 +1,10 @@
 """A step's matrices, whose update takes two passes over their tiles: the momentum, then the orthogonalized update.
 
-To the engine each pass is what any step is. Pass 1 takes gradients, and the parameters that it returns are X. Pass 2
-takes as gradients what X has become, and returns the parameters. The second pass of a tile has the tile's number with
-PASS_2, and the second row of a parameter, in the step's table, its number plus that of all parameters.
-muon/schedule.py has the order. Where ranks divide a matrix, whole_matrices.py makes it whole in between.
+To the engine each pass looks like an ordinary tile. Pass 1 takes the gradient, and returns the matrix X in place of the
+parameter. Pass 2 takes the orthogonalized X in place of a gradient, and returns the parameter. The second pass of a
+tile has the tile's number with PASS_2. In the step's table, a parameter's second row is its first plus the number of
+parameters. muon/schedule.py has the order. Where ranks divide a matrix, whole_matrices.py assembles it between the
+passes.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ ALIGNED = 64  # elements: an X begins at a multiple of so many
 
 @dataclass
 class InTwoPasses:
-    """A parameter of the step. `x`: bf16, 1-D, in the memory order of its states, on its device."""
+    """A parameter of the step. `x`: bf16, 1-D, in the memory order of the states, on the parameter's device."""
 
     state: ParamState
     how: Orthogonal
@@ -50,14 +51,14 @@ class InTwoPasses:
 
     @property
     def by_rows(self) -> torch.Tensor:
-        """X, row by row: 1-D."""
+        """X, row by row, 1-D."""
         return self._in_shape.reshape(-1)
 
     def set_rows(self, x: torch.Tensor) -> None:
         self._in_shape.copy_(x.view(self.state.own_master.shape))
 
     def orthogonalize(self) -> None:
-        """Replace X by what Newton-Schulz makes of it."""
+        """Orthogonalize X in place, by Newton-Schulz."""
         self._in_shape.copy_(self.how.of(self._in_shape))
 
 
@@ -73,21 +74,21 @@ class TwoPasses:
         *,
         foreseen: bool = False,
     ) -> None:
-        """`tiles`: of the step, in flow order. `foreseen`: the one that step() prepares takes its place before it runs.
+        """`tiles`: of the step, in flow order. `foreseen`: this object will not run: step() prepares another one.
 
-        Raises CSDMemoryError: there is no room to orthogonalize.
+        Raises CSDMemoryError if there is no room to orthogonalize.
         """
         self._engine, self._n = engine, engine.tiles.n_params
         states = {state.index: state for state in spec.plan.param_states if state.index in spec.orthogonal}
         any_divided = not all(state.part.is_whole for state in states.values())
-        # Ranks may go through their tiles in different directions, and do not know these yet.
+        # Ranks may go through their tiles in different directions, which are not agreed on yet.
         step = -1 if engine.descending and not any_divided else 1
         pieces = engine.tiles.by_param
         matrices = [
             Matrix(row, tuple(whole_shape(s)), tuple(pieces.of(row)["tile"][::step].tolist()), not s.part.is_whole)
             for row, s in [*states.items()][::step]
         ]
-        # First what ranks divide, in the same groups on all of them: they need not have the same other matrices.
+        # Divided matrices come first, in the same groups on all ranks: the other matrices may differ from rank to rank.
         matrices.sort(key=lambda matrix: not matrix.is_divided)
         tile_elems = TILE_ELEMS if any_divided else max(e.tile_elems for e in engine.tiles.extents)
         size = ranks.size if ranks and any_divided else 1
@@ -118,7 +119,7 @@ class TwoPasses:
         workspace: dict[torch.device, int] = {}
         for group in self.groups:
             used: dict[torch.device, int] = {}
-            whole = 0  # bytes of matrices that are made whole here, before and after
+            whole = 0  # bytes of matrices that are assembled here, before and after
             for matrix in group.matrices:
                 device = states[matrix.row].local.device
                 places[matrix.row] = group.buffer, device, used.get(device, 0)
@@ -140,7 +141,7 @@ class TwoPasses:
             for (k, device), n in sizes.items():
                 buffers[k, device] = torch.empty(n, dtype=torch.bfloat16, device=device)
             for device, nbytes in workspace.items():
-                if device.type != "cpu":  # freed at once: torch keeps it for what needs it
+                if device.type != "cpu":  # freed at once: torch caches the memory
                     torch.empty(nbytes, dtype=torch.uint8, device=device)
         except RuntimeError as e:  # torch.OutOfMemoryError is one
             raise CSDMemoryError(f"no memory to orthogonalize the matrices of this step: {e}") from e
@@ -151,15 +152,15 @@ class TwoPasses:
 
     @property
     def dtypes(self) -> list[str]:
-        """In which its matrices are orthogonalized."""
+        """The dtypes in which the matrices are orthogonalized."""
         return sorted({"fp32" if p.how.dtype is torch.float32 else "bf16" for p in self._params.values()})
 
     # ---- before the step begins --------------------------------------------------------
 
     def begin_with(self, one_pass: np.ndarray[Any, Any]) -> None:
-        """Put these tiles (uint32), all that take one pass, before the others: some are pushed in backward.
+        """Put the tiles of one pass (uint32, all of them) first, as some are pushed in backward.
 
-        Second passes are possible only in step(), so that devices would wait for them.
+        Second passes are possible only in step(): devices would wait for them.
         """
         self._one_pass, self._one_pass_first = one_pass.tolist(), True
 
@@ -173,18 +174,18 @@ class TwoPasses:
         return np.array(listed, np.uint32)
 
     def _first(self, one_pass: Sequence[int]) -> list[int]:
-        """Return these tiles of one pass, and the first group's: the step begins with both."""
+        """Return the tiles with which a step begins: those of one pass, and the first passes of the first group."""
         first = self.groups[0].first
         return [*one_pass, *first] if self._one_pass_first else [*first, *one_pass]
 
     def tables(self, spec: StepSpec, images: Sequence[int]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Return the step's table, with a second row for each parameter, and its constants: for Engine.begin().
 
-        `images`: tiles that travel through staging buffers. The sources of these parameters are those of the second
-        pass from here on.
+        `images`: tiles that travel through staging buffers. Changes the sources of their parameters in `spec` to the
+        second pass.
         """
         self.images = frozenset(images)
-        self.sources = ChainMap(self._sources, spec.sources)  # whose gradients are freed there
+        self.sources = ChainMap(self._sources, spec.sources)  # `_sources` first: _orthogonalize() frees gradients there
         hows = {self._params[row].how[3:]: None for row in sorted(self._params)}
         kinds = {how: len(spec.hypers) + k for k, how in enumerate(hows)}
         hypers = np.concatenate([spec.hypers, np.array([*kinds], HYPER)])
@@ -192,11 +193,11 @@ class TwoPasses:
         for row, p in self._params.items():
             if not p.state.numel:
                 continue
-            at = p.x.data_ptr() or p.state.local.data_ptr()  # which stands in, NOWHERE
+            at = p.x.data_ptr() or p.state.local.data_ptr()  # a stand-in for X, NOWHERE
             one, two = first[row], second[row]
             two["grad"], two["grad_dtype"], two["hyper"] = at, DTYPE_CODES[torch.bfloat16], kinds[p.how[3:]]
             one["param"], one["param_dtype"], one["in_image"] = at, DTYPE_CODES[torch.bfloat16], 0
-            one["master"] = IN_SECTION  # the second row has it, and what is watched
+            one["master"] = IN_SECTION  # master and watch belong to the second row
             one["watch"] = 0
             if source := spec.sources.get(row):
                 self._sources[row] = replace(source, param=p.x, param_is_read=False, param_and_copy=None)
@@ -208,7 +209,7 @@ class TwoPasses:
     # ---- the step ----------------------------------------------------------------------
 
     def named(self, tiles: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Return these tiles (uint32), where there are two passes as the second, which returns the parameters."""
+        """Return the numbers (uint32) by which these tiles return parameters: with PASS_2 if they take two passes."""
         return np.where(np.isin(tiles, self.tiles), tiles | np.uint32(PASS_2), tiles).astype(np.uint32)
 
     def run(
@@ -218,15 +219,15 @@ class TwoPasses:
         early_buffers: Mapping[int, StagingBuffer] | None = None,
         meanwhile: Iterator[None] = NOTHING,
     ) -> None:
-        """Take all passes, and the tiles of one pass that travel as images. With an exchange, a collective.
+        """Run all passes, and the tiles of one pass that travel as images. A collective if ranks divide matrices.
 
-        `pulled` is called with each of these tiles when its parameters are there, or on their way: see
+        `pulled` is called with each of these tiles when its parameters have arrived, or are queued: see
         StagingRing.run(), also for `early_buffers` and `meanwhile`.
         """
         self._carry(self._first(self._images_of(self._one_pass)), ring, pulled, early_buffers, meanwhile)
         for k, group in enumerate(self.groups):
             ahead = self.groups[k + 1].first if k + 1 < len(self.groups) else []
-            if k + 1 >= BEHIND:  # whose buffers come next
+            if k + 1 >= BEHIND:  # frees the buffers of the next group
                 self._await([tile | PASS_2 for tile in self.groups[k + 1 - BEHIND].second])
             self._push(ahead)
             self._await(group.first)
@@ -235,7 +236,7 @@ class TwoPasses:
             self._carry([*self._images_of(ahead), *second], ring, pulled)
 
     def finish(self) -> None:
-        """Make the exchanges that are left after a failure. A collective."""
+        """Make the remaining exchanges after a failure, as other ranks wait for them. A collective."""
         if self.exchange:
             self.exchange.finish()
 
@@ -248,7 +249,7 @@ class TwoPasses:
             here = [matrix for matrix, is_root in zip(group.matrices, is_here, strict=True) if is_root]
             wholes = []
             for matrix, x in zip(here, self.exchange.collect(k, rows), strict=True):
-                raise_deferred()  # it may take minutes on a CPU
+                raise_deferred()  # a matrix may take minutes on a CPU
                 wholes.append(self._params[matrix.row].how.of(x.view(matrix.shape)).view(-1))
             for matrix, x in zip(group.matrices, self.exchange.hand_out(k, wholes, rows), strict=True):
                 self._params[matrix.row].set_rows(x)
@@ -263,14 +264,14 @@ class TwoPasses:
         return [tile for tile in tiles if tile & ~PASS_2 in self.images]
 
     def _push(self, tiles: Sequence[int]) -> list[int]:
-        """Push those of these tiles or passes that are not images, and return them."""
+        """Push the tiles (or passes) that need no staging buffer; return them."""
         pushed = [tile for tile in tiles if tile & ~PASS_2 not in self.images]
         for tile in pushed:
             self._engine.native.push(tile)
         return pushed
 
     def _await(self, tiles: Sequence[int]) -> None:
-        """Wait until what these tiles or passes return is there. (Of images, it is when they have been carried.)"""
+        """Wait for the results of these tiles or passes. (Results of images have arrived once _carry() returns.)"""
         waited = [tile for tile in tiles if tile & ~PASS_2 not in self.images]
         self._engine.native.params_ready(np.array(waited, np.uint32), wait=True)
 
@@ -282,21 +283,21 @@ class TwoPasses:
         early_buffers: Mapping[int, StagingBuffer] | None = None,
         meanwhile: Iterator[None] = NOTHING,
     ) -> None:
-        """Push these tiles or passes, and return when what those of images return is there."""
+        """Push these tiles or passes, and return when the results of images have arrived."""
         first = {*self.tiles.tolist()}
 
         def note(tile: int) -> None:
-            if tile not in first:  # it is a second pass, or the only one
+            if tile not in first:  # a second pass, or a tile of one pass
                 pulled(tile & ~PASS_2)
 
         for tile in self._push(tiles):
             note(tile)
         if ring is not None and (images := self._images_of(tiles)):
             for device in {p.x.device for p in self._params.values() if is_on_accelerator(p.x)}:
-                ring.wait_for_current(device)  # for what was orthogonalized
+                ring.wait_for_current(device)  # its X may still be queued there
             ring.run(self._engine, images, self.sources, note, early_buffers, meanwhile)
 
 
 def whole_shape(state: ParamState) -> torch.Size:
-    """Return the shape of the matrix that a parameter is, or is a part of."""
+    """Return the shape of the whole matrix; this rank's parameter may be a part of it."""
     return state.own_master.shape if state.part.is_whole else state.part.whole_shape

@@ -1,8 +1,8 @@
-"""The undo of a step. It may fail itself, or be interrupted; then it is finished before anything reads its parameters.
+"""The undo of a step. If it fails or is interrupted, it is finished before anything reads a parameter of the step.
 
 A parameter is *unknown* from the moment at which an undo begins until its old value is back. The devices keep the old
-states in the tiles' other slots, so these are back at once. But an old parameter is its master, rounded, and the master
-has to be read from the device. If that fails too, the parameter stays unknown, and whatever needs it next tries again.
+states in the tiles' other slots, so states are back at once. An old parameter is its rounded master, which has to be
+read from the device. If that fails too, the parameter stays unknown, and whatever needs it next tries again.
 
 The old parameters are not kept in memory: the last tile may be the one that fails, so that would take 2 bytes for each
 16-bit parameter of a step, where all staging has a fixed size.
@@ -27,11 +27,11 @@ from ..params.strides import flat, ordered
 from .all_gather import ParamAllGather
 from .prepared import PreparedStep
 
-NAMED = 3  # parameters that a message names
+NAMED = 3  # the most parameters that a message names
 
 
 class Span(NamedTuple):
-    """Elements [first, first + n) of a parameter; in the tile they begin at element `in_tile`."""
+    """Elements [first, first + n) of a parameter, which begin at element `in_tile` of a tile."""
 
     param_state: ParamState
     first: int
@@ -40,12 +40,12 @@ class Span(NamedTuple):
 
     @property
     def needs_it(self) -> bool:
-        """Whether the step could change the parameter without losing its old value, which is not its only master."""
+        """Whether an undo restores the elements: not where the parameter is its own only master, which a step keeps."""
         return not (self.param_state.in_place or self.param_state.is_section)
 
 
 class Undo:
-    """The undo of one step, until all its parameters are known again. finish() continues where it has failed before."""
+    """The undo of one step, until all its parameters are known again. finish() resumes where it last failed."""
 
     def __init__(
         self,
@@ -58,23 +58,22 @@ class Undo:
         landed: bool | None = None,
         had_tiles: bool = True,
     ) -> None:
-        """`has_begun`: there is something to undo on this rank. `landed`: given if the step has ended here: whether it
-        was complete then. `had_tiles`: if it was, the engine had begun it.
+        """`has_begun`: there is something to undo here. `landed`: whether it was complete here; None: not ended.
 
-        `gather`: the ranks have exchanged new parameters with it, and exchange the restored ones in a collective
-        finish().
+        `had_tiles`: the engine took part in the complete step. `gather`: given if ranks have exchanged new parameters;
+        finish() is then a collective that exchanges the restored ones.
         """
         self.engine = engine
         self.is_done: bool = False
         self._state_map, self._step, self._gather, self._landed = state_map, step, gather, landed
         self._had_tiles = had_tiles
-        self._found = not has_begun  # whether the next two are complete
-        self._in_tiles: dict[int, list[Span]] = {}  # what is still to be restored, by tile
-        self._on_accelerator: list[ParamState] = []  # likewise: those whose masters are there alone
-        # Of unknown ones: torch's count of writes, and the address, when finish() failed.
+        self._found = not has_begun  # `_in_tiles` and `_on_accelerator` are complete
+        self._in_tiles: dict[int, list[Span]] = {}  # by tile, still to be restored
+        self._on_accelerator: list[ParamState] = []  # still to be restored, from masters there
+        # Of unknown parameters: torch's count of writes, and the address, when finish() failed.
         self._seen: dict[ParamState, tuple[int, int]] = {}
-        self._written: set[ParamState] = set()  # those that the program has written to, or moved, since then
-        self._overwritten: set[str] = set()  # names of those among them that were restored
+        self._written: set[ParamState] = set()  # written to or moved by the program since then
+        self._overwritten: set[str] = set()  # names of restored parameters among these
         undo_states = self._undo_states if landed is None else self._take_back
         self._stages: list[Callable[[], None]] = [undo_states, self._find, self._restore, self._end]  # repeatable
         if not has_begun:
@@ -82,7 +81,7 @@ class Undo:
 
     @property
     def is_collective(self) -> bool:
-        """Whether all ranks have to call finish(): without a lost rank, as parameters can still be exchanged."""
+        """Whether all ranks have to call finish(), to exchange parameters: not once a rank is lost."""
         return self._gather is not None and not self._gather.ranks.lost
 
     @property
@@ -112,7 +111,7 @@ class Undo:
                 self._overwritten |= {state.name for state in self._written}
             self.is_done = True
         finally:
-            for state in self.unknown:  # torch refuses a backward through graphs that have saved the old value
+            for state in self.unknown:  # makes torch refuse a backward through graphs that saved an earlier value
                 was_synced = not state.is_dirty
                 torch.autograd.graph.increment_version([state.param])
                 if was_synced:
@@ -152,7 +151,7 @@ class Undo:
         engine, step = self.engine, self._step
         if self._landed:
             try:
-                if step.spec.with_residual or (step.near and not step.near.undoes):  # these have a single copy
+                if step.spec.with_residual or (step.near and not step.near.undoes):  # both have a single copy
                     raise CSDValueError("residuals, and states of gpu: alone, have a single copy")
                 engine.undo_last(step.spec.plan.rows, had_tiles=self._had_tiles)
             except CSDValueError as e:
@@ -167,11 +166,12 @@ class Undo:
             step.near.undo()
 
     def _find(self) -> None:
-        """Find the parameters that have new values; the others are known from here on."""
+        """Find the parameters that have new values; all others are known from here on."""
         engine, step = self.engine, self._step
         near = step.near.changed if step.near else []
         self._in_tiles, self._on_accelerator = {}, []
-        # Of a step that had ended, all: what the program has written to them since may differ from rank to rank.
+        # All parameters of a step that had ended: the program may have written different values on different ranks
+        # since.
         ended = self._landed is not None
         whole = {*(step.spec.plan.param_states if ended else near), *self._written}
         self._add_whole(whole)
@@ -196,7 +196,7 @@ class Undo:
         self._on_accelerator = [*{*self._on_accelerator, *(state for state in params if state.on_accelerator)}]
 
     def _restore_as_a_whole(self, written: set[ParamState]) -> None:
-        """Have parameters that the program has written to restored with their known elements: else they are a mix."""
+        """Restore all elements of parameters that the program has written to: else they would be a mix."""
         self._written |= written
         if written and self._found:
             self._add_whole(written)
@@ -213,7 +213,7 @@ class Undo:
         self._on_accelerator.clear()
 
     def _restore_tile(self, tile: int, spans: Sequence[Span]) -> None:
-        """Restore the parameters of a tile. Reads only masters, and not through windows: see csd_engine_read."""
+        """Restore the parameters of a tile. Reads masters only, and without windows: see csd_engine_read."""
         masters = None
         for state, first, in_tile, n in spans:
             outside = self._outside_value(state)
@@ -233,21 +233,21 @@ class Undo:
         state.restore(first, values, is_outside=is_outside)
 
     def _outside_value(self, state: ParamState) -> torch.Tensor | None:
-        """Return the value, 1-D, to which the program had set a parameter before the step; None: that is its master."""
+        """Return the value, 1-D, to which the program had set a parameter before the step; None: use the master."""
         value = self._step.spec.outside_values.get(state.index)
         return None if value is None else flat(ordered(value, state.stride))
 
     def _end(self) -> None:
-        for state in self._step.spec.written:  # the step did not take over what was written to them: it is still due
+        for state in self._step.spec.written:  # the program's writes before the step are due again
             state.version = -1
         if (near := self._step.near) and self._landed is not None:
             near.end()
         elif near and near.launched:
-            near.wait()  # whoever learns of the failure finds the old values, on any stream
+            near.wait()  # so that old values are there, on any stream, before the failure is reported
 
 
 class Rollback:
-    """The undo of steps that the devices have lost: all parameters follow their masters. For one process."""
+    """The undo of steps that the devices have lost: sets all parameters to their masters. For one process."""
 
     is_collective = False
 
@@ -296,7 +296,7 @@ def undo_states(engine: Engine, step: PreparedStep) -> None:
             if step.near.undoes:
                 step.near.undo()
                 whole = True
-        finally:  # also if the accelerator fails
+        finally:  # even if the accelerator fails
             if not whole:
                 engine.mark_torn()
 

@@ -1,8 +1,8 @@
-"""Matrices whose rows the ranks divide, made whole where they are orthogonalized.
+"""Matrices whose rows the ranks divide, assembled on the rank that orthogonalizes them.
 
-Each matrix has one root. In a group of matrices all ranks send their rows of X to the roots, which orthogonalize, and
-get their rows of the result back: 2 B + 2 B per parameter, of which 1/n stays where it is. All ranks make the same
-exchanges in the same order, also after a failure: see finish().
+Each matrix has one such rank, its root. For a group of matrices all ranks send their rows of X to the roots, which
+orthogonalize, and get their rows of the result back: 2 B + 2 B per parameter, of which 1/n is not sent. All ranks make
+the same exchanges in the same order, also after a failure: see finish().
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from ..distributed.ranks import Ranks
 from ..muon.schedule import Matrix
 
-Blocks = list[tuple[int, int]]  # by rank: first element of a matrix that it has (row by row), and how many
+Blocks = list[tuple[int, int]]  # by rank: first element (row by row) and number of elements of its part of a matrix
 
 
 class WholeMatrices:
@@ -31,9 +31,9 @@ class WholeMatrices:
         return [root == self._ranks.rank for root in self._roots[k]]
 
     def collect(self, k: int, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the X of those matrices of group `k` that are orthogonalized here. A collective.
+        """Return X of the matrices of group `k` that are orthogonalized here. A collective.
 
-        `rows`: of all its matrices, what this rank has of X. All are bf16, 1-D, row by row.
+        `rows`: this rank's part of X for all matrices of the group. All tensors are bf16, 1-D, row by row.
         """
         me, size, roots = self._ranks.rank, self._ranks.size, self._roots[k]
         mine = [[x for x, root in zip(rows, roots, strict=True) if root == rank] for rank in range(size)]
@@ -43,9 +43,9 @@ class WholeMatrices:
         return [torch.cat([parts[rank][i] for rank in order]) for i, order in enumerate(in_order)]
 
     def hand_out(self, k: int, wholes: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return what this rank has of all matrices of group `k`, from the roots' `wholes`. A collective.
+        """Return this rank's part of all matrices of group `k`. A collective.
 
-        `like`: the tensors that collect() got.
+        `wholes`: the results for the matrices whose root this rank is. `like`: the `rows` that collect() got.
         """
         me, size, roots = self._ranks.rank, self._ranks.size, self._roots[k]
         here = [blocks for blocks, root in zip(self._blocks[k], roots, strict=True) if root == me]
@@ -58,7 +58,7 @@ class WholeMatrices:
         return [next(parts[root]) for root in roots]
 
     def finish(self) -> None:
-        """Take part in the exchanges that are left, after a failure here, as the others wait for them: send zeros."""
+        """Make the remaining exchanges with zeros, after a failure here, as other ranks wait for them."""
         me = self._ranks.rank
         while self._done < 2 * len(self._roots) and not self._ranks.lost:
             k = self._done // 2
@@ -73,7 +73,7 @@ class WholeMatrices:
     def _swap(
         self, out: Sequence[Sequence[torch.Tensor]], sizes: Sequence[Sequence[int]], like: Sequence[torch.Tensor]
     ) -> list[list[torch.Tensor]]:
-        """Send each rank its tensors of `out`, and return those that each has sent here, of these `sizes`."""
+        """Send each rank its tensors of `out`; return what each sent here. `sizes`: elements, by rank and tensor."""
         device = self._ranks.device
         own = torch.cat(
             [_bytes(t) for of_rank in out for t in of_rank] or [torch.empty(0, dtype=torch.uint8, device="cpu")]
@@ -81,7 +81,7 @@ class WholeMatrices:
         own = own.to(device)
         there = torch.empty(2 * sum(map(sum, sizes)), dtype=torch.uint8, device=device)
         sent, received = [sum(t.nbytes for t in of_rank) for of_rank in out], [2 * sum(of_rank) for of_rank in sizes]
-        self._done += 1  # only now: what came before may fail, and then finish() makes this exchange
+        self._done += 1  # only now: if something above fails, finish() makes this exchange
         self._ranks.wait([self._ranks.all_to_all(there, received, own, sent)])
         there = there.to(like[0].device).view(torch.bfloat16)
         by_rank = torch.split(there, [sum(of_rank) for of_rank in sizes])
@@ -93,7 +93,7 @@ def _bytes(t: torch.Tensor) -> torch.Tensor:
 
 
 def _roots(matrices: Sequence[Matrix], size: int) -> list[int]:
-    """Return the root of each matrix: the costliest first, each to the rank that has least to do."""
+    """Return the root of each matrix: the costliest matrix first, each to the rank with the least work."""
     load, roots = [0] * size, [0] * len(matrices)
     costs = [matrix.cost for matrix in matrices]
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):

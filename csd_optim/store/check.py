@@ -12,10 +12,10 @@ from ..errors import CSDStoreError
 from .sections import FP32, PAGE, PARAM_DTYPES, SECTIONS, codec_supports
 
 UNNAMED_RULE = "adamw"  # the update rule of a store that names none
-ADAMWS = (SECTIONS[:3], SECTIONS)  # the sections that its states can have
+ADAMWS = (SECTIONS[:3], SECTIONS)  # the sections that states of AdamW can have
 RESERVED_NAMES = ["residual", "step"]  # reserved names, which no section may have
 DTYPES = {"float32", "float16", "bfloat16", "complex64"}
-MAX_SIZE = 1 << 60  # elements or bytes of anything: sums of a few of them still fit in 64 bits
+MAX_SIZE = 1 << 60  # limit of all numbers of elements or bytes, so that sums of a few fit in 64 bits
 MAX_REGION_BYTES = 1 << 31  # of a manifest or table
 # Tiles times devices of an extent with unequal shares: bounds the memory that devices_of() takes. Real stores have
 # fewer tiles, since tiles are mappings (layout.MAX_MAPPINGS).
@@ -52,9 +52,9 @@ def rule_named(manifest: Mapping[str, Any], p: Mapping[str, Any]) -> str:
 
 
 def check_rules(manifest: Mapping[str, Any], sections: Sequence[Sequence[str]]) -> None:
-    """Check that the parameters of an extent have one rule, whose sections it has if the rule is AdamW.
+    """Check that all parameters of an extent have the same rule, and that an extent of AdamW has AdamW's sections.
 
-    `manifest`: its parameters have been checked. `sections`: of each extent. Raises CSDStoreError.
+    `manifest`: with checked parameters. `sections`: of each extent. Raises CSDStoreError.
     """
     found: dict[int, str] = {}
     for p in manifest["params"]:
@@ -67,8 +67,7 @@ def check_rules(manifest: Mapping[str, Any], sections: Sequence[Sequence[str]]) 
 def check_extent(extent: Any, devices: int, rule: str | None) -> None:
     """Check the description of an extent. Raises CSDStoreError.
 
-    `rule`: the update rule of all parameters if it is AdamW, which is None, or another name. Whether the sections are
-    those of another rule is not checked here.
+    `rule`: name of the store's update rule; None for AdamW. The sections of other rules are not checked here.
     """
     require(type(extent) is dict, "an extent is no object")
     elems, tiles, slots, sections = (extent.get(key) for key in ("tile_elems", "tiles", "slots", "sections"))
@@ -114,7 +113,7 @@ def check_extent(extent: Any, devices: int, rule: str | None) -> None:
 def check_param(p: Any, devices: int, *, is_waiting: bool = False) -> tuple[int, int] | None:
     """Check the description of a parameter. Raises CSDStoreError.
 
-    Returns where its residual begins and ends in its device's file; None without one. `is_waiting`: without state yet.
+    Returns (begin, end) of the residual in its device's file, or None. `is_waiting`: the parameter has no states yet.
     """
     require(type(p) is dict and type(p.get("name")) is str, "a parameter has no name")
     name = p["name"]
@@ -151,7 +150,7 @@ def check_param(p: Any, devices: int, *, is_waiting: bool = False) -> tuple[int,
 
 
 def check_origin(origin: Any) -> None:
-    """Check what a manifest says of the stores that its store was made from. Raises CSDStoreError."""
+    """Check a manifest's `origin`, the stores from which its store was made. Raises CSDStoreError."""
     valid = type(origin) is dict and {*origin} == {"store_id", "round", "step", "world_size", "sequences"}
     store_id = origin["store_id"] if valid else None
     valid = valid and type(store_id) is str and len(store_id) == 32 and {*store_id} <= {*"0123456789abcdef"}
@@ -162,12 +161,12 @@ def check_origin(origin: Any) -> None:
 
 
 def check_record(record: dict[str, Any], rule: str | None) -> None:
-    """Check the fields of a Record. `rule`: the update rule that its store names. Raises CSDStoreError."""
+    """Check the fields of a Record. `rule`: name of the store's update rule, or None. Raises CSDStoreError."""
     for key in ("groups", "given"):
         require(type(record[key]) is list, f"{key} of the record")
         for group in record[key]:
             require(type(group) is dict, f"{key} of the record")
-            if group.get("rule", rule or UNNAMED_RULE) != UNNAMED_RULE:  # only a rule itself can check them
+            if group.get("rule", rule or UNNAMED_RULE) != UNNAMED_RULE:  # only the other rule could check them
                 continue
             numbers = [group.get(name) for name in ("lr", "eps", "weight_decay")]
             betas = group.get("betas")

@@ -1,4 +1,4 @@
-"""The file behind an emulated CSD: open, lock, allocate, commit. Its content: see format.py."""
+"""The file behind an emulated CSD: open, lock, allocate, commit. For the content see format.py."""
 
 from __future__ import annotations
 
@@ -45,9 +45,12 @@ def ownership_advice(directory: Path | str) -> str:
 
 
 def lock_owner(stat: os.stat_result) -> int | None:
-    """Return the process that has locked a store's file; None if none is visible. Takes no lock, not even briefly."""
+    """Return the process that has locked a store's file, or None if that is not visible.
+
+    Takes no lock, not even briefly.
+    """
     inode = f"{os.major(stat.st_dev):02x}:{os.minor(stat.st_dev):02x}:{stat.st_ino}"
-    with contextlib.suppress(OSError):  # without /proc the message only says less
+    with contextlib.suppress(OSError):  # without /proc the message only has fewer facts
         for line in Path("/proc/locks").read_text().splitlines():
             fields = line.split()  # number, kind, ADVISORY, WRITE, process, inode, first, last
             if len(fields) > 5 and fields[5] == inode and fields[1] != "->":
@@ -76,13 +79,13 @@ def _has_ended(pid: int) -> bool:
 
 
 def _lock_heirs(owner: int, stat: os.stat_result) -> str:
-    """Name the processes that keep the lock of a process that has ended: forked children inherit the lock."""
+    """Return text that names the forked children that have inherited the lock of an ended process."""
     children = [f"process {pid}" for pid in _holders(stat) if pid != os.getpid()]
     return f"{' and '.join(children) or 'a process'}, forked by process {owner}, which has ended"
 
 
 def another_directory() -> str:
-    """Return "another directory", with the placeholders that make one for each rank or optimizer."""
+    """Return "another directory", with a placeholder for ranks or optimizers where that helps."""
     if "LOCAL_RANK" in os.environ:
         return "another directory, for each rank its own, as in '/mnt/nvme{local_rank}'"
     if settings.devices():
@@ -91,7 +94,7 @@ def another_directory() -> str:
 
 
 def lock(fd: int, path: Path, *, shared: bool = False) -> None:
-    """Make this process the owner of the file; with `shared`, one of several readers that keep writers out.
+    """Lock a file for this process alone; with `shared`, as one of several readers that keep writers out.
 
     Raises CSDBusyError.
     """
@@ -103,7 +106,7 @@ def lock(fd: int, path: Path, *, shared: bool = False) -> None:
             owner = lock_owner(os.fstat(fd))
             if owner != os.getpid():
                 break
-            gc.collect()  # a dropped optimizer may be kept alive by a reference cycle, for example with its scheduler
+            gc.collect()  # a reference cycle, for example with a scheduler, may keep a dropped optimizer alive
             wait_for_dropped()
     if owner == os.getpid():
         who = "another optimizer of this process, or by tensors from load(); close() or drop those"
@@ -130,9 +133,10 @@ class StoreFile:
     """One open store, owned by this process until `close()`.
 
     Without `durable`: a nameless file in the directory, or in memory if `directory` is None; it vanishes with the
-    process, however that ends. `recovered`: with `mode` "resume" and "read", the commits of an existing store, the
-    newest first; empty if there is no store yet. Raises CSDStoreExistsError, CSDBusyError, CSDStoreError, CSDOSError.
-    Only "overwrite" and "resume" write to an existing store; a file that is not a store is never written to.
+    process, however the process ends. `recovered`: with `mode` "resume" and "read", the commits of an existing store,
+    the newest first; empty if there is no store yet. Raises CSDStoreExistsError, CSDBusyError, CSDStoreError,
+    CSDOSError. Only "overwrite" and "resume" write to an existing store; a file that is not a store is never written
+    to.
     """
 
     def __init__(self, directory: Path | None, *, durable: bool, mode: Mode = "new") -> None:
@@ -140,18 +144,18 @@ class StoreFile:
         self.direct: bool | None = None  # whether I/O bypasses the page cache; None: not opened yet, or in memory
         self.fd: int = -1
         self.io_fd: int = -1
-        self._next_fd = -1  # of a file that will replace this one
+        self._next_fd = -1  # the file that will replace this one
         close_in_children(self)
         self.end: int = 2 * PAGE
         self.unused: Unused = Unused()
         self.recovered: list[Contents] = []
-        self.in_doubt: bool = False  # a flush has failed, and what it should have covered was not read back since
+        self.in_doubt: bool = False  # a flush has failed, and the data was not read back since
         self.lost: str = ""  # why the last step will never be committed here
-        self._is_name_durable = True  # false after a failed flush of the directory: the file's name may not be durable
+        self._is_name_durable = True  # False after a failed flush of the directory
         self.was_missing: bool = False  # with mode "resume": there was no file, or an empty one
         self._is_new = not durable  # this process has created the file, and it has no superblock yet
         self.current: Superblock | None = None  # of the last commit
-        self._spaces: dict[str, tuple[int, int]] = {}  # for "manifest" and "table": base, room
+        self._spaces: dict[str, tuple[int, int]] = {}  # of "manifest" and "table": (base, room)
         try:
             if directory is None:
                 self.path: Path = Path("memory")
@@ -202,21 +206,21 @@ class StoreFile:
             lock(self.fd, path, shared=mode == "read")
             if self._has_name(path):
                 break
-            os.close(self.fd)  # its owner has removed it between the two calls above: open what has the name now
+            os.close(self.fd)  # removed by its owner meanwhile: open the file that has the name now
             self.fd = -1
         self._is_new = mode != "read" and os.fstat(self.fd).st_size == 0
         if self._is_new:
             self.was_missing = mode == "resume"
             return path
         if mode in ("resume", "read"):
-            # The last writer may have died before its data were flushed, or may have seen a flush fail. Such data are
-            # readable from the page cache, and lost once they are evicted. So flush, and read from the disk itself.
+            # The last writer may have died before a flush, or a flush may have failed. Unflushed data are readable from
+            # the page cache, and lost once evicted. So flush, and read from the disk itself.
             try:
                 os.fdatasync(self.fd)
                 self.forget_cached()
             except OSError as e:
                 if mode != "read" or e.errno not in (errno.EINVAL, errno.EROFS, errno.ENOSYS):
-                    raise  # otherwise it is a read-only file system, which has nothing to flush
+                    raise  # a read-only file system has nothing to flush
         heads = [read(self.fd, PAGE, i * PAGE) for i in range(2)]
         never_committed = self._was_never_committed(path, *heads)
         if mode != "read" and MAGIC not in (head[:8] for head in heads) and not never_committed:
@@ -236,7 +240,7 @@ class StoreFile:
     def _was_never_committed(self, path: Path, first: bytes, second: bytes) -> bool:
         """Return whether the process that created this store was stopped before its first commit.
 
-        Then copy 1 is all zeros, and copy 0 is not whole and zero except for its first and last sector.
+        In that case copy 1 is all zeros, and copy 0 is incomplete, and zero except for its first and last sector.
         """
         sectors = [first[i : i + SECTOR] for i in range(0, PAGE, SECTOR)]
         if any(second) or any(map(any, sectors[1:-1])) or (any(sectors[0]) and first[: len(MAGIC)] != MAGIC):
@@ -245,7 +249,7 @@ class StoreFile:
             with contextlib.suppress(CSDStoreError):
                 read_region(self.fd, block.manifest, copy, "manifest", str(path))
                 read_region(self.fd, block.table, copy, "slot table", str(path))
-                return False  # it is whole, so there was a commit, even if reading it may fail
+                return False  # a whole superblock: there was a commit, even if it may be unreadable
         return True
 
     def _has_name(self, path: Path) -> bool:
@@ -257,8 +261,7 @@ class StoreFile:
     def _replace(self) -> None:
         """Put an empty file in the place of the store to be overwritten.
 
-        Called only when the first byte is about to be written. The file is a new one, because other processes may
-        still read the old one.
+        Called only just before the first write. A new file, because other processes may still read the old file.
         """
         temporary = hidden_name(self.path)
         self._next_fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
@@ -275,9 +278,9 @@ class StoreFile:
         os.close(fd)
 
     def _make_present(self, fd: int) -> None:
-        """Give a new file room for superblocks, durably, before its name is: an empty file counts as missing.
+        """Durably give a new file room for superblocks, before its name is durable: an empty file counts as missing.
 
-        Other stores may have a first commit before this one has, or still have one from before.
+        Other stores may have their first commit earlier, or still have an older commit.
         """
         self._reserve(fd, 0, self.end, STATE)
         os.fdatasync(fd)
@@ -296,7 +299,7 @@ class StoreFile:
         """Open the file a second time, with O_DIRECT if that works."""
         mode = fcntl.fcntl(self.fd, fcntl.F_GETFL) & os.O_ACCMODE
         again = f"/proc/self/fd/{self.fd}"
-        # The test of O_DIRECT must not write to a file that has content.
+        # The test of O_DIRECT must not write to a file with content.
         direct = open_direct(again, mode, overwrite=self.current is None)
         self.direct = direct is not None
         self.io_fd = os.open(again, mode | os.O_CLOEXEC) if direct is None else direct
@@ -317,7 +320,7 @@ class StoreFile:
             self._open_direct()
 
     def discard_newer(self, commit: Contents) -> None:
-        """Make the adopted commit the only one, and cut off what lies behind it in the file. Raises CSDOSError."""
+        """Make the adopted commit the only one, and cut the file off behind it. Raises CSDOSError."""
         block, path = commit.superblock, str(self.path)
         commit_trace.note("discards newer", store=self, commit=commit)
         with self.wrapping_errors("read"):
@@ -331,9 +334,9 @@ class StoreFile:
             self.give_back(*space)
 
     def allocate(self, size: int, what: str = STATE) -> int:
-        """Reserve `size` bytes of disk space, where nothing is, or at the end of the file; return their offset (bytes).
+        """Reserve `size` bytes of disk space, in an unused part or at the end of the file; return the offset in bytes.
 
-        Raises CSDOSError when the disk is full, after it has freed what it had reserved.
+        Raises CSDOSError when the disk is full, with nothing reserved.
         """
         if self.io_fd < 0:
             with self.wrapping_errors("write"):
@@ -354,7 +357,7 @@ class StoreFile:
             if unused is not None:
                 self.give_back(offset, size)
             else:
-                with contextlib.suppress(OSError):  # if this drive fails altogether, the file stays longer than needed
+                with contextlib.suppress(OSError):  # if the drive fails, the file stays too long
                     os.ftruncate(self.fd, self.end)
             raise
         self.end = max(self.end, offset + size)
@@ -377,14 +380,14 @@ class StoreFile:
         return f"; {free.f_bavail * free.f_frsize / 1e9:.2f} GB are free"
 
     def check_not_lost(self) -> None:
-        """Raise CSDLostError if what is written here will never be durable.
+        """Raise CSDLostError if writes to this file can no longer become durable.
 
-        That is so after a failed flush, and when the file was removed: it has no name then, and vanishes when it is
-        closed. A file that was renamed or moved has a name, and keeps everything.
+        That is so after a failed flush, and if the file was removed: without a name, it vanishes when closed. A renamed
+        or moved file keeps everything.
         """
         if self.lost:
             raise CSDLostError(errno.EIO, self.lost)
-        # Some file systems in user space count no names, so only a file without a count is looked for.
+        # Some file systems in user space do not count names, so look for the name only if the count is 0.
         if os.fstat(self.fd).st_nlink == 0 and not self._has_name(self.path):
             raise CSDLostError(
                 errno.ENOENT,
@@ -394,7 +397,7 @@ class StoreFile:
             )
 
     def _sync_names(self) -> None:
-        """Flush the names of the file and of its directory. After an error these names can no longer be trusted."""
+        """Flush the names of the file and of its directory. After an error the names may be lost."""
         self.check_not_lost()
         directory = self.path.parent
         self._is_name_durable = False
@@ -409,22 +412,22 @@ class StoreFile:
                 raise CSDLostError(e.errno, self.lost) from e
 
     def shrink(self, end: int) -> None:
-        """Free what was allocated from byte `end` on. Raises CSDOSError; that space is then allocated again."""
+        """Free everything from byte `end` on. Raises CSDOSError; the space then stays allocated."""
         self.end = end
         with self.wrapping_errors("shrink"):
             os.ftruncate(self.fd, end)
 
     def give_back(self, offset: int, size: int) -> None:
-        """Free the disk space of what nothing names any more, for others and for allocate(). Whole pages.
+        """Free disk space that is no longer in use (whole pages), for other files and for allocate().
 
-        Where the file system cannot make holes, which read as zeros, the space stays as it is, unused.
+        If the file system cannot make holes, which read as zeros, the space stays allocated, unused.
         """
         commit_trace.note("gives back", store=self, offset=offset, size=size)
         if size and punch_hole(self.fd, offset, size) == 0:
             self.unused.add(offset, size)
 
     def undo_allocate(self, offset: int, size: int) -> None:
-        """Free what allocate() has returned. Raises CSDOSError; that space is then allocated again, or unused."""
+        """Free space from allocate(). Raises CSDOSError; the space then stays allocated, perhaps unused."""
         if offset + size < self.end:
             self.give_back(offset, size)
         elif size:
@@ -434,7 +437,7 @@ class StoreFile:
         """Wait until everything written so far, also through mappings, is durable. Raises CSDOSError.
 
         The kernel reports a failed write only once, and then treats the pages as clean. So after an error a later
-        successful flush proves nothing about the data that this one should have covered. See proof.py.
+        successful flush proves nothing about the data of the failed one. See proof.py.
         """
         if self.io_fd >= 0:
             try:
@@ -454,7 +457,7 @@ class StoreFile:
             write(self.io_fd, data, offset)
 
     def stage(self, block: Superblock, manifest: bytes | None, table: bytes) -> Staged:
-        """Reserve room for a commit, and fill in the regions of `block`. `manifest` None: the present one stays."""
+        """Reserve room for a commit, and fill in the regions of `block`. `manifest` None: keep the present manifest."""
         if manifest is not None:
             block = replace(block, manifest=self._region("manifest", manifest))
         else:
@@ -463,7 +466,7 @@ class StoreFile:
         return Staged(replace(block, table=self._region("table", table)), manifest, table)
 
     def stay(self) -> None:
-        """Let the file stay even if it never becomes a store: others may get the same commit, and need to find it."""
+        """Keep the file even if it never becomes a store: other stores may get a commit, and must find this file."""
         self._is_new = False
 
     def publish(self, staged: Staged, copy: int) -> None:
@@ -477,7 +480,7 @@ class StoreFile:
             self.sync()
         with self.wrapping_errors("write the superblock"):
             # The order does not matter, since a superblock without its manifest and table is invalid. If the flush
-            # fails, all of it is written again.
+            # fails, everything is written again.
             if staged.manifest is not None:
                 write(self.fd, staged.manifest, block.manifest.offset(copy))
             write(self.fd, staged.table, block.table.offset(copy))
@@ -485,7 +488,7 @@ class StoreFile:
             try:
                 os.fdatasync(self.fd)
             except OSError:
-                self.in_doubt |= copy == 1  # it may have lost tiles, too: the next step writes some by now
+                self.in_doubt |= copy == 1  # may have lost tiles, too, as the next step already writes tiles
                 raise
         self._is_new = False
         self.current = block
@@ -510,12 +513,12 @@ class StoreFile:
                         self.path.unlink()
         finally:
             if self.fd >= 0:
-                fcntl.flock(self.fd, fcntl.LOCK_UN)  # children forked by native code have the file open
+                fcntl.flock(self.fd, fcntl.LOCK_UN)  # children forked by native code still have the file open
             self.close_without_unlocking()
 
     def close_without_unlocking(self) -> None:
         """Close the descriptors without unlocking: the lock stays with processes that share the open file."""
-        # Forget the numbers first: once closed, they may be reused for other files.
+        # Forget the numbers first, which may be reused for other files once closed.
         fds = self.io_fd, self.fd, self._next_fd
         self.fd = self.io_fd = self._next_fd = -1
         for fd in fds:
@@ -536,7 +539,7 @@ def close_in_children(locked: Locked) -> None:
 
 
 def _after_fork_in_child() -> None:
-    """Close all stores in a forked child, which cannot use them, but would keep them locked after its parent ends.
+    """Close all stores in a forked child, which cannot use stores, but would keep them locked after its parent ends.
 
     Data loader workers may outlive their trainer.
     """

@@ -4,15 +4,15 @@
 
 The manifest says what the store holds (names, shapes, dtypes, places). The table says where its state is at a step: the
 current slot and the checksums of every tile, the step counters, the current space and the checksum of every residual,
-the hyperparameters, and user_state. Superblock, manifest and table exist twice. A copy is whole only if all three parts
-of it are. A commit writes copy 0 on all devices, and then copy 1. So one copy is whole at any time, and between commits
-both are.
+the hyperparameters, and user_state. Superblock, manifest and table exist twice. A copy is whole only if all its three
+parts are. A commit writes copy 0 on all devices, and then copy 1. So one copy is whole at any time, and both copies are
+between commits.
 
-Both copies are of the last step; they do not alternate between the last step and the one before. A crash leaves a whole
-copy either way. But this way any one of the six parts may also be lost at rest, to an unreadable sector, and the other
-copy serves. With alternation the last step would be lost with the newer copy, and everything would be lost if the next
-step had begun, since it overwrites the state of the older copy. The price is a second small write and flush, which
-overlap with the next forward.
+Both copies are of the last step, instead of alternating between the last two steps. A crash leaves a whole copy either
+way. But this way any of the six parts may also be lost at rest, to an unreadable sector, and the other copy serves.
+With alternation the last step would be lost with the newer copy, and everything would be lost if the next step had
+begun, since it overwrites the states of the older copy. The price is a second small write and flush, concurrent with
+the next forward.
 """
 
 from __future__ import annotations
@@ -49,33 +49,33 @@ from .sections import EIGHT_BIT, GROUP, sections_of, size_of
 FILE_NAME = "csd_optim.store"
 MAGIC = b"CSDOPTIM"
 # Formats 1 to 3 imply features: 2 has residuals, 3 unequal shares of the devices and perhaps residuals. From format 4
-# on the manifest names the features that a reader has to support, and a reader without one refuses the store by that
-# name. A store that uses no feature beyond those of an older format is written in that format.
+# on the manifest names the features that a reader has to support, and a reader refuses the store if it lacks a named
+# feature. A store without newer features is written in the older format.
 VERSION = NAMED_FEATURES = 4
-CODEC = "codec"  # extents[].codec and .param_dtype: tiles hold codes of the states. Without it they hold fp32
+CODEC = "codec"  # extents[].codec and .param_dtype: tiles hold codes of the states; otherwise fp32
 CODECS = "codecs"  # extents[].codec has other values than "8bit"
-CHUNK_SUMS = "chunk_sums"  # extents[].sum_elems: a checksum covers that many elements of a section, not all of them
-DIVIDED = "divided"  # divided: what the parameters of an optimizer rank are parts of, see joined.py
-ORIGIN = "origin"  # origin: the stores of another number of ranks that this one was made from; see Contents.origin
+CHUNK_SUMS = "chunk_sums"  # extents[].sum_elems: number of elements of a section per checksum; otherwise all
+DIVIDED = "divided"  # divided: the whole model of an optimizer rank's parameters, see joined.py
+ORIGIN = "origin"  # origin: the stores from which this store was made; see Contents.origin
 RESIDUALS = "residuals"  # params[].residual
-RULE = "rule"  # rule: the update rule, which defines the sections. Without it the rule is AdamW
-RULES = "rules"  # params[].rule, waiting[].rule: that of a parameter, where it is not the store's; record.groups has it
+RULE = "rule"  # rule: the update rule, which defines the sections; otherwise AdamW
+RULES = "rules"  # params[].rule, waiting[].rule: where a parameter's rule is not the store's; also in record.groups
 SHARES = "shares"  # extents[].shares
-TILE_NUMBERS = "tile_numbers"  # extents[].tile_numbers: the tiles of this device. Without it they follow from shares
-FREED = "freed"  # extents[].freed: tiles that were given back, whose space others may have
+TILE_NUMBERS = "tile_numbers"  # extents[].tile_numbers: the tiles of this device, which otherwise follow from shares
+FREED = "freed"  # extents[].freed: tiles that were given back; their space may be in use again
 FEATURES = frozenset({CHUNK_SUMS, CODEC, CODECS, DIVIDED, FREED, ORIGIN, RESIDUALS, RULE, RULES, SHARES, TILE_NUMBERS})
 ENDIAN = 0x01020304
 PAGE = sections.PAGE
 CLEAN = 1  # flag: the store was closed properly, and nothing was written since
-UNDER_WAY = 2  # flag of stores with one slot per tile: a step has begun, and may have written some of its tiles
+UNDER_WAY = 2  # flag of stores with one slot per tile: a step has begun, and may have written some tiles
 
 _REGION = struct.Struct("<QQQI")
 # magic, version, endianness, store id, device index, devices, sequence, step, flags; then the regions of manifest and
-# table and the round, then zeros up to the checksum of all that in the last 4 bytes.
+# table and the round, then zeros up to the checksum of all this in the last 4 bytes.
 _SUPERBLOCK = struct.Struct("<8sII16sIIQQI")
 _ROUND = struct.Struct("<Q")
 TILE_STATE = np.dtype([("slot", "<u4"), ("summed", "<u4")])
-RESIDUAL_BYTES = 2  # of an element: bfloat16
+RESIDUAL_BYTES = 2  # per element: bfloat16
 RESIDUAL_ENTRY = np.dtype([("space", "<u4"), ("crc", "<u4")])
 
 
@@ -165,7 +165,7 @@ def features_of(
 ) -> set[str]:
     """Return the features that readers of a store with these extents must support.
 
-    `rule`, `origin`, `divided`: the manifest has one. `rules`: see has_rules().
+    `rule`, `origin`, `divided`: the manifest has such an entry. `rules`: see has_rules().
     """
     uses = {
         CHUNK_SUMS: any("sum_elems" in e for e in extents),
@@ -188,7 +188,7 @@ def _has_other_codecs(extents: Sequence[dict[str, Any]]) -> bool:
 
 
 def has_rules(manifest: dict[str, Any]) -> bool:
-    """Return whether parameters have another rule than that of the store."""
+    """Return whether some parameter has another rule than the store's."""
     return any("rule" in p for p in (*manifest["params"], *manifest.get("waiting", ())))
 
 
@@ -208,7 +208,7 @@ def sums_shape(extent: dict[str, Any]) -> tuple[int, int]:
 def tile_entry(extent: dict[str, Any]) -> np.dtype[Any]:
     """Return the dtype of a tile's table entry: its state, and the checksums of each chunk, one per section."""
     chunks, sections = sums_shape(extent)
-    # Formats up to 3 have one chunk, and room for a fourth section in any case.
+    # Formats up to 3 have one chunk, and always room for a fourth section.
     return np.dtype([("state", TILE_STATE), ("sums", "<u4", (chunks, sections if "sum_elems" in extent else 4))])
 
 
@@ -240,8 +240,8 @@ def pack_table(
 def devices_of(shares: Sequence[float], n: int) -> np.ndarray[Any, Any]:
     """Return the devices (uint32) of the first `n` tiles of an extent.
 
-    Each tile goes to the device whose load relative to its share is the least after it gets this tile; ties go to the
-    first device. So the devices finish any first part of the tiles, and all of them, as early as possible. With equal
+    Each tile goes to the device whose load, including this tile, is the least relative to its share; ties go to the
+    first device. So the devices finish all tiles, and any number of first tiles, as early as possible. With equal
     shares tile i is on device i mod the number of devices.
     """
     load = np.arange(1, n + 1) / np.array(shares, np.float64)[:, None]
@@ -250,7 +250,7 @@ def devices_of(shares: Sequence[float], n: int) -> np.ndarray[Any, Any]:
 
 
 def all_tiles(manifest: dict[str, Any]) -> list[int]:
-    """Return for each extent the number of tiles that its parameters take, over all devices."""
+    """Return the number of tiles of each extent, over all devices."""
     ends = [0] * len(manifest["extents"])
     for p in manifest["params"]:
         ends[p["extent"]] = p["start"] + p["numel"]
@@ -258,7 +258,7 @@ def all_tiles(manifest: dict[str, Any]) -> list[int]:
 
 
 def tiles_on(extent: dict[str, Any], n: int, device: int, devices: int) -> Sequence[int]:
-    """Return which of an extent's `n` tiles are on a device, as numbers. `extent`: from that device's manifest."""
+    """Return the numbers of the tiles, of an extent's `n`, on a device. `extent`: from the device's manifest."""
     if "tile_numbers" in extent:
         listed: list[int] = extent["tile_numbers"]
         return listed
@@ -269,9 +269,9 @@ def tiles_on(extent: dict[str, Any], n: int, device: int, devices: int) -> Seque
 
 
 def areas_of(extent: dict[str, Any]) -> list[tuple[int, int]]:
-    """Return where the tiles of an extent that were not freed begin and end on this device, in order.
+    """Return (begin, end) of the areas of an extent's tiles on this device, without freed tiles, in order.
 
-    No areas if the extent has no tiles there, wherever it begins: others may have got that place.
+    Empty if the extent has no tiles here: its offset may lie in another extent then.
     """
     begin, size = extent["file_offset"], extent["slots"] * size_of(sections_of(extent))
     ends = [-1, *extent.get("freed", ()), extent["tiles"]]
@@ -288,18 +288,18 @@ class Contents:
     """The description of a store at one commit: everything except the states and residuals."""
 
     path: str
-    copy: int  # 0 or 1: the copy that this was read from
+    copy: int  # 0 or 1: which copy was read
     superblock: Superblock
     manifest: dict[str, Any]
     tiles: np.ndarray[Any, Any]  # dtype TILE_STATE: the tiles of this device, extent by extent
     sums: list[np.ndarray[Any, Any]]  # per extent: uint32, shape (tiles, chunks, sections)
     steps: np.ndarray[Any, Any]
-    residuals: np.ndarray[Any, Any]  # dtype RESIDUAL_ENTRY: those of this device, in the order of the parameters
+    residuals: np.ndarray[Any, Any]  # dtype RESIDUAL_ENTRY: residuals on this device, in the order of the parameters
     record: Record
 
     @property
     def rank(self) -> int:
-        """The rank of the process that owns the store, among those that train together."""
+        """The rank of the process that owns the store."""
         return int(self.manifest.get("rank", 0))
 
     @property
@@ -309,12 +309,12 @@ class Contents:
 
     @property
     def origin(self) -> dict[str, Any] | None:
-        """The commit of other stores that this one was made from (reshard, resume_from); None: it began as itself."""
+        """The commit of other stores from which this store was made (reshard, resume_from), or None."""
         origin: dict[str, Any] | None = self.manifest.get("origin")
         return origin
 
     def slots(self) -> Iterator[tuple[dict[str, Any], int, int]]:
-        """Yield each tile's extent, number in it over all devices, and offset of its slot, in the order of `tiles`."""
+        """Yield (extent, number in it over all devices, offset of the current slot), in the order of `tiles`."""
         entries = iter(self.tiles["slot"].tolist())
         here = self.superblock.device, self.superblock.devices
         for extent, n in zip(self.manifest["extents"], all_tiles(self.manifest), strict=True):
@@ -333,7 +333,7 @@ class Contents:
         return ~np.fromiter(self.are_freed(), bool, len(self.tiles))
 
     def residual_places(self) -> Iterator[tuple[int, int, int]]:
-        """Yield for each residual in this store the row of its parameter, its offset and its checksum."""
+        """Yield (row of the parameter, offset, checksum) of each residual in this store."""
         rows = rows_with_residual(self.manifest, self.superblock.device)
         for row, (space, crc) in zip(rows, self.residuals.tolist(), strict=True):
             place = self.manifest["params"][row]["residual"]
@@ -341,19 +341,19 @@ class Contents:
 
     @property
     def end(self) -> int:
-        """The byte of the file at which the last of its areas ends."""
+        """The byte at which the file's last area ends."""
         return max(end for _, end in self._areas())
 
     def unused(self) -> list[tuple[int, int]]:
-        """Return the parts of the file before `end` that were given back: offset and size, ascending."""
+        """Return the parts of the file before `end` that were given back: (offset, size), ascending."""
         if not any(p["group"] < 0 for p in self.manifest["params"]):
             return []
-        areas = sorted(self._areas())  # they do not overlap
+        areas = sorted(self._areas())  # without overlaps
         gaps = ((end, begin - end) for (_, end), (begin, _) in pairwise(areas))
         return [(offset, size) for offset, size in gaps if size]
 
     def _areas(self) -> Iterator[tuple[int, int]]:
-        """Yield where the areas of the file begin and end."""
+        """Yield (begin, end) of each area of the file."""
         yield 0, 2 * PAGE
         for region in (self.superblock.manifest, self.superblock.table):
             yield region.base, region.offset(2)
@@ -367,7 +367,7 @@ class Contents:
 def checked_manifest(manifest: dict[str, Any], block: Superblock, size: int) -> dict[str, Any]:
     """Return the manifest if all its values have valid types and ranges, and all areas lie in a file of `size` bytes.
 
-    Raises CSDStoreError otherwise. Checksums detect damage; this detects files that csd_optim never wrote.
+    Raises CSDStoreError if not. Checksums detect damage; these checks detect files that csd_optim never wrote.
     """
     require(type(manifest) is dict, "the manifest is no object")
     features = manifest.get("features", [])
@@ -400,7 +400,7 @@ def checked_manifest(manifest: dict[str, Any], block: Superblock, size: int) -> 
     require(others == (CODECS in features), "extents have codecs, but not as a feature, or the reverse")
     require(type(manifest["tiles"]) is int, "tiles is no number")
     require(manifest["tiles"] == sum(e["tiles"] for e in manifest["extents"]), "tiles is not the sum of the extents'")
-    last, end = 0, 0  # the current extent, and its first free element
+    last, end = 0, 0  # the current extent, and the first free element there
     for p in manifest["params"]:
         place = check_param(p, block.devices)
         if place and p["residual"]["device"] == block.device:
@@ -415,7 +415,7 @@ def checked_manifest(manifest: dict[str, Any], block: Superblock, size: int) -> 
             dtype = "float32" if p["dtype"] == "complex64" else p["dtype"]
             valid = p["start"] % GROUP == 0 and (dtype == codes_of or p["group"] < 0)
             require(valid, f"parameter {p['name']} is {dtype} and lies from {p['start']} on in codes of {codes_of}")
-    present: dict[int, list[dict[str, Any]]] = {}  # the parameters that have not left, by extent
+    present: dict[int, list[dict[str, Any]]] = {}  # by extent: parameters that have not left
     for p in manifest["params"]:
         if p["group"] >= 0:
             present.setdefault(p["extent"], []).append(p)
@@ -435,7 +435,7 @@ def checked_manifest(manifest: dict[str, Any], block: Superblock, size: int) -> 
     require(has_rules(manifest) == (RULES in features), "parameters have rules, but not as a feature, or the reverse")
     if RULES in features:
         check_rules(manifest, [e["sections"] for e in manifest["extents"]])
-    for _, end, what in areas:  # not manifest and table: one copy may be cut off, and the other one is used then
+    for _, end, what in areas:  # not manifest and table: if one copy is cut off, the other is used
         require(end <= size, f"{what} ends beyond the end of the file")
     for what, region in (("the manifest", block.manifest), ("the table", block.table)):
         require(region.base % PAGE == 0 and region.room % PAGE == 0, f"{what} is not on whole pages")
@@ -448,7 +448,7 @@ def checked_manifest(manifest: dict[str, Any], block: Superblock, size: int) -> 
 
 
 def read_region(fd: int, region: Region, copy: int, what: str, path: str) -> bytes:
-    """Read one copy of a manifest or table. Raises CSDStoreError if it is not whole."""
+    """Read one copy of a manifest or table. Raises CSDStoreError if the copy is not whole."""
     if region.size > MAX_REGION_BYTES or region.offset(copy) + region.size > os.fstat(fd).st_size:
         raise CSDStoreError(f"{path}: the {what} is damaged: the file ends before it does")
     data = read(fd, region.size, region.offset(copy))
@@ -458,13 +458,13 @@ def read_region(fd: int, region: Region, copy: int, what: str, path: str) -> byt
 
 
 def superblocks(fd: int, path: str) -> list[tuple[int, Superblock]]:
-    """Return the valid superblocks, each with the number of its copy, the newest first, and of equals copy 1."""
+    """Return the valid superblocks, each with its copy's number: the newest first, and copy 1 first among equals."""
     found = [(copy, Superblock.unpack(read(fd, PAGE, copy * PAGE), path)) for copy in range(2)]
     return sorted(((copy, s) for copy, s in found if s), key=lambda pair: (-pair[1].sequence, -pair[0]))
 
 
 def unpack(path: str, copy: int, block: Superblock, manifest: bytes, table: bytes, size: int | None) -> Contents:
-    """Return the contents that superblock, manifest and table describe. Raises CSDStoreError if they are not plausible.
+    """Return the contents from superblock, manifest and table. Raises CSDStoreError if they are not plausible.
 
     `size`: bytes of the file; None: skip the plausibility checks, because this process has written the store.
     """
@@ -493,7 +493,7 @@ def unpack(path: str, copy: int, block: Superblock, manifest: bytes, table: byte
 
 
 def read_commits(fd: int, path: str) -> list[Contents]:
-    """Return the whole commits, the newest first; tiles are not checked. Raises CSDStoreError if there is none."""
+    """Return the whole commits, the newest first, without checks of tiles. Raises CSDStoreError if there is none."""
     blocks = superblocks(fd, path)
     if not blocks:
         raise CSDStoreError(f"{path} is no csd_optim store, or both of its superblocks are damaged")
@@ -514,7 +514,7 @@ def read_commits(fd: int, path: str) -> list[Contents]:
 
 
 def store_file(path: Path) -> Path:
-    """Return the store's file, given the file itself or the directory that holds it."""
+    """Return the file of a store. `path`: the file or its directory."""
     return path / FILE_NAME if path.is_dir() else path
 
 
@@ -528,4 +528,4 @@ def read_contents(path: Path) -> Contents:
         try:
             return read_commits(fd, str(file))[0]
         except CSDStoreError:
-            return read_commits(fd, str(file))[0]  # its owner may have written a newer table while we read the old one
+            return read_commits(fd, str(file))[0]  # the owner may have written a newer table meanwhile

@@ -1,7 +1,8 @@
-"""The stores of several optimizer ranks of one trainer, seen as those of one process on all of their devices.
+"""Presents the stores of a trainer's several optimizer ranks as stores of one process on all their devices.
 
-Each optimizer rank has some of the trainer's tiles, and its store describes these as a model of its own, whose
-parameters are parts of the trainer's, each within one tile. The field `divided` of its manifest describes the whole.
+Each optimizer rank has some of the trainer's tiles, and its store describes these as a separate model, whose parameters
+are parts of the trainer's parameters, each within one tile. The field `divided` of its manifest describes the whole
+model.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .recovery import last_commits, stores_by_rank
 def joined_commit(stores: Sequence[StoreFile]) -> list[Contents]:
     """Return the last commit that all optimizer ranks of one trainer have, as the contents of their `stores`.
 
-    Empty if these are not all of optimizer ranks that divide a trainer's states. Raises CSDStoreError.
+    Empty unless these are stores of optimizer ranks that divide a trainer's states. Raises CSDStoreError.
     """
     if not all(store.recovered and DIVIDED in store.recovered[0].manifest for store in stores):
         return []
@@ -34,7 +35,9 @@ def joined_commit(stores: Sequence[StoreFile]) -> list[Contents]:
 
 
 def joined(ranks: list[list[Contents]]) -> list[list[Contents]]:
-    """Return the stores of each trainer, device by device, given those of all ranks. Others are returned as they are.
+    """Return the stores of each trainer, by device. `ranks`: all ranks' stores.
+
+    Stores that are not divided stay unchanged.
 
     Raises CSDStoreError if stores of optimizer ranks do not belong together, or one is missing.
     """
@@ -63,7 +66,7 @@ def joined(ranks: list[list[Contents]]) -> list[list[Contents]]:
 
 
 def _of_trainer(shares: list[list[Contents]]) -> list[Contents]:
-    """Return the contents of a trainer's stores. `shares`: those of each of its optimizer ranks, by device."""
+    """Return the contents of a trainer's stores. `shares`: by optimizer rank and device."""
     wholes = [stores[0].manifest[DIVIDED] for stores in shares]
     first = wholes[0]
     same = all((w["params"], w["extents"]) == (first["params"], first["extents"]) for w in wholes)
@@ -73,7 +76,7 @@ def _of_trainer(shares: list[list[Contents]]) -> list[Contents]:
     require(sum(n_tiles) == len(listed), "they have other tiles than they say")
     require(listed == [*range(len(listed))], "they do not have each tile once")
     steps = np.zeros(len(first["params"]), shares[0][0].steps.dtype)
-    templates: dict[int, dict[str, Any]] = {}  # by the trainer's extent: as some owner has it
+    templates: dict[int, dict[str, Any]] = {}  # by the trainer's extent: as in some owner's manifest
     for stores in shares:
         manifest = stores[0].manifest
         steps[[p["part_of"] for p in manifest["params"]]] = stores[0].steps
@@ -95,7 +98,10 @@ def _of_trainer(shares: list[list[Contents]]) -> list[Contents]:
 def _manifest(
     contents: Contents, templates: dict[int, dict[str, Any]], begins: Sequence[int], device: int, devices: int
 ) -> dict[str, Any]:
-    """Return the manifest of one of the trainer's devices. `begins`: the first tile of each extent, over all."""
+    """Return the manifest of one of the trainer's devices.
+
+    `begins`: the first tile of each extent, over all extents.
+    """
     manifest, block = contents.manifest, contents.superblock
     divided, first = manifest[DIVIDED], 0
     here: dict[int, dict[str, Any]] = {}

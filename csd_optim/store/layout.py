@@ -23,16 +23,16 @@ from ..errors import CSDStoreError, CSDValueError
 from .format import Contents, devices_of
 from .sections import FP32, GROUP, PARAM_DTYPES, SECTIONS, Section, codec_supports, size_of, slot_of
 
-SLOTS = 2  # of a tile, so that a step can be undone; stores of earlier versions may have one
+SLOTS = 2  # per tile, so that a step can be undone; stores of earlier versions may have one slot
 STORE_BYTES = 24  # bytes of a store per parameter element: three fp32 states in two slots
 MEMORY_STATE_BYTES = 12  # bytes of `ram:` per parameter element: one slot
 # One 512-bit vector of fp32, the natural alignment of the updater and of an FPGA's port.
 ALIGN = 16
-# Tiles are a multiple of this many elements, so that each section of each slot can be mapped by itself.
+# Tiles are a multiple of this many elements, so that each section of each slot can be mapped separately.
 GRAIN = max(MIN_GRAIN, mmap.PAGESIZE // 4)
-CODES_GRAIN = max(4096, GRAIN)  # the same for codes, which take a byte per element
-# Elements of each section that a checksum covers: they are verified, updated and summed while they are in the L2 cache.
-# Three sections take 768 KiB, four 1 MiB; 32 Ki to 128 Ki elements measured the same with an L2 cache of 2 MiB.
+CODES_GRAIN = max(4096, GRAIN)  # for codes, which take a byte per element
+# Elements of each section per checksum: few enough to be verified, updated and summed within the L2 cache. Three
+# sections take 768 KiB, four 1 MiB; 32 Ki to 128 Ki elements measured the same with an L2 cache of 2 MiB.
 SUM_ELEMS = 1 << 16
 # 1 Mi elements, 12 MiB of state: from 1.5 MiB up the size made no measurable difference, and memory grows with it.
 TILE_ELEMS = 1 << 20
@@ -43,13 +43,13 @@ MAX_REFINEMENT = 8
 # Each section of a tile in a file is a separate mapping. Linux allows a process 65530 of them (vm.max_map_count), so
 # models beyond 14 G parameters have larger tiles.
 MAX_MAPPINGS = 40_000
-# Fractions of the remaining mappings. SMALL_PART: what an extent that joins later may spend on tiles smaller than the
-# largest. LARGE_PART: what any extent may take, so that a large one leaves some for later ones.
+# Fractions of the remaining mappings. SMALL_PART: for tiles smaller than the largest, of an extent that joins later.
+# LARGE_PART: for any extent, so that a large extent leaves some for later ones.
 SMALL_PART, LARGE_PART = 1 / 128, 0.7
 
 
 def max_mappings() -> int:
-    """Return how many mappings this process's extents may take: 7/8 of the system's limit, the rest for other uses."""
+    """Return the maximum number of mappings for this process's extents: 7/8 of the system's limit."""
     try:
         return int(Path("/proc/sys/vm/max_map_count").read_text()) * 7 // 8
     except (OSError, ValueError):
@@ -57,7 +57,7 @@ def max_mappings() -> int:
 
 
 class ExtentRequest(NamedTuple):
-    """What is known of an extent before its tiles are laid out: see plan_extent()."""
+    """The request for an extent whose tiles are not laid out yet: see plan_extent()."""
 
     numels: Sequence[int]  # fp32 values of each parameter
     sections: Sequence[str]
@@ -79,7 +79,7 @@ class Extent:
     sections: tuple[str, ...]  # names of the states, the first is the master
     codec: str  # the encoding of the states in a slot: see sections.py
     param_dtype: torch.dtype | None  # with codes, the dtype of all parameters
-    slots: int  # of each tile: SLOTS; 1 in stores made with `shadow=False`, which are only read
+    slots: int  # per tile: SLOTS; 1 in stores made with `shadow=False`, which are only read
     starts: tuple[int, ...]  # element of the extent at which each parameter starts
     numels: tuple[int, ...]
     pieces: np.ndarray[Any, Any]  # dtype PIECE, sorted by tile
@@ -94,7 +94,7 @@ class Extent:
         return int((self.devices == device).sum())
 
     def pieces_in(self, tile: int) -> np.ndarray[Any, Any]:
-        """Return the parts of parameters in one of the tiles, dtype PIECE."""
+        """Return the parts of parameters in a tile, dtype PIECE."""
         first, last = self.first_piece[tile : tile + 2].tolist()
         return self.pieces[first:last]
 
@@ -137,12 +137,12 @@ def plan_extent(
     numbered: bool | None = None,
     mapped: int = 0,
 ) -> Extent:
-    """Lay `numels` out over `n_devices`, each of which gets its share (positive numbers; None: equal ones).
+    """Lay `numels` out over `n_devices` in proportion to `shares` (positive numbers; None: equal shares).
 
     `tile_elems` is rounded up to `GRAIN`; None: chosen here. `sum_elems`, `devices`, `numbered`: see Extent; devices
-    None: according to the shares; numbered None: true if `sum_elems` is not None. `mapped`: the mappings that other
-    extents of the process take (bindings.mappings()). If few are left, tiles become larger, up to one per device; codes
-    are not mapped. Raises CSDValueError for an unknown codec, or one that does not fit these states.
+    None: according to the shares; numbered None: true if `sum_elems` is not None. `mapped`: the number of mappings of
+    the process's other extents (bindings.mappings()). If few are left, tiles become larger, up to one per device; codes
+    are not mapped. Raises CSDValueError for a codec that is unknown or does not fit these states.
     """
     if not codec_supports(codec, sections, param_dtype):
         raise CSDValueError(f"Invalid codec: {codec!r} for {', '.join(sections)} of {param_dtype} parameters")
@@ -152,7 +152,7 @@ def plan_extent(
         starts.append(end)
         end += round_up(n, align)
     if tile_elems is None:
-        # The same number of tiles for every device, so that none has to wait for another.
+        # The same number of tiles for every device, so that no device waits for another.
         one_each, mappings_left = n_devices * windows, max_mappings() - mapped
         max_windows = max(one_each, min(MAX_MAPPINGS, int(LARGE_PART * mappings_left)))
         largest = max(TILE_ELEMS, math.ceil(end * windows / max_windows))

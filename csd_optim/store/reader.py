@@ -1,4 +1,4 @@
-"""Reading whole stores: tile by tile, residual by residual, with direct I/O, and every checksum verified."""
+"""Reads whole stores: tile by tile, residual by residual, with direct I/O, verifying every checksum."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from .format import PAGE, RESIDUAL_BYTES, Contents
 from .layout import round_up
 from .sections import FP32, GROUP, PARAM_DTYPES, Section, sections_of, size_of
 
-CHUNK = 4 << 20  # least number of bytes of a residual that are read or written at once
-Tick = Callable[[int], None]  # progress callback: that many more bytes are done
+CHUNK = 4 << 20  # minimum bytes of a residual per read or write
+Tick = Callable[[int], None]  # progress callback: takes the number of bytes just done
 
 
 class Tile(NamedTuple):
@@ -37,8 +37,8 @@ class Tile(NamedTuple):
     offset: int  # byte of the store at which its current slot begins
     sections: tuple[Section, ...]
     elems: int
-    summed: bool  # whether it has checksums
-    sum_elems: int  # elements of a section that a checksum covers; the last one covers the rest
+    summed: bool  # the tile has checksums
+    sum_elems: int  # elements of a section per checksum; the last checksum covers the rest
     sums: np.ndarray[Any, Any]  # uint32, shape (chunks, sections)
 
     @property
@@ -47,13 +47,13 @@ class Tile(NamedTuple):
 
     @property
     def states(self) -> list[str]:
-        """The names of its states."""
+        """The names of the tile's states."""
         names: list[str] = self.contents.manifest["extents"][self.extent]["sections"]
         return names
 
     @property
     def codes_of(self) -> torch.dtype | None:
-        """The dtype of its parameters if it holds codes; None if each state is an fp32 section."""
+        """The dtype of the tile's parameters if the tile holds codes; None for fp32 states."""
         return PARAM_DTYPES.get(self.contents.manifest["extents"][self.extent].get("param_dtype", ""))
 
     @property
@@ -65,9 +65,9 @@ class Tile(NamedTuple):
         return number * self.sum_elems, min((number + 1) * self.sum_elems, self.elems)
 
     def decode(self, data: memoryview, first: int, states: Sequence[torch.Tensor | None]) -> None:
-        """Decode its states from element `first` on into fp32 tensors of equal length, on the CPU. None: skip that one.
+        """Decode states from element `first` on into fp32 tensors of equal length, on the CPU.
 
-        `data`: its slot, of codes. `first`: the beginning of a group.
+        `states`: None to skip a state. `data`: the tile's slot, of codes. `first`: the beginning of a group.
         """
         dtype = self.codes_of
         assert dtype
@@ -79,7 +79,7 @@ class Tile(NamedTuple):
 
 class Residual(NamedTuple):
     contents: Contents
-    row: int  # of its parameter
+    row: int  # of the parameter
     offset: int  # in the store
     size: int  # bytes
     crc: int
@@ -91,12 +91,12 @@ class Residual(NamedTuple):
 
 @dataclass(frozen=True)
 class Damage:
-    """A damaged section of a tile, or a damaged residual: its content is not what was written."""
+    """A damaged section of a tile, or a damaged residual: the content differs from what was written."""
 
     path: str
     number: int  # of the tile in its extent, over all devices; for a residual, the row of its parameter
     what: str
-    params: list[str]  # what is affected: "elements 0 to 4095 of layer.weight"
+    params: list[str]  # affected parameters: "elements 0 to 4095 of layer.weight"
 
     def __str__(self) -> str:
         where = f"{self.path}: {self.what} is damaged"
@@ -108,7 +108,7 @@ def params_in_tile(
 ) -> list[str]:
     """Return the parameters in a tile, each with the range of its elements (fp32 values: a complex number has two).
 
-    `first`, `last`: only those in elements [first, last) of the tile.
+    `first`, `last`: only elements [first, last) of the tile.
     """
     elems = manifest["extents"][extent]["tile_elems"]
     first, last = tile * elems + first, tile * elems + (elems if last is None else last)
@@ -120,7 +120,7 @@ def params_in_tile(
 
 
 def tiles_of(recovered: Iterable[Contents]) -> list[Tile]:
-    """Return all tiles but freed ones in the order of the flat space: the devices take turns."""
+    """Return all tiles, without freed ones, in the order of the flat space, where devices alternate."""
     found = []
     for contents in recovered:
         extent_number = {id(extent): e for e, extent in enumerate(contents.manifest["extents"])}
@@ -153,9 +153,9 @@ def total_bytes(recovered: Iterable[Contents], takes: Callable[[Tile | Residual]
 
 
 def stored_bytes(contents: Contents, *, decoded: bool = False) -> int:
-    """Return the bytes that a copy of a store takes: current slots and spaces only, and no holes.
+    """Return the bytes of a copy of a store, which has only current slots and spaces, and no holes.
 
-    `decoded`: with all states as fp32.
+    `decoded`: for all states as fp32.
     """
     with opened(Path(contents.path)) as fd:
         stored = [t for t in tiles_of([contents]) if not _is_hole(fd, t.offset, t.size)]
@@ -177,12 +177,12 @@ def each_tile(
     tick: Tick = lambda _: None,
     takes: Callable[[Tile | Residual], bool] = lambda _: True,
 ) -> None:
-    """Read and verify every tile, and pass it to `use`, on a pool of threads; data None: a hole, all zeros.
+    """Read and verify every tile, and pass it to `use`, on a pool of threads. Data is None for a hole (all zeros).
 
-    Residuals are passed to `use_residual` in parts, each with the byte at which it begins; their damage shows only
-    after the last part. `gate` is called before each read. `damaged` is called if a checksum does not match, for a tile
-    instead of `use`; by default it raises CSDStoreError. Tiles and residuals that `takes` declines are not read. Raises
-    CSDOSError.
+    Residuals are passed to `use_residual` in parts, each with the byte at which it begins; damage is found only after
+    the last part. `gate` is called before each read. `damaged` is called if a checksum does not match, for tiles
+    instead of `use`; by default it raises CSDStoreError. Only tiles and residuals for which `takes` returns True are
+    read. Raises CSDOSError.
     """
     tiles = [t for t in tiles_of(recovered) if takes(t)]
     residuals = [r for r in residuals_of(recovered) if r.size and takes(r)]
@@ -233,7 +233,7 @@ def each_tile(
             for call in (*(partial(read_tile, t) for t in tiles), *(partial(read_residual, r) for r in residuals)):
                 try:
                     futures.append(pool.submit(call))
-                except RuntimeError:  # the interpreter shuts down and starts no more threads
+                except RuntimeError:  # at interpreter shutdown no more threads start
                     call()
             for future in futures:
                 future.result()
@@ -257,7 +257,7 @@ def find_damage(
 
 
 def _read(fd: int, tile: Tile, view: memoryview) -> tuple[bool, list[Damage]]:
-    """Read a tile into `view`. Returns whether it is a hole, which is not read, and its damage. Raises CSDOSError."""
+    """Read a tile into `view`. Returns (whether the tile is an unread hole, its damage). Raises CSDOSError."""
     if hole := _is_hole(fd, tile.offset, tile.size):
         n = tile.size
     else:
@@ -281,7 +281,10 @@ def _read(fd: int, tile: Tile, view: memoryview) -> tuple[bool, list[Damage]]:
 
 
 def _read_part(fd: int, view: memoryview, offset: int, path: str) -> int:
-    """Read whole pages from a store; return the number of bytes, fewer only at its end. Raises CSDOSError."""
+    """Read whole pages from a store; return the number of bytes, fewer only at the end of the file.
+
+    Raises CSDOSError.
+    """
     try:
         return read_into(fd, view, offset, PAGE)
     except OSError as e:

@@ -1,4 +1,4 @@
-"""Recovery from several stores: the last commit that all devices have, and the last round that all ranks have."""
+"""Recovery from several stores: finds the last commit on all devices, and the last round on all ranks."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ LOST = (
 def _is_first(newest: Contents) -> bool:
     """Return whether the newest commit of a store may be a first one that other stores never got.
 
-    Then nothing was reported, and a new training may begin. Copy 1 is only written when all have copy 0. And where a
-    commit has an origin, there are states elsewhere from which these stores have to be made.
+    In that case nothing was reported as durable, and a new training may begin. (Copy 1 is only written when all stores
+    have copy 0. A commit with an origin is excluded: its states exist in the old stores.)
     """
     return newest.superblock.sequence == 1 and newest.copy == 0 and not newest.origin
 
 
 def common_commit(stores: Sequence[StoreFile]) -> list[Contents]:
-    """Return the newest of common_commits(); empty if there is none."""
+    """Return the newest of common_commits(), or an empty list."""
     return next(iter(common_commits(stores)), [])
 
 
 def common_commits(stores: Sequence[StoreFile]) -> list[list[Contents]]:
     """Return the commits that all stores have, the newest first, each as the contents of all stores.
 
-    Returns an empty list if there is no commit, or only a first one that not all stores have got. Raises CSDStoreError
-    if a store is missing, if they are not the devices of one optimizer, or if they have no step in common.
+    Returns an empty list if there is no commit, or only a first commit that some store lacks. Raises CSDStoreError if a
+    store is missing, if the stores are not the devices of one optimizer, or if they have no step in common.
     """
     found = [s.recovered[0] for s in stores if s.recovered]
     if not found:
@@ -67,8 +67,8 @@ def common_commits(stores: Sequence[StoreFile]) -> list[list[Contents]]:
             f"{stores[0].path} is device {first.device} of {first.devices}; "
             f"name all {first.devices} of them, each once, not {len(stores)}"
         )
-    # A step in place is marked on all devices before it writes anything. If only some have the mark, the commit before
-    # it is still whole on all.
+    # A step in place is marked on all devices before it writes anything. If only some devices have the mark, the
+    # previous commit is still whole on all.
     known = [{c.superblock.sequence: c for c in reversed(s.recovered)} for s in stores]
     for commits in known:
         for c in [c for c in commits.values() if c.superblock.flags & UNDER_WAY]:
@@ -81,7 +81,7 @@ def common_commits(stores: Sequence[StoreFile]) -> list[list[Contents]]:
     chosen: list[list[Contents]] = []
     for sequence in common:
         recovered = [commits[sequence] for commits in known]
-        if any(c.superblock.flags & UNDER_WAY for c in recovered):  # the commit before it is overwritten
+        if any(c.superblock.flags & UNDER_WAY for c in recovered):  # the previous commit is overwritten
             if chosen:
                 break
             raise CSDStoreError(
@@ -93,7 +93,7 @@ def common_commits(stores: Sequence[StoreFile]) -> list[list[Contents]]:
 
 
 def check_slots(recovered: Sequence[Contents]) -> None:
-    """Raise CSDStoreError if a step would overwrite the only copy of the states: the stores can only be read."""
+    """Raise CSDStoreError for read-only stores, with one slot per tile: a step would overwrite the only copy."""
     if any(extent["slots"] < SLOTS for contents in recovered for extent in contents.manifest["extents"]):
         first = recovered[0]
         places = ",".join(str(Path(contents.path).parent) for contents in recovered)
@@ -108,20 +108,20 @@ def check_slots(recovered: Sequence[Contents]) -> None:
 
 @dataclass(frozen=True)
 class RanksStore:
-    """What a rank tells the other ranks about its stores."""
+    """A summary of one rank's stores, for the other ranks."""
 
     path: str
     store_id: bytes
     rank: int
     world_size: int
-    is_first: bool  # whether the newest commit may be a first one that other ranks never got
-    steps: dict[int, int]  # by round, the newest first; empty: there is no commit
-    is_missing: bool = False  # there is not even the file of some store
-    is_resharded: bool = False  # whether the newest commit is the first one of a store made from others; for messages
+    is_first: bool  # the newest commit may be a first one that other ranks never got
+    steps: dict[int, int]  # by round, the newest first; empty without a commit
+    is_missing: bool = False  # even the file of some store is missing
+    is_resharded: bool = False  # the newest commit is the first of a store made from others; for messages
 
     @classmethod
     def of(cls, stores: Sequence[StoreFile], commits: list[list[Contents]]) -> RanksStore:
-        """Return the summary of a rank's stores, and of their `commits`, from common_commits()."""
+        """Return the summary of a rank's stores. `commits`: from common_commits()."""
         if not commits:
             missing = next((store for store in stores if store.was_missing), None)
             path = str((missing or stores[0]).path)
@@ -136,10 +136,10 @@ class RanksStore:
 
 
 def last_round(stores: Sequence[RanksStore]) -> int | None:
-    """Return the last round that all ranks have, given what each rank has; None if there is none yet.
+    """Return the last round that all ranks have; None if there is none yet. `stores`: by rank.
 
-    Raises CSDStoreError if they have no round in common, or if a store is missing, or belongs to another rank, another
-    run or another number of ranks.
+    Raises CSDStoreError if the ranks have no round in common, or if a store is missing, or belongs to another rank,
+    another run or another number of ranks.
     """
     size, present = len(stores), {rank: store for rank, store in enumerate(stores) if store.steps}
     for rank, store in present.items():
@@ -151,7 +151,7 @@ def last_round(stores: Sequence[RanksStore]) -> int | None:
         absent = [store for store in stores if not store.steps]
         missing = [store.path for store in absent if store.is_missing]
         if not present or (all(store.is_first for store in present.values()) and not missing):
-            return None  # killed before all of them had the first commit
+            return None  # killed before all ranks had the first commit
         without = ", ".join(str(rank) for rank in range(size) if rank not in present)
         advice = AGAIN if any(store.is_resharded for store in present.values()) else ""
         if missing and not advice:
@@ -170,7 +170,7 @@ def last_round(stores: Sequence[RanksStore]) -> int | None:
 
 
 def stores_by_rank(stores: Sequence[StoreFile]) -> list[list[StoreFile]]:
-    """Return the stores of each rank that has some, in the order of ranks."""
+    """Return the stores of each rank that has stores, in the order of ranks."""
     found: dict[int, list[StoreFile]] = {}
     for store in stores:
         found.setdefault(store.recovered[0].rank if store.recovered else 0, []).append(store)
@@ -178,7 +178,7 @@ def stores_by_rank(stores: Sequence[StoreFile]) -> list[list[StoreFile]]:
 
 
 def last_commits(by_rank: Sequence[Sequence[StoreFile]]) -> list[list[Contents]]:
-    """Return, for each rank, the contents of its stores at the last round that all ranks have, device by device.
+    """Return, by rank and device, the contents of the stores at the last round that all ranks have.
 
     Raises CSDStoreError as last_round() does, or if a rank has no stores here.
     """
@@ -200,7 +200,7 @@ def last_commits(by_rank: Sequence[Sequence[StoreFile]]) -> list[list[Contents]]
 
 
 def other_world_size(store: RanksStore | Contents, size: int) -> str:
-    """Return the error message for a store that was made by another number of ranks than `size`."""
+    """Return the error message for a store of another number of ranks than `size`."""
     alone, n = "a process on its own", store.world_size
     was, now = (
         (f"rank {store.rank} of {n}" if n > 1 else alone),

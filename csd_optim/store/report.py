@@ -1,7 +1,7 @@
 """The report of a training on its last step: a small file beside each store, for `csd-optim top`.
 
-Nothing else reads it. It is never flushed, and not part of the store: it may be missing, old or damaged. It holds one
-JSON object behind a header with its length and checksum, so that reader and writer need no lock.
+Nothing else reads the report. It is never flushed, and not part of the store: it may be missing, old or damaged. It
+contains a JSON object behind a header with length and checksum, so that reader and writer need no lock.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 REPORT_NAME = "csd_optim.top"
-_HEAD = struct.Struct("<8sII")  # magic, bytes that follow, their CRC-32
+_HEAD = struct.Struct("<8sII")  # magic, number of bytes that follow, CRC-32
 _MAGIC = b"CSDTOP01"
 
 
@@ -27,7 +27,7 @@ class ReportFile:
         self._fd = -1
 
     def write(self, report: dict[str, Any]) -> None:
-        """Replace the report. Ignore errors: no training should fail because of a report."""
+        """Replace the report. Ignores errors: no training should fail because of a report."""
         text = json.dumps(report).encode()
         with contextlib.suppress(OSError):
             if self._fd < 0:
@@ -41,8 +41,8 @@ class ReportFile:
 
 
 def read_report(directory: Path) -> dict[str, Any] | None:
-    """Return the last report in a directory; None if there is none, or it is not whole."""
-    for _ in range(3):  # retry: it may be read while it is being written
+    """Return the last report in a directory; None if missing or incomplete."""
+    for _ in range(3):  # retry, as a write may be under way
         with contextlib.suppress(OSError, ValueError, struct.error):
             data = (directory / REPORT_NAME).read_bytes()
             magic, length, crc = _HEAD.unpack_from(data)

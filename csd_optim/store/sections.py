@@ -20,10 +20,10 @@ import torch
 
 from ..bindings import CODECS
 
-PAGE = 4096  # each section begins on one
+PAGE = 4096  # each section begins on a page
 GROUP = 64  # elements that share an exponent
 FP32, EIGHT_BIT, ROOT, LINEAR = CODECS
-STATE_DTYPES = (FP32, EIGHT_BIT)  # what a user asks for; the codec of 8-bit states depends on the rule
+STATE_DTYPES = (FP32, EIGHT_BIT)  # the user's choices; the codec of 8-bit states depends on the rule
 # The codec of each rule's 8-bit states; all other rules have fp32 states only.
 CODEC_OF_RULE: Mapping[str, str] = {
     "adamw": EIGHT_BIT,
@@ -32,7 +32,7 @@ CODEC_OF_RULE: Mapping[str, str] = {
     "rmsprop": ROOT,
     "muon": LINEAR,
 }
-# Sections whose codes mean nothing outside their group.
+# Sections whose codes are relative to their group.
 GROUPED = ("linear", "root", "exponent", "peak", "peak exponent")
 SECTIONS = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")  # AdamW's states; without amsgrad the first three
 PARAM_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}  # supported by codes
@@ -45,11 +45,14 @@ class Section(NamedTuple):
     size: int  # bytes, including the zeros up to the next page
 
     def at(self, elem: int) -> int:
-        """Return the byte of the slot at which an element begins. In GROUPED sections it has to be a group's first."""
+        """Return the byte of the slot at which an element begins.
+
+        In GROUPED sections only for the first element of a group.
+        """
         return self.first + elem * self.group_bytes // GROUP
 
     def bytes_of(self, n: int) -> int:
-        """Return the bytes that `n` elements take, the first of which begins a group if the section needs that."""
+        """Return the bytes of `n` elements. In GROUPED sections the first element must begin a group."""
         return -(-n * self.group_bytes // GROUP)
 
 
@@ -78,7 +81,7 @@ def slot_of(
 
 
 def sections_of(extent: Mapping[str, Any]) -> tuple[Section, ...]:
-    """Return the sections of a slot of an extent, which is described as in a manifest."""
+    """Return the sections of a slot of an extent, as described in a manifest."""
     param_dtype = PARAM_DTYPES.get(extent.get("param_dtype", ""))
     return slot_of(extent["tile_elems"], tuple(extent["sections"]), extent.get("codec", FP32), param_dtype)
 
@@ -103,7 +106,7 @@ def codec_supports(codec: str, states: Iterable[str], param_dtype: object) -> bo
 
 
 def codec_of(state_dtype: str, states: Sequence[str]) -> str:
-    """Return a codec that takes the bytes of these states with this state_dtype. Their rule has codes."""
+    """Return a codec with the same bytes as these states with `state_dtype`, for a rule with codes."""
     return state_dtype if state_dtype == FP32 or len(states) > 2 else ROOT
 
 
@@ -113,5 +116,5 @@ def state_dtype_of(codec: str) -> str:
 
 
 def recoded_from(codec: str) -> int:
-    """Return the first state, counted from the master, whose codes mean nothing outside their group (GROUPED)."""
+    """Return the index, counted from the master, of the first state with codes relative to their group (GROUPED)."""
     return SECTIONS.index("exp_avg_sq") if codec == EIGHT_BIT else 1

@@ -1,4 +1,4 @@
-"""The parts of a store's file that nothing is in: holes, which read as zeros, from which others are served."""
+"""The unused parts of a store's file: holes, which read as zeros, to be allocated again."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from .layout import round_up
 
 
 class Unused:
-    """Thread-safe: commits give space back in the background."""
+    """The unused parts of one file. Thread-safe, as commits give space back in the background."""
 
     def __init__(self) -> None:
-        self._parts: list[tuple[int, int]] = []  # offset and size (bytes), ascending, none of which touch
+        self._parts: list[tuple[int, int]] = []  # (offset, size) in bytes, ascending, none adjacent
         self._lock = threading.Lock()
 
     @property
@@ -33,7 +33,7 @@ class Unused:
             self._parts[first:last] = [(offset, end - offset)]
 
     def take(self, size: int, unit: int) -> int | None:
-        """Return the offset, a multiple of `unit`, of the first part of this size; None if there is none."""
+        """Take `size` bytes from the first part with enough room; return the offset, a multiple of `unit`, or None."""
         with self._lock:
             for i, (begin, room) in enumerate(self._parts):
                 offset = round_up(begin, unit)

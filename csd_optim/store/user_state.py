@@ -11,7 +11,7 @@ import torch
 from ..accelerator import is_accelerator
 from ..errors import CSDStoreError, CSDTypeError, CSDValueError
 
-USER_STATE_BYTES = 16 << 20  # it is written with every step
+USER_STATE_BYTES = 16 << 20  # limit, as it is written with every step
 
 
 def unpack_user_state(data: bytes) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def unpack_user_state(data: bytes) -> dict[str, Any]:
 
 
 def stored_user_state(data: bytes, path: str) -> dict[str, Any]:
-    """Return the user_state of a store. Raises CSDStoreError if it cannot be read, or is not a dict."""
+    """Return a store's user_state. Raises CSDStoreError if it is unreadable, or no dict."""
     try:
         state = unpack_user_state(data)
     except Exception as e:
@@ -35,9 +35,9 @@ def pack_user_state(user_state: dict[str, Any]) -> bytes:
 
 
 def checked_user_state(user_state: dict[str, Any], last: bytes) -> bytes:
-    """Return the packed user_state, checked to be readable. `last`: the previous packed one, which is known to be.
+    """Return the packed user_state, checked to be readable. `last`: the previous result, known to be readable.
 
-    Raises CSDTypeError, naming the value that cannot be stored, and CSDValueError if it is too large.
+    Raises CSDTypeError, naming the value that cannot be stored, and CSDValueError if user_state is too large.
     """
     if not isinstance(user_state, dict):
         raise CSDTypeError(f"user_state is a dict, got {type(user_state).__name__}")
@@ -72,7 +72,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _is_plain(user_state: dict[str, Any]) -> bool:
-    """Return whether it has only values that torch.load is known to read. Much faster than reading it."""
+    """Return whether all values are of types that torch.load is known to read. Much faster than torch.load."""
     todo: list[Any] = [user_state]
     seen: set[int] = set()
     while todo:

@@ -268,20 +268,20 @@ enum csd_master {
   CSD_GIVEN = 6
 };
 
-/* What steps change in parameters, recorded: see csd_changes_create. */
+/* Records of the changes that steps make to parameters: see csd_changes_create. */
 typedef struct csd_changes csd_changes;
 
-/* A parameter of which the updates record what they change: its elements whose 16 bits are others than after the last
- * update, with their new values. A parameter of 32 bits counts as its master, rounded to bfloat16. For fp32 states and
- * 16 bits, "after the last update" is the rounded master before the step, so a parameter that was set from outside
- * makes no difference. Elsewhere the bits before the update are compared, and `checks` show what was set from outside.
+/* A parameter whose updates record its changed elements (their 16 bits differ from those after the last update), with
+ * the new values. A parameter of 32 bits counts as its master, rounded to bfloat16. For fp32 states and 16 bits, "after
+ * the last update" is the rounded master before the step, so a parameter that was set from outside makes no difference.
+ * Elsewhere the bits before the update are compared, and `checks` reveal values that were set from outside.
  * The caller owns this struct, and must not touch it during a step. CPU updates only; for others see csd_watch_note. */
 typedef struct csd_watch {
   csd_changes *changes;
   uint32_t param;      /* names the parameter in the records */
   uint32_t whole;      /* 1: all elements are recorded, and count as 0 before */
   uint32_t sum;        /* by how much the checksum of the parameter (docs/publish-format.md) changes, modulo 2^32 */
-  uint32_t first_tile; /* the first of its tiles, which follow one another */
+  uint32_t first_tile; /* index of the parameter's first tile; the rest follow it */
   uint64_t first;      /* index of its first element in the tensor that records and checksum refer to */
   uint64_t updated;    /* number of elements that were updated */
   /* For each of its tiles, the index in `checks` of its first group of 64 elements there; groups are those of the tile.
@@ -340,8 +340,8 @@ enum csd_order {
  *     csd_engine_finish()
  *
  * Each pass is pushed like a tile, and reads and writes only its half of the slot: pass 1 all states but the master, pass
- * 2 the master. Together they move as many bytes as a rule with one pass. The tile is in its other slot when both halves
- * are; until then, and if the step is undone at any time, its state is the old one.
+ * 2 the master. Together they move as many bytes as a rule with one pass. Once both halves are written, the other slot
+ * is current; until then, and if the step is undone at any time, the tile has its old state.
  *
  * The step's table has two rows per parameter: `n_params` is twice the number of parameters, and those of second passes
  * are in its second half. In the first row, `grad` is the gradient and `param` receives X, of any dtype; in the second
@@ -390,8 +390,8 @@ typedef struct csd_push {
   /* Pushes the tile *early*, as part of a guess (see below): memory of csd_engine_hold_bytes bytes, aligned for any
    * type. Then `grads` is needed too, and NULL exactly where csd_param.grad is. */
   void *hold;
-  /* All states of the tile as they are after the step, its sections one after another, like a slot. Given exactly if
-   * the tile has CSD_GIVEN parameters; only their pieces are read. */
+  /* All states of the tile after the step, in the layout of a slot. Given exactly if the tile has CSD_GIVEN parameters;
+   * only the pieces of these are read. */
   const void *states;
 } csd_push;
 
@@ -407,9 +407,9 @@ int csd_engine_drop_grads(csd_engine *engine, const uint32_t *params, uint32_t n
 int csd_engine_pull(csd_engine *engine, uint32_t *tile, csd_error *error);
 
 /* Sets `*given` to whether all these tiles have their new parameters (for tiles pushed with an image: in the image).
- * With `wait`, returns only when they have. If the step has failed, returns its error. May be called from other threads
- * than the one that finishes the step: a thread still waiting then returns with `*given` = 1, or with CSD_ESTATE if the
- * step was undone. */
+ * With `wait`, returns only when they have. If the step has failed, returns its error. May be called while another
+ * thread finishes the step: a thread still waiting then returns with `*given` = 1, or with CSD_ESTATE if the step was
+ * undone. */
 int csd_engine_params_ready(csd_engine *engine, const uint32_t *tiles, uint32_t n, int32_t wait, int32_t *given,
                             csd_error *error);
 
@@ -429,19 +429,20 @@ int csd_engine_finish(csd_engine *engine, int32_t keep, csd_error *error);
  * the user had written to its windows. */
 int csd_engine_take_back(csd_engine *engine, csd_error *error);
 
-/* Lets `n` tiles, each given once, have the states in their other slots: those before the last step that updated, or
- * copied, them. What was written to the current slots since, also through windows, is lost; the windows of these tiles
- * show the other slots, and are closed. Between steps only. Returns CSD_EINVAL, and changes nothing, if a tile has one
- * slot or is updated in place; CSD_EIO or CSD_ENOMEM if a window could not be mapped: csd_engine_remap tries again. */
+/* Makes the other slots of `n` tiles, each given once, the current ones: states go back to before the last step that
+ * updated or copied the tiles. Later writes to the slots left, also through windows, are lost; the windows of the tiles
+ * show the new current slots, and are closed. Between steps only. Returns CSD_EINVAL, and changes nothing, if a tile
+ * has one slot or is updated in place; CSD_EIO or CSD_ENOMEM if a window could not be mapped: csd_engine_remap tries
+ * again. */
 int csd_engine_go_back(csd_engine *engine, const uint32_t *tiles, uint32_t n, csd_error *error);
 
-/* Gives `n` tiles back, whose parameters are all gone: frees their memory, and from then on uses neither their windows,
- * which read as zeros, nor their slots, which the caller may give to other tiles. They belong to no further step, have no
- * checksums, and count as none of csd_engine_tiles' states. Once all tiles of an extent are freed, the caller may unmap
- * its windows. Between steps only. Returns CSD_EINVAL, and changes nothing, for a tile that does not exist. */
+/* Gives back `n` tiles whose parameters are all gone: frees their memory. Their windows read as zeros, and the caller
+ * may reuse their slots for other tiles. Freed tiles belong to no further step, have no checksums, and count as none
+ * of csd_engine_tiles' states. Once all tiles of an extent are freed, the caller may unmap its windows. Between steps
+ * only. Returns CSD_EINVAL, and changes nothing, for a tile that does not exist. */
 int csd_engine_free_tiles(csd_engine *engine, const uint32_t *tiles, uint32_t n, csd_error *error);
 
-/* Returns memory that is not in use to the system. The allocator keeps what lies below any block that is in use. */
+/* Returns memory that is not in use to the system. The allocator keeps all memory below a block in use. */
 void csd_trim_memory(void);
 
 /* Frees the blocks of whole pages of a file, which then reads as zeros there and keeps its size. Returns 0 or an errno:
@@ -463,15 +464,15 @@ uint32_t csd_engine_undone(csd_engine *engine, uint32_t *tiles, uint64_t *elems,
  *     csd_engine_release(rows)          makes it an ordinary step: push the other tiles, finish.
  *     csd_engine_finish(keep = 0)       otherwise: nothing that the caller can see has changed
  *
- * Until the release, the step writes only to the tiles' other slots and to memory that the caller lends. It copies what
- * it reads from host memory, and csd_engine_unchanged compares the copies. The exceptions are writes to states
+ * Until the release, the step writes only to the tiles' other slots and to memory lent by the caller. It copies all
+ * data read from host memory, and csd_engine_unchanged compares the copies. The exceptions are writes to states
  * (`edited`, csd_engine_edited): the caller keeps track of those. A tile with images is pushed as usual even before the
  * release: the caller owns its images and does the comparison.
  *
  * A tile that is pushed early has its gradients read until csd_engine_unchanged returns or the step is over. Until the
- * release, its new parameters stay in `hold`; neither csd_engine_params_ready nor csd_engine_pull reports them. Not
- * every tile can be pushed early (CSD_EINVAL): not one that cannot be undone (one slot, "ram" in place, "null"), is new
- * (CSD_NEW), or has parameters that csd_push.grads refuses, or with a gradient but no `param`. */
+ * release, its new parameters stay in `hold`; neither csd_engine_params_ready nor csd_engine_pull reports them. Some
+ * tiles cannot be pushed early (CSD_EINVAL): if the step cannot be undone on them (one slot, "ram" in place, "null"),
+ * if they are new (CSD_NEW), or if csd_push.grads refuses a parameter, or one has a gradient but no `param`. */
 
 /* Returns how many bytes csd_push.hold needs for this tile in this step; 0: the tile is not part of it, or takes two
  * passes. */
@@ -487,8 +488,8 @@ int csd_engine_unchanged(csd_engine *engine, const csd_param *params, uint64_t n
  * addresses `grad` and `param` may differ, and must be NULL where they were NULL. The new parameters of tiles that were
  * pushed early are copied to `param`: first of the tiles that are already updated, in the order of `order`, then of
  * each other tile as soon as it is updated. Tiles that have not begun are processed in the order of `order`, followed
- * by those that `order` does not list. Others may have a buffer each, and keep it until they are pushed: do not wait for
- * a tile before all those are pushed that began before it in the guess's order. */
+ * by tiles not in `order`. Tiles that have begun may have a buffer each, and keep it until they are pushed: before
+ * waiting for a tile, push all tiles that began before it in the guess's order. */
 int csd_engine_release(csd_engine *engine, const csd_param *params, uint64_t n_params, const uint32_t *order,
                        uint32_t n_order, csd_error *error);
 
@@ -503,8 +504,8 @@ int csd_engine_wait_writes(csd_engine *engine, csd_error *error);
 int csd_engine_remap(csd_engine *engine, int32_t open, csd_error *error);
 
 /* Reports that the user has written to the windows of these tiles. If the windows are open, the tiles count as not
- * summed until they are updated or remapped. Otherwise the next step that includes such a tile begins with what its
- * window shows; if that step is undone, so does the one after it. */
+ * summed until they are updated or remapped. Otherwise the next step that includes such a tile begins with the states
+ * in its window; if this step is undone, the next step begins with them, too. */
 int csd_engine_edited(csd_engine *engine, const uint32_t *tiles, uint32_t n, csd_error *error);
 
 /* Reads the current states of elements [first, first + n) of a tile, as fp32: the master, then the others in the order
@@ -545,7 +546,7 @@ void csd_changes_rewind(csd_changes *changes, uint64_t n);
 /* A block of docs/publish-format.md: elements [first, first + elems) of a parameter, at most 65536. */
 typedef struct csd_block {
   uint64_t first, elems;
-  uint64_t record;  /* the first of its records; those of the block after it begin where its own end */
+  uint64_t record;  /* index of the block's first record; the next block's records follow its last one */
   uint64_t payload; /* set by csd_changes_encode, like the next two: where its payload begins */
   uint32_t kind, count;
 } csd_block;

@@ -50,7 +50,7 @@ def devices_for(device, near):
 def shares(rank, device, dtype, strided, topk, near=None, overlap=False):
     """Train replicas: each rank updates its share, and after each step all ranks have all parameters.
 
-    `overlap`: these arrive later, and whoever reads one waits for it. With `gpu:` they do not.
+    `overlap`: parameters arrive later, and reading one waits for its arrival. With `gpu:` nothing arrives later.
     """
     model = nn.ParameterList(map(nn.Parameter, made(device, dtype, strided)))
     params = [*model]

@@ -118,7 +118,7 @@ class Broken(RuntimeError):
 @pytest.mark.parametrize("topk", [None, 0.1])
 @pytest.mark.parametrize(("call", "left"), [("push", 30), ("push", 1), ("pull", 20), ("pull", 2), ("pull", 1)])
 def test_a_step_that_fails_with_copies_under_way(topk, call, left, monkeypatch):
-    """It fails in one of its first or last tiles: parameters and states are those before it, whenever they are read."""
+    """Whichever tile fails, early or late: parameters and states read like before the step, at any time."""
     monkeypatch.setattr(sparse, "ROWS", 5)  # so that some selected tiles were not sent yet
     options = {"devices": ["file:", "file:"], "group": {"topk": topk}}
     params, optimizer = made([DEVICE] * 3, **options)

@@ -93,7 +93,7 @@ def test_gradients_in_lower_precision():
 
 
 def test_real_orthogonalization_on_the_accelerator():
-    """Newton-Schulz itself: what it does on the accelerator is near what it does on the CPU."""
+    """Newton-Schulz itself: the accelerator's result is near the CPU's."""
     x = torch.randn(3, 40, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
     how = Orthogonal(((3.4445, -4.7750, 2.0315),) * 5, 1e-7, torch.bfloat16, 0, ())
     there, here = how.of(x.to(DEVICE)), how.of(x)

@@ -1,4 +1,4 @@
-"""The studies of accuracy at their smallest sizes: they verify, train, and report what they promise."""
+"""The studies of accuracy at their smallest sizes: they verify, train, and report all promised values."""
 
 import json
 from dataclasses import replace

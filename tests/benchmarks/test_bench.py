@@ -1,4 +1,4 @@
-"""The benchmarks at tiny size: they run, verify, and report what they promise. Speed is not tested."""
+"""The benchmarks at tiny size: they run, verify, and report all promised values. Speed is not tested."""
 
 import json
 import statistics

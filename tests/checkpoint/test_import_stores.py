@@ -81,7 +81,7 @@ def test_goes_on_as_if_it_had_been_loaded(made, wanted, options, tmp_path, run):
 
 
 def test_states_that_are_mixed(tmp_path):
-    """All states get the requested dtype; those that have it already keep their bits."""
+    """All states get the requested dtype; states of this dtype keep their bits."""
     params = parameters()
     groups = [{"params": params[::2], "state_dtype": "fp32"}, {"params": params[1::2]}]
     with train(CSDAdam(groups, devices=tmp_path / "a", tile_size=TILE, state_dtype="8bit"), 2) as opt:

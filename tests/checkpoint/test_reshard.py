@@ -1,8 +1,9 @@
-"""csd-optim reshard and resume_from: stores of N ranks become those of M, to the bit. Every training here has a twin,
-alone, in memory.
+"""csd-optim reshard and resume_from: stores of N ranks become stores of M ranks, to the bit. Every training here has a
+twin, alone, in memory.
 
 Gradients are given, the same for every division of the parameters, so a training has the same bits on any number of
-ranks. A kill at any call that writes leaves old stores, and either no new ones or ones that say what to do.
+ranks. A kill at any writing call leaves the old stores, and either no new stores or ones with instructions for the
+user.
 """
 
 import contextlib

@@ -112,7 +112,7 @@ class Oracle:
 
 
 def parameters(dtype=torch.float32):
-    """Matrices over several tiles, one that is sent dense because of its size, one because of its dimensions."""
+    """Matrices over several tiles, a small matrix (sent dense), and parameters with one dimension (sent dense)."""
     shapes = [(64, 65), (7,), (101, 97), (3, 3), (8192,)]
     return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
 

@@ -45,7 +45,7 @@ CASES = [(size, victim, *mode) for size in (2, 3) for victim in range(size) for 
 
 
 class Run:
-    """A training of which this process is one rank, resumed if it has begun. Use with `with`: it closes."""
+    """A training with this process as one rank, resumed if there is a store. Use with `with`: it closes."""
 
     def __init__(self, rank, kind, overlap, name="run"):
         directory = Path(f"{name}-{rank}")
@@ -89,7 +89,7 @@ def _images(rank, kind):
 def _trains(rank, kind, overlap, survivor_closes):
     """Train, close, resume, train on, close. Notes all the time how many steps are durable.
 
-    A rank that loses another one closes its optimizer, or ends without. It returns what was raised.
+    A rank that loses its peer closes its optimizer or just ends. Returns the exception raised.
     """
     durable, run = np.memmap(f"durable-{rank}", np.int64, "w+", shape=1), None
     try:

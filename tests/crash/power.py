@@ -83,7 +83,7 @@ class Entry:
 
 
 class Recording:
-    """Everything that a run did to its stores, in one order. The run is stopped and resumed several times.
+    """All changes of a run to its stores, in one order. The run is stopped and resumed several times.
 
     `killed`: its first two processes are killed at some call; otherwise they close.
     """

@@ -427,7 +427,7 @@ SET = {  # ways to set a parameter under no_grad(), noticed through torch's vers
 
 
 def set_half_way(rank, devices, dtype, options):
-    """However DTensors are set, the next step takes them as masters; those that are not set keep their masters."""
+    """However DTensors are set, the next step takes their values as masters; unset DTensors keep their masters."""
     mesh = init_device_mesh("cpu", (2,))
 
     def random(seed, *shape):
@@ -667,7 +667,7 @@ def test_a_rank_dies(tmp_path):
 
 
 def raises_before_the_step(rank):
-    """Rank 1 fails once, at several places: the others must not wait for it, nor misinterpret what it sends later."""
+    """Rank 1 fails once, at several places: rank 0 must not wait for it, nor misinterpret its later messages."""
 
     def plain():
         p = nn.Parameter(torch.full((8, 3), 1.0))

@@ -59,7 +59,7 @@ def test_no_rank_keeps_it(kind, overlap, options, tmp_path):
 
 
 def cannot_begin_to_commit(rank, kind, overlap):
-    """The step is complete, so no rank raises alone: the next one commits it before it begins."""
+    """The step is complete, so no rank raises alone: the next step begins with its commit."""
     training = training_on(rank, "this", overlap, kind, named=True)
     opt = training.opt
     for _ in range(AT):

@@ -1,4 +1,4 @@
-"""Several ranks make their optimizer again: each closes its older one, or none does."""
+"""Several ranks make their optimizer again: either all ranks close the older optimizer, or no rank does."""
 
 import gc
 
@@ -25,7 +25,7 @@ def made(rank, shape=(40, 30), seed=0, **options):
 
 
 def make_again(rank, how, held_by, steps):
-    """Ranks that do not hold the older one have closed it."""
+    """Ranks outside `held_by` close the older optimizer first."""
     older = train(made(rank), steps)
     older.synchronize()
     expected = everything(older)

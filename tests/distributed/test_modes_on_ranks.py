@@ -48,7 +48,7 @@ def calls_it_unlike(rank, before, then):
     ids=str,
 )
 def test_overlap_is_called_unlike(before, then, tmp_path):
-    """Also if one rank alone calls it again: that one needs another group for its votes."""
+    """Also if only one rank calls overlap() again: its votes would need a new group."""
     on_ranks(2, calls_it_unlike, before, then, directory=tmp_path, seconds=SECONDS)
 
 

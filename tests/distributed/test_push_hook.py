@@ -95,7 +95,7 @@ def test_two_ranks_have_the_bits_of_ddp(tmp_path, dtype):
 @small_rounds
 @mock.patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 64)
 def goes_on_after_an_exception(rank, overlap):
-    """Backward raises when it has reduced some buckets; what it has left is no part of the next one."""
+    """Backward raises after reducing some buckets; nothing of their gradients enters the next backward."""
     images = []
     for raises in False, True:
         training = Trained(f"{raises}-{rank}", cap=1e-5)
@@ -414,7 +414,7 @@ def test_loss_scale_and_clipping(tmp_path, clipped):
 
 
 class Parted(torch.nn.Module):
-    """A model that leaves one of its layers out."""
+    """A model that skips a layer."""
 
     def __init__(self):
         super().__init__()

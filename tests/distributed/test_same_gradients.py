@@ -150,7 +150,7 @@ def tiny_and_rounded(rank, k, i, shape):
 
 
 def near_zero(rank, k, i, shape):
-    """Values that have cancelled out have any sign on any rank: those of a whole parameter, and most of another."""
+    """Near zero after cancelling out, values have random signs on each rank: all of parameter 1, part of the rest."""
     values = shared(rank, k, i, shape)
     small = 1e-2 * own(rank, k, i, shape)
     return small if i == 1 else torch.where(values.abs() < 0.3, small, values)

@@ -154,7 +154,7 @@ def test_a_rank_that_cannot_commit(tmp_path):
 
 
 def vote_fails(rank):
-    """The message of a vote is lost: it is unknown what the others have, so nobody goes on."""
+    """The message of a vote is lost: the state of the other rank is unknown, so neither rank goes on."""
     training = training_on(rank, "this", {}, named=True)
     for _ in range(2):
         training.step()
@@ -214,7 +214,7 @@ def test_a_group_for_rows_is_lost(tmp_path):
 
 
 def closes_at_once(rank):
-    """A rank that could not launch a step closes: no rows of the other one arrive in its parameters afterwards."""
+    """A rank that could not launch a step closes: afterwards no rows from the other rank arrive in its parameters."""
     training = training_on(rank, "this", {}, wrap=DistributedDataParallel)
     for _ in range(2):
         training.step()

@@ -139,7 +139,7 @@ def given():
 
 @dataclass
 class Reading:
-    """A snippet, the directory in which it runs, and the names that it sees."""
+    """A snippet with its working directory and the names it sees."""
 
     snippet: Snippet
     directory: Path  # in place of /mnt
@@ -666,7 +666,7 @@ def texts_in(node):
 
 @each(snippets("yaml"))
 def test_configuration(snippet):
-    """It is YAML, and what it names of ours is there; `make trainers` runs what it says."""
+    """It is valid YAML, and each csd_optim name in it exists; `make trainers` runs such a configuration."""
     parsed = library("yaml").safe_load(snippet.text)
     named = [v.rpartition(".") for v in texts_in(parsed) if v.startswith("csd_optim")]
     assert named

@@ -55,7 +55,7 @@ def trains(rank, trainer, consolidate, warns=False):
 
 
 def refuses(rank, trainer):
-    """Rank 0 alone saves, is told what to do, and ends its process: the other one waits for it until then."""
+    """Only rank 0 saves; it gets an error with instructions, and ends its process. Until then rank 1 waits for it."""
     as_torchrun()
     try:
         trainer(CSDAdam, {}, "saved")

@@ -1,4 +1,4 @@
-"""Steps of two passes over a tile (Muon): their bits, their bytes, their order, and how they are undone."""
+"""Steps of two passes over a tile (Muon): bits, bytes, order, and undo."""
 
 import itertools
 import os
@@ -314,7 +314,7 @@ def test_a_step_begins_with_what_was_written_to_windows(tmp_path):
 
 @pytest.mark.parametrize("on", ["file", "files", "mixed"])
 def test_edited_states_in_the_table(on):
-    """Each pass takes those that it updates, from its own row."""
+    """Each pass takes its edited states from its own row of the table."""
     with TwoPasses(DEVICES[on]) as ours:
         model = Model(ours.params)
         model.step(ours.step(), ours.constants)
@@ -636,7 +636,7 @@ def test_no_pass_is_pushed_early():
 
 
 def test_states_in_place_and_in_one_slot_are_refused(tmp_path):
-    """A step that fails between its passes would leave them torn."""
+    """If a step failed between its passes, these states would stay half updated."""
     with TwoPasses(["ram:"], two_passes=False) as ours:
         assert ours.engine.devices.resident
         refused(ours, r"two passes over tile 0 need a second slot, as its states are updated in place, on device 0")

@@ -23,7 +23,7 @@ def awkward(generator, *, positive=False):
 
 
 def same_bits(a, b):
-    """Return whether all bits are equal; any NaN equals any other, as devices may choose its payload."""
+    """Return whether all bits are equal; all NaNs count as equal, as devices may choose the payload."""
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(
         a.nan_to_num(7.0).view(torch.int32), b.nan_to_num(7.0).view(torch.int32)
     )

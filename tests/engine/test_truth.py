@@ -1,4 +1,4 @@
-"""Which copy of a tile's states counts: the events that change it, one by one, without devices."""
+"""The truth about tiles (which copy of the states counts), event by event, without devices."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""A round is withdrawn when its step is undone: everything that its commit noted as it began is as it was before."""
+"""A round is withdrawn when its step is undone: nothing is left of the notes from the beginning of its commit."""
 
 import contextlib
 import os

@@ -1,8 +1,9 @@
 """Trains a tiny model with each training framework that installs on a CPU: `make trainers`.
 
-Each gets an environment of its own, deleted after its run, on top of build/venv: what that has is not installed again,
-and a framework that pins other versions gets them in its own. With arguments, only those: `make trainers
-TRAINERS="torchtitan timm"`. docs/trainers.md says what else there is, and why it is not here.
+Each gets an environment of its own, deleted after its run, on top of build/venv: packages there are not installed
+again, and a framework with other pinned versions gets these in its own environment. With arguments, only the named
+frameworks: `make trainers TRAINERS="torchtitan timm"`. docs/trainers.md lists the other frameworks, with the reasons
+for leaving them out.
 """
 
 import os
@@ -74,7 +75,7 @@ def environment(framework: Framework) -> Path:
 
 
 def run(framework: Framework, inside: Path) -> tuple[bool, str]:
-    """Run the framework's script. Returns whether it passed, and what it says. Raises TimeoutExpired."""
+    """Run the framework's script. Returns whether it passed, and its output. Raises TimeoutExpired."""
     report = BUILD / f"{framework.name}.txt"
     paths = [ROOT, HERE, ROOT / "tests", ROOT / "tests" / "ecosystem"]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "CUDA_VISIBLE_DEVICES": ""}

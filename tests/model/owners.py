@@ -106,7 +106,7 @@ class World(NamedTuple):
         return self._replace(trainer=self.trainer._replace(**changes))
 
     def at(self, k: int, **changes: Any) -> "World":
-        """Change, of what the trainer knows of each owner, what it knows of this one."""
+        """Change the trainer's knowledge of owner `k`."""
         known = {name: getattr(self.trainer, name) for name in changes}
         return self.trains(**{n: (*known[n][:k], value, *known[n][k + 1 :]) for n, value in changes.items()})
 
@@ -427,7 +427,7 @@ class Model:
         return w.trains(unanswered=(0,) * self.n, place="undo", done=done)
 
     def at_undo(self, w: World) -> Iterator[Action]:
-        """divided_native.py: DividedNative.finish: those that have kept the step take it back."""
+        """divided_native.py: DividedNative.finish: owners that have kept the step take it back."""
         t = w.trainer
         if not t.done or self.mutant == "no_take_back":
             yield self.end_step(w), "step() raises"

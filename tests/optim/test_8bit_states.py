@@ -569,7 +569,7 @@ def in_place(devices):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("then", ["gradient", "none", "set"])
 def test_masters_that_the_parameters_are_not(dtype, then):
-    """Even in memory, a parameter without a gradient is not written: until it has one, its master is stored apart."""
+    """Even in memory, a parameter without gradients is not written: until the first, its master is stored apart."""
     found = []
     for devices in ("ram:", "file:"):
         params = parameters(dtype)

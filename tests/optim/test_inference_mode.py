@@ -148,7 +148,7 @@ def test_gradients(dtype, devices, overlap, tmp_path):
 
 @pytest.mark.parametrize("free", [False, True], ids=["backward", "free"])
 def test_a_backward_in_inference_mode(free, tmp_path):
-    """The gradients that it makes are tensors of that mode."""
+    """Its gradients are inference tensors."""
     options, results = {"free_gradients": True} if free else {"backward": True}, []
     for name, mode in MODES.items():
         torch.manual_seed(0)

@@ -128,7 +128,7 @@ class History:
         return k, self.choose.randrange(len(self.ours.opt.param_groups[k]["params"]))
 
     def forget(self, p, side):
-        """Note that nobody but the optimizer has this parameter any more."""
+        """Note that from now on only the optimizer holds this parameter."""
         if side is self.ours:
             self.old.append(weakref.ref(p))
 
@@ -186,7 +186,7 @@ class History:
             self.forget(old, side)
 
     def entries_are_swapped(self):
-        """Two parameters of the same shape exchange their entries, or one of them gets that of the other."""
+        """Two parameters of the same shape exchange their entries in `state`, or one also gets the other's entry."""
         pairs = [
             ((k, i), (n, j))
             for k, g in enumerate(self.ours.opt.param_groups)
@@ -245,7 +245,7 @@ class History:
                 side.opt.add_param_group(side.aside.pop(k))
 
     def entries_aside_are_popped(self, *, dropped=False):
-        """What was put aside with its entries loses these."""
+        """A group that was put aside loses the entries of its parameters."""
         if self.ours.aside:
             k = self.choose.randrange(len(self.ours.aside))
             for side in self.sides:
@@ -769,7 +769,7 @@ def test_a_parameter_without_an_entry_may_be_resized():
 
 
 def test_snapshots_and_tools_know_what_is_there(tmp_path):
-    """Everything that reads stores reads one from which parameters have left."""
+    """All readers of stores can read a store from which parameters have left."""
     (p, *others), groups = in_own_groups((9000,), (5000,), (700,))
     with CSDAdam(groups, devices=tmp_path / "store", tile_size=TILE, topk=0.1) as opt:
         train(opt, 2)
@@ -810,7 +810,7 @@ def test_snapshots_and_tools_know_what_is_there(tmp_path):
 
 @pytest.mark.fp32_states("compares values of fp32 states")
 def test_after_a_resume_groups_may_leave_before_the_first_step(tmp_path):
-    """What comes into their position is another parameter, with its own states."""
+    """Another parameter may take their position, with fresh states."""
     params, groups = in_own_groups((700,), (700,), (700,))
     with CSDAdam(groups, devices=tmp_path) as opt:
         train(opt, 2)

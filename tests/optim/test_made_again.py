@@ -65,8 +65,10 @@ def assert_replaced(opt, model):
 
 
 def made_twice(directory, how, steps, overlap, *, same_model, held):
-    """Train, make the optimizer again, and train on. Returns what the newer one has after its construction and after
-    its steps. `held`: the older one is neither closed nor dropped.
+    """Train, make the optimizer again, and train on.
+
+    Returns the newer optimizer's contents after its construction and after its steps. `held`: the older one is neither
+    closed nor dropped.
     """
     torch.manual_seed(0)
     models = [small_model(), small_model()]

@@ -115,7 +115,7 @@ def test_trains_with_the_kits_schedulers(of, kwargs, scheduler_inputs):
 
 
 def a_state_dict_is_the_same_both_times(of, devices, kwargs):
-    """Another optimizer that loads it goes on like the first one, and saves what it has loaded."""
+    """After loading, a second optimizer goes on like the first, and saves an equal state dict."""
     _, params, optimizer = descend(partial(of.ours, devices=devices), kwargs, 3)
     twins = [p.detach().clone().requires_grad_() for p in params]
     other = of.ours(twins, devices="file:", **kwargs)

@@ -289,7 +289,7 @@ def test_a_checkpoint_of_other_rules_is_refused_before_anything_is_touched():
 
 
 def stored(path):
-    """Return what a store says of rules: its own, those of parameters, those of groups, and its features."""
+    """Return the rules in a store (the store's own, each parameter's, each group's), and the store's features."""
     contents = read_contents(path)
     params = [*contents.manifest["params"], *contents.manifest["waiting"]]
     groups = [group.get("rule") for group in contents.record.groups]

@@ -194,7 +194,7 @@ def test_step_may_be_a_number_in_a_checkpoint(devices):
 
 
 def test_loading_its_own_state_dict_changes_nothing(devices):
-    """Accelerate does this to every optimizer that it prepares."""
+    """Accelerate does this with each optimizer it prepares."""
     for used in (False, True):
         p = leaf(TILE + 1, dtype=torch.bfloat16)
         optimizer = CSDAdam([p], devices=devices, overwrite=True)

@@ -354,7 +354,7 @@ def test_a_full_disk_of_one_trainer(mode, victim, every, owners, tmp_path):
 
 
 def cannot_name(rank, mode, options):
-    """Rank 0 cannot name a version that is there: the others learn of it, and the next one is full."""
+    """Rank 0 cannot name a complete version: the other ranks learn of the failure, and the next version is full."""
     o = Overlapping(rank, "DDP", mode, **options)
     with o.t as t:
         o.step()
@@ -398,7 +398,7 @@ def die():
 
 
 def dies(rank, victim, point, n, state_dtype, devices="store-{rank}"):
-    """Publishes until the victim is killed at its n-th call of a kind; the others end then, in one way or the other."""
+    """Publishes until the victim is killed at its n-th call of a kind; then the other ranks end in some way."""
     Path(f"store-{rank}").mkdir()
     model = Model()
     opt = CSDAdam(model.parameters(), devices=devices, lr=1e-4, tile_size=4096, state_dtype=state_dtype)

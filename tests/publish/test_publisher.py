@@ -63,7 +63,7 @@ def test_a_replica_of_inference_mode(tmp_path):
 
 @pytest.mark.parametrize("state_dtype", ["fp32", "8bit"])
 def test_what_is_set_from_outside(backend, state_dtype, tmp_path, devices):
-    """Writes to parameters that torch counts, and ones that it does not; to states; loaded state dicts."""
+    """Writes to parameters, counted by torch or not; writes to states; loaded state dicts."""
     with Published(tmp_path / "policy", devices, state_dtype=state_dtype, tile_size=4096, lr=1e-6) as t:
         t.steps(2)
         for edit in edits(t):
@@ -153,7 +153,7 @@ def test_groups_that_join_and_steps_that_are_skipped(backend, tmp_path, devices)
 
 @pytest.mark.parametrize("state_dtype", ["fp32", "8bit"])
 def test_parameters_that_leave_and_return(backend, state_dtype, tmp_path, devices):
-    """One goes on as another tensor with its states; a group leaves without them, and its space goes to the others."""
+    """A parameter goes on as another tensor with its states; a group leaves without states, and its space is reused."""
     model = Model()
     groups = [
         {"params": [model.embedding, model.odd, model.one, model.transposed]},
@@ -175,7 +175,7 @@ def test_parameters_that_leave_and_return(backend, state_dtype, tmp_path, device
 
 
 class Strided(torch.nn.Module):
-    """One parameter that fills its memory, and one of some columns of a matrix."""
+    """Two parameters: a dense one, and a view of some columns of a matrix."""
 
     def __init__(self, crooked):
         super().__init__()

@@ -199,7 +199,7 @@ def test_a_full_version_and_old_files(writer, tmp_path):
 
 
 def test_files_of_something_else_are_refused(writer, tmp_path):
-    """Before anything is touched: files of another folder, and one that was damaged."""
+    """Refused before anything is touched: files of another folder, and a damaged file."""
     out = tmp_path / "patches"
     with Writer(tmp_path / "other", SHAPES) as other:
         for _ in range(3):

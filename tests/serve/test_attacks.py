@@ -116,7 +116,10 @@ def over_tls(to, context):
 
 @pytest.mark.parametrize("kind", ENCRYPTED)
 def test_signed_by_an_accepted_certificate(kind, files, tmp_path):
-    """Only accepted certificates count, not what they have signed; but one that is signed by others is as good."""
+    """Only accepted certificates count, not certificates signed by them.
+
+    The signer of an accepted one does not matter.
+    """
     authority = trustme.CA()
     leaf = authority.issue_cert("trainer.example")
     chain = leaf.private_key_pem.bytes() + leaf.cert_chain_pems[0].bytes()
@@ -324,7 +327,7 @@ def test_another_ticket_or_session(waiting):
 
 @pytest.mark.parametrize("proof", [lambda mine: mine, lambda mine: bytes(32), lambda mine: mine[::-1]])
 def test_a_proof_that_is_sent_back(proof, waiting):
-    """By somebody who has no ticket, and sees those of others: the owner's own proof, zeros, anything."""
+    """An attacker who only sees other people's tickets sends back the owner's own proof, zeros, or anything."""
     to, kind, (_, name, _), _ = waiting
     with raw(to) as sock:
         sock.sendall(handshake.preface(kind, name) + bytes(32))

@@ -1,4 +1,4 @@
-"""Key files: how they are made, and that one which is not as it should be is never passed over."""
+"""Key files: their creation, and that a bad key file is always reported."""
 
 import copy
 import datetime

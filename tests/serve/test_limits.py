@@ -57,7 +57,7 @@ def test_the_ninth_of_an_address(files):
 
 
 def test_a_flood_from_one_address_does_not_lock_out_another(files, monkeypatch):
-    """A hundred connections that say nothing: those who come from elsewhere wait for none of them."""
+    """A hundred silent connections from one address do not delay clients from other addresses."""
     monkeypatch.setattr(listener, "FIRST_SECONDS", 20.0)
     with nothing_left(), pair("frames", files) as to, silent(to.owner, 100, "127.0.0.2"):
         session = to.connect()
@@ -174,7 +174,7 @@ def test_more_than_64_trainers_with_the_usual_limit_of_open_files(files):
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_sessions_leave_descriptors_to_the_engine(whole, files, monkeypatch):
-    """Also those that wait for their data connections. Whoever ends gives its place to somebody else."""
+    """Also sessions that still wait for their data connections. A session that ends frees its place."""
     monkeypatch.setattr(admission, "most_connections", lambda: 10)
     with nothing_left(), pair("plain", files, streams=2) as to:
         sessions = [to.connect() if whole else half_open(to)[0] for _ in range(3)]

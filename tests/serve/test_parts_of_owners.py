@@ -1,4 +1,4 @@
-"""One trainer with several owners, in steps that concern some of them, and what they say about what they have."""
+"""One trainer with several owners, in steps that concern only some owners, and the owners' reports of contents."""
 
 import contextlib
 import copy

@@ -73,7 +73,7 @@ def test_a_trainer_goes_on_when_its_owner_was_killed(tmp_path, name):
 
 
 def kill_trainers(directory, names, seed):
-    """Train in processes that are killed one after another, until one of them has made all steps."""
+    """Train in one process after another, each killed, until a process has made all steps."""
     images = directory / "images.pt"
     torch.save(expected(), images)
     chance = random.Random(seed)

@@ -180,7 +180,7 @@ class suppressed:
 
 
 def survive(owner, monkeypatch, times, seed):
-    """Attack an owner, then have it erased and trained again: it has the bits of one that nobody attacks."""
+    """Attack an owner, then have it erased and trained again: it has the bits of a training that nobody attacks."""
     recorded(owner, monkeypatch)  # the engine, which the owner keeps, has threads
     with nothing_left():
         image = attack(owner, monkeypatch, times, seed)

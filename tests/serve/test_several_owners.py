@@ -224,7 +224,7 @@ def test_an_owner_is_killed_and_the_trainer_resumes(tmp_path, name, monkeypatch)
 
 
 def kill_trainers(directory, names, seed):
-    """Train in processes that are killed one after another. Returns how many were."""
+    """Train in one process after another, each killed. Returns the number of kills."""
     images, failure = directory / "images.pt", directory / "failure"
     torch.save(expected(), images)
     chance, kills = random.Random(seed), 0

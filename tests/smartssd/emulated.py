@@ -214,7 +214,7 @@ def sync():
 
 
 def queue():
-    """Runs execute one after another, in the order in which they were started."""
+    """Runs execute sequentially, in the order of their starts."""
     with Card(0) as card:
         first, second = (Update(card, 16384, 16 * 16384) for _ in range(2))
         first.start()

@@ -1,4 +1,4 @@
-"""The sources of the FPGA's kernels: that Vitis would accept them, its directives, and what is built for a card."""
+"""The sources of the FPGA's kernels: code and directives that Vitis accepts, and the targets of a build for a card."""
 
 import functools
 import itertools
@@ -143,7 +143,7 @@ source [lindex $argv 0]
 
 
 def test_csynth_script(tmp_path):
-    """Runs it in a Tcl with stubs of Vitis' commands: the files that it names exist, and it prints the report."""
+    """Runs the script in a Tcl with stubs of Vitis' commands: the files it names exist, and it prints the report."""
     if not shutil.which("tclsh"):
         pytest.skip("tclsh is not installed")
     (tmp_path / "listens.tcl").write_text(LISTENS)

@@ -6,9 +6,8 @@
 
 A combination is an optimizer with its options, a dtype of its states, a mode (a step in `step()`, `overlap()`, begun in
 backward, gradients freed in backward) and devices. Each takes 20 steps with parameters in fp32, fp16 and bf16, with one
-that has no gradient at first. Losses, parameters and states are compared bit by
-bit; what one commit refuses, the other one has to refuse. The other commit is built below build/, and stays there for
-the next comparison.
+that has no gradient at first. Losses, parameters and states are compared bit by bit; a combination refused by one
+commit must be refused by the other. The other commit is built below build/, and stays there for the next comparison.
 """
 
 import argparse
@@ -55,7 +54,7 @@ ON_ACCELERATOR = {
 
 
 def combinations(accelerator, quick):
-    """Return all combinations; with `quick`, those in which at most one axis is not its first value."""
+    """Return all combinations; with `quick`, only combinations with at most one axis off its first value."""
     axes = [list(OPTIMIZERS), list(STATES), list(MODES), list(ON_ACCELERATOR if accelerator else DEVICES)]
     chosen = itertools.product(*axes)
     if quick:

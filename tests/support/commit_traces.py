@@ -1,8 +1,8 @@
-"""Records what commits do, in every process of a test, for the reference automaton (tests/model/automaton.py).
+"""Records the actions of commits, in every process of a test, for the reference automaton (tests/model/automaton.py).
 
 Each process writes a file of its own, one line of JSON for an action, before that is done: so the trace of a process
-that is killed has it, too. Processes that a test starts follow the one that starts them; a new interpreter does so once
-it has imported this.
+that is killed has it, too. Forked processes record like their parent; a new interpreter does so once it has imported
+this module.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ class Recorder:
 
 
 def follow(directory):
-    """Record this process, and those that it starts, in `directory` from now on; "": nowhere."""
+    """Record this process and its children in `directory` from now on; "": nowhere."""
     global _recorder
     os.environ[VARIABLE] = directory = str(directory)
     if directory != (_recorder.directory if _recorder else ""):

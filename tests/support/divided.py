@@ -115,7 +115,7 @@ class DividedTraining:
         return self
 
     def image(self):
-        """This rank's part of all states, its parameters, and their `step`."""
+        """This rank's parameters, and its part of all states, with `step`."""
         found = {}
         for name, p in self.model.items():
             for key, value in {"itself": p.detach(), **self.opt.state.get(p, {})}.items():
@@ -186,7 +186,7 @@ def makes(rank, size, kind, division, run, n, options):
 def goes_on(rank, size, kind, division, run, n, rule, twins, options):
     """Resumes, compares with a training alone, and does so again after more steps. `twins`: its images, by step.
 
-    Returns whose `user_state` it has, and whose all those are that were resumed.
+    Returns the rank that saved its `user_state`, and the ranks that saved all resumed user states.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "user_state differs")

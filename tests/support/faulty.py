@@ -49,7 +49,7 @@ def in_child(body):
 
 
 def _call(module, name, directory, arguments):
-    """Call the body of a test. Returns how it ended, and what it says about that.
+    """Call the body of a test. Returns its outcome and a message.
 
     Both are texts: pytest's own exceptions cannot be pickled, and others need not be.
     """

@@ -9,7 +9,7 @@ STRIDE = 61  # distance between outliers: a prime, so that they fall into all co
 
 
 def any_bits(n, dtype, seed=0):
-    """Return n numbers with random bits: every kind of number, most of them far from one another."""
+    """Return n numbers with random bits: every kind of number, of very different magnitudes."""
     rng = np.random.default_rng(seed)
     if dtype is torch.float32:
         bits = rng.integers(1 << 32, size=n, dtype=np.uint32).view(np.int32)

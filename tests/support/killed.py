@@ -1,4 +1,4 @@
-"""Processes that are killed at any call that changes a file."""
+"""Processes killed at any call that changes a file."""
 
 import os
 import signal

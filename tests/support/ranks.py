@@ -109,7 +109,10 @@ def _receive(pipe):
 
 
 def _run(pipe, rank, size, place, living):
-    """Run one call or, if `living`, one after another until one fails. Without this rank the others then fail, too."""
+    """Run one call or, if `living`, call after call until a failure.
+
+    Then this rank is missing, so that all ranks fail.
+    """
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     torch.set_num_threads(1)
     phases.watch()

@@ -22,7 +22,7 @@ SLOW = "file:{}?latency={}&cache=off"  # parameters arrive late enough for a mis
 
 
 class Seen(nn.Module):
-    """A module that logs its parameters each time it is used, before it computes with them."""
+    """A module that logs its parameters in each forward, before it computes."""
 
     def __init__(self, inner, log):
         super().__init__()

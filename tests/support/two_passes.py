@@ -34,13 +34,13 @@ def orthogonal(x):
 
 
 def order_of_passes(groups):
-    """Return the tiles of a step, uint32, in an order that needs few buffers: for Engine.begin().
+    """Return the tiles of a step, uint32, in an order for Engine.begin() that needs few buffers.
 
     `groups`: for each group of matrices whose updates are computed together, the tiles with parts of them (uint32);
-    groups may share tiles. While one group is computed between its passes, the devices read the next one: its first
-    passes come before the second passes of this one. A second pass follows the first passes of all groups that have
-    its tile. A step in this order cannot deadlock, however few buffers there are, if second passes are pushed group by
-    group: those of a group before it waits for the first passes of the one after the next.
+    groups may share tiles. While one group is computed between its passes, the devices read the next one: first passes
+    of the next group come before second passes of the current group. A second pass follows the first passes of all
+    groups that have its tile. A step in this order cannot deadlock, however few buffers there are, if second passes are
+    pushed group by group: those of a group before it waits for the first passes of the one after the next.
     """
     last = {tile: g for g, tiles in enumerate(groups) for tile in tiles.tolist()}
     listed: dict[int, None] = {}  # in order

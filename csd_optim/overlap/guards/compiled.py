@@ -1,4 +1,4 @@
-"""The guard of a compiled module: whoever calls it waits for all parameters below it."""
+"""The guard of a compiled module: a call of the module waits for all parameters below it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CompiledState:
 class CompiledCall:
     """A wrapper of a compiled module that first waits for all parameters below the module.
 
-    It replaces `module._compiled_call_impl` or `module.forward`, and pickles as the callable that it replaces.
+    Replaces `module._compiled_call_impl` or `module.forward`, and pickles as the replaced callable.
     """
 
     def __init__(self, compiled: Callable[..., Any], arrivals: Arrivals, params: list[torch.Tensor]) -> None:
@@ -30,7 +30,7 @@ class CompiledCall:
         self.arrivals = arrivals
         self.params = params
         self.state: CompiledState = CompiledState()
-        self.within: tuple[CompiledState, ...] = ()  # of the compiled modules around this one, and its own
+        self.within: tuple[CompiledState, ...] = ()  # states of this module and of the compiled modules around it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling() or any(compiled.is_running for compiled in self.within):
@@ -59,7 +59,7 @@ class CompiledGuard:
         self.module = module
         parts, attributes = compiled_parts(module), module.__dict__
         params = [p for m in module.modules() for p in own.get(m, ())] if parts else []
-        # By the attribute that they replace, and its original values.
+        # By the name of the replaced attribute; and the original values.
         self.calls: dict[str, CompiledCall] = {
             name: CompiledCall(compiled, arrivals, params) for name, compiled in parts.items()
         }
@@ -84,8 +84,7 @@ class CompiledGuard:
 def compiled_parts(module: nn.Module) -> dict[str, Callable[..., Any]]:
     """Return the compiled callables of this module, by the attribute through which they are called.
 
-    They come from `module.compile()`, from `torch.compile(module)`, whose result is a module, too, or from a compiled
-    `forward`.
+    Made by `module.compile()`, by `torch.compile(module)`, which returns a module, or by compiling `forward`.
     """
     found = {}
     if module._compiled_call_impl is not None:

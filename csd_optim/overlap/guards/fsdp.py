@@ -1,4 +1,4 @@
-"""The guard of FSDP2's parameters: FSDP2 reads their shards when it all-gathers them."""
+"""The guard of FSDP2's parameters, whose shards FSDP2 reads in its all-gathers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def is_fsdp1(module: nn.Module) -> bool:
 
 
 def unit_modules(module: nn.Module) -> list[nn.Module]:
-    """Return the modules whose parameters FSDP gathers together: `module` and those below that are in no other unit."""
+    """Return the modules whose parameters FSDP gathers together: `module` and its submodules in no other unit."""
     found, stack = [module], [module]
     while stack:
         for child in stack.pop().children():
@@ -47,10 +47,10 @@ def shards_in(group: Any, param_ids: Container[int]) -> list[torch.Tensor]:
 
 
 class GatherGuard:
-    """Replaces a group's `unshard`, which reads its shards, and waits for these shards first.
+    """Replaces a group's `unshard`, which reads the group's shards, and first waits for these shards.
 
-    This covers every cause of an all-gather: a forward, also of several modules that form a group; a prefetch; an
-    explicit `unshard()`; a backward. FSDP2 hides `unshard` from torch.compile.
+    This covers every cause of an all-gather: the forward of a module or of a group of modules, a prefetch, an explicit
+    `unshard()`, a backward. FSDP2 hides `unshard` from torch.compile.
     """
 
     def __init__(self, group: Any, param_ids: Container[int], arrivals: Arrivals) -> None:
@@ -74,7 +74,7 @@ class GatherGuard:
         return guard is self
 
     def remove(self) -> None:
-        """Restore `unshard`. If another optimizer's guard wraps this one, this one stays, and no longer waits."""
+        """Restore `unshard`. If another optimizer's guard wraps this guard, it stays in place, but no longer waits."""
         self.arrivals = NoArrivals()
         if self.group.__dict__.get("unshard") is self:
             del self.group.unshard

@@ -1,4 +1,4 @@
-"""The guard of a parameter group: reading its parameters through the optimizer waits for them."""
+"""The guard of a parameter group: reads of `group["params"]` wait until the parameters have arrived."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..arrivals import Arrivals
 
 
 class WaitingList(list[torch.Tensor]):
-    """A `group["params"]` that waits for all its parameters before any is read. Copies and pickles as a list.
+    """A `group["params"]` that waits for all its parameters at every read. Copies and pickles as a list.
 
     `list.copy(params)`, as csd_optim itself uses it, does not wait.
     """

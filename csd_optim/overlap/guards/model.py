@@ -1,4 +1,4 @@
-"""Guards around a model's parameters: they make the reader of a parameter wait while it is still under way.
+"""Guards around a model's parameters: whoever reads a parameter waits until it has arrived.
 
     module.py     a forward pre-hook of each module with parameters, which waits for all of them; and a WaitingDict in
                   `module._parameters`, for reads that bypass the module's forward, such as `F.linear(x, m.weight)`,
@@ -51,10 +51,10 @@ def configure_compiler() -> None:
 class ModelGuards:
     """The guards of one optimizer around one model, from the constructor to `remove`.
 
-    `params`: all of the optimizer. Those whose ids are not in `guarded` can be read unnoticed, so they have to arrive
-    before `step()` returns: parameters outside the model, those of a ScriptModule or of FSDP1, and those that were
-    traced into the graph of a compiled function or captured. `guarded` may shrink during a forward.
-    Raises CSDRuntimeError if another optimizer's guards are around one of the modules.
+    `params`: all of the optimizer's. Parameters whose ids are not in `guarded` can be read unnoticed, so they have to
+    arrive before `step()` returns. These are parameters outside the model, in a ScriptModule or FSDP1, and parameters
+    that were traced into the graph of a compiled function, or captured. `guarded` may shrink during a forward. Raises
+    CSDRuntimeError if another optimizer's guards are around one of the modules.
     """
 
     def __init__(self, model: nn.Module, params: Iterable[torch.Tensor], arrivals: Arrivals) -> None:
@@ -95,7 +95,7 @@ class ModelGuards:
     def _guard_compiled(self, own: dict[nn.Module, list[torch.Tensor]]) -> dict[nn.Module, tuple[CompiledState, ...]]:
         """Put a CompiledCall around each compiled module. `own`: the parameters of each module.
 
-        Returns, for each module, the states of its compiled callables and of those of the modules above it.
+        Returns, for each module, the states of the compiled callables of the module and of all modules above it.
         """
         within: dict[nn.Module, list[CompiledState]] = {}
         for module in own:
@@ -114,7 +114,7 @@ class ModelGuards:
         yield from self.gathers
 
     def intact(self) -> bool:
-        """Return whether all guards are in place, and no module lacks one. If not: `remove`, and make new ones."""
+        """Return whether each module still has its guards. If not: `remove`, and make new guards."""
         if not all(guard.is_intact() for guard in self._all()):
             return False
         stack, seen = [self.model], {self.model}

@@ -1,4 +1,4 @@
-"""The guard of one module: its readers wait for the parameters that it holds itself."""
+"""The guard of one module, for the parameters in its own `_parameters`."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Guarded:
         """`params`: all of the optimizer's."""
         self.arrivals = arrivals
         self.params: dict[int, torch.Tensor] = {id(p): p for p in params}
-        self.ids: set[int] = set()  # of those whose readers wait
+        self.ids: set[int] = set()  # ids of the parameters whose readers wait
 
     def of_module(self, module: nn.Module) -> list[torch.Tensor]:
-        """Return the optimizer's parameters that the module holds itself."""
+        """Return the optimizer's parameters in the module's own `_parameters`."""
         return [p for p in dict.values(module.__dict__["_parameters"]) if id(p) in self.params]
 
     def give_up(self, params: Iterable[torch.Tensor]) -> None:
@@ -42,13 +42,13 @@ class Guarded:
 
 
 class ModuleHook:
-    """The forward pre-hook of a module. The module's WaitingDict waits through it, too.
+    """The forward pre-hook of a module, also used by the module's WaitingDict.
 
-    A copy, made with the model or by pickle, does nothing, and is read without csd_optim.
+    A copy of the hook, made with the model or by pickle, does nothing; unpickling it needs no csd_optim.
     """
 
     def __init__(self, guarded: Guarded, params: list[torch.Tensor], within: tuple[CompiledState, ...]) -> None:
-        """`params`: those of the module. `within`: the compiled modules around it."""
+        """`params`: the module's. `within`: the compiled modules around it."""
         self.arrivals: Arrivals = guarded.arrivals
         self.guarded = guarded
         self.params = params
@@ -66,7 +66,7 @@ class ModuleHook:
         for compiled in self.within:
             if compiled.is_running:
                 return False
-        # Tested before `active`, on which the graph would be specialized, and which may change while it is traced.
+        # Tested before `active`: the graph would be specialized on `active`, which may change during tracing.
         if torch.compiler.is_dynamo_compiling():
             give_up(self.number)
             return False
@@ -88,9 +88,9 @@ _hooks: weakref.WeakValueDictionary[int, ModuleHook] = weakref.WeakValueDictiona
 
 
 def give_up(number: int) -> bool:
-    """Give up the parameters of a hook that is captured, or traced outside a CompiledCall: it will not run again.
+    """Give up the parameters of a hook that is captured, or traced outside a CompiledCall, and will not run again.
 
-    Takes the hook's number, because dynamo in torch 2.9 passes only constants to a call that it makes while it traces.
+    `number`: the hook's, because dynamo in torch 2.9 passes only constants to a call made while tracing.
     """
     hook = _hooks[number]
     hook.guarded.give_up(hook.params)
@@ -98,7 +98,7 @@ def give_up(number: int) -> bool:
 
 
 class WaitingDict(dict[str, Any]):
-    """A `module._parameters` that waits for each value before it returns it. Copies and pickles as a dict."""
+    """A `module._parameters` that waits for each parameter before returning it. Copies and pickles as a dict."""
 
     __slots__ = ("hook",)
     hook: ModuleHook
@@ -163,7 +163,8 @@ _MAX_FRAMES = 10  # frames from `zero_grad` to `items`, with some to spare; 5 in
 def only_frees_gradients(frame: FrameType | None) -> bool:
     """Return whether the caller is `model.zero_grad(set_to_none=True)`, which reads no parameter.
 
-    Trainers call it right after `step()`. With set_to_none=False it has to wait: the step still reads the gradients.
+    Trainers call this right after `step()`. With set_to_none=False the call has to wait: the step still reads
+    gradients.
     """
     for _ in range(_MAX_FRAMES):
         if frame is None:
@@ -175,9 +176,9 @@ def only_frees_gradients(frame: FrameType | None) -> bool:
 
 
 class ModuleGuard:
-    """A module with its hook and its WaitingDict, and what they replaced: to detect later changes, and to remove them.
+    """A module's hook and WaitingDict, with the originals: detects later changes, and restores the module.
 
-    A module without parameters to guard is as it was, and is watched only.
+    A module without parameters to guard stays unchanged, and is only watched.
     """
 
     def __init__(
