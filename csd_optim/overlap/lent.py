@@ -54,7 +54,9 @@ class LentGradients:
         self._lent: deque[Lent] = deque()
         self._bytes = 0  # of the gradients in _lent, and of images still in use
         self._images = frozenset(step.images)  # tiles that travel through staging buffers
-        self._staged = StagedTiles(step.ring, engine, on_used=self._note_used) if step.ring else None
+        self._staged: StagedTiles | None = None
+        if step.ring:
+            self._staged = StagedTiles(step.ring, engine, on_used=self._note_used, on_pulled=live.note_pulled)
         self._in_use: dict[int, int] = {}  # by image in flight: bytes of its gradients
         self._missing = np.zeros(len(engine.tiles), np.int64)  # by tile: number of its gradients
         has_grad = live.spec.table["grad"][self._pieces.all["param"]] != 0

@@ -184,9 +184,9 @@ class LiveStep:
         meanwhile: Iterator[None] = NOTHING,
     ) -> None:
         """Push and pull the tiles that travel as images or take two passes. Arguments: see StagingRing.run()."""
-        step = self.step
+        step, pulled = self.step, pulled or self.note_pulled
         if step.passes:
-            step.passes.run(step.ring, pulled or self.note_pulled, early_buffers, meanwhile)
+            step.passes.run(step.ring, pulled, early_buffers, meanwhile)
         elif step.ring is not None:
             step.ring.run(self.engine, step.images, step.spec.sources, pulled, early_buffers, meanwhile)
 

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from support import far
 from support.rank_models import MODELS, net
-from support.ranks import on_living_ranks
+from support.ranks import on_living_ranks, on_ranks
 from support.replacing import failing, raised_by, replaced, slow
 from support.twins import blocking, local, now, training_on
 from torch import nn
@@ -79,6 +80,16 @@ def tensor_parallel(rank):
 
 def test_tensor_parallel(tmp_path):
     on_living_ranks(2, tensor_parallel, directory=tmp_path)
+
+
+def far_tensor_parallel(rank):
+    far.assume(True)
+    tensor_parallel(rank)
+
+
+def test_tensor_parallel_on_far_devices(tmp_path):
+    """Ranks exchange rows of tiles whose parameters come back as images."""
+    on_ranks(2, far_tensor_parallel, directory=tmp_path)
 
 
 def fails_on_one(rank, size, kind, owner, method, number):

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+from support import far
 from support.comparing import assert_same, params_of
 from torch import nn
 
@@ -114,7 +115,7 @@ def test_what_runs_between_the_begin_and_the_thread(state_dtype, monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", starts)
     with traced(Native.begin, lambda code: names.append(code.co_name)):
         opt.step()
-    assert "push" in names or state_dtype == "8bit"
+    assert "push" in names or state_dtype == "8bit" or far.assumed()  # the thread pushes images
     assert {*names} <= MAY_RUN
     image(opt)
     opt.close()

@@ -39,6 +39,8 @@ from csd_optim.serve.link import Link
 from csd_optim.serve.owner_session import OwnerSession
 from csd_optim.serve.remote_native import RemoteNative
 
+pytestmark = pytest.mark.at_hand("owners of this process keep what they own in directories of their own")
+
 PATIENCE = 300  # seconds for which a program tries again
 CODES = {"state_dtype": "8bit", "lr": 1e-4}
 
