@@ -152,7 +152,10 @@ def test_states_reseeded_from_parameters_wait_for_their_step():
         model.shown[1].fill_(1)
     assert model.states() == [EDITED, RESEEDED, COMMITTED, COMMITTED]
     assert truth.to_flush().tolist() == [0]
-    model.shown[1].fill_(2)  # by the program
+    with truth.reseeding():  # again, as that step was undone, and the parameter set once more
+        model.shown[1].fill_(2)
+    assert model.states() == [EDITED, RESEEDED, COMMITTED, COMMITTED]
+    model.shown[1].fill_(3)  # by the program
     assert truth.to_flush().tolist() == [0, 1]
     assert model.states()[1] is EDITED
 
