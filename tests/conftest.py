@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 from model.automaton import Refused
-from support import cards, commit_traces, emulated, far, phases, served, times
+from support import cards, commit_traces, emulated, far, phases, properties, served, times
 from support.backends import BACKENDS, NEAR, TESTS, XRT_BACKENDS, device_strings, on_cards
 from support.states import assume, assumed
 from support.tiers import TIERS, of_tier
@@ -35,6 +35,7 @@ def pytest_configure(config):
     assume(config.getoption("--state-dtype"))
     far.assume(config.getoption("--far"))
     served.assume(config.getoption("--served"))
+    properties.assume(config.getoption("--tier"))
     if not config.getoption("--accelerator"):
         # A GPU changes defaults, such as where FSDP2's parameters are. In effect as CUDA is not initialized yet.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

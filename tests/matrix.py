@@ -18,7 +18,14 @@ from csd_optim import bindings
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "matrix"
 TESTED = ("optim", "step", "params", "store", "checkpoint", "overlap", "distributed")
-PACKAGES = ("pytest", "pytest-xdist", "expecttest", "safetensors", "psutil")  # beside what the package requires
+PACKAGES = (
+    "pytest",
+    "pytest-xdist",
+    "expecttest",
+    "hypothesis",
+    "safetensors",
+    "psutil",
+)  # beside what the package requires
 
 
 @dataclass(frozen=True)

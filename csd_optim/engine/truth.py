@@ -161,7 +161,7 @@ class Truth:
         A resume from an earlier step repeats such writes, from the parameters.
         """
         self.note_written()
-        before = self._edited.copy()
+        before = self._edited & ~self._reseeded  # written by the program
         try:
             yield
         finally:

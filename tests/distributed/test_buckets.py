@@ -1,7 +1,8 @@
 """Items are cut into buckets by rows: every row once and in order, aligned, and no bucket larger than allowed."""
 
-import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from csd_optim.distributed.buckets import ALIGN, aligned, pack, view_in
 
@@ -16,18 +17,19 @@ def test_by_hand():
     assert pack([], 32) == []
 
 
-@pytest.mark.parametrize("max_bytes", [64, 100, 4096])
-def test_every_row_is_there_once(max_bytes):
-    torch.manual_seed(max_bytes)
-    items = torch.stack([torch.randint(0, 50, (40,)), torch.randint(1, 90, (40,))], 1).tolist()
-    buckets = pack(items, max_bytes)
+ITEMS = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 90)), max_size=40)  # rows, bytes of a row
+
+
+@given(ITEMS, st.integers(1, 4096), st.sampled_from([1, ALIGN]))
+def test_every_row_is_there_once(items, max_bytes, align):
+    buckets = pack(items, max_bytes, align)
     rows = [(cut.item, cut.first + i) for cuts in buckets for cut in cuts for i in range(cut.rows)]
     assert rows == [(item, i) for item, (n, _) in enumerate(items) for i in range(n)]
     for cuts in buckets:
         ends = [cut.offset + cut.rows * items[cut.item][1] for cut in cuts]
         assert ends[-1] <= max_bytes or (len(cuts) == 1 and cuts[0].rows == 1)
-        assert [cut.offset for cut in cuts] == [0, *map(aligned, ends[:-1])]
-        assert not any(cut.offset % ALIGN for cut in cuts)
+        assert [cut.offset for cut in cuts] == [0, *(aligned(end, align) for end in ends[:-1])]
+        assert not any(cut.offset % align for cut in cuts)
 
 
 def test_views_share_the_buffer():

@@ -8,14 +8,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from support.ranks import on_living_ranks
-from support.replacing import failing, raised_by, replaced
-from support.twins import blocking, now, training_on
+from support.replacing import replaced
+from support.twins import training_on
 
-from csd_optim import CSDOSError
-from csd_optim.engine.durable import DurableCommitter
-from csd_optim.errors import CSDRankError
 from csd_optim.replica.versions import numbers
-from csd_optim.step.steps import Steps
 
 STEPS, WARM_UP = 6, 3  # steps in all; those in which parameters join, groups are made, and the first guess is tried
 COLLECTIVES = ("all_to_all_single", "all_gather_single", "all_gather_into_tensor", "all_gather_object", "all_reduce")
@@ -82,46 +78,3 @@ def test_collectives_of_a_step(kind, overlap, options, within, behind, tmp_path)
     size = 4 if kind == "HSDP" else 2
     for counted in on_living_ranks(size, counts, kind, overlap, options, directory=tmp_path):
         assert counted == [(within, behind)] * len(counted)
-
-
-def cannot_prepare(rank, overlap, options):
-    """One rank fails before or after the ranks have agreed: nobody has taken the step, and the next call does."""
-    kind = "FSDP2" if overlap == FREE else "DDP"
-    training = training_on(rank, "this", overlap, kind, **NAMED, **options)
-    opt = training.opt
-    for k in range(STEPS):
-        if k == 3:
-            opt.synchronize()
-            before = now(training)
-        training.backward()
-        if k in (0, 3):
-            parts = {"record": Steps, "own_round": DurableCommitter}
-            if overlap != FREE:
-                parts |= {"_prepare": Steps, "_taking_part": Steps}
-            for method, owner in parts.items():
-                with failing(owner, method, int(rank == 1), "no memory"):
-                    said = raised_by(opt.step)
-                assert isinstance(said, CSDOSError if rank == 1 else CSDRankError)
-                assert "no memory" in str(said)
-                if overlap == FREE:  # its gradients are gone
-                    opt.zero_grad()
-                    training.steps -= 1
-                    training.backward()
-                elif k:
-                    assert now(training) == before
-            assert opt.committed_step == k
-        opt.step()
-        opt.zero_grad()
-    opt.synchronize()
-    assert opt.committed_step == STEPS
-    assert now(training) == blocking(rank, STEPS, kind, **options)
-    opt.close()
-
-
-@pytest.mark.parametrize(
-    ("overlap", "options"),
-    [(None, {}), (None, CLIP), (None, {"topk": 0.1, "width": 96}), ({}, {}), (FREE, {})],
-    ids=str,
-)
-def test_a_rank_that_cannot_prepare(overlap, options, tmp_path):
-    on_living_ranks(2, cannot_prepare, overlap, options, directory=tmp_path)

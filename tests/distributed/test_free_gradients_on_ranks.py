@@ -5,21 +5,18 @@ import torch
 from support import far
 from support.rank_models import MODELS, net
 from support.ranks import on_living_ranks, on_ranks
-from support.replacing import failing, raised_by, replaced, slow
+from support.replacing import failing, raised_by, slow
 from support.twins import blocking, local, now, training_on
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from csd_optim import CSDAdam, CSDOSError, CSDRuntimeError
+from csd_optim import CSDAdam, CSDRuntimeError
 from csd_optim.bindings import Native
-from csd_optim.engine.engine import Engine
 from csd_optim.errors import CSDRankError
 from csd_optim.overlap.in_backward import TakenGradient
-from csd_optim.overlap.lent import LentGradients
 from csd_optim.store.file import StoreFile
 
 STEPS = 5
-END = 4  # steps in all of what fails at the third
 FREE = {"free_gradients": True}
 
 
@@ -92,48 +89,6 @@ def test_tensor_parallel_on_far_devices(tmp_path):
     on_ranks(2, far_tensor_parallel, directory=tmp_path)
 
 
-def fails_on_one(rank, size, kind, owner, method, number):
-    """What fails in backward is raised by step(), on all ranks, and nothing has changed."""
-    training = training_on(rank, "this", FREE, kind, named=True)
-    opt = training.opt
-    for _ in range(2):
-        training.step()
-    opt.synchronize()
-    before = now(training)
-    for _ in range(2):
-        with failing(owner, method, number * (rank == 1), "unplugged"):
-            training.backward()
-            said = raised_by(opt.step)
-        assert isinstance(said, CSDOSError if rank == 1 else CSDRankError)
-        assert "unplugged" in str(said)
-        assert now(training) == before
-        assert opt.committed_step == 2
-        opt.zero_grad()
-        training.steps = 2
-    while training.steps < END:
-        training.step()
-    opt.synchronize()
-    assert opt.committed_step == END
-    assert now(training) == blocking(rank, END, kind)
-    opt.close()
-
-
-@pytest.mark.parametrize(
-    ("owner", "method", "number"),
-    [
-        (Engine, "begin", 1),
-        (Native, "push", 1),
-        (Native, "push", 2),
-        (LentGradients, "take", 3),
-        (LentGradients, "push_rest", 1),
-    ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
-)
-@pytest.mark.parametrize(("size", "kind"), [(2, "FSDP2"), (4, "HSDP")])
-def test_a_failure_on_one_rank(size, kind, owner, method, number, tmp_path):
-    on_living_ranks(size, fails_on_one, size, kind, owner, method, number, directory=tmp_path)
-
-
 def synchronizes(rank, fails):
     """Between backward and step(), synchronize() raises on all ranks, whether backward has failed on one or not."""
     training = training_on(rank, "this", FREE, "FSDP2", named=True)
@@ -164,41 +119,6 @@ def synchronizes(rank, fails):
 @pytest.mark.parametrize("fails", [True, False])
 def test_synchronize_before_step(fails, tmp_path):
     on_living_ranks(2, synchronizes, fails, directory=tmp_path)
-
-
-def cannot_commit(rank):
-    """A rank cannot commit: no gradient of the next backward is taken, and its step raises on all, until it can."""
-    training = training_on(rank, "this", FREE, "FSDP2", named=True)
-    opt, full = training.opt, False
-
-    def publish(call, store, staged, copy):
-        if full and rank == 1:
-            raise CSDOSError(28, "the disk is full")
-        call(store, staged, copy)
-
-    for _ in range(2):
-        training.step()
-    opt.synchronize()
-    with replaced(StoreFile, "publish", publish):
-        full = True
-        training.step()
-        params = [*training.model.parameters()]
-        training.backward()
-        assert not any(isinstance(p.grad, TakenGradient) for p in params)
-        for _ in range(2):
-            said = raised_by(opt.step)
-            assert isinstance(said, CSDOSError if rank == 1 else CSDRankError)
-            assert "step 3 cannot be committed yet" in str(said)
-        full = False
-        opt.step()
-    opt.synchronize()
-    assert opt.committed_step == 4
-    assert now(training) == blocking(rank, 4)
-    opt.close()
-
-
-def test_a_rank_that_cannot_commit(tmp_path):
-    on_living_ranks(2, cannot_commit, directory=tmp_path)
 
 
 def differs(rank, how):

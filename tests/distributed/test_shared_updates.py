@@ -12,22 +12,19 @@ import torch
 from support.inside import flight_of
 from support.ranks import on_living_ranks, on_ranks
 from support.replacing import failing, raised_by, replaced
-from support.twins import blocking, now, training_on
+from support.twins import now, training_on
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_
 
-from csd_optim import CSDAdam, CSDOSError
-from csd_optim.bindings import Native
+from csd_optim import CSDAdam
 from csd_optim.distributed.ranks import Ranks
 from csd_optim.engine.engine import Engine
 from csd_optim.errors import CSDRankError
 from csd_optim.step.all_gather import ParamAllGather
-from csd_optim.step.live import LiveStep
 
 STEPS = 6
-END = 4  # steps in all of what fails at the third
 
 
 def trains(rank, size, kind, overlap, **options):
@@ -164,53 +161,6 @@ def test_a_parameter_waits_for_the_rows_of_other_ranks(tmp_path):
 
 
 # ---- failures ------------------------------------------------------------------------------------
-
-
-def fails_on_one(rank, size, kind, owner, method, number):
-    training = training_on(rank, "this", {}, kind, named=True)
-    opt = training.opt
-    for _ in range(2):
-        training.step()
-    opt.synchronize()
-    before = now(training)
-    for _ in range(2):
-        training.backward()
-        with failing(owner, method, number * (rank == 1), "unplugged"):
-            opt.step()
-            opt.zero_grad()
-            training.backward()  # goes on with the present parameters
-            with torch.no_grad():
-                for p in training.model.parameters():
-                    p.mul_(0.5)
-            said = raised_by(opt.step)
-        assert isinstance(said, CSDOSError if rank == 1 else CSDRankError)
-        assert "unplugged" in str(said)
-        assert now(training) == before
-        assert opt.committed_step == 2
-        opt.zero_grad()
-        training.steps = 2
-    while training.steps < END:
-        training.step()
-    opt.synchronize()
-    assert opt.committed_step == END
-    assert now(training) == blocking(rank, END, kind)
-    opt.close()
-
-
-@pytest.mark.parametrize(
-    ("owner", "method", "number"),
-    [
-        (Engine, "begin", 1),
-        (Native, "push", 2),
-        (Engine, "finish", 1),
-        (LiveStep, "launch_near", 1),
-        (ParamAllGather, "advance", 1),
-    ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
-)
-@pytest.mark.parametrize(("size", "kind"), [(2, "DDP"), (3, "views"), (4, "HSDP")])
-def test_a_failure_on_one_rank(size, kind, owner, method, number, tmp_path):
-    on_living_ranks(size, fails_on_one, size, kind, owner, method, number, directory=tmp_path)
 
 
 def loses_the_others(rank):

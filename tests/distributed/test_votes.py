@@ -17,7 +17,6 @@ from support.twins import blocking, now, training_on
 from support.wires import until
 from torch.nn.parallel import DistributedDataParallel
 
-from csd_optim import CSDOSError
 from csd_optim.bindings import Native
 from csd_optim.distributed.ranks import Ranks
 from csd_optim.engine.commit import Commit
@@ -117,40 +116,6 @@ def test_groups_are_used_again(tmp_path):
 
 
 # ---- what fails ----------------------------------------------------------------------------------
-
-
-def cannot_commit(rank):
-    """A step that one rank cannot make durable is kept, but the next one waits, and both raise."""
-    training = training_on(rank, "this", {}, named=True)
-    opt, full = training.opt, False
-
-    def publish(call, store, staged, copy):
-        if full and rank == 1:
-            raise CSDOSError(28, "the disk is full")
-        call(store, staged, copy)
-
-    for _ in range(2):
-        training.step()
-    opt.synchronize()
-    with replaced(StoreFile, "publish", publish):
-        full = True
-        training.step()
-        training.backward()
-        for _ in range(2):
-            said = raised_by(opt.step)
-            assert isinstance(said, CSDOSError if rank == 1 else CSDRankError)
-            assert "step 3 cannot be committed yet" in str(said)
-            assert opt.committed_step == 2
-        full = False
-        opt.step()
-    opt.synchronize()
-    assert opt.committed_step == 4
-    assert now(training) == blocking(rank, 4)
-    opt.close()
-
-
-def test_a_rank_that_cannot_commit(tmp_path):
-    on_living_ranks(2, cannot_commit, directory=tmp_path)
 
 
 def vote_fails(rank):

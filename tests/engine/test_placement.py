@@ -4,10 +4,11 @@ import itertools
 import json
 import logging
 import math
-import random
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from support.inside import engine_of
 from support.training import trained
 
@@ -35,30 +36,36 @@ def divisions(n, rooms):
     return (c for c in itertools.product(*(range(min(n, room) + 1) for room in rooms)) if sum(c) == n)
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_as_good_as_an_exhaustive_search(seed):
-    choose = random.Random(seed)
-    n, count = choose.randint(1, 14), choose.randint(1, 4)
-    saved = choose.choice([0.0, choose.random()])
-    link = choose.choice([0.0, choose.uniform(0.01, 0.3)])
-    candidates = [
-        Candidate(
-            seconds=choose.choice([0.0, choose.uniform(0.01, 1)]) if not saved else choose.uniform(0.01, 1),
-            host=choose.choice([0.0, choose.uniform(0.001, 0.5)]),
-            link=choose.choice([0.0, link]),
-            room=choose.choice([1 << 62, choose.randint(0, n)]),
-            saved=saved,
-        )
-        for _ in range(count)
-    ]
-    best = min((step_seconds(c, candidates) for c in divisions(n, [c.room for c in candidates])), default=math.inf)
-    ours = place(n, candidates)
+def zero_or(low, high):
+    return st.just(0.0) | st.floats(low, high)
+
+
+@st.composite
+def candidates(draw, n):
+    """Draw devices for up to `n` tiles each. The link and the cache are the same for all that have them."""
+    saved, link = draw(zero_or(0.0, 1)), draw(zero_or(0.01, 0.3))
+    device = st.builds(
+        Candidate,
+        seconds=st.floats(0.01, 1) if saved else zero_or(0.01, 1),
+        host=zero_or(0.001, 0.5),
+        link=st.sampled_from([0.0, link]),
+        room=st.just(1 << 62) | st.integers(0, n),
+        saved=st.just(saved),
+    )
+    return draw(st.lists(device, min_size=1, max_size=4))
+
+
+@given(st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), candidates(n))))
+def test_as_good_as_an_exhaustive_search(case):
+    n, devices = case
+    best = min((step_seconds(c, devices) for c in divisions(n, [c.room for c in devices])), default=math.inf)
+    ours = place(n, devices)
     if ours is None:
         assert best == math.inf
         return
     assert sum(ours) == n
-    assert all(k <= c.room for k, c in zip(ours, candidates, strict=True))
-    assert step_seconds(ours, candidates) <= best * (1 + 1e-6) + 1e-8
+    assert all(k <= c.room for k, c in zip(ours, devices, strict=True))
+    assert step_seconds(ours, devices) <= best * (1 + 1e-6) + 1e-8
 
 
 # ---- what follows from it ----------------------------------------------------------------

@@ -7,6 +7,8 @@ import time
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from support.inside import idle_engine_of
 from support.states import tile_bytes
 
@@ -21,27 +23,22 @@ SHARES = (1.0, 0.25, 2.0)
 # ---- which tiles ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n_devices", [1, 2, 5])
-def test_equal_shares_take_turns(n_devices):
-    for share in (1.0, 0.3, 7.0):
-        assert devices_of([share] * n_devices, 17).tolist() == [i % n_devices for i in range(17)]
+SHARE = st.floats(0.001, 1000)
 
 
-@pytest.mark.parametrize("shares", [(1, 2), (1, 1, 0.5), (3, 0.7, 1.9), (1000, 1, 0.001)])
-def test_no_other_division_would_be_through_earlier(shares):
-    """This holds for all tiles, and for the first tiles up to any number."""
-    n = 9
+@given(SHARE, st.integers(1, 5))
+def test_equal_shares_take_turns(share, n_devices):
+    assert devices_of([share] * n_devices, 17).tolist() == [i % n_devices for i in range(17)]
+
+
+@given(st.lists(SHARE, min_size=1, max_size=4), st.integers(1, 7), st.integers(0, 100))
+def test_no_other_division_would_be_through_earlier(shares, n, more):
+    """This holds for all tiles, and for the first tiles up to any number: more tiles do not move those before."""
     devices = devices_of(shares, n)
-    for first in range(1, n + 1):
-        ours = max(np.bincount(devices[:first], minlength=len(shares)) / shares)
-        others = (c for c in itertools.product(range(first + 1), repeat=len(shares)) if sum(c) == first)
-        assert ours <= min(max(np.divide(c, shares)) for c in others) * (1 + 1e-15)
-
-
-def test_more_tiles_do_not_move_those_before():
-    all_of_them = devices_of(SHARES, 1000)
-    for n in (0, 1, 7, 999):
-        assert devices_of(SHARES, n).tolist() == all_of_them[:n].tolist()
+    assert devices_of(shares, n + more)[:n].tolist() == devices.tolist()
+    ours = max(np.bincount(devices, minlength=len(shares)) / shares)
+    others = (c for c in itertools.product(range(n + 1), repeat=len(shares)) if sum(c) == n)
+    assert ours <= min(max(np.divide(c, shares)) for c in others) * (1 + 1e-15)
 
 
 @pytest.mark.parametrize("shares", [(1, 0.5), (1, 0.1, 1), (1, 0.001), (4, 4)])

@@ -5,6 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from csd_optim.bindings import FROM_PARAM, GIVEN, IN_PARAM, IN_SECTION, NEW, PARAM, UNCOMPARED, UNLESS_SET
 from csd_optim.engine.decoded import Decoded
@@ -18,6 +21,9 @@ pytestmark = pytest.mark.fp32_states("builds its extents itself")
 
 ELEMS = 1024
 EMPTY, EDITED, RESEEDED, COMMITTED, LOOSE = Counts.EMPTY, Counts.EDITED, Counts.RESEEDED, Counts.COMMITTED, Counts.LOOSE
+
+
+PARAMS = st.sets(st.integers(0, 2))
 
 
 class Device:
@@ -82,18 +88,126 @@ class Model:
         return table
 
 
-def test_new_tiles():
-    model = Model()
-    assert model.states() == [EMPTY] * 4
-    assert model.truth.open.tolist() == [True, True, False, False]  # codes have no windows
-    model.shown[0].fill_(1)
-    assert model.truth.note_written().tolist() == [0]  # at once, on the device: the tile is open
-    assert model.states() == [EMPTY] * 4
-    assert model.device.told == [[0]]
-    model.truth.filled()
-    assert model.states() == [LOOSE] * 4
-    model.truth.commit_begins()
-    assert model.states() == [COMMITTED] * 4
+class Events(RuleBasedStateMachine):
+    """The events of tiles in any order. What was written counts until a step has started from it, or a flush wrote it.
+
+    The model: what counts in each tile but for writes, `counts`; writes that were noted, EDITED or RESEEDED, `edits`;
+    and the parameters that were written since anybody looked, `unseen`.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.model, self.tiles = Model(), {0: [0], 1: [1], 2: [2, 3]}  # by parameter
+        self.truth, self.decoded = self.model.truth, self.model.decoded
+        self.windows = dict(enumerate(self.model.shown))
+        self.counts, self.is_open, self.edits, self.unseen = [EMPTY] * 4, {0, 1}, {}, set()
+
+    def tiles_of(self, params):
+        return {tile for param in params for tile in self.tiles[param]}
+
+    @rule(param=st.integers(0, 5))
+    def write(self, param):
+        if param in self.tiles:
+            (self.windows[param] if param in self.windows else self.decoded.states(2)["exp_avg"]).fill_(1)
+            self.unseen.add(param)
+
+    def seen(self):
+        """Have what was written noted; return these tiles."""
+        seen, self.unseen = self.tiles_of(self.unseen), set()
+        self.edits.update(dict.fromkeys(seen - self.is_open, EDITED))
+        return seen
+
+    @rule()
+    def look(self):
+        windows = sorted(self.tiles_of(self.unseen - {2}))
+        self.model.device.told.clear()
+        assert self.truth.note_written().tolist() == sorted(self.seen() | {*self.edits})
+        assert not windows or self.model.device.told == [windows]
+
+    @rule(param=st.integers(0, 5))
+    def reseed(self, param):
+        """Write to a parameter's states what the program has set the parameter to."""
+        self.seen()
+        before = {tile for tile, edit in self.edits.items() if edit is EDITED}
+        with self.truth.reseeding():
+            self.write(param)
+        self.seen()
+        self.edits.update(dict.fromkeys(self.edits.keys() - before, RESEEDED))
+
+    @rule(grads=st.sets(st.integers(0, 2)), end=st.sampled_from(["kept", "undone", "taken back"]), later=PARAMS)
+    def step(self, grads, end, later):
+        in_step = self.tiles_of(grads) | self.seen() | {*self.edits}
+        is_written = 2 in self.edits  # this tile is of parameter 2
+        table = self.model.step_begins(*grads)
+        assert np.flatnonzero(table["edited"].any(1)).tolist() == [2] * is_written
+        if end == "undone":
+            return
+        self.truth.kept()
+        self.edits.clear()
+        for tile in in_step:
+            self.counts[tile] = LOOSE if self.counts[tile] is EMPTY else self.counts[tile]
+        assert not self.decoded.written()
+        if end == "taken back":
+            for param in later:
+                self.write(param)
+            self.look()
+            self.truth.taken_back()  # with what was written to its tiles since
+            self.edits = {tile: edit for tile, edit in self.edits.items() if tile not in in_step}
+
+    @rule(before=PARAMS)
+    def flush(self, before):
+        for param in before:
+            self.write(param)
+        self.seen()
+        tiles = sorted(tile for tile, edit in self.edits.items() if edit is EDITED and tile not in self.is_open)
+        assert self.truth.to_flush().tolist() == tiles
+        self.truth.moved(np.array(tiles, np.uint32))
+        for tile in tiles:
+            del self.edits[tile]
+            self.counts[tile] = EMPTY if self.counts[tile] is EMPTY else LOOSE
+
+    @initialize(commits=st.booleans())
+    def begin(self, commits):
+        if commits:
+            self.commit()
+
+    @rule()
+    def commit(self):
+        """All tiles have states by now; no windows stay open."""
+        self.look()
+        self.model.commit()
+        self.counts, self.is_open = [COMMITTED] * len(self.counts), set()
+
+    @rule(later=PARAMS, flushes=st.booleans())
+    def fail_to_load(self, later, flushes):
+        self.look()
+        saved, before = self.truth.saved(), (self.counts.copy(), self.edits.copy())
+        for param in later:
+            self.write(param)
+        if flushes:
+            self.flush(before=set())
+        self.truth.put_back(saved)
+        (self.counts, self.edits), self.unseen = before, set()
+
+    @rule()
+    def join(self):
+        """A parameter with windows gets states."""
+        param, tile = len(self.tiles), len(self.counts)
+        self.model.extend([ELEMS], codec="fp32", tile_elems=ELEMS)
+        self.windows[param] = self.model.windows.window(self.model.tiles.extents[-1], 0, 0, torch.float32)
+        self.tiles[param] = [tile]
+        self.counts.append(EMPTY)
+        self.is_open.add(tile)
+
+    @invariant()
+    def what_counts(self):
+        assert self.model.states() == [self.edits.get(tile, counts) for tile, counts in enumerate(self.counts)]
+        assert self.truth.is_written == bool(self.edits or self.unseen)
+        assert self.truth.would_be_lost == (EDITED in self.edits.values())
+
+
+def test_events():
+    run_state_machine_as_test(Events, settings=settings(stateful_step_count=15))
 
 
 def test_only_states_that_are_looked_at_are_read():
@@ -108,53 +222,6 @@ def test_only_states_that_are_looked_at_are_read():
     assert model.device.read == [0, 0]  # in two tiles
     assert not model.decoded.states(2)["exp_avg_sq"].any()
     assert model.device.read == [0, 0, 1, 2, 1, 2]
-
-
-@pytest.mark.parametrize(("write", "tiles"), [(0, [0]), (1, [1]), (2, [2, 3])])
-@pytest.mark.parametrize("end", ["kept", "undone", "taken back", "moved"])
-def test_what_was_written(write, tiles, end):
-    """It counts until a step has started from it, or a flush has written it; an undone step keeps it."""
-    model = Model().commit()
-    truth = model.truth
-    (model.shown[write] if write < 2 else model.decoded.states(2)["exp_avg"]).fill_(1)
-    assert model.states() == [COMMITTED] * 4  # nobody has looked yet
-    assert truth.is_written
-    assert truth.note_written().tolist() == truth.to_flush().tolist() == tiles
-    after = [EDITED if tile in tiles else COMMITTED for tile in range(4)]
-    assert model.states() == after
-    assert truth.would_be_lost
-    if end == "moved":
-        truth.moved(np.array(tiles, np.uint32))
-        after = [LOOSE if tile in tiles else COMMITTED for tile in range(4)]
-    else:
-        table = model.step_begins(0)
-        assert (table["edited"][2] != 0).tolist() == [False, write == 2, False, False]
-        if end == "kept":
-            truth.kept()
-            after = [COMMITTED] * 4  # the engine's commit says what is loose
-        elif end == "taken back":
-            truth.kept()
-            model.shown[1].fill_(2)
-            model.shown[0].fill_(2)
-            assert truth.note_written().tolist() == [0, 1]
-            truth.taken_back()  # with what was written to its tiles since
-            after = [COMMITTED, COMMITTED if write == 1 else EDITED, COMMITTED, COMMITTED]
-    assert model.states() == after
-    assert (2 in model.decoded.written()) == (write == 2 and end == "undone")
-    assert truth.is_written == (EDITED in after)
-
-
-def test_states_reseeded_from_parameters_wait_for_their_step():
-    model = Model().commit()
-    truth = model.truth
-    model.shown[0].fill_(1)
-    with truth.reseeding():
-        model.shown[1].fill_(1)
-    assert model.states() == [EDITED, RESEEDED, COMMITTED, COMMITTED]
-    assert truth.to_flush().tolist() == [0]
-    model.shown[1].fill_(2)  # by the program
-    assert truth.to_flush().tolist() == [0, 1]
-    assert model.states()[1] is EDITED
 
 
 def test_without_commits_nobody_asks():

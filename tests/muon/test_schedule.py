@@ -1,31 +1,31 @@
 """The order of passes over tiles: each tile takes each pass once, and pass 2 after what it waits for."""
 
-import random
-
-import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from csd_optim.muon.schedule import BEHIND, Matrix, groups_of
 
 
-def matrices(rng, tile_elems):
-    """Matrices one behind another, which share tiles."""
-    made, begin = [], 0
-    for row in range(rng.randrange(1, 12)):
-        shape = (rng.randrange(1, 40), rng.randrange(1, 60))
+@st.composite
+def matrices(draw):
+    """Draw matrices one behind another, which share tiles, in any order, so that groups far apart share tiles, too."""
+    made, begin, tile_elems = [], 0, draw(st.sampled_from([16, 64, 256, 1024]))
+    for row, shape in enumerate(draw(st.lists(st.tuples(st.integers(1, 39), st.integers(1, 59)), max_size=11))):
         end = begin + shape[0] * shape[1]
         made.append(Matrix(row, shape, tuple(range(begin // tile_elems, (end - 1) // tile_elems + 1))))
         begin = end
-    return made
+    return draw(st.permutations(made))
 
 
-@pytest.mark.parametrize("seed", range(50))
-def test_each_tile_takes_each_pass_once_and_in_order(seed):
-    rng = random.Random(seed)
-    made = matrices(rng, tile_elems=rng.choice([16, 256, 1024]))
-    if rng.random() < 0.5:
-        made.reverse()
-    groups = groups_of(made, least=rng.choice([1, 500, 10**6]))
+LEAST = st.sampled_from([1, 100, 500, 1000, 10**6])  # elements of a group
+
+
+@given(matrices(), LEAST)
+def test_each_tile_takes_each_pass_once_and_in_order(made, least):
+    groups = groups_of(made, least)
     assert [matrix for group in groups for matrix in group.matrices] == made
+    assert all(group.numel >= least for group in groups[:-1])
+    assert all(sum(m.numel for m in group.matrices[:-1]) < least for group in groups)
     tiles = {tile for matrix in made for tile in matrix.tiles}
     for due in ("first", "second"):
         listed = [tile for group in groups for tile in getattr(group, due)]
@@ -39,13 +39,9 @@ def test_each_tile_takes_each_pass_once_and_in_order(seed):
             assert max(j for j, other in enumerate(groups) if any(tile in m.tiles for m in other.matrices)) == k
 
 
-@pytest.mark.parametrize("seed", range(50))
-def test_no_buffer_is_used_again_before_the_passes_that_need_it_are_over(seed):
-    """In any order of the matrices, so that groups far apart share tiles, and with small groups, so that many do."""
-    rng = random.Random(seed)
-    made = matrices(rng, tile_elems=rng.choice([16, 256, 1024]))
-    rng.shuffle(made)
-    groups = groups_of(made, least=rng.choice([1, 500]))
+@given(matrices(), LEAST)
+def test_no_buffer_is_used_again_before_the_passes_that_need_it_are_over(made, least):
+    groups = groups_of(made, least)
     first = {tile: k for k, group in enumerate(groups) for tile in group.first}
     second = {tile: k for k, group in enumerate(groups) for tile in group.second}
     used = []  # by group: with which groups come the first and the last pass that need its X
@@ -61,11 +57,3 @@ def test_no_buffer_is_used_again_before_the_passes_that_need_it_are_over(seed):
 def test_few_buffers_are_enough_where_neighbours_share_tiles():
     made = [Matrix(k, (10, 100), tuple(range(k * 10, k * 10 + 11))) for k in range(20)]
     assert max(group.buffer for group in groups_of(made, least=1000)) + 1 == 5
-
-
-@pytest.mark.parametrize("least", [1, 100, 1000])
-def test_groups_have_at_least_so_many_elements(least):
-    made = matrices(random.Random(3), tile_elems=64)
-    groups = groups_of(made, least)
-    assert all(group.numel >= least for group in groups[:-1])
-    assert all(sum(m.numel for m in group.matrices[:-1]) < least for group in groups)

@@ -1,6 +1,8 @@
 """Frames arrive as they were sent, in their order, or the connection ends."""
 
 import contextlib
+import functools
+import itertools
 import os
 import random
 import signal
@@ -10,6 +12,8 @@ import time
 
 import numpy as np
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from support.wires import connected, nothing_left
 
 from csd_optim.errors import CSDRuntimeError, CSDValueError
@@ -225,25 +229,24 @@ def test_every_byte():
         assert receives([changed]) == (FRAMES[:1] if at >= 48 + 40 + TAG else []), at
 
 
-def mutate(generator, wire):
-    """Return a wire with one to three changes, of bits, lengths and order, that is not the same wire."""
-    changed = b"".join(wire)
-    while changed == b"".join(wire):
-        for _ in range(generator.randrange(1, 4)):
-            at, n = generator.randrange(len(changed) + 1), generator.choice([1, 2, 4, 16, 48, 104])
-            other = generator.randrange(len(changed) + 1)
-            changed = generator.choice(
-                [
-                    changed[:at] + changed[at + n :],
-                    changed[:at] + generator.randbytes(n) + changed[at:],
-                    changed[:at] + generator.randbytes(n) + changed[at + n :],
-                    changed[:at] + changed[other : other + n] + changed[at:],
-                    changed[:at] + bytes(n) + changed[at + n :],
-                    changed[:at],
-                ]
-            )
-            changed = changed or b"\0"
-    return changed
+@st.composite
+def changed(draw, wire):
+    """Draw bytes with a change: a part was cut out, inserted, overwritten, repeated or erased, or the end cut off."""
+    at, other = draw(st.integers(0, len(wire))), draw(st.integers(0, len(wire)))
+    n = draw(st.sampled_from([1, 2, 4, 16, 48, 104]))
+    new = draw(st.binary(min_size=n, max_size=n))
+    return draw(
+        st.sampled_from(
+            [
+                wire[:at] + wire[at + n :],
+                wire[:at] + new + wire[at:],
+                wire[:at] + new + wire[at + n :],
+                wire[:at] + wire[other : other + n] + wire[at:],
+                wire[:at] + bytes(n) + wire[at + n :],
+                wire[:at],
+            ]
+        )
+    )
 
 
 class Wire:
@@ -267,33 +270,31 @@ class Wire:
         self.over = True
 
 
-def fuzz(n, seed):
-    """Receive `n` mutated wires. Frames may be accepted only up to the first byte that differs."""
-    generator = random.Random(seed)
+@functools.cache
+def intact_wire():
+    """Return FRAMES as they are sent, and where each of them ends."""
     wire = on_the_wire(*FRAMES)
-    ends_at = [len(b"".join(wire[: k + 1])) for k in range(len(wire))]
-    intact = b"".join(wire)
-    for _ in range(n):
-        data = mutate(generator, wire)
-        same = next((at for at, (a, b) in enumerate(zip(intact, data, strict=False)) if a != b), len(data))
-        stream = Wire(data)
-        receiver, accepted = SealedConnection(stream, *KEYS[::-1]), []
-        with contextlib.suppress(ConnectionClosed):
-            while True:
-                header = receiver.receive_header()
-                receiver.receive(header, [into := bytearray(header.nbytes)])
-                accepted.append((header, bytes(into)))
-        assert accepted == FRAMES[: sum(end <= same for end in ends_at)]
-        assert stream.over
+    return b"".join(wire), [*itertools.accumulate(map(len, wire))]
 
 
-def test_mutated_frames():
-    fuzz(2000, seed=1)
-
-
-@pytest.mark.soak
-def test_a_million_mutated_frames(pytestconfig):
-    fuzz(1_000_000, seed=2)
+@given(st.data())
+def test_changed_frames(data):
+    """Frames are accepted only up to the first byte that differs."""
+    intact, ends_at = intact_wire()
+    wire = intact
+    for _ in range(data.draw(st.integers(1, 3))):
+        wire = data.draw(changed(wire))
+    assume(wire != intact)
+    same = next((at for at, (a, b) in enumerate(zip(intact, wire, strict=False)) if a != b), len(wire))
+    stream = Wire(wire)
+    receiver, accepted = SealedConnection(stream, *KEYS[::-1]), []
+    with contextlib.suppress(ConnectionClosed):
+        while True:
+            header = receiver.receive_header()
+            receiver.receive(header, [into := bytearray(header.nbytes)])
+            accepted.append((header, bytes(into)))
+    assert accepted == FRAMES[: sum(end <= same for end in ends_at)]
+    assert stream.over
 
 
 def test_a_new_key_after_many_bytes(monkeypatch):

@@ -3,12 +3,13 @@
 The phases of steps are checked in all tests: see support/phases.py.
 """
 
-import random
 import threading
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from csd_optim import CSDRuntimeError
 from csd_optim.step.live import NEVER, Countdown, LiveStep, Phase
@@ -36,15 +37,16 @@ def test_what_was_pushed_and_what_is_left():
     assert countdown.rank().tolist() == [NEVER, NEVER, 0, 1]
 
 
-def test_portions_in_any_order():
-    choose = random.Random(0)
-    needed = [choose.randrange(1, 20) for _ in range(9)]
-    countdown, units = Countdown(np.array(needed), range(9)), [k for k in range(9) for _ in range(needed[k])]
-    choose.shuffle(units)
+@given(st.lists(st.integers(1, 19), min_size=1, max_size=9), st.data())
+def test_portions_in_any_order(needed, data):
+    countdown = Countdown(np.array(needed), range(len(needed)))
+    units = data.draw(st.permutations([tile for tile, n in enumerate(needed) for _ in range(n)]))
     while units:
-        tiles = [units.pop() for _ in range(min(len(units), choose.randrange(1, 6)))]
-        for tile in countdown.arrive(tiles):
-            assert tile not in units
+        portion = data.draw(st.integers(1, 5))
+        arrived, units = units[:portion], units[portion:]
+        complete = countdown.arrive(arrived)
+        assert {*complete} == {*arrived} - {*units}
+        for tile in complete:
             countdown.note_pushed(tile)
     assert countdown.left == []
 
