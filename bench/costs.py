@@ -55,7 +55,7 @@ def main() -> None:
 
 def compare(cpu: str, drive: str, prices: str, watts: str) -> dict[str, Any]:
     """Return a row for each model and place of its states, and what was assumed. Raises CSDValueError."""
-    request = advice.Request(
+    request = advice.PlanRequest(
         params=1,
         devices=1,
         host=model.Host(update=parse_rate(cpu, ""), gpu_link=25e9),
@@ -77,7 +77,7 @@ def compare(cpu: str, drive: str, prices: str, watts: str) -> dict[str, Any]:
     }
 
 
-def row(r: advice.Request, drives: int) -> Row:
+def row(r: advice.PlanRequest, drives: int) -> Row:
     """Return what a plan says of dollars, seconds and joules. `drives`: 0 stands for states in DRAM."""
     found = advice.plan(r)
     step = next(p["step"] for p in found["predictions"] if p["chosen"])

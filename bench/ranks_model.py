@@ -22,7 +22,7 @@ from typing import Any
 from csd_optim.devices.units import parse_rate
 from csd_optim.distributed.buckets import TARGET_BUCKETS
 from csd_optim.errors import CSDValueError
-from csd_optim.planning.advice import Request, check, rates_of
+from csd_optim.planning.advice import PlanRequest, check, rates_of
 from csd_optim.planning.model import ITEM_BYTES, Host, predict
 from csd_optim.rates import Rates
 
@@ -80,7 +80,7 @@ class Stage:
 ROUNDS = 3  # buckets that csd_optim.push reduces at the same time
 
 
-def _collective(name: str, r: Request, fleet: Fleet, times: int) -> Stage:
+def _collective(name: str, r: PlanRequest, fleet: Fleet, times: int) -> Stage:
     """Return a ring collective of N trainers, which moves `times` (N - 1) / N of all bytes.
 
     `times` is 1 for a reduce-scatter or an all-gather, 2 for an all-reduce.
@@ -89,7 +89,7 @@ def _collective(name: str, r: Request, fleet: Fleet, times: int) -> Stage:
     return Stage(name, {TRAINER_OUT: n, TRAINER_IN: n}, {})
 
 
-def _update(r: Request, share: float, after: int | None = None) -> Stage:
+def _update(r: PlanRequest, share: float, after: int | None = None) -> Stage:
     """Return the stage in which machines update, each a `share` of all parameters."""
     device: Rates = r.drive if r.on == "drive" else r.csd
     found = predict(
@@ -115,24 +115,24 @@ def parse_link(text: str) -> float:
         raise CSDValueError(f"Invalid rate: {text!r}; write for example 25Gb/s, or 3GB/s for bytes") from None
 
 
-def size(r: Request) -> float:
+def size(r: PlanRequest) -> float:
     """Return the bytes of all gradients, which are also those of all parameters."""
     return float(ITEM_BYTES[r.dtype] * r.params)
 
 
-def _all_reduce(r: Request, fleet: Fleet) -> Stage:
+def _all_reduce(r: PlanRequest, fleet: Fleet) -> Stage:
     return _collective("all-reduce", r, fleet, 2)
 
 
-def _reduce_scatter(r: Request, fleet: Fleet) -> Stage:
+def _reduce_scatter(r: PlanRequest, fleet: Fleet) -> Stage:
     return replace(_collective("reduce-scatter", r, fleet, 1), window=ROUNDS)
 
 
-def _local(r: Request, fleet: Fleet) -> list[Stage]:
+def _local(r: PlanRequest, fleet: Fleet) -> list[Stage]:
     return [_update(r, 1 / fleet.trainers, after=0), _collective("all-gather", r, fleet, 1)]
 
 
-def _owners(r: Request, fleet: Fleet) -> list[Stage]:
+def _owners(r: PlanRequest, fleet: Fleet) -> list[Stage]:
     """Return what follows the reduction: each trainer pushes its rows to owners, and gets their parameters back."""
     rows, many = size(r) / fleet.trainers, fleet.of_owner
     push = Stage("push", {TRAINER_OUT: rows, OWNER_IN: many * rows}, {}, after=0)
@@ -140,7 +140,7 @@ def _owners(r: Request, fleet: Fleet) -> list[Stage]:
     return [push, _update(r, many / fleet.trainers), pull, _collective("all-gather", r, fleet, 1)]
 
 
-Way = Callable[[Request, Fleet], list[Stage]]
+Way = Callable[[PlanRequest, Fleet], list[Stage]]
 OWNERS: dict[str, Way] = {
     "owners": lambda r, fleet: [_all_reduce(r, fleet), *_owners(r, fleet)],
     "owners hook": lambda r, fleet: [_reduce_scatter(r, fleet), *_owners(r, fleet)],
@@ -211,14 +211,14 @@ def simulate(stages: Sequence[Stage], fleet: Fleet, arrivals: Sequence[float]) -
     return max(through[-1])
 
 
-def arrivals(r: Request) -> list[float]:
+def arrivals(r: PlanRequest) -> list[float]:
     """Return when backward finishes each bucket, in the last batch that a step accumulates."""
     n = max(TARGET_BUCKETS, min(MOST, math.ceil(size(r) / BUCKET_BYTES)))
     before = r.accumulate * (r.forward + r.backward) - r.backward
     return [before + r.backward * (k + 1) / n for k in range(n)]
 
 
-def busy(way: str, r: Request, fleet: Fleet) -> dict[str, float]:
+def busy(way: str, r: PlanRequest, fleet: Fleet) -> dict[str, float]:
     """Return the seconds of an iteration in which each resource is busy."""
     total = {COMPUTE: r.accumulate * (r.forward + r.backward)}
     for stage in WAYS[way](r, fleet):
@@ -227,12 +227,12 @@ def busy(way: str, r: Request, fleet: Fleet) -> dict[str, float]:
     return total
 
 
-def at_least(way: str, r: Request, fleet: Fleet) -> float:
+def at_least(way: str, r: PlanRequest, fleet: Fleet) -> float:
     """Return the seconds that the busiest resource needs: a lower bound of an iteration."""
     return max(busy(way, r, fleet).values())
 
 
-def iteration(way: str, r: Request, fleet: Fleet) -> float:
+def iteration(way: str, r: PlanRequest, fleet: Fleet) -> float:
     """Return the seconds from the beginning of a step's first batch until trainers have the new parameters."""
     return simulate(WAYS[way](r, fleet), fleet, arrivals(r))
 
@@ -240,7 +240,7 @@ def iteration(way: str, r: Request, fleet: Fleet) -> float:
 # ---- a plan ----------------------------------------------------------------------
 
 
-def plan_ranks(r: Request, fleet: Fleet) -> dict[str, Any]:
+def plan_ranks(r: PlanRequest, fleet: Fleet) -> dict[str, Any]:
     """Return all that bench/ranks_plan.py shows as plain values; None stands for no bound.
 
     `r`: the model, the GPUs' times, and each owner's hardware: `r.devices` drives and a CPU that updates
@@ -294,7 +294,7 @@ def plan_ranks(r: Request, fleet: Fleet) -> dict[str, Any]:
     }
 
 
-def enough_owners(way: str, r: Request, fleet: Fleet) -> int | None:
+def enough_owners(way: str, r: PlanRequest, fleet: Fleet) -> int | None:
     """Return the least number of owners that are enough: an iteration takes at most HIDDEN times what it takes with
     infinitely fast owners. None: not even MOST_OWNERS for each trainer.
     """
@@ -303,7 +303,7 @@ def enough_owners(way: str, r: Request, fleet: Fleet) -> int | None:
     return _first(MOST_OWNERS * fleet.trainers, lambda n: iteration(way, r, replace(fleet, owners=n)) <= target)
 
 
-def drives_per_trainer(way: str, r: Request, fleet: Fleet) -> int | None:
+def drives_per_trainer(way: str, r: PlanRequest, fleet: Fleet) -> int | None:
     """Return the least number of drives in each trainer that is as fast as these owners, if gradients are reduced in
     the same way. None: more than MOST_DRIVES.
     """

@@ -52,7 +52,7 @@ def planned(arguments: argparse.Namespace) -> dict[str, Any]:
         raise CSDValueError(f"Invalid optimizer: {arguments.optimizer!r}; the model has no steps of two passes")
     smartssd = model.smartssd(states, len(sections))
     rate = parse_rate(arguments.cpu, "") if arguments.cpu else math.inf
-    r = advice.Request(
+    r = advice.PlanRequest(
         count(arguments.params),
         arguments.devices,
         model.Host(rate, link=parse_rate(arguments.link) if arguments.link else math.inf),

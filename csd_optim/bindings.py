@@ -41,7 +41,7 @@ RULES, PASS_RULES = (
 )
 PASS_2: int = lib.CSD_PASS_2
 IN_SECTION, FROM_PARAM, IN_PARAM = lib.CSD_IN_SECTION, lib.CSD_FROM_PARAM, lib.CSD_IN_PARAM
-UNLESS_SET, NEW, UNCOMPARED, GIVEN = lib.CSD_UNLESS_SET, lib.CSD_NEW, lib.CSD_UNCOMPARED, lib.CSD_GIVEN
+UNLESS_SET, NEW, UNCOMPARED, SUPPLIED = lib.CSD_UNLESS_SET, lib.CSD_NEW, lib.CSD_UNCOMPARED, lib.CSD_SUPPLIED
 TO_AND_FRO, SAME_ORDER, AS_PUSHED = lib.CSD_TO_AND_FRO, lib.CSD_SAME_ORDER, lib.CSD_AS_PUSHED
 P2P = {"auto": lib.CSD_P2P_AUTO, "1": lib.CSD_P2P_ON, "0": lib.CSD_P2P_OFF}
 ISAS = {"scalar": lib.CSD_ISA_SCALAR, "avx2": lib.CSD_ISA_AVX2, "avx512": lib.CSD_ISA_AVX512}
@@ -214,7 +214,7 @@ class Push:
     # with Top-K.
     hold: int = 0
     # Address of all sections of the tile (fp32), one after another, as they are after the step: for parameters whose
-    # master is GIVEN.
+    # master is SUPPLIED.
     states: int = 0
 
 
@@ -398,8 +398,8 @@ class Watch:
 
         `piece`: an array of one, dtype PIECE. `before`, `after`: addresses.
         """
-        of = _array(piece, "csd_piece *"), DTYPE_CODES[dtype]
-        lib.csd_watch_note(self._struct, tile, *of, _address(before), _address(after))
+        row, code = _array(piece, "csd_piece *"), DTYPE_CODES[dtype]
+        lib.csd_watch_note(self._struct, tile, row, code, _address(before), _address(after))
 
     def arrays(self) -> Sequence[np.ndarray[Any, Any]]:
         """Return the memory that it takes."""
@@ -704,8 +704,8 @@ def encode(
     The codes of a state that is None or missing stay as they are. `dtype`: the parameter's.
     """
     n = max(0 if s is None else s.numel() for s in states)
-    of, to = _addresses("float *", _four(states)), _addresses("void *", codes)
-    _call(lib.csd_encode, ISAS[isa], n, of, CODECS[codec], DTYPE_CODES[dtype], to, len(codes))
+    source, to = _addresses("float *", _four(states)), _addresses("void *", codes)
+    _call(lib.csd_encode, ISAS[isa], n, source, CODECS[codec], DTYPE_CODES[dtype], to, len(codes))
 
 
 def decode(
@@ -717,8 +717,8 @@ def decode(
 ) -> None:
     """Decode into fp32 states of one length, see encode(); a state that is None or missing is skipped."""
     n = max(0 if s is None else s.numel() for s in states)
-    of, to = _addresses("void *", codes), _addresses("float *", _four(states))
-    _call(lib.csd_decode, ISAS[isa], n, of, CODECS[codec], DTYPE_CODES[dtype], to, len(codes))
+    source, to = _addresses("void *", codes), _addresses("float *", _four(states))
+    _call(lib.csd_decode, ISAS[isa], n, source, CODECS[codec], DTYPE_CODES[dtype], to, len(codes))
 
 
 def _four(states: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from model.automaton import Refused
 from support import cards, commit_traces, emulated, far, phases, properties, served, times
-from support.backends import BACKENDS, NEAR, TESTS, XRT_BACKENDS, device_strings, on_cards
+from support.backends import BACKENDS, GPU, TESTS, XRT_BACKENDS, device_strings, on_cards
 from support.states import assume, assumed
 from support.tiers import TIERS, of_tier
 
@@ -86,8 +86,8 @@ def pytest_generate_tests(metafunc):
     """
     if "backend" in metafunc.fixturenames:
         on = metafunc.config.getoption("--xrt")
-        near = [NEAR] if metafunc.config.getoption("--accelerator") else []
-        metafunc.parametrize("backend", on.split(",") if on else [*BACKENDS, *near])
+        gpu = [GPU] if metafunc.config.getoption("--accelerator") else []
+        metafunc.parametrize("backend", on.split(",") if on else [*BACKENDS, *gpu])
 
 
 def pytest_collection_modifyitems(config, items):

@@ -365,6 +365,16 @@ def test_other_writers_are_found(tmp_path, text, n):
     assert len(touches_of_steps(tmp_path)) == n
 
 
+# ---- names -------------------------------------------------------------------------------
+
+
+def test_a_class_name_means_one_class():
+    files = {}
+    for file, node in nodes_of(PACKAGE, ast.ClassDef):
+        files.setdefault(node.name, set()).add(str(file.relative_to(PACKAGE)))
+    assert not {name: sorted(where) for name, where in files.items() if len(where) > 1}
+
+
 # ---- docstrings --------------------------------------------------------------------------
 
 PRONOUNS = re.compile(

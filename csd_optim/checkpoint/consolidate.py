@@ -35,8 +35,8 @@ class Consolidated:
     def first_of(self, rank: int, row: int) -> list[int] | None:
         """Return the index at which a rank's part begins in the whole parameter; None if the rank has the whole."""
         recovered, _ = self.ranks[rank]
-        of = recovered[0].manifest["params"][row].get("of")
-        return of["first"] if of and len(self.ranks) > 1 else None
+        divided = recovered[0].manifest["params"][row].get("of")
+        return divided["first"] if divided and len(self.ranks) > 1 else None
 
 
 @contextlib.contextmanager

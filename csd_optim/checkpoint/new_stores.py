@@ -26,7 +26,8 @@ from ..store.reader import CHUNK, Tick, Tile
 from ..store.sections import FP32, GROUPED
 from .regroup import Regroup
 
-Kind = tuple[tuple[str, ...], str, torch.dtype | None]  # the sections of an extent, its codec and parameters' dtype
+# The sections of an extent, its codec and parameters' dtype.
+ExtentKind = tuple[tuple[str, ...], str, torch.dtype | None]
 
 
 class NewStores:
@@ -51,7 +52,7 @@ class NewStores:
 
     # ---- layout ----------------------------------------------------------------------
 
-    def add(self, numels: Sequence[int], kind: Kind) -> Extent:
+    def add(self, numels: Sequence[int], kind: ExtentKind) -> Extent:
         """Lay out an extent of parameters of one kind; nothing is written yet."""
         sections, codec, dtype = kind
         extent = plan_extent(

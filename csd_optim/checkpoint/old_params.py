@@ -13,7 +13,7 @@ from ..store.format import Contents
 from ..store.reader import tiles_of
 from ..store.sections import FP32, PARAM_DTYPES
 from .consolidate import Consolidated, refuse_flat
-from .new_stores import Kind
+from .new_stores import ExtentKind
 from .parts import Rows, Whole, block_of, memory_order, ranks_that_cover
 
 
@@ -23,7 +23,7 @@ class OldParam:
 
     entry: dict[str, Any]  # of the whole parameter, as in a manifest
     whole: Whole
-    kind: Kind
+    kind: ExtentKind
     extent: int  # of the first rank: parameters of one extent share an extent again
     step: float
     is_divided: bool  # if not, each rank has the whole
@@ -120,7 +120,7 @@ def _param(source: Consolidated, rows: dict[int, int]) -> OldParam:
     )
 
 
-def _kind(contents: Contents, row: int) -> Kind:
+def _kind(contents: Contents, row: int) -> ExtentKind:
     extent = contents.manifest["extents"][contents.manifest["params"][row]["extent"]]
     dtype = PARAM_DTYPES.get(extent.get("param_dtype", ""))
     return tuple(extent["sections"]), extent.get("codec", FP32), dtype

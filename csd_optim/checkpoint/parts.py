@@ -123,10 +123,10 @@ def block_of(p: dict[str, Any], path: str, rank: int, size: int) -> tuple[int, i
     `p`: the part's entry in the manifest of the store `path`. Raises CSDStoreError if the part does not consist of
     whole rows.
     """
-    shape, of = p["shape"], p.get("of")
-    if of is None or not of["shape"]:
+    shape, divided = p["shape"], p.get("of")
+    if divided is None or not divided["shape"]:
         return 0, shape[0] if shape else 1
-    whole, first = of["shape"], of["first"]
+    whole, first = divided["shape"], divided["first"]
     if shape[1:] != whole[1:] or (shape[0] and any(first[1:])):
         raise CSDStoreError(
             f"{path}: {p['name']} is not divided by rows: rank {rank} of {size} has {shape} of {whole}, from {first} "

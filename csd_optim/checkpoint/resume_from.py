@@ -26,7 +26,7 @@ from .parts import block_of, ranks_that_cover
 from .snapshot import Paths, directories
 from .targets import commits_at, is_complete
 
-Blocks = dict[tuple[int, int], tuple[int, int]]  # by group and position: the first row and the number of rows
+RowsOfParams = dict[tuple[int, int], tuple[int, int]]  # by group and position: the first row and the number of rows
 
 
 def make_own_stores(
@@ -53,7 +53,7 @@ def make_own_stores(
     make_way()
     rank, size = (ranks.rank, ranks.size) if ranks else (0, 1)
     with ExitStack() as stack:
-        with all_ranks_or_none(ranks) as said:
+        with all_ranks_or_none(ranks) as votes:
             _check_places(others or specs)
             places = _places_left(paths)
             own = commits_at(others, places)
@@ -66,8 +66,8 @@ def make_own_stores(
                 _check_origins(own, old, rank, size)
                 user_states = [stored_user_state(packed, old.path) for packed in old.user_states]
             id_ = own[0].superblock.store_id if is_complete(own) else None
-            said.own = id_, any(c.superblock.sequence > 1 for c in own if c), old and old.origin
-        ids, gone_on, origins = zip(*said.by_ranks, strict=True)
+            votes.mine = id_, any(c.superblock.sequence > 1 for c in own if c), old and old.origin
+        ids, gone_on, origins = zip(*votes.all, strict=True)
         if any(origin != origins[0] for origin in origins):
             raise CSDStoreError(f"the ranks do not see the same old stores: {[*origins]}")
         if old is None:
@@ -129,14 +129,14 @@ def _check_origins(own: Sequence[Contents | None], old: Old, rank: int, size: in
         )
 
 
-def _own_blocks(old: Old, groups: Groups, state_map: StateMap, ranks: Ranks | None) -> Blocks:
+def _own_blocks(old: Old, groups: Groups, state_map: StateMap, ranks: Ranks | None) -> RowsOfParams:
     """Return this rank's rows of each divided parameter. Checks that all ranks' rows make up the whole: a collective.
 
     Raises CSDStoreError if the old stores are of another model, or if a part does not consist of rows.
     """
     rank, size = (ranks.rank, ranks.size) if ranks else (0, 1)
     contents, blocks = old.source.contents, {}
-    with all_ranks_or_none(ranks) as said:
+    with all_ranks_or_none(ranks) as votes:
         rows = {}
         for k, i, p in members(groups):
             entry = {"name": name_of(groups, k, i), **describe_param(p, state_map.part_of(p))}
@@ -151,10 +151,10 @@ def _own_blocks(old: Old, groups: Groups, state_map: StateMap, ranks: Ranks | No
             raise CSDStoreError(f"{old.path} is the store of another model: {difference}")
         if difference := codec_difference(contents.manifest, groups, state_map.codec_of):
             raise CSDStoreError(f"{old.path} cannot be resumed: {difference}")
-        said.own = blocks
+        votes.mine = blocks
     with all_ranks_or_none(ranks):
         for place, n in rows.items():
-            if ranks_that_cover({r: found.get(place, (0, n)) for r, found in enumerate(said.by_ranks)}, n) is None:
+            if ranks_that_cover({r: found.get(place, (0, n)) for r, found in enumerate(votes.all)}, n) is None:
                 name = name_of(groups, *place)
                 raise CSDStoreError(f"the rows of {name} on these ranks overlap, or do not make up all {n}")
     return blocks

@@ -53,9 +53,9 @@ def bench(specs: Sequence[DeviceSpec], params: int, dtype: str, steps: int, tick
         raise CSDValueError(
             "'auto' is for training only: name devices with their shares, which `csd-optim plan --place` shows"
         )
-    if near := next((spec for spec in specs if spec.kind.on_accelerator), None):
+    if gpu := next((spec for spec in specs if spec.kind.on_accelerator), None):
         raise CSDValueError(
-            f"{near} keeps states of parameters on an accelerator, but this command's parameters are in host memory: "
+            f"{gpu} keeps states of parameters on an accelerator, but this command's parameters are in host memory: "
             "time a step of your model instead, or use csd-optim plan --place"
         )
     specs = [with_directory(spec) for spec in specs]

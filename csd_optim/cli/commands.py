@@ -632,7 +632,7 @@ def plan(
         smartssd = model.smartssd(state_dtype, planned.sections)
         counted = params or advice.count_params(config or Path())
         width = width or (advice.width_of(config) if config else model.usual_width(counted))
-        request = advice.Request(
+        request = advice.PlanRequest(
             params=counted,
             devices=n_devices or 1,
             on="csd" if csd else "drive",

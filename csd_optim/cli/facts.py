@@ -117,7 +117,7 @@ def measure_device(spec: DeviceSpec, entry: dict[str, Any]) -> dict[str, Any]:
     return added
 
 
-def measured_request(request: advice.Request, names: list[str]) -> advice.Request:
+def measured_request(request: advice.PlanRequest, names: list[str]) -> advice.PlanRequest:
     """Return the request with the measured rates of the named devices in place of assumed ones. Raises CSDError."""
     specs = parse_devices(names)
     entries = [describe_device(spec, {}) for spec in specs]
@@ -151,15 +151,15 @@ def planned_placement(
     room. Raises CSDError.
     """
     named = parse_devices([AUTO, *(names or settings.devices())])
-    near = next((s for s in named if s.kind.on_accelerator), None)
-    specs = [s for s in named if s is not near]
+    gpu = next((s for s in named if s.kind.on_accelerator), None)
+    specs = [s for s in named if s is not gpu]
     places = [s.directory and (s.directory if s.directory.is_dir() else s.directory.parent) for s in specs]
     if missing := next((s for s, place in zip(specs, places, strict=True) if place and not place.is_dir()), None):
         raise CSDValueError(f"{missing}: no such directory")
     tried = {d: place for d, place in enumerate(places) if place and specs[d].pace == UNPACED}
     tuned = dict(zip(tried, tune([*tried.values()]), strict=True)) if tried else {}
 
-    def placed(chosen: dict[int, DeviceSpec], near: DeviceSpec | None = None) -> dict[str, Any]:
+    def placed(chosen: dict[int, DeviceSpec], gpu: DeviceSpec | None = None) -> dict[str, Any]:
         there = rooms([*chosen.values()], [places[d] for d in chosen])
         rates = {i: tuned[d].bytes_per_second for i, d in enumerate(chosen) if d in tuned}
         placement = Placement([*chosen.values()], rates, there)
@@ -171,8 +171,8 @@ def planned_placement(
         def plan(shares: Sequence[float] | None = None) -> Extent:
             return plan_extent([left], len(chosen), shares=shares, **how)
 
-        if near:
-            placement.accelerator = OnAccelerator(near, [*chosen.values()])
+        if gpu:
+            placement.accelerator = OnAccelerator(gpu, [*chosen.values()])
             if state_dtype == FP32:
                 left = on_accelerator = round(params * placement.accelerator_fraction(plan(), dtype.itemsize))
                 placement.accelerator.params = on_accelerator
@@ -180,12 +180,12 @@ def planned_placement(
                     shares = placement.shares(plan(), is_copied=True)
                     placement.record(placement.divide(plan(shares), is_copied=True), is_copied=True)
                 left = params - on_accelerator
-            there.insert(0, near.room_bytes or 0)
+            there.insert(0, gpu.room_bytes or 0)
         if left:
             placement.record(placement.divide(plan(placement.shares(plan()))))
         return placement.describe() | {"rooms": there}
 
-    found = placed(dict(enumerate(specs)), near)
+    found = placed(dict(enumerate(specs)), gpu)
     drives = {d: replace(spec, cache_bytes=0) for d, spec in enumerate(specs) if spec.directory}
     alone = None
     if drives and (len(drives) < len(named) or found["cache_bytes"]):

@@ -17,7 +17,7 @@ from ..optim.classes import OPTIMIZERS
 from ..optim.rules import NAMED
 from ..params.groups import check_state_dtype
 from ..params.update_rule import Group, UpdateRule
-from ..planning.advice import Optimizer
+from ..planning.advice import PlannedOptimizer
 from ..planning.model import NS_DTYPES, Orthogonalization
 from ..store.sections import FP32
 
@@ -25,7 +25,7 @@ Hyper = tuple[int, tuple[float, ...]]  # the rule and constants of a first step,
 Part = tuple[float, tuple[str, ...], Hyper]  # the share of some parameters, the names of their sections, their Hyper
 
 
-def described(text: str, state_dtype: str) -> tuple[Optimizer, tuple[str, ...], Hyper]:
+def described(text: str, state_dtype: str) -> tuple[PlannedOptimizer, tuple[str, ...], Hyper]:
     """Parse `CLASS[,OPTION...]`, an optimizer class and those of its arguments that add a state.
 
     Returns the optimizer for a plan, and its sections and Hyper. Raises CSDValueError, also if its states cannot be
@@ -34,20 +34,24 @@ def described(text: str, state_dtype: str) -> tuple[Optimizer, tuple[str, ...], 
     name, *options = (part.strip() for part in text.split(","))
     if name not in OPTIMIZERS:
         raise CSDValueError(f"Invalid optimizer: {text!r}; there are {', '.join(OPTIMIZERS)}")
-    of, rule = OPTIMIZERS[name], OPTIMIZERS[name]._rule
+    make, rule = OPTIMIZERS[name], OPTIMIZERS[name]._rule
     _check_options("optimizer", text, name, options, rule)
     check_state_dtype(state_dtype, "", rule, [rule.switches[name] for name in options])
     asked: dict[str, Any] = dict.fromkeys(options, True)
     parameter = torch.nn.Parameter(torch.zeros(1, 1))
-    with settings.without_options(), of([parameter], devices="null:", **asked) as optimizer:
+    with settings.without_options(), make([parameter], devices="null:", **asked) as optimizer:
         group = optimizer.param_groups[0]
     sections, hyper = _first_step(rule, group, state_dtype)
-    return Optimizer(name, tuple(n for n in rule.switches if n in options), rule.name, len(sections)), sections, hyper
+    return (
+        PlannedOptimizer(name, tuple(n for n in rule.switches if n in options), rule.name, len(sections)),
+        sections,
+        hyper,
+    )
 
 
 def with_groups(
-    optimizer: Optimizer, own: Part, texts: Sequence[str], state_dtype: str
-) -> tuple[Optimizer, list[Part]]:
+    optimizer: PlannedOptimizer, own: Part, texts: Sequence[str], state_dtype: str
+) -> tuple[PlannedOptimizer, list[Part]]:
     """Return an optimizer for a plan with groups of other rules, each `RULE[,OPTION...]=SHARE`, and its parts.
 
     `own`: that of the optimizer without them. Raises CSDValueError.
@@ -77,7 +81,7 @@ def with_groups(
     return replace(optimizer, sections=sections if groups else optimizer.sections, groups=tuple(groups)), parts
 
 
-def orthogonalization(optimizer: Optimizer, width: int, rate: str | None) -> Orthogonalization | None:
+def orthogonalization(optimizer: PlannedOptimizer, width: int, rate: str | None) -> Orthogonalization | None:
     """Return what is orthogonalized in a step of this optimizer, if anything is.
 
     `width`: of the model. `rate`: floating-point operations per second, as `200T/s`; None: measured on
@@ -92,7 +96,7 @@ def orthogonalization(optimizer: Optimizer, width: int, rate: str | None) -> Ort
         return Orthogonalization(share, width, parse_rate(rate, ""))
     cpu = torch.device("cpu")
     dtype = newton_schulz.fast_dtype(cpu)
-    name = next(name for name, of in NS_DTYPES.items() if of is dtype)
+    name = next(name for name, named in NS_DTYPES.items() if named is dtype)
     return Orthogonalization(share, width, newton_schulz.rate(dtype, cpu), name, measured=True)
 
 

@@ -374,7 +374,7 @@ def show_plan(found: dict[str, Any]) -> None:
     own = next(row for row in found["predictions"] if row["chosen"])
     d, kind = r[r["on"]], advice.KINDS[r["on"]]
     optimizer = advice.optimizer_of(r)
-    of = "" if optimizer == advice.Optimizer() else f" of {optimizer}"
+    of = "" if optimizer == advice.PlannedOptimizer() else f" of {optimizer}"
     states = "" if r["state_dtype"] == "fp32" else " with 8-bit states"
     out.print(
         f"{number(r['params'])} {r['dtype']} parameters{of}{states} on "

@@ -220,18 +220,18 @@ def _is_auto(device: object) -> bool:
 
 def _check_accelerator(specs: list[DeviceSpec]) -> None:
     """Raise CSDValueError if `gpu:` is among the devices and cannot keep states beside the others."""
-    near = [s for s in specs if s.kind.on_accelerator]
-    if len(near) > 1:
+    gpus = [s for s in specs if s.kind.on_accelerator]
+    if len(gpus) > 1:
         raise CSDValueError("Invalid devices: gpu: is named twice; it is the accelerator of each parameter")
-    if near and (card := next((s for s in specs if s.durable and s.kind.on_card), None)):
+    if gpus and (card := next((s for s in specs if s.durable and s.kind.on_card), None)):
         raise CSDValueError(
-            f"Invalid devices: '{near[0]}' beside '{card}', whose states only its kernels write. Take scratch devices "
+            f"Invalid devices: '{gpus[0]}' beside '{card}', whose states only its kernels write. Take scratch devices "
             f"({card}?scratch=1), or name the directory without the card"
         )
     takes_none = (s for s in specs if s.kind.on_card or not s.kind.keeps_state)
-    if near and any(s.durable for s in specs) and (other := next(takes_none, None)):
+    if gpus and any(s.durable for s in specs) and (other := next(takes_none, None)):
         raise CSDValueError(
-            f"Invalid devices: '{near[0]}' with named directories and '{other}', which takes no states from an "
+            f"Invalid devices: '{gpus[0]}' with named directories and '{other}', which takes no states from an "
             "accelerator: leave one of the three out"
         )
 
@@ -265,8 +265,11 @@ def _with_placement(specs: list[DeviceSpec]) -> list[DeviceSpec]:
     if any(spec.durable for spec in specs):
         files = [spec for spec in specs if spec.kind.has_file]
         cache_bytes = sum(rooms.values()) // len(files)
-        near = [replace(spec, is_placed=True) for spec in specs if spec.kind.on_accelerator]
-        return [*near, *(replace(spec, is_placed=True, cache_bytes=cache_bytes or spec.cache_bytes) for spec in files)]
+        gpus = [replace(spec, is_placed=True) for spec in specs if spec.kind.on_accelerator]
+        return [
+            *gpus,
+            *(replace(spec, is_placed=True, cache_bytes=cache_bytes or spec.cache_bytes) for spec in files),
+        ]
     return [replace(s, is_placed=True, room_bytes=rooms.get(id(s), s.room_bytes)) for s in specs]
 
 

@@ -68,7 +68,7 @@ def _kernel(ports: int) -> Kernel:
 # update rule (UpdateRule.name), with as many ports as the rule can have sections, or for the codes of its states.
 _PORTS = {"adamw": 4, "adamw_8bit": 3, "adam": 4, "adam_8bit": 3, "sgd": 2, "adagrad": 2, "rmsprop": 4, "lion": 2}
 KERNELS: Mapping[str, Kernel] = {f"csd_{of}_update": _kernel(ports) for of, ports in _PORTS.items()}
-RULES = frozenset(of for of in _PORTS if not of.endswith("_8bit"))
+RULES = frozenset(name for name in _PORTS if not name.endswith("_8bit"))
 
 
 def kernel_for(rule: str, state_dtype: str) -> str:

@@ -44,11 +44,11 @@ def _linger_at_exit() -> None:
 
 
 @dataclass
-class RankValues:
+class Votes:
     """The values that ranks exchange at the end of Ranks.all_ranks_or_none()."""
 
-    own: Any = None  # this rank's, plain values; set inside the context
-    by_ranks: list[Any] = field(default_factory=list)  # all ranks' values; set on exit
+    mine: Any = None  # this rank's, plain values; set inside the context
+    all: list[Any] = field(default_factory=list)  # all ranks' values; set on exit
 
 
 class Ranks:
@@ -224,16 +224,16 @@ class Ranks:
         return None
 
     @contextlib.contextmanager
-    def all_ranks_or_none(self) -> Iterator[RankValues]:
+    def all_ranks_or_none(self) -> Iterator[Votes]:
         """Raise on all ranks if any rank raises inside the context: see agree()."""
-        failure, values = None, RankValues()
+        failure, votes = None, Votes()
         try:
-            yield values
+            yield votes
         except BaseException as e:
             failure = e
         if self.lost and failure is not None:
             raise failure
-        values.by_ranks = self.agree(failure, values.own)
+        votes.all = self.agree(failure, votes.mine)
 
     def agree(self, failure: BaseException | None = None, own: Any = None) -> list[Any]:
         """Raise on all ranks if some rank has a `failure`: there the failure, elsewhere CSDRankError with its text.
@@ -269,20 +269,20 @@ class RanksElsewhere:
     def gather_objects(self, value: Any) -> list[Any]:
         return [value]
 
-    def all_ranks_or_none(self) -> contextlib.AbstractContextManager[RankValues]:
+    def all_ranks_or_none(self) -> contextlib.AbstractContextManager[Votes]:
         return _alone()
 
 
-def all_ranks_or_none(ranks: Ranks | RanksElsewhere | None) -> contextlib.AbstractContextManager[RankValues]:
+def all_ranks_or_none(ranks: Ranks | RanksElsewhere | None) -> contextlib.AbstractContextManager[Votes]:
     """Return Ranks.all_ranks_or_none(), or its equivalent for a single process (`ranks` None)."""
     return ranks.all_ranks_or_none() if ranks else _alone()
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[RankValues]:
-    values = RankValues()
-    yield values
-    values.by_ranks = [values.own]
+def _alone() -> Iterator[Votes]:
+    votes = Votes()
+    yield votes
+    votes.all = [votes.mine]
 
 
 def device_of(group: Any) -> torch.device:

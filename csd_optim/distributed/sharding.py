@@ -175,7 +175,7 @@ class _BlockOfTensor(Partition):
         from torch.distributed.tensor import Shard as ShardOfDim
 
         # Other blocks, such as strided shards of FSDP2 with tensor parallelism, may be no run.
-        if not all(of.is_replicate() or (type(of) is ShardOfDim and of.dim == 0) for of in self.placements):
+        if not all(by.is_replicate() or (type(by) is ShardOfDim and by.dim == 0) for by in self.placements):
             return None
         return self.first_element(), math.prod(self.sizes)
 
@@ -281,8 +281,9 @@ class ReplicaShard(_BlockOfTensor):
         self._keep_rows(*rows_of(p.shape[0], ranks.size, ranks.rank))
 
     def rows_by_rank(self, ranks: Ranks) -> list[tuple[int, int]] | None:
-        of = self.replicas
-        return [rows_of(self.shape[0], of.size, k) for k in range(of.size)] if of.members == ranks.members else None
+        if self.replicas.members != ranks.members:
+            return None
+        return [rows_of(self.shape[0], ranks.size, k) for k in range(ranks.size)]
 
     def show(self, window: torch.Tensor) -> torch.Tensor:
         shown = super().show(window)

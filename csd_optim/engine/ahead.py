@@ -11,7 +11,7 @@ class Ahead(Enum):
     """Why the states differ from the commit that began last.
 
     =========  ==========================================================  ========================================
-    value      the states are                                              tiles may be (truth.Counts)
+    value      the states are                                              tiles may be (truth.Authority)
     =========  ==========================================================  ========================================
     NOTHING    those of that commit                                        COMMITTED; new ones EMPTY or LOOSE
     WRITTEN    newer, by a step or by what the program wrote to them       the same; moved ones LOOSE

@@ -277,10 +277,10 @@ class Commits(Committer):
         return all_ranks_or_none(self.ranks)
 
     def confirm(self) -> None:
-        with all_ranks_or_none(self.ranks) as said:
-            said.own = self.own_round(), self.highest_round, self.states.watcher.has_failed
+        with all_ranks_or_none(self.ranks) as votes:
+            votes.mine = self.own_round(), self.highest_round, self.states.watcher.has_failed
         if self.ranks and self.ranks.meet_here:
-            rounds, highest, failed = zip(*said.by_ranks, strict=True)
+            rounds, highest, failed = zip(*votes.all, strict=True)
             check_rounds(rounds)
             self.note_confirmed(highest=max(highest), has_failed=any(failed))
 

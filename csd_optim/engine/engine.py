@@ -95,7 +95,7 @@ class Engine:
 
         `sections`: names of each parameter's states, the fp32 master first.
         `codec`: "8bit" stores codes; all parameters then have `param_dtype`.
-        `is_copied`: the accelerator will hold copies of the states, see near_copies.py.
+        `is_copied`: the accelerator will hold copies of the states, see accelerator_copies.py.
         Call `committer.describe()` next, then fill the states within `writing()`; a step fills codes.
         """
         self.check_open()

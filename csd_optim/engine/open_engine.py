@@ -14,9 +14,9 @@ from ..distributed.ranks import Ranks, RanksElsewhere, all_ranks_or_none
 from ..errors import CSDStoreError, CSDUnavailableError, CSDValueError
 from ..store.file import Mode
 from ..store.recovery import RanksStore
+from .accelerator_copies import AcceleratorCopies
 from .durable import DurableCommitter
 from .engine import Engine
-from .near_copies import NearCopies
 from .on_accelerator import OnAccelerator
 from .open_devices import OpenDevices
 from .resume import recover
@@ -43,14 +43,16 @@ def open_engine(
     together, and CSDValueError if the ranks' arguments differ.
     """
     durable = any(s.durable for s in specs)
-    near = [s for s in specs if s.kind.on_accelerator]
+    accelerators = [s for s in specs if s.kind.on_accelerator]
     others = [s for s in specs if not s.kind.on_accelerator]
     in_memory = not two_passes and all(s.kind.in_memory for s in others)
     # Updates in memory do not fail, but a step that fails on another rank's disk must be undone here, too.
     in_place = agree_on_devices(ranks, mode, durable=durable, in_memory=in_memory)
     with all_ranks_or_none(ranks):
-        if near and not accelerator_type():
-            raise CSDUnavailableError(errno.ENODEV, f"torch {torch.__version__} has no accelerator here, for {near[0]}")
+        if accelerators and not accelerator_type():
+            raise CSDUnavailableError(
+                errno.ENODEV, f"torch {torch.__version__} has no accelerator here, for {accelerators[0]}"
+            )
         if mode in ("resume", "read") and (temporary := [str(s) for s in others or specs if not s.durable]):
             raise CSDStoreError(f"cannot resume on {temporary[0]}: only a directory keeps its state")
     make_way()
@@ -63,10 +65,10 @@ def open_engine(
             states = States(devices, mode=mode)
             committer = DurableCommitter(states, devices, ranks) if durable else None
             engine = Engine(states, committer, tile_elems=tile_elems)
-            if near:
-                devices.accelerator = OnAccelerator(near[0], others)
+            if accelerators:
+                devices.accelerator = OnAccelerator(accelerators[0], others)
                 if any(spec.durable for spec in others):
-                    engine.truth.copies = NearCopies(engine.native, engine.tiles)
+                    engine.truth.copies = AcceleratorCopies(engine.native, engine.tiles)
         if committer:
             if mode in ("resume", "read"):
                 recover(engine, committer, choose)

@@ -52,8 +52,8 @@ class Placement:
     """
 
     accelerator: OnAccelerator | None = None
-    _near: Candidate | None = None  # the accelerator's speed and room, per element, used for the choice
-    _link = _near_link = 0.0  # seconds per element on the link: elements elsewhere; on the accelerator
+    _accelerated: Candidate | None = None  # the accelerator's speed and room, per element, used for the choice
+    _link = _accelerator_link = 0.0  # seconds per element on the link: elements elsewhere; on the accelerator
     _is_full = False  # the accelerator has no room for more
 
     def __init__(self, specs: Sequence[DeviceSpec], rates: Mapping[int, float], rooms: Sequence[int]) -> None:
@@ -102,21 +102,27 @@ class Placement:
         state_bytes = 4 * len(extent.sections) * elems
         room = int(self.accelerator.room / (state_bytes * (1 if self._copies else extent.slots)))
         # The measured rate is AdamW's, with 3 states; for other rules the time scales with the number of states.
-        near = Candidate(elems / rates.update * len(extent.sections) / 3, room=max(0, room))
+        accelerated = Candidate(elems / rates.update * len(extent.sections) / 3, room=max(0, room))
         link = elems * param_bytes / rates.link
         others = [replace(c, link=link) for c in self.candidates(extent, elems)]
         if self._copies:
-            near = replace(near, link=state_bytes / rates.link)
-            parts = self._part_copied(near, others, self.candidates(extent, elems, is_copied=True), extent)
-        elif tiles := place(PARTS, [near, *others]):
+            accelerated = replace(accelerated, link=state_bytes / rates.link)
+            parts = self._part_copied(accelerated, others, self.candidates(extent, elems, is_copied=True), extent)
+        elif tiles := place(PARTS, [accelerated, *others]):
             parts = tiles[0]
         else:
             raise self._no_room(extent)
-        self._near = replace(near, seconds=near.seconds / elems)
-        self._link, self._near_link, self._is_full = link / elems, near.link / elems, parts == near.room
+        self._accelerated = replace(accelerated, seconds=accelerated.seconds / elems)
+        self._link, self._accelerator_link, self._is_full = (
+            link / elems,
+            accelerated.link / elems,
+            parts == accelerated.room,
+        )
         return parts / PARTS
 
-    def _part_copied(self, near: Candidate, others: list[Candidate], written: list[Candidate], extent: Extent) -> int:
+    def _part_copied(
+        self, accelerated: Candidate, others: list[Candidate], written: list[Candidate], extent: Extent
+    ) -> int:
         """Return how many of PARTS the accelerator should copy, for the shortest step.
 
         `others`: the devices as candidates for parts that devices update; `written`: the same devices, for parts that
@@ -130,9 +136,9 @@ class Placement:
             return sum(step_seconds(place(k, c) or [], c) for k, c in ((n, written), (PARTS - n, others)) if k)
 
         def accelerator(n: int) -> float:
-            return max(n * near.seconds, n * near.link + (PARTS - n) * others[0].link)
+            return max(n * accelerated.seconds, n * accelerated.link + (PARTS - n) * others[0].link)
 
-        few, many = 0, min(near.room, PARTS)
+        few, many = 0, min(accelerated.room, PARTS)
         while few < many:
             middle = (few + many) // 2
             few, many = (few, middle) if accelerator(middle) >= devices(middle) else (middle + 1, many)
@@ -219,10 +225,10 @@ class Placement:
         states.
         """
         on_devices = sum(placed.params for placed in self._placed if not placed.is_copied)
-        near = sum(placed.params for placed in self._placed if placed.is_copied)
+        accelerated = sum(placed.params for placed in self._placed if placed.is_copied)
         if self.accelerator and not self._copies:
-            near = self.accelerator.params
-        total = near + on_devices
+            accelerated = self.accelerator.params
+        total = accelerated + on_devices
         host = sum(n * c.host for placed in self._placed for n, c in zip(placed.tiles, placed.candidates, strict=True))
         devices: list[dict[str, Any]] = []
         for d, spec in enumerate(self._specs):
@@ -242,10 +248,14 @@ class Placement:
                     "limited_by": "room" if any(n == c.room for _, n, c in own) else "",
                 }
             )
-        link = self._link * on_devices + self._near_link * near
-        if self.accelerator and self._near:
-            about: dict[str, Any] = {"params": near, "share": near / total, "seconds": near * self._near.seconds}
-            about |= {"params_per_second": 1 / self._near.seconds, "limited_by": "room" if self._is_full else ""}
+        link = self._link * on_devices + self._accelerator_link * accelerated
+        if self.accelerator and self._accelerated:
+            about: dict[str, Any] = {
+                "params": accelerated,
+                "share": accelerated / total,
+                "seconds": accelerated * self._accelerated.seconds,
+            }
+            about |= {"params_per_second": 1 / self._accelerated.seconds, "limited_by": "room" if self._is_full else ""}
             devices.insert(0, {"device": str(self.accelerator.spec), **about})
         elif self.accelerator and any(extent.codec != FP32 for extent in self.extents):
             nothing = {"params": 0, "share": 0.0, "seconds": 0.0, "params_per_second": None, "limited_by": CODES}
@@ -257,7 +267,7 @@ class Placement:
                 device["limited_by"] = "speed" if device["seconds"] > 0.9 * seconds else shared
         cache = self._cached(self._read_bytes)
         found = {"seconds": seconds, "host_seconds": host, "cache_bytes": cache, "devices": devices}
-        return found | ({"link_seconds": link} if self._near else {})
+        return found | ({"link_seconds": link} if self._accelerated else {})
 
     def log_summary(self) -> None:
         """Log the choice: see describe()."""

@@ -18,7 +18,7 @@ class Timeline:
         self.ended: float = 0.0  # 0: not ended
         self.is_undone: bool = False
         self.model_spans: list[Span] | None = [] if settings.trace() else None  # forward and backward
-        self.near_spans: list[Span] | None = [] if settings.trace() else None  # updates on the accelerator
+        self.accelerator_spans: list[Span] | None = [] if settings.trace() else None  # updates on the accelerator
         self._native = native
         self._trace: Trace | None = None
         self._is_written = True
@@ -43,7 +43,7 @@ class Timeline:
             self._native.wait_writes()
             name = "undone" if self.is_undone else f"step {step}"
             events, end = self._native.events(), self.ended or time.perf_counter()
-            self._trace.step(name, self.began, end, events, self.model_spans or [], self.near_spans or [])
+            self._trace.step(name, self.began, end, events, self.model_spans or [], self.accelerator_spans or [])
             self._is_written = True
 
     def close(self) -> None:

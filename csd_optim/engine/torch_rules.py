@@ -22,7 +22,7 @@ LARGEST_SUBNORMAL = SMALLEST - 2.0**-149
 TRIED = 1 << 14  # how many numbers differing_roundings() tries per operation
 
 Constants = Sequence[float]
-States = Sequence[torch.Tensor]
+StateTensors = Sequence[torch.Tensor]
 
 
 @dataclass
@@ -91,10 +91,10 @@ class _Rounded:
 
 
 # Arguments of a rule: operations, constants, states, scaled gradient, two scratch tensors.
-Rule = Callable[[_Rounded, Constants, States, torch.Tensor, torch.Tensor, torch.Tensor], None]
+Rule = Callable[[_Rounded, Constants, StateTensors, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
-def _adam_step(o: _Rounded, c: Constants, s: States, g: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def _adam_step(o: _Rounded, c: Constants, s: StateTensors, g: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """Update the moments and the master, after the weight decay: see adamw.h."""
     master, exp_avg, exp_avg_sq = s[:3]
     o.average(exp_avg, c[1], g, c[2], a)
@@ -105,35 +105,39 @@ def _adam_step(o: _Rounded, c: Constants, s: States, g: torch.Tensor, a: torch.T
     o.minus(master, o.over(o.times(exp_avg, c[5], a), b, a), master)
 
 
-def _adamw(o: _Rounded, c: Constants, s: States, g: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def _adamw(o: _Rounded, c: Constants, s: StateTensors, g: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     o.times(s[0], c[0], s[0])
     _adam_step(o, c, s, g, a, b)
 
 
-def _adam(o: _Rounded, c: Constants, s: States, g: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def _adam(o: _Rounded, c: Constants, s: StateTensors, g: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     o.decay(g, c[0], s[0], a)
     _adam_step(o, c, s, g, a, b)
 
 
-def _sgd(o: _Rounded, c: Constants, s: States, g: torch.Tensor, a: torch.Tensor, _: torch.Tensor) -> None:
+def _sgd(o: _Rounded, c: Constants, s: StateTensors, g: torch.Tensor, a: torch.Tensor, _: torch.Tensor) -> None:
     o.decay(g, c[1], s[0], a)
     o.minus(s[0], o.times(g, c[0], a), s[0])
 
 
-def _sgd_momentum(o: _Rounded, c: Constants, s: States, g: torch.Tensor, a: torch.Tensor, _: torch.Tensor) -> None:
+def _sgd_momentum(
+    o: _Rounded, c: Constants, s: StateTensors, g: torch.Tensor, a: torch.Tensor, _: torch.Tensor
+) -> None:
     o.decay(g, c[1], s[0], a)
     o.average(s[1], c[2], g, c[3], a)
     o.minus(s[0], o.times(s[1], c[0], a), s[0])
 
 
-def _sgd_nesterov(o: _Rounded, c: Constants, s: States, g: torch.Tensor, a: torch.Tensor, _: torch.Tensor) -> None:
+def _sgd_nesterov(
+    o: _Rounded, c: Constants, s: StateTensors, g: torch.Tensor, a: torch.Tensor, _: torch.Tensor
+) -> None:
     o.decay(g, c[1], s[0], a)
     o.average(s[1], c[2], g, c[3], a)
     o.plus(g, o.times(s[1], c[2], a), g)
     o.minus(s[0], o.times(g, c[0], a), s[0])
 
 
-def _adagrad(o: _Rounded, c: Constants, s: States, g: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def _adagrad(o: _Rounded, c: Constants, s: StateTensors, g: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     o.decay(g, c[1], s[0], a)
     o.plus(s[1], o.times(g, g, a), s[1])
     o.plus(o.root(s[1], b), c[2], b)
@@ -143,7 +147,7 @@ def _adagrad(o: _Rounded, c: Constants, s: States, g: torch.Tensor, a: torch.Ten
 def _rmsprop(*, average: int | None = None, momentum: int | None = None) -> Rule:
     """Return RMSprop's rule. `average`, `momentum`: index of that state, or None if the rule does not have it."""
 
-    def rule(o: _Rounded, c: Constants, s: States, g: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    def rule(o: _Rounded, c: Constants, s: StateTensors, g: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         o.decay(g, c[1], s[0], a)
         o.square_average(s[1], c[2], g, c[3], a)
         if average is None:
@@ -162,7 +166,7 @@ def _rmsprop(*, average: int | None = None, momentum: int | None = None) -> Rule
     return rule
 
 
-def _lion(o: _Rounded, c: Constants, s: States, g: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def _lion(o: _Rounded, c: Constants, s: StateTensors, g: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     b.copy_(s[1])
     o.average(b, c[2], g, c[3], a)
     o.times(torch.sign(b, out=b), c[1], b)
@@ -193,7 +197,7 @@ _RULES: dict[int, tuple[Rule, tuple[int, ...]]] = {
 }
 
 
-def update(rule: int, constants: Constants, states: States, grad: torch.Tensor, scratch: Scratch) -> None:
+def update(rule: int, constants: Constants, states: StateTensors, grad: torch.Tensor, scratch: Scratch) -> None:
     """Queue one step of a rule. Allocates no memory and does not wait for the device.
 
     `rule`, `constants`: as in csd_hyper. `states`: 1-D fp32 of one size, the master first, updated in place. `grad`: as

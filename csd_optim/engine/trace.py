@@ -55,18 +55,18 @@ class Trace:
         end: float,
         events: np.ndarray[Any, Any],
         model: list[Span],
-        near: list[Span],
+        accelerated: list[Span],
     ) -> None:
         """Write one step, from begin to end (seconds of CLOCK_MONOTONIC), and its events (dtype EVENT).
 
-        `model`: forward and backward spans of that time; `near`: updates on the accelerator, the last device. Both
-        lists are emptied.
+        `model`: forward and backward spans of that time; `accelerated`: updates on the accelerator, the last device.
+        Both lists are emptied.
         """
         self._write(STEPS, name, begin, end)
         while model:
             self._write(MODEL, *model.pop(0))
-        while near:
-            self._write((len(self._devices) - 1, EVENT_KINDS.index("update")), *near.pop(0))
+        while accelerated:
+            self._write((len(self._devices) - 1, EVENT_KINDS.index("update")), *accelerated.pop(0))
         for device, tile, kind, _, *times in np.sort(events, order="begin").tolist():
             self._write((device, kind), f"tile {tile}", *times)
         self._file.flush()

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ..bindings import FROM_PARAM, GIVEN, IN_PARAM, IN_SECTION, NEW, UNCOMPARED, UNLESS_SET
+from ..bindings import FROM_PARAM, IN_PARAM, IN_SECTION, NEW, SUPPLIED, UNCOMPARED, UNLESS_SET
 from ..store.layout import Extent
+from .accelerator_copies import AcceleratorCopies
 from .decoded import Decoded
-from .near_copies import NearCopies
 from .parts import NativeEngine
 from .tiles import Tiles
 from .windows import Windows
@@ -21,7 +21,7 @@ from .windows import Windows
 Saved = tuple[tuple[np.ndarray[Any, Any], ...], set[int], set[int], dict[int, dict[str, torch.Tensor]]]
 
 
-class Counts(Enum):
+class Authority(Enum):
     """The copy of a tile's states that counts, because the next step starts from it."""
 
     EMPTY = auto()  # nothing written yet: states read as zero, or the next step makes them (csd_master NEW)
@@ -69,14 +69,14 @@ class Truth:
     moved a tile to its other slot, its windows show the old slot until remap(); writes to them never count, although
     the tile is then called EDITED, too. Without durable states no tile is ever COMMITTED.
 
-    Besides, a parameter with a copy on the accelerator (NearCopy) is updated there: the copy is the truth during the
-    step, and is loaded first unless known to equal the tile. A parameter whose undo is unfinished is unknown: see
+    Besides, a parameter with a copy on the accelerator (AcceleratorCopy) is updated there: the copy is the truth during
+    the step, and is loaded first unless known to equal the tile. A parameter whose undo is unfinished is unknown: see
     Steps.undoing.
     """
 
     def __init__(self, native: NativeEngine, tiles: Tiles, windows: Windows, decoded: Decoded) -> None:
         self._native, self._tiles, self._windows, self._decoded = native, tiles, windows, decoded
-        self.copies: NearCopies | None = None  # set if directories contain the states of an accelerator
+        self.copies: AcceleratorCopies | None = None  # set if directories contain the states of an accelerator
         # Per tile, bool:
         self.open: np.ndarray[Any, Any] = np.zeros(0, bool)  # writes to its windows go to the device
         self.loose: np.ndarray[Any, Any] = np.zeros(0, bool)  # the current slot is part of no commit
@@ -91,13 +91,13 @@ class Truth:
 
     # ---- questions ---------------------------------------------------------------
 
-    def of(self, tile: int) -> Counts:
+    def authority_of(self, tile: int) -> Authority:
         """Return which copy counts in a tile, as of the last note_written()."""
         if self._edited[tile]:
-            return Counts.RESEEDED if self._reseeded[tile] else Counts.EDITED
+            return Authority.RESEEDED if self._reseeded[tile] else Authority.EDITED
         if self.empty[tile]:
-            return Counts.EMPTY
-        return Counts.LOOSE if self.loose[tile] else Counts.COMMITTED
+            return Authority.EMPTY
+        return Authority.LOOSE if self.loose[tile] else Authority.COMMITTED
 
     @property
     def is_written(self) -> bool:
@@ -262,7 +262,7 @@ class Truth:
     @staticmethod
     def give(table: np.ndarray[Any, Any], params: Sequence[int]) -> None:
         """Mark, in a step's table (dtype PARAM), the parameters whose states the accelerator supplies."""
-        table["master"][params] = GIVEN
+        table["master"][params] = SUPPLIED
         table["in_image"][params] = 0
 
     def enter(self, table: np.ndarray[Any, Any]) -> None:

@@ -88,7 +88,7 @@ def groups_of(matrices: Sequence[Matrix], least: int) -> list[Group]:
 
 def _give_buffers(groups: Sequence[Group], first: dict[int, int], last: dict[int, int]) -> None:
     tiles = [[tile for matrix in group.matrices for tile in matrix.tiles] for group in groups]
-    begins = [min((first[tile] for tile in of), default=k) for k, of in enumerate(tiles)]
+    begins = [min((first[tile] for tile in needed), default=k) for k, needed in enumerate(tiles)]
     until: list[int] = []  # by buffer: number of the group whose pass 2 is the last one that uses it
     for k in sorted(range(len(groups)), key=lambda k: begins[k]):
         buffer = next((b for b, end in enumerate(until) if end + BEHIND <= begins[k]), len(until))

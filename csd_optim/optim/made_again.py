@@ -77,15 +77,15 @@ def make_way(newer: Optimizer, specs: Sequence[DeviceSpec], mode: Mode) -> None:
     error, and the older optimizer stays open. With "overwrite" a failed commit is only a CSDWarning.
     """
     made, olders = _made_now(specs), list[Optimizer]()
-    with all_ranks_or_none(newer._ranks) as said:
+    with all_ranks_or_none(newer._ranks) as votes:
         if made.directories and _olders(made):
             gc.collect()  # the older one may be dropped, and alive only by a reference cycle
             wait_for_dropped()
             olders = _olders(made)
         for older in olders:
             _check_replaceable(older, newer, made, mode)
-        said.own = bool(olders)
-    if mode == "resume" and all(said.by_ranks):
+        votes.mine = bool(olders)
+    if mode == "resume" and all(votes.all):
         with all_ranks_or_none(newer._ranks):
             for older in olders:
                 _commit(older)

@@ -30,8 +30,7 @@ from ..grad_modes import no_autograd, writable
 from ..params.decoded_entry import DecodedEntry
 from ..params.memory_warnings import DECODED, FETCHED, warn_if_large
 from ..params.state_map import StateMap
-from ..publish.publisher import Options as PublishOptions
-from ..publish.publisher import Publisher, check_engine
+from ..publish.publisher import Publisher, PublishOptions, check_engine
 from ..serve.address import Owners
 from ..signals import defer_signals
 from ..step.mode import InStep
@@ -85,27 +84,30 @@ class StatesOnDevices(Optimizer):
         return self._engine
 
     @contextlib.contextmanager
-    def _settled(self, *, meets: bool = False) -> Iterator[Engine]:
-        """Yield the locked engine without a step in flight: no other thread can launch one. `meets`: a collective."""
+    def _settled(self, *, collective: bool = False) -> Iterator[Engine]:
+        """Yield the locked engine without a step in flight: no other thread can launch one.
+
+        `collective`: all ranks call it, and none has a step in flight.
+        """
         assert self._engine is not None
         engine = self._engine
         while True:
             engine.check_open()
-            self._settle(meets=meets)
+            self._settle(collective=collective)
             with engine.lock:
                 landed = engine.completed_event is None or engine.completed_event.is_set()
                 if landed and not engine.is_speculative and not self._steps.undoing:  # a step may fail while we wait
                     yield engine
                     return
 
-    def _settle(self, *, meets: bool = False) -> None:
-        """Return once no step is in flight or half undone on this rank; with `meets`, on any rank.
+    def _settle(self, *, collective: bool = False) -> None:
+        """Return once no step is in flight or half undone on this rank; with `collective`, on any rank.
 
         Raises CSDOSError if a step failed, CSDTornError if the step cannot be undone yet.
         """
-        failure = self._mode.drain(collective=meets)
+        failure = self._mode.drain(collective=collective)
         engine = self._engine
-        together = bool(meets and engine and (engine.durable or self._mode.overlaps))
+        together = bool(collective and engine and (engine.durable or self._mode.overlaps))
         with engine.committer.all_ranks_or_none() if engine and together else contextlib.nullcontext():
             if failure:
                 raise failure
@@ -286,7 +288,7 @@ class StatesOnDevices(Optimizer):
         if to is None:
             return
         whole: dict[int, dict[str, Any]] = {}
-        self._settle(meets=True)
+        self._settle(collective=True)
         with all_ranks_or_none(self._ranks):
             own = self.state_dict()["state"]
         for k, entry in own.items():
@@ -322,7 +324,7 @@ class StatesOnDevices(Optimizer):
         With named directories or overlap(), all ranks call this: the step is then complete and durable on all ranks, or
         an error is raised on all.
         """
-        with self._settled(meets=True) as engine:
+        with self._settled(collective=True) as engine:
             engine.wait()
 
     @no_autograd()
@@ -363,7 +365,7 @@ class StatesOnDevices(Optimizer):
         is damaged, CSDOSError, CSDRuntimeError if there is nothing to save; with wait=False some of these through the
         future.
         """
-        with defer_signals(), self._settled(meets=True) as engine:
+        with defer_signals(), self._settled(collective=True) as engine:
             engine.committer.confirm()
             with engine.committer.all_ranks_or_none():
                 if self._state_map.unfilled or not self._state_map.intact():
@@ -404,7 +406,7 @@ class StatesOnDevices(Optimizer):
         """
         options = PublishOptions(every, keep, full_every, dtype)
         settle = weakref.WeakMethod(self.synchronize)
-        with defer_signals(), self._settled(meets=True) as engine:
+        with defer_signals(), self._settled(collective=True) as engine:
             check_engine(engine, self._ranks, options)
             engine.wait()
             publisher = Publisher(engine, self._state_map, self._ranks, model, Path(path), options, settle)

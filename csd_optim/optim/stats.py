@@ -24,7 +24,7 @@ def describe(
 
     `seconds`: duration of the step. `overlap`: counters of the mode. `energy`: of EnergyMeter.describe().
     """
-    engine, near, trained = steps.engine, steps.near, steps.trained_seconds
+    engine, accelerated, trained = steps.engine, steps.accelerated, steps.trained_seconds
     n = int(steps.has_updated)  # 0 if the step was skipped or had no gradients
     devices = [
         {
@@ -54,7 +54,7 @@ def describe(
     link, flash = ("push_bytes", "pull_bytes"), ("flash_read_bytes", "flash_write_bytes", "written_bytes")
     if engine.accelerator:
         spec, nothing = engine.accelerator.spec, dict.fromkeys(("push_bytes", "pull_bytes", "flash_read_bytes"), 0)
-        done = near.counters() if n and near else dict.fromkeys(NOTHING_DONE, 0)
+        done = accelerated.counters() if n and accelerated else dict.fromkeys(NOTHING_DONE, 0)
         seconds_by_kind = {"read": 0.0, "update": done.pop("seconds"), "write": 0.0}
         about = {"device": str(spec), "backend": spec.backend, "share": spec.share or 1.0, **done, **nothing}
         about |= {

@@ -140,8 +140,8 @@ class EarlySteps:
         step, engine = live.step, self._engine
         flow = engine.in_step_order(step.may_begin)
         early = early_of(flow, self._share)
-        if step.given:
-            flow = np.concatenate([flow, step.given.tiles])
+        if step.supplied:
+            flow = np.concatenate([flow, step.supplied.tiles])
         self._began = time.perf_counter()
         self._guess = Guess(engine, self._state_map, live, early, flow, pieces, self._hold, self._pusher)
         self._guess.begin()

@@ -51,10 +51,12 @@ class Flight:
         self._engine, self._pieces, self._early_buffers = engine, pieces, early_buffers
         self.failure: BaseException | None = None  # if set, the step is undone, or will be after the ranks' vote
         self.landed_at: float = 0.0
-        self._near = frozenset(step.near.rows if step.near else ())
+        self._accelerated = frozenset(step.accelerated.rows if step.accelerated else ())
         self._tiles = live.tiles
         # All gradients have version counters: Overlap.can_launch() excludes inference mode.
-        self._grads = {row: (grad, grad._version) for row, grad in step.spec.grads.items() if row not in self._near}
+        self._grads = {
+            row: (grad, grad._version) for row, grad in step.spec.grads.items() if row not in self._accelerated
+        }
         self._in_step = np.zeros(len(engine.tiles), bool)
         self._copy_events: dict[int, Any] = {}  # by row: event after the last copy to a parameter on an accelerator
         live.await_buckets()
@@ -67,7 +69,7 @@ class Flight:
         that has begun cannot be undone.
         """
         live = self.live
-        live.launch_near()
+        live.launch_on_accelerator()
         live.spec.grads = {}
         self._tiles = live.tiles
         self._in_step[self._tiles] = True
@@ -88,7 +90,7 @@ class Flight:
         Returns True when they are there, False if the step failed.
         """
         self._check_process()
-        rows = [row for row in rows if row not in self._near]  # the accelerator's are up to date
+        rows = [row for row in rows if row not in self._accelerated]  # the accelerator's are up to date
         tiles = self._pieces.tiles_of(rows)
         try:
             self.live.arrived(tiles[self._in_step[tiles]], wait=True)  # the step changes no other tiles
@@ -162,7 +164,7 @@ class Flight:
             moved = {row: source for row, source in step.spec.sources.items() if source.param_and_copy}
             gather.begin(live.arrived, moved, received=self._note_received)
         try:
-            live.carry(self._note_pulled, self._early_buffers)
+            live.transfer(self._note_pulled, self._early_buffers)
             if step.ring is not None:
                 step.ring.wait_for_copies()
             if gather:
@@ -178,7 +180,7 @@ class Flight:
         self.live.note_received(rows)
 
     def _param_device(self, row: int) -> torch.device:
-        return self.live.progress.state_map.by_index[row].local.device
+        return self.live.history.state_map.by_index[row].local.device
 
     def _free_used_gradients(self) -> None:
         """Free gradients that have been used. Raises CSDRuntimeError if a gradient was changed before its use.

@@ -134,8 +134,8 @@ class Guess:
         if not np.array_equal(spec.hypers, self.live.spec.hypers) or spec.orthogonal != self.live.spec.orthogonal:
             return "constants"
         table = spec.table.copy()
-        if self.step.given:  # the same in `spec`: no state was written, no parameter was moved
-            self.step.given.mark(table)
+        if self.step.supplied:  # the same in `spec`: no state was written, no parameter was moved
+            self.step.supplied.mark(table)
         but_grad = [name for name in table.dtype.names or () if name != "grad"]
         if not all(np.array_equal(table[name], self.live.spec.table[name]) for name in but_grad):
             return "constants"

@@ -55,8 +55,9 @@ class LentGradients:
         self._bytes = 0  # of the gradients in _lent, and of images still in use
         self._images = frozenset(step.images)  # tiles that travel through staging buffers
         self._staged: StagedTiles | None = None
-        if step.ring:
-            self._staged = StagedTiles(step.ring, engine, on_used=self._note_used, on_pulled=live.note_pulled)
+        if step.ring:  # the exchange with other ranks asks which parameters have come back
+            on_pulled = live.note_pulled if step.gather else None
+            self._staged = StagedTiles(step.ring, engine, on_used=self._note_used, on_pulled=on_pulled)
         self._in_use: dict[int, int] = {}  # by image in flight: bytes of its gradients
         self._missing = np.zeros(len(engine.tiles), np.int64)  # by tile: number of its gradients
         has_grad = live.spec.table["grad"][self._pieces.all["param"]] != 0
@@ -68,9 +69,9 @@ class LentGradients:
         live, step = self._live, self._live.step
         live.begin(Phase.OPEN, order=AS_PUSHED, kept_alive=self._lent)
         if step.ring:
-            step.ring.begin(live.spec.sources, step.given)
-        if step.given and step.near:
-            step.given.set_updates(step.near, NOTHING)
+            step.ring.begin(live.spec.sources, step.supplied)
+        if step.supplied and step.accelerated:
+            step.supplied.set_updates(step.accelerated, NOTHING)
         self._countdown = Countdown(self._missing, live.tiles.tolist())
 
     @property
@@ -84,9 +85,9 @@ class LentGradients:
 
     def take(self, row: int, grad: torch.Tensor) -> None:
         """Take a contiguous gradient, and push the tiles that are now complete. Raises what a step raises."""
-        near = self._live.step.near
-        if near and row in near.rows:
-            near.launch_one(row, grad, timed=self._engine.states.timeline.near_spans is not None)
+        accelerated = self._live.step.accelerated
+        if accelerated and row in accelerated.rows:
+            accelerated.launch_one(row, grad, timed=self._engine.states.timeline.accelerator_spans is not None)
             self._hand_over(row, None)
         else:
             self._hand_over(row, grad)

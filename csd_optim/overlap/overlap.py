@@ -114,14 +114,14 @@ class Overlap(ConcurrentMode):
     def _fly(self, step: PreparedStep, record: Record | None) -> None:
         """Launch the step. Raises what a step raises; with several ranks, agree() raises instead."""
         engine = self._engine
-        near = step.near.rows if step.near else ()
-        awaited = [state for state in step.spec.plan.param_states if state.index not in near]
+        accelerated = step.accelerated.rows if step.accelerated else ()
+        awaited = [state for state in step.spec.plan.param_states if state.index not in accelerated]
         sources = step.spec.sources
         copy_back = {state.index: s for state in awaited if (s := sources.get(state.index)) and s.param_and_copy}
         early_buffers: dict[int, StagingBuffer] = {}
         guess = self._early.take_guess() if self._early else None
         live = guess.live if guess else self._steps.live(step, record)
-        live.meets = bool(self.together)  # so far a guess has concerned this rank only
+        live.votes_later = bool(self.together)  # so far a guess has concerned this rank only
         launched: Flight | None = None
         self._waited, self._early_elems = 0.0, 0
         try:  # even if anything below fails, the other ranks have launched the step
@@ -233,7 +233,7 @@ class Overlap(ConcurrentMode):
         if (order := self._use_order) is not None:
             for row in rows:
                 # No rank for parameters that the accelerator updates: nothing waits for them, so their tiles flow last.
-                if self._state_map.by_index[row].near_copy:
+                if self._state_map.by_index[row].accelerator_copy:
                     continue
                 order.setdefault(row, len(order))
         if (flight := self._flight) is None:

@@ -84,8 +84,8 @@ def _wait_at_exit() -> None:
     atexit.register(wait)
 
 
-class Verdict(Enum):
-    """The ranks' verdict on a launched step."""
+class VoteResult(Enum):
+    """What the ranks' vote on a launched step has led to."""
 
     VOTING = auto()  # under way here, or some rank has not voted yet
     KEPT = auto()  # complete on all ranks; nothing undoes the step any more
@@ -107,7 +107,7 @@ class Vote:
         must not wait long.
         """
         self.live: LiveStep | None = live
-        self.verdict: Verdict = Verdict.VOTING
+        self.result: VoteResult = VoteResult.VOTING
         self.loss: str = ""  # set if a rank is lost: torch's message
         self._control, self._groups = control, [control, *carriers]
         self._engine, self._flight = engine, flight
@@ -136,7 +136,7 @@ class Vote:
                 gather.finish()
 
     def _vote(self) -> None:
-        verdict = Verdict.MUST_MEET
+        result = VoteResult.MUST_MEET
         try:
             try:
                 if self._flight:
@@ -153,18 +153,18 @@ class Vote:
                 self._note_lost()
             votes = self._gather(complete, round is not None, round or 0, watch_failed)
             if votes and all(vote[0] for vote in votes):
-                verdict = Verdict.KEPT
+                result = VoteResult.KEPT
                 has_round = round is not None and len({vote[:-1] for vote in votes}) == 1
                 self._keep(has_round=has_round, watch_failed=any(vote[-1] for vote in votes))
         finally:
             self._mark(busy=False)
-            self.verdict = verdict
+            self.result = result
             self._over.set()
 
     def _note_lost(self) -> None:
         """Note that this rank has lost others. Waits for no votes, which may not come before this process ends."""
         self.loss = "this rank has lost the others while they exchanged parameters"
-        self.verdict = Verdict.MUST_MEET
+        self.result = VoteResult.MUST_MEET
         _voting.discard(threading.current_thread())
         self._over.set()
 
@@ -236,7 +236,7 @@ class Together:
     @property
     def has_met(self) -> bool:
         """Whether nothing undoes the last step any more. (The next may begin once all ranks have committed it, too.)"""
-        return self.vote is None or self.vote.verdict is Verdict.KEPT
+        return self.vote is None or self.vote.result is VoteResult.KEPT
 
     def launched(self, live: LiveStep, flight: Flight | None) -> None:
         """Begin to vote on a step, after get_ready(). `flight`: None if the launch failed here."""
@@ -271,7 +271,7 @@ class Together:
         if (vote := self.vote) is None:
             return
         vote.wait()
-        if vote.verdict is Verdict.KEPT:
+        if vote.result is VoteResult.KEPT:
             self.vote = None
             return
         if vote.loss:  # unknown whether the step is complete on other ranks

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ..distributed.sharding import Partition
+from ..engine.accelerator_copies import AcceleratorCopy
 from ..engine.engine import Engine
-from ..engine.near_copies import NearCopy
 from ..engine.on_accelerator import Joining
 from ..errors import CSDMemoryError
 from ..store.sections import FP32
@@ -59,7 +59,7 @@ def choose_copies(engine: Engine, param_states: Iterable[ParamState]) -> None:
     Raises what OnAccelerator.choose() raises, and CSDMemoryError.
     """
     assert engine.accelerator
-    without_copy = [state for state in param_states if not state.near_copy]
+    without_copy = [state for state in param_states if not state.accelerator_copy]
     joining = [
         _joining(engine, state.name, state.part.of(state.param), state.sections, state.is_coded)
         for state in without_copy
@@ -76,23 +76,23 @@ def choose_copies(engine: Engine, param_states: Iterable[ParamState]) -> None:
 def set_copy(engine: Engine, param_state: ParamState, copy: Iterable[torch.Tensor]) -> None:
     """Make `copy` the accelerator's copy of a parameter's states."""
     assert engine.truth.copies
-    param_state.near_copy = NearCopy([flat(state) for state in copy])
-    engine.truth.copies.by_param[param_state.index] = param_state.near_copy
+    param_state.accelerator_copy = AcceleratorCopy([flat(state) for state in copy])
+    engine.truth.copies.by_param[param_state.index] = param_state.accelerator_copy
 
 
 def drop_copy(engine: Engine, param_state: ParamState) -> None:
     """Drop the accelerator's copy of a parameter's states, if there is one."""
-    if param_state.near_copy:
+    if param_state.accelerator_copy:
         assert engine.truth.copies
         del engine.truth.copies.by_param[param_state.index]
-        param_state.near_copy = None
+        param_state.accelerator_copy = None
 
 
 def count(engine: Engine, param_states: Collection[ParamState]) -> None:
     """Tell the engine how many parameters and bytes are on the accelerator."""
     if engine.accelerator:
         there = [state for state in param_states if state.on_accelerator]
-        copied = [state for state in param_states if state.near_copy]
+        copied = [state for state in param_states if state.accelerator_copy]
         engine.accelerator.params = sum(state.numel for state in (*there, *copied))
         engine.accelerator.nbytes = engine.copies * sum(state.nbytes for state in there)
         if engine.truth.copies:

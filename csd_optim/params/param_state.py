@@ -13,8 +13,8 @@ import torch
 from ..accelerator import accelerator_type, is_accelerator, is_on_accelerator
 from ..bindings import DTYPE_CODES
 from ..distributed.sharding import UNSHARDED, Partition
+from ..engine.accelerator_copies import AcceleratorCopy
 from ..engine.decoded import Decoded
-from ..engine.near_copies import NearCopy
 from ..errors import CSDRuntimeError, CSDTypeError, CSDValueError
 from ..grad_modes import no_autograd
 from .decoded_entry import DecodedEntry
@@ -52,7 +52,7 @@ class ParamState:
     reachable: bool  # the devices can read the master from the parameter
     images_only: bool = False  # the devices access neither parameter nor gradient: both travel as images
     state_device: torch.device = CPU  # where the states are: the host (the devices' windows), or the accelerator
-    near_copy: NearCopy | None = None  # copy of its states on its accelerator, in addition to the devices'
+    accelerator_copy: AcceleratorCopy | None = None  # of its states, in addition to the devices'
     decoded: Decoded | None = None  # access to decoded states; None: states have windows
     kept_dtype: torch.dtype | None = None  # with codes: the parameter's dtype, on which codes depend
     is_master: bool = False  # a step takes the master from the parameter: fp32 in host memory; with codes, anywhere

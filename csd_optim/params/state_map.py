@@ -119,9 +119,9 @@ class StateMap:
         finally:  # describe parameters with places even after an error
             self._described = None
             self.describe(engine, groups)
-            self.count_near(engine)
+            self.count_on_accelerator(engine)
 
-    def count_near(self, engine: Engine) -> None:
+    def count_on_accelerator(self, engine: Engine) -> None:
         """Tell the engine how many parameters and bytes are on the accelerator."""
         accelerated.count(engine, self.param_states.values())
 
@@ -131,7 +131,7 @@ class StateMap:
             try:
                 accelerated.choose_copies(engine, self.param_states.values())
             finally:
-                self.count_near(engine)
+                self.count_on_accelerator(engine)
                 self.changes += 1
 
     def codec_of(self, group: dict[str, Any], p: torch.Tensor) -> tuple[str, torch.dtype | None]:
@@ -324,7 +324,7 @@ class StateMap:
             self._abandoned = []
             trim_memory()
             self.changes += 1
-            self.count_near(engine)
+            self.count_on_accelerator(engine)
         self.may_have_left = False
 
     def saved(self) -> Callable[[Engine, Groups], None]:
@@ -359,7 +359,7 @@ class StateMap:
             self.unfilled = dict.fromkeys(unfilled, False)  # may no longer read as zero
             self._described = None
             self.changes += 1
-            self.count_near(engine)
+            self.count_on_accelerator(engine)
             self.describe(engine, groups)
 
         return put_back

@@ -44,7 +44,7 @@ WORTH_OVERLAP = 0.98  # overlap is worth it if an iteration takes at most this s
 
 
 @dataclass(frozen=True)
-class Optimizer:
+class PlannedOptimizer:
     """The optimizer of a plan: everything that determines the size of the states, and which devices can update them."""
 
     name: str = "CSDAdam"
@@ -54,16 +54,16 @@ class Optimizer:
     groups: tuple[tuple[str, float], ...] = ()  # of other rules, as "sgd,momentum", with their shares of the parameters
 
     def __str__(self) -> str:
-        others = "".join(f", {share:.0%} {of.replace(',', ' with ', 1)}" for of, share in self.groups)
+        others = "".join(f", {share:.0%} {text.replace(',', ' with ', 1)}" for text, share in self.groups)
         return self.name + (f"({', '.join(self.options)})" if self.options else "") + others
 
     @property
     def rules(self) -> tuple[str, ...]:
-        return (self.rule, *(of.partition(",")[0] for of, _ in self.groups))
+        return (self.rule, *(text.partition(",")[0] for text, _ in self.groups))
 
 
 @dataclass(frozen=True)
-class Request:
+class PlanRequest:
     """The model, devices and options that a plan is for."""
 
     params: int
@@ -73,7 +73,7 @@ class Request:
     drive: Rates = DRIVES["gen4"]
     csd: Rates = SMARTSSD
     dtype: str = "bf16"
-    optimizer: Optimizer = Optimizer()
+    optimizer: PlannedOptimizer = PlannedOptimizer()
     state_dtype: str = FP32  # or "8bit": how CSDAdam's states are kept
     topk: float | None = None
     error_feedback: bool = True
@@ -94,7 +94,7 @@ class Request:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values. A plain CSDAdam as `optimizer`, and None as `orthogonalization`, are left out."""
-        found = {k: v for k, v in asdict(self).items() if k != "optimizer" or self.optimizer != Optimizer()}
+        found = {k: v for k, v in asdict(self).items() if k != "optimizer" or self.optimizer != PlannedOptimizer()}
         if not self.optimizer.groups:
             found.get("optimizer", {}).pop("groups", None)
         if not self.orthogonalization:
@@ -102,7 +102,7 @@ class Request:
         return found | {"drive": rates_of(self.drive), "csd": rates_of(self.csd)}
 
 
-def plan(request: Request, sweep: Sequence[int] = ()) -> dict[str, Any]:
+def plan(request: PlanRequest, sweep: Sequence[int] = ()) -> dict[str, Any]:
     """Return everything that `csd-optim plan` shows, as plain values; None stands for no bound, or not given.
 
     `sweep`: further numbers of devices to predict for. Raises CSDValueError.
@@ -163,7 +163,7 @@ def rates_of(device: Rates) -> dict[str, Any]:
     return {name: getattr(device, name) for name in ("read", "write", "mixed", "update", "on_host")}
 
 
-def check(r: Request) -> None:
+def check(r: PlanRequest) -> None:
     """Raise CSDValueError for the first invalid value."""
     if r.dtype not in ITEM_BYTES:
         raise CSDValueError(f"Invalid dtype: {r.dtype!r}; there are {', '.join(ITEM_BYTES)}")
@@ -185,7 +185,7 @@ def check(r: Request) -> None:
             raise CSDValueError(f"Invalid rate: {name} {rate!r}; it is more than 0")
 
 
-def _predict(r: Request, variant: str, on: str, devices: int) -> Prediction:
+def _predict(r: PlanRequest, variant: str, on: str, devices: int) -> Prediction:
     """Predict `variant` on `devices` plain drives (`on` is "drive") or CSDs ("csd")."""
     device, host = (r.drive if on == "drive" else r.csd), r.host
     if variant == "base":
@@ -209,7 +209,7 @@ def _predict(r: Request, variant: str, on: str, devices: int) -> Prediction:
     )
 
 
-def _rows(r: Request, devices: int) -> list[dict[str, Any]]:
+def _rows(r: PlanRequest, devices: int) -> list[dict[str, Any]]:
     """Return a row for every way to run the step on `devices` devices; the plan's own row has `chosen` set."""
     ours = ["csdadam", "csdadam_topk"] if r.topk else ["csdadam"]
     smart = ["su_o", "su_o_c"] if r.topk else ["su_o"]
@@ -223,7 +223,7 @@ def _rows(r: Request, devices: int) -> list[dict[str, Any]]:
     return rows
 
 
-def overlapped(r: Request, step: float, seconds: float) -> dict[str, float] | None:
+def overlapped(r: PlanRequest, step: float, seconds: float) -> dict[str, float] | None:
     """Return the seconds of an iteration with `overlap(model)` as "forward", with `backward=True` as "backward".
 
     `step`, `seconds`: time of the step and of an iteration without overlap. The part of the step that runs beside the
@@ -250,9 +250,9 @@ def describe_overlap(r: dict[str, Any], seconds: float, overlap: dict[str, float
     return f"{said}{backward:.2f} s with backward=True: {gains}"
 
 
-def optimizer_of(request: dict[str, Any]) -> Optimizer:
+def optimizer_of(request: dict[str, Any]) -> PlannedOptimizer:
     """Return the optimizer of a plan's request."""
-    return Optimizer(**request.get("optimizer", {}))
+    return PlannedOptimizer(**request.get("optimizer", {}))
 
 
 def label(row: dict[str, Any], name: str) -> str:
@@ -261,7 +261,7 @@ def label(row: dict[str, Any], name: str) -> str:
     return f"{VARIANTS[row['variant']].replace('CSDAdam', name)}{states} on {KINDS[row['on']].removeprefix('plain ')}"
 
 
-def _break_even(r: Request) -> dict[str, int | None]:
+def _break_even(r: PlanRequest) -> dict[str, int | None]:
     """Return the number of CSDs from which CSDAdam's step is shorter than a step on as many plain drives.
 
     `base`: than ZeRO-Infinity's step there. `csdadam`: than CSDAdam's. None: not up to MOST_DEVICES.
@@ -279,7 +279,7 @@ def _counts() -> range:
     return range(1, MOST_DEVICES + 1)
 
 
-def _advice(r: Request, own: dict[str, Any]) -> list[str]:
+def _advice(r: PlanRequest, own: dict[str, Any]) -> list[str]:
     """Return sentences about changes that would make the step faster, or would not."""
     said = []
     bound, step, many = own["bound"], own["step"], KINDS[r.on]

@@ -95,7 +95,9 @@ def costs_of(
     """
     defaults = {"prices": CARD_PRICES if on_csd else PRICES, "watts": WATTS}
     given = {"prices": prices, "watts": watts}
-    price, watt = ({n: given[kind].get(n, of.value) for n, of in table.items()} for kind, table in defaults.items())
+    price, watt = (
+        {n: given[kind].get(n, default.value) for n, default in table.items()} for kind, table in defaults.items()
+    )
     return {
         "dollars": {
             "dram": price["dram"] * state_bytes / 1e9,
@@ -112,9 +114,9 @@ def costs_of(
         "dram_watts": watt["dram"] * state_bytes / 1e9,
         "tbw_bytes": 1e12 * price["tbw"],
         "assumed": [
-            {"option": kind, "name": name, "text": of.text, **asdict(of)}
+            {"option": kind, "name": name, "text": default.text, **asdict(default)}
             for kind, table in defaults.items()
-            for name, of in table.items()
+            for name, default in table.items()
             if name not in given[kind]
         ],
     }

@@ -136,12 +136,12 @@ def slot_bytes(state_dtype: str, item_bytes: int, sections: float = ADAMS) -> fl
     if state_dtype == FP32:
         return 4 * sections
 
-    def of(n: int) -> float:
+    def bytes_with(n: int) -> float:
         states, dtype = SECTIONS[:n], torch.float32 if item_bytes == 4 else torch.bfloat16
         return elem_bytes(states, codec_of(state_dtype, states), dtype)
 
     least = min(int(sections), 3)
-    return of(least) + (sections - least) * (of(least + 1) - of(least))
+    return bytes_with(least) + (sections - least) * (bytes_with(least + 1) - bytes_with(least))
 
 
 def smartssd(state_dtype: str = FP32, sections: float = ADAMS) -> Rates:

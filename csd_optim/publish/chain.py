@@ -8,29 +8,29 @@ from collections.abc import Sequence
 
 from ..errors import CSDStoreError
 from ..replica.versions import Tensor, Version
-from .folder import Folder, Share, with_checksums
+from .folder import Folder, VersionShare, with_checksums
 
 
 class Chain:
     """The versions of a model with these tensors. Methods raise OSError, CSDStoreError."""
 
     def __init__(self, folder: Folder, tensors: Sequence[Tensor]) -> None:
-        self.model: str = hashlib.sha256(repr([*tensors]).encode()).hexdigest()  # see Share
+        self.model: str = hashlib.sha256(repr([*tensors]).encode()).hexdigest()  # see VersionShare
         self._folder, self._tensors = folder, tensors
         self._last: Version | None = None
 
     def find(self, step: int, sums: Sequence[tuple[int, int]], *, durable: bool) -> tuple[str, int, int, int]:
         """Return the run, and the numbers of the next version, the last version, and the last full version.
 
-        Continues a run only if its last version has the weights of `step`, with checksums `sums` (as in Share);
+        Continues a run only if its last version has the weights of `step`, with checksums `sums` (as in VersionShare);
         otherwise the run is new, and the last two numbers are 0. A complete version whose writer was killed before
         naming it gets its name now; other unnamed versions are removed.
         """
         newest, now = self._folder.newest(), with_checksums(self._tensors, sums)
         for shares in self._folder.complete() if durable else ():
-            of, base = shares[0], None if shares[0].base is None else newest
-            follows = of.base is None or (base and (base.run, base.number) == (of.run, of.base))
-            if follows and (of.step, of.model) == (step, self.model) and self._total(shares) == now:
+            share, base = shares[0], None if shares[0].base is None else newest
+            follows = share.base is None or (base and (base.run, base.number) == (share.run, share.base))
+            if follows and (share.step, share.model) == (step, self.model) and self._total(shares) == now:
                 newest = self._folder.name(shares, base, now)
                 break
         self._folder.discard()
@@ -48,5 +48,5 @@ class Chain:
         self._last = self._folder.name(shares, base, self._total(shares))
         return self._last
 
-    def _total(self, shares: Sequence[Share]) -> list[Tensor]:
+    def _total(self, shares: Sequence[VersionShare]) -> list[Tensor]:
         return with_checksums(self._tensors, [part for share in shares for part in share.checksums])

@@ -1,7 +1,7 @@
 """The folder of versions, for its writers: versions appear as a whole, and old versions are removed.
 
-Each process (rank) writes a file with its share of a version, and then a description of the share, `Share`, into a
-directory that readers ignore. Once all shares are there, rank 0 writes the manifest, and gives the directory its name.
+Each process (rank) writes a file with its share of a version, and then a description of the share, `VersionShare`, into
+a directory that readers ignore. Once all shares are there, rank 0 writes the manifest and names the directory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WHOLE, CHANGED = "model", "delta"  # files of whole tensors, and of changed elem
 
 
 @dataclass(frozen=True)
-class Share:
+class VersionShare:
     """The share of one of `ranks` processes in a version. `files`: on the disk, as in the manifest."""
 
     run: str
@@ -123,38 +123,38 @@ class Folder:
             return f"{kind}-{self.rank}.bin"
         return f"{kind}-{self.rank}.safetensors" if self.ranks > 1 else f"{kind}.safetensors"
 
-    def add(self, share: Share) -> None:
+    def add(self, share: VersionShare) -> None:
         """Add the description of this rank's share, whose files are on the disk, and flush it."""
         path = self.pending(share.number) / _described(self.rank)
         write_file(new := path.with_name(path.name + ".new"), json.dumps(asdict(share)).encode(), replaces=True)
         rename(new, path)
         sync(self.path)
 
-    def shares(self, number: int) -> list[Share]:
+    def shares(self, number: int) -> list[VersionShare]:
         """Return the shares of all ranks, by rank. Raises CSDStoreError if a share is missing or does not match.
 
         Looks shares up by name: on a network file system a listing of the directory may be out of date.
         """
-        found: list[Share] = []
+        found: list[VersionShare] = []
         while not found or len(found) < found[0].ranks:
             try:
                 described = json.loads((self.pending(number) / _described(len(found))).read_bytes())
             except FileNotFoundError as e:
                 raise CSDStoreError(f"version {number} is not complete: it lacks the share of rank {len(found)}") from e
             checksums = tuple((index, checksum) for index, checksum in described.pop("checksums"))
-            found.append(Share(**described, checksums=checksums))
+            found.append(VersionShare(**described, checksums=checksums))
         if len({(s.run, s.number, s.step, s.base, s.ranks) for s in found}) > 1 or found[0].number != number:
             raise CSDStoreError(f"the shares of version {number} are of different steps")
         return found
 
-    def complete(self) -> Iterator[list[Share]]:
+    def complete(self) -> Iterator[list[VersionShare]]:
         """Yield the shares of each complete version that has no name yet."""
         for path in sorted(self.path.iterdir()):
             if match := PENDING.fullmatch(path.name):
                 with contextlib.suppress(CSDStoreError, ValueError, KeyError, TypeError):
                     yield self.shares(int(match[1]))
 
-    def name(self, shares: Sequence[Share], base: Version | None, tensors: Sequence[Tensor]) -> Version:
+    def name(self, shares: Sequence[VersionShare], base: Version | None, tensors: Sequence[Tensor]) -> Version:
         """Let readers see a complete version, which appears as a whole.
 
         `base`: the base version; None for a full version. `tensors`: see with_checksums().

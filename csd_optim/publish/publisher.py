@@ -25,7 +25,7 @@ from ..params.param_state import ParamState
 from ..params.state_map import StateMap
 from ..threads import running_pool
 from .chain import Chain
-from .folder import Folder, Share
+from .folder import Folder, VersionShare
 from .recording import Recording
 from .tracked import own_share, tensors_of
 from .watching import Watching
@@ -36,7 +36,7 @@ ELSEWHERE = "another rank could not write its share"
 
 
 @dataclass(frozen=True)
-class Options:
+class PublishOptions:
     """See opt.publish()."""
 
     every: int
@@ -63,7 +63,7 @@ class Publisher(Watcher):
         ranks: Ranks | None,
         model: torch.nn.Module,
         path: Path,
-        options: Options,
+        options: PublishOptions,
         settle: Callable[[], Callable[[], None] | None],
     ) -> None:
         """Publishes the present model as a full version, unless the newest version has the same bits.
@@ -137,16 +137,16 @@ class Publisher(Watcher):
         if settle := self._settle():
             settle()
         self.join()
-        with all_ranks_or_none(self._ranks) as said:
-            said.own = self._has_failed
+        with all_ranks_or_none(self._ranks) as votes:
+            votes.mine = self._has_failed
         # If no states are durable, the step is not confirmed yet.
-        self.after_commit(self._engine.states.step, has_failed=any(said.by_ranks))
+        self.after_commit(self._engine.states.step, has_failed=any(votes.all))
         self._end_naming()
-        with all_ranks_or_none(self._ranks) as said:
-            said.own = self._named, self._failure
+        with all_ranks_or_none(self._ranks) as votes:
+            votes.mine = self._named, self._failure
         if self._ranks:
-            self._named = said.by_ranks[0][0]
-            failures = [f"rank {rank}: {failure}" for rank, (_, failure) in enumerate(said.by_ranks) if failure]
+            self._named = votes.all[0][0]
+            failures = [f"rank {rank}: {failure}" for rank, (_, failure) in enumerate(votes.all) if failure]
             self.error = "; ".join(failures) or self.error
 
     def close(self) -> None:
@@ -177,14 +177,14 @@ class Publisher(Watcher):
     def _open(self, stack: contextlib.ExitStack) -> None:
         """Open the folder, check that all ranks see it, and open a file for records there. A collective."""
         rank, size = (self._ranks.rank, self._ranks.size) if self._ranks else (0, 1)
-        with all_ranks_or_none(self._ranks) as said:
+        with all_ranks_or_none(self._ranks) as votes:
             self._pool = running_pool(1, "csd_optim publish")
             stack.callback(self._pool.shutdown)
             self._folder = Folder(self.path, rank, size)
             stack.callback(self._folder.close)
-            said.own = self._folder.make_mark() if self._leads and self._ranks else None
+            votes.mine = self._folder.make_mark() if self._leads and self._ranks else None
         with all_ranks_or_none(self._ranks):
-            if self._ranks and not self._folder.has_mark(said.by_ranks[0]):
+            if self._ranks and not self._folder.has_mark(votes.all[0]):
                 raise CSDValueError(
                     f"rank {rank} does not see in {self.path} what rank 0 writes there: publish() needs a folder on a "
                     "file system that all ranks share"
@@ -197,24 +197,24 @@ class Publisher(Watcher):
 
     def _begin(self) -> None:
         """Continue the chain if the newest version has the model's bits; otherwise begin a new run. A collective."""
-        with all_ranks_or_none(self._ranks) as said:
-            said.own = [(t.index, t.checksum) for t in self._tracked]
-        sums = [part for of_rank in said.by_ranks for part in of_rank]
-        with all_ranks_or_none(self._ranks) as said:
+        with all_ranks_or_none(self._ranks) as votes:
+            votes.mine = [(t.index, t.checksum) for t in self._tracked]
+        sums = [part for of_rank in votes.all for part in of_rank]
+        with all_ranks_or_none(self._ranks) as votes:
             if self._leads:
-                said.own = self._chain.find(self._engine.states.step, sums, durable=self._engine.durable)
-        self._run, self._number, self._base, self._last_full = said.by_ranks[0]
+                votes.mine = self._chain.find(self._engine.states.step, sums, durable=self._engine.durable)
+        self._run, self._number, self._base, self._last_full = votes.all[0]
         self._needs_full = not self._last_full
         if self._base:
             self._named = self._base, self._engine.states.step
             return
         with all_ranks_or_none(self._ranks):
             self._write(self._engine.states.step, is_full=True)
-        with all_ranks_or_none(self._ranks) as said:
+        with all_ranks_or_none(self._ranks) as votes:
             if self._leads:
                 self._name(self._number, self._number)
-            said.own = self._named
-        self._named = said.by_ranks[0]
+            votes.mine = self._named
+        self._named = votes.all[0]
         self._last_full, self._base, self._needs_full = self._number, self._number, False
         self._number += 1
 
@@ -378,7 +378,7 @@ class Publisher(Watcher):
 
     def _write(self, step: int, *, is_full: bool) -> None:
         """Write this process's share of the version of a step. Raises OSError, CSDTypeError."""
-        share = Share(
+        share = VersionShare(
             self._run,
             self._number,
             step,
@@ -411,7 +411,7 @@ class Publisher(Watcher):
             self._folder.discard(number)
 
 
-def check_engine(engine: Engine, ranks: Ranks | None, options: Options) -> None:
+def check_engine(engine: Engine, ranks: Ranks | None, options: PublishOptions) -> None:
     """Raise CSDValueError if publish() is not possible with these options, or updates on these devices.
 
     A collective.

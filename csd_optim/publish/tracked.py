@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from ..distributed.ranks import Ranks
 from ..distributed.sharding import UNSHARDED, Partition, is_fsdp
 from ..errors import CSDRuntimeError, CSDTypeError, CSDValueError
 from ..grad_modes import no_autograd, version_of
+from ..params.manifest import PartOf
 from ..replica.versions import Tensor
 
 Array = np.ndarray[Any, Any]
@@ -125,9 +126,6 @@ class Tracked:
 
     def fits(self, dtype: torch.dtype) -> bool:
         return DTYPES.get(dtype, "BF16" if self.is_fp32 else "") == self.dtype
-
-
-PartOf = Callable[[torch.Tensor], Partition]
 
 
 def tensors_of(model: torch.nn.Module, part_of: PartOf, *, as_bf16: bool) -> list[Tracked]:

@@ -15,7 +15,7 @@ from ..files import check_free_space
 from ..replica.blocks import DENSE
 from ..replica.versions import Tensor
 from .encode import DeltaWriter, write_tensors
-from .folder import CHANGED, WHOLE, Folder, Share
+from .folder import CHANGED, WHOLE, Folder, VersionShare
 from .recording import Recording
 from .tracked import Tracked
 
@@ -30,7 +30,7 @@ class ShareWriter:
         self._runs = [(t.first, t.numel) for t in tracked]
         self._slices = [t.slice for t in tracked]
 
-    def write(self, share: Share, in_step: Container[Tracked]) -> None:
+    def write(self, share: VersionShare, in_step: Container[Tracked]) -> None:
         """Write the files of a share, then its description, and flush everything.
 
         `in_step`: tensors that the step updated; their memory may already hold newer values, so their records are used.

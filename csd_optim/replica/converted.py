@@ -12,7 +12,7 @@ from ..files import lock_folder, remove
 from .blocks import Reader, parse_tensors
 from .versions import Version
 
-Key = tuple[int, str]  # number and id of a version
+VersionKey = tuple[int, str]  # number and id of a version
 
 
 def metadata_of(version: Version) -> dict[str, str]:
@@ -21,7 +21,7 @@ def metadata_of(version: Version) -> dict[str, str]:
     return {f"csd_optim.{key}": value for key, value in about.items()}
 
 
-def key_in(metadata: dict[str, str]) -> Key | None:
+def key_in(metadata: dict[str, str]) -> VersionKey | None:
     """Return number and id of a file's version from its metadata, or None."""
     try:
         return int(metadata["csd_optim.version"]), metadata["csd_optim.id"]
@@ -40,7 +40,7 @@ class Converted(Reader):
         self.path: Path = path
         with self._wrapping_errors():
             self._fd: int = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self.have: Key | None = None
+        self.have: VersionKey | None = None
         self.at: dict[str, tuple[str, list[int], int]] = {}
         try:
             metadata, self.at = parse_tensors(self)

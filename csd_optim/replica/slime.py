@@ -15,7 +15,7 @@ from ..errors import CSDOSError, CSDStoreError, CSDValueError
 from ..files import appears
 from . import zstd
 from .blocks import header_of, safetensors_header
-from .converted import Converted, Key, key_in, locked, metadata_of, retire
+from .converted import Converted, VersionKey, key_in, locked, metadata_of, retire
 from .patches import is_ascending
 from .reading import opened, retried
 from .replica import Arrays, apply
@@ -44,7 +44,7 @@ class Follower:
         self._out = out
         self._base = base
         self._have: Version | None = None  # version of the weights in memory
-        self._written: Key | None = None  # version of the newest directory; `_weights` knows the differences
+        self._written: VersionKey | None = None  # version of the newest directory; `_weights` knows the differences
         self._weights = Weights()
 
     def follow(self) -> tuple[Path, Version] | None:
@@ -74,7 +74,7 @@ class Follower:
                 retire(existing, is_full_directory)
             return path, version
 
-    def _begin_with(self, written: Key | None) -> None:
+    def _begin_with(self, written: VersionKey | None) -> None:
         """Load the weights of the newest directory's version, if the folder still has it."""
         self._have, self._written, self._weights = None, written, Weights()
         if written is None:
@@ -208,7 +208,7 @@ def _existing(out: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def _key_of(path: Path) -> Key | None:
+def _key_of(path: Path) -> VersionKey | None:
     """Return the version named in a directory; None if there is none, as in a directory of another program."""
     if is_full_directory(path):
         with Converted(path / FULL) as file:

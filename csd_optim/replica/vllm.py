@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import CSDStoreError, CSDValueError
 from ..files import appears
 from .blocks import safetensors_header
-from .converted import Converted, Key, locked, metadata_of, retire
+from .converted import Converted, VersionKey, locked, metadata_of, retire
 from .patches import Patch, Patches, index_dtype
 from .reading import retried
 from .versions import Tensor, Version, way_to_newest
@@ -60,14 +60,14 @@ def _files(out: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def _have(path: Path) -> Key:
+def _have(path: Path) -> VersionKey:
     with Converted(path) as file:
         if file.have is None:
             raise CSDStoreError(f"{path} is damaged: it does not say which version it has. Remove it")
         return file.have
 
 
-def _write(path: Path, newest: Version, base: Key | None, patches: Patches) -> None:
+def _write(path: Path, newest: Version, base: VersionKey | None, patches: Patches) -> None:
     """Write the patches to a file.
 
     Reads the patches twice: the file begins with all sizes, and memory may hold only one patch.

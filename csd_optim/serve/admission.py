@@ -29,7 +29,7 @@ READER_BYTES = 64 << 10  # maximum length of a reader's message
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Joining:
+class PendingSession:
     """A session whose control connection is admitted, while its data connections are awaited."""
 
     ticket: bytes = dataclasses.field(repr=False)
@@ -47,7 +47,7 @@ class Admission:
         """`accepted`: None, where no keys are needed. `timeout`: of admitted connections."""
         self._accepted, self._timeout = accepted, timeout
         self._lock = threading.Lock()
-        self._joining: dict[bytes, Joining] = {}  # by the session's name
+        self._joining: dict[bytes, PendingSession] = {}  # by the session's name
         # The number of connections that each session has, or will have. Sessions may be closed.
         self._sessions: weakref.WeakKeyDictionary[Session, int] = weakref.WeakKeyDictionary()
 
@@ -117,7 +117,7 @@ class Admission:
                 kind = handshake.DATA if status == handshake.GO_ON else handshake.DATA_IN_TLS
                 if request.streams:  # before message 5, after which data connections may come
                     until = time.monotonic() + JOIN_SECONDS
-                    self._joining[name] = Joining(ticket, session, tcp, request.streams, kind, until)
+                    self._joining[name] = PendingSession(ticket, session, tcp, request.streams, kind, until)
         if status in REFUSALS:
             handshake.say(stream, handshake.answer(status), bytes(handshake.SESSION + handshake.TICKET))
             raise Refusal(REFUSALS[status])

@@ -16,7 +16,7 @@ from ..threads import SharedCondition
 from .frames import DataConnection, Header
 from .messages import MAX_NEWS, NEWS, PARAMS, PROTOCOL, PUSH, Fields, raise_error, refuse, said, unpack_news
 from .session import Session
-from .tiles_under_way import TilesUnderWay
+from .tiles_in_flight import TilesInFlight
 
 Views = list[memoryview]
 
@@ -29,7 +29,7 @@ class Answer(NamedTuple):
 class Travelling(NamedTuple):
     """How the tiles of a step are sent and received."""
 
-    tiles: TilesUnderWay
+    tiles: TilesInFlight
     outgoing: Callable[[int], tuple[Views, int]]  # tile → buffers to send, words of entries in them
     returning: Callable[[int], Views]  # tile → memory for its new parameters
 

@@ -137,10 +137,10 @@ class RemoteCommitter(Committer):
             share.link.request("discard_newer")
 
     def confirm(self) -> None:
-        with all_ranks_or_none(self._ranks) as exchanged:
-            exchanged.own = self.own_round(), self.highest_round, self.states.watcher.has_failed
+        with all_ranks_or_none(self._ranks) as votes:
+            votes.mine = self.own_round(), self.highest_round, self.states.watcher.has_failed
         if self._ranks:
-            rounds, highest, failed = zip(*exchanged.by_ranks, strict=True)
+            rounds, highest, failed = zip(*votes.all, strict=True)
             check_rounds(rounds)
             self.note_confirmed(highest=max(highest), has_failed=any(failed))
 

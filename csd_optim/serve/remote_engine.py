@@ -44,11 +44,11 @@ def open_remote(owners: Owners, model: str, *, mode: Mode, tile_elems: int | Non
     changed = SharedCondition()
     agree_on_devices(ranks, mode, durable=True, in_memory=False, elsewhere=True)
     try:
-        with all_ranks_or_none(ranks) as exchanged:
+        with all_ranks_or_none(ranks) as votes:
             check_byte_order()
             keys = [resolve(address.key, address.owner) for address in owners.addresses]
-            exchanged.own = secrets.token_hex(16), secrets.token_hex(16)
-        token, store = exchanged.by_ranks[0]
+            votes.mine = secrets.token_hex(16), secrets.token_hex(16)
+        token, store = votes.all[0]
         place = (ranks.rank, ranks.size) if ranks else (0, 1)
         hello = {"model": model, "trainers": owners.n_shares, "token": token, "tile_elems": tile_elems or 0}
         hello["who"] = f"{platform.node()}, process {os.getpid()}"
@@ -119,10 +119,10 @@ def _open_together(
     if n_shares == 1 or mode != "resume":
         with all_ranks_or_none(ranks):
             return [link.open(mode=mode, store=store) for link in links]
-    with all_ranks_or_none(ranks) as exchanged:
+    with all_ranks_or_none(ranks) as votes:
         found = [link.open(mode=mode, store=store).fields for link in links]
-        exchanged.own = {share.index: _said(fields, n_shares) for share, fields in zip(shares, found, strict=True)}
-    by_share = dict(itertools.chain.from_iterable(of_rank.items() for of_rank in exchanged.by_ranks))
+        votes.mine = {share.index: _said(fields, n_shares) for share, fields in zip(shares, found, strict=True)}
+    by_share = dict(itertools.chain.from_iterable(of_rank.items() for of_rank in votes.all))
     chosen = last_round([by_share[k][0] for k in range(n_shares)])  # raises on all ranks alike
     if not any(store.steps for store, _, _ in by_share.values()):
         _check_order(by_share)

@@ -14,7 +14,7 @@ from ..errors import CSDError, CSDRankError, CSDRuntimeError
 from .link import Answer, Link, Travelling
 from .messages import CHUNK, WIRE_INDEX, number_of, pack_counts, pack_hypers, pack_rows, raise_error, refuse
 from .tile_image import FrameLayout, places, view
-from .tiles_under_way import TilesUnderWay
+from .tiles_in_flight import TilesInFlight
 
 
 class RemoteNative:
@@ -41,7 +41,7 @@ class RemoteNative:
         self._is_open = False
         self._stepping = False
         self._layout = FrameLayout(np.zeros(0, PARAM))  # of the step
-        self._under_way: TilesUnderWay | None = None
+        self._in_flight: TilesInFlight | None = None
         self._pushed: dict[int, tuple[list[memoryview], int, list[memoryview]]] = {}  # by tile: out, words, back
         self._travelling: list[int] = []  # tiles of the step, and second passes, that are sent and come back
         self._undone: list[int] = []
@@ -89,7 +89,7 @@ class RemoteNative:
         travelling = np.isin(tiles & ~np.uint32(PASS_2), self.tiles_of_engine.of_mask(has_grad))
         self._layout, self._pushed, self._undone, self.commit_failure = FrameLayout(params), {}, [], None
         self._travelling = tiles[travelling].tolist()
-        under_way = TilesUnderWay(
+        in_flight = TilesInFlight(
             self.begins,
             self._travelling,
             as_pushed=order == AS_PUSHED,
@@ -97,7 +97,7 @@ class RemoteNative:
             changed=self._link.changed,
             may_leave=self._link.may_leave,
         )
-        self._link.travel(Travelling(under_way, self._outgoing, self._returning))
+        self._link.travel(Travelling(in_flight, self._outgoing, self._returning))
         try:
             answer = self._link.request(
                 "begin",
@@ -113,7 +113,7 @@ class RemoteNative:
             self._link.travel(None)
             raise
         self._link.note_committed(answer.fields)  # the owner has waited for the last step's commit
-        self._under_way, self._stepping = under_way, True
+        self._in_flight, self._stepping = in_flight, True
 
     def send_edits(self, params: np.ndarray[Any, Any]) -> None:
         """Send the states that the program has written: `edited` of the step's table has their addresses."""
@@ -132,8 +132,8 @@ class RemoteNative:
             self._link.request("write", part, row=row, section=section, first=first)
 
     def push(self, tile: int, how: Push | None = None) -> None:
-        under_way = self._step_under_way()
-        if not under_way.travels(tile):
+        in_flight = self._step_in_flight()
+        if not in_flight.travels(tile):
             return  # without gradients: the owner pushes the tile itself
         assert how
         assert how.images[1]
@@ -147,7 +147,7 @@ class RemoteNative:
         if words:
             out.append(view(address, 4 * words))
         self._pushed[tile] = out, words, self._layout.returning(here, to)
-        under_way.push(tile)
+        in_flight.push(tile)
 
     def _outgoing(self, tile: int) -> tuple[list[memoryview], int]:
         out, words, _ = self._pushed[tile]
@@ -156,46 +156,46 @@ class RemoteNative:
     def _returning(self, tile: int) -> list[memoryview]:
         return self._pushed[tile][2]
 
-    def _step_under_way(self) -> TilesUnderWay:
-        if self._under_way is None or not self._stepping:
+    def _step_in_flight(self) -> TilesInFlight:
+        if self._in_flight is None or not self._stepping:
             raise CSDRuntimeError("no step is under way")
-        return self._under_way
+        return self._in_flight
 
     def drop_grads(self, params: Sequence[int]) -> None:
         self._link.request("drop", np.array(params, WIRE_INDEX), begin=self.begins)
         self._layout.drop(params)
 
     def pull(self) -> int:
-        return self._step_under_way().pull()
+        return self._step_in_flight().pull()
 
     @property
     def would_pull(self) -> bool:
         """Whether pull() would not wait. Called with the link's `changed` held."""
-        return self._step_under_way().would_pull
+        return self._step_in_flight().would_pull
 
     def await_all(self) -> None:
         """Return when all tiles of the step have come back. Raises what a step raises."""
-        under_way = self._step_under_way()
-        under_way.are_back(under_way.all_tiles, wait=True)
+        in_flight = self._step_in_flight()
+        in_flight.are_back(in_flight.all_tiles, wait=True)
 
     def params_ready(self, tiles: np.ndarray[Any, Any], *, wait: bool) -> bool:
-        return self._step_under_way().are_back(tiles, wait=wait)
+        return self._step_in_flight().are_back(tiles, wait=wait)
 
     def finish(self, keep: bool) -> None:
-        under_way = self._step_under_way()
+        in_flight = self._step_in_flight()
         failure: BaseException | None = None
         try:
             if keep:
                 self.await_all()
         except BaseException as e:
             failure, keep = e, False
-        under_way.stop()
-        self._undone = under_way.began_to_return
+        in_flight.stop()
+        self._undone = in_flight.began_to_return
         try:
             if keep:
-                self._keep(under_way)
+                self._keep(in_flight)
             elif not self._link.is_lost:  # else the owner undoes the step by itself
-                self._link.request("finish", begin=self.begins, step=self.step(), keep=False, frames=under_way.frames)
+                self._link.request("finish", begin=self.begins, step=self.step(), keep=False, frames=in_flight.frames)
         except CSDError as e:
             failure = failure or e
         finally:
@@ -205,7 +205,7 @@ class RemoteNative:
         if failure:
             raise failure
 
-    def _keep(self, under_way: TilesUnderWay) -> None:
+    def _keep(self, in_flight: TilesInFlight) -> None:
         """Have the owner complete and commit the step. Raises CSDError if the step is undone."""
         number = self.step() + 1
         assert self.ending
@@ -219,7 +219,7 @@ class RemoteNative:
                 begin=self.begins,
                 step=self.step(),
                 keep=True,
-                frames=under_way.frames,
+                frames=in_flight.frames,
                 round=round,
                 record=record,
             )
@@ -290,11 +290,11 @@ class RemoteNative:
         return 0  # images hold the parameters back
 
     def unchanged(self, params: np.ndarray[Any, Any]) -> bool:
-        self._step_under_way().are_back(np.zeros(0, np.uint32), wait=False)  # raises if the step has failed
+        self._step_in_flight().are_back(np.zeros(0, np.uint32), wait=False)  # raises if the step has failed
         return True  # the caller compares images
 
     def release(self, params: np.ndarray[Any, Any], order: np.ndarray[Any, Any]) -> None:
-        self._step_under_way()
+        self._step_in_flight()
 
     # ---- between steps ---------------------------------------------------------------
 

@@ -43,7 +43,7 @@ class _Vote(NamedTuple):
     round: int  # see Committer.own_round(); -1: that has failed
     highest: int  # see Committer.highest_round
     watch_failed: int  # see Watcher.has_failed
-    # As in Offer:
+    # As in Proposal:
     is_examined: int
     is_prepared: int
     can_launch: int
@@ -52,14 +52,14 @@ class _Vote(NamedTuple):
     square: int
 
 
-class Abilities(NamedTuple):
+class Capabilities(NamedTuple):
     """What a rank, or all ranks, can do with a prepared step."""
 
     can_launch: bool  # let it go on after step()
     can_undo: bool  # undo it even when it is complete here
 
 
-class Offer(NamedTuple):
+class Proposal(NamedTuple):
     """What a rank has got ready for a step before the ranks agree on it."""
 
     is_examined: bool  # the rank has found out what takes part, which can fail
@@ -71,7 +71,7 @@ class Offer(NamedTuple):
 
 
 def bits_of(norm: OwnNorm | None) -> tuple[bool, int]:
-    """Return `knows_norm` and `square` of an offer."""
+    """Return `knows_norm` and `square` of a proposal."""
     square = norm.square if norm else 0.0
     return norm is not None, struct.unpack("<q", struct.pack("<d", square))[0]
 
@@ -86,7 +86,7 @@ class StepAgreement:
     scale: float | None  # of the gradients
     has_joined: bool = False  # some rank has run out of data: drop what was prepared before the vote
     is_examined: bool = False  # on all ranks
-    abilities: Abilities | None = None  # of all ranks together; None: not every rank has prepared the step
+    capabilities: Capabilities | None = None  # of all ranks together; None: not every rank has prepared the step
     squares: list[float] | None = None  # OwnNorm.square of each rank; None: not every rank knows its own
 
 
@@ -107,7 +107,7 @@ def agree_on_step(
     failure: BaseException | None,
     round: int | None,
     committer: Committer,
-    offer: Offer,
+    proposal: Proposal,
     sample: Sample,
     reduced: Container[int] = (),
     divided: Container[int] = (),
@@ -118,7 +118,7 @@ def agree_on_step(
     last to the first. `creates`: see asks_for_states(). `joined`: this rank has run out of data. `scale`: a
     GradScaler's; ranks that have joined have none. `failure`: why this rank cannot take a step; raised here, while
     other ranks raise CSDRankError. `mode`: see InStep.kind. `round`: see Committer.own_round(); None if that call has
-    failed. `committer` is told once all ranks have the round, whatever else fails. `offer`: what this rank has
+    failed. `committer` is told once all ranks have the round, whatever else fails. `proposal`: what this rank has
     prepared. `sample`: see check_same_gradients(). `reduced`: the ids of parameters whose gradients a hook of DDP has
     reduced, the same on all ranks. `divided`: the ids of sharded parameters that need gradients on all ranks or none.
 
@@ -142,10 +142,10 @@ def agree_on_step(
         about_round = own, committer.highest_round, committer.states.watcher.has_failed
         failed = failure is not None
         vote = _Vote(
-            skips, taken, creates, joined, names, new, descending, mode, under_way, failed, *about_round, *offer
+            skips, taken, creates, joined, names, new, descending, mode, under_way, failed, *about_round, *proposal
         )
         numbers, n = ranks.gather(*vote, *sample.numbers()), len(vote)
-        return [_Vote(*of[:n]) for of in numbers], [Sample.from_numbers(*of[n:]) for of in numbers]
+        return [_Vote(*sent[:n]) for sent in numbers], [Sample.from_numbers(*sent[n:]) for sent in numbers]
 
     # Parameters do not join in backward, and by now the step has changed them.
     replicated, alike = with_gradients() if failure is None and not under_way else ([], [])
@@ -194,7 +194,9 @@ def agree_on_step(
     if not has_joined:
         agreed.is_examined = all(vote.is_examined for vote in votes)
         if all(vote.is_prepared for vote in votes):
-            agreed.abilities = Abilities(all(vote.can_launch for vote in votes), all(vote.can_undo for vote in votes))
+            agreed.capabilities = Capabilities(
+                all(vote.can_launch for vote in votes), all(vote.can_undo for vote in votes)
+            )
         if all(vote.knows_norm for vote in votes):
             agreed.squares = [struct.unpack("<d", struct.pack("<q", vote.square))[0] for vote in votes]
     return agreed

@@ -12,12 +12,12 @@ from ..compression.selection import TopK
 from ..engine.engine import Engine
 from ..params.state_map import StateMap
 from ..params.strides import flat
-from .given_states import GivenStates
 from .spec import StepSpec
+from .supplied_states import SuppliedStates
 
 
 def images_of(
-    engine: Engine, state_map: StateMap, spec: StepSpec, tiles: np.ndarray[Any, Any], given: GivenStates | None
+    engine: Engine, state_map: StateMap, spec: StepSpec, tiles: np.ndarray[Any, Any], supplied: SuppliedStates | None
 ) -> list[int]:
     """Return the tiles that travel as images: devices cannot read one of their gradients, or it has to be rounded.
 
@@ -29,8 +29,8 @@ def images_of(
         travels[row] = s.is_far or (s.grad.dtype is not s.grad_dtype and not table["topk"][row])
     if not travels.any():
         return []
-    if given:
-        travels[[*given.copies]] = True
+    if supplied:
+        travels[[*supplied.copies]] = True
     images: list[int] = tiles[np.isin(tiles, engine.tiles.of_mask(travels))].tolist()
     # A tile travels as a whole, so every parameter that shares a tile with a travelling one travels, too.
     for tile in images:

@@ -18,8 +18,8 @@ class InitialGroups:
         self._groups: Groups = []  # the optimizer's groups when of() was last called
         self._initial: list[dict[str, Any]] = []  # the initial hyperparameters of each of `_groups`
 
-    def kept(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Return the hyperparameters of a group that a store keeps. Raises CSDTypeError if a value cannot be stored."""
+    def stored_hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Return a group's hyperparameters as a store keeps them. Raises CSDTypeError if a value cannot be stored."""
         found = hyperparameters_of(group, self._rule_of(group).hyperparameters)
         if found.get("rule") == self._rule_of({}).name:  # as if the group did not name it
             del found["rule"]
@@ -33,7 +33,7 @@ class InitialGroups:
         if len(groups) != len(self._groups) or not all(map(is_, groups, self._groups)):
             known = {id(group): initial for group, initial in zip(self._groups, self._initial, strict=True)}
             if len(groups) != len(known) or any(id(group) in known for group in groups):
-                self._initial = [known[id(g)] if id(g) in known else self.kept(g) for g in groups]
+                self._initial = [known[id(g)] if id(g) in known else self.stored_hyperparameters(g) for g in groups]
             self._groups = [*groups]  # if all are new, load_state_dict() has replaced the old ones, in their order
         return self._initial
 

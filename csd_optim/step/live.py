@@ -34,8 +34,8 @@ from ..grad_modes import no_autograd
 from ..signals import defer_signals
 from ..store.format import Record
 from .all_gather import ParamAllGather
+from .history import StepHistory
 from .prepared import PreparedStep
-from .progress import Progress
 from .spec import StepSpec
 from .staging import NOTHING, StagingBuffer
 from .undo import Undo, undo_states
@@ -95,26 +95,32 @@ class Phase(Enum):
     LANDED = auto()  # complete on this rank: both new; if ranks vote later, they may still take the step back
     FAILED = auto()  # states old, parameters a mix of old and new, until the ranks vote
     KEPT = auto()  # both new
-    UNDONE = auto()  # both old, except for what Progress.undoing has still to restore
+    UNDONE = auto()  # both old, except for what StepHistory.undoing has still to restore
 
 
 class LiveStep:
     """One step. Call its methods with the engine's lock, except push(), arrived(), keep(), undo() and take_back()."""
 
     def __init__(
-        self, progress: Progress, engine: Engine, step: PreparedStep, record: Record | None, *, meets: bool = False
+        self,
+        history: StepHistory,
+        engine: Engine,
+        step: PreparedStep,
+        record: Record | None,
+        *,
+        votes_later: bool = False,
     ) -> None:
-        """`record`: for the commit. `meets`: ranks vote on the step only after it has ended here: see together.py."""
-        self.progress: Progress = progress
+        """`record`: for the commit. `votes_later`: ranks vote on the step after it has ended here: see together.py."""
+        self.history: StepHistory = history
         self.engine: Engine = engine
-        self.meets: bool = meets
+        self.votes_later: bool = votes_later
         self._record = record
         self.step: PreparedStep = step
         self.phase: Phase = Phase.READY
         self.tiles: np.ndarray[Any, Any] = step.tiles  # uint32, in flow order; begin() adds the committer's
         self.ended: threading.Event = threading.Event()  # set when a thread has landed it, or has failed and undone it
         self._had_tiles = False  # set when the step ends: the engine took part
-        self._not_pulled: set[int] = self._carried  # tiles whose parameters are still in their images
+        self._not_pulled: set[int] = self._transferred  # tiles whose parameters are still in their images
         self._not_received: Counter[int] = Counter()  # by row: number of buckets awaited from other ranks
         self._changed = threading.Condition()  # notified when `ended`, `_not_pulled` or `_not_received` changes
 
@@ -123,8 +129,8 @@ class LiveStep:
         return self.step.spec
 
     @property
-    def _carried(self) -> set[int]:
-        """The tiles that carry() pushes."""
+    def _transferred(self) -> set[int]:
+        """The tiles that transfer() pushes."""
         return {*self.step.images, *(self.step.passes.tiles.tolist() if self.step.passes else ())}
 
     # ---- begin -----------------------------------------------------------------------
@@ -136,12 +142,12 @@ class LiveStep:
         tiles: np.ndarray[Any, Any] | None = None,
         order: int | None = None,
         kept_alive: object = None,
-        carries: bool = False,
+        transfers: bool = False,
     ) -> None:
         """READY to `phase`. Raises what Engine.begin() raises; still READY then, unless the devices have begun.
 
         `tiles`: override the order of the tiles with one pass. `order`: as in Engine.begin(); None: the usual order.
-        `kept_alive`: objects whose memory the engine uses until the step ends. `carries`: carry() is called next.
+        `kept_alive`: objects whose memory the engine uses until the step ends. `transfers`: transfer() is called next.
         """
         engine, step, spec = self.engine, self.step, self.spec
         if order is None:
@@ -152,8 +158,8 @@ class LiveStep:
             if tiles is not None:
                 step.passes.begin_with(tiles)
             tiles = step.passes.in_order
-        if carries and step.ring is not None:  # before the devices begin: this may run out of memory
-            step.ring.begin(step.passes.sources if step.passes else spec.sources, step.given)
+        if transfers and step.ring is not None:  # before the devices begin: this may run out of memory
+            step.ring.begin(step.passes.sources if step.passes else spec.sources, step.supplied)
         try:
             begun = engine.begin(
                 table,
@@ -168,34 +174,34 @@ class LiveStep:
         finally:
             if engine.stepping:
                 self.phase = phase
-        self.progress.in_flight = True  # reading states waits: codes are not decoded during a step
+        self.history.in_flight = True  # reading states waits: codes are not decoded during a step
         if phase is not Phase.GUESS:
-            self.progress.has_updated = True
+            self.history.has_updated = True
 
     def launch(self) -> None:
-        """READY to STEP: push the tiles that need no carry(). Call carry() next, then land()."""
-        self.begin(carries=True)
+        """READY to STEP: push the tiles that need no transfer(). Call transfer() next, then land()."""
+        self.begin(transfers=True)
         self._push_all(self.tiles)
 
-    def carry(
+    def transfer(
         self,
         pulled: Callable[[int], None] | None = None,
         early_buffers: Mapping[int, StagingBuffer] | None = None,
-        meanwhile: Iterator[None] = NOTHING,
+        idle_work: Iterator[None] = NOTHING,
     ) -> None:
         """Push and pull the tiles that travel as images or take two passes. Arguments: see StagingRing.run()."""
-        step, pulled = self.step, pulled or self.note_pulled
+        step = self.step
         if step.passes:
-            step.passes.run(step.ring, pulled, early_buffers, meanwhile)
+            step.passes.run(step.ring, pulled or self.note_pulled, early_buffers, idle_work)
         elif step.ring is not None:
-            step.ring.run(self.engine, step.images, step.spec.sources, pulled, early_buffers, meanwhile)
+            step.ring.run(self.engine, step.images, step.spec.sources, pulled, early_buffers, idle_work)
 
     def push(self, tile: int) -> None:
         """Push a tile with the gradients that the step's table names. Needs no lock."""
         self.engine.native.push(tile)
 
     def _push_all(self, tiles: np.ndarray[Any, Any]) -> None:
-        for tile in tiles[~np.isin(tiles, [*self._carried])].tolist():
+        for tile in tiles[~np.isin(tiles, [*self._transferred])].tolist():
             self.push(tile)
 
     def confirm(
@@ -210,8 +216,8 @@ class LiveStep:
         self.engine.committer.reserve(record)
         # Before release(), which may fail with some parameters written: undo() has to restore these.
         self.phase, self.step, self._record = Phase.STEP, step, record
-        self._not_pulled = self._carried
-        self.progress.has_updated = True
+        self._not_pulled = self._transferred
+        self.history.has_updated = True
         step.images = order[np.isin(order, step.images)].tolist()
         table, listed = step.spec.table, order
         if step.passes:
@@ -220,8 +226,8 @@ class LiveStep:
             listed = step.passes.in_order
         self.engine.release(table, listed)
         self._push_all(order[~np.isin(order, pushed)])
-        if step.given and step.ring:
-            step.ring.begin(step.spec.sources, step.given)
+        if step.supplied and step.ring:
+            step.ring.begin(step.spec.sources, step.supplied)
 
     def request(self, record: Record | None, without: Sequence[int] = ()) -> None:
         """OPEN to STEP; a step without tiles stays READY. Call it before any tile of the rows `without` is pushed.
@@ -233,8 +239,8 @@ class LiveStep:
         if without:
             spec.steps[without] -= 1
             spec.table["grad"][without] = 0
-            if step.given:
-                step.given.updated = step.given.updated.difference(without)
+            if step.supplied:
+                step.supplied.updated = step.supplied.updated.difference(without)
             engine.truth.enter(spec.table)  # masters entered in the table outlive this step
         engine.committer.reserve(record)
         if without:
@@ -243,18 +249,18 @@ class LiveStep:
         if self.phase is Phase.OPEN:
             self.phase = Phase.STEP
 
-    def launch_near(self) -> list[int]:
+    def launch_on_accelerator(self) -> list[int]:
         """Queue all updates on the accelerator, on the current streams.
 
         Returns the rows of their parameters. Nothing has to wait for these rows; the step drops their gradients.
         """
-        near = self.step.near
-        if not near:
+        accelerated = self.step.accelerated
+        if not accelerated:
             return []
-        if self.step.given:
-            self.step.given.set_updates(near, NOTHING)
-        _exhaust(near.launch(timed=self.engine.states.timeline.near_spans is not None))
-        rows = near.release_scratch()
+        if self.step.supplied:
+            self.step.supplied.set_updates(accelerated, NOTHING)
+        _exhaust(accelerated.launch(timed=self.engine.states.timeline.accelerator_spans is not None))
+        rows = accelerated.release_scratch()
         for row in rows:
             self.spec.sources.pop(row).copy_back()
         return rows
@@ -316,7 +322,7 @@ class LiveStep:
         if gather:
             gather.begin(self.arrived, step.spec.sources, descending=descending)
         try:
-            with all_ranks_or_none(self.progress.ranks):
+            with all_ranks_or_none(self.history.ranks):
                 try:
                     self._flow(pushed)
                 finally:
@@ -327,13 +333,13 @@ class LiveStep:
                 if all_can_undo:
                     self._end()
             if not all_can_undo:
-                with all_ranks_or_none(self.progress.ranks):  # an owner may fail until here
+                with all_ranks_or_none(self.history.ranks):  # an owner may fail until here
                     self._end()
         except BaseException:
             if self.phase is not Phase.LANDED:
                 self.undo(gather)
             else:  # if the ranks are lost, that is what has to be told
-                ranks = self.progress.ranks
+                ranks = self.history.ranks
                 with contextlib.suppress(CSDTornError) if ranks and ranks.lost else contextlib.nullcontext():
                     self.take_back()
             raise
@@ -352,9 +358,9 @@ class LiveStep:
             pushed()
         else:
             self._launch_all()
-        if gather and (len(step.tiles) or step.near):
+        if gather and (len(step.tiles) or step.accelerated):
             gather.advance(wait=True)
-        if len(step.tiles) and self.progress.ranks:
+        if len(step.tiles) and self.history.ranks:
             self.arrived(self.tiles[~np.isin(self.tiles, step.images)], wait=True)
 
     def _launch_all(self) -> None:
@@ -362,15 +368,19 @@ class LiveStep:
         engine, step, gather = self.engine, self.step, self.step.gather
         if len(step.tiles):
             self.launch()
-        elif step.near:
+        elif step.accelerated:
             engine.begin_without_tiles()
             self.phase = Phase.STEP
-        launching = step.near.launch(timed=engine.states.timeline.near_spans is not None) if step.near else NOTHING
-        if step.near and step.given:
-            step.given.set_updates(step.near, launching)
+        launching = (
+            step.accelerated.launch(timed=engine.states.timeline.accelerator_spans is not None)
+            if step.accelerated
+            else NOTHING
+        )
+        if step.accelerated and step.supplied:
+            step.supplied.set_updates(step.accelerated, launching)
         if step.ring is None or gather:  # the first gather.advance() sends parameters without tiles
             _exhaust(launching)
-        self.carry(partial(self._pulled, gather) if gather else None, meanwhile=launching)
+        self.transfer(partial(self._pulled, gather) if gather else None, idle_work=launching)
         _exhaust(launching)
 
     def _pulled(self, gather: ParamAllGather, tile: int) -> None:
@@ -387,7 +397,7 @@ class LiveStep:
         except BaseException:
             self.undo()
             raise
-        if not self.meets:  # else keep the copies from which the accelerator's updates can be undone
+        if not self.votes_later:  # else keep the copies from which the accelerator's updates can be undone
             self.keep()
         self._complete()
 
@@ -395,27 +405,27 @@ class LiveStep:
         """STEP to LANDED: wait until the step is complete."""
         engine, step = self.engine, self.step
         self._had_tiles = engine.stepping
-        if step.near and engine.states.timeline.near_spans is not None:
-            engine.states.timeline.near_spans += step.near.spans
+        if step.accelerated and engine.states.timeline.accelerator_spans is not None:
+            engine.states.timeline.accelerator_spans += step.accelerated.spans
         if engine.stepping:
             engine.committer.before_finish(self._record, step.spec.steps)
             engine.finish()
-        elif step.near:
+        elif step.accelerated:
             engine.end_without_tiles()
-        elif self.progress.ranks:
+        elif self.history.ranks:
             engine.count_step_of_others()
         engine.states.set_counts(step.spec.steps)
-        self.progress.steps_taken += 1
+        self.history.steps_taken += 1
         self.phase = Phase.LANDED
 
     def _complete(self) -> None:
         """Update residuals after a complete step, and begin to commit."""
-        engine, step, spec, state_map = self.engine, self.step, self.spec, self.progress.state_map
-        self.progress.near = step.near
-        self.progress.has_updated |= step.near is not None
-        if step.given and step.near:
-            step.given.keep()
-            step.near.commit_bytes = step.given.nbytes
+        engine, step, spec, state_map = self.engine, self.step, self.spec, self.history.state_map
+        self.history.accelerated = step.accelerated
+        self.history.has_updated |= step.accelerated is not None
+        if step.supplied and step.accelerated:
+            step.supplied.keep()
+            step.accelerated.commit_bytes = step.supplied.nbytes
         state_map.mark_filled()
         try:
             if step.ring is not None:
@@ -427,7 +437,7 @@ class LiveStep:
             elif spec.unscaled:
                 all_sent = [state for state in spec.with_residual if spec.table["topk"][state.index] == 1]
                 state_map.drop_residual(engine, all_sent)
-            self.progress.commit(self._record)
+            self.history.commit(self._record)
 
     def mark_synced(self) -> None:
         """Count the step's writes to parameters. Any later write comes from outside."""
@@ -439,8 +449,8 @@ class LiveStep:
         """LANDED to KEPT: free the copies from which it could be undone. Needs no lock."""
         if self.phase is Phase.LANDED:
             self.phase = Phase.KEPT
-        if self.step.near:
-            self.step.near.end()
+        if self.step.accelerated:
+            self.step.accelerated.end()
 
     # ---- undo ------------------------------------------------------------------------
 
@@ -448,17 +458,17 @@ class LiveStep:
         """Undo a step that has not ended. A no-op in later phases.
 
         If ranks vote later, undoes only states: a forward may be running. `exchanged`: given if ranks exchanged new
-        parameters; they then exchange the restored ones, a collective. Raises what Progress.finish_undo() raises.
+        parameters; they then exchange the restored ones, a collective. Raises what StepHistory.finish_undo() raises.
         """
-        engine, progress = self.engine, self.progress
+        engine, history = self.engine, self.history
         with defer_signals(), engine.lock, no_autograd():
             was = self.phase
             if was not in (Phase.READY, Phase.GUESS, Phase.OPEN, Phase.STEP):
                 return
             has_begun = was is not Phase.READY
-            self.phase = Phase.FAILED if self.meets else Phase.UNDONE
-            if self.meets:
-                progress.in_flight = True  # reading states raises why it has failed, even if it has not begun
+            self.phase = Phase.FAILED if self.votes_later else Phase.UNDONE
+            if self.votes_later:
+                history.in_flight = True  # reading states raises why it has failed, even if it has not begun
                 if has_begun:
                     undo_states(engine, self.step)
             elif was is Phase.GUESS:
@@ -466,7 +476,7 @@ class LiveStep:
                     with contextlib.suppress(CSDError):  # why the guess has failed, if it has
                         engine.finish(keep=False)
             elif (has_begun and not engine.closed) or exchanged:
-                progress.undo(Undo(engine, progress.state_map, self.step, has_begun=has_begun, gather=exchanged))
+                history.undo(Undo(engine, history.state_map, self.step, has_begun=has_begun, gather=exchanged))
 
     def take_back(self, *, alone: bool = False) -> None:
         """LANDED or FAILED to UNDONE, because the step failed on some rank. Raises what undo() raises. A collective.
@@ -478,12 +488,12 @@ class LiveStep:
             assert self.phase in (Phase.LANDED, Phase.FAILED)
             landed = self.phase is Phase.LANDED
             self.phase = Phase.UNDONE
-            self.progress.steps_taken -= landed
+            self.history.steps_taken -= landed
             had_tiles, gather = self._had_tiles, None if alone else self.step.gather
             undo = Undo(
-                self.engine, self.progress.state_map, self.step, landed=landed, had_tiles=had_tiles, gather=gather
+                self.engine, self.history.state_map, self.step, landed=landed, had_tiles=had_tiles, gather=gather
             )
-            self.progress.undo(undo)
+            self.history.undo(undo)
 
     @property
     def is_undone(self) -> bool:

@@ -116,7 +116,7 @@ def bind(
             param_state.refresh(grad_dtype)
             state_map.show(param_state)
         state_map.remember()
-        state_map.count_near(engine)
+        state_map.count_on_accelerator(engine)
         state_map.changes += 1
         plan = _plan_for(engine, state_map, groups, taking_part.params, grad_dtype, plan)
     return BoundStep(plan, taking_part, new, written, state_map.coded)
@@ -201,7 +201,7 @@ def specify(
     topk = ratios(plan.params, residual_mask, groups_of, groups, steps[plan.rows], options.topk, options.topk_warmup)
     if engine.accelerator:  # also refuse what is dense only until the end of a warm-up
         final = ratios(plan.params, residual_mask, groups_of, groups, steps[plan.rows], options.topk, 0)
-        _check_near(plan, final, residual_mask)
+        _check_accelerated(plan, final, residual_mask)
     with_residual = _compress(plan, grads, steps, topk, table, sources, options)
     orthogonal = _orthogonal(rule_of, plan, groups, groups_of)
     by_row = {state.index: g for state, g in zip(plan.param_states, grads, strict=True)}
@@ -226,12 +226,12 @@ def _orthogonal(rule_of: RuleOf, plan: StepPlan, groups: Groups, groups_of: list
     rules = {k: rule_of(groups[k]).orthogonal for k in {*groups_of}}
     found = {}
     for state, k in zip(plan.param_states, groups_of, strict=True) if any(rules.values()) else ():
-        if not (of := rules[k]):
+        if not (orthogonal := rules[k]):
             continue
         shape = whole_shape(state)
         check_matrix(state.name, state.param, shape)  # not checked with its group if it was frozen or lazy
         if 0 not in shape:
-            found[state.index] = of(groups[k], shape, state.local.device)
+            found[state.index] = orthogonal(groups[k], shape, state.local.device)
     return found
 
 
@@ -315,9 +315,9 @@ def _hypers(
     kinds = np.array(groups_of) * len(plan.layouts) + plan.layout_of
     pairs, hyper_of = np.unique(kinds * 2.0**32 + steps, return_inverse=True)
     ks, ts = np.divmod(pairs, 2.0**32)
-    of = [(groups[int(k) // len(plan.layouts)], *plan.layouts[int(k) % len(plan.layouts)]) for k in ks]
-    rules = [rule_of(group) for group, *_ in of]
-    others = np.array([rule.name != name for rule, (_, name, _) in zip(rules, of, strict=True)])
+    layouts = [(groups[int(k) // len(plan.layouts)], *plan.layouts[int(k) % len(plan.layouts)]) for k in ks]
+    rules = [rule_of(group) for group, *_ in layouts]
+    others = np.array([rule.name != name for rule, (_, name, _) in zip(rules, layouts, strict=True)])
     if (other := others[hyper_of]).any():
         first = int(other.argmax())
         raise CSDRuntimeError(
@@ -326,14 +326,14 @@ def _hypers(
         )
     constants = [
         rule.checked_constants(group, sections, t, grad_scale)
-        for rule, (group, _, sections), t in zip(rules, of, ts.tolist(), strict=True)
+        for rule, (group, _, sections), t in zip(rules, layouts, ts.tolist(), strict=True)
     ]
     lacks = np.array(
-        [not {*rule.sections_for(group)} <= {*has} for rule, (group, _, has) in zip(rules, of, strict=True)]
+        [not {*rule.sections_for(group)} <= {*has} for rule, (group, _, has) in zip(rules, layouts, strict=True)]
     )
     if (lacking := lacks[hyper_of]).any():
         first = int(lacking.argmax())
-        param_state, (group, _, sections) = plan.param_states[first], of[hyper_of[first]]
+        param_state, (group, _, sections) = plan.param_states[first], layouts[hyper_of[first]]
         turned_on, missing = rules[hyper_of[first]].lacking(group, sections)
         raise CSDRuntimeError(
             f"{turned_on} was turned on after the state of parameter {param_state.name} was made; "
@@ -367,16 +367,16 @@ def _locate_gradients(
     return sources
 
 
-def _check_near(plan: StepPlan, topk: np.ndarray[Any, Any], residual_mask: np.ndarray[Any, Any]) -> None:
+def _check_accelerated(plan: StepPlan, topk: np.ndarray[Any, Any], residual_mask: np.ndarray[Any, Any]) -> None:
     """Raise CSDValueError if a parameter with states on the accelerator has Top-K or a residual."""
     for state, share, has_residual in zip(plan.param_states, topk.tolist(), residual_mask.tolist(), strict=True):
-        is_near = state.on_accelerator or state.near_copy
-        if is_near and has_residual:
+        is_accelerated = state.on_accelerator or state.accelerator_copy
+        if is_accelerated and has_residual:
             raise CSDValueError(
                 f"parameter {state.name} has a residual of Top-K ('residual' in its state), but gpu: has its states, "
                 "and no gradient is sent there; error_feedback=False drops it"
             )
-        if is_near and share:
+        if is_accelerated and share:
             raise CSDValueError(
                 f"topk of parameter {state.name}: gpu: has its states, and nothing is sent; leave topk out"
             )

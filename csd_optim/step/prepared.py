@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from .accelerator_updates import AcceleratorUpdates
 from .all_gather import ParamAllGather
-from .given_states import GivenStates
-from .near_updates import NearUpdates
 from .spec import StepSpec
 from .staging import StagingRing
+from .supplied_states import SuppliedStates
 from .two_passes import TwoPasses
 
 
@@ -21,15 +21,15 @@ class PreparedStep:
 
     spec: StepSpec
     tiles: np.ndarray[Any, Any]  # uint32, in flow order
-    given: GivenStates | None  # states that the accelerator gives to tiles
+    supplied: SuppliedStates | None  # states that the accelerator gives to tiles
     images: list[int]  # tiles that travel through staging buffers
     ring: StagingRing | None  # the staging buffers
     gather: ParamAllGather | None  # of the parameters whose updates the ranks share
-    near: NearUpdates | None = None  # updates on the accelerator
+    accelerated: AcceleratorUpdates | None = None  # updates on the accelerator
     passes: TwoPasses | None = None  # of the matrices in the step
 
     @property
     def may_begin(self) -> np.ndarray[Any, Any]:
         """The tiles, ascending, that may begin in backward: no states from the accelerator, and a single pass."""
-        others = [of.tiles for of in (self.given, self.passes) if of]
+        others = [part.tiles for part in (self.supplied, self.passes) if part]
         return np.setdiff1d(self.tiles, np.concatenate(others)) if others else np.sort(self.tiles)

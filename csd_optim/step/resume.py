@@ -125,7 +125,7 @@ class Resume:
         if self._ranks:
             said = self._ranks.gather_objects((bool(param_states), without_data))
             without_data = next((name for _, name in said if name), None)
-            if gather and not without_data and any(given for given, _ in said):
+            if gather and not without_data and any(has_given for has_given, _ in said):
                 gather.resend()
                 for param_state in divided:
                     param_state.mark_synced()

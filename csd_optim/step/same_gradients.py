@@ -37,23 +37,23 @@ TOLERANCE = 1 / 8
 class Sample(NamedTuple):
     """A summary of one rank's gradients, for comparison with other ranks."""
 
-    of: int  # identifies the step and the values sampled: only equal ones are compared; 0: no sample
+    key: int  # identifies the step and the values sampled: only equal ones are compared; 0: no sample
     norm: float  # of the sampled values, weighted; NaN: not all are finite
     sums: tuple[float, ...]
 
     @property
     def step(self) -> int:
-        return self.of >> 32
+        return self.key >> 32
 
     def numbers(self) -> list[int]:
         """Return the sample as integers for a collective."""
         bits: list[int] = np.array([self.norm, *self.sums]).view(np.int64).tolist()
-        return [self.of, *bits]
+        return [self.key, *bits]
 
     @classmethod
-    def from_numbers(cls, of: int, *bits: int) -> Sample:
+    def from_numbers(cls, key: int, *bits: int) -> Sample:
         norm, *sums = np.array(bits, np.int64).view(np.float64).tolist()
-        return cls(of, norm, tuple(sums))
+        return cls(key, norm, tuple(sums))
 
 
 NOTHING = Sample(0, 0.0, (0.0,) * SUMS)
@@ -68,12 +68,12 @@ def check_same_gradients(samples: Sequence[Sample]) -> None:
         return
     first: dict[int, int] = {}  # the lowest rank with the same `of`
     for rank, b in enumerate(samples):
-        a = samples[first.setdefault(b.of, rank)]
+        a = samples[first.setdefault(b.key, rank)]
         distance = math.sqrt(math.fsum((x - y) * (x - y) for x, y in zip(a.sums, b.sums, strict=True)))
         norm = max(a.norm, b.norm)
         if distance > TOLERANCE * norm:
             raise CSDRankError(
-                f"rank {first[b.of]} and rank {rank} have different gradients in step {b.step}: values of them are "
+                f"rank {first[b.key]} and rank {rank} have different gradients in step {b.step}: values of them are "
                 f"about {distance / norm:.1f} times their norm apart. With sharded=True, the default, each rank "
                 "updates a part of every parameter for all ranks, so gradients have to be reduced over the ranks "
                 "before step(), as DistributedDataParallel does it. If each rank is to step with gradients of its own, "
@@ -107,16 +107,16 @@ class Samples:
             self._known, self._under_way = NOTHING, None
             return NOTHING
         grads = [shared for shared in grads if shared.grad.device == device]
-        of = step << 32 | zlib.crc32(repr(([shared.name for shared in grads], grads[0].ranks)).encode())
+        key = step << 32 | zlib.crc32(repr(([shared.name for shared in grads], grads[0].ranks)).encode())
         least = max(torch.finfo(shared.grad.dtype).smallest_normal for shared in grads)
         sampled = _sampled([shared.grad for shared in grads], step)
         values, counts = torch.cat(sampled), [*map(len, sampled)]
         if not is_on_accelerator(values):
-            self._known = _sample(of, least, counts, values)
+            self._known = _sample(key, least, counts, values)
         else:
             on_host = torch.empty(len(values), dtype=values.dtype, device="cpu", pin_memory=True)
             on_host.copy_(values, non_blocking=True)
-            self._under_way = of, least, counts, on_host, record_event(torch.accelerator.current_stream(device))
+            self._under_way = key, least, counts, on_host, record_event(torch.accelerator.current_stream(device))
         return self._known
 
 
@@ -167,20 +167,20 @@ def _sampled(grads: Sequence[torch.Tensor], step: int) -> list[torch.Tensor]:
     return found
 
 
-def _sample(of: int, least: float, counts: Sequence[int], values: torch.Tensor) -> Sample:
+def _sample(key: int, least: float, counts: Sequence[int], values: torch.Tensor) -> Sample:
     """Return the sample of values in host memory; NOTHING if all are smaller than `least`, but not all are zero.
 
     `counts`: the number of values of each gradient. Gradients of the same magnitude get the same weight.
     """
     exact = values.double().numpy()
     if not np.isfinite(exact).all():
-        return Sample(of, math.nan, NOTHING.sums)
+        return Sample(key, math.nan, NOTHING.sums)
     if 0 < np.abs(exact).max() < least:
         return NOTHING  # mostly rounding errors
     exact /= np.sqrt(np.repeat(counts, counts))
     signed = np.zeros(-(-len(exact) // SUMS) * SUMS)
     signed[: len(exact)] = exact * _signs(len(exact))
-    return Sample(of, float(np.linalg.norm(exact)), tuple(signed.reshape(-1, SUMS).sum(0).tolist()))
+    return Sample(key, float(np.linalg.norm(exact)), tuple(signed.reshape(-1, SUMS).sum(0).tolist()))
 
 
 @functools.lru_cache(maxsize=8)

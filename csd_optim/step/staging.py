@@ -24,8 +24,8 @@ from ..accelerator import has_completed, is_on_accelerator, on, record_event, wa
 from ..bindings import Push
 from ..engine.engine import Engine
 from ..params.grad_source import GradSource
-from .given_states import GivenStates
 from .sparse import SparseTiles
+from .supplied_states import SuppliedStates
 
 # Tiles in flight per device: one travelling each way, and two being updated or waiting for their states.
 BUFFERS_PER_DEVICE = 4
@@ -84,10 +84,10 @@ class StagingRing:
         self._separate_streams: dict[torch.device, Any] = {}  # streams for on_separate_streams(), created lazily
         self._accelerators: set[torch.device] = set()  # accelerators of the step under way
         self._sparse = SparseTiles()
-        self._given: GivenStates | None = None  # of the step under way
+        self._supplied: SuppliedStates | None = None  # of the step under way
 
     def make_room_for_states(self, sections: int) -> None:
-        """Make the slots large enough for the states of tiles with that many sections: see GivenStates."""
+        """Make the slots large enough for the states of tiles with that many sections: see SuppliedStates."""
         for slot in self.slots:
             if slot.states is None or len(slot.states) < sections * self.tile_elems:
                 slot.states = self._buffer(sections * self.tile_elems, torch.float32)
@@ -100,15 +100,15 @@ class StagingRing:
         of_slots = [t for s in self.slots for t in (s.grad, s.param, s.entries, s.before, s.states)]
         return sum(t.nbytes for t in of_slots if t is not None)
 
-    def begin(self, sources: Mapping[int, GradSource], given: GivenStates | None = None) -> None:
+    def begin(self, sources: Mapping[int, GradSource], supplied: SuppliedStates | None = None) -> None:
         """Begin a step, before run() and on the thread whose current streams produce gradients and read parameters.
 
-        `sources`: by row, the parameters with a gradient. `given`: the states that the accelerator supplies.
+        `sources`: by row, the parameters with a gradient. `supplied`: the states that the accelerator supplies.
         """
         self.forget()
-        self._given = given
+        self._supplied = supplied
         self._accelerators = {t.device for s in sources.values() for t in (s.grad, s.param) if is_on_accelerator(t)}
-        self._accelerators |= given.devices if given else set()
+        self._accelerators |= supplied.devices if supplied else set()
         for device in self._accelerators:
             if device not in self._streams:
                 self._streams[device] = torch.Stream(device), torch.Stream(device)
@@ -122,16 +122,16 @@ class StagingRing:
         sources: Mapping[int, GradSource],
         on_pulled: Callable[[int], None] | None,
         early_buffers: Mapping[int, StagingBuffer] | None = None,
-        meanwhile: Iterator[None] = NOTHING,
+        idle_work: Iterator[None] = NOTHING,
     ) -> None:
         """Push and pull `tiles` of the step under way. `sources`: as in begin().
 
         `on_pulled` is called with each tile when its parameters can be used on the current streams. `early_buffers`:
-        tiles that were pushed before, each with its buffer, in the order in which they are needed. `meanwhile`: other
+        tiles that were pushed before, each with its buffer, in the order in which they are needed. `idle_work`: other
         work for this thread, advanced by one item whenever tiles travel. Afterwards call feed_back() if the step is
         complete, else forget().
         """
-        staged = StagedTiles(self, engine, on_pulled=on_pulled, meanwhile=meanwhile)
+        staged = StagedTiles(self, engine, on_pulled=on_pulled, idle_work=idle_work)
         try:
             staged.adopt_pushed(early_buffers or {}, sources)
             for tile in tiles:
@@ -234,7 +234,7 @@ class StagingRing:
     def forget(self) -> None:
         """Forget the selections of a step that is undone or over. The residuals do not change."""
         self._sparse.forget()
-        self._given = None
+        self._supplied = None
 
     def begin_fill(
         self,
@@ -288,18 +288,18 @@ class StagingRing:
         for stream, to, source_ in copies:
             _copy(to, source_, stream)
         slot.has_states = False
-        if self._given and slot.states is not None:
-            for device in self._given.devices_of(engine, tile).difference(used):
+        if self._supplied and slot.states is not None:
+            for device in self._supplied.devices_of(engine, tile).difference(used):
                 used[device] = streams[device]
                 for event in slot.under_way:
                     used[device].wait_event(event)
-            slot.has_states = self._given.fill(slot.states, engine, tile, streams)
+            slot.has_states = self._supplied.fill(slot.states, engine, tile, streams)
         if used:
             slot.under_way = [record_event(stream) for stream in used.values()]
 
     def _image_source(self, row: int, sources: Mapping[int, GradSource]) -> GradSource | None:
-        """Return the source of a row whose gradient and parameter travel in images; None if its states are given."""
-        return None if self._given and row in self._given.copies else sources.get(row)
+        """Return the source of a row whose gradient and parameter travel in images; None if its states are supplied."""
+        return None if self._supplied and row in self._supplied.copies else sources.get(row)
 
     def begin_empty(self, slot: StagingBuffer, engine: Engine, tile: int, sources: Mapping[int, GradSource]) -> None:
         """Begin to copy a tile's parameters out of the slot. Does not change version counters: the step does."""
@@ -355,11 +355,11 @@ class StagedTiles:
         *,
         on_used: Callable[[int, Mapping[int, GradSource]], None] | None = None,
         on_pulled: Callable[[int], None] | None = None,
-        meanwhile: Iterator[None] = NOTHING,
+        idle_work: Iterator[None] = NOTHING,
     ) -> None:
         """`on_used` is called with a tile and its sources once its gradients were used. Others: see run()."""
         self._ring, self._engine, self._on_used, self._on_pulled = ring, engine, on_used, on_pulled
-        self._meanwhile = meanwhile
+        self._idle_work = idle_work
         self.early_buffers: Mapping[int, StagingBuffer] = {}
         self._sources: dict[int, Mapping[int, GradSource]] = {}  # by tile, then by row
         self._todo: dict[int, deque[int]] = {}  # by device: tiles that have not begun to travel
@@ -397,7 +397,7 @@ class StagedTiles:
             self._ring.begin_fill(slot, self._engine, tile, self._sources[tile], in_place=in_place)
             self._travelling.append((tile, slot))
         if self._travelling or self._pushed:
-            next(self._meanwhile, None)
+            next(self._idle_work, None)
         # While the next gradients are in flight, updated parameters are copied back.
         has_arrived = bool(self._travelling) and self._travelling[0][1].arrived()
         is_updated = not has_arrived and any(map(self._is_updated, self._pushed))

@@ -18,15 +18,15 @@ from ..params.groups import Groups, members, name_of
 from ..params.state_map import StateMap
 from ..store.format import Record
 from ..store.user_state import checked_user_state
-from .agreement import Abilities, Offer, StepAgreement, agree_on_step, bits_of
+from .accelerator_updates import AcceleratorUpdate, AcceleratorUpdates, parameters_of_new
+from .agreement import Capabilities, Proposal, StepAgreement, agree_on_step, bits_of
 from .all_gather import ParamAllGather
 from .first_states import asks_for_states, create_states
-from .given_states import GivenStates, given_states
+from .history import StepHistory
 from .images import images_of
 from .initial_groups import InitialGroups
 from .live import LiveStep
 from .mode import InStep
-from .near_updates import NearUpdate, NearUpdates, parameters_of_new
 from .prepare import (
     add_residuals,
     apply_outside_writes,
@@ -39,14 +39,14 @@ from .prepare import (
     specify,
 )
 from .prepared import PreparedStep
-from .progress import Progress
 from .resume import Resume
 from .same_gradients import NOTHING, Sample, Samples
 from .spec import Arguments, GradOptions, Participants, StepPlan, StepSpec
 from .staging import BUFFERS_PER_DEVICE, StagingRing
+from .supplied_states import SuppliedStates, supplied_states
 from .two_passes import TwoPasses
 
-NO_ABILITIES = Abilities(can_launch=False, can_undo=False)
+NO_CAPABILITIES = Capabilities(can_launch=False, can_undo=False)
 
 
 @dataclass
@@ -59,15 +59,15 @@ class Ready:
     step: PreparedStep | None = None  # None: this rank has nothing to do
     is_examined: bool = False  # all fields above but `step` are set
     is_prepared: bool = False
-    abilities: Abilities = NO_ABILITIES  # valid once `is_prepared`
+    capabilities: Capabilities = NO_CAPABILITIES  # valid once `is_prepared`
     norm: OwnNorm | None = None  # this rank's share, if gradients are clipped and votes can carry the norm
     sample: Sample = NOTHING  # of gradients that have to be equal on all ranks
 
-    def offer(self) -> Offer:
-        return Offer(self.is_examined, self.is_prepared, *self.abilities, *bits_of(self.norm))
+    def proposal(self) -> Proposal:
+        return Proposal(self.is_examined, self.is_prepared, *self.capabilities, *bits_of(self.norm))
 
 
-class Steps(Progress):
+class Steps(StepHistory):
     """The steps of one optimizer. Knows the optimizer's arguments, but not torch's Optimizer, nor what drives a step.
 
     Refers to the optimizer weakly: hooks in a model hold this object, and may outlive the optimizer.
@@ -139,7 +139,7 @@ class Steps(Progress):
         if not self.engine.durable:
             return None
         return Record(
-            groups=[*map(self.initial_groups.kept, self.groups)],
+            groups=[*map(self.initial_groups.stored_hyperparameters, self.groups)],
             given=[*self.initial_groups.of(self.groups)],
             user_state=checked_user_state(self._alive().user_state, self.engine.states.record.user_state),
             seconds=self.trained_seconds,
@@ -147,9 +147,9 @@ class Steps(Progress):
 
     # ---- a step is taken ---------------------------------------------------------------
 
-    def live(self, step: PreparedStep, record: Record | None, *, meets: bool = False) -> LiveStep:
-        """Return a step to begin. `record`, `meets`: see LiveStep."""
-        return LiveStep(self, self.engine, step, record, meets=meets)
+    def live(self, step: PreparedStep, record: Record | None, *, votes_later: bool = False) -> LiveStep:
+        """Return a step to begin. `record`, `votes_later`: see LiveStep."""
+        return LiveStep(self, self.engine, step, record, votes_later=votes_later)
 
     def step(
         self,
@@ -195,8 +195,8 @@ class Steps(Progress):
                     if not (skips or joined):
                         self._get_ready_early(mode, ready, scale)
                         if not mode.under_way:  # else the gradients were used and freed
-                            of = self.steps_taken + 1, self.groups, self.state_map, self.reduced
-                            ready.sample = self._samples.take(*of)
+                            number = self.steps_taken + 1
+                            ready.sample = self._samples.take(number, self.groups, self.state_map, self.reduced)
                 except BaseException as e:
                     cause = e
             agreed = agree_on_step(
@@ -215,7 +215,7 @@ class Steps(Progress):
                 failure=cause,
                 round=round,
                 committer=self.engine.committer,
-                offer=ready.offer(),
+                proposal=ready.proposal(),
                 sample=ready.sample,
                 reduced=self.reduced,
                 divided=divided,
@@ -231,7 +231,7 @@ class Steps(Progress):
 
     def _take(self, mode: InStep, agreed: StepAgreement, ready: Ready) -> None:
         """Take a step on which all ranks have agreed. Raises what a step raises. A collective."""
-        self.descending, abilities = agreed.descending, agreed.abilities
+        self.descending, capabilities = agreed.descending, agreed.capabilities
         scale = self.grad_scale = _factor(agreed.scale)
         max_norm = self._alive().max_grad_norm
         if max_norm is not None and not mode.under_way:
@@ -244,23 +244,23 @@ class Steps(Progress):
                 norm = norm_of(self._grads_of(ready))
             self.grad_norm = norm * abs(scale)
             scale *= clip_scale(self.grad_norm, max_norm)
-        if abilities is None:
-            with all_ranks_or_none(self.ranks) as said:
+        if capabilities is None:
+            with all_ranks_or_none(self.ranks) as votes:
                 if not ready.is_examined:
                     self._examine(mode, ready)
                 if not ready.is_prepared:
                     self._prepare_ready(mode, ready, scale)
-                said.own = ready.abilities
-            abilities = Abilities(*map(all, zip(*said.by_ranks, strict=True)))
+                votes.mine = ready.capabilities
+            capabilities = Capabilities(*map(all, zip(*votes.all, strict=True)))
         step, record = ready.step, ready.record
         if mode.under_way:
-            mode.end_step(record, all_can_undo=abilities.can_undo)
-        elif mode.launch(step, record, all_can=abilities.can_launch):
+            mode.end_step(record, all_can_undo=capabilities.can_undo)
+        elif mode.launch(step, record, all_can=capabilities.can_launch):
             pass
         elif step is not None:
-            self.live(step, record).run(descending=self.descending, all_can_undo=abilities.can_undo)
+            self.live(step, record).run(descending=self.descending, all_can_undo=capabilities.can_undo)
         elif self.ranks is not None:
-            self._take_without_gradients(record, all_can_undo=abilities.can_undo)
+            self._take_without_gradients(record, all_can_undo=capabilities.can_undo)
 
     def _get_ready_early(self, mode: InStep, ready: Ready, scale: float | None) -> None:
         """Prepare as much of a step as changes nothing: the ranks have not agreed on it yet."""
@@ -294,8 +294,8 @@ class Steps(Progress):
         self._note_prepared(mode, ready, step)
 
     def _note_prepared(self, mode: InStep, ready: Ready, step: PreparedStep | None) -> None:
-        can_undo = step is None or (self.can_undo(step) and (step.near is None or step.near.undoes))
-        ready.step, ready.is_prepared, ready.abilities = step, True, Abilities(mode.can_launch(step), can_undo)
+        can_undo = step is None or (self.can_undo(step) and (step.accelerated is None or step.accelerated.undoes))
+        ready.step, ready.is_prepared, ready.capabilities = step, True, Capabilities(mode.can_launch(step), can_undo)
 
     def _take_without_gradients(self, record: Record | None, *, all_can_undo: bool) -> None:
         """Count and commit a step of the other ranks, for which this rank has no gradients; vote as LiveStep.run()."""
@@ -350,8 +350,8 @@ class Steps(Progress):
 
     def _divided_matrices(self) -> set[int]:
         """Return the ids of sharded matrices that a step assembles: all ranks need gradients for these."""
-        of = (group for group in self.groups if self.state_map.rule_of(group).orthogonal)
-        return {id(p) for group in of for p in group["params"] if not is_replicated(p)}
+        groups = (group for group in self.groups if self.state_map.rule_of(group).orthogonal)
+        return {id(p) for group in groups for p in group["params"] if not is_replicated(p)}
 
     # ---- a step is prepared ------------------------------------------------------------
 
@@ -387,47 +387,47 @@ class Steps(Progress):
         add_residuals(engine, self.state_map, spec)
         apply_outside_writes(engine, spec)
         step = self._prepared(spec)
-        step.near = self._near_updates(step, one_by_one=one_by_one)
+        step.accelerated = self._accelerator_updates(step, one_by_one=one_by_one)
         return step
 
     def _prepared(self, spec: StepSpec, *, foreseen: bool = False) -> PreparedStep:
         """Do everything that may fail, such as allocations, before ranks exchange data. `foreseen`: see TwoPasses."""
         engine = self.engine
         tiles = engine.in_step_order(engine.tiles.of_mask(spec.table["grad"] != 0))
-        given = given_states(engine, spec, tiles)
-        images = images_of(engine, self.state_map, spec, tiles, given)
-        ring = self._ring(spec, given) if images else None
+        supplied = supplied_states(engine, spec, tiles)
+        images = images_of(engine, self.state_map, spec, tiles, supplied)
+        ring = self._ring(spec, supplied) if images else None
         passes = TwoPasses(engine, spec, tiles, self.ranks, foreseen=foreseen) if spec.orthogonal else None
         self.ns_dtypes = passes.dtypes if passes else []
-        return PreparedStep(spec, tiles, given, images, ring, self._gather(spec.plan), passes=passes)
+        return PreparedStep(spec, tiles, supplied, images, ring, self._gather(spec.plan), passes=passes)
 
-    def _near_updates(self, step: PreparedStep, *, one_by_one: bool) -> NearUpdates | None:
+    def _accelerator_updates(self, step: PreparedStep, *, one_by_one: bool) -> AcceleratorUpdates | None:
         """Prepare the updates on the accelerator. `one_by_one`: as in _prepare(). Raises CSDMemoryError."""
-        engine, spec, given, updates = self.engine, step.spec, step.given, []
+        engine, spec, supplied, updates = self.engine, step.spec, step.supplied, []
         for state in spec.plan.param_states:
-            if state.numel and (state.on_accelerator or (given and state.index in given.updated)):
+            if state.numel and (state.on_accelerator or (supplied and state.index in supplied.updated)):
                 rule, constants = spec.hypers[spec.table["hyper"][state.index]].tolist()
-                updates.append(NearUpdate(state, spec.sources[state.index], rule, constants))
+                updates.append(AcceleratorUpdate(state, spec.sources[state.index], rule, constants))
         if not updates:
             return None
         assert engine.accelerator
-        if given:
-            updates = given.in_order(updates)
+        if supplied:
+            updates = supplied.in_order(updates)
             spec.outside_values |= parameters_of_new(updates)
-        undoes = engine.copies > 1 or given is not None
-        near = NearUpdates(updates, exact=engine.accelerator.spec.exact, undoes=undoes)
+        undoes = engine.copies > 1 or supplied is not None
+        accelerated = AcceleratorUpdates(updates, exact=engine.accelerator.spec.exact, undoes=undoes)
         if not one_by_one:
-            near.allocate()
-        return near
+            accelerated.allocate()
+        return accelerated
 
-    def _ring(self, spec: StepSpec, given: GivenStates | None) -> StagingRing:
+    def _ring(self, spec: StepSpec, supplied: SuppliedStates | None) -> StagingRing:
         engine = self.engine
         tile_elems = max(e.tile_elems for e in engine.tiles.extents)
         pinned = any(is_on_accelerator(s.grad) for s in spec.sources.values())
         if self.ring is None or self.ring.tile_elems < tile_elems or pinned > self.ring.pinned:
             self.ring = StagingRing(tile_elems, BUFFERS_PER_DEVICE * len(engine.devices.specs), pinned=pinned)
-        if given:
-            self.ring.make_room_for_states(given.tile_sections)
+        if supplied:
+            self.ring.make_room_for_states(supplied.tile_sections)
         return self.ring
 
     def _gather(self, plan: StepPlan) -> ParamAllGather | None:
@@ -447,7 +447,7 @@ class Steps(Progress):
         With several ranks, LiveStep.take_back() must be able to undo it. Parameters that the accelerator updates for
         all ranks are sent within step(), on the streams of their updates.
         """
-        if step.near and (step.gather or not len(step.tiles)):
+        if step.accelerated and (step.gather or not len(step.tiles)):
             return False
         if step.passes and step.passes.exchange:  # its collectives would mix with the program's
             return False

@@ -98,7 +98,7 @@ class TwoPasses:
             assert ranks
             divided = [group.matrices for group in self.groups if group.is_divided]
             self.exchange = WholeMatrices(
-                ranks, [(of, [states[m.row].part.blocks_by_rank(ranks) for m in of]) for of in divided]
+                ranks, [(some, [states[m.row].part.blocks_by_rank(ranks) for m in some]) for some in divided]
             )
         if foreseen:
             self._params = {row: InTwoPasses(state, spec.orthogonal[row], NOWHERE) for row, state in states.items()}
@@ -217,14 +217,14 @@ class TwoPasses:
         ring: StagingRing | None,
         pulled: Callable[[int], None],
         early_buffers: Mapping[int, StagingBuffer] | None = None,
-        meanwhile: Iterator[None] = NOTHING,
+        idle_work: Iterator[None] = NOTHING,
     ) -> None:
         """Run all passes, and the tiles of one pass that travel as images. A collective if ranks divide matrices.
 
         `pulled` is called with each of these tiles when its parameters have arrived, or are queued: see
-        StagingRing.run(), also for `early_buffers` and `meanwhile`.
+        StagingRing.run(), also for `early_buffers` and `idle_work`.
         """
-        self._carry(self._first(self._images_of(self._one_pass)), ring, pulled, early_buffers, meanwhile)
+        self._transfer(self._first(self._images_of(self._one_pass)), ring, pulled, early_buffers, idle_work)
         for k, group in enumerate(self.groups):
             ahead = self.groups[k + 1].first if k + 1 < len(self.groups) else []
             if k + 1 >= BEHIND:  # frees the buffers of the next group
@@ -233,7 +233,7 @@ class TwoPasses:
             self._await(group.first)
             self._orthogonalize(k)
             second = [tile | PASS_2 for tile in group.second]
-            self._carry([*self._images_of(ahead), *second], ring, pulled)
+            self._transfer([*self._images_of(ahead), *second], ring, pulled)
 
     def finish(self) -> None:
         """Make the remaining exchanges after a failure, as other ranks wait for them. A collective."""
@@ -271,17 +271,17 @@ class TwoPasses:
         return pushed
 
     def _await(self, tiles: Sequence[int]) -> None:
-        """Wait for the results of these tiles or passes. (Results of images have arrived once _carry() returns.)"""
+        """Wait for the results of these tiles or passes. (Results of images have arrived once _transfer() returns.)"""
         waited = [tile for tile in tiles if tile & ~PASS_2 not in self.images]
         self._engine.native.params_ready(np.array(waited, np.uint32), wait=True)
 
-    def _carry(
+    def _transfer(
         self,
         tiles: Sequence[int],
         ring: StagingRing | None,
         pulled: Callable[[int], None],
         early_buffers: Mapping[int, StagingBuffer] | None = None,
-        meanwhile: Iterator[None] = NOTHING,
+        idle_work: Iterator[None] = NOTHING,
     ) -> None:
         """Push these tiles or passes, and return when the results of images have arrived."""
         first = {*self.tiles.tolist()}
@@ -295,7 +295,7 @@ class TwoPasses:
         if ring is not None and (images := self._images_of(tiles)):
             for device in {p.x.device for p in self._params.values() if is_on_accelerator(p.x)}:
                 ring.wait_for_current(device)  # its X may still be queued there
-            ring.run(self._engine, images, self.sources, note, early_buffers, meanwhile)
+            ring.run(self._engine, images, self.sources, note, early_buffers, idle_work)
 
 
 def whole_shape(state: ParamState) -> torch.Size:

@@ -30,7 +30,7 @@ from .prepared import PreparedStep
 NAMED = 3  # the most parameters that a message names
 
 
-class Span(NamedTuple):
+class ParamSpan(NamedTuple):
     """Elements [first, first + n) of a parameter, which begin at element `in_tile` of a tile."""
 
     param_state: ParamState
@@ -68,7 +68,7 @@ class Undo:
         self._state_map, self._step, self._gather, self._landed = state_map, step, gather, landed
         self._had_tiles = had_tiles
         self._found = not has_begun  # `_in_tiles` and `_on_accelerator` are complete
-        self._in_tiles: dict[int, list[Span]] = {}  # by tile, still to be restored
+        self._in_tiles: dict[int, list[ParamSpan]] = {}  # by tile, still to be restored
         self._on_accelerator: list[ParamState] = []  # still to be restored, from masters there
         # Of unknown parameters: torch's count of writes, and the address, when finish() failed.
         self._seen: dict[ParamState, tuple[int, int]] = {}
@@ -151,7 +151,8 @@ class Undo:
         engine, step = self.engine, self._step
         if self._landed:
             try:
-                if step.spec.with_residual or (step.near and not step.near.undoes):  # both have a single copy
+                # Residuals have a single copy, and so have states that the accelerator has overwritten.
+                if step.spec.with_residual or (step.accelerated and not step.accelerated.undoes):
                     raise CSDValueError("residuals, and states of gpu: alone, have a single copy")
                 engine.undo_last(step.spec.plan.rows, had_tiles=self._had_tiles)
             except CSDValueError as e:
@@ -162,27 +163,27 @@ class Undo:
                     "again, with resume=True or from a snapshot or a checkpoint",
                 ) from e
             self._landed = False
-        if step.near:
-            step.near.undo()
+        if step.accelerated:
+            step.accelerated.undo()
 
     def _find(self) -> None:
         """Find the parameters that have new values; all others are known from here on."""
         engine, step = self.engine, self._step
-        near = step.near.changed if step.near else []
+        accelerated = step.accelerated.changed if step.accelerated else []
         self._in_tiles, self._on_accelerator = {}, []
         # All parameters of a step that had ended: the program may have written different values on different ranks
         # since.
         ended = self._landed is not None
-        whole = {*(step.spec.plan.param_states if ended else near), *self._written}
+        whole = {*(step.spec.plan.param_states if ended else accelerated), *self._written}
         self._add_whole(whole)
         took_part, others = step.spec.table["grad"] != 0, {state.index for state in whole}
         for tile, elems in engine.native.undone() if len(step.tiles) and not ended else []:
             for row, _, first, in_tile, n in engine.tiles.pieces_of(tile).tolist():
                 if took_part[row] and row not in others and in_tile < elems:
-                    self._add(tile, Span(self._state_map.by_index[row], first, in_tile, min(n, elems - in_tile)))
+                    self._add(tile, ParamSpan(self._state_map.by_index[row], first, in_tile, min(n, elems - in_tile)))
         self._found = True
 
-    def _add(self, tile: int, span: Span) -> None:
+    def _add(self, tile: int, span: ParamSpan) -> None:
         if span.needs_it:
             self._in_tiles.setdefault(tile, []).append(span)
 
@@ -192,7 +193,7 @@ class Undo:
             self._in_tiles[tile] = [s for s in self._in_tiles.get(tile, []) if s.param_state not in params]
             for row, _, first, in_tile, n in self.engine.tiles.pieces_of(tile).tolist():
                 if row in rows:
-                    self._add(tile, Span(rows[row], first, in_tile, n))
+                    self._add(tile, ParamSpan(rows[row], first, in_tile, n))
         self._on_accelerator = [*{*self._on_accelerator, *(state for state in params if state.on_accelerator)}]
 
     def _restore_as_a_whole(self, written: set[ParamState]) -> None:
@@ -212,7 +213,7 @@ class Undo:
             self._set(state, 0, flat(state.master) if outside is None else outside, is_outside=outside is not None)
         self._on_accelerator.clear()
 
-    def _restore_tile(self, tile: int, spans: Sequence[Span]) -> None:
+    def _restore_tile(self, tile: int, spans: Sequence[ParamSpan]) -> None:
         """Restore the parameters of a tile. Reads masters only, and without windows: see csd_engine_read."""
         masters = None
         for state, first, in_tile, n in spans:
@@ -240,10 +241,10 @@ class Undo:
     def _end(self) -> None:
         for state in self._step.spec.written:  # the program's writes before the step are due again
             state.version = -1
-        if (near := self._step.near) and self._landed is not None:
-            near.end()
-        elif near and near.launched:
-            near.wait()  # so that old values are there, on any stream, before the failure is reported
+        if (accelerated := self._step.accelerated) and self._landed is not None:
+            accelerated.end()
+        elif accelerated and accelerated.launched:
+            accelerated.wait()  # so that old values are there, on any stream, before the failure is reported
 
 
 class Rollback:
@@ -290,11 +291,11 @@ def undo_states(engine: Engine, step: PreparedStep) -> None:
     if engine.devices.resident and len(step.tiles) and engine.native.undone():
         engine.mark_torn()
         raise CSDTornError(errno.EIO, f"the step was cut short. {TORN}")
-    if step.near and step.near.launched:
+    if step.accelerated and step.accelerated.launched:
         whole = False
         try:
-            if step.near.undoes:
-                step.near.undo()
+            if step.accelerated.undoes:
+                step.accelerated.undo()
                 whole = True
         finally:  # even if the accelerator fails
             if not whole:

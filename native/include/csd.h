@@ -265,7 +265,7 @@ enum csd_master {
   /* Computed by the caller, like all other states: the tile is pushed with all states as they are after the step, with
    * or without a gradient (csd_push.states), and the caller updates the parameter. A tile in which all states are given
    * is not read. For fp32 states only, on files and in memory with two slots */
-  CSD_GIVEN = 6
+  CSD_SUPPLIED = 6
 };
 
 /* Records of the changes that steps make to parameters: see csd_changes_create. */
@@ -356,7 +356,7 @@ enum csd_order {
  *
  * All parameters in such a tile take two passes. Its states are fp32, or codes of CSD_LINEAR, which the halves divide as
  * they do states. They are in two slots; that excludes "ram" without buffers, since what the caller does between the
- * passes can fail. Cards have no kernels for passes. No buffer keeps half a slot for the next step. CSD_GIVEN, Top-K and
+ * passes can fail. Cards have no kernels for passes. No buffer keeps half a slot for the next step. CSD_SUPPLIED, Top-K and
  * csd_push.hold are refused. csd_engine_undone lists the tile if pass 2 has written parameters; csd_stats counts the
  * bytes of both passes, `updated` in pass 2, and `nonfinite` in pass 1. */
 #define CSD_PASS_2 0x80000000u
@@ -384,13 +384,13 @@ typedef struct csd_push {
   uint64_t n_entries;
   /* Instead of images: for each piece of the tile in order, the address that csd_param.grad would have. It may be
    * unknown at csd_engine_begin, while backward is still producing it. NULL: the parameter has no gradient after all,
-   * and keeps every bit. Not for parameters with Top-K, `in_image` or CSD_GIVEN; and a parameter whose
+   * and keeps every bit. Not for parameters with Top-K, `in_image` or CSD_SUPPLIED; and a parameter whose
    * csd_param.grad is NULL has none here. The array itself is copied. */
   const void *const *grads;
   /* Pushes the tile *early*, as part of a guess (see below): memory of csd_engine_hold_bytes bytes, aligned for any
    * type. Then `grads` is needed too, and NULL exactly where csd_param.grad is. */
   void *hold;
-  /* All states of the tile after the step, in the layout of a slot. Given exactly if the tile has CSD_GIVEN parameters;
+  /* All states of the tile after the step, in the layout of a slot. Given exactly if the tile has CSD_SUPPLIED parameters;
    * only the pieces of these are read. */
   const void *states;
 } csd_push;

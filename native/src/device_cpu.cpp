@@ -50,7 +50,7 @@ void update_piece(const csd_piece &piece, uint64_t first, uint64_t n, const Tile
                   Work &work, Entries &entries) {
   const csd_param &p = work.params[piece.param];
   const Sections of = work.sections;
-  if (is_given(piece, work)) {
+  if (is_supplied(piece, work)) {
     for (uint32_t s = 0; s < tile.layout.n(); s++)
       memcpy(floats(sections[s], first), work.states + tile.layout.first(s) + 4 * first, 4 * n);
     return;
@@ -211,7 +211,7 @@ class Updater {
   Failure update() {
     const Slot &current = tile_.slots[tile_.slot];
     const bool any_changed = std::any_of(tile_.pieces, tile_.pieces + tile_.n_pieces, [this](const csd_piece &p) {
-      return grad_of(p, tile_, work_) || is_given(p, work_) || is_edited(work_.params[p.param]);
+      return grad_of(p, tile_, work_) || is_supplied(p, work_) || is_edited(work_.params[p.param]);
     });
     const bool changes = any_changed || work_.from_windows || !current.summed;
     if (!changes) work_.sum = current;  // the tile does not change
@@ -235,7 +235,7 @@ class Updater {
     if (!buffer_) return n_sections;
     // If all is given, gaps between parameters must be zeros. States other than the master begin as zeros, and where
     // the master is not updated, seed() has not put them there.
-    if (work_.all_given || (work_.is_new && of.begin > 0)) {
+    if (work_.all_supplied || (work_.is_new && of.begin > 0)) {
       for (uint32_t s = of.begin; s < of.end; s++) clear(tile_, s, first, last - first, sections_[s]);
       return n_sections;
     }

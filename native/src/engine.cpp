@@ -168,7 +168,7 @@ void Engine::add_job(uint32_t tile, bool two_passes) {
   job.work.from_windows = job.tile->edited;
   job.work.is_new = is_new(*job.tile, rows + (two_passes ? n_params_ : 0));  // the rows that have the masters
   if (two_passes && job.work.is_new) job.tile->slots[job.tile->slot].summed = false;
-  job.work.all_given = job.tile->n_pieces > 0 && n_given_pieces(*job.tile, rows) == job.tile->n_pieces;
+  job.work.all_supplied = job.tile->n_pieces > 0 && n_given_pieces(*job.tile, rows) == job.tile->n_pieces;
   if (job.tile->codes) use_first_section(*job.tile, rows);
   job.next_slot_address = lane(job).device->next_slot_in_memory(*job.tile);
   job.mapped_at_begin = job.tile->mapped_slot;
@@ -199,7 +199,7 @@ void Engine::check_rows(const Tile &t, uint32_t pass, const csd_param *rows, uin
     const csd_param &row = rows[param];
     if (t.layout.coded() && row.master == CSD_IN_PARAM && (!t.codes || !row.param))
       refuse(name() + " of codes cannot be its own master here");
-    if (row.master == CSD_GIVEN && (t.layout.coded() || device.resident() || !device.reaches_params() || pass != 0))
+    if (row.master == CSD_SUPPLIED && (t.layout.coded() || device.resident() || !device.reaches_params() || pass != 0))
       refuse("states of " + name() + " cannot be given to this device");
     if (pass == 2 && !row.grad != !rows[param - n_params].grad) refuse(name() + " has a gradient in one pass only");
     if (!row.grad) continue;
@@ -247,7 +247,7 @@ bool Engine::is_new(const Tile &t, const csd_param *params) const {
 
 uint64_t Engine::n_given_pieces(const Tile &t, const csd_param *params) const {
   return static_cast<uint64_t>(std::count_if(
-      t.pieces, t.pieces + t.n_pieces, [params](const csd_piece &p) { return params[p.param].master == CSD_GIVEN; }));
+      t.pieces, t.pieces + t.n_pieces, [params](const csd_piece &p) { return params[p.param].master == CSD_SUPPLIED; }));
 }
 
 // Starts the next tile of the device, if there is one and the device has a free buffer. Returns whether it did.
@@ -410,14 +410,14 @@ void Engine::check_push(const Job &job, const csd_push &how) const {
   if (how.grads) {
     for (uint64_t i = 0; i < t.n_pieces; i++)
       if (const csd_param &row = rows[t.pieces[i].param];
-          is_sparse(row) || row.in_image || row.master == CSD_GIVEN || (how.grads[i] && !row.grad))
+          is_sparse(row) || row.in_image || row.master == CSD_SUPPLIED || (how.grads[i] && !row.grad))
         throw Failure{CSD_EINVAL,
                       "parameter " + std::to_string(t.pieces[i].param) +
-                          " has Top-K, is CSD_GIVEN, lies in an image, or has a gradient here and none in the step"};
+                          " has Top-K, is CSD_SUPPLIED, lies in an image, or has a gradient here and none in the step"};
   }
   if (!how.states != !n_given_pieces(t, rows))
-    refuse(how.states ? "has no CSD_GIVEN parameters, so no states are supplied for it"
-                      : "has CSD_GIVEN parameters: supply their states, as csd_push.states");
+    refuse(how.states ? "has no CSD_SUPPLIED parameters, so no states are supplied for it"
+                      : "has CSD_SUPPLIED parameters: supply their states, as csd_push.states");
   if (!how.entries == (how.grad && any(is_sparse)))
     refuse(how.entries ? "has entries, and no sparse gradients in an image"
                        : "has sparse gradients in an image, and no entries");
@@ -514,7 +514,7 @@ void Engine::on_stored(Job &job, int os_errno) noexcept {
     // Do not keep the buffer if an open window shows the slot, as with a single slot. Nor if all parameters of the tile
     // were given: the next step will not read the tile either, so the memory is better used for other tiles. Nor if it
     // has half a slot.
-    release_buffer(job, l.device->keeps_buffers() && l.cache_bytes >= 0 && !job.work.all_given && job.pass == 0 &&
+    release_buffer(job, l.device->keeps_buffers() && l.cache_bytes >= 0 && !job.work.all_supplied && job.pass == 0 &&
                             !(job.tile->open && job.tile->n_slots == 1));
     pump(l);
   }

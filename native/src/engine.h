@@ -124,7 +124,7 @@ class Engine {
     uint64_t first_to_read() const { return work.param_at_host ? tile->layout.bytes(0) : first_byte(); }
     uint64_t first_byte() const { return tile->layout.first(work.sections.begin); }
     uint64_t last_byte() const { return tile->layout.first(work.sections.end); }
-    bool must_read() const { return !tile->cached_buffer && !work.from_windows && !work.is_new && !work.all_given; }
+    bool must_read() const { return !tile->cached_buffer && !work.from_windows && !work.is_new && !work.all_supplied; }
     // A second pass waits for the first ones of other tiles, so it does not take a buffer before its turn.
     bool may_overtake() const { return must_read() && pass != 2; }
     bool must_seed() const { return work.is_new && pass != 1; }  // a first pass needs no master

@@ -73,13 +73,13 @@ def test_a_checkpoint_that_goes_back_several_times_is_refused(tmp_path):
     training.opt.close()
 
 
-@pytest.mark.parametrize(("state_dtype", "near"), [("fp32", []), ("8bit", []), ("fp32", ["gpu:?share=2"])])
-def test_a_parameter_without_a_gradient(tmp_path, state_dtype, near):
+@pytest.mark.parametrize(("state_dtype", "gpu"), [("fp32", []), ("8bit", []), ("fp32", ["gpu:?share=2"])])
+def test_a_parameter_without_a_gradient(tmp_path, state_dtype, gpu):
     """It shares tiles with other parameters, and keeps every bit. Its states exist from the first backward on."""
 
     def seen(name, overlap):
         (tmp_path / name).mkdir()
-        options = {"place": [DEVICE], "groups": True, "state_dtype": state_dtype, "dtype": torch.bfloat16, "near": near}
+        options = {"place": [DEVICE], "groups": True, "state_dtype": state_dtype, "dtype": torch.bfloat16, "gpu": gpu}
         training = Twin(tmp_path / name, overlap, latency="100us", **options)
         for k in range(6):
             model = training.model if k in (2, 3) else training.model[:3] if k % 2 else training.model[1:]

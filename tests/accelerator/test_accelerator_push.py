@@ -9,7 +9,7 @@ import pytest
 import torch
 from support import emulated, through_host
 from support.exact import Linear
-from support.on_accelerator import DTYPES, NEAR, keep_busy, on_both
+from support.on_accelerator import DTYPES, GPU, keep_busy, on_both
 from support.ranks import on_ranks
 from torch import nn
 
@@ -65,10 +65,10 @@ class Hooked:
         return hook
 
 
-def pushes(rank, device, dtype, beside, near=None):
-    """Train with gradients that differ from rank to rank. `beside`: on a side stream; `near`: devices with `gpu:`."""
+def pushes(rank, device, dtype, beside, gpu=None):
+    """Train with gradients that differ from rank to rank. `beside`: on a side stream; `gpu`: devices with `gpu:`."""
     far = device != "cpu"
-    hooked = Hooked(device, dtype, near if near and far else "file:")
+    hooked = Hooked(device, dtype, gpu if gpu and far else "file:")
     stream = torch.Stream(device) if beside else torch.accelerator.current_stream() if far else None
     seen = []
     if far:
@@ -90,9 +90,9 @@ def pushes(rank, device, dtype, beside, near=None):
 @pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("beside", [False, True], ids=["here", "on a side stream"])
 @pytest.mark.parametrize("dtype", DTYPES[::2], ids=str)
-@pytest.mark.parametrize("near", [None, *NEAR], ids=str)
-def test_rows_are_reduced(everywhere, dtype, beside, near):
-    everywhere(pushes, dtype, beside, near)
+@pytest.mark.parametrize("gpu", [None, *GPU], ids=str)
+def test_rows_are_reduced(everywhere, dtype, beside, gpu):
+    everywhere(pushes, dtype, beside, gpu)
 
 
 def reduces(rank, device, dtype):

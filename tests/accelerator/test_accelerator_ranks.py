@@ -15,7 +15,7 @@ from support import emulated, through_host
 from support.backends import TILE
 from support.exact import Linear
 from support.inside import mode_of
-from support.on_accelerator import DTYPES, NEAR, on_both
+from support.on_accelerator import DTYPES, GPU, on_both
 from support.ranks import on_ranks
 from support.replacing import failing
 from torch import nn
@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from csd_optim import CSDAdam, CSDOSError, CSDRankError
 from csd_optim.bindings import Native
-from csd_optim.step import near_updates
+from csd_optim.step import accelerator_updates
 
 pytestmark = pytest.mark.accelerator
 
@@ -41,20 +41,20 @@ def made(device, dtype, strided):
     return [(p.t().contiguous().t() if strided and p.dim() == 2 else p).requires_grad_() for p in params]
 
 
-def devices_for(device, near):
-    """Return the devices. `near`: devices for parameters on the accelerator; None: the same as on the CPU."""
-    return near if near and device != "cpu" else "file:"
+def devices_for(device, gpu):
+    """Return the devices. `gpu`: devices for parameters on the accelerator; None: the same as on the CPU."""
+    return gpu if gpu and device != "cpu" else "file:"
 
 
-@mock.patch.object(near_updates, "CHUNK", 128)  # so that more work is queued than the file has tiles
-def shares(rank, device, dtype, strided, topk, near=None, overlap=False):
+@mock.patch.object(accelerator_updates, "CHUNK", 128)  # so that more work is queued than the file has tiles
+def shares(rank, device, dtype, strided, topk, gpu=None, overlap=False):
     """Train replicas: each rank updates its share, and after each step all ranks have all parameters.
 
     `overlap`: parameters arrive later, and reading one waits for its arrival. With `gpu:` nothing arrives later.
     """
     model = nn.ParameterList(map(nn.Parameter, made(device, dtype, strided)))
     params = [*model]
-    optimizer = CSDAdam(params, lr=1e-2, devices=devices_for(device, near), tile_size=TILE, topk=topk)
+    optimizer = CSDAdam(params, lr=1e-2, devices=devices_for(device, gpu), tile_size=TILE, topk=topk)
     if overlap and device != "cpu":
         optimizer.overlap(model)
     launch, goes_on = mode_of(optimizer).launch, []
@@ -67,28 +67,28 @@ def shares(rank, device, dtype, strided, topk, near=None, overlap=False):
         seen += [p.detach().clone() for p in model.parameters()]  # what the next forward reads
         for p in params:
             p.grad.fill_(torch.nan)
-    assert goes_on == [False, *2 * [overlap and device != "cpu" and near is None]]
+    assert goes_on == [False, *2 * [overlap and device != "cpu" and gpu is None]]
     optimizer.close()
     return [t.cpu() for t in seen]
 
 
 @pytest.mark.one_schedule
 @pytest.mark.parametrize(
-    ("dtype", "strided", "topk", "near", "overlap"),
+    ("dtype", "strided", "topk", "gpu", "overlap"),
     [
         (DTYPES[0], False, None, None, False),
         (DTYPES[2], True, None, None, False),
         (DTYPES[2], False, 0.1, None, False),
-        (DTYPES[2], True, None, NEAR[0], False),
-        (DTYPES[2], True, None, NEAR[1], False),
+        (DTYPES[2], True, None, GPU[0], False),
+        (DTYPES[2], True, None, GPU[1], False),
         (DTYPES[0], False, None, None, True),
         (DTYPES[2], True, None, None, True),
-        (DTYPES[2], True, None, NEAR[1], True),
+        (DTYPES[2], True, None, GPU[1], True),
     ],
     ids=str,
 )
-def test_shares_are_gathered(everywhere, dtype, strided, topk, near, overlap):
-    everywhere(shares, dtype, strided, topk, near, overlap)
+def test_shares_are_gathered(everywhere, dtype, strided, topk, gpu, overlap):
+    everywhere(shares, dtype, strided, topk, gpu, overlap)
 
 
 def steps_alone(rank, device):
@@ -114,7 +114,7 @@ def test_gradients_of_its_own_are_found(everywhere):
     everywhere(steps_alone)
 
 
-@mock.patch.object(near_updates, "CHUNK", 128)
+@mock.patch.object(accelerator_updates, "CHUNK", 128)
 def beside_a_directory(rank, device):
     """Train replicas whose shares are in directories. With `gpu:`, a step fails on rank 1, and both repeat it."""
     params = made(device, DTYPES[2], False)
@@ -147,7 +147,7 @@ def test_beside_a_directory(everywhere):
     everywhere(beside_a_directory)
 
 
-def shards(rank, device, dtype, topk, near=None):
+def shards(rank, device, dtype, topk, gpu=None):
     """Train shards as FSDP2 makes them: each rank updates its rows, and the gradient norm is that of all.
 
     Gradients are integers, whose squares fp32 adds exactly: every device gets the same norm.
@@ -160,7 +160,7 @@ def shards(rank, device, dtype, topk, near=None):
 
     params = [nn.Parameter(sharded(randn(shape, i))) for i, shape in enumerate([(8, 3), (40, 100), (2, TILE), (4096,)])]
     options = {"tile_size": TILE, "topk": topk, "max_grad_norm": 1.0}
-    optimizer = CSDAdam(params, lr=1e-2, devices=devices_for(device, near), **options)
+    optimizer = CSDAdam(params, lr=1e-2, devices=devices_for(device, gpu), **options)
     for k in range(3):
         for i, p in enumerate(params):
             p.grad = sharded((4 * randn(p.shape, 100 * k + i)).round())
@@ -168,18 +168,18 @@ def shards(rank, device, dtype, topk, near=None):
         for p in params:
             p.grad = None
     states = [t for p in params for t in optimizer.state[p].values()]
-    assert near or all(t.device.type == "cpu" for t in optimizer.state[params[0]].values())
+    assert gpu or all(t.device.type == "cpu" for t in optimizer.state[params[0]].values())
     return [(t.to_local() if isinstance(t, DTensor) else t).detach().cpu() for t in (*params, *states)]
 
 
 @pytest.mark.one_schedule
-@pytest.mark.parametrize(("topk", "near"), [(None, None), (0.1, None), (None, NEAR[1])])
-def test_shards_are_updated(everywhere, topk, near):
-    everywhere(shards, DTYPES[2], topk, near)
+@pytest.mark.parametrize(("topk", "gpu"), [(None, None), (0.1, None), (None, GPU[1])])
+def test_shards_are_updated(everywhere, topk, gpu):
+    everywhere(shards, DTYPES[2], topk, gpu)
 
 
-def fsdp2(rank, device, overlap, near, fails):
-    """Train with FSDP2. `near`: use `gpu:`, too. `fails`: rank 1 fails in its third step, which both repeat."""
+def fsdp2(rank, device, overlap, gpu, fails):
+    """Train with FSDP2. `gpu`: use `gpu:`, too. `fails`: rank 1 fails in its third step, which both repeat."""
     torch.manual_seed(0)
     model = nn.Sequential(Linear(40, 64), nn.ReLU(), Linear(64, 8)).to(device)
     for part in (model[0], model):
@@ -187,7 +187,7 @@ def fsdp2(rank, device, overlap, near, fails):
     model[0].set_modules_to_forward_prefetch([model])
     slow = f"file:{device}-{rank}?scratch=1&cache=off&latency=1ms"  # so that a missing wait shows
     Path(f"{device}-{rank}").mkdir(exist_ok=True)
-    devices = ["gpu:", slow] if near and device != "cpu" else slow
+    devices = ["gpu:", slow] if gpu and device != "cpu" else slow
     optimizer = CSDAdam(model.parameters(), lr=1e-2, devices=devices, tile_size=1024, max_grad_norm=1.0)
     if overlap and device != "cpu":
         optimizer.overlap(model)
@@ -208,7 +208,7 @@ def fsdp2(rank, device, overlap, near, fails):
             # FSDP2 uses their memory on its own stream when the next backward has waited for this one, and not before.
             gradients = [p.grad for p in model.parameters()]  # noqa: F841
             optimizer.zero_grad()
-    if near and device != "cpu":
+    if gpu and device != "cpu":
         assert goes_on[-1]
         assert {t.device.type for p in model.parameters() for t in optimizer.state[p].values()} == {"cpu", device}
     states = [t for p in model.parameters() for t in optimizer.state[p].values()]
@@ -219,8 +219,8 @@ def fsdp2(rank, device, overlap, near, fails):
 def fsdp2_through_host(rank, schedules, directory):
     emulated.load()
     through_host.join(directory, rank, 2)
-    for overlap, near, fails in (False, False, False), (True, False, False), (True, True, True):
-        on_both(rank, schedules, fsdp2, overlap, near, fails)
+    for overlap, gpu, fails in (False, False, False), (True, False, False), (True, True, True):
+        on_both(rank, schedules, fsdp2, overlap, gpu, fails)
 
 
 @pytest.mark.one_schedule

@@ -12,7 +12,7 @@ import torch
 from support.backends import TILE
 from support.comparing import assert_same
 from support.exact import Linear
-from support.on_accelerator import BACKWARD, DEVICE, DTYPES, NEAR, SCRATCH, keep_busy
+from support.on_accelerator import BACKWARD, DEVICE, DTYPES, GPU, SCRATCH, keep_busy
 from torch import nn
 
 from csd_optim import CSDAdam
@@ -59,7 +59,7 @@ def on_the_cpu(n_params, steps, n=N, **options):
 
 @pytest.mark.parametrize("side_stream", [False, True], ids=["default streams", "side streams"])
 @pytest.mark.parametrize("current", DEVICES)
-@pytest.mark.parametrize("devices", [["file:", "file:"], NEAR[1]], ids=str)
+@pytest.mark.parametrize("devices", [["file:", "file:"], GPU[1]], ids=str)
 def test_all_devices_and_the_host_in_one_optimizer(devices, current, side_stream):
     """Parameters on all devices and the host work in one optimizer, whichever the current device is."""
     places = [*DEVICES, "cpu", *DEVICES]
@@ -90,7 +90,7 @@ def strided(grad):
 @pytest.mark.parametrize(
     ("devices", "kind"),
     [(d, kind) for d in SCRATCH[:3] for kind in ("dense", "Top-K", "strided")]
-    + [(d, kind) for d in NEAR for kind in ("dense", "strided")],
+    + [(d, kind) for d in GPU for kind in ("dense", "strided")],
     ids=str,
 )
 def test_gradients_are_freed_at_once(devices, kind):
@@ -184,7 +184,7 @@ def test_step_in_a_hook_of_backward():
     assert_same(found, final("cpu")[0])
 
 
-@pytest.mark.parametrize("devices", [["file:", "file:"], NEAR[1]], ids=str)
+@pytest.mark.parametrize("devices", [["file:", "file:"], GPU[1]], ids=str)
 def test_steps_in_other_threads(devices):
     """Each thread has its own current streams; the thread that continues waits for them."""
     params, optimizer = made([DEVICE] * 3, devices=devices)

@@ -57,12 +57,12 @@ def in_steps(old, new, tests):
     return Mutant("step/live.py", old, new, tests)
 
 
-def in_near(old, new, tests="near"):
-    return Mutant("step/near_updates.py", old, new, tests)
+def in_updates(old, new, tests="gpu"):
+    return Mutant("step/accelerator_updates.py", old, new, tests)
 
 
-def in_given(old, new, tests=None):
-    return Mutant("step/given_states.py", old, new, tests or DURABLE)
+def in_supplied(old, new, tests=None):
+    return Mutant("step/supplied_states.py", old, new, tests or DURABLE)
 
 
 def in_lent(old, new="pass"):
@@ -75,8 +75,8 @@ def in_commits(old, new, tests="store_has"):
 
 EVENTS = "slot.under_way = [record_event(stream) for stream in used.values()]"
 FREE = "free_gradients"
-DURABLE = "near_durable and not histories"
-NAMED = "near_overlap and named"
+DURABLE = "gpu_durable and not histories"
+NAMED = "gpu_overlap and named"
 COPYING = "self._travelling.append((tile, slot))"
 HOST = "_ in copies):\n            "
 JOIN = "self.join()"
@@ -145,7 +145,7 @@ MUTANTS = {
         "finally:\n                self.wait_for_copies()", "finally:\n                pass", "topk_owes or dropped"
     ),
     "overlap: without streams a step is not undone": in_flight(
-        "self.live.undo()  # if", "pass  # if", "without_streams"
+        "self.live.undo()  # the ring", "pass  # if", "without_streams"
     ),
     "a guess: gradients are copied before they are made": in_comparisons("to_host[event.device].wait_event(event)"),
     "a guess: no event when a gradient is made": Mutant(
@@ -156,7 +156,7 @@ MUTANTS = {
     "a guess: it is not known what was given up": in_guesses("self._active = False"),
     "a guess: dropped ones go on": Mutant("overlap/early.py", "guess.stop()", "pass", "overlap and guess"),
     "a guess: compared before gradients are what they are": in_guesses(
-        "self._step.ring.begin(spec.sources)  # its", "pass  # its"
+        "self._step.ring.begin(spec.sources)  # the ring", "pass  # its"
     ),
     "a guess: compared before all is copied": in_guesses("self.wait()\n        self._step", "self._step"),
     "a guess: compared before gradients are in order": Mutant(
@@ -178,7 +178,7 @@ MUTANTS = {
     ),
     "free: nobody joins in step()": in_lent("pass\n            self.join()", "pass"),
     "free: what is undone comes back later": Mutant(
-        "overlap/in_backward.py", "lent.join()  # what", "pass  # what", FREE
+        "overlap/in_backward.py", "lent.join()  # copies", "pass  # what", FREE
     ),
     "free: gradients that may be under way are not counted": in_lent("self._bytes += self._in_use[tile]"),
     "overlap: on streams of the program": in_staging(
@@ -193,48 +193,54 @@ MUTANTS = {
         "[*self._unguarded], self",
         "overlap and layouts",
     ),
-    "gpu: on a stream of its own": in_near(
+    "gpu: on a stream of its own": in_updates(
         "for u in self._updates.values():\n            yield from self._update(u)",
         "with torch.Stream(self._devices[0]):\n"
         "            [None for u in self._updates.values() for _ in self._update(u)]",
     ),
-    "gpu: states are not put back": in_near("state.copy_(kept)", "pass", "near and fails"),
-    "gpu: states of before are those of after": in_near("state.clone() for", "state for", "near and fails"),
+    "gpu: states are not put back": in_updates("state.copy_(kept)", "pass", "gpu and fails"),
+    "gpu: states of before are those of after": in_updates("state.clone() for", "state for", "gpu and fails"),
     "gpu: what is left is not queued": in_steps(
-        "meanwhile=launching)\n        _exhaust(launching)", "meanwhile=launching)", "near and bits"
+        "idle_work=launching)\n        _exhaust(launching)", "idle_work=launching)", "gpu and bits"
     ),
     "gpu: shares leave before they are updated": in_steps("ring is None or gather:", "ring is None:", "shares"),
-    "gpu: somebody waits": in_near("if timed:\n                wait_for(first)", "wait_for(first)", "near and nothing"),
-    "gpu: overlap: undone before it is done": in_near("self.wait()", "pass", "near_overlap and fails"),
+    "gpu: somebody waits": in_updates(
+        "if timed:\n                wait_for(first)", "wait_for(first)", "gpu and nothing"
+    ),
+    "gpu: overlap: undone before it is done": in_updates("self.wait()", "pass", "gpu_overlap and fails"),
     "gpu: overlap: told before it is undone": in_undo(
-        "near.wait()  # whoever", "pass  # whoever", "near_overlap and fails"
+        "accelerated.wait()  # so that", "pass  # whoever", "gpu_overlap and fails"
     ),
     "gpu: overlap: gradients are held": in_flight(
-        "items() if row not in self._near", "items()", "near_overlap and nobody"
+        "items() if row not in self._accelerated", "items()", "gpu_overlap and nobody"
     ),
-    "gpu: overlap: what all ranks undo stays": in_undo("if step.near:\n            step.near.undo()", "pass", "fsdp2"),
+    "gpu: overlap: what all ranks undo stays": in_undo(
+        "if step.accelerated:\n            step.accelerated.undo()", "pass", "fsdp2"
+    ),
     "gpu: overlap: what ranks may undo is given up": in_steps(
-        "if not self.meets:  # else it keeps", "if True:  # else it keeps", "fsdp2"
+        "if not self.votes_later:  # else keep", "if True:  # else it keeps", "fsdp2"
     ),
-    "gpu: free: on a stream of its own": in_near(
+    "gpu: free: on a stream of its own": in_updates(
         "for _ in self._update(u):\n                pass",
         "with torch.Stream(grad.device):\n                [None for _ in self._update(u)]",
-        "near_overlap and free",
+        "gpu_overlap and free",
     ),
-    "gpu: states leave before they are updated": in_given("stream.wait_event(self._event(row))", "self._event(row)"),
-    "gpu: overlap: states leave before they are updated": in_given(
+    "gpu: states leave before they are updated": in_supplied("stream.wait_event(self._event(row))", "self._event(row)"),
+    "gpu: overlap: states leave before they are updated": in_supplied(
         "stream.wait_event(self._event(row))", "self._event(row)", NAMED
     ),
-    "gpu: overlap: states of a step that was undone stay": in_near(
-        "param_state.near_copy.is_known = False", "pass", f"fails and {NAMED}"
+    "gpu: overlap: states of a step that was undone stay": in_updates(
+        "param_state.accelerator_copy.is_known = False", "pass", f"fails and {NAMED}"
     ),
-    "gpu: states leave on the current stream": in_given("with on(stream)", "with on(None)"),
-    "gpu: states of a step that was undone stay": in_near("param_state.near_copy.is_known = False", "pass", DURABLE),
+    "gpu: states leave on the current stream": in_supplied("with on(stream)", "with on(None)"),
+    "gpu: states of a step that was undone stay": in_updates(
+        "param_state.accelerator_copy.is_known = False", "pass", DURABLE
+    ),
     "gpu: states that somebody wrote to stay": Mutant(
         "engine/truth.py", "self.forget_copies(changed)", "pass", DURABLE
     ),
     "gpu: states are read into a buffer in use": Mutant(
-        "engine/near_copies.py", "wait_for(events.pop())", "events.pop()", DURABLE
+        "engine/accelerator_copies.py", "wait_for(events.pop())", "events.pop()", DURABLE
     ),
     "gpu: states fill what is still emptied": in_staging("used[device].wait_event(event)", tests=DURABLE),
     "waiting takes a core": Mutant("accelerator.py", "time.sleep(POLL_SECONDS)", "pass", "counters"),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.on_accelerator import DEVICE, NEAR, SCRATCH
+from support.on_accelerator import DEVICE, GPU, SCRATCH
 
 from csd_optim import CSDAdamL2
 
@@ -34,7 +34,7 @@ def replaced(make, device):
     return group["params"][0].detach().cpu()
 
 
-@pytest.mark.parametrize("devices", [*SCRATCH, *NEAR], ids=str)
+@pytest.mark.parametrize("devices", [*SCRATCH, *GPU], ids=str)
 def test_moments_from_wherever_they_are(devices):
     right = replaced(torch.optim.Adam, "cpu")
     ours = replaced(lambda groups, **named: CSDAdamL2(groups, devices=devices, **named), DEVICE)

@@ -14,7 +14,7 @@ from bench import ranks_model as ranks
 from bench import ranks_plan
 from bench.ranks_model import DRIVES, LINKS, Fleet, Stage, at_least, iteration, parse_link, plan_ranks, simulate
 from csd_optim import CSDValueError
-from csd_optim.planning.advice import Request
+from csd_optim.planning.advice import PlanRequest
 from csd_optim.planning.model import Host
 from csd_optim.rates import Rates
 
@@ -24,7 +24,7 @@ PAGE = Path(__file__).parents[2] / "docs/plan.md"
 
 def request(params=7e9, devices=4, drive=5e9, cpu=1.4e9, **gpu):
     """Return a request with drives that read and write `drive` bytes per second at once."""
-    return Request(int(params), devices, Host(update=cpu), drive=Rates(drive, drive, drive, on_host=True), **gpu)
+    return PlanRequest(int(params), devices, Host(update=cpu), drive=Rates(drive, drive, drive, on_host=True), **gpu)
 
 
 FREE = {"drive": math.inf, "cpu": math.inf}  # infinitely fast owners
@@ -213,7 +213,7 @@ def test_command_for_programs(plan):
     assert (asked["trainers"], asked["owners"], asked["devices"], asked["params"]) == (8, 2, 4, 7e9)
     assert (asked["trainer_link"], asked["owner_link"]) == (25 * GBIT, 100 * GBIT)
     assert [row["way"] for row in found["ways"]] == list(ranks.WAYS)
-    wanted = plan_ranks(Request(int(7e9), 4, Host(update=1.4e9)), Fleet(8, 2, 25 * GBIT, 100 * GBIT))
+    wanted = plan_ranks(PlanRequest(int(7e9), 4, Host(update=1.4e9)), Fleet(8, 2, 25 * GBIT, 100 * GBIT))
     assert found["ways"] == json.loads(json.dumps(wanted["ways"]))
 
 

@@ -5,7 +5,7 @@ processes.py  forked children, and the two libraries that are preloaded into the
 kills.py      SIGKILL at random moments, and at every call that changes a file
 on_ranks.py   SIGKILL of one rank of several, at calls that change a file
 power.py      what may be on a disk when the power fails at any instant of a recorded run
-near.py       SIGKILL of runs with `gpu:` beside their directories
+gpu.py       SIGKILL of runs with `gpu:` beside their directories
 
 `python tests/crash` runs it for as long as you like (see --help); tests/store/test_crash.py runs a little of it.
 """

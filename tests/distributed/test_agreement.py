@@ -21,26 +21,26 @@ def tell_each_other(rank, size):
     assert ranks.gather(rank, -1) == [(k, -1) for k in range(size)]
     assert ranks.gather(rank + 0.1, dtype=torch.float64) == [(k + 0.1,) for k in range(size)]
 
-    with mock.patch.object(ranks, "gather_objects", side_effect=AssertionError), ranks.all_ranks_or_none() as said:
-        said.own = ALIKE  # equal on all ranks, so only a checksum travels
-    assert said.by_ranks == [ALIKE] * size
+    with mock.patch.object(ranks, "gather_objects", side_effect=AssertionError), ranks.all_ranks_or_none() as votes:
+        votes.mine = ALIKE  # equal on all ranks, so only a checksum travels
+    assert votes.all == [ALIKE] * size
 
-    with ranks.all_ranks_or_none() as said:
-        said.own = (*ALIKE, rank % 2)
-    assert said.by_ranks == [(*ALIKE, k % 2) for k in range(size)]
+    with ranks.all_ranks_or_none() as votes:
+        votes.mine = (*ALIKE, rank % 2)
+    assert votes.all == [(*ALIKE, k % 2) for k in range(size)]
 
     said = None
 
     def fails():
         nonlocal said
-        with ranks.all_ranks_or_none() as said:
-            said.own = rank
+        with ranks.all_ranks_or_none() as votes:
+            votes.mine = rank
             if rank == 1:
                 raise ValueError("of rank 1 alone")
 
     with pytest.raises(ValueError if rank == 1 else CSDRankError, match="of rank 1 alone"):
         fails()
-    assert said.by_ranks == []
+    assert votes.all == []
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -62,9 +62,9 @@ def test_a_borrowed_group_has_the_same_timeout(tmp_path):
 
 
 def test_alone():
-    with all_ranks_or_none(None) as said:
-        said.own = ALIKE
-    assert said.by_ranks == [ALIKE]
+    with all_ranks_or_none(None) as votes:
+        votes.mine = ALIKE
+    assert votes.all == [ALIKE]
 
 
 def share_a_small_model(rank):

@@ -34,7 +34,7 @@ LAUNCHED = [
     (Engine, "begin", 1),
     (Native, "push", 2),
     FINISH,
-    (LiveStep, "launch_near", 1),
+    (LiveStep, "launch_on_accelerator", 1),
     (ParamAllGather, "advance", 1),
 ]
 GUESSED = [(Engine, "release", 1), (DurableCommitter, "reserve", 2), FINISH]

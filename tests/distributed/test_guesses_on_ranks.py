@@ -27,7 +27,7 @@ from csd_optim.engine.engine import Engine
 from csd_optim.errors import CSDRankError
 from csd_optim.overlap.early import EarlySteps
 from csd_optim.overlap.guess import Guess
-from csd_optim.overlap.together import Verdict
+from csd_optim.overlap.together import VoteResult
 from csd_optim.store.file import StoreFile
 
 STEPS = 7
@@ -229,7 +229,7 @@ def no_guess_after_a_failure(rank):
         training.opt.step()
         training.opt.zero_grad()
         training.backward()
-        until(lambda: vote_of(training.opt).verdict is Verdict.MUST_MEET)
+        until(lambda: vote_of(training.opt).result is VoteResult.MUST_MEET)
         training.backward()
         assert guess_of(training.opt) is None
         said = raised_by(training.opt.step)

@@ -9,18 +9,24 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from csd_optim.bindings import FROM_PARAM, GIVEN, IN_PARAM, IN_SECTION, NEW, PARAM, UNCOMPARED, UNLESS_SET
+from csd_optim.bindings import FROM_PARAM, IN_PARAM, IN_SECTION, NEW, PARAM, SUPPLIED, UNCOMPARED, UNLESS_SET
+from csd_optim.engine.accelerator_copies import AcceleratorCopies, AcceleratorCopy
 from csd_optim.engine.decoded import Decoded
-from csd_optim.engine.near_copies import NearCopies, NearCopy
 from csd_optim.engine.tiles import Tiles
-from csd_optim.engine.truth import Counts, Truth
+from csd_optim.engine.truth import Authority, Truth
 from csd_optim.engine.windows import Windows
 from csd_optim.store.layout import plan_extent
 
 pytestmark = pytest.mark.fp32_states("builds its extents itself")
 
 ELEMS = 1024
-EMPTY, EDITED, RESEEDED, COMMITTED, LOOSE = Counts.EMPTY, Counts.EDITED, Counts.RESEEDED, Counts.COMMITTED, Counts.LOOSE
+EMPTY, EDITED, RESEEDED, COMMITTED, LOOSE = (
+    Authority.EMPTY,
+    Authority.EDITED,
+    Authority.RESEEDED,
+    Authority.COMMITTED,
+    Authority.LOOSE,
+)
 
 
 PARAMS = st.sets(st.integers(0, 2))
@@ -77,7 +83,7 @@ class Model:
         return self
 
     def states(self):
-        return [self.truth.of(tile) for tile in range(len(self.tiles))]
+        return [self.truth.authority_of(tile) for tile in range(len(self.tiles))]
 
     def step_begins(self, *grads):
         table = np.zeros(3, PARAM)
@@ -233,8 +239,8 @@ def test_without_commits_nobody_asks():
 
 def test_copies_on_the_accelerator():
     model = Model().commit()
-    copies = model.truth.copies = NearCopies(model.device, model.tiles)
-    copies.by_param = {p: NearCopy([torch.zeros(ELEMS)], is_known=True) for p in range(2)}
+    copies = model.truth.copies = AcceleratorCopies(model.device, model.tiles)
+    copies.by_param = {p: AcceleratorCopy([torch.zeros(ELEMS)], is_known=True) for p in range(2)}
     model.shown[0].fill_(1)
     model.truth.note_written()
     assert [copies.by_param[p].is_known for p in range(2)] == [False, True]
@@ -243,7 +249,7 @@ def test_copies_on_the_accelerator():
     table = np.zeros(3, PARAM)
     table["in_image"] = 1
     Truth.give(table, [1])
-    assert (table["master"].tolist(), table["in_image"].tolist()) == ([IN_SECTION, GIVEN, IN_SECTION], [1, 0, 1])
+    assert (table["master"].tolist(), table["in_image"].tolist()) == ([IN_SECTION, SUPPLIED, IN_SECTION], [1, 0, 1])
 
 
 @pytest.mark.parametrize(

@@ -290,23 +290,23 @@ void many_steps() {
   CHECK(csd_engine_stats(files.engine, 3, &stats, &files.error) == CSD_EINVAL);
 }
 
-// CSD_GIVEN for every other parameter. Here, another engine computes the states that are given.
-void given_states() {
+// CSD_SUPPLIED for every other parameter. Here, another engine computes the states that are given.
+void supplied_states() {
   const File a, b, c, d;
   Model all({file(a), file(b)}), some({file(c, 3, -1), in_slots(d, 3)});
-  const auto is_given = [](uint32_t tile) { return tile / 2 % 2 == 0; };
+  const auto is_supplied = [](uint32_t tile) { return tile / 2 % 2 == 0; };
   std::vector<std::vector<float>> images(kTiles,
                                          std::vector<float>(3 * kTile, NAN));  // what is in no piece is not read
   std::vector<float> got(3 * kTile);
   const auto give = [&](bool keep) {
-    for (uint32_t i = 0; i < some.params.size(); i += 2) some.table[i].master = CSD_GIVEN;
+    for (uint32_t i = 0; i < some.params.size(); i += 2) some.table[i].master = CSD_SUPPLIED;
     OK(some.begin());
     CHECK(csd_engine_read(some.engine, 0, 3, kTile, got.data(), &some.error) == CSD_ESTATE);
     for (const uint32_t tile : some.tiles) {
       const uint64_t n = tile % 2 ? kParam - kTile : kTile;
       for (uint32_t s = 0; s < 3; s++) std::copy_n(all.windows[s] + tile * kTile, n, &images[tile][s * kTile]);
       csd_push wrong{}, right{};
-      (is_given(tile) ? right : wrong).states = images[tile].data();
+      (is_supplied(tile) ? right : wrong).states = images[tile].data();
       CHECK(csd_engine_push(some.engine, tile, &wrong, &some.error) == CSD_EINVAL);
       OK(csd_engine_push(some.engine, tile, &right, &some.error));
     }
@@ -346,7 +346,7 @@ void given_states() {
         some.error.tile == rotten);
   CHECK(csd_engine_read(some.engine, kTiles, 3, kTile, got.data(), &some.error) == CSD_EINVAL);
   Model memory({ram()});
-  memory.table[0].master = CSD_GIVEN;
+  memory.table[0].master = CSD_SUPPLIED;
   CHECK(memory.begin() == CSD_EINVAL);
 }
 
@@ -1680,7 +1680,7 @@ int main(int argc, char **argv) {
     const char *name;
     void (*run)();
   } tests[] = {{"many steps", many_steps},
-               {"given states", given_states},
+               {"supplied states", supplied_states},
                {"all updaters", all_updaters},
                {"rules of few sections", rules_of_few_sections},
                {"to and fro", to_and_fro},

@@ -16,7 +16,7 @@ from csd_optim.engine import engine_rate
 from csd_optim.muon import newton_schulz
 from csd_optim.planning import advice as plan
 from csd_optim.planning import costs, model
-from csd_optim.planning.advice import Request
+from csd_optim.planning.advice import PlanRequest
 from csd_optim.planning.model import Host, predict, traffic
 from csd_optim.rates import Rates
 
@@ -364,7 +364,7 @@ def test_plan_by_hand():
     """7 B parameters on two drives that read 6 and write 3 GB/s in turn: 24 B / (4 GB/s) each."""
     drive = Rates.in_turn(6e9, 3e9, on_host=True)
     gpu = {"forward": 1, "backward": 2, "accumulate": 3}
-    found = plan.plan(Request(params=7 * 10**9, devices=2, host=server(), drive=drive, tbw=1e15, **gpu))
+    found = plan.plan(PlanRequest(params=7 * 10**9, devices=2, host=server(), drive=drive, tbw=1e15, **gpu))
     assert own(found)["bound"] == "drive"
     assert own(found)["step"] == pytest.approx(7e9 * 24 / (2 * 4e9), rel=0.01)
     assert own(found)["seconds"] == own(found)["step"] + 9
@@ -383,7 +383,7 @@ def test_overlap_by_hand():
 
     def overlap(**changes):
         gen4 = {"params": 7 * 10**9, "devices": 2, "host": server(gpu_link=25e9), "forward": 0.4, "backward": 0.8}
-        found = plan.plan(Request(**(gen4 | changes)))
+        found = plan.plan(PlanRequest(**(gen4 | changes)))
         seconds, rounded = own(found)["seconds"], {how: round(s, 1) for how, s in found["overlap"].items()}
         return round(seconds, 1), rounded, plan.describe_overlap(found["request"], seconds, found["overlap"])
 
@@ -403,13 +403,13 @@ def test_overlap_by_hand():
     seconds, rounded, said = overlap(**cards, host=behind, topk=0.01)
     assert rounded == {"forward": 65.4, "backward": 65.4}
     assert said == "an iteration takes 65.43 s with overlap(model), with backward=True as well: 1.06 times as fast"
-    assert plan.plan(Request(params=10**9, devices=1, host=server()))["overlap"] is None
+    assert plan.plan(PlanRequest(params=10**9, devices=1, host=server()))["overlap"] is None
 
 
 def test_plan_with_8bit_states_by_hand():
     """The same two drives: 3.016 B / (6 GB/s) and 5.016 B / (3 GB/s) each."""
     drive = Rates.in_turn(6e9, 3e9, on_host=True)
-    request = Request(params=7 * 10**9, devices=2, host=server(), drive=drive, tbw=1e15, state_dtype="8bit")
+    request = PlanRequest(params=7 * 10**9, devices=2, host=server(), drive=drive, tbw=1e15, state_dtype="8bit")
     found = plan.plan(request)
     assert own(found)["bound"] == "drive"
     assert own(found)["step"] == pytest.approx(7e9 * (3.016 / 6e9 + 5.016 / 3e9) / 2, rel=0.01)
@@ -430,7 +430,7 @@ def test_break_even_with_8bit_states():
     the pipeline sooner.
     """
     slow, fast = Rates.in_turn(1.0e9, 1.0e9, 1e12), Rates.in_turn(5.0e9, 5.0e9, on_host=True)
-    request = Request(params=10**10, devices=1, csd=slow, drive=fast, host=server(link=8e9, update=1e12))
+    request = PlanRequest(params=10**10, devices=1, csd=slow, drive=fast, host=server(link=8e9, update=1e12))
     even = plan.plan(plan.replace(request, state_dtype="8bit"))["break_even"]
     assert even["csdadam"] == 17
     assert even["base"] < plan.plan(request)["break_even"]["base"]
@@ -441,7 +441,7 @@ def test_figures_of_the_pages_with_8bit_states():
 
     def plan_of(params, cpu, csd=model.SMARTSSD_8BIT, **rates):
         host = Host(update=cpu, gpu_link=25e9, **rates)
-        return plan.plan(Request(params=params, devices=10, on="csd", host=host, csd=csd, state_dtype="8bit"))
+        return plan.plan(PlanRequest(params=params, devices=10, on="csd", host=host, csd=csd, state_dtype="8bit"))
 
     alone = [plan_of(7 * 10**9, cpu)["break_even"] for cpu in (0.7e9, 1.4e9, 2.8e9)]
     assert alone == [{"base": 1, "csdadam": n} for n in (4, 7, 14)]
@@ -455,7 +455,7 @@ def test_figures_of_the_pages_with_8bit_states():
 
 def test_a_cpu_that_is_slow_with_codes_does_not_slow_zero_infinity_down():
     """ZeRO-Infinity's states are fp32: with 8-bit states, the rate measured for those says nothing about it."""
-    request = Request(params=10**9, devices=4, host=server(update=1e8))
+    request = PlanRequest(params=10**9, devices=4, host=server(update=1e8))
     for state_dtype, rate in (("fp32", 1e8), ("8bit", model.ZERO_UPDATE)):
         rows = plan.plan(plan.replace(request, state_dtype=state_dtype))["predictions"]
         assert rows[0]["variant"] == "base"
@@ -464,7 +464,7 @@ def test_a_cpu_that_is_slow_with_codes_does_not_slow_zero_infinity_down():
 
 def test_what_bounds_changes_with_the_machine():
     def bound(**changes):
-        return own(plan.plan(Request(**({"params": 10**10, "devices": 4, "host": server()} | changes))))["bound"]
+        return own(plan.plan(PlanRequest(**({"params": 10**10, "devices": 4, "host": server()} | changes))))["bound"]
 
     assert bound() == "drive"
     assert bound(host=server(update=1e8)) == "update"
@@ -481,7 +481,9 @@ def test_break_even():
     fast = Rates.in_turn(5.0e9, 5.0e9, on_host=True)
 
     def even(**rates):
-        return plan.plan(Request(params=10**10, devices=1, csd=slow, drive=fast, host=server(**rates)))["break_even"]
+        return plan.plan(PlanRequest(params=10**10, devices=1, csd=slow, drive=fast, host=server(**rates)))[
+            "break_even"
+        ]
 
     # Without a shared link five times slower ones never pay; with one of 8 GB/s in each direction plain drives stop at
     # 12 B / 8 GB/s = 1.5 ns, and slow CSDs, 24 ns each, get there with 16.
@@ -493,7 +495,7 @@ def test_break_even():
 def test_advice():
     def said(**changes):
         return " ".join(
-            plan.plan(Request(**({"params": 7 * 10**9, "devices": 2, "host": server()} | changes)))["advice"]
+            plan.plan(PlanRequest(**({"params": 7 * 10**9, "devices": 2, "host": server()} | changes)))["advice"]
         )
 
     assert "twice as many plain drives" in said()
@@ -508,7 +510,7 @@ def test_advice():
 
 
 def test_accumulating_as_advised_does_what_it_says():
-    request = Request(params=7 * 10**9, devices=2, host=server(), forward=0.4, backward=0.8)
+    request = PlanRequest(params=7 * 10**9, devices=2, host=server(), forward=0.4, backward=0.8)
     advice = plan.plan(request)["advice"][-1]
     batches = int(advice.rpartition("--accumulate ")[2].rstrip(")"))
     row = own(plan.plan(plan.replace(request, accumulate=batches)))
@@ -531,7 +533,7 @@ def test_accumulating_as_advised_does_what_it_says():
 )
 def test_plan_refuses(changes, named):
     with pytest.raises(CSDValueError, match="Invalid") as caught:
-        plan.plan(Request(**({"params": 10**9, "devices": 1, "host": server()} | changes)))
+        plan.plan(PlanRequest(**({"params": 10**9, "devices": 1, "host": server()} | changes)))
     assert named in str(caught.value)
 
 
@@ -541,7 +543,7 @@ def test_plan_refuses(changes, named):
 def test_costs_by_hand():
     """7 B parameters on two drives that read 6 and write 3 GB/s: 21 s in an iteration of 30, 84 GB of states."""
     drive = Rates.in_turn(6e9, 3e9, on_host=True)
-    r = Request(params=7 * 10**9, devices=2, host=server(), drive=drive, tbw=1e15, forward=4, backward=5)
+    r = PlanRequest(params=7 * 10**9, devices=2, host=server(), drive=drive, tbw=1e15, forward=4, backward=5)
     prices = {"dram": 10.0, "gpu": 300.0, "drive": 500.0, "capacity": 0.084}
     watts = {"cpu": 200.0, "drive": 9.0, "idle": 3.0, "dram": 0.5, "gpu": 100.0}
     found = plan.plan(plan.replace(r, prices=prices, watts=watts))
@@ -561,7 +563,7 @@ def test_costs_by_hand():
 
 
 def test_costs_with_8bit_states_and_of_csds():
-    request = Request(params=7 * 10**9, devices=2, host=server())
+    request = PlanRequest(params=7 * 10**9, devices=2, host=server())
     fp32, coded = (plan.plan(plan.replace(request, state_dtype=s))["costs"]["dollars"] for s in ("fp32", "8bit"))
     assert coded["dram"] / fp32["dram"] == pytest.approx(5.016 / 12, rel=1e-3)
     assert coded["wear_of_1000_steps"] / fp32["wear_of_1000_steps"] == pytest.approx(5.016 / 12, rel=1e-3)
@@ -573,7 +575,7 @@ def test_costs_with_8bit_states_and_of_csds():
 
 def test_what_was_assumed_is_said():
     """Every default that nobody gave, and no other, with its date and source."""
-    r = Request(params=10**9, devices=1, host=server(), prices={"dram": 9.0}, watts={"cpu": 90.0})
+    r = PlanRequest(params=10**9, devices=1, host=server(), prices={"dram": 9.0}, watts={"cpu": 90.0})
     assumed = plan.plan(r)["costs"]["assumed"]
     names = {(a["option"], a["name"]) for a in assumed}
     every = {("prices", name) for name in costs.PRICES} | {("watts", name) for name in costs.WATTS}

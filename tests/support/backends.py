@@ -7,7 +7,7 @@ from csd_optim.devices.spec import parse_device
 
 TESTS = Path(__file__).resolve().parents[1]
 BACKENDS = ["file", "files", "ram", "mixed"]
-NEAR = "near"  # states on the parameters' accelerator; states of parameters on the CPU are in a file
+GPU = "gpu"  # states on the parameters' accelerator; states of parameters on the CPU are in a file
 # The back ends of a run on emulated cards (test_xrt.py): pytest --xrt
 XRT_BACKENDS = ["xrt", "xrts"]
 TILE = 2048  # elements: small, so that a handful of parameters crosses tiles and devices
@@ -43,6 +43,6 @@ def device_strings(backend, directory):
         "ram": ["ram:"],
         "mixed": ["ram:", "file:"],
         "null": ["null:"],
-        NEAR: ["gpu:?room=1GB", "file:"],
+        GPU: ["gpu:?room=1GB", "file:"],
         "xrt": [f"xrt:0?nvme={directory}&scratch=1"],
     }[backend]

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # -v: also a run that is cut names the tests that have failed.
 TESTS = [sys.executable, "-m", "pytest", "tests/accelerator", "--accelerator", "-v"]
 
-ORDERED = "dense or lifetimes or overlap or near"  # tests of the order of accesses among streams
+ORDERED = "dense or lifetimes or overlap or gpu"  # tests of the order of accesses among streams
 
 
 @dataclass

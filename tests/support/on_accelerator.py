@@ -14,7 +14,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SCRATCH = [["file:"], ["ram:"], ["ram:", "file:"], ["file:"] * 3]
 # Pinned memory is overwritten by the emulated device when it is allocated: the default `hold`, 1 GB, would take 0.2 s.
 BACKWARD = {"backward": True, "hold": "4MB"}
-NEAR = [["gpu:"], ["gpu:", "file:"]]  # all states on the accelerator, or those of some parameters
+GPU = [["gpu:"], ["gpu:", "file:"]]  # all states on the accelerator, or those of some parameters
 
 if os.environ.get("TORCH_CUDA_SANITIZER"):
     # torch's stream sanitizer takes note of waits for an event, but not of a query that says that it has completed.

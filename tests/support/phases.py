@@ -18,7 +18,7 @@ def watch():
 def _checked(transition):
     @functools.wraps(transition)
     def checked(live, *arguments, **named):
-        was, taken = live.phase.name, live.progress.steps_taken
+        was, taken = live.phase.name, live.history.steps_taken
         assert transition.__name__ in NEED_NO_LOCK or live.engine.lock._is_owned()
         try:
             return transition(live, *arguments, **named)
@@ -31,13 +31,13 @@ def _checked(transition):
 
 def _check(live, was, taken):
     """`was`, `taken`: the phase, and the number of steps taken, before the transition."""
-    engine, progress, now = live.engine, live.progress, live.phase.name
+    engine, history, now = live.engine, live.history, live.phase.name
     under_way = now in ("GUESS", "OPEN", "STEP")
     has_tiles = bool(len(live.step.tiles))
-    assert engine.stepping == under_way or not has_tiles or engine.closed or progress.undoing, (was, now)
-    assert engine.is_speculative <= under_way or progress.undoing, (was, now)
+    assert engine.stepping == under_way or not has_tiles or engine.closed or history.undoing, (was, now)
+    assert engine.is_speculative <= under_way or history.undoing, (was, now)
     assert engine.is_speculative or now not in ("GUESS", "OPEN"), (was, now)
     assert now != "GUESS" or not engine.native.undone()  # nothing that a program can see has been written
-    assert live.meets or now not in ("LANDED", "FAILED"), (was, now)
+    assert live.votes_later or now not in ("LANDED", "FAILED"), (was, now)
     if now in ("KEPT", "LANDED") and was not in ("KEPT", "LANDED"):
-        assert progress.steps_taken == taken + 1
+        assert history.steps_taken == taken + 1

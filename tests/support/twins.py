@@ -73,7 +73,7 @@ class Twin:
     backward, so that a step can begin in it; and wait after backward until that step has copied its gradients, because
     a guess is still right if gradients change before they are copied. `muon`: the matrices of every other layer have
     this rule. `wrap`: a function that wraps the model, for this
-    `rank`. `place`: devices of its layers, by turns. `near`: devices named before its drives.
+    `rank`. `place`: devices of its layers, by turns. `gpu`: devices named before its drives.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Twin:
         wrap=lambda model: model,
         rank=0,
         place=("cpu",),
-        near=(),
+        gpu=(),
         **options,
     ):
         torch.manual_seed(0)
@@ -116,7 +116,7 @@ class Twin:
         self.opt = CSDAdam(
             params,
             lr=1e-2,
-            devices=[*near, *(SLOW.format(name, latency) + "&scratch=1" * (not named) for name in names)],
+            devices=[*gpu, *(SLOW.format(name, latency) + "&scratch=1" * (not named) for name in names)],
             tile_size=1024,
             **options,
         )

@@ -67,7 +67,11 @@ def check_uses(monkeypatch):
         launched = was["launch"](self, step, record, **agreed)
         if launched:
             check = vars(self).setdefault("use_check", UseCheck({}))
-            states = [b for b in step.spec.plan.param_states if b.index not in (step.near.rows if step.near else ())]
+            states = [
+                b
+                for b in step.spec.plan.param_states
+                if b.index not in (step.accelerated.rows if step.accelerated else ())
+            ]
             sources = [(b, step.spec.sources.get(b.index)) for b in states]
             waited_for = {b.index for b, source in sources if source and source.param_and_copy} | unguarded_rows(self)
             check.names = {address_of(b.local): b.name for b in states if b.index not in waited_for}

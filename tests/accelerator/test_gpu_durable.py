@@ -11,9 +11,9 @@ import weakref
 import pytest
 import torch
 from crash.processes import preloaded
+from support.accelerator_training import Trained, params_on, randn, same
 from support.backends import TESTS, TILE
 from support.inside import engine_of
-from support.near_training import Trained, params_on, randn, same
 from support.on_accelerator import DEVICE, DTYPES
 from support.optimizers import ADAMW, FULL, MIXED
 from support.replacing import class_with
@@ -22,7 +22,7 @@ from support.stores import flip
 from csd_optim import CSDMemoryError, CSDOSError, CSDStoreError, CSDValueError
 from csd_optim.bindings import Native
 from csd_optim.engine.engine import Engine
-from csd_optim.step import near_updates
+from csd_optim.step import accelerator_updates
 
 pytestmark = pytest.mark.accelerator
 one_schedule = pytest.mark.one_schedule
@@ -31,10 +31,10 @@ one_schedule = pytest.mark.one_schedule
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Make chunks so small that a parameter of a few tiles takes several."""
-    monkeypatch.setattr(near_updates, "CHUNK", TILE)
+    monkeypatch.setattr(accelerator_updates, "CHUNK", TILE)
 
 
-def near(directory, room="1GB"):
+def gpu(directory, room="1GB"):
     return [f"gpu:?room={room}", f"file:{directory}?cache=off"]
 
 
@@ -42,7 +42,7 @@ def near(directory, room="1GB"):
 def test_bits_of_directories_alone(pair, tmp_path):
     """The bits are those of directories alone, also after resuming: with `gpu:`, with room for some, and without."""
     some = f"{12 * (3 * TILE + 5) + 12 * 40}"
-    here, alone = Trained(near(tmp_path / "a"), pair=pair), Trained([tmp_path / "b"], "cpu", pair)
+    here, alone = Trained(gpu(tmp_path / "a"), pair=pair), Trained([tmp_path / "b"], "cpu", pair)
     for k in range(3):
         here.step(k, without=[3] if k == 1 else ())
         alone.step(k, without=[3] if k == 1 else ())
@@ -51,7 +51,7 @@ def test_bits_of_directories_alone(pair, tmp_path):
     assert [d["params"] for d in here.rows()] == [elems, 0]
     for room in ("1GB", None, some, "1GB"):
         here.opt.close()
-        devices = [f"file:{tmp_path / 'a'}?cache=off"] if room is None else near(tmp_path / "a", room)
+        devices = [f"file:{tmp_path / 'a'}?cache=off"] if room is None else gpu(tmp_path / "a", room)
         here = Trained(devices, "cpu" if room is None else DEVICE, pair, seed=9, resume=True)
         assert same(here.bits(), alone.bits())
         for _ in range(2):
@@ -62,8 +62,8 @@ def test_bits_of_directories_alone(pair, tmp_path):
 @one_schedule
 def test_what_is_on_the_accelerator_is_not_read(tmp_path):
     """Its states are written once and not read, what crosses the link is counted, and host memory does not grow."""
-    small = Trained(near(tmp_path / "a"))
-    large = Trained(near(tmp_path / "b"), params=[torch.ones(40 * TILE, device=DEVICE).requires_grad_()])
+    small = Trained(gpu(tmp_path / "a"))
+    large = Trained(gpu(tmp_path / "b"), params=[torch.ones(40 * TILE, device=DEVICE).requires_grad_()])
     for trained in (small, large):
         for k in range(2):
             trained.step(k)
@@ -89,7 +89,7 @@ def test_of_a_store_made_without(tmp_path):
     room = f"{12 * 3 * TILE}"  # for two of the four parameters
     here, other = (
         Trained(devices, params=[torch.zeros(s, device=DEVICE).requires_grad_() for s in shapes], resume=True)
-        for devices in (near(tmp_path / "b", room), [tmp_path / "c"])
+        for devices in (gpu(tmp_path / "b", room), [tmp_path / "c"])
     )
     for k in range(1, 4):
         assert same(here.step(k, without=[k]).bits(), other.step(k, without=[k]).bits())
@@ -108,7 +108,7 @@ def test_a_slot_of_the_ring_has_what_is_given_between_others(tmp_path):
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     here, other = (
         Trained(devices, params=[torch.zeros(s, device=DEVICE).requires_grad_() for s in shapes], resume=True)
-        for devices in (near(tmp_path / "b", f"{12 * 4 * TILE}"), [tmp_path / "a"])
+        for devices in (gpu(tmp_path / "b", f"{12 * 4 * TILE}"), [tmp_path / "a"])
     )
     for k in (1, 2):
         assert same(here.step(k).bits(), other.step(k).bits())
@@ -119,7 +119,7 @@ def test_a_slot_of_the_ring_has_what_is_given_between_others(tmp_path):
 @pytest.mark.parametrize("k", [0, 1])
 def test_a_step_that_fails(call, k, tmp_path, monkeypatch):
     """Everything is as before the step, also on the accelerator, and the next call tries again."""
-    here, alone = Trained(near(tmp_path / "a")), Trained([tmp_path / "b"], "cpu")
+    here, alone = Trained(gpu(tmp_path / "a")), Trained([tmp_path / "b"], "cpu")
     for earlier in range(k):
         here.step(earlier)
         alone.step(earlier)
@@ -135,8 +135,10 @@ def test_a_step_that_fails(call, k, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         if call == "launch":
-            update = near_updates.update
-            patch.setattr(near_updates, "update", lambda *a: breaks() if len(calls) > 2 else calls.append(update(*a)))
+            update = accelerator_updates.update
+            patch.setattr(
+                accelerator_updates, "update", lambda *a: breaks() if len(calls) > 2 else calls.append(update(*a))
+            )
         else:
             patch.setattr(class_with(call), call, fails_once if call == "finish" else breaks)
         with pytest.raises(CSDOSError):
@@ -177,12 +179,12 @@ def test_what_is_written_counts(tmp_path):
             seen += it.step(k).bits()
         return seen
 
-    assert same(run(near(tmp_path / "a"), DEVICE), run([tmp_path / "b"], "cpu"))
+    assert same(run(gpu(tmp_path / "a"), DEVICE), run([tmp_path / "b"], "cpu"))
 
 
 @one_schedule
 def test_an_edit_outlives_a_step_that_fails(tmp_path, monkeypatch):
-    here, alone = Trained(near(tmp_path / "a")).step(0), Trained([tmp_path / "b"], "cpu").step(0)
+    here, alone = Trained(gpu(tmp_path / "a")).step(0), Trained([tmp_path / "b"], "cpu").step(0)
     for it in (here, alone):
         it.opt.state[it.params[4]]["exp_avg"].fill_(2)
         with monkeypatch.context() as patch:
@@ -195,7 +197,7 @@ def test_an_edit_outlives_a_step_that_fails(tmp_path, monkeypatch):
 
 @one_schedule
 def test_what_joins_has_room_of_its_own(tmp_path):
-    here, alone = Trained(near(tmp_path / "a")).step(0), Trained([tmp_path / "b"], "cpu").step(0)
+    here, alone = Trained(gpu(tmp_path / "a")).step(0), Trained([tmp_path / "b"], "cpu").step(0)
     for it, device in ((here, DEVICE), (alone, "cpu")):
         new = params_on(device, seed=50)
         it.opt.add_param_group({"params": new, "lr": 3e-3, "amsgrad": True})
@@ -210,8 +212,12 @@ def test_no_memory_for_a_step(tmp_path, monkeypatch):
     def full(*_, **__):
         raise torch.OutOfMemoryError("out of it")
 
-    here, alone = Trained(near(tmp_path / "a")), Trained([tmp_path / "b"], "cpu")
-    for owner, name, k in ((near_updates.Scratch, "of", 0), (torch.Tensor, "clone", 0), (torch.Tensor, "isfinite", 1)):
+    here, alone = Trained(gpu(tmp_path / "a")), Trained([tmp_path / "b"], "cpu")
+    for owner, name, k in (
+        (accelerator_updates.Scratch, "of", 0),
+        (torch.Tensor, "clone", 0),
+        (torch.Tensor, "isfinite", 1),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, full)
             with pytest.raises(CSDMemoryError, match="no memory for a step on the accelerator"):
@@ -224,7 +230,7 @@ def test_no_memory_for_a_step(tmp_path, monkeypatch):
 @one_schedule
 def test_a_snapshot(tmp_path):
     """A snapshot can be made while steps go on. It contains all states, and needs no accelerator to load."""
-    here, alone = Trained(near(tmp_path / "a")).step(0), Trained([tmp_path / "b"], "cpu").step(0)
+    here, alone = Trained(gpu(tmp_path / "a")).step(0), Trained([tmp_path / "b"], "cpu").step(0)
     made = here.opt.save(tmp_path / "snap", wait=False)
     here.step(1)
     assert made.result() == tmp_path / "snap"
@@ -235,7 +241,7 @@ def test_a_snapshot(tmp_path):
 
 @one_schedule
 def test_close_gives_memory_back(tmp_path):
-    here = Trained(near(tmp_path / "a")).step(0)
+    here = Trained(gpu(tmp_path / "a")).step(0)
     copies = engine_of(here.opt).truth.copies.by_param.values()
     there = [weakref.ref(state) for copy in copies for state in copy.states]
     assert there
@@ -257,14 +263,14 @@ def test_a_gradient_that_stayed_on_the_host(named, tmp_path):
         return it.bits()
 
     for grad_dtype in (None, torch.bfloat16):
-        devices = near(tmp_path / f"a{grad_dtype}") if named else ["gpu:", "ram:"]
+        devices = gpu(tmp_path / f"a{grad_dtype}") if named else ["gpu:", "ram:"]
         alone = run([tmp_path / f"b{named}{grad_dtype}"], "cpu", grad_dtype)
         assert same(run(devices, DEVICE, grad_dtype), alone)
 
 
 @one_schedule
 def test_what_rots_in_the_directory_is_found_when_it_is_read(tmp_path, monkeypatch):
-    here = Trained(near(tmp_path / "a")).step(0)
+    here = Trained(gpu(tmp_path / "a")).step(0)
     here.opt.synchronize()
     flip(tmp_path / "a", "exp_avg")
     before = [p.detach().cpu() for p in here.params]
@@ -279,7 +285,7 @@ def test_what_rots_in_the_directory_is_found_when_it_is_read(tmp_path, monkeypat
 
 @one_schedule
 @pytest.mark.parametrize(
-    ("near", "there", "seconds", "limits"),
+    ("gpu", "there", "seconds", "limits"),
     [
         # A drive moves 48 MB/s, and only writes, but does not read, the tiles on the accelerator. Of 48 tiles it gets
         # all; or as many as there is room for; or so many that the link (12 B for each of its elements, 2 B for others)
@@ -289,9 +295,9 @@ def test_what_rots_in_the_directory_is_found_when_it_is_read(tmp_path, monkeypat
         ("room=1GB&link=24MB/s", 30, (30 * 12 + 18 * 24) / 48e6, ["link", "speed"]),
     ],
 )
-def test_auto(near, there, seconds, limits, tmp_path):
+def test_auto(gpu, there, seconds, limits, tmp_path):
     params = [randn((TILE,), i).to(DEVICE, torch.bfloat16).requires_grad_() for i in range(48)]
-    devices = ["auto", f"gpu:?update=1G/s&{near}", f"file:{tmp_path}?mixed=48MB/s"]
+    devices = ["auto", f"gpu:?update=1G/s&{gpu}", f"file:{tmp_path}?mixed=48MB/s"]
     it = Trained(devices, params=params)
     for k in range(2):
         it.step(k)
@@ -306,8 +312,8 @@ def test_auto(near, there, seconds, limits, tmp_path):
 @one_schedule
 def test_what_is_refused(tmp_path):
     with pytest.raises(CSDValueError, match=r"topk of parameter 0\.3: gpu: has its states"):
-        Trained(near(tmp_path / "a"), topk=0.1).step(0)
-    coded = Trained(near(tmp_path / "b"), params=params_on(DEVICE)[3:5], state_dtype="8bit").step(0)
+        Trained(gpu(tmp_path / "a"), topk=0.1).step(0)
+    coded = Trained(gpu(tmp_path / "b"), params=params_on(DEVICE)[3:5], state_dtype="8bit").step(0)
     assert coded.rows()[0]["params"] == 0  # 8-bit states are only in the directory
 
 
@@ -383,7 +389,7 @@ def test_histories(seed, tmp_path, monkeypatch):
 @pytest.mark.parametrize("seed", range(4))
 def test_kills(seed, tmp_path, emulated_only):
     """Whenever it is killed, and with whatever devices it is resumed, the bits are those of the run without a kill."""
-    command = [sys.executable, TESTS / "crash" / "near.py", str(seed), "12", str(tmp_path)]
+    command = [sys.executable, TESTS / "crash" / "gpu.py", str(seed), "12", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

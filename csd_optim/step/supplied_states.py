@@ -1,4 +1,4 @@
-"""Given states: states that a step updates on the accelerator, and copies into tiles for the devices to store."""
+"""Supplied states: states that a step updates on the accelerator, and copies into tiles for the devices to store."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import numpy as np
 import torch
 
 from ..accelerator import on
+from ..engine.accelerator_copies import AcceleratorCopies, AcceleratorCopy
 from ..engine.engine import Engine
-from ..engine.near_copies import NearCopies, NearCopy
 from ..engine.truth import Truth
 from ..params.param_state import ParamState
-from .near_updates import NearUpdate, NearUpdates
+from .accelerator_updates import AcceleratorUpdate, AcceleratorUpdates
 from .spec import StepSpec
 
 
-class GivenStates:
-    """The given states of one step. `rows`: of the step's table, in the order in which tiles need the states.
+class SuppliedStates:
+    """The supplied states of one step. `rows`: of the step's table, in the order in which tiles need the states.
 
     Some have no gradient and no new states: if a tile gets all its states from the accelerator, the device need not
     read it.
     """
 
-    def __init__(self, copies: NearCopies, rows: Iterable[int]) -> None:
-        self.copies: dict[int, NearCopy] = {row: copies.by_param[row] for row in rows}
+    def __init__(self, copies: AcceleratorCopies, rows: Iterable[int]) -> None:
+        self.copies: dict[int, AcceleratorCopy] = {row: copies.by_param[row] for row in rows}
         self.updated: frozenset[int] = frozenset()  # rows with a gradient
-        self.tiles: np.ndarray[Any, Any] = np.zeros(0, np.uint32)  # uint32: tiles with given states
+        self.tiles: np.ndarray[Any, Any] = np.zeros(0, np.uint32)  # uint32: tiles with supplied states
         self.nbytes: int = 0  # copied to tiles so far
-        self._near: NearUpdates | None = None
+        self._accelerated: AcceleratorUpdates | None = None
         self._launching: Iterator[None] = iter(())
 
     @property
@@ -41,14 +41,14 @@ class GivenStates:
         """The largest number of state sections of any row."""
         return max(len(copy.states) for copy in self.copies.values())
 
-    def in_order(self, updates: Sequence[NearUpdate]) -> list[NearUpdate]:
+    def in_order(self, updates: Sequence[AcceleratorUpdate]) -> list[AcceleratorUpdate]:
         """Return `updates` in the order in which tiles need them."""
         order = {row: k for k, row in enumerate(self.copies)}
         return sorted(updates, key=lambda u: order[u.param_state.index])
 
-    def set_updates(self, near: NearUpdates, launching: Iterator[None]) -> None:
-        """Set the updates that produce the states: `near`, which the iterator `launching` queues bit by bit."""
-        self._near, self._launching = near, launching
+    def set_updates(self, accelerated: AcceleratorUpdates, launching: Iterator[None]) -> None:
+        """Set the updates that produce the states: `accelerated`, which the iterator `launching` queues bit by bit."""
+        self._accelerated, self._launching = accelerated, launching
 
     def devices_of(self, engine: Engine, tile: int) -> set[torch.device]:
         """Return the accelerators that give states to a tile."""
@@ -56,7 +56,7 @@ class GivenStates:
         return {self.copies[row].device for row in rows if row in self.copies}
 
     def fill(self, states: torch.Tensor, engine: Engine, tile: int, streams: Mapping[torch.device, Any]) -> bool:
-        """Begin to copy a tile's given states, on `streams`. Returns False if the tile has none.
+        """Begin to copy a tile's supplied states, on `streams`. Returns False if the tile has none.
 
         `states`: destination, fp32, the sections of the tile one after another.
         """
@@ -75,15 +75,15 @@ class GivenStates:
 
     def _event(self, row: int) -> Any:
         """Return the event after which a row is updated. Queues updates up to this row's if necessary."""
-        assert self._near
-        if row not in self._near.events:
+        assert self._accelerated
+        if row not in self._accelerated.events:
             for _ in self._launching:
-                if row in self._near.events:
+                if row in self._accelerated.events:
                     break
-        return self._near.events[row]
+        return self._accelerated.events[row]
 
     def mark(self, table: np.ndarray[Any, Any]) -> None:
-        """Mark the rows as given in a step's table (dtype PARAM)."""
+        """Mark the rows as supplied in a step's table (dtype PARAM)."""
         Truth.give(table, [*self.copies])
 
     def keep(self) -> None:
@@ -92,7 +92,7 @@ class GivenStates:
             self.copies[row].is_known = True
 
 
-def given_states(engine: Engine, spec: StepSpec, tiles: np.ndarray[Any, Any]) -> GivenStates | None:
+def supplied_states(engine: Engine, spec: StepSpec, tiles: np.ndarray[Any, Any]) -> SuppliedStates | None:
     """Return the states that the accelerator supplies in a step with these tiles (uint32); None if there are none.
 
     Marks the states in the step's table, and loads copies on the accelerator that are out of date. Raises CSDOSError or
@@ -102,14 +102,14 @@ def given_states(engine: Engine, spec: StepSpec, tiles: np.ndarray[Any, Any]) ->
     if copies is None:
         return None
     edited = engine.truth.note_written()  # tiles whose copies on the accelerator are out of date now
-    with_grad = [state for state in spec.plan.param_states if state.near_copy and state.numel]
+    with_grad = [state for state in spec.plan.param_states if state.accelerator_copy and state.numel]
     # The devices update a parameter that was moved off the accelerator, like any other.
     updated = {state.index: state for state in with_grad if _is_on_copy_device(state)}
     copies.forget([state.index for state in with_grad if state.index not in updated])
     if not updated:
         return None
     copies.load([row for row, state in updated.items() if not state.is_new])
-    # Rows without a gradient in the same tiles are given, too, so that devices need not read the tile. But if the
+    # Rows without a gradient in the same tiles are supplied, too, so that devices need not read the tile. But if the
     # program has written to their tiles, the devices have to read these.
     rows_edited: set[int] = set()
     for tile in np.setdiff1d(edited, tiles).tolist():
@@ -127,13 +127,13 @@ def given_states(engine: Engine, spec: StepSpec, tiles: np.ndarray[Any, Any]) ->
                     or (copies.by_param[row].is_known and not spec.table["grad"][row] and row not in rows_edited)
                 )
             )
-    given = GivenStates(copies, rows)
-    given.updated = frozenset(updated)
-    given.tiles = np.intersect1d(tiles, engine.tiles.of([*rows]))
-    given.mark(spec.table)
-    return given
+    supplied = SuppliedStates(copies, rows)
+    supplied.updated = frozenset(updated)
+    supplied.tiles = np.intersect1d(tiles, engine.tiles.of([*rows]))
+    supplied.mark(spec.table)
+    return supplied
 
 
 def _is_on_copy_device(state: ParamState) -> bool:
-    assert state.near_copy
-    return state.local.device == state.near_copy.device
+    assert state.accelerator_copy
+    return state.local.device == state.accelerator_copy.device

@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import CSDError, CSDRuntimeError
 
 
-class TilesUnderWay:
+class TilesInFlight:
     """Guarded by `changed`, which is notified when tiles come back, and at the end.
 
     Available tiles are sent in the order of the step, but only if they are among the first `window` tiles that have not

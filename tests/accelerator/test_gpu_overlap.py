@@ -35,7 +35,7 @@ from torch import nn
 from csd_optim import CSDAdam, CSDMemoryError, CSDOSError, CSDTornError, CSDValueError
 from csd_optim.bindings import Native
 from csd_optim.engine.engine import Engine
-from csd_optim.step import near_updates
+from csd_optim.step import accelerator_updates
 
 pytestmark = pytest.mark.accelerator
 one_schedule = pytest.mark.one_schedule
@@ -44,7 +44,7 @@ EVERYWHERE = [*(f"{DEVICE}:{i}" for i in range(torch.accelerator.device_count())
 PLAIN, FREE = {}, {"free_gradients": True, "hold": "10KB"}
 ALL = pytest.mark.parametrize("overlap", [PLAIN, BACKWARD, FREE], ids=["plain", "backward", "free"])
 MOST = ["gpu:?share=3"]  # all layers but one
-NAMED = {"named": True, "near": [f"gpu:?room={12 * 2 * 48 * 49}"]}  # directories have all; `gpu:` copies of two layers
+NAMED = {"named": True, "gpu": [f"gpu:?room={12 * 2 * 48 * 49}"]}  # directories have all; `gpu:` copies of two layers
 SCRATCH = pytest.param({}, id="scratch", marks=pytest.mark.soak)  # a subset of what the other cases do
 KEPT = pytest.mark.parametrize("options", [SCRATCH, pytest.param(NAMED, id="named")])
 
@@ -52,17 +52,17 @@ KEPT = pytest.mark.parametrize("options", [SCRATCH, pytest.param(NAMED, id="name
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Make chunks so small that a weight takes several."""
-    monkeypatch.setattr(near_updates, "CHUNK", 512)
+    monkeypatch.setattr(accelerator_updates, "CHUNK", 512)
 
 
 def twins(directory, script, overlap, **options):
-    options = {"place": [DEVICE], "near": ["gpu:"], "latency": "100us", "patient": overlap is BACKWARD, **options}
+    options = {"place": [DEVICE], "gpu": ["gpu:"], "latency": "100us", "patient": overlap is BACKWARD, **options}
     return assert_twins(directory, overlap, script, **options)
 
 
-def near_of(training):
-    near = {id(b.param) for b in state_map_of(training.opt).by_index if b.on_accelerator or b.near_copy}
-    return [p for p in training.model.parameters() if id(p) in near]
+def accelerator_updates_of(training):
+    gpu = {id(b.param) for b in state_map_of(training.opt).by_index if b.on_accelerator or b.accelerator_copy}
+    return [p for p in training.model.parameters() if id(p) in gpu]
 
 
 @ALL
@@ -70,7 +70,7 @@ def near_of(training):
     "options",
     [
         {"latency": "2ms"},
-        {"dtype": torch.bfloat16, "near": MOST, "devices": 2},
+        {"dtype": torch.bfloat16, "gpu": MOST, "devices": 2},
         {"dtype": torch.float16, "place": EVERYWHERE, "groups": True},
         {"latency": "2ms", **NAMED},
         {"dtype": torch.bfloat16, "place": EVERYWHERE, "groups": True, "devices": 2, **NAMED},
@@ -81,7 +81,13 @@ def test_training(tmp_path, overlap, options):
     training = twins(tmp_path, ten_steps, overlap, **options)
     stats = training.opt.stats()
     elems = sum(p.numel() for p in training.model.parameters())
-    assert 0 < sum(p.numel() for p in near_of(training)) == stats["devices"][0]["params"] < elems == stats["params"]
+    assert (
+        0
+        < sum(p.numel() for p in accelerator_updates_of(training))
+        == stats["devices"][0]["params"]
+        < elems
+        == stats["params"]
+    )
     assert stats["overlap"]["early_params"] >= (overlap is not PLAIN)
     assert stats["overlap"]["redone"] == {}
     training.opt.close()
@@ -107,10 +113,10 @@ def test_more_that_a_program_may_do(tmp_path, script, options):
 def test_random_history(tmp_path, seed):
     choose = random.Random(seed)
     options = {"dtype": choose.choice(DTYPES), "devices": choose.choice([1, 2]), "groups": choose.random() < 0.3}
-    options |= {"max_grad_norm": choose.choice([None, 0.5]), "near": choose.choice([["gpu:"], MOST, ["gpu:", "ram:"]])}
+    options |= {"max_grad_norm": choose.choice([None, 0.5]), "gpu": choose.choice([["gpu:"], MOST, ["gpu:", "ram:"]])}
     if seed > 1:
         options |= NAMED
-    overlap = PLAIN if seed % 2 or "ram:" in options["near"] else BACKWARD
+    overlap = PLAIN if seed % 2 or "ram:" in options["gpu"] else BACKWARD
     twins(tmp_path, History(seed), overlap, **options).opt.close()
 
 
@@ -177,23 +183,23 @@ def strided(training):
         training.step()
 
 
-@pytest.mark.parametrize("options", [{"near": MOST}, NAMED], ids=["scratch", "named"])
+@pytest.mark.parametrize("options", [{"gpu": MOST}, NAMED], ids=["scratch", "named"])
 @pytest.mark.parametrize("overlap", [PLAIN, BACKWARD], ids=["plain", "backward"])
 def test_layouts(tmp_path, overlap, options):
     twins(tmp_path, strided, overlap, **options).opt.close()
 
 
 # Without a drive, with a drive that has none of the states, and with one that has all.
-@pytest.mark.parametrize(("near", "named"), [("gpu:", False), ("gpu:?room=1GB", False), ("gpu:?room=1GB", True)])
+@pytest.mark.parametrize(("gpu", "named"), [("gpu:", False), ("gpu:?room=1GB", False), ("gpu:?room=1GB", True)])
 @ALL
-def test_all_states_are_there(tmp_path, overlap, near, named):
-    options = {"near": [near], "devices": int("room" in near), "named": named}
+def test_all_states_are_there(tmp_path, overlap, gpu, named):
+    options = {"gpu": [gpu], "devices": int("room" in gpu), "named": named}
     if overlap is FREE and not options["devices"]:
         with pytest.raises(CSDValueError, match="takes a second copy of the states: ram:, null: and gpu: alone"):
             Twin(tmp_path, overlap, place=[DEVICE], **options)
         return
     training = twins(tmp_path, ten_steps, overlap, **options)
-    assert len(near_of(training)) == len([*training.model.parameters()])
+    assert len(accelerator_updates_of(training)) == len([*training.model.parameters()])
     assert training.opt.stats()["overlap"]["redone"] == {}
     training.opt.close()
 
@@ -210,12 +216,12 @@ def test_nobody_waits_for_it(tmp_path, monkeypatch, options):
     trainings = []
     for name, overlap in ("with", PLAIN), ("without", None):
         (tmp_path / name).mkdir()
-        trainings.append(Twin(tmp_path / name, overlap, place=[DEVICE], **{"near": ["gpu:"], **options}))
+        trainings.append(Twin(tmp_path / name, overlap, place=[DEVICE], **{"gpu": ["gpu:"], **options}))
         trainings[-1].step()
         trainings[-1].opt.wait()
     one, other = trainings
-    near, expected = ([p for p in near_of(t) if p.dim() == 2] for t in trainings)
-    assert near
+    gpu, expected = ([p for p in accelerator_updates_of(t) if p.dim() == 2] for t in trainings)
+    assert gpu
     other.step()
     real, goes_on = Native.pull, threading.Event()
     with monkeypatch.context() as patch:
@@ -223,11 +229,11 @@ def test_nobody_waits_for_it(tmp_path, monkeypatch, options):
         try:
             one.backward()
             one.opt.step()
-            for p in near:
+            for p in gpu:
                 p.grad.fill_(torch.nan)
-            there = next(layer.inner.weight for layer in one.model if any(layer.inner.weight is p for p in near))
-            assert [checksum(p) for p in near] == [checksum(p) for p in expected]
-            assert checksum(there) == checksum(near[[p is there for p in near].index(True)])
+            there = next(layer.inner.weight for layer in one.model if any(layer.inner.weight is p for p in gpu))
+            assert [checksum(p) for p in gpu] == [checksum(p) for p in expected]
+            assert checksum(there) == checksum(gpu[[p is there for p in gpu].index(True)])
             assert not images_back(flight_of(one.opt))
         finally:
             goes_on.set()
@@ -243,15 +249,15 @@ def test_nobody_waits_for_it(tmp_path, monkeypatch, options):
 def test_timeline(tmp_path, overlap, monkeypatch, options):
     """Each step's updates on `gpu:` are in its tracks of the trace; with free_gradients=True, each parameter's."""
     monkeypatch.setenv("CSD_OPTIM_TRACE", str(tmp_path / "trace.json"))
-    training = Twin(tmp_path, overlap, place=[DEVICE], latency="100us", **{"near": ["gpu:"], **options})
+    training = Twin(tmp_path, overlap, place=[DEVICE], latency="100us", **{"gpu": ["gpu:"], **options})
     for _ in range(3):
         training.step()
-    near = len(near_of(training))
+    gpu = len(accelerator_updates_of(training))
     training.opt.close()
     events = json.loads((tmp_path / "trace.json").read_text())
     tracks = {e["tid"] for e in events if "gpu:" in e.get("args", {}).get("name", "")}
     names = [e["name"] for e in events if e["ph"] == "X" and e["tid"] in tracks]
-    assert names == (["1 parameters"] * 3 * near if overlap is FREE else [f"{near} parameters"] * 3)
+    assert names == (["1 parameters"] * 3 * gpu if overlap is FREE else [f"{gpu} parameters"] * 3)
 
 
 # ---- what does not go well -------------------------------------------------------------------
@@ -267,7 +273,7 @@ def one_step(training):
 @pytest.mark.parametrize(
     ("call", "number", "options"),
     [
-        *((*call, {"near": MOST}) for call in [("pull", 3), ("finish", 1), ("push", 2)]),
+        *((*call, {"gpu": MOST}) for call in [("pull", 3), ("finish", 1), ("push", 2)]),
         # Of ten tiles, the last five contain elements that `gpu:` has.
         *((*call, NAMED) for call in [("pull", 3), ("finish", 1), ("push", 6)]),
     ],
@@ -307,10 +313,10 @@ def test_a_device_that_fails(tmp_path, overlap, call, number, options):
 @pytest.mark.parametrize("overlap", [PLAIN, FREE], ids=["plain", "free"])
 def test_an_update_that_fails(tmp_path, overlap, monkeypatch, options):
     """An update on the accelerator fails half-way."""
-    training = Twin(tmp_path, overlap, place=[DEVICE], latency="100us", **{"near": ["gpu:"], **options})
+    training = Twin(tmp_path, overlap, place=[DEVICE], latency="100us", **{"gpu": ["gpu:"], **options})
     training.step()
     training.opt.wait()
-    before, calls, real = training.seen()[2:], [], near_updates.update
+    before, calls, real = training.seen()[2:], [], accelerator_updates.update
 
     def fails(*arguments):
         calls.append(real(*arguments))
@@ -318,7 +324,7 @@ def test_an_update_that_fails(tmp_path, overlap, monkeypatch, options):
             raise ZeroDivisionError
 
     with monkeypatch.context() as patch:
-        patch.setattr(near_updates, "update", fails)
+        patch.setattr(accelerator_updates, "update", fails)
         with pytest.raises(ZeroDivisionError):
             training.step()
     training.opt.zero_grad()
@@ -337,7 +343,7 @@ def test_an_accelerator_that_fails_when_a_step_is_undone(tmp_path, overlap, monk
     def gone(*_):
         raise RuntimeError("the accelerator is gone")
 
-    training = Twin(tmp_path, overlap, place=[DEVICE], near=["gpu:"], latency="100us")
+    training = Twin(tmp_path, overlap, place=[DEVICE], gpu=["gpu:"], latency="100us")
     one_step(training)
     with monkeypatch.context() as patch:
         patch.setattr(torch.accelerator, "synchronize", gone)
@@ -350,7 +356,7 @@ def test_an_accelerator_that_fails_when_a_step_is_undone(tmp_path, overlap, monk
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"near": ["gpu:?room=1GB"]}, NAMED, {"near": ["gpu:?room=1GB"], "named": True}], ids=str
+    "options", [{}, {"gpu": ["gpu:?room=1GB"]}, NAMED, {"gpu": ["gpu:?room=1GB"], "named": True}], ids=str
 )
 def test_a_backward_that_is_undone(tmp_path, options):
     twins(tmp_path, gives_steps_up, FREE, **options).opt.close()
@@ -359,7 +365,7 @@ def test_a_backward_that_is_undone(tmp_path, options):
 @one_schedule
 def test_gradients_are_free_in_backward(tmp_path):
     """So are those of `gpu:`'s parameters, each of which needs a copy of its states until the step is complete."""
-    training = Twin(tmp_path, FREE, place=[DEVICE], near=["gpu:?room=1GB"], depth=12, dtype=torch.bfloat16)
+    training = Twin(tmp_path, FREE, place=[DEVICE], gpu=["gpu:?room=1GB"], depth=12, dtype=torch.bfloat16)
     training.step()
     training.losses.clear()
     training.log.clear()
@@ -379,7 +385,7 @@ def test_gradients_are_free_in_backward(tmp_path):
 @one_schedule
 @pytest.mark.parametrize("overlap", [PLAIN, FREE], ids=["plain", "free"])
 def test_no_memory_for_it(tmp_path, overlap, monkeypatch):
-    training = Twin(tmp_path, overlap, place=[DEVICE], near=["gpu:"], latency="100us")
+    training = Twin(tmp_path, overlap, place=[DEVICE], gpu=["gpu:"], latency="100us")
     training.step()
     training.opt.wait()
     before = training.seen()[2:]

@@ -1,6 +1,6 @@
 """SIGKILL of runs with some states on an accelerator, before, in and after calls by which they change their files.
 
-    python tests/crash/near.py SEED KILLS DIRECTORY
+    python tests/crash/gpu.py SEED KILLS DIRECTORY
 
 By the seed, each run is resumed with `gpu:`, with another room, without `gpu:` or without an accelerator, and with or
 without overlap.
@@ -112,7 +112,7 @@ def run(choose, kills, directory, seed):
                 how = f"gpu:?room={room}, {n} directories, overlap: {overlaps}"
                 sys.exit(f"seed {seed}, kill {killed}, {how}: {shared.said()}")
             ends += 1
-    print(f"near: {killed} kills in {ends} runs: each one resumed from a committed step")
+    print(f"gpu: {killed} kills in {ends} runs: each one resumed from a committed step")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ two is authoritative:
 between steps         the directory: `state` shows it and commits contain it. A copy with `is_known` is identical; any
                       other copy is loaded from the directory by the step that needs it
 in a step             the copy: it is updated, copied to the host and written to the tile's other slot, without reading
-                      the tile (csd_master GIVEN)
+                      the tile (csd_master SUPPLIED)
 after an undone step  the directory: the copies that the step updated are no longer `is_known`
 """
 
@@ -23,7 +23,7 @@ from .tiles import Tiles
 
 
 @dataclass
-class NearCopy:
+class AcceleratorCopy:
     """The copy of one parameter's states."""
 
     states: list[torch.Tensor]  # 1-D fp32, the master first, in the order of the tile's sections
@@ -34,13 +34,13 @@ class NearCopy:
         return self.states[0].device
 
 
-class NearCopies:
+class AcceleratorCopies:
     """The copies of one engine."""
 
     def __init__(self, native: NativeEngine, tiles: Tiles) -> None:
         self._native: NativeEngine | None = native  # until it is closed
         self._tiles = tiles
-        self.by_param: dict[int, NearCopy] = {}  # by parameter, numbered over all extents
+        self.by_param: dict[int, AcceleratorCopy] = {}  # by parameter, numbered over all extents
 
     @property
     def nbytes(self) -> int:

@@ -1,12 +1,12 @@
 """Which tiles leave and which have come back, whatever an owner sends."""
 
-from csd_optim.serve.tiles_under_way import TilesUnderWay
+from csd_optim.serve.tiles_in_flight import TilesInFlight
 from csd_optim.threads import SharedCondition
 
 
 def under_way(tiles):
     changed = SharedCondition()
-    return TilesUnderWay(1, tiles, as_pushed=False, window=len(tiles), changed=changed, may_leave=[changed.condition()])
+    return TilesInFlight(1, tiles, as_pushed=False, window=len(tiles), changed=changed, may_leave=[changed.condition()])
 
 
 def can_be_pulled(found):

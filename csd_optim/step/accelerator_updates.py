@@ -1,4 +1,4 @@
-"""Near updates: the part of a step that runs on the accelerator, for parameters with states in its memory.
+"""Accelerator updates: the part of a step that runs on the accelerator, for parameters with states in its memory.
 
 The updates are queued on the current streams, behind the backward pass and before whatever the program queues next, so
 nothing has to wait for them, as with torch's optimizers. They run concurrently with the tiles of the devices. Within
@@ -27,7 +27,7 @@ from ..params.strides import flat
 
 
 @dataclass
-class NearUpdate:
+class AcceleratorUpdate:
     """The update of one parameter."""
 
     param_state: ParamState
@@ -43,8 +43,8 @@ class NearUpdate:
 
 def _states(param_state: ParamState) -> list[torch.Tensor]:
     """Return the states, 1-D fp32, master first. Writes change no version counter: the step counts them."""
-    if param_state.near_copy:
-        return param_state.near_copy.states
+    if param_state.accelerator_copy:
+        return param_state.accelerator_copy.states
     return [flat(param_state.windows[name].data) for name in param_state.sections]
 
 
@@ -56,7 +56,7 @@ def _raising_memory_error() -> Iterator[None]:
         raise CSDMemoryError(f"no memory for a step on the accelerator: {e}") from None
 
 
-def parameters_of_new(updates: Sequence[NearUpdate]) -> dict[int, torch.Tensor]:
+def parameters_of_new(updates: Sequence[AcceleratorUpdate]) -> dict[int, torch.Tensor]:
     """Return copies, by row, of the parameters that have no states yet, from which an undo restores them.
 
     Raises CSDMemoryError.
@@ -101,7 +101,7 @@ class Queued:
         return f"{self._params} parameters", self._began, min(time.perf_counter(), self._began + seconds)
 
 
-class NearUpdates:
+class AcceleratorUpdates:
     """The updates of one step on the accelerator. The constructor queues nothing, and may raise CSDMemoryError.
 
     Then call allocate() and launch(); or launch_one() with each gradient, if gradients arrive one by one.
@@ -109,7 +109,7 @@ class NearUpdates:
     `exact`: see torch_rules.Scratch. `undoes`: keep the previous states for undo().
     """
 
-    def __init__(self, updates: Sequence[NearUpdate], *, exact: bool, undoes: bool) -> None:
+    def __init__(self, updates: Sequence[AcceleratorUpdate], *, exact: bool, undoes: bool) -> None:
         self.undoes = undoes
         self.launched: bool = False
         self.params: int = 0  # elements of the parameters whose updates were queued
@@ -147,11 +147,11 @@ class NearUpdates:
         for u in self._updates.values():
             self._allocate(u)
 
-    def _allocate(self, u: NearUpdate) -> None:
+    def _allocate(self, u: AcceleratorUpdate) -> None:
         with _raising_memory_error():
             if self.undoes:
                 # A copy needs no backup: the devices have the same states.
-                before = [] if u.param_state.near_copy else [state.clone() for state in _states(u.param_state)]
+                before = [] if u.param_state.accelerator_copy else [state.clone() for state in _states(u.param_state)]
                 self._before.append((u.param_state, before))
             for grad in self._grads(u):
                 self._nonfinite[grad.device] += grad.isfinite().logical_not().sum()
@@ -184,7 +184,7 @@ class NearUpdates:
         made_on.wait_stream(stream)  # the gradient's memory belongs to this stream
         self._queued.append(queued)
 
-    def _grads(self, u: NearUpdate) -> Iterator[torch.Tensor]:
+    def _grads(self, u: AcceleratorUpdate) -> Iterator[torch.Tensor]:
         """Yield the gradient in chunks, rounded to grad_dtype. Each is valid until the next one is requested.
 
         Chunks are on the parameter's device, even if the parameter was moved and its gradient was not.
@@ -193,7 +193,7 @@ class NearUpdates:
         for grad in torch.split(u.source.grad, CHUNK):
             yield self._rounded[device][: len(grad)].copy_(grad) if u.is_rounded else grad.to(device)
 
-    def _update(self, u: NearUpdate) -> Iterator[None]:
+    def _update(self, u: AcceleratorUpdate) -> Iterator[None]:
         param = u.source.param.data
         self.params += u.param_state.numel
         in_chunks = (torch.split(t, CHUNK) for t in (param, *_states(u.param_state)))
@@ -225,8 +225,8 @@ class NearUpdates:
         """
         self.wait()
         for param_state, before in self._before:
-            if param_state.near_copy:
-                param_state.near_copy.is_known = False
+            if param_state.accelerator_copy:
+                param_state.accelerator_copy.is_known = False
                 continue
             for state, kept in zip(_states(param_state), before, strict=True):
                 state.copy_(kept)

@@ -19,11 +19,11 @@ from ..grad_modes import no_autograd
 from ..params.state_map import StateMap
 from ..signals import defer_signals
 from ..store.format import Record
-from .near_updates import NearUpdates
+from .accelerator_updates import AcceleratorUpdates
 from .undo import Rollback, Undo
 
 
-class Progress:
+class StepHistory:
     """State that outlives a step: counts, an unfinished undo."""
 
     engine: Engine  # set when it is open
@@ -33,7 +33,7 @@ class Progress:
         self.ranks: Ranks | None = ranks
         self.steps_taken: int = 0  # number of steps taken, equal on all ranks
         self.has_updated: bool = False  # whether the last step has updated anything
-        self.near: NearUpdates | None = None  # the updates of the last step on the accelerator
+        self.accelerated: AcceleratorUpdates | None = None  # the updates of the last step on the accelerator
         self.in_flight: bool = False  # states of the last step may still be in transit
         self.undoing: Undo | Rollback | None = None  # an undo that has not restored all parameters yet
         self._forward_guard: RemovableHandle | None = None  # set together with `undoing`
@@ -97,10 +97,10 @@ class Progress:
         weak, unknown = weakref.ref(self), {id(state.param) for state in undoing.unknown}
 
         def before_forward(module: torch.nn.Module, _: Any) -> None:
-            progress = weak()
-            if progress is None or undoing.engine.closed:  # close() has warned; another optimizer may have them now
+            history = weak()
+            if history is None or undoing.engine.closed:  # close() has warned; another optimizer may have them now
                 hook.remove()
             elif any(id(p) in unknown for p in module.parameters()):
-                progress.finish_undo()
+                history.finish_undo()
 
         self._forward_guard = hook = register_module_forward_pre_hook(before_forward)

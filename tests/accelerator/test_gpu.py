@@ -8,7 +8,7 @@ import pytest
 import torch
 from support import emulated
 from support.backends import TILE
-from support.on_accelerator import DEVICE, DTYPES, NEAR, keep_busy
+from support.on_accelerator import DEVICE, DTYPES, GPU, keep_busy
 from support.optimizers import ADAMW, FULL, MIXED
 from support.replacing import class_with
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,7 +19,7 @@ from csd_optim.devices.spec import parse_devices
 from csd_optim.engine import on_accelerator
 from csd_optim.engine.engine import Engine
 from csd_optim.engine.torch_rules import differing_roundings, update
-from csd_optim.step import near_updates
+from csd_optim.step import accelerator_updates
 
 pytestmark = pytest.mark.accelerator
 one_schedule = pytest.mark.one_schedule
@@ -30,7 +30,7 @@ SHAPES = [(), (5, 7), (0,), (2, TILE), (3 * TILE + 5,), (40, 60)]
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Make chunks so small that a parameter of a few tiles takes several."""
-    monkeypatch.setattr(near_updates, "CHUNK", TILE)
+    monkeypatch.setattr(accelerator_updates, "CHUNK", TILE)
 
 
 def randn(shape, seed):
@@ -79,7 +79,7 @@ def on_the_cpu(steps, pair=ADAMW, lr=1e-2):
     # With share=20 more is on the accelerator than is queued while tiles of the file travel. The share is one of each
     # group; so groups of one parameter have none, and room is given instead.
     [
-        *((pair, devices) for pair in (ADAMW, *FULL) for devices in NEAR),
+        *((pair, devices) for pair in (ADAMW, *FULL) for devices in GPU),
         (ADAMW, ["gpu:?share=20", "file:"]),
         *((MIXED, devices) for devices in (["gpu:"], ["gpu:?room=64kB", "file:"])),
     ],
@@ -104,7 +104,7 @@ class Broken(RuntimeError):
 def test_a_step_that_fails(call, k, monkeypatch):
     """Parameters and states are those before the step, wherever they are, even if it would have been the first step."""
     params = made(DEVICE)
-    optimizer = CSDAdam(params, devices=NEAR[1], tile_size=TILE, lr=1e-2)
+    optimizer = CSDAdam(params, devices=GPU[1], tile_size=TILE, lr=1e-2)
     for earlier in range(k):
         step(optimizer, earlier)
     before = [p.detach().cpu() for p in params]
@@ -123,7 +123,9 @@ def test_a_step_that_fails(call, k, monkeypatch):
 
     with monkeypatch.context() as patch:
         if call == "launch":
-            patch.setattr(near_updates, "update", lambda *a: breaks() if len(calls) > 2 else calls.append(update(*a)))
+            patch.setattr(
+                accelerator_updates, "update", lambda *a: breaks() if len(calls) > 2 else calls.append(update(*a))
+            )
         else:
             patch.setattr(class_with(call), call, fails_once if call == "finish" else breaks)
         with pytest.raises(Broken):
@@ -141,7 +143,7 @@ def test_a_step_in_place_that_fails_says_so(monkeypatch):
     step(optimizer, 0)
     calls = []
     with monkeypatch.context() as patch:
-        patch.setattr(near_updates, "update", lambda *a: calls.append(update(*a)) if len(calls) < 3 else 1 / 0)
+        patch.setattr(accelerator_updates, "update", lambda *a: calls.append(update(*a)) if len(calls) < 3 else 1 / 0)
         with pytest.raises(ZeroDivisionError):
             step(optimizer, 1)
     with pytest.raises(CSDTornError, match=r"an earlier step was cut short\. .* gpu: without a drive"):
@@ -149,7 +151,7 @@ def test_a_step_in_place_that_fails_says_so(monkeypatch):
 
 
 @one_schedule
-@pytest.mark.parametrize("devices", NEAR, ids=str)
+@pytest.mark.parametrize("devices", GPU, ids=str)
 def test_what_is_written_counts(devices):
     """Writes to parameters and states take effect, and reads of them see the current values."""
 
@@ -171,7 +173,7 @@ def test_what_is_written_counts(devices):
 
 
 @one_schedule
-@pytest.mark.parametrize("devices", NEAR, ids=str)
+@pytest.mark.parametrize("devices", GPU, ids=str)
 def test_state_dicts(devices):
     """State dicts load from memory to the accelerator and back, through torch.save; and the optimizer can be copied."""
 
@@ -218,11 +220,11 @@ def test_a_state_that_is_needed_later_has_room_of_its_own():
         step(optimizer, 1)
         return optimizer
 
-    near = run(DEVICE, "gpu:")
-    assert same(bits(near), bits(run("cpu", "ram:")))
-    elems = sum(p.numel() for p in near.param_groups[0]["params"])
-    assert near.stats()["devices"][0]["state_bytes"] == 8 * elems
-    assert near.stats()["params"] == elems
+    gpu = run(DEVICE, "gpu:")
+    assert same(bits(gpu), bits(run("cpu", "ram:")))
+    elems = sum(p.numel() for p in gpu.param_groups[0]["params"])
+    assert gpu.stats()["devices"][0]["state_bytes"] == 8 * elems
+    assert gpu.stats()["params"] == elems
 
 
 @one_schedule
@@ -254,7 +256,7 @@ def test_room_is_what_is_there():
 
 
 @one_schedule
-@pytest.mark.parametrize("devices", NEAR, ids=str)
+@pytest.mark.parametrize("devices", GPU, ids=str)
 def test_stats_and_timeline(devices, tmp_path, monkeypatch):
     monkeypatch.setenv("CSD_OPTIM_TRACE", str(tmp_path / "trace.json"))
     params = made(DEVICE)
@@ -267,23 +269,23 @@ def test_stats_and_timeline(devices, tmp_path, monkeypatch):
             optimizer.step()
         stats = optimizer.stats()
         assert [d["device"] for d in stats["devices"]] == devices
-        near = stats["devices"][0]
+        gpu = stats["devices"][0]
         assert stats["params"] == elems
-        assert near["params"] == (elems if len(devices) == 1 else elems - stats["devices"][1]["params"])
-        assert 0.4 * elems < near["params"]
+        assert gpu["params"] == (elems if len(devices) == 1 else elems - stats["devices"][1]["params"])
+        assert 0.4 * elems < gpu["params"]
         assert stats["nonfinite_grads"] == 3
-        assert near["push_bytes"] == near["pull_bytes"] == 0
+        assert gpu["push_bytes"] == gpu["pull_bytes"] == 0
         sent = sum(p.numel() * p.element_size() for p in params if optimizer.state[p]["master"].is_cpu)
         assert stats["push_bytes"] == stats["pull_bytes"] == sent
     events = json.loads((tmp_path / "trace.json").read_text())
     (track,) = (e["tid"] for e in events if "gpu:" in e.get("args", {}).get("name", ""))
-    near = [e for e in events if e["ph"] == "X" and e["tid"] == track]
+    gpu = [e for e in events if e["ph"] == "X" and e["tid"] == track]
     steps = [e for e in events if e["ph"] == "X" and e["name"].startswith("step ")]
-    assert len(near) == len(steps) == 2  # one in each step
-    assert all(e["name"].endswith(" parameters") for e in near)
-    for of_near, of_step in zip(near, steps, strict=True):
-        assert of_step["ts"] <= of_near["ts"]
-        assert of_near["ts"] + of_near["dur"] <= of_step["ts"] + of_step["dur"] + 1
+    assert len(gpu) == len(steps) == 2  # one in each step
+    assert all(e["name"].endswith(" parameters") for e in gpu)
+    for of_accelerator, of_step in zip(gpu, steps, strict=True):
+        assert of_step["ts"] <= of_accelerator["ts"]
+        assert of_accelerator["ts"] + of_accelerator["dur"] <= of_step["ts"] + of_step["dur"] + 1
 
 
 @one_schedule
@@ -337,7 +339,7 @@ def test_memory_that_is_not_there(monkeypatch):
         raise torch.OutOfMemoryError("out of it")
 
     params = made(DEVICE)
-    optimizer = CSDAdam(params, devices=NEAR[1])
+    optimizer = CSDAdam(params, devices=GPU[1])
     set_grads(params, 0)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "zeros_like", full)
@@ -345,7 +347,7 @@ def test_memory_that_is_not_there(monkeypatch):
             optimizer.step()
     step(optimizer, 0)
     before = bits(optimizer)
-    for where, name in ((near_updates.Scratch, "of"), (torch.Tensor, "isfinite")):
+    for where, name in ((accelerator_updates.Scratch, "of"), (torch.Tensor, "isfinite")):
         with monkeypatch.context() as patch:
             patch.setattr(where, name, full)
             with pytest.raises(CSDMemoryError, match="no memory for a step on the accelerator"):
@@ -369,19 +371,19 @@ class Full(TorchDispatchMode):
 @one_schedule
 @pytest.mark.parametrize("grad_dtype", [None, torch.bfloat16])
 def test_all_memory_is_taken_before_the_step(grad_dtype, monkeypatch):
-    real = near_updates.NearUpdates.launch
+    real = accelerator_updates.AcceleratorUpdates.launch
 
     def launch(updates, **options):
         with Full():
             return iter([*real(updates, **options)])
 
-    monkeypatch.setattr(near_updates.NearUpdates, "launch", launch)
+    monkeypatch.setattr(accelerator_updates.AcceleratorUpdates, "launch", launch)
     params, reference = made(DEVICE), made("cpu")
-    near = CSDAdam(params, devices="gpu:", grad_dtype=grad_dtype)
-    step(near, 0)
+    gpu = CSDAdam(params, devices="gpu:", grad_dtype=grad_dtype)
+    step(gpu, 0)
     host = CSDAdam(reference, devices="ram:", grad_dtype=grad_dtype)
     step(host, 0)
-    assert same(bits(near), bits(host))
+    assert same(bits(gpu), bits(host))
 
 
 @one_schedule
@@ -441,7 +443,7 @@ def placed(*devices, n=48, **options):
 
 @one_schedule
 @pytest.mark.parametrize(
-    ("near", "file", "there", "seconds", "limits"),
+    ("gpu", "file", "there", "seconds", "limits"),
     [
         # Of 48 tiles, it gets a third, because it updates 1 M/s beside 2 M/s; or as much as it has room for; or so
         # much that the link, 3 MB/s each way, is as busy with the others' tiles as it is with its own.
@@ -450,9 +452,9 @@ def placed(*devices, n=48, **options):
         ("update=0.5M/s&link=3MB/s&room=1GB", "mixed=240MB/s", 12, 36 * TILE * 2 / 3e6, ["speed", "link"]),
     ],
 )
-def test_auto(near, file, there, seconds, limits):
-    link = "" if "link" in near else "&link=1GB/s"
-    params, stats = placed(f"gpu:?{near}{link}", f"file:?{file}")
+def test_auto(gpu, file, there, seconds, limits):
+    link = "" if "link" in gpu else "&link=1GB/s"
+    params, stats = placed(f"gpu:?{gpu}{link}", f"file:?{file}")
     assert stats["devices"][0]["params"] == pytest.approx(there * TILE, abs=TILE)
     assert stats["placement"]["seconds"] == pytest.approx(seconds, rel=0.1)
     assert [d["limited_by"] for d in stats["placement"]["devices"]] == limits
