@@ -29,10 +29,10 @@ def tell_each_other(rank, size):
         votes.mine = (*ALIKE, rank % 2)
     assert votes.all == [(*ALIKE, k % 2) for k in range(size)]
 
-    said = None
+    votes = None
 
     def fails():
-        nonlocal said
+        nonlocal votes
         with ranks.all_ranks_or_none() as votes:
             votes.mine = rank
             if rank == 1:

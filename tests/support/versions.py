@@ -6,7 +6,7 @@ import numpy as np
 
 from csd_optim.distributed.sharding import rows_of
 from csd_optim.publish.encode import DeltaWriter, form_of, write_tensors
-from csd_optim.publish.folder import CHANGED, WHOLE, Folder, Share, with_checksums
+from csd_optim.publish.folder import CHANGED, WHOLE, Folder, VersionShare, with_checksums
 from csd_optim.publish.writer import rows_in
 from csd_optim.replica.blocks import BITMAP, BLOCK, SPARSE, checksum
 from csd_optim.replica.versions import Tensor
@@ -94,7 +94,7 @@ class Writer:
             sums = [(i, checksum(v, first)) for (i, first, _), v in zip(slices, values, strict=True)]
             files = [write(folder, folder.begin(number), slices, values)] if slices else []
             of = self.run, number, number, base and base.number, rank, len(self.folders)
-            folder.add(Share(*of, "model", sums, files))
+            folder.add(VersionShare(*of, "model", sums, files))
         shares = self.folder.shares(number)
         assert with_checksums(self.tensors(), [part for s in shares for part in s.checksums]) == self.tensors()
         self.base = self.folder.name(shares, base, self.tensors())
