@@ -27,7 +27,7 @@ from .parts import Space
 from .recovered import Use, read_recovered
 from .reports import Reports
 from .residuals import Residuals, Room, check_residual
-from .rounds import Rounds, check_rounds
+from .rounds import Rounds
 from .states import States
 
 NO_REGION = Region(0, 0, 0, 0)
@@ -277,12 +277,7 @@ class Commits(Committer):
         return all_ranks_or_none(self.ranks)
 
     def confirm(self) -> None:
-        with all_ranks_or_none(self.ranks) as votes:
-            votes.mine = self.own_round(), self.highest_round, self.states.watcher.has_failed
-        if self.ranks and self.ranks.meet_here:
-            rounds, highest, failed = zip(*votes.all, strict=True)
-            check_rounds(rounds)
-            self.note_confirmed(highest=max(highest), has_failed=any(failed))
+        self._confirm(self.ranks)
 
     def own_round(self) -> int:
         self.states.check_whole()
@@ -304,13 +299,13 @@ class Commits(Committer):
     def is_confirmed(self) -> bool:
         return not (self.rounds.unconfirmed or self._makes_round)
 
-    def note_confirmed(self, *, highest: int | None = None, has_failed: bool = False) -> None:
+    def note_confirmed(self, *, highest: int = 0, has_failed: bool = False) -> None:
         if commit := self.rounds.confirm():
             commit_trace.note("confirms", committer=self, commit=commit)
             self._mark_recoverable(commit, has_failed=has_failed)
             complete = partial(self._complete, commit)
             self.background.start(f"step {self.states.committed_step}", complete, holds_steps=False)
-        self.rounds.highest = max(self.rounds.highest, highest or 0)
+        self.rounds.highest = max(self.rounds.highest, highest)
 
     def wait(self) -> None:
         self.confirm()

@@ -10,20 +10,33 @@ import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from ..distributed.ranks import Ranks, RanksElsewhere
+from ..distributed.ranks import Ranks, RanksElsewhere, all_ranks_or_none
 from ..errors import CSDError, CSDWarning, users_stacklevel
 from ..store.format import Record
 from ..store.layout import Extent
 from .ahead import Ahead, Event, after
 from .load import Load
+from .rounds import check_rounds
 from .states import States
 
 NOT_AGREED = "the ranks have not agreed on that step yet. Call synchronize() on all of them first"
+
+
+class Ballot(NamedTuple):
+    """What a rank tells the other ranks about the last round, as integers for a collective."""
+
+    round: int  # number of the last round, if this rank has made it; LACKING: it has not, or only confirm() can tell
+    highest: int  # the highest known number of a round, even of an undone step's
+    watch_failed: int  # see Watcher.has_failed
+
+
+LACKING = -1
+NO_BALLOT = Ballot(LACKING, 0, 0)  # of a rank that cannot make the round, or whose last step has failed
 
 
 class Committer:
@@ -59,33 +72,52 @@ class Committer:
         Nothing has been touched then, and the next call tries again.
         """
 
-    def own_round(self) -> int:
-        """Do this rank's half of confirm(): wait until this rank has made the last round, and return its number.
+    def _confirm(self, ranks: Ranks | RanksElsewhere | None) -> None:
+        with all_ranks_or_none(ranks) as votes:
+            votes.mine = self.ballot(retry=True)
+        if ranks and ranks.meet_here:
+            self.count([Ballot(*ballot) for ballot in votes.all])
 
-        Raises CSDOSError; nothing has been touched then, and the next call tries again. If all ranks return the same
-        number, call note_confirmed().
+    def ballot(self, *, retry: bool) -> Ballot:
+        """Wait until this rank has made the last round, and return what it tells the others; then call count().
+
+        `retry`: try again what has failed, and raise CSDOSError if it fails again; nothing has been touched then.
+        Otherwise any thread may call this, and needs no lock.
         """
+        round = self.own_round() if retry else self.await_round()
+        return Ballot(LACKING if round is None else round, self.highest_round, self.states.watcher.has_failed)
+
+    def count(self, ballots: Sequence[Ballot]) -> bool:
+        """Return whether all ranks have made the last round, and note it. `ballots`: of all ranks.
+
+        Raises CSDRankError if their rounds differ.
+        """
+        if any(ballot.round == LACKING for ballot in ballots):
+            return False
+        check_rounds(ballot.round for ballot in ballots)
+        highest = max(ballot.highest for ballot in ballots)
+        self.note_confirmed(highest=highest, has_failed=any(ballot.watch_failed for ballot in ballots))
+        return True
+
+    def own_round(self) -> int:
+        """Return the number of the last round once this rank has made it. Raises what ballot() raises."""
         self.states.watcher.join()
         return 0
 
     def await_round(self) -> int | None:
-        """Wait until this rank has made the last round, and return its number; None if only confirm() can tell.
-
-        Needs no lock: any thread may call this. If all ranks return the same number, call note_confirmed().
-        """
+        """Return the number of the last round once this rank has made it; None if only confirm() can tell."""
         self.states.watcher.join()
         return 0
 
     @property
     def highest_round(self) -> int:
-        """The highest known number of a round, even of an undone step's."""
+        """The highest known number of a round, even of an undone step's: the next round gets the following number."""
         return 0
 
-    def note_confirmed(self, *, highest: int | None = None, has_failed: bool = False) -> None:
-        """Note that all ranks have made the last round, as confirm() does.
+    def note_confirmed(self, *, highest: int = 0, has_failed: bool = False) -> None:
+        """Note that all ranks have made the last round.
 
-        `highest`: the largest highest_round of all ranks, if known: the next round gets the following number.
-        `has_failed`: see Watcher.after_commit().
+        `highest`: the largest highest_round of all ranks, if known. `has_failed`: see Watcher.after_commit().
         """
         self.states.watcher.after_commit(self.states.step, has_failed=has_failed)
 

@@ -113,11 +113,8 @@ class Placement:
         else:
             raise self._no_room(extent)
         self._accelerated = replace(accelerated, seconds=accelerated.seconds / elems)
-        self._link, self._accelerator_link, self._is_full = (
-            link / elems,
-            accelerated.link / elems,
-            parts == accelerated.room,
-        )
+        self._link, self._accelerator_link = link / elems, accelerated.link / elems
+        self._is_full = parts == accelerated.room
         return parts / PARTS
 
     def _part_copied(
@@ -250,11 +247,8 @@ class Placement:
             )
         link = self._link * on_devices + self._accelerator_link * accelerated
         if self.accelerator and self._accelerated:
-            about: dict[str, Any] = {
-                "params": accelerated,
-                "share": accelerated / total,
-                "seconds": accelerated * self._accelerated.seconds,
-            }
+            seconds = accelerated * self._accelerated.seconds
+            about: dict[str, Any] = {"params": accelerated, "share": accelerated / total, "seconds": seconds}
             about |= {"params_per_second": 1 / self._accelerated.seconds, "limited_by": "room" if self._is_full else ""}
             devices.insert(0, {"device": str(self.accelerator.spec), **about})
         elif self.accelerator and any(extent.codec != FP32 for extent in self.extents):

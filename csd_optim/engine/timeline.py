@@ -18,7 +18,8 @@ class Timeline:
         self.ended: float = 0.0  # 0: not ended
         self.is_undone: bool = False
         self.model_spans: list[Span] | None = [] if settings.trace() else None  # forward and backward
-        self.accelerator_spans: list[Span] | None = [] if settings.trace() else None  # updates on the accelerator
+        self.is_traced: bool = bool(settings.trace())
+        self.accelerator_spans: list[Span] = []  # updates on the accelerator, if traced
         self._native = native
         self._trace: Trace | None = None
         self._is_written = True
@@ -43,7 +44,7 @@ class Timeline:
             self._native.wait_writes()
             name = "undone" if self.is_undone else f"step {step}"
             events, end = self._native.events(), self.ended or time.perf_counter()
-            self._trace.step(name, self.began, end, events, self.model_spans or [], self.accelerator_spans or [])
+            self._trace.step(name, self.began, end, events, self.model_spans or [], self.accelerator_spans)
             self._is_written = True
 
     def close(self) -> None:

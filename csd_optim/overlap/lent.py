@@ -87,7 +87,7 @@ class LentGradients:
         """Take a contiguous gradient, and push the tiles that are now complete. Raises what a step raises."""
         accelerated = self._live.step.accelerated
         if accelerated and row in accelerated.rows:
-            accelerated.launch_one(row, grad, timed=self._engine.states.timeline.accelerator_spans is not None)
+            accelerated.launch_one(row, grad, timed=self._engine.states.timeline.is_traced)
             self._hand_over(row, None)
         else:
             self._hand_over(row, grad)

@@ -22,6 +22,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ..distributed.ranks import Ranks
+from ..engine.committer import NO_BALLOT, Ballot
 from ..engine.engine import Engine
 from ..errors import CSDError, CSDRankError, CSDRuntimeError
 from ..signals import defer_signals
@@ -147,15 +148,13 @@ class Vote:
             finally:
                 self._exchanged.set()
             complete = not (self.live and self.live.is_undone)
-            round = self._engine.committer.await_round() if complete else None
-            watch_failed = self._engine.states.watcher.has_failed
+            ballot = self._engine.committer.ballot(retry=False) if complete else NO_BALLOT
             if any(ranks.lost for ranks in self._groups):  # these groups could not exchange restored parameters, either
                 self._note_lost()
-            votes = self._gather(complete, round is not None, round or 0, watch_failed)
+            votes = self._gather(complete, *ballot)
             if votes and all(vote[0] for vote in votes):
                 result = VoteResult.KEPT
-                has_round = round is not None and len({vote[:-1] for vote in votes}) == 1
-                self._keep(has_round=has_round, watch_failed=any(vote[-1] for vote in votes))
+                self._keep([Ballot(*vote[1:]) for vote in votes])
         finally:
             self._mark(busy=False)
             self.result = result
@@ -182,16 +181,13 @@ class Vote:
             return []
         return [vote[:-1] for vote in votes]
 
-    def _keep(self, *, has_round: bool, watch_failed: bool) -> None:
-        """Keep the step. `has_round`: all ranks have made its commit; if not, the next confirm() asks again.
-
-        `watch_failed`: Watcher.has_failed of any rank.
-        """
+    def _keep(self, ballots: list[Ballot]) -> None:
+        """Keep the step. If not all ranks have made its commit, the next confirm() asks again, and raises."""
         if self.live:
             self.live.keep()
         with self._engine.lock:  # its holders never wait for a vote, nor for another rank during a vote
-            if has_round and not self._engine.closed:
-                self._engine.committer.note_confirmed(has_failed=watch_failed)
+            if len({ballot.round for ballot in ballots}) == 1 and not self._engine.closed:
+                self._engine.committer.count(ballots)
 
     def wait_for_rows(self) -> None:
         """Return when no more parameters of other ranks arrive here, if the launch failed here."""

@@ -137,12 +137,7 @@ class RemoteCommitter(Committer):
             share.link.request("discard_newer")
 
     def confirm(self) -> None:
-        with all_ranks_or_none(self._ranks) as votes:
-            votes.mine = self.own_round(), self.highest_round, self.states.watcher.has_failed
-        if self._ranks:
-            rounds, highest, failed = zip(*votes.all, strict=True)
-            check_rounds(rounds)
-            self.note_confirmed(highest=max(highest), has_failed=any(failed))
+        self._confirm(self._ranks)
 
     def own_round(self) -> int:
         if not self._has_rounds:
@@ -181,8 +176,8 @@ class RemoteCommitter(Committer):
     def highest_round(self) -> int:
         return self._highest
 
-    def note_confirmed(self, *, highest: int | None = None, has_failed: bool = False) -> None:
-        self._highest = max(self._highest, highest or 0)
+    def note_confirmed(self, *, highest: int = 0, has_failed: bool = False) -> None:
+        self._highest = max(self._highest, highest)
         if self._unconfirmed:
             self.states.watcher.after_commit(self.states.step, has_failed=has_failed)
         self._unconfirmed = False

@@ -13,8 +13,7 @@ import torch
 from ..distributed.grad_norm import OwnNorm
 from ..distributed.ranks import Ranks
 from ..distributed.sharding import is_replicated
-from ..engine.committer import Committer
-from ..engine.rounds import check_rounds
+from ..engine.committer import Ballot, Committer
 from ..errors import CSDRankError
 from ..params.groups import Groups, members, name_of
 from ..params.strides import flat
@@ -27,31 +26,6 @@ SHARDED_ADVICE = (
 )
 
 
-class _Vote(NamedTuple):
-    """One rank's vote on a step, as integers for a collective."""
-
-    skips: int  # the rank skips the step: it has found an overflow
-    taken: int  # steps that the rank has taken
-    creates: int  # see asks_for_states()
-    joined: int  # the rank has run out of data (torch's Join)
-    names: int  # checksum of the names of replicated parameters that have gradients
-    new: int  # checksum of the names of parameters among these that take part for the first time; 0: none
-    descending: int  # the rank's tiles would flow from the last to the first
-    mode: int  # InStep.kind: whether overlap() was called, and how
-    under_way: int  # the step has begun in backward, and only has to be ended
-    failed: int  # the rank cannot take a step
-    round: int  # see Committer.own_round(); -1: that has failed
-    highest: int  # see Committer.highest_round
-    watch_failed: int  # see Watcher.has_failed
-    # As in Proposal:
-    is_examined: int
-    is_prepared: int
-    can_launch: int
-    can_undo: int
-    knows_norm: int
-    square: int
-
-
 class Capabilities(NamedTuple):
     """What a rank, or all ranks, can do with a prepared step."""
 
@@ -60,14 +34,26 @@ class Capabilities(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """What a rank has got ready for a step before the ranks agree on it."""
+    """What a rank says of the next step before the ranks agree on it, as integers for a collective."""
 
-    is_examined: bool  # the rank has found out what takes part, which can fail
-    is_prepared: bool  # nothing can fail any more before the step begins; the fields below are valid only then
-    can_launch: bool
-    can_undo: bool
-    knows_norm: bool  # gradients are clipped, by a norm that the ranks' votes suffice to compute
+    taken: int  # steps that the rank has taken
+    mode: int  # InStep.kind: whether overlap() was called, and how
+    under_way: int  # the step has begun in backward, and only has to be ended
+    descending: int  # the rank's tiles would flow from the last to the first
+    skips: int  # the rank skips the step: it has found an overflow
+    joined: int  # the rank has run out of data (torch's Join)
+    creates: int  # see asks_for_states()
+    # What the rank has got ready:
+    is_examined: int  # the rank has found out what takes part, which can fail
+    is_prepared: int  # nothing can fail any more before the step begins; the fields below are valid only then
+    can_launch: int
+    can_undo: int
+    knows_norm: int  # gradients are clipped, by a norm that the ranks' votes suffice to compute
     square: int  # the bits of OwnNorm.square, fp64
+    # Set by agree_on_step():
+    failed: int = 0  # the rank cannot take a step
+    names: int = 0  # checksum of the names of replicated parameters that have gradients
+    new: int = 0  # checksum of the names of parameters among these that take part for the first time; 0: none
 
 
 def bits_of(norm: OwnNorm | None) -> tuple[bool, int]:
@@ -94,33 +80,24 @@ def agree_on_step(
     ranks: Ranks,
     placed: Container[int],
     groups: Groups,
+    proposal: Proposal,
+    ballot: Ballot,
+    committer: Committer,
     *,
     sharded: bool,
-    descending: bool,
-    skips: bool,
-    creates: bool,
-    taken: int,
-    joined: bool,
-    mode: int,
-    under_way: bool,
     scale: float | None,
     failure: BaseException | None,
-    round: int | None,
-    committer: Committer,
-    proposal: Proposal,
     sample: Sample,
     reduced: Container[int] = (),
     divided: Container[int] = (),
 ) -> StepAgreement:
     """Agree on a step with all ranks, before anything is changed; a collective.
 
-    `placed`: the ids of parameters that have taken part before. `descending`: this rank's tiles would flow from the
-    last to the first. `creates`: see asks_for_states(). `joined`: this rank has run out of data. `scale`: a
-    GradScaler's; ranks that have joined have none. `failure`: why this rank cannot take a step; raised here, while
-    other ranks raise CSDRankError. `mode`: see InStep.kind. `round`: see Committer.own_round(); None if that call has
-    failed. `committer` is told once all ranks have the round, whatever else fails. `proposal`: what this rank has
-    prepared. `sample`: see check_same_gradients(). `reduced`: the ids of parameters whose gradients a hook of DDP has
-    reduced, the same on all ranks. `divided`: the ids of sharded parameters that need gradients on all ranks or none.
+    `placed`: the ids of parameters that have taken part before. `proposal`, `ballot`: what this rank says of this step,
+    and of the last round; `committer` counts the ballots, whatever else fails. `scale`: a GradScaler's; ranks that have
+    joined have none. `failure`: why this rank cannot take a step; raised here, while other ranks raise CSDRankError.
+    `sample`: see check_same_gradients(). `reduced`: the ids of parameters whose gradients a hook of DDP has reduced,
+    the same on all ranks. `divided`: the ids of sharded parameters that need gradients on all ranks or none.
 
     Raises CSDRankError, on all ranks, if the ranks cannot take this step together. In particular, replicas of a
     parameter that takes part for the first time must be equal, and so must gradients, up to rounding.
@@ -135,25 +112,21 @@ def agree_on_step(
         replicated = [(name, p) for name, p in found if sharded and is_replicated(p)]
         return replicated, [(name, p) for name, p in found if id(p) in divided or (sharded and is_replicated(p))]
 
-    def exchange_votes() -> tuple[list[_Vote], list[Sample]]:
+    def exchange_votes() -> tuple[list[Proposal], list[Ballot], list[Sample]]:
         names = _checksum([name for name, _ in alike])
         new = _checksum([name for name, p in replicated if not is_bound(p)])
-        own = -1 if round is None else round
-        about_round = own, committer.highest_round, committer.states.watcher.has_failed
-        failed = failure is not None
-        vote = _Vote(
-            skips, taken, creates, joined, names, new, descending, mode, under_way, failed, *about_round, *proposal
+        vote = proposal._replace(failed=failure is not None, names=names, new=new)
+        numbers, n, end = ranks.gather(*vote, *ballot, *sample.numbers()), len(vote), len(vote) + len(ballot)
+        return (
+            [Proposal(*sent[:n]) for sent in numbers],
+            [Ballot(*sent[n:end]) for sent in numbers],
+            [Sample.from_numbers(*sent[end:]) for sent in numbers],
         )
-        numbers, n = ranks.gather(*vote, *sample.numbers()), len(vote)
-        return [_Vote(*sent[:n]) for sent in numbers], [Sample.from_numbers(*sent[n:]) for sent in numbers]
 
     # Parameters do not join in backward, and by now the step has changed them.
-    replicated, alike = with_gradients() if failure is None and not under_way else ([], [])
-    votes, samples = exchange_votes()
-    if all(vote.round >= 0 for vote in votes):
-        check_rounds(vote.round for vote in votes)
-        highest = max(vote.highest for vote in votes)
-        committer.note_confirmed(highest=highest, has_failed=any(vote.watch_failed for vote in votes))
+    replicated, alike = with_gradients() if failure is None and not proposal.under_way else ([], [])
+    votes, ballots, samples = exchange_votes()
+    committer.count(ballots)
     if any(vote.failed for vote in votes):
         ranks.agree(failure)
     if len(steps := {vote.taken for vote in votes}) > 1:
@@ -166,9 +139,9 @@ def agree_on_step(
         raise CSDRankError("backward has begun the step on some of the ranks only: they need gradients alike")
     if has_joined := any(vote.joined for vote in votes):
         leader = [vote.joined for vote in votes].index(0)
-        scale = copy_from_leader(ranks, leader, groups, scale, joined=joined)
+        scale = copy_from_leader(ranks, leader, groups, scale, joined=bool(proposal.joined))
         replicated, alike = with_gradients()
-        votes, samples = exchange_votes()
+        votes, _, samples = exchange_votes()
     if len({vote.names for vote in votes}) > 1:
         difference = ranks.first_difference([(name,) for name, _ in alike])
         raise CSDRankError(

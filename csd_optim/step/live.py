@@ -259,7 +259,7 @@ class LiveStep:
             return []
         if self.step.supplied:
             self.step.supplied.set_updates(accelerated, NOTHING)
-        _exhaust(accelerated.launch(timed=self.engine.states.timeline.accelerator_spans is not None))
+        _exhaust(accelerated.launch(timed=self.engine.states.timeline.is_traced))
         rows = accelerated.release_scratch()
         for row in rows:
             self.spec.sources.pop(row).copy_back()
@@ -371,11 +371,8 @@ class LiveStep:
         elif step.accelerated:
             engine.begin_without_tiles()
             self.phase = Phase.STEP
-        launching = (
-            step.accelerated.launch(timed=engine.states.timeline.accelerator_spans is not None)
-            if step.accelerated
-            else NOTHING
-        )
+        timed = engine.states.timeline.is_traced
+        launching = step.accelerated.launch(timed=timed) if step.accelerated else NOTHING
         if step.accelerated and step.supplied:
             step.supplied.set_updates(step.accelerated, launching)
         if step.ring is None or gather:  # the first gather.advance() sends parameters without tiles
@@ -405,7 +402,7 @@ class LiveStep:
         """STEP to LANDED: wait until the step is complete."""
         engine, step = self.engine, self.step
         self._had_tiles = engine.stepping
-        if step.accelerated and engine.states.timeline.accelerator_spans is not None:
+        if step.accelerated and engine.states.timeline.is_traced:
             engine.states.timeline.accelerator_spans += step.accelerated.spans
         if engine.stepping:
             engine.committer.before_finish(self._record, step.spec.steps)

@@ -12,6 +12,7 @@ from ..distributed.grad_norm import OwnNorm, Parts, norm_of, own_norm
 from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..distributed.reduce_scatter import ReducedGrads
 from ..distributed.sharding import is_replicated
+from ..engine.committer import NO_BALLOT
 from ..errors import CSDError, CSDRuntimeError
 from ..finalize import call_at_end
 from ..params.groups import Groups, members, name_of
@@ -63,8 +64,9 @@ class Ready:
     norm: OwnNorm | None = None  # this rank's share, if gradients are clipped and votes can carry the norm
     sample: Sample = NOTHING  # of gradients that have to be equal on all ranks
 
-    def proposal(self) -> Proposal:
-        return Proposal(self.is_examined, self.is_prepared, *self.capabilities, *bits_of(self.norm))
+    def numbers(self) -> tuple[int, ...]:
+        """Return the fields of a Proposal that say what is ready."""
+        return self.is_examined, self.is_prepared, *self.capabilities, *bits_of(self.norm)
 
 
 class Steps(StepHistory):
@@ -167,9 +169,9 @@ class Steps(StepHistory):
         `scale`: of the gradients. `failure`: why this rank cannot take the step. `joined`: see StepHook. `unscaled`:
         see why_grads_changed(). Raises what a step raises; if some rank cannot take it, on all ranks: a collective.
         """
-        round, no_round = None, None
+        ballot, no_round = NO_BALLOT, None
         try:
-            round = self.engine.committer.own_round()
+            ballot = self.engine.committer.ballot(retry=True)
         except BaseException as e:  # even an interrupt, as other ranks would wait
             if self.ranks is None:
                 raise
@@ -199,23 +201,18 @@ class Steps(StepHistory):
                             ready.sample = self._samples.take(number, self.groups, self.state_map, self.reduced)
                 except BaseException as e:
                     cause = e
+            under_way, descending = mode.under_way is not None, self.engine.descending
+            about = self.steps_taken, mode.kind, under_way, descending, skips, joined, creates
             agreed = agree_on_step(
                 self.ranks,
                 self.state_map.param_states,
                 self.groups,
+                Proposal(*about, *ready.numbers()),
+                ballot,
+                self.engine.committer,
                 sharded=sharded,
-                descending=self.engine.descending,
-                skips=skips,
-                creates=creates,
-                taken=self.steps_taken,
-                joined=joined,
-                mode=mode.kind,
-                under_way=mode.under_way is not None,
                 scale=scale,
                 failure=cause,
-                round=round,
-                committer=self.engine.committer,
-                proposal=ready.proposal(),
                 sample=ready.sample,
                 reduced=self.reduced,
                 divided=divided,
