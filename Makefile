@@ -2,7 +2,7 @@
 # make emu-demo   the same on two SmartSSDs: real Xilinx runtime, emulated cards (apt-get install libxrt1)
 # make demo-big   trains 1.5 B parameters of a Hugging Face model in 12 GB, where AdamW is refused: 5 to 10 minutes
 # make quick      the tests of one back end, in one process: a minute
-# make test       every back end and every kind of test, sampled; lint and types: 10 minutes
+# make test       every back end and every kind of test, sampled; lint and types: 8 to 10 minutes
 # make ci         what CI runs: make test, the other cases, sanitizers, docs: about 25 minutes
 # make tables     the tables in docs/performance.md, bytes per parameter, and docs/distributed.md, what works together
 # make docs       the pages as a site, build/site/index.html
