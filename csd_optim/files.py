@@ -121,7 +121,7 @@ def appears(path: Path, *, replaces: bool) -> Iterator[Path]:
 
     Raises CSDStoreExistsError if `path` exists and is not to be replaced, CSDOSError for any OSError of the block.
     """
-    path = path.absolute()  # the program may change its working directory meanwhile
+    path = Path(os.path.abspath(path))  # the program may change its working directory meanwhile
     if not replaces:
         _check_is_free(path)
     hidden = path.with_name(f".{path.name}.new") if replaces else hidden_name(path)
@@ -134,8 +134,7 @@ def appears(path: Path, *, replaces: bool) -> Iterator[Path]:
         else:
             _take_name(hidden, path)
     except BaseException as e:
-        with contextlib.suppress(OSError):
-            remove(hidden)
+        _discard(hidden)
         if isinstance(e, OSError) and not isinstance(e, CSDError):
             left = "it is as it was" if replaces else "nothing of it is left"
             raise CSDOSError(e.errno, f"cannot write {path}: {e.strerror}; {left}") from e
@@ -162,14 +161,29 @@ def _take_name(hidden: Path, path: Path) -> None:
         os.link(hidden, path)  # unlike a rename, it replaces nothing that another process has just made
     except OSError:  # there is something; or this is a directory, or a file system without links
         _check_is_free(path)
-        hidden.rename(path)
+        if hidden.is_file():
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))  # claims the name
+        hidden.rename(path)  # refused if another process has made a directory with content
     else:
-        hidden.unlink()
+        try:
+            hidden.unlink()
+        except OSError:
+            path.unlink()
+            raise
     try:
         sync(path.parent)
     except OSError:
         path.rename(hidden)
         raise
+
+
+def _discard(hidden: Path) -> None:
+    """Remove as much as possible of a file or directory that has no name yet."""
+    if hidden.is_dir():
+        shutil.rmtree(hidden, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            hidden.unlink(missing_ok=True)
 
 
 def remove(path: Path) -> None:
@@ -199,9 +213,11 @@ def lock_folder(folder: Path, to: str, busy: str) -> int:
         raise CSDOSError(e.errno, f"cannot {to} {folder}: {e.strerror}") from e
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as e:
+    except BaseException as e:
         os.close(fd)
-        raise CSDBusyError(e.errno, f"{busy} {folder}") from e
+        if isinstance(e, OSError):
+            raise CSDBusyError(e.errno, f"{busy} {folder}") from e
+        raise
     return fd
 
 

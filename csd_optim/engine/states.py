@@ -156,7 +156,7 @@ class States:
 
     def set_counts(self, counts: np.ndarray[Any, Any]) -> None:
         """Set the `step` count of each parameter: fp32, 1-D. The tensors in `state` share their memory."""
-        for extent, own in zip(self.tiles.extents, self.steps, strict=True):
+        for extent, own in zip(self.tiles.extents, self.steps, strict=False):  # an interrupt may have ended add()
             own[:] = counts[extent.first_param : extent.first_param + len(own)]
 
     def all_steps(self) -> np.ndarray[Any, Any]:

@@ -263,7 +263,7 @@ enum csd_master {
   /* In the tile, as codes, whatever value the parameter has: the user has written to the master and not to `param` */
   CSD_UNCOMPARED = 5,
   /* Computed by the caller, like all other states: the tile is pushed with all states as they are after the step, with
-   * or without a gradient (csd_push.states), and the caller updates the parameter. A tile in which all states are given
+   * or without a gradient (csd_push.states), and the caller updates the parameter. A tile whose states are all supplied
    * is not read. For fp32 states only, on files and in memory with two slots */
   CSD_SUPPLIED = 6
 };
@@ -390,7 +390,7 @@ typedef struct csd_push {
   /* Pushes the tile *early*, as part of a guess (see below): memory of csd_engine_hold_bytes bytes, aligned for any
    * type. Then `grads` is needed too, and NULL exactly where csd_param.grad is. */
   void *hold;
-  /* All states of the tile after the step, in the layout of a slot. Given exactly if the tile has CSD_SUPPLIED parameters;
+  /* All states of the tile after the step, in the layout of a slot. Set if and only if the tile has CSD_SUPPLIED parameters;
    * only the pieces of these are read. */
   const void *states;
 } csd_push;

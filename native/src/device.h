@@ -79,7 +79,7 @@ struct Work {
   bool from_windows = false;       // the update begins with what the windows show instead of what was loaded
   bool is_new = false;             // the update begins with the parameters (CSD_NEW) instead of what was loaded
   const char *states = nullptr;    // states of the CSD_SUPPLIED parameters, in sections like a slot
-  bool all_supplied = false;          // all parameters are CSD_SUPPLIED, and nothing was loaded
+  bool all_supplied = false;       // all parameters are CSD_SUPPLIED, and nothing was loaded
   bool verify = false;             // check what was loaded against the checksums of the tile's slot
   bool param_at_host = false;      // codes: the first section was not loaded, because host memory should have it
   // Results of Device::update: bytes pushed and pulled, parameter elements updated, gradients that are inf or nan, and
@@ -94,7 +94,9 @@ struct Work {
 inline uint64_t dtype_bytes(uint32_t dtype) { return dtype == CSD_F32 ? 4 : 2; }
 
 // Does the caller supply the parameter's states as they are after the step?
-inline bool is_supplied(const csd_piece &piece, const Work &work) { return work.params[piece.param].master == CSD_SUPPLIED; }
+inline bool is_supplied(const csd_piece &piece, const Work &work) {
+  return work.params[piece.param].master == CSD_SUPPLIED;
+}
 
 // The address of the whole gradient of the parameter that `piece` belongs to; null if it has no gradient.
 inline const void *grad_of(const csd_piece &piece, const Tile &tile, const Work &work) {

@@ -233,7 +233,7 @@ class Updater {
     const uint32_t n_sections = tile_.layout.n();
     const Sections of = work_.sections;
     if (!buffer_) return n_sections;
-    // If all is given, gaps between parameters must be zeros. States other than the master begin as zeros, and where
+    // If all is supplied, gaps between parameters must be zeros. States other than the master begin as zeros, and where
     // the master is not updated, seed() has not put them there.
     if (work_.all_supplied || (work_.is_new && of.begin > 0)) {
       for (uint32_t s = of.begin; s < of.end; s++) clear(tile_, s, first, last - first, sections_[s]);

@@ -168,7 +168,7 @@ void Engine::add_job(uint32_t tile, bool two_passes) {
   job.work.from_windows = job.tile->edited;
   job.work.is_new = is_new(*job.tile, rows + (two_passes ? n_params_ : 0));  // the rows that have the masters
   if (two_passes && job.work.is_new) job.tile->slots[job.tile->slot].summed = false;
-  job.work.all_supplied = job.tile->n_pieces > 0 && n_given_pieces(*job.tile, rows) == job.tile->n_pieces;
+  job.work.all_supplied = job.tile->n_pieces > 0 && n_supplied_pieces(*job.tile, rows) == job.tile->n_pieces;
   if (job.tile->codes) use_first_section(*job.tile, rows);
   job.next_slot_address = lane(job).device->next_slot_in_memory(*job.tile);
   job.mapped_at_begin = job.tile->mapped_slot;
@@ -245,9 +245,10 @@ bool Engine::is_new(const Tile &t, const csd_param *params) const {
   return true;
 }
 
-uint64_t Engine::n_given_pieces(const Tile &t, const csd_param *params) const {
-  return static_cast<uint64_t>(std::count_if(
-      t.pieces, t.pieces + t.n_pieces, [params](const csd_piece &p) { return params[p.param].master == CSD_SUPPLIED; }));
+uint64_t Engine::n_supplied_pieces(const Tile &t, const csd_param *params) const {
+  return static_cast<uint64_t>(std::count_if(t.pieces, t.pieces + t.n_pieces, [params](const csd_piece &p) {
+    return params[p.param].master == CSD_SUPPLIED;
+  }));
 }
 
 // Starts the next tile of the device, if there is one and the device has a free buffer. Returns whether it did.
@@ -415,7 +416,7 @@ void Engine::check_push(const Job &job, const csd_push &how) const {
                       "parameter " + std::to_string(t.pieces[i].param) +
                           " has Top-K, is CSD_SUPPLIED, lies in an image, or has a gradient here and none in the step"};
   }
-  if (!how.states != !n_given_pieces(t, rows))
+  if (!how.states != !n_supplied_pieces(t, rows))
     refuse(how.states ? "has no CSD_SUPPLIED parameters, so no states are supplied for it"
                       : "has CSD_SUPPLIED parameters: supply their states, as csd_push.states");
   if (!how.entries == (how.grad && any(is_sparse)))

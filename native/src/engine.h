@@ -166,7 +166,7 @@ class Engine {
                                     uint32_t n_tiles) const;
   void check_rows(const Tile &, uint32_t pass, const csd_param *, uint64_t n_params, const csd_hyper *) const;
   bool is_new(const Tile &, const csd_param *) const;
-  uint64_t n_given_pieces(const Tile &, const csd_param *) const;
+  uint64_t n_supplied_pieces(const Tile &, const csd_param *) const;
   void add_job(uint32_t tile, bool two_passes);
   Lane &lane(const Job &job) { return lanes_[job.tile->device]; }
   bool pump(Lane &);

@@ -77,7 +77,7 @@ NOT_RUN = {  # the beginning of a command, or of a Python snippet's first line: 
     "csd-optim devices xrt:0": CARD,
     "csd-optim devices --probe xrt:0": CARD,
     "ddp = DistributedDataParallel(model)": "tests/distributed/test_push_hook.py has that hook",
-    'opt = CSDAdam(model.parameters(), lr=3e-4, devices=["gpu:': "needs an accelerator; test_near.py has what it does",
+    'opt = CSDAdam(model.parameters(), lr=3e-4, devices=["gpu:': "needs an accelerator; test_gpu.py has what it does",
     'opt = CSDAdam(model.parameters(), lr=3e-4, devices=["xrt:0"])': CARD + "; test_xrt.py has emulated ones",
 }
 # Arguments that are added to these commands.

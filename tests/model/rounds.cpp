@@ -883,7 +883,7 @@ static void ends(const State &s, int r) {  // engine.py: Engine.finish: complete
   if (!meets) end_call(own);
   add(t, r, "the step FAILS here, and is undone");
 }
-static void commits(State t, int r) {  // progress.py: Progress.commit
+static void commits(State t, int r) {  // history.py: StepHistory.commit
   const Waited waited = wait(t, r);
   if (waited == NOT_YET) return;
   Rank &own = t.ranks[r];
