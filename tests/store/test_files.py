@@ -1,6 +1,7 @@
 """csd_optim/files.py: transfers that are cut short, and files that appear as a whole or not at all."""
 
 import errno
+import fcntl
 import os
 import stat
 
@@ -76,3 +77,35 @@ def test_a_name_that_is_not_durable_is_gone_again(kind, tmp_path, monkeypatch):
     with pytest.raises(CSDOSError, match="nothing of it is left"):
         make(tmp_path / "new", kind)
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_name_is_claimed_where_there_are_no_links(tmp_path, monkeypatch):
+    """A file that another process makes after the last look is not replaced."""
+    path, exists, looks = tmp_path / "new", os.path.lexists, []
+
+    def looks_too_early(at):
+        looks.append(exists(at))
+        if len(looks) == 2:
+            path.write_text("old")
+        return looks[-1]
+
+    monkeypatch.setattr(os, "link", refused)
+    monkeypatch.setattr(os.path, "lexists", looks_too_early)
+    with pytest.raises(CSDOSError, match="File exists"):
+        make(path, "file")
+    assert path.read_text() == "old"
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_an_interrupt_lets_go_of_a_lock(tmp_path, monkeypatch):
+    real = fcntl.flock
+
+    def interrupted(*arguments):
+        real(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            files.lock_folder(tmp_path, "write to", "another process writes to")
+    os.close(files.lock_folder(tmp_path, "write to", "another process writes to"))
