@@ -161,9 +161,14 @@ def _take_name(hidden: Path, path: Path) -> None:
         os.link(hidden, path)  # unlike a rename, it replaces nothing that another process has just made
     except OSError:  # there is something; or this is a directory, or a file system without links
         _check_is_free(path)
-        if hidden.is_file():
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))  # claims the name
-        hidden.rename(path)  # refused if another process has made a directory with content
+        if claims := hidden.is_file():
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        try:
+            hidden.rename(path)  # refused if another process has made a directory with content
+        except OSError:
+            if claims:
+                path.unlink()
+            raise
     else:
         try:
             hidden.unlink()

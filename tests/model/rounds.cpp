@@ -103,7 +103,7 @@ struct Copy {  // a superblock, with its table. Sequence 0: none, or torn, and t
   u8 manifest, right_manifest;  // the one that it names, and the one that it should name
   u8 left;                      // it does not name the parameter that leaves; GARBAGE: it names tiles without contents
 };
-enum Writes { TODO, COPY_0, COPY_1, WRITTEN, FAILED };  // what is done to a copy
+enum Writes { NOT_BEGUN, COPY_0, COPY_1, WRITTEN, FAILED };  // what is done to a copy
 struct Device {
   u8 has_file, disk[4], manifests[2], is_given_out;  // the space of the parameter that leaves
   Copy copies[2];
@@ -423,7 +423,7 @@ static void continues_chain(State &t) {
 
 static void start(Rank &own, Work work, bool is_inline) {  // commit.py: Background.start, run
   own.commit.work = work, own.commit.progress = RUNS, own.commit.is_inline = is_inline;
-  for (Device &d : own.devices) d.writes = TODO;
+  for (Device &d : own.devices) d.writes = NOT_BEGUN;
 }
 static void drop_work(Rank &own) { own.commit.work = own.commit.progress = own.commit.is_inline = 0; }
 
@@ -539,7 +539,7 @@ static bool proves(State t, int r) {  // proof.py: prove: what the commit names 
   Rank &own = t.ranks[r];
   bool in_doubt = false, is_lost = false;
   for (Device &d : own.devices) {
-    if (d.writes != TODO) return false;
+    if (d.writes != NOT_BEGUN) return false;
     if (!d.in_doubt || mutant == no_proof) continue;
     const Copy &copy = own.commit.copy;
     in_doubt = true, d.in_doubt = 0;
@@ -563,7 +563,7 @@ static void publishes(const State &s, int r, int i, int copy) {  // file.py: Sto
     change(e);
     add(u, r, action);
   };
-  if (d.writes == TODO) {
+  if (d.writes == NOT_BEGUN) {
     if (copy == 0 && mutant != no_flush) {
       for (int lost = d.unflushed; s.left.flush && lost; lost = (lost - 1) & d.unflushed)
         fails("a flush fails, and loses data, on a device",
@@ -603,7 +603,7 @@ static void background(const State &s, int r) {
   if (!has_ended) return;
   State t = s;
   Rank &own = t.ranks[r];
-  for (Device &d : own.devices) d.writes = TODO;
+  for (Device &d : own.devices) d.writes = NOT_BEGUN;
   if (!is_written) {
     if (mutant == copy_0_again) own.commit.is_prepared = 0;
     return fail_work(t, r, "the commit fails");
@@ -744,13 +744,13 @@ static void discards(const State &s, int r) {  // file.py: StoreFile.discard_new
     Device &d = own.devices[i];
     const u8 copy = d.adopted ^ (d.discarded == (mutant == discards_own_copy_first));  // the other one, then this one
     if (d.discarded == 2) continue;
-    if (d.writes == TODO) {
+    if (d.writes == NOT_BEGUN) {
       d.writes = COPY_0 + copy;
       add(t, r, "begins to discard what is newer");
       continue;
     }
     put_copy(own.commit, d, copy);
-    d.writes = TODO, d.discarded++;
+    d.writes = NOT_BEGUN, d.discarded++;
     if (std::all_of(own.devices, own.devices + D, [](auto &e) { return e.discarded == 2; })) own.place = RESUMED;
     add(t, r, "has written one copy of a device again");
   }
