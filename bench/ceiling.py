@@ -48,7 +48,7 @@ from csd_optim.cli.benchmark import DISK_BYTES, DTYPES, MEMORY_BYTES, WARM_UP
 from csd_optim.cli.measure import Memory
 from csd_optim.devices import machine
 from csd_optim.devices.spec import parse_devices
-from csd_optim.engine.engine_rate import HYPERS, EngineWithoutDrive
+from csd_optim.engine.placing.engine_rate import HYPERS, EngineWithoutDrive
 from csd_optim.optim.rules import ADAMW
 from csd_optim.store.layout import GRAIN, SUM_ELEMS, TILE_ELEMS
 from csd_optim.store.sections import EIGHT_BIT, SECTIONS, slot_of

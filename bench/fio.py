@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from csd_optim.engine.tuning import HUGE_PAGE
+from csd_optim.engine.placing.tuning import HUGE_PAGE
 
 SMALL_PAGE = mmap.PAGESIZE
 

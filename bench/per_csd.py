@@ -32,7 +32,7 @@ from csd_optim.cli.output import span
 from csd_optim.devices import machine
 from csd_optim.devices.smartssd import with_directory
 from csd_optim.devices.spec import DeviceSpec, parse_device
-from csd_optim.engine import tuning
+from csd_optim.engine.placing import tuning
 
 Row = dict[str, Any]
 KINDS: tuple[tuning.Kind, ...] = ("read", "write", "mixed")

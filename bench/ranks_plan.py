@@ -26,7 +26,7 @@ from csd_optim.cli.commands import count
 from csd_optim.cli.optimizers import described
 from csd_optim.cli.output import console, describe_rates, facts, number, short
 from csd_optim.devices.units import parse_rate
-from csd_optim.engine.engine_rate import engine_rate
+from csd_optim.engine.placing.engine_rate import engine_rate
 from csd_optim.errors import CSDValueError
 from csd_optim.optim.rules import NAMED
 from csd_optim.planning import advice, model

@@ -33,7 +33,7 @@ import torch
 from bench.step import machine_facts, say
 from csd_optim import CSDAdam
 from csd_optim.devices import machine
-from csd_optim.engine.reports import Reports
+from csd_optim.engine.commit.reports import Reports
 
 WAYS = ("silent", "told", "watched")
 

@@ -14,9 +14,9 @@ import torch
 from ..bindings import crc32c
 from ..devices.spec import DeviceSpec, shares_of
 from ..distributed.ranks import RanksElsewhere
-from ..engine.commits import NO_REGION
-from ..engine.manifests import Manifests
-from ..engine.residuals import Residuals, Room
+from ..engine.commit.commits import NO_REGION
+from ..engine.commit.manifests import Manifests
+from ..engine.commit.residuals import Residuals, Room
 from ..errors import CSDStoreError
 from ..files import read_into, write
 from ..store.file import Staged, StoreFile

@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..devices.spec import parse_devices
-from ..engine.commit import Pin
-from ..engine.durable import DurableCommitter
+from ..engine.commit.commit import Pin
+from ..engine.commit.durable import DurableCommitter
 from ..engine.engine import Engine
 from ..errors import CSDOSError, CSDRuntimeError, CSDStoreError, CSDWarning
 from ..files import appears, check_free_space, opened

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..devices.spec import parse_devices
-from ..engine.durable import DurableCommitter
+from ..engine.commit.durable import DurableCommitter
 from ..engine.engine import Engine
 from ..engine.open_engine import open_engine
 from ..errors import CSDStoreError

@@ -14,7 +14,7 @@ from ..devices.backends import BACKENDS
 from ..devices.machine import available_memory, machine, storage, updater
 from ..devices.smartssd import find, with_directory
 from ..devices.spec import DeviceSpec, shares_of
-from ..engine.tuning import ScratchFile, rate
+from ..engine.placing.tuning import ScratchFile, rate
 from ..errors import CSDRuntimeError, CSDValueError
 from ..optim.adamw import CSDAdam
 from ..optim.optimizer import CSDOptimizer

@@ -619,7 +619,7 @@ def plan(
             "needs named devices, which it measures; it takes neither --sweep nor --devices", param_hint="--place"
         )
     with reported():
-        from ..engine.engine_rate import engine_rate
+        from ..engine.placing.engine_rate import engine_rate
         from ..errors import CSDValueError
         from ..planning import advice, costs, model
         from . import benchmark

@@ -23,7 +23,7 @@ from ..devices import smartssd as cards
 from ..devices.machine import MEMORY_FILE_SYSTEMS
 from ..devices.spec import DeviceSpec
 from ..devices.sysfs import text_of
-from ..engine.tuning import ScratchFile, rate
+from ..engine.placing.tuning import ScratchFile, rate
 from ..planning.model import slot_bytes
 from ..store.file import ownership_advice
 from ..store.layout import max_mappings

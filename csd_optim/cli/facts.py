@@ -19,9 +19,9 @@ from ..devices import smartssd as cards
 from ..devices.backends import DEFAULT_BLOCK
 from ..devices.spec import AUTO, DeviceSpec, days_left, parse_devices
 from ..devices.xclbin import Xclbin, find_kernels
-from ..engine.on_accelerator import OnAccelerator
-from ..engine.placing import Placement, rooms
-from ..engine.tuning import ScratchFile, rate, tune
+from ..engine.placing.on_accelerator import OnAccelerator
+from ..engine.placing.placing import Placement, rooms
+from ..engine.placing.tuning import ScratchFile, rate, tune
 from ..errors import CSDError, CSDOSError, CSDStoreError, CSDValueError
 from ..planning import advice
 from ..rates import UNPACED

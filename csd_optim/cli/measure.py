@@ -20,8 +20,8 @@ from ..bindings import DeviceConfig
 from ..devices.smartssd import find as find_card
 from ..devices.spec import DeviceSpec
 from ..devices.xclbin import find_kernels
-from ..engine.engine_rate import HYPERS
-from ..engine.tuning import ScratchFile, huge_array
+from ..engine.placing.engine_rate import HYPERS
+from ..engine.placing.tuning import ScratchFile, huge_array
 from ..errors import CSDOSError
 
 CARD_BYTES, LEAST_CARD_BYTES = 1 << 30, 48 << 20  # of scratch space on a card's drive

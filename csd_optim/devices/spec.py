@@ -79,7 +79,7 @@ class DeviceSpec:
     numa: int | None = None  # NUMA node of its buffers and update threads, or ANY_NODE; None: that of the drive
     tbw_bytes: int | None = None  # the bytes that the drive is rated to endure in its life
     share: float | None = None  # of the tiles, relative to the other devices; None: not set
-    is_placed: bool = False  # `auto` chooses its share, see placement.py
+    is_placed: bool = False  # `auto` chooses its share, see balance.py
     room_bytes: int | None = None  # the most bytes of states that it then gets; None: all free space
     pace: Rates = UNPACED
     # gpu only

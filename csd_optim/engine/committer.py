@@ -1,13 +1,13 @@
 """The committer: decides what becomes of completed steps.
 
-The one here keeps nothing; durable.py makes steps durable.
+The one here keeps nothing; commit/durable.py makes steps durable.
 """
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,12 +16,11 @@ import numpy as np
 import torch
 
 from ..distributed.ranks import Ranks, RanksElsewhere, all_ranks_or_none
-from ..errors import CSDError, CSDWarning, users_stacklevel
+from ..errors import CSDError, CSDRankError, CSDWarning, users_stacklevel
 from ..store.format import Record
 from ..store.layout import Extent
 from .ahead import Ahead, Event, after
 from .load import Load
-from .rounds import check_rounds
 from .states import States
 
 NOT_AGREED = "the ranks have not agreed on that step yet. Call synchronize() on all of them first"
@@ -311,3 +310,16 @@ class Committer:
 
     def close(self) -> None:
         """Stop background work; wait until no other thread uses the engine."""
+
+
+def check_rounds(numbers: Iterable[int]) -> None:
+    """Raise CSDRankError unless all ranks have the same round.
+
+    If the link to an optimizer rank is lost at the end of a step, or during a load, one rank may lack the round. The
+    other ranks must then keep the round before it.
+    """
+    if len(rounds := {*numbers}) > 1:
+        raise CSDRankError(
+            f"the optimizer ranks have not all made the last step, as a link was lost when it ended (rounds "
+            f"{sorted(rounds)}): start all trainers again with resume=True"
+        )

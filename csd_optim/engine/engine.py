@@ -23,8 +23,8 @@ from ..store.sections import FP32
 from .ahead import Ahead
 from .committer import Committer
 from .decoded import Decoded
-from .on_accelerator import OnAccelerator
 from .parts import Devices, NativeEngine
+from .placing.on_accelerator import OnAccelerator
 from .states import States
 from .tiles import Tiles
 from .truth import Truth

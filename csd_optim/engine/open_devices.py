@@ -22,11 +22,11 @@ from ..store.file import STATE, Mode, StoreFile
 from ..store.format import Contents
 from ..store.layout import SLOTS, SUM_ELEMS, Extent, ExtentRequest, plan_extent
 from ..store.sections import FP32, elem_bytes
-from .on_accelerator import OnAccelerator
 from .open_card import open_card
 from .parts import NativeEngine, Space
-from .placing import Placement, check_memory, rooms
-from .tuning import HUGE_PAGE, node_of, tune_devices
+from .placing.on_accelerator import OnAccelerator
+from .placing.placing import Placement, check_memory, rooms
+from .placing.tuning import HUGE_PAGE, node_of, tune_devices
 
 log: logging.Logger = logging.getLogger("csd_optim")
 _in_memory: set[Path] = set()  # directories of scratch states that were logged as in memory

@@ -15,11 +15,11 @@ from ..errors import CSDStoreError, CSDUnavailableError, CSDValueError
 from ..store.file import Mode
 from ..store.recovery import RanksStore
 from .accelerator_copies import AcceleratorCopies
-from .durable import DurableCommitter
+from .commit.durable import DurableCommitter
+from .commit.resume import recover
 from .engine import Engine
-from .on_accelerator import OnAccelerator
 from .open_devices import OpenDevices
-from .resume import recover
+from .placing.on_accelerator import OnAccelerator
 from .states import States
 
 

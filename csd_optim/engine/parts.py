@@ -16,8 +16,8 @@ import torch
 from ..bindings import DeviceConfig, ExtentConfig, Push
 from ..devices.spec import DeviceSpec
 from ..store.layout import Extent, ExtentRequest
-from .on_accelerator import OnAccelerator
-from .placing import Placement
+from .placing.on_accelerator import OnAccelerator
+from .placing.placing import Placement
 
 
 class Space(NamedTuple):

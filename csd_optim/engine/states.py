@@ -17,7 +17,6 @@ from ..store.format import Record
 from ..store.layout import SLOTS, Extent
 from .decoded import Decoded
 from .parts import Devices, NativeEngine, Space
-from .proof import loss_remedy
 from .tiles import Tiles
 from .timeline import Timeline
 from .truth import Truth
@@ -295,3 +294,17 @@ class States:
         a commit, bytes written so far.
         """
         return self.devices.current_stats(self.native, residual_bytes) if self.native.is_open else []
+
+
+def loss_remedy(committed_step: int) -> str:
+    """Return the end of an error message about lost data: what remains, and what the user can do."""
+    if committed_step:
+        left = f"The store is as it was at step {committed_step}"
+        then = f"go on from step {committed_step} with resume=True"
+    else:
+        left = "Nothing was committed before"
+        then = "begin anew"
+    return (
+        f"{left}; the parameters in memory are newer, and training cannot go on with them, as their states are lost. "
+        f"close() this optimizer and {then}, when you trust the drive (its SMART values and the kernel's log say more)"
+    )

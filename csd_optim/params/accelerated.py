@@ -11,7 +11,7 @@ import torch
 from ..distributed.sharding import Partition
 from ..engine.accelerator_copies import AcceleratorCopy
 from ..engine.engine import Engine
-from ..engine.on_accelerator import Joining
+from ..engine.placing.on_accelerator import Joining
 from ..errors import CSDMemoryError
 from ..store.sections import FP32
 from .param_state import ParamState

@@ -50,7 +50,7 @@ ZERO_UPDATE = 450e6
 class Host:
     """The rates of resources shared by all devices. `math.inf`: no bound."""
 
-    # Parameters per second that the CPU updates, for devices `on_host` and for "base": see engine/engine_rate.py.
+    # Parameters per second that the CPU updates, for devices `on_host` and for "base": see engine_rate.py.
     update: float
     link: float = math.inf  # bytes per second, each way at once, of the uplink that all devices share
     gpu_link: float = math.inf  # bytes per second, each way at once, between GPU and host

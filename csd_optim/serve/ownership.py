@@ -14,7 +14,7 @@ import torch
 
 from ..devices.spec import DeviceSpec
 from ..distributed.ranks import RanksElsewhere
-from ..engine.durable import DurableCommitter
+from ..engine.commit.durable import DurableCommitter
 from ..engine.engine import Engine
 from ..engine.open_engine import open_engine
 from ..errors import CSDError, CSDOSError, CSDRankError, CSDStoreError, CSDStoreExistsError

@@ -13,9 +13,8 @@ import numpy as np
 
 from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..engine.ahead import Event
-from ..engine.committer import NOT_AGREED, Committer
+from ..engine.committer import NOT_AGREED, Committer, check_rounds
 from ..engine.load import Load
-from ..engine.rounds import check_rounds
 from ..engine.states import States
 from ..errors import CSDError, CSDRankError, CSDTornError, CSDValueError
 from ..store.format import Record

@@ -12,9 +12,9 @@ import numpy as np
 
 from ..bindings import DeviceConfig
 from ..devices.spec import DeviceSpec
-from ..engine.on_accelerator import OnAccelerator
 from ..engine.parts import NativeEngine, Space
-from ..engine.placing import Placement
+from ..engine.placing.on_accelerator import OnAccelerator
+from ..engine.placing.placing import Placement
 from ..errors import CSDRuntimeError
 from ..signals import interruptible
 from ..store.layout import Extent, ExtentRequest, plan_extent

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from ..accelerator import on, record_event, wait_for
-from ..engine.on_accelerator import CHUNK
-from ..engine.torch_rules import Scratch, update
+from ..engine.placing.on_accelerator import CHUNK
+from ..engine.placing.torch_rules import Scratch, update
 from ..engine.trace import Span
 from ..errors import CSDMemoryError
 from ..params.grad_source import GradSource

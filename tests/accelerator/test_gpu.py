@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 from csd_optim import CSDSGD, CSDAdam, CSDMemoryError, CSDOSError, CSDRuntimeError, CSDTornError, CSDValueError
 from csd_optim.devices.spec import parse_devices
-from csd_optim.engine import on_accelerator
 from csd_optim.engine.engine import Engine
-from csd_optim.engine.torch_rules import differing_roundings, update
+from csd_optim.engine.placing import on_accelerator
+from csd_optim.engine.placing.torch_rules import differing_roundings, update
 from csd_optim.step import accelerator_updates
 
 pytestmark = pytest.mark.accelerator

@@ -17,7 +17,7 @@ from torch import nn
 
 from csd_optim import CSDAdam
 from csd_optim.bindings import Native
-from csd_optim.engine import residuals
+from csd_optim.engine.commit import residuals
 from csd_optim.step import sparse
 from csd_optim.store.format import PAGE
 

@@ -70,7 +70,7 @@ def in_lent(old, new="pass"):
 
 
 def in_commits(old, new, tests="store_has"):
-    return Mutant("engine/residuals.py", old, new, tests)
+    return Mutant("engine/commit/residuals.py", old, new, tests)
 
 
 EVENTS = "slot.under_way = [record_event(stream) for stream in used.values()]"
@@ -115,7 +115,9 @@ MUTANTS = {
     "buffers are not pinned": Mutant(
         "step/steps.py", "pinned = any(is_on_accelerator", "pinned = 0 and any(is_on_accelerator", "counters"
     ),
-    "a commit does not wait for what is owed": Mutant("engine/commits.py", READY, "ready_events={}", "store_has"),
+    "a commit does not wait for what is owed": Mutant(
+        "engine/commit/commits.py", READY, "ready_events={}", "store_has"
+    ),
     "a commit waits for all streams": in_commits(
         "stream.wait_event(ready)", "torch.accelerator.synchronize()", "counters"
     ),

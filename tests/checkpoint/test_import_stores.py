@@ -18,7 +18,7 @@ from csd_optim import CSDSGD, CSDAdam, CSDOSError, CSDStoreError, CSDStoreExists
 from csd_optim.checkpoint.export import export_torch
 from csd_optim.checkpoint.importing import import_store
 from csd_optim.checkpoint.verify import verify
-from csd_optim.engine.durable import DurableCommitter
+from csd_optim.engine.commit.durable import DurableCommitter
 from csd_optim.store.format import FILE_NAME
 from csd_optim.store.report import REPORT_NAME
 
@@ -215,7 +215,7 @@ KILLED = """
 import os, signal, sys
 from csd_optim.checkpoint.export import export_torch
 from csd_optim.checkpoint.importing import import_store
-from csd_optim.engine.durable import DurableCommitter
+from csd_optim.engine.commit.durable import DurableCommitter
 from csd_optim.engine.engine import Engine
 name, skipped = sys.argv[3], int(sys.argv[4])
 owner = DurableCommitter if name == "describe" else Engine

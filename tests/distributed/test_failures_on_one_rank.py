@@ -14,7 +14,7 @@ from support.twins import blocking, now, training_on
 
 from csd_optim import CSDOSError, CSDTornError
 from csd_optim.bindings import Native
-from csd_optim.engine.durable import DurableCommitter
+from csd_optim.engine.commit.durable import DurableCommitter
 from csd_optim.engine.engine import Engine
 from csd_optim.errors import CSDRankError
 from csd_optim.overlap.in_backward import TakenGradient

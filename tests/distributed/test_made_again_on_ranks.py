@@ -11,7 +11,7 @@ from support.replacing import failing
 from support.training import parameters, train
 
 from csd_optim import CSDAdam, CSDBusyError, CSDOSError, CSDRankError, CSDRuntimeError
-from csd_optim.engine.durable import DurableCommitter
+from csd_optim.engine.commit.durable import DurableCommitter
 
 pytestmark = [
     pytest.mark.here("an owner keeps the stores of its trainers apart by itself"),

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from csd_optim.bindings import Native
 from csd_optim.distributed.ranks import Ranks
-from csd_optim.engine.commit import Commit
+from csd_optim.engine.commit.commit import Commit
 from csd_optim.engine.engine import Engine
 from csd_optim.errors import CSDRankError
 from csd_optim.step.all_gather import ParamAllGather

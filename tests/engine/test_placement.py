@@ -14,11 +14,11 @@ from support.training import trained
 
 from csd_optim import CSDAdam, CSDMemoryError, CSDOSError, CSDValueError
 from csd_optim.devices import machine, spec
-from csd_optim.devices.placement import Candidate, place, step_seconds
 from csd_optim.devices.spec import parse_devices
-from csd_optim.engine import placing
-from csd_optim.engine import tuning as probe
-from csd_optim.engine.tuning import Tuned
+from csd_optim.engine.placing import placing
+from csd_optim.engine.placing import tuning as probe
+from csd_optim.engine.placing.balance import Candidate, place, step_seconds
+from csd_optim.engine.placing.tuning import Tuned
 from csd_optim.rates import Rates
 from csd_optim.store.format import FILE_NAME, read_contents
 

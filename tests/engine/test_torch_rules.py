@@ -6,7 +6,7 @@ import torch
 
 from csd_optim import bindings
 from csd_optim.bindings import GRAD_SCALE, HYPER, RULES
-from csd_optim.engine.torch_rules import Scratch, differing_roundings, update
+from csd_optim.engine.placing.torch_rules import Scratch, differing_roundings, update
 
 N = 20_000
 SECTIONS = {"amsgrad": 4, "adam_amsgrad": 4, "adamw": 3, "adam": 3, "sgd": 1}

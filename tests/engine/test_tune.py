@@ -11,8 +11,8 @@ from support.training import trained
 
 from csd_optim import CSDAdam, CSDOSError, CSDValueError
 from csd_optim.devices.spec import parse_device
-from csd_optim.engine import tuning as probe
-from csd_optim.engine.tuning import SETTINGS, Tuned, tune
+from csd_optim.engine.placing import tuning as probe
+from csd_optim.engine.placing.tuning import SETTINGS, Tuned, tune
 from csd_optim.store.format import FILE_NAME, devices_of, read_contents
 from csd_optim.store.report import REPORT_NAME
 

@@ -344,7 +344,7 @@ class Model:
                 yield self.end_step(t), text
                 continue
             t = t.trains(done=(*w.trainer.done, answer))
-            if len({*t.trainer.done}) > 1:  # rounds.py: check_rounds: take_back was lost
+            if len({*t.trainer.done}) > 1:  # committer.py: check_rounds: take_back was lost
                 yield self.end_step(t.trains(must_restart=True)), f"{text}, and rounds differ: start again"
                 continue
             is_last = k + 1 == self.n

@@ -28,10 +28,10 @@ from csd_optim import CSDError, commit_trace
 from csd_optim.bindings import HYPER, PARAM
 from csd_optim.devices.spec import parse_devices
 from csd_optim.distributed.ranks import RanksElsewhere
-from csd_optim.engine import resume
 from csd_optim.engine.ahead import Ahead
-from csd_optim.engine.commit import Background, Commit
-from csd_optim.engine.durable import DurableCommitter
+from csd_optim.engine.commit import resume
+from csd_optim.engine.commit.commit import Background, Commit
+from csd_optim.engine.commit.durable import DurableCommitter
 from csd_optim.engine.open_engine import open_engine
 from csd_optim.optim.states import StatesOnDevices
 from csd_optim.store import file

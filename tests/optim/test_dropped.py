@@ -64,11 +64,11 @@ import csd_optim.finalize, csd_optim.engine.commit
 from csd_optim import CSDAdam
 faulthandler.dump_traceback_later(40, exit=True)
 gc.disable()
-def collecting(*arguments, plain=csd_optim.engine.commit.pack_table):
+def collecting(*arguments, plain=csd_optim.engine.commit.commit.pack_table):
     gc.collect()  # on the thread of the commit, when its optimizer is garbage
     return plain(*arguments)
 csd_optim.finalize.CLOSE_SECONDS = 0.2
-csd_optim.engine.commit.pack_table = collecting
+csd_optim.engine.commit.commit.pack_table = collecting
 p = torch.nn.Parameter(torch.ones(3000))
 p.grad = torch.ones(3000)
 opt = CSDAdam([p], devices=sys.argv[1])

@@ -13,7 +13,7 @@ from support.replacing import replaced
 
 from csd_optim import CSDAdam, CSDError, CSDOSError, CSDRuntimeError, CSDTornError
 from csd_optim.bindings import Native
-from csd_optim.engine.durable import DurableCommitter
+from csd_optim.engine.commit.durable import DurableCommitter
 from csd_optim.engine.engine import Engine
 from csd_optim.engine.states import States
 from csd_optim.params.param_state import ParamState

@@ -15,7 +15,7 @@ from support.training import bf16, parameters, train
 from torch import nn
 
 from csd_optim import CSDAdam, CSDBusyError, CSDLion, CSDOSError, CSDRuntimeError, CSDWarning
-from csd_optim.engine.durable import DurableCommitter
+from csd_optim.engine.commit.durable import DurableCommitter
 from csd_optim.store.format import read_contents
 
 pytestmark = [

@@ -12,7 +12,7 @@ import csd_optim
 from csd_optim import CSDAdam, CSDStoreError, CSDValueError
 from csd_optim.cli import benchmark, facts
 from csd_optim.cli.optimizers import OPTIMIZERS, described
-from csd_optim.engine import engine_rate
+from csd_optim.engine.placing import engine_rate
 from csd_optim.muon import newton_schulz
 from csd_optim.planning import advice as plan
 from csd_optim.planning import costs, model

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import csd_optim
 from csd_optim import CSDAdam, CSDBusyError, CSDError, CSDValueError
-from csd_optim.engine.commit import Commit
+from csd_optim.engine.commit.commit import Commit
 from csd_optim.engine.engine import Engine
 from csd_optim.errors import CSDRankError
 from csd_optim.publish.folder import Folder

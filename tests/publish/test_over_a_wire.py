@@ -33,7 +33,7 @@ from support.published import (
 from support.replacing import replaced
 
 from csd_optim import CSDAdam, CSDError, CSDRankError
-from csd_optim.engine.commit import Commit
+from csd_optim.engine.commit.commit import Commit
 from csd_optim.publish.folder import Folder
 from csd_optim.serve.link import Link
 from csd_optim.serve.owner_session import OwnerSession

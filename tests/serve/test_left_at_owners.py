@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from csd_optim import CSDAdam
 from csd_optim.checkpoint.verify import verify
-from csd_optim.engine.commit import CommitJob
+from csd_optim.engine.commit.commit import CommitJob
 from csd_optim.store.format import read_contents
 
 

@@ -18,7 +18,7 @@ from support.owner_here import OwnerHere
 from support.owners import Owner
 
 from csd_optim import CSDError, CSDLostError, CSDOSError, CSDRankError, CSDRuntimeError, signals
-from csd_optim.engine.durable import DurableCommitter
+from csd_optim.engine.commit.durable import DurableCommitter
 from csd_optim.serve.frames import DataConnection
 from csd_optim.serve.messages import PARAMS
 from csd_optim.store.file import StoreFile

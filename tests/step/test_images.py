@@ -13,7 +13,7 @@ from support.replacing import failing
 
 from csd_optim import CSDAdam, CSDOSError
 from csd_optim.bindings import Native
-from csd_optim.engine.durable import DurableCommitter
+from csd_optim.engine.commit.durable import DurableCommitter
 from csd_optim.engine.engine import Engine
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from csd_optim import CSDAdam, CSDOSError
 from csd_optim.checkpoint.snapshot import Snapshot
-from csd_optim.engine.commit import Commit
+from csd_optim.engine.commit.commit import Commit
 from csd_optim.store.format import FILE_NAME, read_commits
 from csd_optim.store.reader import find_damage, tiles_of
 

@@ -31,7 +31,7 @@ from csd_optim.checkpoint import files
 from csd_optim.checkpoint import snapshot as checkpoint
 from csd_optim.checkpoint.verify import verify
 from csd_optim.devices.spec import parse_devices
-from csd_optim.engine import residuals
+from csd_optim.engine.commit import residuals
 from csd_optim.engine.open_engine import open_engine
 from csd_optim.optim.rules import ADAMW
 from csd_optim.store import reader as tiles

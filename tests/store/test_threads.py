@@ -8,7 +8,7 @@ from support.repeating import STEPS, Repeating, never_failed
 from support.states import assumed
 
 from csd_optim import CSDAdam, CSDRuntimeError
-from csd_optim.engine.commit import Commit
+from csd_optim.engine.commit.commit import Commit
 from csd_optim.store.format import CLEAN, read_contents
 from csd_optim.threads import running_pool
 

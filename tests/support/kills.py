@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from support.nets import Net
 
-from csd_optim.engine.commit import Commit
+from csd_optim.engine.commit.commit import Commit
 from csd_optim.serve.link import Link
 from csd_optim.serve.owner_requests import OwnerRequests
 from csd_optim.serve.owner_step import OwnerStep

@@ -13,8 +13,8 @@ from support.ranks import on_living_ranks
 from support.replacing import replaced
 
 from csd_optim import CSDAdam
-from csd_optim.engine.commit import Commit
-from csd_optim.engine.durable import DurableCommitter
+from csd_optim.engine.commit.commit import Commit
+from csd_optim.engine.commit.durable import DurableCommitter
 from csd_optim.engine.engine import Engine
 from csd_optim.store.file import StoreFile
 

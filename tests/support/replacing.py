@@ -6,7 +6,7 @@ import time
 
 from csd_optim import CSDOSError
 from csd_optim.bindings import Native
-from csd_optim.engine.durable import DurableCommitter
+from csd_optim.engine.commit.durable import DurableCommitter
 from csd_optim.engine.engine import Engine
 
 

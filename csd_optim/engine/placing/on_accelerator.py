@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..accelerator import accelerator_type, on, record_event, wait_for
-from ..devices.spec import DeviceSpec
-from ..errors import CSDMemoryError, CSDRuntimeError, CSDUnavailableError, CSDValueError
-from ..rates import Rates
+from ...accelerator import accelerator_type, on, record_event, wait_for
+from ...devices.spec import DeviceSpec
+from ...errors import CSDMemoryError, CSDRuntimeError, CSDUnavailableError, CSDValueError
+from ...rates import Rates
 from .engine_rate import ADAMW_STEP
 from .torch_rules import Scratch, differing_roundings, update
 

@@ -9,23 +9,7 @@ rank may commit alone, after writes to its windows; such a commit belongs to the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from ..errors import CSDRankError
 from .commit import Commit
-
-
-def check_rounds(numbers: Iterable[int]) -> None:
-    """Raise CSDRankError unless all ranks have the same round.
-
-    If the link to an optimizer rank is lost at the end of a step, or during a load, one rank may lack the round. The
-    other ranks must then keep the round before it.
-    """
-    if len(rounds := {*numbers}) > 1:
-        raise CSDRankError(
-            f"the optimizer ranks have not all made the last step, as a link was lost when it ended (rounds "
-            f"{sorted(rounds)}): start all trainers again with resume=True"
-        )
 
 
 class Rounds:

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ..distributed.ranks import Ranks, RanksElsewhere
-from ..store.format import NAMED_FEATURES, features_of, has_rules, tile_entry, version_of
-from ..store.layout import Extent
-from ..store.reader import params_in_tile
+from ...distributed.ranks import Ranks, RanksElsewhere
+from ...store.format import NAMED_FEATURES, features_of, has_rules, tile_entry, version_of
+from ...store.layout import Extent
+from ...store.reader import params_in_tile
 from .residuals import Room
 
 

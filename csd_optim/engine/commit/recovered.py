@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from ..errors import CSDStoreError
-from ..store.format import RESIDUAL_BYTES, Contents
-from ..store.reader import Residual, Tick, Tile, find_damage, residuals_of
+from ...errors import CSDStoreError
+from ...store.format import RESIDUAL_BYTES, Contents
+from ...store.reader import Residual, Tick, Tile, find_damage, residuals_of
 
 Use = Callable[[Tile, memoryview | None], None]
 

@@ -6,10 +6,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from ..distributed.ranks import Ranks, RanksElsewhere
-from ..store.file import StoreFile
-from ..store.report import ReportFile
-from .states import States
+from ...distributed.ranks import Ranks, RanksElsewhere
+from ...store.file import StoreFile
+from ...store.report import ReportFile
+from ..states import States
 
 
 class Reports:

@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..bindings import TILE_STATE
-from ..distributed.ranks import all_ranks_or_none
-from ..errors import CSDStoreError
-from ..store.joined import joined_commit
-from ..store.layout import extents_of
-from ..store.recovery import RanksStore, check_slots, common_commits, last_round, other_world_size
+from ...bindings import TILE_STATE
+from ...distributed.ranks import all_ranks_or_none
+from ...errors import CSDStoreError
+from ...store.joined import joined_commit
+from ...store.layout import extents_of
+from ...store.recovery import RanksStore, check_slots, common_commits, last_round, other_world_size
+from ..engine import Engine
+from ..open_devices import OpenDevices
 from .durable import DurableCommitter
-from .engine import Engine
-from .open_devices import OpenDevices
 
 
 def recover(

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..devices.machine import available_memory
-from ..devices.placement import Candidate, place, step_seconds
-from ..devices.spec import DeviceSpec
-from ..errors import CSDMemoryError, CSDOSError
-from ..rates import UNPACED
-from ..store.format import devices_of
-from ..store.layout import Extent
-from ..store.sections import FP32, state_dtype_of
+from ...devices.machine import available_memory
+from ...devices.spec import DeviceSpec
+from ...errors import CSDMemoryError, CSDOSError
+from ...rates import UNPACED
+from ...store.format import devices_of
+from ...store.layout import Extent
+from ...store.sections import FP32, state_dtype_of
+from .balance import Candidate, place, step_seconds
 from .engine_rate import engine_rate
 from .on_accelerator import OnAccelerator
 

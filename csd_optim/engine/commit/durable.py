@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from .. import commit_trace
-from ..errors import CSDError
-from ..store.format import Record
-from ..store.layout import Extent
-from .ahead import Ahead, Event
+from ... import commit_trace
+from ...errors import CSDError
+from ...store.format import Record
+from ...store.layout import Extent
+from ..ahead import Ahead, Event
+from ..committer import NOT_AGREED
+from ..load import Load
 from .commit import Commit
 from .commits import Commits
-from .committer import NOT_AGREED
-from .load import Load
 
 
 class DurableCommitter(Commits):

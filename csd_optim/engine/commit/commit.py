@@ -22,14 +22,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import CSDLostError, CSDOSError, CSDRuntimeError
-from ..store.file import Staged, StoreFile
-from ..store.format import Record, Superblock, pack_table, pack_tiles
-from ..threads import Flag, running_pool
-from .parts import Space
+from ...errors import CSDLostError, CSDOSError, CSDRuntimeError
+from ...store.file import Staged, StoreFile
+from ...store.format import Record, Superblock, pack_table, pack_tiles
+from ...threads import Flag, running_pool
+from ..parts import Space
+from ..states import States
 from .proof import prove
 from .residuals import Residuals, Spaces
-from .states import States
 
 InParallel = Callable[[Iterable[Callable[[], Any]]], list[Any]]
 Work = Callable[[InParallel], None]

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import bindings
-from ..bindings import DTYPE_CODES, HYPER, PARAM, TILE_STATE, DeviceConfig, ExtentConfig, Native
-from ..devices.backends import DEFAULT_BLOCK, NO_CACHE
-from ..devices.spec import DEFAULT_BUFFERS
-from ..store.file import StoreFile
-from ..store.layout import TILE_ELEMS, plan_extent
-from ..store.sections import FP32, SECTIONS, codec_of
+from ... import bindings
+from ...bindings import DTYPE_CODES, HYPER, PARAM, TILE_STATE, DeviceConfig, ExtentConfig, Native
+from ...devices.backends import DEFAULT_BLOCK, NO_CACHE
+from ...devices.spec import DEFAULT_BUFFERS
+from ...store.file import StoreFile
+from ...store.layout import TILE_ELEMS, plan_extent
+from ...store.sections import FP32, SECTIONS, codec_of
 
 ENGINE_ELEMS, ENGINE_STEPS = 1 << 24, 5  # 200 MB of states, 67 MB of gradients and parameters in 16 bits
 ADAMW_STEP = (bindings.RULES["adamw"], (1.0, 0.9, 0.1, 0.999, 0.001, 1e-3, 1.0, 1e-8, 1.0))  # of an arbitrary step

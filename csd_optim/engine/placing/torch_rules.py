@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..bindings import GRAD_SCALE, RULES
+from ...bindings import GRAD_SCALE, RULES
 
 SMALLEST = 2.0**-126  # the smallest normal fp32 number
 LARGEST_SUBNORMAL = SMALLEST - 2.0**-149

@@ -14,10 +14,11 @@ import os
 
 import numpy as np
 
-from ..errors import CSDLostError, CSDOSError, CSDStoreError
-from ..store.file import Staged, StoreFile
-from ..store.format import PAGE, Contents, read_region, unpack
-from ..store.reader import find_damage, residuals_of, tiles_of
+from ...errors import CSDLostError, CSDOSError, CSDStoreError
+from ...store.file import Staged, StoreFile
+from ...store.format import PAGE, Contents, read_region, unpack
+from ...store.reader import find_damage, residuals_of, tiles_of
+from ..states import loss_remedy
 
 _mincore = ctypes.CDLL(None).mincore
 _mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
@@ -74,17 +75,3 @@ def _loss_message(store: StoreFile, contents: Contents, damage: list[str]) -> st
     what = f"what was written to the state after step {step}" if before and before.step == step else f"step {step}"
     said = f"{what} is lost: a flush failed, and what it should have put on the disk is not there: {damage[0]}{more}. "
     return said + loss_remedy(before.step if before else 0)
-
-
-def loss_remedy(committed_step: int) -> str:
-    """Return the end of an error message about lost data: what remains, and what the user can do."""
-    if committed_step:
-        left = f"The store is as it was at step {committed_step}"
-        then = f"go on from step {committed_step} with resume=True"
-    else:
-        left = "Nothing was committed before"
-        then = "begin anew"
-    return (
-        f"{left}; the parameters in memory are newer, and training cannot go on with them, as their states are lost. "
-        f"close() this optimizer and {then}, when you trust the drive (its SMART values and the kernel's log say more)"
-    )

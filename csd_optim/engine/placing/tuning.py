@@ -18,16 +18,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .. import settings
-from ..bindings import IO_DEPTH
-from ..devices.backends import ANY_NODE
-from ..devices.machine import numa_node
-from ..devices.spec import DeviceSpec
-from ..errors import CSDOSError, CSDValueError, CSDWarning
-from ..files import read_into, write
-from ..rates import UNPACED
-from ..store.file import StoreFile
-from ..threads import start_thread
+from ... import settings
+from ...bindings import IO_DEPTH
+from ...devices.backends import ANY_NODE
+from ...devices.machine import numa_node
+from ...devices.spec import DeviceSpec
+from ...errors import CSDOSError, CSDValueError, CSDWarning
+from ...files import read_into, write
+from ...rates import UNPACED
+from ...store.file import StoreFile
+from ...threads import start_thread
 
 log: logging.Logger = logging.getLogger("csd_optim")
 

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..accelerator import is_on_accelerator, on, record_event, wait_for
-from ..bindings import crc32c
-from ..errors import CSDValueError
-from ..store.file import StoreFile
-from ..store.format import PAGE, RESIDUAL_BYTES, Contents, rows_with_residual
-from ..store.layout import round_up
-from ..store.reader import CHUNK
-from .parts import Space
+from ...accelerator import is_on_accelerator, on, record_event, wait_for
+from ...bindings import crc32c
+from ...errors import CSDValueError
+from ...store.file import StoreFile
+from ...store.format import PAGE, RESIDUAL_BYTES, Contents, rows_with_residual
+from ...store.layout import round_up
+from ...store.reader import CHUNK
+from ..parts import Space
 
 Spaces = dict[int, tuple[int, int]]  # by parameter: space (0 or 1) named by a commit, and checksum of its content
 

@@ -11,24 +11,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import commit_trace
-from ..accelerator import is_on_accelerator, record_event
-from ..distributed.ranks import Ranks, RanksElsewhere, all_ranks_or_none
-from ..errors import CSDRuntimeError
-from ..store.file import StoreFile
-from ..store.format import CLEAN, RESIDUAL_ENTRY, Contents, Record, Region, Superblock
-from ..store.reader import Tick
-from .ahead import Ahead, Event, after
+from ... import commit_trace
+from ...accelerator import is_on_accelerator, record_event
+from ...distributed.ranks import Ranks, RanksElsewhere, all_ranks_or_none
+from ...errors import CSDRuntimeError
+from ...store.file import StoreFile
+from ...store.format import CLEAN, RESIDUAL_ENTRY, Contents, Record, Region, Superblock
+from ...store.reader import Tick
+from ..ahead import Ahead, Event, after
+from ..committer import Committer
+from ..open_devices import OpenDevices
+from ..parts import Space
+from ..states import States
 from .commit import Background, Commit, CommitJob, InParallel, Pins, Replaced
-from .committer import Committer
 from .manifests import Manifests
-from .open_devices import OpenDevices
-from .parts import Space
 from .recovered import Use, read_recovered
 from .reports import Reports
 from .residuals import Residuals, Room, check_residual
 from .rounds import Rounds
-from .states import States
 
 NO_REGION = Region(0, 0, 0, 0)
 
