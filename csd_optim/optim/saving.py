@@ -23,7 +23,7 @@ def warn_of_saving(ranks: Ranks, steps: Steps) -> bool:
     With FSDP or DTensors scripts save on all ranks with any optimizer, so there is no warning. Call this within the
     user's step().
     """
-    if not steps.gather and steps.has_updated:  # else the step has created states, or was skipped
+    if not steps.resources.gather.buckets and steps.has_updated:  # else the step has created states, or was skipped
         return False
     parts = [state.part for state in steps.state_map.by_index]
     kinds = {type(part) for part in parts}

@@ -54,7 +54,7 @@ def describe(
     link, flash = ("push_bytes", "pull_bytes"), ("flash_read_bytes", "flash_write_bytes", "written_bytes")
     if engine.accelerator:
         spec, nothing = engine.accelerator.spec, dict.fromkeys(("push_bytes", "pull_bytes", "flash_read_bytes"), 0)
-        done = accelerated.counters() if n and accelerated else dict.fromkeys(NOTHING_DONE, 0)
+        done = accelerated.counters() if n else dict.fromkeys(NOTHING_DONE, 0)
         seconds_by_kind = {"read": 0.0, "update": done.pop("seconds"), "write": 0.0}
         about = {"device": str(spec), "backend": spec.backend, "share": spec.share or 1.0, **done, **nothing}
         about |= {
@@ -71,9 +71,9 @@ def describe(
     totals: dict[str, Any] = {
         name: sum(d[name] for d in devices) for name in (*link, *flash, "params", "nonfinite_grads", "buffer_bytes")
     }
-    totals["buffer_bytes"] += steps.ring.bytes if steps.ring else 0
+    totals["buffer_bytes"] += steps.resources.buffer_bytes
     totals["residual_bytes"] = sum(residual.nbytes for residual in engine.states.residuals.values())
-    totals["gathered_bytes"] = n * (steps.gather.received_bytes if steps.gather else 0)
+    totals["gathered_bytes"] = n * steps.resources.gather.received_bytes
     totals["skipped"] = skipped
     totals["energy"] = energy
     if steps.ns_dtypes:

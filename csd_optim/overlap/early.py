@@ -137,15 +137,14 @@ class EarlySteps:
         if live is None:
             self._impossible = True  # do not retry at each gradient: foresee() looks at all parameters
             return False
-        step, engine = live.step, self._engine
-        flow = engine.in_step_order(step.may_begin)
+        travel, engine = live.travel, self._engine
+        flow = engine.in_step_order(travel.may_begin)
         early = early_of(flow, self._share)
-        if step.supplied:
-            flow = np.concatenate([flow, step.supplied.tiles])
+        flow = np.concatenate([flow, travel.supplied.tiles])
         self._began = time.perf_counter()
         self._guess = Guess(engine, self._state_map, live, early, flow, pieces, self._hold, self._pusher)
         self._guess.begin()
-        for param_state in step.spec.plan.param_states:  # some gradients were final before the guess could begin
+        for param_state in live.spec.plan.param_states:  # some gradients were final before the guess could begin
             self._offer_gradient(param_state.param)
         return True
 

@@ -13,9 +13,9 @@ from ..bindings import Push
 from ..engine.engine import Engine
 from ..params.grad_source import GradSource
 from ..params.state_map import StateMap
-from ..step.prepared import PreparedStep
 from ..step.spec import StepSpec
 from ..step.staging import StagingBuffer, keeps_old
+from ..step.travel import Travel
 
 IMAGE_BYTES = 4  # per element of a tile
 
@@ -29,17 +29,15 @@ class EarlyImages:
     it is in flight.
     """
 
-    def __init__(self, engine: Engine, state_map: StateMap, step: PreparedStep, pusher: Executor) -> None:
-        """`step`: as in Guess. `pusher`: an executor with one thread."""
-        self._engine, self._state_map, self._step, self._pusher = engine, state_map, step, pusher
-        self.tiles: frozenset[int] = frozenset(step.images)
+    def __init__(self, engine: Engine, state_map: StateMap, travel: Travel, pusher: Executor) -> None:
+        """`travel`: as in Guess. `pusher`: an executor with one thread."""
+        self._engine, self._state_map, self._travel, self._pusher = engine, state_map, travel, pusher
+        self.tiles: frozenset[int] = frozenset(travel.images)
         self._buffers: dict[int, StagingBuffer] = {}
         self._old_params: dict[int, torch.Tensor] = {}  # by tile: old parameters, if a device reads them (8-bit states)
         self.push_futures: list[Future[None]] = []  # by tile: done when pushed or given up
         self._active = True
         self._push_lock = threading.RLock()  # reentrant: the garbage collector may drop an optimizer on this thread
-        if step.ring:
-            step.ring.begin(step.spec.sources)
 
     def that_fit(self, tiles: Iterable[int], nbytes: int) -> list[int]:
         """Return `tiles` without images that cannot be pushed, or do not fit into `hold`, of `nbytes`."""
@@ -58,7 +56,7 @@ class EarlyImages:
         False for 8-bit states if some parameters of the tile are in host memory.
         """
         rows = self._engine.tiles.pieces_of(tile)["param"]
-        return not (self._engine.tiles.coded[tile] and self._step.spec.table["param"][rows].any())
+        return not (self._engine.tiles.coded[tile] and self._travel.spec.table["param"][rows].any())
 
     def hold_bytes(self, tile: int) -> int:
         """Return a tile's bytes in `hold`: gradients, new parameters, and old ones for a device or watcher to read."""
@@ -66,7 +64,7 @@ class EarlyImages:
         return images * IMAGE_BYTES * self._engine.tiles.elems_of(tile)
 
     def _sources_in(self, tile: int) -> list[tuple[int, GradSource]]:
-        rows, sources = self._engine.tiles.pieces_of(tile)["param"].tolist(), self._step.spec.sources
+        rows, sources = self._engine.tiles.pieces_of(tile)["param"].tolist(), self._travel.spec.sources
         return [(row, sources[row]) for row in rows if row in sources]
 
     def _is_read(self, tile: int) -> bool:
@@ -80,7 +78,6 @@ class EarlyImages:
 
         `grads`: by row. `after`: events after which the gradients are ready. `hold`: hold_bytes(tile) bytes.
         """
-        assert self._step.ring
         grad, param, *others = hold.view(-1, IMAGE_BYTES * self._engine.tiles.elems_of(tile))
         slot = self._buffers[tile] = StagingBuffer(grad, param, torch.empty(0, dtype=torch.int32, device="cpu"))
         if self._keeps_old(tile):
@@ -88,7 +85,7 @@ class EarlyImages:
         if others:
             self._old_params[tile] = others.pop()
         sources = {row: self._source(row, grad) for row, grad in grads.items()}
-        self._step.ring.fill(slot, self._engine, tile, sources, after)
+        self._travel.ring.fill(slot, self._engine, tile, sources, after)
         try:
             self.push_futures.append(self._pusher.submit(self._push_when_copied, tile, slot, sources))
         except RuntimeError:  # at interpreter shutdown executors take no more work
@@ -116,16 +113,15 @@ class EarlyImages:
 
         Raises CSDError.
         """
-        if not self._step.ring:
-            return True
         self.wait()
-        self._step.ring.begin(spec.sources)  # the ring's streams wait for the current gradients
-        return self._step.ring.equal(self._pairs(spec))
+        ring = self._travel.ring
+        ring.begin(spec.sources, self._travel.supplied)  # the ring's streams wait for the current gradients
+        return ring.equal(self._pairs(spec))
 
     def _pairs(self, spec: StepSpec) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for tile, slot in self._buffers.items():
             for row, _, first, tile_first, n in self._engine.tiles.pieces_of(tile).tolist():
-                if row not in self._step.spec.sources:
+                if row not in self._travel.spec.sources:
                     continue
                 here, image = slice(first, first + n), IMAGE_BYTES * tile_first
                 # `spec` already has a contiguous copy of a strided gradient. Nothing would wait for a copy made here.

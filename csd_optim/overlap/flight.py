@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
@@ -17,8 +16,8 @@ from ..engine.engine import Engine
 from ..engine.tiles import Pieces
 from ..errors import CSDError, CSDRuntimeError
 from ..step.live import LiveStep
-from ..step.prepared import PreparedStep
 from ..step.staging import StagingBuffer
+from ..step.travel import Travel
 from .order import last_places
 
 BATCHES = 16  # of tiles: after each batch the gradients that have been used are freed
@@ -42,24 +41,28 @@ class Flight:
         self,
         engine: Engine,
         live: LiveStep,
-        step: PreparedStep,
+        travel: Travel,
         pieces: Pieces,
         early_buffers: dict[int, StagingBuffer],
     ) -> None:
-        """`live`: `step`, not launched yet. `early_buffers`: by tile, of images that were pushed in backward."""
+        """`live`: the step, not launched yet. `travel`: of the same step, as prepared in step().
+
+        `early_buffers`: by tile, of images that were pushed in backward.
+        """
         self.live: LiveStep = live
+        self._travel = travel
         self._engine, self._pieces, self._early_buffers = engine, pieces, early_buffers
         self.failure: BaseException | None = None  # if set, the step is undone, or will be after the ranks' vote
         self.landed_at: float = 0.0
-        self._accelerated = frozenset(step.accelerated.rows if step.accelerated else ())
+        self._accelerated = frozenset(travel.accelerated.rows)
         self._tiles = live.tiles
         # All gradients have version counters: Overlap.can_launch() excludes inference mode.
         self._grads = {
-            row: (grad, grad._version) for row, grad in step.spec.grads.items() if row not in self._accelerated
+            row: (grad, grad._version) for row, grad in travel.spec.grads.items() if row not in self._accelerated
         }
         self._in_step = np.zeros(len(engine.tiles), bool)
         self._copy_events: dict[int, Any] = {}  # by row: event after the last copy to a parameter on an accelerator
-        live.await_buckets()
+        travel.await_buckets()
         self._thread = threading.Thread(target=self._land, name="csd_optim lands a step")
 
     def begin(self) -> None:
@@ -69,12 +72,12 @@ class Flight:
         that has begun cannot be undone.
         """
         live = self.live
-        live.launch_on_accelerator()
+        self._travel.queue_accelerator()
         live.spec.grads = {}
         self._tiles = live.tiles
         self._in_step[self._tiles] = True
         live.mark_synced()  # before anything can fail: a failure makes values set by the program count as written again
-        self._engine.completed_event = live.ended  # last, because its waiters wait for the thread
+        self._engine.completed_event = self._travel.ended  # last, because its waiters wait for the thread
         try:
             self._thread.start()
         except RuntimeError:  # at interpreter shutdown no more threads start
@@ -82,7 +85,7 @@ class Flight:
 
     @property
     def landed(self) -> bool:
-        return self.live.ended.is_set()
+        return self._travel.ended.is_set()
 
     def wait(self, rows: Sequence[int]) -> bool:
         """Wait for parameters, by row of the step's table.
@@ -93,8 +96,8 @@ class Flight:
         rows = [row for row in rows if row not in self._accelerated]  # the accelerator's are up to date
         tiles = self._pieces.tiles_of(rows)
         try:
-            self.live.arrived(tiles[self._in_step[tiles]], wait=True)  # the step changes no other tiles
-            self.live.wait_for_others(rows)
+            self._travel.arrived(tiles[self._in_step[tiles]], wait=True)  # the step changes no other tiles
+            self._travel.wait_for_others(rows)
         except CSDError:  # the step has failed, or has just landed with all parameters
             self.join()
         if self.landed and self.failure:
@@ -116,13 +119,13 @@ class Flight:
 
     def updates_residual(self, row: int) -> bool:
         """Return whether the gradient is needed until the step is complete, because Top-K then updates its residual."""
-        return bool(self.live.spec.table["residual"][row])
+        return bool(self._travel.spec.table["residual"][row])
 
     def join(self) -> None:
         """Return when the step is complete and its commit has begun, or when the step is undone."""
         if not self.landed:  # a flight that landed before a fork is fine in the child
             self._check_process()
-            self.live.ended.wait()
+            self._travel.ended.wait()
 
     def _check_process(self) -> None:
         """Raise CSDRuntimeError in a forked child, which lacks the thread that lands the step."""
@@ -134,9 +137,8 @@ class Flight:
             )
 
     def _land(self) -> None:
-        ring = self.live.step.ring
         try:
-            with torch.no_grad(), ring.on_separate_streams() if ring else contextlib.nullcontext():
+            with torch.no_grad(), self._travel.ring.on_separate_streams():
                 try:
                     self._exchange()
                     self._free_used_gradients()
@@ -152,32 +154,27 @@ class Flight:
             self._grads.clear()
             self._early_buffers.clear()
             self.landed_at = time.perf_counter()
-            self.live.note_ended()
+            self._travel.end()
 
     def _exchange(self) -> None:
         """Copy the tiles that travel as images, and exchange parameters whose updates the ranks share.
 
         Sends all buckets even after a failure here, since the other ranks wait for them.
         """
-        step, live, gather = self.live.step, self.live, self.live.step.gather
-        if gather:
-            moved = {row: source for row, source in step.spec.sources.items() if source.param_and_copy}
-            gather.begin(live.arrived, moved, received=self._note_received)
+        travel = self._travel
+        travel.begin_exchange(received=self._note_received)
         try:
-            live.transfer(self._note_pulled, self._early_buffers)
-            if step.ring is not None:
-                step.ring.wait_for_copies()
-            if gather:
-                gather.advance(wait=True)
+            travel.run(self._note_pulled, self._early_buffers)
+            travel.ring.wait_for_copies()
+            travel.send()
         finally:
-            if gather:
-                gather.finish()
+            travel.finish()
 
     def _note_received(self, rows: list[int]) -> None:
         for device in {self._param_device(row) for row in rows}:
             if device.type != "cpu":  # readers wait on the host, whatever their stream
                 torch.accelerator.current_stream(device).synchronize()
-        self.live.note_received(rows)
+        self._travel.note_received(rows)
 
     def _param_device(self, row: int) -> torch.device:
         return self.live.history.state_map.by_index[row].local.device
@@ -187,15 +184,15 @@ class Flight:
 
         The caller then undoes the step.
         """
-        step, last = self.live.step, last_places(self._pieces, self._tiles)
+        spec, last = self._travel.spec, last_places(self._pieces, self._tiles)
         for batch in np.array_split(np.arange(len(self._tiles)), BATCHES):
             if not len(batch):
                 continue
-            self.live.arrived(self._tiles[batch], wait=True)
+            self._travel.arrived(self._tiles[batch], wait=True)
             for row in [row for row in list(self._grads) if last[row] <= batch[-1]]:
                 self._free_gradient(row)
         if changed := [row for row, (grad, version) in list(self._grads.items()) if grad._version != version]:
-            names = ", ".join(state.name for state in step.spec.plan.param_states if state.index in changed)
+            names = ", ".join(state.name for state in spec.plan.param_states if state.index in changed)
             raise CSDRuntimeError(
                 f"the gradient of {names} was changed after step(), which was still using it: the step is undone. "
                 "With overlap(), clear gradients by zero_grad(), with set_to_none=True, before the next backward, "
@@ -203,16 +200,14 @@ class Flight:
             )
 
     def _note_pulled(self, tile: int) -> None:
-        """As LiveStep.note_pulled(); also lets readers wait for copies, and frees gradients of complete parameters."""
+        """As Travel.note_pulled(); also lets readers wait for copies, and frees gradients of complete parameters."""
         rows = [row for row in self._engine.tiles.pieces_of(tile)["param"].tolist() if row in self._grads]
         for row in rows:
-            if (source := self.live.spec.sources.get(row)) and source.copy_event:
+            if (source := self._travel.spec.sources.get(row)) and source.copy_event:
                 self._copy_events[row] = source.copy_event
-        self.live.note_pulled(tile)
-        if gather := self.live.step.gather:
-            gather.advance(wait=False)
+        self._travel.note_pulled(tile)
         for row in rows:
-            if self.live.arrived(self._pieces.tiles_of([row]), wait=False):
+            if self._travel.arrived(self._pieces.tiles_of([row]), wait=False):
                 self._free_gradient(row)
 
     def _free_gradient(self, row: int) -> None:
@@ -220,4 +215,4 @@ class Flight:
         entry = self._grads.get(row)
         if entry and entry[0]._version == entry[1] and not self.updates_residual(row):
             self._grads.pop(row, None)
-            self.live.spec.sources.pop(row, None)
+            self._travel.spec.sources.pop(row, None)

@@ -15,10 +15,11 @@ from ..grad_modes import version_of
 from ..params.param_state import ParamState
 from ..params.state_map import StateMap
 from ..params.strides import same_order
-from ..step.live import Countdown, LiveStep, Phase
-from ..step.prepared import PreparedStep
+from ..step.countdown import Countdown
+from ..step.live import LiveStep, Phase
 from ..step.spec import StepSpec
 from ..step.staging import StagingBuffer
+from ..step.travel import Travel
 from ..store.format import Record
 from .early_images import EarlyImages
 
@@ -48,13 +49,13 @@ class Guess:
         `pusher`: an executor with one thread.
         """
         self.live: LiveStep = live
-        self.step: PreparedStep = live.step
-        step, spec = live.step, live.spec
+        self.travel: Travel = live.travel
+        spec = live.spec
         self._engine, self._state_map = engine, state_map
         self._hold, self._hold_used = hold, 0  # bytes
         self._grads: dict[int, torch.Tensor] = {}  # by row: final gradients
         self._ready_events: dict[int, Any] = {}  # by row: event after which the gradient, on an accelerator, is ready
-        self._images = EarlyImages(engine, state_map, step, pusher)
+        self._images = EarlyImages(engine, state_map, live.travel, pusher)
         early = np.array(self._images.that_fit(early.tolist(), len(hold)), np.uint32)
         self._flow, self._early = flow, early
         self._tiles_of: dict[int, list[int]] = {}  # by row: tiles that may be pushed in backward
@@ -134,19 +135,17 @@ class Guess:
         if not np.array_equal(spec.hypers, self.live.spec.hypers) or spec.orthogonal != self.live.spec.orthogonal:
             return "constants"
         table = spec.table.copy()
-        if self.step.supplied:  # the same in `spec`: no state was written, no parameter was moved
-            self.step.supplied.mark(table)
+        self.travel.supplied.mark(table)  # the same in `spec`: no state was written, no parameter was moved
         but_grad = [name for name in table.dtype.names or () if name != "grad"]
         if not all(np.array_equal(table[name], self.live.spec.table[name]) for name in but_grad):
             return "constants"
         # All bytes are compared, as writes through `grad.data` or NumPy do not change torch's version counters.
-        if self.step.passes:  # rows for second passes, whose tiles are never early
-            table = np.concatenate([table, table])
-        unchanged = self._images.unchanged(spec) and self._engine.native.unchanged(table)
+        tables = np.concatenate([table] * self.travel.passes.count)  # tiles that take two passes are never early
+        unchanged = self._images.unchanged(spec) and self._engine.native.unchanged(tables)
         return "" if unchanged else "gradients"
 
-    def keep(self, step: PreparedStep, record: Record | None) -> dict[int, StagingBuffer]:
-        """Keep a right guess, which continues as `step`. Returns the buffers of pushed images, by tile.
+    def keep(self, travel: Travel, record: Record | None) -> dict[int, StagingBuffer]:
+        """Keep a right guess, which continues as `travel`. Returns the buffers of pushed images, by tile.
 
         `record`: for the commit. Raises CSDOSError if the store has no room for it, and what a step raises; the caller
         then undoes the step.
@@ -156,7 +155,7 @@ class Guess:
         first = self._early[np.isin(self._early, [*self._images.tiles]) & ~np.isin(self._early, self.pushed)]
         order = np.concatenate([first, self._flow, self.live.tiles])
         order = order[np.sort(np.unique(order, return_index=True)[1])]
-        self.live.confirm(step, record, order, self.pushed)
+        self.live.confirm(travel, record, order, self.pushed)
         return self._images.buffers(order.tolist())
 
     def stop(self) -> None:

@@ -19,9 +19,9 @@ from ..params.groups import Groups, hyperparameters_of, members, name_of
 from ..params.param_state import ParamState
 from ..signals import defer_signals
 from ..step.live import LiveStep
-from ..step.prepared import PreparedStep
 from ..step.spec import GradOptions
 from ..step.steps import Steps
+from ..step.travel import Travel
 from ..store.format import Record
 from .lent import LentGradients
 from .mode import ConcurrentMode
@@ -307,8 +307,8 @@ class StepsInBackward(ConcurrentMode):
     # ---- in step() -------------------------------------------------------------
 
     @property
-    def under_way(self) -> PreparedStep | None:
-        return self._live.step if self._live else None
+    def under_way(self) -> Travel | None:
+        return self._live.travel if self._live else None
 
     def before_step(self, *, scaled: bool) -> CSDError | None:
         """Undo the step, and return CSDRuntimeError, if step() cannot take it: see _mismatch()."""
@@ -325,7 +325,7 @@ class StepsInBackward(ConcurrentMode):
         self.undo()
         return CSDRuntimeError(f"overlap(free_gradients=True) cannot take this step, and it is undone: {why}")
 
-    def launch(self, step: PreparedStep | None, record: Record | None, *, all_can: bool) -> bool:
+    def launch(self, travel: Travel | None, record: Record | None, *, all_can: bool) -> bool:
         self._get_ready()
         return False
 

@@ -15,8 +15,9 @@ from ..accelerator import is_on_accelerator
 from ..bindings import AS_PUSHED, Push
 from ..params.grad_source import GradSource
 from ..params.strides import flat
-from ..step.live import Countdown, LiveStep, Phase
-from ..step.staging import NOTHING, StagedTiles
+from ..step.countdown import Countdown
+from ..step.live import LiveStep, Phase
+from ..step.staging import StagedTiles
 
 
 class Lent(NamedTuple):
@@ -47,17 +48,16 @@ class LentGradients:
 
     def __init__(self, live: LiveStep, max_bytes: int) -> None:
         """`live`: not begun. `max_bytes`: of gradients that may be in flight."""
-        engine, step = live.engine, live.step
-        self._live, self._engine, self._max_bytes = live, engine, max_bytes
+        engine, travel = live.engine, live.travel
+        self._live, self._travel, self._engine, self._max_bytes = live, travel, engine, max_bytes
         self._pieces = engine.tiles.by_param
         self._parts: dict[int, dict[int, GradPart]] = {}  # by incomplete tile, then by row: gradients that have arrived
         self._lent: deque[Lent] = deque()
         self._bytes = 0  # of the gradients in _lent, and of images still in use
-        self._images = frozenset(step.images)  # tiles that travel through staging buffers
-        self._staged: StagedTiles | None = None
-        if step.ring:  # the exchange with other ranks asks which parameters have come back
-            on_pulled = live.note_pulled if step.gather else None
-            self._staged = StagedTiles(step.ring, engine, on_used=self._note_used, on_pulled=on_pulled)
+        self._images = frozenset(travel.images)  # tiles that travel through staging buffers
+        # The exchange with other ranks asks which parameters have come back.
+        on_pulled = travel.note_pulled if travel.shares_updates else None
+        self._staged = StagedTiles(travel.ring, engine, on_used=self._note_used, on_pulled=on_pulled)
         self._in_use: dict[int, int] = {}  # by image in flight: bytes of its gradients
         self._missing = np.zeros(len(engine.tiles), np.int64)  # by tile: number of its gradients
         has_grad = live.spec.table["grad"][self._pieces.all["param"]] != 0
@@ -66,13 +66,8 @@ class LentGradients:
 
     def begin(self) -> None:
         """Begin the step. Raises what LiveStep.begin() raises."""
-        live, step = self._live, self._live.step
-        live.begin(Phase.OPEN, order=AS_PUSHED, kept_alive=self._lent)
-        if step.ring:
-            step.ring.begin(live.spec.sources, step.supplied)
-        if step.supplied and step.accelerated:
-            step.supplied.set_updates(step.accelerated, NOTHING)
-        self._countdown = Countdown(self._missing, live.tiles.tolist())
+        self._live.begin(Phase.OPEN, order=AS_PUSHED, kept_alive=self._lent)
+        self._countdown = Countdown(self._missing, self._live.tiles.tolist())
 
     @property
     def pushed_elems(self) -> int:
@@ -85,8 +80,8 @@ class LentGradients:
 
     def take(self, row: int, grad: torch.Tensor) -> None:
         """Take a contiguous gradient, and push the tiles that are now complete. Raises what a step raises."""
-        accelerated = self._live.step.accelerated
-        if accelerated and row in accelerated.rows:
+        accelerated = self._travel.accelerated
+        if row in accelerated.rows:
             accelerated.launch_one(row, grad, timed=self._engine.states.timeline.is_traced)
             self._hand_over(row, None)
         else:
@@ -107,8 +102,8 @@ class LentGradients:
                 copies = lacks and n < grad.numel()
                 parts[row] = GradPart(flat(grad)[first : first + n].clone(), first) if copies else GradPart(grad, 0)
             (self._parts if lacks else complete)[tile] = parts
-        if (ring := self._live.step.ring) and grad is not None and is_on_accelerator(grad):
-            ring.wait_for_current(grad.device)
+        if self._images and grad is not None and is_on_accelerator(grad):
+            self._travel.ring.wait_for_current(grad.device)
         for tile, parts in complete.items():
             self._push(tile, parts)
         read = [tile for tile in complete if tile not in self._images]
@@ -122,7 +117,6 @@ class LentGradients:
         """Push a tile with the gradients `parts`, by row; its other parameters have no gradient."""
         pieces = self._engine.tiles.pieces_of(tile)
         if tile in self._images:
-            assert self._staged
             self._staged.add(tile, self._sources_of(pieces["param"].tolist(), parts))
             nbytes = [n * parts[row].grad.element_size() for row, _, _, _, n in pieces.tolist() if row in parts]
             self._in_use[tile] = sum(nbytes)
@@ -134,7 +128,7 @@ class LentGradients:
 
     def _sources_of(self, rows: list[int], parts: dict[int, GradPart]) -> dict[int, GradSource]:
         """Return the gradient sources, by row, of a tile that travels through a staging buffer."""
-        prepared, sources = self._live.spec.sources, {}
+        prepared, sources = self._travel.spec.sources, {}
         for row in rows:
             if row in parts:
                 part = parts[row]
@@ -156,7 +150,7 @@ class LentGradients:
         began, made_progress = time.perf_counter(), True
         while made_progress:
             wait = self._bytes > self._max_bytes
-            made_progress = self._staged is not None and self._staged.advance(wait=wait)
+            made_progress = self._staged.advance(wait=wait)
             if not made_progress and self._lent and self._engine.native.params_ready(self._lent[0].tiles, wait=wait):
                 self._bytes -= self._lent.popleft().nbytes
                 made_progress = True
@@ -166,18 +160,16 @@ class LentGradients:
         """Push the tiles that lack gradients because some parameters get none. Raises what a step raises."""
         for tile in self._countdown.left:
             self._push(tile, self._parts.get(tile, {}))
-        if self._staged:
-            while self._staged.advance(wait=True):
-                pass
-            self.join()
+        while self._staged.advance(wait=True):
+            pass
+        self.join()
 
     def join(self) -> None:
         """Make the current streams wait for copies to parameters."""
-        if ring := self._live.step.ring:
-            ring.join()
+        self._travel.ring.join()
 
     def clear(self) -> None:
         """Free all gradients. Call this when the step is over and the engine no longer reads them."""
         self._lent.clear()
         self._parts.clear()
-        self._staged = None  # breaks a reference cycle
+        self._staged.forget()

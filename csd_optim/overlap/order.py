@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..engine.tiles import Pieces
-from ..step.live import NEVER
+from ..step.countdown import NEVER
 
 
 def last_places(pieces: Pieces, flow: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -16,10 +16,10 @@ from ..errors import CSDError, CSDWarning, users_stacklevel
 from ..params.grad_source import GradSource
 from ..signals import defer_signals
 from ..step.live import LiveStep
-from ..step.prepared import PreparedStep
 from ..step.spec import Participants, StepSpec
 from ..step.staging import StagingBuffer
 from ..step.steps import Steps
+from ..step.travel import Travel
 from ..store.format import Record
 from .early import EarlySteps
 from .flight import Flight
@@ -41,7 +41,9 @@ class Overlap(ConcurrentMode):
         """Several ranks all overlap, or none does. `hold`: given if steps begin in backward; see EarlySteps."""
         super().__init__(steps, model)
         self._flight: Flight | None = None
-        self.together: Together | None = Together(steps.ranks, steps.engine, steps.carriers) if steps.ranks else None
+        self.together: Together | None = (
+            Together(steps.ranks, steps.engine, steps.resources.carriers) if steps.ranks else None
+        )
         # By row: how many parameters the current forward had used before. None: no longer recorded.
         self._use_order: dict[int, int] | None = {}
         self._forwards_to_note = NOTED_FORWARDS
@@ -69,7 +71,7 @@ class Overlap(ConcurrentMode):
         finally:
             if self.together:
                 self.together.leave()
-                self._steps.gather = None  # the next all-gather uses other process groups
+                self._steps.resources.forget_gather()  # the next one uses other process groups
             if self._early:
                 self._early.end()
             super().close()
@@ -96,31 +98,30 @@ class Overlap(ConcurrentMode):
         if self._early:
             self._early.compare(spec)
 
-    def can_launch(self, step: PreparedStep | None) -> bool:
-        can = step is not None and self._steps.can_land_later(step)
+    def can_launch(self, travel: Travel | None) -> bool:
+        can = travel is not None and self._steps.resources.can_land_later(travel)
         # What the program writes to a gradient of inference mode is not noticed: the step does not use it afterwards.
-        can = can and step is not None and not any(grad.is_inference() for grad in step.spec.grads.values())
+        can = can and travel is not None and not any(grad.is_inference() for grad in travel.spec.grads.values())
         return can and not (self.together and not self._guards.guarded)
 
-    def launch(self, step: PreparedStep | None, record: Record | None, *, all_can: bool) -> bool:
-        if step is None or not all_can:
+    def launch(self, travel: Travel | None, record: Record | None, *, all_can: bool) -> bool:
+        if travel is None or not all_can:
             self._undo_early("what devices cannot reach")
             return False
         if self.together:
-            self.together.get_ready(step.gather)
-        self._fly(step, record)
+            self.together.get_ready(travel.gather)
+        self._fly(travel, record)
         return True
 
-    def _fly(self, step: PreparedStep, record: Record | None) -> None:
+    def _fly(self, travel: Travel, record: Record | None) -> None:
         """Launch the step. Raises what a step raises; with several ranks, agree() raises instead."""
         engine = self._engine
-        accelerated = step.accelerated.rows if step.accelerated else ()
-        awaited = [state for state in step.spec.plan.param_states if state.index not in accelerated]
-        sources = step.spec.sources
+        accelerated, sources = travel.accelerated.rows, travel.spec.sources
+        awaited = [state for state in travel.spec.plan.param_states if state.index not in accelerated]
         copy_back = {state.index: s for state in awaited if (s := sources.get(state.index)) and s.param_and_copy}
         early_buffers: dict[int, StagingBuffer] = {}
         guess = self._early.take_guess() if self._early else None
-        live = guess.live if guess else self._steps.live(step, record)
+        live = guess.live if guess else self._steps.live(travel, record)
         live.votes_later = bool(self.together)  # so far a guess has concerned this rank only
         launched: Flight | None = None
         self._waited, self._early_elems = 0.0, 0
@@ -128,10 +129,10 @@ class Overlap(ConcurrentMode):
             guarded = self._guarded()
             self._wrap_groups()
             self._note_order()
-            flight = Flight(engine, live, step, self._engine.tiles.by_param, early_buffers)
+            flight = Flight(engine, live, travel, self._engine.tiles.by_param, early_buffers)
             if guess:
                 self._early_elems = sum(map(engine.tiles.elems_of, guess.pushed))
-                early_buffers.update(guess.keep(step, record))
+                early_buffers.update(guess.keep(travel, record))
             else:
                 live.launch()
             flight.begin()

@@ -31,6 +31,7 @@ from ..step.live import LiveStep, Phase
 from ..threads import Flag
 from .flight import Flight
 
+NO_GATHER = ParamAllGather()
 EXIT_SECONDS = 60.0  # how long the end of a program waits for votes: see _wait_at_exit()
 
 
@@ -131,10 +132,10 @@ class Vote:
 
     def _exchange(self) -> None:
         """Send everything that other ranks wait for, with its present content, as the launch failed here."""
-        if self.live and (gather := self.live.step.gather):
+        if self.live:
             with torch.no_grad():
-                gather.begin()
-                gather.finish()
+                self.live.travel.gather.begin()
+                self.live.travel.gather.finish()
 
     def _vote(self) -> None:
         result = VoteResult.MUST_MEET
@@ -216,18 +217,17 @@ class Together:
         """1 or 2, by whether get_ready() has been called: see InStep.kind."""
         return 1 + (self._control is not None)
 
-    def get_ready(self, gather: ParamAllGather | None = None) -> None:
+    def get_ready(self, gather: ParamAllGather = NO_GATHER) -> None:
         """Make the groups for votes, in the first step in which all ranks are known to overlap: a collective.
 
         `gather`: the all-gather of parameters that ranks share, if it is to run in the background.
         """
         if self._control is None:
             self._control = self._ranks.borrow()
-        if gather:
-            for ranks in gather.groups:
-                if ranks not in self._carriers.values():
-                    self._carriers[ranks] = ranks.borrow()
-            gather.travel_by(self._carriers)
+        for ranks in gather.groups:
+            if ranks not in self._carriers.values():
+                self._carriers[ranks] = ranks.borrow()
+        gather.travel_by(self._carriers)
 
     @property
     def has_met(self) -> bool:

@@ -104,19 +104,22 @@ class Queued:
 class AcceleratorUpdates:
     """The updates of one step on the accelerator. The constructor queues nothing, and may raise CSDMemoryError.
 
-    Then call allocate() and launch(); or launch_one() with each gradient, if gradients arrive one by one.
+    Then call allocate() and launch(), and queue_next() until all updates are queued, or queue_all(); or launch_one()
+    with each gradient, if gradients arrive one by one. Without `updates` all methods do nothing.
 
     `exact`: see torch_rules.Scratch. `undoes`: keep the previous states for undo().
     """
 
-    def __init__(self, updates: Sequence[AcceleratorUpdate], *, exact: bool, undoes: bool) -> None:
+    def __init__(self, updates: Sequence[AcceleratorUpdate] = (), *, exact: bool = True, undoes: bool = True) -> None:
         self.undoes = undoes
+        self.has_updates: bool = bool(updates)
         self.launched: bool = False
         self.params: int = 0  # elements of the parameters whose updates were queued
         self._updates = {u.param_state.index: u for u in updates}
         self._before: list[tuple[ParamState, list[torch.Tensor]]] = []
         self._queued: list[Queued] = []
-        self.events: dict[int, Any] = {}  # by row: the event after which a queued row is updated
+        self._to_queue: Iterator[None] = iter(())  # queues one chunk per next()
+        self._events: dict[int, Any] = {}  # by row: the event after which a queued row is updated
         self.commit_bytes: int = 0  # bytes of states copied to the host, to be stored in directories
         largest: dict[torch.device, int] = {}
         for u in updates:
@@ -156,8 +159,29 @@ class AcceleratorUpdates:
             for grad in self._grads(u):
                 self._nonfinite[grad.device] += grad.isfinite().logical_not().sum()
 
-    def launch(self, *, timed: bool = False) -> Iterator[None]:
-        """Queue one chunk per next(). `timed`: see Queued."""
+    def launch(self, *, timed: bool) -> None:
+        """Have the updates queued on the streams that are current at queue_next(). `timed`: see Queued."""
+        if self.has_updates:
+            self._to_queue = self._queue(timed=timed)
+
+    def queue_next(self) -> None:
+        """Queue one chunk of the updates, if some are left."""
+        next(self._to_queue, None)
+
+    def queue_all(self) -> None:
+        """Queue all updates that are left."""
+        for _ in self._to_queue:
+            pass
+
+    def event(self, row: int) -> Any:
+        """Return the event after which a row is updated. Queues updates up to this row's if necessary."""
+        if row not in self._events:
+            for _ in self._to_queue:
+                if row in self._events:
+                    break
+        return self._events[row]
+
+    def _queue(self, *, timed: bool) -> Iterator[None]:
         self.launched = True
         queued = Queued(len(self._updates), self._devices, timed=timed)
         for u in self._updates.values():
@@ -203,7 +227,7 @@ class AcceleratorUpdates:
             if not u.param_state.in_place:
                 here.copy_(states[0])
             yield
-        self.events[u.param_state.index] = record_event(torch.accelerator.current_stream(param.device))
+        self._events[u.param_state.index] = record_event(torch.accelerator.current_stream(param.device))
 
     def release_scratch(self) -> list[int]:
         """Free scratch memory and references to gradients, once all is queued. Returns the rows that are updated."""
@@ -248,7 +272,7 @@ class AcceleratorUpdates:
 
     def counters(self) -> dict[str, Any]:
         """Return counters for stats(), when all is done. `seconds`: of the busiest accelerator, 0 without timers."""
-        seconds = max(sum(queued.seconds(d) for queued in self._queued) for d in self._devices)
+        seconds = max((sum(queued.seconds(d) for queued in self._queued) for d in self._devices), default=0.0)
         nonfinite = sum(int(n) for n in self._nonfinite.values())
         done = {"params": self.params, "nonfinite_grads": nonfinite, "seconds": seconds}
         return done | {"commit_bytes": self.commit_bytes}

@@ -81,12 +81,15 @@ class _Bucket:
 class ParamAllGather:
     """The all-gather of `param_states`, reused for every step in which the same parameters take part.
 
-    `param_states` has the same order on all ranks. The object refers to the current memory of the parameters.
+    `param_states` has the same order on all ranks. The object refers to the current memory of the parameters. Without
+    parameters all methods do nothing.
     """
 
-    def __init__(self, ranks: Ranks, param_states: Sequence[Shared], pieces: Located | None = None) -> None:
+    def __init__(
+        self, ranks: Ranks | None = None, param_states: Sequence[Shared] = (), pieces: Located | None = None
+    ) -> None:
         """`pieces`: the tiles in which parameters arrive; None if only resend() will be called."""
-        self.ranks: Ranks = ranks
+        self.ranks: Ranks | None = ranks
         self.buckets: list[_Bucket] = []
         for device, replicas in {(state.local.device, state.part.replicas): None for state in param_states}:
             assert replicas
@@ -97,6 +100,8 @@ class ParamAllGather:
                 bucket.tiles = np.unique(np.concatenate([_tiles_of(p, pieces) for p in bucket.pieces]))
             self._bind(bucket, self.buckets[k - IN_FLIGHT] if k >= IN_FLIGHT else None)
         self.received_bytes: int = sum(b.bytes * (b.ranks.size - 1) for b in self.buckets)
+        self._to_send: deque[_Bucket] = deque()
+        self._in_flight: deque[tuple[_Bucket, list[Any]]] = deque()
 
     def _bind(self, bucket: _Bucket, before: _Bucket | None) -> None:
         """Give a bucket a buffer, and views of the buffer. `before`: an earlier bucket whose buffer is reused."""
@@ -121,6 +126,11 @@ class ParamAllGather:
                     bucket.send_copies.append((staged, share))
                 else:
                     bucket.receive_copies.append((share, staged))
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a rank is lost, so that nothing can be exchanged any more."""
+        return bool(self.ranks and self.ranks.lost)
 
     @property
     def groups(self) -> list[Ranks]:
@@ -154,12 +164,12 @@ class ParamAllGather:
         self._received = received
         self._to_send = deque(reversed(self.buckets) if descending else self.buckets)
         self._arrived, self._sources = arrived, sources
-        self._in_flight: deque[tuple[_Bucket, list[Any]]] = deque()
+        self._in_flight.clear()
 
     def advance(self, *, wait: bool) -> None:
         """Send the buckets that are ready; with `wait` all buckets, each as soon as it is ready."""
-        assert self._arrived
         while self._to_send:
+            assert self._arrived
             tiles = self._to_send[0].tiles
             receives = wait and bool(self._received and self._in_flight)
             if len(tiles) and not self._arrived(tiles, wait=wait and not receives):
@@ -181,7 +191,7 @@ class ParamAllGather:
 
     def resend(self) -> None:
         """Send the restored shares once more, after all ranks have undone the step. A no-op if a rank is lost."""
-        if not (self.ranks.lost or any(bucket.ranks.lost for bucket in self.buckets)):
+        if not (self.is_lost or any(bucket.ranks.lost for bucket in self.buckets)):
             self.begin()
             self.finish()
 

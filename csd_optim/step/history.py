@@ -33,7 +33,7 @@ class StepHistory:
         self.ranks: Ranks | None = ranks
         self.steps_taken: int = 0  # number of steps taken, equal on all ranks
         self.has_updated: bool = False  # whether the last step has updated anything
-        self.accelerated: AcceleratorUpdates | None = None  # the updates of the last step on the accelerator
+        self.accelerated: AcceleratorUpdates = AcceleratorUpdates()  # the last step's updates on the accelerator
         self.in_flight: bool = False  # states of the last step may still be in transit
         self.undoing: Undo | Rollback | None = None  # an undo that has not restored all parameters yet
         self._forward_guard: RemovableHandle | None = None  # set together with `undoing`

@@ -17,7 +17,7 @@ from .supplied_states import SuppliedStates
 
 
 def images_of(
-    engine: Engine, state_map: StateMap, spec: StepSpec, tiles: np.ndarray[Any, Any], supplied: SuppliedStates | None
+    engine: Engine, state_map: StateMap, spec: StepSpec, tiles: np.ndarray[Any, Any], supplied: SuppliedStates
 ) -> list[int]:
     """Return the tiles that travel as images: devices cannot read one of their gradients, or it has to be rounded.
 
@@ -29,8 +29,7 @@ def images_of(
         travels[row] = s.is_far or (s.grad.dtype is not s.grad_dtype and not table["topk"][row])
     if not travels.any():
         return []
-    if supplied:
-        travels[[*supplied.copies]] = True
+    travels[[*supplied.copies]] = True
     images: list[int] = tiles[np.isin(tiles, engine.tiles.of_mask(travels))].tolist()
     # A tile travels as a whole, so every parameter that shares a tile with a travelling one travels, too.
     for tile in images:

@@ -8,8 +8,8 @@ from typing import Any
 
 from ..errors import CSDError
 from ..store.format import Record
-from .prepared import PreparedStep
 from .spec import Participants, StepSpec
+from .travel import Travel
 
 
 class InStep:
@@ -23,7 +23,7 @@ class InStep:
         return 0
 
     @property
-    def under_way(self) -> PreparedStep | None:
+    def under_way(self) -> Travel | None:
         """The step that has begun in backward, which step() only has to end; None: there is none."""
         return None
 
@@ -51,11 +51,11 @@ class InStep:
     def compare(self, spec: StepSpec) -> None:
         """Examine what a step will do, before it changes anything."""
 
-    def can_launch(self, step: PreparedStep | None) -> bool:
-        """Return whether launch() can start the step here. `step` None: this rank has nothing to do."""
+    def can_launch(self, travel: Travel | None) -> bool:
+        """Return whether launch() can start the step here. `travel` None: this rank has nothing to do."""
         return False
 
-    def launch(self, step: PreparedStep | None, record: Record | None, *, all_can: bool) -> bool:
+    def launch(self, travel: Travel | None, record: Record | None, *, all_can: bool) -> bool:
         """Start the step, which then runs concurrently with the program, if all ranks can. Within around_step().
 
         Returns False if the step has to run within step(). Raises what a step raises. A collective.

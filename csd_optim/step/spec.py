@@ -1,6 +1,6 @@
 """What a step does: which parameters take part, with which gradients and constants.
 
-How gradients and parameters travel is in prepared.py; how a step runs and ends is in live.py.
+How gradients and parameters travel is in travel.py; how a step runs and ends is in live.py.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import ctypes
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,10 @@ from .supplied_states import SuppliedStates
 BUFFERS_PER_DEVICE = 4
 
 Streams = dict[torch.device, Any]
-NOTHING: Iterator[None] = iter(())
+
+
+def nothing() -> None:
+    """Do nothing: the idle work of a step that has none."""
 
 
 @dataclass
@@ -67,6 +71,9 @@ class StagingBuffer:
         return self.entries.data_ptr(), int(self.entries[self.n_entries - 1])
 
 
+NO_BUFFERS: Mapping[int, StagingBuffer] = MappingProxyType({})
+
+
 class StagingRing:
     """The buffers and streams. Created once per engine and tile size; then only the memory of entries may grow."""
 
@@ -84,13 +91,14 @@ class StagingRing:
         self._separate_streams: dict[torch.device, Any] = {}  # streams for on_separate_streams(), created lazily
         self._accelerators: set[torch.device] = set()  # accelerators of the step under way
         self._sparse = SparseTiles()
-        self._supplied: SuppliedStates | None = None  # of the step under way
+        self._supplied = SuppliedStates()  # of the step under way
 
     def make_room_for_states(self, sections: int) -> None:
         """Make the slots large enough for the states of tiles with that many sections: see SuppliedStates."""
+        elems = sections * self.tile_elems
         for slot in self.slots:
-            if slot.states is None or len(slot.states) < sections * self.tile_elems:
-                slot.states = self._buffer(sections * self.tile_elems, torch.float32)
+            if elems > (0 if slot.states is None else len(slot.states)):
+                slot.states = self._buffer(elems, torch.float32)
 
     def _buffer(self, n: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(n, dtype=dtype, device="cpu", pin_memory=self.pinned)
@@ -100,15 +108,16 @@ class StagingRing:
         of_slots = [t for s in self.slots for t in (s.grad, s.param, s.entries, s.before, s.states)]
         return sum(t.nbytes for t in of_slots if t is not None)
 
-    def begin(self, sources: Mapping[int, GradSource], supplied: SuppliedStates | None = None) -> None:
+    def begin(self, sources: Mapping[int, GradSource], supplied: SuppliedStates) -> None:
         """Begin a step, before run() and on the thread whose current streams produce gradients and read parameters.
 
-        `sources`: by row, the parameters with a gradient. `supplied`: the states that the accelerator supplies.
+        `sources`: by row, the parameters with a gradient. `supplied`: the states that the accelerator supplies. May run
+        out of memory.
         """
         self.forget()
         self._supplied = supplied
         self._accelerators = {t.device for s in sources.values() for t in (s.grad, s.param) if is_on_accelerator(t)}
-        self._accelerators |= supplied.devices if supplied else set()
+        self._accelerators |= supplied.devices
         for device in self._accelerators:
             if device not in self._streams:
                 self._streams[device] = torch.Stream(device), torch.Stream(device)
@@ -121,19 +130,19 @@ class StagingRing:
         tiles: Iterable[int],
         sources: Mapping[int, GradSource],
         on_pulled: Callable[[int], None] | None,
-        early_buffers: Mapping[int, StagingBuffer] | None = None,
-        idle_work: Iterator[None] = NOTHING,
+        early_buffers: Mapping[int, StagingBuffer] = NO_BUFFERS,
+        idle_work: Callable[[], None] = nothing,
     ) -> None:
         """Push and pull `tiles` of the step under way. `sources`: as in begin().
 
         `on_pulled` is called with each tile when its parameters can be used on the current streams. `early_buffers`:
-        tiles that were pushed before, each with its buffer, in the order in which they are needed. `idle_work`: other
-        work for this thread, advanced by one item whenever tiles travel. Afterwards call feed_back() if the step is
-        complete, else forget().
+        tiles that were pushed before, each with its buffer, in the order in which they are needed. `idle_work`: does
+        a bit of other work; called whenever tiles travel. Afterwards call feed_back() if the step is complete, else
+        forget().
         """
         staged = StagedTiles(self, engine, on_pulled=on_pulled, idle_work=idle_work)
         try:
-            staged.adopt_pushed(early_buffers or {}, sources)
+            staged.adopt_pushed(early_buffers, sources)
             for tile in tiles:
                 if tile not in staged.early_buffers:
                     staged.add(tile, sources)
@@ -234,7 +243,7 @@ class StagingRing:
     def forget(self) -> None:
         """Forget the selections of a step that is undone or over. The residuals do not change."""
         self._sparse.forget()
-        self._supplied = None
+        self._supplied = SuppliedStates()
 
     def begin_fill(
         self,
@@ -288,7 +297,7 @@ class StagingRing:
         for stream, to, source_ in copies:
             _copy(to, source_, stream)
         slot.has_states = False
-        if self._supplied and slot.states is not None:
+        if slot.states is not None:
             for device in self._supplied.devices_of(engine, tile).difference(used):
                 used[device] = streams[device]
                 for event in slot.under_way:
@@ -299,7 +308,7 @@ class StagingRing:
 
     def _image_source(self, row: int, sources: Mapping[int, GradSource]) -> GradSource | None:
         """Return the source of a row whose gradient and parameter travel in images; None if its states are supplied."""
-        return None if self._supplied and row in self._supplied.copies else sources.get(row)
+        return None if row in self._supplied.copies else sources.get(row)
 
     def begin_empty(self, slot: StagingBuffer, engine: Engine, tile: int, sources: Mapping[int, GradSource]) -> None:
         """Begin to copy a tile's parameters out of the slot. Does not change version counters: the step does."""
@@ -326,6 +335,16 @@ class StagingRing:
         for source, device in copied:
             source.copy_event = events[device]
         slot.under_way = [*events.values()]
+
+
+class NoStaging(StagingRing):
+    """The ring of a step without images: has no buffers and no streams."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 0, pinned=False)
+
+    def begin(self, sources: Mapping[int, GradSource], supplied: SuppliedStates) -> None:
+        pass
 
 
 def _places_of(engine: Engine, row: int, source: GradSource, first: int) -> tuple[int, int]:
@@ -355,7 +374,7 @@ class StagedTiles:
         *,
         on_used: Callable[[int, Mapping[int, GradSource]], None] | None = None,
         on_pulled: Callable[[int], None] | None = None,
-        idle_work: Iterator[None] = NOTHING,
+        idle_work: Callable[[], None] = nothing,
     ) -> None:
         """`on_used` is called with a tile and its sources once its gradients were used. Others: see run()."""
         self._ring, self._engine, self._on_used, self._on_pulled = ring, engine, on_used, on_pulled
@@ -381,6 +400,10 @@ class StagedTiles:
         for tile in [tile for tile in buffers if tile in updated]:
             self._pull_slot(tile)
 
+    def forget(self) -> None:
+        """Drop the callbacks, as they may refer to this object: the step is over."""
+        self._on_used = self._on_pulled = None
+
     def advance(self, *, wait: bool) -> bool:
         """Make one transfer, and return True. `wait`: block until a transfer is possible.
 
@@ -397,7 +420,7 @@ class StagedTiles:
             self._ring.begin_fill(slot, self._engine, tile, self._sources[tile], in_place=in_place)
             self._travelling.append((tile, slot))
         if self._travelling or self._pushed:
-            next(self._idle_work, None)
+            self._idle_work()
         # While the next gradients are in flight, updated parameters are copied back.
         has_arrived = bool(self._travelling) and self._travelling[0][1].arrived()
         is_updated = not has_arrived and any(map(self._is_updated, self._pushed))

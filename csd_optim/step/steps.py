@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..accelerator import is_on_accelerator
 from ..distributed.grad_norm import OwnNorm, Parts, norm_of, own_norm
 from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..distributed.reduce_scatter import ReducedGrads
@@ -19,12 +18,9 @@ from ..params.groups import Groups, members, name_of
 from ..params.state_map import StateMap
 from ..store.format import Record
 from ..store.user_state import checked_user_state
-from .accelerator_updates import AcceleratorUpdate, AcceleratorUpdates, parameters_of_new
 from .agreement import Capabilities, Proposal, StepAgreement, agree_on_step, bits_of
-from .all_gather import ParamAllGather
 from .first_states import asks_for_states, create_states
 from .history import StepHistory
-from .images import images_of
 from .initial_groups import InitialGroups
 from .live import LiveStep
 from .mode import InStep
@@ -39,13 +35,11 @@ from .prepare import (
     repeats,
     specify,
 )
-from .prepared import PreparedStep
+from .resources import StepResources
 from .resume import Resume
 from .same_gradients import NOTHING, Sample, Samples
 from .spec import Arguments, GradOptions, Participants, StepPlan, StepSpec
-from .staging import BUFFERS_PER_DEVICE, StagingRing
-from .supplied_states import SuppliedStates, supplied_states
-from .two_passes import TwoPasses
+from .travel import Travel
 
 NO_CAPABILITIES = Capabilities(can_launch=False, can_undo=False)
 
@@ -57,8 +51,8 @@ class Ready:
     record: Record | None = None  # for the commit
     taking_part: Participants = field(init=False)  # this and `options`: not set for a step that began in backward
     options: GradOptions = field(init=False)
-    step: PreparedStep | None = None  # None: this rank has nothing to do
-    is_examined: bool = False  # all fields above but `step` are set
+    travel: Travel | None = None  # None: this rank has nothing to do
+    is_examined: bool = False  # all fields above but `travel` are set
     is_prepared: bool = False
     capabilities: Capabilities = NO_CAPABILITIES  # valid once `is_prepared`
     norm: OwnNorm | None = None  # this rank's share, if gradients are clipped and votes can carry the norm
@@ -87,9 +81,7 @@ class Steps(StepHistory):
         self.initial_groups: InitialGroups = InitialGroups(state_map.rule_of)
         self.trained_seconds: float = 0.0  # seconds of training, from step to step, since the store was made
         self.plan: StepPlan | None = None  # of the last step that was prepared
-        self.ring: StagingRing | None = None  # made when first needed
-        self.gather: ParamAllGather | None = None  # for parameters of `plan` that ranks share; likewise
-        self.carriers: dict[Ranks, Ranks] = {}  # process groups that replace the ranks' own in that exchange
+        self.resources: StepResources = StepResources(state_map, ranks)
         # Of the last step: the factor on gradients; the norm of the gradients, if they were clipped.
         self.grad_scale: float = 1.0
         self.grad_norm: float | None = None
@@ -149,9 +141,9 @@ class Steps(StepHistory):
 
     # ---- a step is taken ---------------------------------------------------------------
 
-    def live(self, step: PreparedStep, record: Record | None, *, votes_later: bool = False) -> LiveStep:
+    def live(self, travel: Travel, record: Record | None, *, votes_later: bool = False) -> LiveStep:
         """Return a step to begin. `record`, `votes_later`: see LiveStep."""
-        return LiveStep(self, self.engine, step, record, votes_later=votes_later)
+        return LiveStep(self, travel, record, votes_later=votes_later)
 
     def step(
         self,
@@ -249,13 +241,13 @@ class Steps(StepHistory):
                     self._prepare_ready(mode, ready, scale)
                 votes.mine = ready.capabilities
             capabilities = Capabilities(*map(all, zip(*votes.all, strict=True)))
-        step, record = ready.step, ready.record
+        travel, record = ready.travel, ready.record
         if mode.under_way:
             mode.end_step(record, all_can_undo=capabilities.can_undo)
-        elif mode.launch(step, record, all_can=capabilities.can_launch):
+        elif mode.launch(travel, record, all_can=capabilities.can_launch):
             pass
-        elif step is not None:
-            self.live(step, record).run(descending=self.descending, all_can_undo=capabilities.can_undo)
+        elif travel is not None:
+            self.live(travel, record).run(descending=self.descending, all_can_undo=capabilities.can_undo)
         elif self.ranks is not None:
             self._take_without_gradients(record, all_can_undo=capabilities.can_undo)
 
@@ -287,12 +279,12 @@ class Steps(StepHistory):
         return parts_of_grads(self.groups, self.state_map, ready.options.reduced)
 
     def _prepare_ready(self, mode: InStep, ready: Ready, grad_scale: float) -> None:
-        step = self._prepare(ready.taking_part, grad_scale, ready.options, mode.compare)
-        self._note_prepared(mode, ready, step)
+        self._note_prepared(mode, ready, self._prepare(ready.taking_part, grad_scale, ready.options, mode.compare))
 
-    def _note_prepared(self, mode: InStep, ready: Ready, step: PreparedStep | None) -> None:
-        can_undo = step is None or (self.can_undo(step) and (step.accelerated is None or step.accelerated.undoes))
-        ready.step, ready.is_prepared, ready.capabilities = step, True, Capabilities(mode.can_launch(step), can_undo)
+    def _note_prepared(self, mode: InStep, ready: Ready, travel: Travel | None) -> None:
+        can_undo = travel is None or (self.resources.can_undo(travel) and travel.accelerated.undoes)
+        capabilities = Capabilities(mode.can_launch(travel), can_undo)
+        ready.travel, ready.is_prepared, ready.capabilities = travel, True, capabilities
 
     def _take_without_gradients(self, record: Record | None, *, all_can_undo: bool) -> None:
         """Count and commit a step of the other ranks, for which this rank has no gradients; vote as LiveStep.run()."""
@@ -323,9 +315,9 @@ class Steps(StepHistory):
                 taking_part.params.append(p)
                 taking_part.grads.append(p.detach())
                 taking_part.groups_of.append(k)
-        step = self._prepare(taking_part, 1.0, self.options, one_by_one=True)
-        assert step is not None
-        return self.live(step, record)
+        travel = self._prepare(taking_part, 1.0, self.options, one_by_one=True)
+        assert travel is not None
+        return self.live(travel, record)
 
     def foresee(self) -> LiveStep | None:
         """Return the next step, assuming that only gradients will change: see prepare.foresee().
@@ -342,8 +334,8 @@ class Steps(StepHistory):
             spec = foresee(engine, rule_of, self.state_map, self.plan, self.groups, self.grad_scale, options)
             if spec is None:
                 return None
-            step = self._prepared(spec, foreseen=True)
-            return self.live(step, self.record()) if len(step.may_begin) else None
+            travel = self.resources.travel(engine, spec, foreseen=True)
+            return self.live(travel, self.record()) if len(travel.may_begin) else None
 
     def _divided_matrices(self) -> set[int]:
         """Return the ids of sharded matrices that a step assembles: all ranks need gradients for these."""
@@ -363,7 +355,7 @@ class Steps(StepHistory):
         compare: Callable[[StepSpec], None] | None = None,
         *,
         one_by_one: bool = False,
-    ) -> PreparedStep | None:
+    ) -> Travel | None:
         """Return a step that is ready to run; None if there is no gradient. Raises what a step raises.
 
         `compare` examines the step before anything changes. `one_by_one`: the gradients in `taking_part` are stand-ins;
@@ -374,90 +366,18 @@ class Steps(StepHistory):
         bound = bind(engine, self.state_map, groups, taking_part, options.grad_dtype, self.plan)
         if bound is None:
             if self.plan and self.plan.changes != self.state_map.changes:  # the plan may name parameters that have left
-                self.plan = self.gather = None
+                self.plan = None
+                self.resources.forget_gather()
             return None
-        if bound.plan is not self.plan:
-            self.plan, self.gather = bound.plan, None
+        self.plan = bound.plan
         spec = specify(engine, self.state_map.rule_of, bound, groups, grad_scale, options)
         if compare:
             compare(spec)
         add_residuals(engine, self.state_map, spec)
         apply_outside_writes(engine, spec)
-        step = self._prepared(spec)
-        step.accelerated = self._accelerator_updates(step, one_by_one=one_by_one)
-        return step
-
-    def _prepared(self, spec: StepSpec, *, foreseen: bool = False) -> PreparedStep:
-        """Do everything that may fail, such as allocations, before ranks exchange data. `foreseen`: see TwoPasses."""
-        engine = self.engine
-        tiles = engine.in_step_order(engine.tiles.of_mask(spec.table["grad"] != 0))
-        supplied = supplied_states(engine, spec, tiles)
-        images = images_of(engine, self.state_map, spec, tiles, supplied)
-        ring = self._ring(spec, supplied) if images else None
-        passes = TwoPasses(engine, spec, tiles, self.ranks, foreseen=foreseen) if spec.orthogonal else None
-        self.ns_dtypes = passes.dtypes if passes else []
-        return PreparedStep(spec, tiles, supplied, images, ring, self._gather(spec.plan), passes=passes)
-
-    def _accelerator_updates(self, step: PreparedStep, *, one_by_one: bool) -> AcceleratorUpdates | None:
-        """Prepare the updates on the accelerator. `one_by_one`: as in _prepare(). Raises CSDMemoryError."""
-        engine, spec, supplied, updates = self.engine, step.spec, step.supplied, []
-        for state in spec.plan.param_states:
-            if state.numel and (state.on_accelerator or (supplied and state.index in supplied.updated)):
-                rule, constants = spec.hypers[spec.table["hyper"][state.index]].tolist()
-                updates.append(AcceleratorUpdate(state, spec.sources[state.index], rule, constants))
-        if not updates:
-            return None
-        assert engine.accelerator
-        if supplied:
-            updates = supplied.in_order(updates)
-            spec.outside_values |= parameters_of_new(updates)
-        undoes = engine.copies > 1 or supplied is not None
-        accelerated = AcceleratorUpdates(updates, exact=engine.accelerator.spec.exact, undoes=undoes)
-        if not one_by_one:
-            accelerated.allocate()
-        return accelerated
-
-    def _ring(self, spec: StepSpec, supplied: SuppliedStates | None) -> StagingRing:
-        engine = self.engine
-        tile_elems = max(e.tile_elems for e in engine.tiles.extents)
-        pinned = any(is_on_accelerator(s.grad) for s in spec.sources.values())
-        if self.ring is None or self.ring.tile_elems < tile_elems or pinned > self.ring.pinned:
-            self.ring = StagingRing(tile_elems, BUFFERS_PER_DEVICE * len(engine.devices.specs), pinned=pinned)
-        if supplied:
-            self.ring.make_room_for_states(supplied.tile_sections)
-        return self.ring
-
-    def _gather(self, plan: StepPlan) -> ParamAllGather | None:
-        """Return the all-gather of the plan's parameters whose updates the ranks share; None if there are none."""
-        if self.gather is None and self.ranks:
-            shared = [state for state in plan.param_states if state.part.replicas]
-            self.gather = ParamAllGather(self.ranks, shared, self.engine.tiles.by_param) if shared else None
-            if self.gather:
-                self.gather.travel_by(self.carriers)
-        return self.gather
-
-    # ---- a step that lands later: see overlap/ -----------------------------------------
-
-    def can_land_later(self, step: PreparedStep) -> bool:
-        """Return whether the step can go on without this thread.
-
-        With several ranks, LiveStep.take_back() must be able to undo it. Parameters that the accelerator updates for
-        all ranks are sent within step(), on the streams of their updates.
-        """
-        if step.accelerated and (step.gather or not len(step.tiles)):
-            return False
-        if step.passes and step.passes.exchange:  # its collectives would mix with the program's
-            return False
-        return self.can_undo(step) if self.ranks else bool(len(step.tiles))
-
-    def can_undo(self, step: PreparedStep) -> bool:
-        """Return whether the step can be undone at any time, even after it is complete."""
-        engine = self.engine
-        if engine.devices.resident or self.state_map.unfilled:
-            return False
-        has_residuals = step.spec.with_residual or engine.states.residuals  # residuals have a single copy
-        written = step.spec.written or engine.truth.is_written or engine.decoded.masters_written
-        return not (has_residuals or written)
+        travel = self.resources.travel(engine, spec, one_by_one=one_by_one)
+        self.ns_dtypes = travel.passes.dtypes
+        return travel
 
 
 def _factor(scale: float | None) -> float:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 
 from ..accelerator import on
-from ..engine.accelerator_copies import AcceleratorCopies, AcceleratorCopy
+from ..engine.accelerator_copies import AcceleratorCopy
 from ..engine.engine import Engine
 from ..engine.truth import Truth
 from ..params.param_state import ParamState
@@ -18,19 +19,18 @@ from .spec import StepSpec
 
 
 class SuppliedStates:
-    """The supplied states of one step. `rows`: of the step's table, in the order in which tiles need the states.
+    """The supplied states of one step. `copies`: by row of the step's table, in the order in which tiles need them.
 
     Some have no gradient and no new states: if a tile gets all its states from the accelerator, the device need not
     read it.
     """
 
-    def __init__(self, copies: AcceleratorCopies, rows: Iterable[int]) -> None:
-        self.copies: dict[int, AcceleratorCopy] = {row: copies.by_param[row] for row in rows}
+    def __init__(self, copies: Mapping[int, AcceleratorCopy] = MappingProxyType({})) -> None:
+        self.copies: Mapping[int, AcceleratorCopy] = copies
         self.updated: frozenset[int] = frozenset()  # rows with a gradient
         self.tiles: np.ndarray[Any, Any] = np.zeros(0, np.uint32)  # uint32: tiles with supplied states
         self.nbytes: int = 0  # copied to tiles so far
-        self._accelerated: AcceleratorUpdates | None = None
-        self._launching: Iterator[None] = iter(())
+        self.accelerated: AcceleratorUpdates = AcceleratorUpdates()  # the updates that produce the states
 
     @property
     def devices(self) -> set[torch.device]:
@@ -39,16 +39,12 @@ class SuppliedStates:
     @property
     def tile_sections(self) -> int:
         """The largest number of state sections of any row."""
-        return max(len(copy.states) for copy in self.copies.values())
+        return max((len(copy.states) for copy in self.copies.values()), default=0)
 
     def in_order(self, updates: Sequence[AcceleratorUpdate]) -> list[AcceleratorUpdate]:
         """Return `updates` in the order in which tiles need them."""
         order = {row: k for k, row in enumerate(self.copies)}
         return sorted(updates, key=lambda u: order[u.param_state.index])
-
-    def set_updates(self, accelerated: AcceleratorUpdates, launching: Iterator[None]) -> None:
-        """Set the updates that produce the states: `accelerated`, which the iterator `launching` queues bit by bit."""
-        self._accelerated, self._launching = accelerated, launching
 
     def devices_of(self, engine: Engine, tile: int) -> set[torch.device]:
         """Return the accelerators that give states to a tile."""
@@ -66,21 +62,12 @@ class SuppliedStates:
                 continue
             has_given, stream = True, streams[copy.device]
             if row in self.updated:
-                stream.wait_event(self._event(row))
+                stream.wait_event(self.accelerated.event(row))
             with on(stream):
                 for s, state in enumerate(copy.states):
                     states[s * elems + in_tile :][:n].copy_(state[first : first + n], non_blocking=True)
                     self.nbytes += 4 * n
         return has_given
-
-    def _event(self, row: int) -> Any:
-        """Return the event after which a row is updated. Queues updates up to this row's if necessary."""
-        assert self._accelerated
-        if row not in self._accelerated.events:
-            for _ in self._launching:
-                if row in self._accelerated.events:
-                    break
-        return self._accelerated.events[row]
 
     def mark(self, table: np.ndarray[Any, Any]) -> None:
         """Mark the rows as supplied in a step's table (dtype PARAM)."""
@@ -92,22 +79,22 @@ class SuppliedStates:
             self.copies[row].is_known = True
 
 
-def supplied_states(engine: Engine, spec: StepSpec, tiles: np.ndarray[Any, Any]) -> SuppliedStates | None:
-    """Return the states that the accelerator supplies in a step with these tiles (uint32); None if there are none.
+def supplied_states(engine: Engine, spec: StepSpec, tiles: np.ndarray[Any, Any]) -> SuppliedStates:
+    """Return the states that the accelerator supplies in a step with these tiles (uint32).
 
     Marks the states in the step's table, and loads copies on the accelerator that are out of date. Raises CSDOSError or
     CSDStoreError if a copy cannot be loaded; nothing has changed then.
     """
     copies = engine.truth.copies
     if copies is None:
-        return None
+        return SuppliedStates()
     edited = engine.truth.note_written()  # tiles whose copies on the accelerator are out of date now
     with_grad = [state for state in spec.plan.param_states if state.accelerator_copy and state.numel]
     # The devices update a parameter that was moved off the accelerator, like any other.
     updated = {state.index: state for state in with_grad if _is_on_copy_device(state)}
     copies.forget([state.index for state in with_grad if state.index not in updated])
     if not updated:
-        return None
+        return SuppliedStates()
     copies.load([row for row, state in updated.items() if not state.is_new])
     # Rows without a gradient in the same tiles are supplied, too, so that devices need not read the tile. But if the
     # program has written to their tiles, the devices have to read these.
@@ -127,7 +114,7 @@ def supplied_states(engine: Engine, spec: StepSpec, tiles: np.ndarray[Any, Any])
                     or (copies.by_param[row].is_known and not spec.table["grad"][row] and row not in rows_edited)
                 )
             )
-    supplied = SuppliedStates(copies, rows)
+    supplied = SuppliedStates({row: copies.by_param[row] for row in rows})
     supplied.updated = frozenset(updated)
     supplied.tiles = np.intersect1d(tiles, engine.tiles.of([*rows]))
     supplied.mark(spec.table)

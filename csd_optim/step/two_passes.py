@@ -1,16 +1,16 @@
-"""A step's matrices, whose update takes two passes over their tiles: the momentum, then the orthogonalized update.
+"""The order in which a step takes its tiles: all in one pass, or its matrices in two.
 
-To the engine each pass looks like an ordinary tile. Pass 1 takes the gradient, and returns the matrix X in place of the
-parameter. Pass 2 takes the orthogonalized X in place of a gradient, and returns the parameter. The second pass of a
-tile has the tile's number with PASS_2. In the step's table, a parameter's second row is its first plus the number of
-parameters. muon/schedule.py has the order. Where ranks divide a matrix, whole_matrices.py assembles it between the
-passes.
+The update of a matrix takes two passes over its tiles: the momentum, then the orthogonalized update. To the engine each
+pass looks like an ordinary tile. Pass 1 takes the gradient, and returns the matrix X in place of the parameter. Pass 2
+takes the orthogonalized X in place of a gradient, and returns the parameter. The second pass of a tile has the tile's
+number with PASS_2. In the step's table, a parameter's second row is its first plus the number of parameters.
+muon/schedule.py has the order. Where ranks divide a matrix, whole_matrices.py assembles it between the passes.
 """
 
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from ..params.param_state import ParamState
 from ..signals import raise_deferred
 from ..store.layout import TILE_ELEMS
 from .spec import StepSpec
-from .staging import NOTHING, StagingBuffer, StagingRing
+from .staging import NO_BUFFERS, StagingBuffer, StagingRing, nothing
 from .whole_matrices import WholeMatrices
 
 NOWHERE = torch.empty(0, dtype=torch.bfloat16, device="cpu")
@@ -62,8 +62,65 @@ class InTwoPasses:
         self._in_shape.copy_(self.how.of(self._in_shape))
 
 
-class TwoPasses:
+class OnePass:
+    """The tiles of a step without matrices."""
+
+    count = 1
+    tiles: np.ndarray[Any, Any] = np.zeros(0, np.uint32)  # tiles that take two passes, ascending
+    exchange: WholeMatrices | None = None  # of the matrices that ranks divide
+
+    def __init__(self, engine: Engine, spec: StepSpec, tiles: np.ndarray[Any, Any]) -> None:
+        """`tiles`: of the step, in flow order, uint32."""
+        self._engine, self.spec = engine, spec
+        self._tiles = tiles
+        self._images: Collection[int] = ()
+
+    @property
+    def dtypes(self) -> list[str]:
+        """The dtypes in which the matrices are orthogonalized."""
+        return []
+
+    @property
+    def sources(self) -> Mapping[int, GradSource]:
+        """The sources of gradients, by row of the table that tables() returns."""
+        return self.spec.sources
+
+    def begin_with(self, one_pass: np.ndarray[Any, Any]) -> None:
+        """Take the tiles of one pass in this order: uint32, all of them."""
+        self._tiles = one_pass
+
+    @property
+    def in_order(self) -> np.ndarray[Any, Any]:
+        """The tiles of the step for Engine.begin(), with second passes: uint32."""
+        return self._tiles
+
+    def tables(self, images: Sequence[int]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Return the step's table and constants for Engine.begin(). `images`: tiles that travel by staging buffers."""
+        self._images = images
+        return self.spec.table, self.spec.hypers
+
+    def named(self, tiles: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return the numbers (uint32) by which these tiles return parameters."""
+        return tiles
+
+    def run(
+        self,
+        ring: StagingRing,
+        pulled: Callable[[int], None] | None,
+        early_buffers: Mapping[int, StagingBuffer] = NO_BUFFERS,
+        idle_work: Callable[[], None] = nothing,
+    ) -> None:
+        """Push and pull the tiles that travel as images. Arguments: see StagingRing.run()."""
+        ring.run(self._engine, self._images, self.sources, pulled, early_buffers, idle_work)
+
+    def finish(self) -> None:
+        """Make the exchanges that other ranks still wait for after a failure."""
+
+
+class TwoPasses(OnePass):
     """The parameters of one step that take two passes. Holds X of a few groups at a time, in buffers."""
+
+    count = 2
 
     def __init__(
         self,
@@ -78,7 +135,7 @@ class TwoPasses:
 
         Raises CSDMemoryError if there is no room to orthogonalize.
         """
-        self._engine, self._n = engine, engine.tiles.n_params
+        self._engine, self.spec, self._n = engine, spec, engine.tiles.n_params
         states = {state.index: state for state in spec.plan.param_states if state.index in spec.orthogonal}
         any_divided = not all(state.part.is_whole for state in states.values())
         # Ranks may go through their tiles in different directions, which are not agreed on yet.
@@ -93,7 +150,6 @@ class TwoPasses:
         tile_elems = TILE_ELEMS if any_divided else max(e.tile_elems for e in engine.tiles.extents)
         size = ranks.size if ranks and any_divided else 1
         self.groups: list[Group] = groups_of(matrices, LEAST_TILES * tile_elems * size)
-        self.exchange: WholeMatrices | None = None
         if any_divided:
             assert ranks
             divided = [group.matrices for group in self.groups if group.is_divided]
@@ -104,12 +160,11 @@ class TwoPasses:
             self._params = {row: InTwoPasses(state, spec.orthogonal[row], NOWHERE) for row, state in states.items()}
         else:
             self._params = self._with_buffers(states, spec.orthogonal)
-        self.tiles: np.ndarray[Any, Any] = pieces.tiles_of([*self._params])  # ascending
+        self.tiles = pieces.tiles_of([*self._params])
         self._one_pass: list[int] = tiles[~np.isin(tiles, self.tiles)].tolist()
         self._one_pass_first = False  # before the first group
-        self.images: frozenset[int] = frozenset()
-        self._sources: dict[int, GradSource] = {}
-        self.sources: Mapping[int, GradSource] = self._sources  # by row of the table
+        self._images = frozenset()
+        self._sources: dict[int, GradSource] = {}  # by row of the table: of matrices, in both passes
 
     # ---- memory ------------------------------------------------------------------------
 
@@ -152,8 +207,11 @@ class TwoPasses:
 
     @property
     def dtypes(self) -> list[str]:
-        """The dtypes in which the matrices are orthogonalized."""
         return sorted({"fp32" if p.how.dtype is torch.float32 else "bf16" for p in self._params.values()})
+
+    @property
+    def sources(self) -> Mapping[int, GradSource]:
+        return ChainMap(self._sources, self.spec.sources)  # `_sources` first: _orthogonalize() frees gradients there
 
     # ---- before the step begins --------------------------------------------------------
 
@@ -166,7 +224,6 @@ class TwoPasses:
 
     @property
     def in_order(self) -> np.ndarray[Any, Any]:
-        """The tiles of the step for Engine.begin(), with second passes: uint32."""
         listed = self._first(self._one_pass)
         for k, group in enumerate(self.groups):
             listed += self.groups[k + 1].first if k + 1 < len(self.groups) else []
@@ -178,14 +235,14 @@ class TwoPasses:
         first = self.groups[0].first
         return [*one_pass, *first] if self._one_pass_first else [*first, *one_pass]
 
-    def tables(self, spec: StepSpec, images: Sequence[int]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    def tables(self, images: Sequence[int]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Return the step's table, with a second row for each parameter, and its constants: for Engine.begin().
 
-        `images`: tiles that travel through staging buffers. Changes the sources of their parameters in `spec` to the
-        second pass.
+        `images`: tiles that travel through staging buffers. Changes the sources of their parameters in the step's spec
+        to the second pass.
         """
-        self.images = frozenset(images)
-        self.sources = ChainMap(self._sources, spec.sources)  # `_sources` first: _orthogonalize() frees gradients there
+        spec = self.spec
+        self._images = frozenset(images)
         hows = {self._params[row].how[3:]: None for row in sorted(self._params)}
         kinds = {how: len(spec.hypers) + k for k, how in enumerate(hows)}
         hypers = np.concatenate([spec.hypers, np.array([*kinds], HYPER)])
@@ -214,10 +271,10 @@ class TwoPasses:
 
     def run(
         self,
-        ring: StagingRing | None,
-        pulled: Callable[[int], None],
-        early_buffers: Mapping[int, StagingBuffer] | None = None,
-        idle_work: Iterator[None] = NOTHING,
+        ring: StagingRing,
+        pulled: Callable[[int], None] | None,
+        early_buffers: Mapping[int, StagingBuffer] = NO_BUFFERS,
+        idle_work: Callable[[], None] = nothing,
     ) -> None:
         """Run all passes, and the tiles of one pass that travel as images. A collective if ranks divide matrices.
 
@@ -236,7 +293,7 @@ class TwoPasses:
             self._transfer([*self._images_of(ahead), *second], ring, pulled)
 
     def finish(self) -> None:
-        """Make the remaining exchanges after a failure, as other ranks wait for them. A collective."""
+        """Make the exchanges that other ranks still wait for after a failure. A collective if ranks divide matrices."""
         if self.exchange:
             self.exchange.finish()
 
@@ -261,38 +318,38 @@ class TwoPasses:
             self._sources.pop(matrix.row, None)  # frees the gradient
 
     def _images_of(self, tiles: Sequence[int]) -> list[int]:
-        return [tile for tile in tiles if tile & ~PASS_2 in self.images]
+        return [tile for tile in tiles if tile & ~PASS_2 in self._images]
 
     def _push(self, tiles: Sequence[int]) -> list[int]:
         """Push the tiles (or passes) that need no staging buffer; return them."""
-        pushed = [tile for tile in tiles if tile & ~PASS_2 not in self.images]
+        pushed = [tile for tile in tiles if tile & ~PASS_2 not in self._images]
         for tile in pushed:
             self._engine.native.push(tile)
         return pushed
 
     def _await(self, tiles: Sequence[int]) -> None:
         """Wait for the results of these tiles or passes. (Results of images have arrived once _transfer() returns.)"""
-        waited = [tile for tile in tiles if tile & ~PASS_2 not in self.images]
+        waited = [tile for tile in tiles if tile & ~PASS_2 not in self._images]
         self._engine.native.params_ready(np.array(waited, np.uint32), wait=True)
 
     def _transfer(
         self,
         tiles: Sequence[int],
-        ring: StagingRing | None,
-        pulled: Callable[[int], None],
-        early_buffers: Mapping[int, StagingBuffer] | None = None,
-        idle_work: Iterator[None] = NOTHING,
+        ring: StagingRing,
+        pulled: Callable[[int], None] | None,
+        early_buffers: Mapping[int, StagingBuffer] = NO_BUFFERS,
+        idle_work: Callable[[], None] = nothing,
     ) -> None:
         """Push these tiles or passes, and return when the results of images have arrived."""
         first = {*self.tiles.tolist()}
 
         def note(tile: int) -> None:
-            if tile not in first:  # a second pass, or a tile of one pass
+            if pulled and tile not in first:  # a second pass, or a tile of one pass
                 pulled(tile & ~PASS_2)
 
         for tile in self._push(tiles):
             note(tile)
-        if ring is not None and (images := self._images_of(tiles)):
+        if images := self._images_of(tiles):
             for device in {p.x.device for p in self._params.values() if is_on_accelerator(p.x)}:
                 ring.wait_for_current(device)  # its X may still be queued there
             ring.run(self._engine, images, self.sources, note, early_buffers, idle_work)

@@ -24,8 +24,7 @@ from ..errors import CSDError, CSDTornError, CSDValueError
 from ..params.param_state import ParamState
 from ..params.state_map import StateMap
 from ..params.strides import flat, ordered
-from .all_gather import ParamAllGather
-from .prepared import PreparedStep
+from .travel import Travel
 
 NAMED = 3  # the most parameters that a message names
 
@@ -49,24 +48,23 @@ class Undo:
 
     def __init__(
         self,
-        engine: Engine,
         state_map: StateMap,
-        step: PreparedStep,
+        travel: Travel,
         *,
         has_begun: bool = True,
-        gather: ParamAllGather | None = None,
+        exchanged: bool = False,
         landed: bool | None = None,
         had_tiles: bool = True,
     ) -> None:
         """`has_begun`: there is something to undo here. `landed`: whether it was complete here; None: not ended.
 
-        `had_tiles`: the engine took part in the complete step. `gather`: given if ranks have exchanged new parameters;
-        finish() is then a collective that exchanges the restored ones.
+        `had_tiles`: the engine took part in the complete step. `exchanged`: ranks have exchanged new parameters, if
+        they share updates; finish() is then a collective that exchanges the restored ones.
         """
-        self.engine = engine
+        self.engine: Engine = travel.engine
         self.is_done: bool = False
-        self._state_map, self._step, self._gather, self._landed = state_map, step, gather, landed
-        self._had_tiles = had_tiles
+        self._state_map, self._travel, self._landed = state_map, travel, landed
+        self._exchanged, self._had_tiles = exchanged and travel.shares_updates, had_tiles
         self._found = not has_begun  # `_in_tiles` and `_on_accelerator` are complete
         self._in_tiles: dict[int, list[ParamSpan]] = {}  # by tile, still to be restored
         self._on_accelerator: list[ParamState] = []  # still to be restored, from masters there
@@ -82,7 +80,7 @@ class Undo:
     @property
     def is_collective(self) -> bool:
         """Whether all ranks have to call finish(), to exchange parameters: not once a rank is lost."""
-        return self._gather is not None and not self._gather.ranks.lost
+        return self._exchanged and not self._travel.gather.is_lost
 
     @property
     def unknown(self) -> set[ParamState]:
@@ -90,7 +88,7 @@ class Undo:
         if self.is_done:
             return set()
         if self.is_collective or not self._found:
-            return {*self._step.spec.plan.param_states}
+            return {*self._travel.spec.plan.param_states}
         return {*self._on_accelerator, *(span.param_state for spans in self._in_tiles.values() for span in spans)}
 
     def finish(self) -> None:
@@ -101,12 +99,12 @@ class Undo:
         """
         now = {state: (state.version_now, state.pointer_now) for state in self._seen}
         self._restore_as_a_whole({state for state, seen in self._seen.items() if seen != now[state]})
-        gather = self._gather if self.is_collective else None
+        gather, is_collective = self._travel.gather, self.is_collective
         self._seen.clear()
         try:
-            with all_ranks_or_none(gather.ranks if gather else None):
+            with all_ranks_or_none(gather.ranks if is_collective else None):
                 self._finish_here()
-            if gather:
+            if is_collective:
                 gather.resend()
                 self._overwritten |= {state.name for state in self._written}
             self.is_done = True
@@ -145,16 +143,16 @@ class Undo:
     # ---- the stages ------------------------------------------------------------------
 
     def _undo_states(self) -> None:
-        undo_states(self.engine, self._step)
+        undo_states(self._travel)
 
     def _take_back(self) -> None:
-        engine, step = self.engine, self._step
+        engine, spec, accelerated = self.engine, self._travel.spec, self._travel.accelerated
         if self._landed:
             try:
                 # Residuals have a single copy, and so have states that the accelerator has overwritten.
-                if step.spec.with_residual or (step.accelerated and not step.accelerated.undoes):
+                if spec.with_residual or not accelerated.undoes:
                     raise CSDValueError("residuals, and states of gpu: alone, have a single copy")
-                engine.undo_last(step.spec.plan.rows, had_tiles=self._had_tiles)
+                engine.undo_last(spec.plan.rows, had_tiles=self._had_tiles)
             except CSDValueError as e:
                 engine.mark_torn()
                 raise CSDTornError(
@@ -163,21 +161,19 @@ class Undo:
                     "again, with resume=True or from a snapshot or a checkpoint",
                 ) from e
             self._landed = False
-        if step.accelerated:
-            step.accelerated.undo()
+        accelerated.undo()
 
     def _find(self) -> None:
         """Find the parameters that have new values; all others are known from here on."""
-        engine, step = self.engine, self._step
-        accelerated = step.accelerated.changed if step.accelerated else []
+        engine, spec = self.engine, self._travel.spec
         self._in_tiles, self._on_accelerator = {}, []
         # All parameters of a step that had ended: the program may have written different values on different ranks
         # since.
         ended = self._landed is not None
-        whole = {*(step.spec.plan.param_states if ended else accelerated), *self._written}
+        whole = {*(spec.plan.param_states if ended else self._travel.accelerated.changed), *self._written}
         self._add_whole(whole)
-        took_part, others = step.spec.table["grad"] != 0, {state.index for state in whole}
-        for tile, elems in engine.native.undone() if len(step.tiles) and not ended else []:
+        took_part, others = spec.table["grad"] != 0, {state.index for state in whole}
+        for tile, elems in engine.native.undone() if len(self._travel.tiles) and not ended else []:
             for row, _, first, in_tile, n in engine.tiles.pieces_of(tile).tolist():
                 if took_part[row] and row not in others and in_tile < elems:
                     self._add(tile, ParamSpan(self._state_map.by_index[row], first, in_tile, min(n, elems - in_tile)))
@@ -235,15 +231,16 @@ class Undo:
 
     def _outside_value(self, state: ParamState) -> torch.Tensor | None:
         """Return the value, 1-D, to which the program had set a parameter before the step; None: use the master."""
-        value = self._step.spec.outside_values.get(state.index)
+        value = self._travel.spec.outside_values.get(state.index)
         return None if value is None else flat(ordered(value, state.stride))
 
     def _end(self) -> None:
-        for state in self._step.spec.written:  # the program's writes before the step are due again
+        for state in self._travel.spec.written:  # the program's writes before the step are due again
             state.version = -1
-        if (accelerated := self._step.accelerated) and self._landed is not None:
+        accelerated = self._travel.accelerated
+        if self._landed is not None:
             accelerated.end()
-        elif accelerated and accelerated.launched:
+        elif accelerated.launched:
             accelerated.wait()  # so that old values are there, on any stream, before the failure is reported
 
 
@@ -276,26 +273,26 @@ class Rollback:
         self.is_done = True
 
 
-def undo_states(engine: Engine, step: PreparedStep) -> None:
+def undo_states(travel: Travel) -> None:
     """Undo a step's states on the devices and on the accelerator, but not its parameters. May be called again.
 
     Raises CSDTornError if the devices have updated states in place. What an accelerator raises leaves the states torn.
     """
+    engine, accelerated = travel.engine, travel.accelerated
     if engine.stepping:  # else finish() has failed, and has undone the devices' states
         with contextlib.suppress(CSDError):  # why the step has failed
             engine.finish(keep=False)
-    elif not len(step.tiles):
+    elif not len(travel.tiles):
         engine.end_without_tiles(keep=False)
-    if step.ring is not None:
-        step.ring.forget()
-    if engine.devices.resident and len(step.tiles) and engine.native.undone():
+    travel.ring.forget()
+    if engine.devices.resident and len(travel.tiles) and engine.native.undone():
         engine.mark_torn()
         raise CSDTornError(errno.EIO, f"the step was cut short. {TORN}")
-    if step.accelerated and step.accelerated.launched:
+    if accelerated.launched:
         whole = False
         try:
-            if step.accelerated.undoes:
-                step.accelerated.undo()
+            if accelerated.undoes:
+                accelerated.undo()
                 whole = True
         finally:  # even if the accelerator fails
             if not whole:

@@ -68,7 +68,7 @@ def test_gradients_do_not_queue_behind_parameters():
     with CSDAdam([p], devices="ram:", tile_size=TILE) as optimizer:
         p.grad = torch.randn_like(p)
         optimizer.step()
-        [(to_host, back)] = steps_of(optimizer).ring._streams.values()
+        [(to_host, back)] = steps_of(optimizer).resources.ring._streams.values()
         assert to_host != back
         assert torch.accelerator.current_stream() not in (to_host, back)
 

@@ -57,6 +57,10 @@ def in_steps(old, new, tests):
     return Mutant("step/live.py", old, new, tests)
 
 
+def in_travel(old, new, tests):
+    return Mutant("step/travel.py", old, new, tests)
+
+
 def in_updates(old, new, tests="gpu"):
     return Mutant("step/accelerator_updates.py", old, new, tests)
 
@@ -113,7 +117,7 @@ MUTANTS = {
     "tile by tile": in_sparse("ROWS, BATCH_BYTES = 8,", "ROWS, BATCH_BYTES = 1,", "counters"),
     "addresses of the device go to the engine": Mutant("step/images.py", "s.is_far or", "False or", "match_adamw"),
     "buffers are not pinned": Mutant(
-        "step/steps.py", "pinned = any(is_on_accelerator", "pinned = 0 and any(is_on_accelerator", "counters"
+        "step/resources.py", "pinned = any(is_on_accelerator", "pinned = 0 and any(is_on_accelerator", "counters"
     ),
     "a commit does not wait for what is owed": Mutant(
         "engine/commit/commits.py", READY, "ready_events={}", "store_has"
@@ -127,13 +131,13 @@ MUTANTS = {
     "overlap: the current stream waits for copies, and no other": in_flight(
         "wait_for(event)", "torch.accelerator.current_stream(event.device).wait_event(event)", "other_streams"
     ),
-    "overlap: copies that have not begun are not waited for": in_steps(
+    "overlap: copies that have not begun are not waited for": in_travel(
         "self._changed.wait_for(lambda: self.ended.is_set() or missing.isdisjoint(self._not_pulled))",
         "pass",
         "accelerator_overlap",
     ),
     "overlap: gradients go with the first of their tiles": in_flight(
-        "if self.live.arrived(self._pieces.tiles_of([row]), wait=False)", "if True"
+        "if self._travel.arrived(self._pieces.tiles_of([row]), wait=False)", "if True"
     ),
     "overlap: changed gradients are not noticed": in_flight("if grad._version != version]", "if False]", "changed"),
     "overlap: a capture waits": in_flight("if is_captured(event.device)", "if False", "capture"),
@@ -158,9 +162,9 @@ MUTANTS = {
     "a guess: it is not known what was given up": in_guesses("self._active = False"),
     "a guess: dropped ones go on": Mutant("overlap/early.py", "guess.stop()", "pass", "overlap and guess"),
     "a guess: compared before gradients are what they are": in_guesses(
-        "self._step.ring.begin(spec.sources)  # the ring", "pass  # its"
+        "ring.begin(spec.sources, self._travel.supplied)  # the ring", "pass  # its"
     ),
-    "a guess: compared before all is copied": in_guesses("self.wait()\n        self._step", "self._step"),
+    "a guess: compared before all is copied": in_guesses("self.wait()\n        ring", "ring"),
     "a guess: compared before gradients are in order": Mutant(
         "overlap/early_images.py", "spec.sources.get(row) or", "", "overlap and strided"
     ),
@@ -173,12 +177,12 @@ MUTANTS = {
     "a guess: compared on the current stream": in_comparisons("with on(to_host[current.device])", "with on(None)"),
     "a guess: the answer is read before it is there": in_comparisons("wait_for(record_event(to_host[device]))"),
     "a guess: parameters of codes are not compared": in_guesses("if source.param_is_read:", "if False:"),
-    "a guess: all gradients are right": in_guesses("self._step.ring.equal(", "True or self._step.ring.equal("),
-    "free: gradients are copied before they are made": in_lent("ring.wait_for_current(grad.device)"),
+    "a guess: all gradients are right": in_guesses("return ring.equal(", "return True or ring.equal("),
+    "free: gradients are copied before they are made": in_lent("self._travel.ring.wait_for_current(grad.device)"),
     "free: gradients go when their copies begin": in_staging(
         COPYING, f"{COPYING}\n            [s.release() for s in self._sources[tile].values() if self._on_used]", FREE
     ),
-    "free: nobody joins in step()": in_lent("pass\n            self.join()", "pass"),
+    "free: nobody joins in step()": in_lent("pass\n        self.join()", "pass"),
     "free: what is undone comes back later": Mutant(
         "overlap/in_backward.py", "lent.join()  # copies", "pass  # what", FREE
     ),
@@ -202,10 +206,14 @@ MUTANTS = {
     ),
     "gpu: states are not put back": in_updates("state.copy_(kept)", "pass", "gpu and fails"),
     "gpu: states of before are those of after": in_updates("state.clone() for", "state for", "gpu and fails"),
-    "gpu: what is left is not queued": in_steps(
-        "idle_work=launching)\n        _exhaust(launching)", "idle_work=launching)", "gpu and bits"
+    "gpu: what is left is not queued": in_travel(
+        "self.accelerated.queue_next)\n        self.accelerated.queue_all()",
+        "self.accelerated.queue_next)",
+        "gpu and bits",
     ),
-    "gpu: shares leave before they are updated": in_steps("ring is None or gather:", "ring is None:", "shares"),
+    "gpu: shares leave before they are updated": in_travel(
+        "if not self.images or self.shares_updates:", "if not self.images:", "shares"
+    ),
     "gpu: somebody waits": in_updates(
         "if timed:\n                wait_for(first)", "wait_for(first)", "gpu and nothing"
     ),
@@ -217,7 +225,7 @@ MUTANTS = {
         "items() if row not in self._accelerated", "items()", "gpu_overlap and nobody"
     ),
     "gpu: overlap: what all ranks undo stays": in_undo(
-        "if step.accelerated:\n            step.accelerated.undo()", "pass", "fsdp2"
+        "self._landed = False\n        accelerated.undo()", "self._landed = False", "fsdp2"
     ),
     "gpu: overlap: what ranks may undo is given up": in_steps(
         "if not self.votes_later:  # else keep", "if True:  # else it keeps", "fsdp2"
@@ -227,9 +235,11 @@ MUTANTS = {
         "with torch.Stream(grad.device):\n                [None for _ in self._update(u)]",
         "gpu_overlap and free",
     ),
-    "gpu: states leave before they are updated": in_supplied("stream.wait_event(self._event(row))", "self._event(row)"),
+    "gpu: states leave before they are updated": in_supplied(
+        "stream.wait_event(self.accelerated.event(row))", "self.accelerated.event(row)"
+    ),
     "gpu: overlap: states leave before they are updated": in_supplied(
-        "stream.wait_event(self._event(row))", "self._event(row)", NAMED
+        "stream.wait_event(self.accelerated.event(row))", "self.accelerated.event(row)", NAMED
     ),
     "gpu: overlap: states of a step that was undone stay": in_updates(
         "param_state.accelerator_copy.is_known = False", "pass", f"fails and {NAMED}"

@@ -72,7 +72,7 @@ def share_a_small_model(rank):
     p.grad = torch.ones_like(p)
     with CSDAdam([p]) as optimizer:
         optimizer.step()
-        return len(optimizer._steps.gather.buckets)
+        return len(optimizer._steps.resources.gather.buckets)
 
 
 def test_parameters_of_a_small_model_travel_in_several_buckets(tmp_path):

@@ -20,8 +20,8 @@ from csd_optim.errors import CSDRankError
 from csd_optim.overlap.in_backward import TakenGradient
 from csd_optim.overlap.lent import LentGradients
 from csd_optim.step.all_gather import ParamAllGather
-from csd_optim.step.live import LiveStep
 from csd_optim.step.steps import Steps
+from csd_optim.step.travel import Travel
 from csd_optim.store.file import StoreFile
 
 AT = 2  # steps taken before calls fail
@@ -34,7 +34,7 @@ LAUNCHED = [
     (Engine, "begin", 1),
     (Native, "push", 2),
     FINISH,
-    (LiveStep, "launch_on_accelerator", 1),
+    (Travel, "queue_accelerator", 1),
     (ParamAllGather, "advance", 1),
 ]
 GUESSED = [(Engine, "release", 1), (DurableCommitter, "reserve", 2), FINISH]

@@ -180,7 +180,7 @@ def test_a_parameter_that_takes_no_part_is_there_at_once(tmp_path):
 def test_a_forked_child_has_what_had_landed(tmp_path):
     training = Twin(tmp_path, FORWARD)
     training.step()
-    flight_of(training.opt).live.ended.wait()
+    flight_of(training.opt).live.travel.ended.wait()
     child = os.fork()
     if child == 0:
         code = 1

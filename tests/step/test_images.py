@@ -206,10 +206,10 @@ def test_only_entries_travel(runs):
     """Only dense gradients are written to images."""
     run = runs()[1]
     run.step()
-    for slot in steps_of(run.opt).ring.slots:
+    for slot in steps_of(run.opt).resources.ring.slots:
         slot.grad.fill_(0xAB)
     run.step()
-    written = sum(int((slot.grad != 0xAB).sum()) for slot in steps_of(run.opt).ring.slots)
+    written = sum(int((slot.grad != 0xAB).sum()) for slot in steps_of(run.opt).resources.ring.slots)
     assert 0 < written <= 2 * sum(map(len, run.dense))
 
 
@@ -218,7 +218,7 @@ def test_memory_is_that_of_the_entries(runs):
     runs = runs(topk=0.01, sizes=(50_000,), tile_size=1 << 16)
     for run in runs:
         run.step()
-    ring = steps_of(runs[1].opt).ring
+    ring = steps_of(runs[1].opt).resources.ring
     images = 8 * ring.tile_elems * len(ring.slots)
     assert images < ring.bytes <= images + 4096 * len(ring.slots)
     assert runs[1].opt.stats()["buffer_bytes"] == runs[0].opt.stats()["buffer_bytes"] + ring.bytes

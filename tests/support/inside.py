@@ -47,7 +47,7 @@ def vote_of(opt):
 
 def images_back(flight):
     """Return the tiles of a step whose parameters have come back from their images."""
-    return {*flight.live.step.images} - flight.live._not_pulled
+    return {*flight.live.travel.images} - flight.live.travel._not_pulled
 
 
 def unguarded_rows(overlap):

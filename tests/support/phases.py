@@ -33,7 +33,7 @@ def _check(live, was, taken):
     """`was`, `taken`: the phase, and the number of steps taken, before the transition."""
     engine, history, now = live.engine, live.history, live.phase.name
     under_way = now in ("GUESS", "OPEN", "STEP")
-    has_tiles = bool(len(live.step.tiles))
+    has_tiles = bool(len(live.travel.tiles))
     assert engine.stepping == under_way or not has_tiles or engine.closed or history.undoing, (was, now)
     assert engine.is_speculative <= under_way or history.undoing, (was, now)
     assert engine.is_speculative or now not in ("GUESS", "OPEN"), (was, now)

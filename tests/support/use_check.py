@@ -63,16 +63,12 @@ def check_uses(monkeypatch):
     """Enter a UseCheck with each step that overlaps from now on; optimizers leave theirs when overlap ends."""
     was = {name: getattr(Overlap, name) for name in ("launch", "wait", "land", "close")}
 
-    def launch(self, step, record, **agreed):
-        launched = was["launch"](self, step, record, **agreed)
+    def launch(self, travel, record, **agreed):
+        launched = was["launch"](self, travel, record, **agreed)
         if launched:
             check = vars(self).setdefault("use_check", UseCheck({}))
-            states = [
-                b
-                for b in step.spec.plan.param_states
-                if b.index not in (step.accelerated.rows if step.accelerated else ())
-            ]
-            sources = [(b, step.spec.sources.get(b.index)) for b in states]
+            states = [b for b in travel.spec.plan.param_states if b.index not in travel.accelerated.rows]
+            sources = [(b, travel.spec.sources.get(b.index)) for b in states]
             waited_for = {b.index for b, source in sources if source and source.param_and_copy} | unguarded_rows(self)
             check.names = {address_of(b.local): b.name for b in states if b.index not in waited_for}
             check.addresses = {id(b.param): address_of(b.local) for b in states}

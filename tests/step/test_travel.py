@@ -4,7 +4,6 @@ The phases of steps are checked in all tests: see support/phases.py.
 """
 
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from csd_optim import CSDRuntimeError
-from csd_optim.step.live import NEVER, Countdown, LiveStep, Phase
+from csd_optim.step.all_gather import ParamAllGather
+from csd_optim.step.countdown import NEVER, Countdown
+from csd_optim.step.staging import NoStaging
+from csd_optim.step.supplied_states import SuppliedStates
+from csd_optim.step.travel import Travel
+from csd_optim.step.two_passes import OnePass
 
 
 def test_each_tile_is_complete_once():
@@ -67,12 +71,11 @@ class Asked:
         return True
 
 
-def live_step(images):
-    """Return a step whose tiles `images` travel through staging buffers, and its engine."""
-    engine = Asked()
-    return LiveStep(
-        None, engine, SimpleNamespace(images=images, passes=None, tiles=np.arange(4, dtype=np.uint32)), None
-    ), engine
+def travel_of(images):
+    """Return the travel of a step whose tiles `images` travel through staging buffers, and its engine."""
+    engine, flow = Asked(), np.arange(4, dtype=np.uint32)
+    passes = OnePass(engine, None, flow)
+    return Travel(engine, None, flow, SuppliedStates(), images, NoStaging(), passes, ParamAllGather()), engine
 
 
 def tiles(*numbers):
@@ -80,34 +83,33 @@ def tiles(*numbers):
 
 
 def test_the_engine_is_asked_once_images_are_back():
-    live, engine = live_step([1, 2])
-    assert live.arrived(tiles(0, 3), wait=False)
-    assert not live.arrived(tiles(0, 1), wait=False)
-    live.note_pulled(1)
-    assert live.arrived(tiles(0, 1), wait=False)
-    assert not live.arrived(tiles(1, 2), wait=False)
+    travel, engine = travel_of([1, 2])
+    assert travel.arrived(tiles(0, 3), wait=False)
+    assert not travel.arrived(tiles(0, 1), wait=False)
+    travel.note_pulled(1)
+    assert travel.arrived(tiles(0, 1), wait=False)
+    assert not travel.arrived(tiles(1, 2), wait=False)
     assert engine.tiles == [[0, 3], [0, 1]]
 
 
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_reader_waits_for_images_or_for_the_end(ends):
     """The end counts only once its thread is done: a step that has failed is undone by then."""
-    live, engine = live_step([1, 2])
+    travel, engine = travel_of([1, 2])
     said = []
 
     def reads():
         try:
-            said.append(live.arrived(tiles(1, 2), wait=True))
+            said.append(travel.arrived(tiles(1, 2), wait=True))
         except CSDRuntimeError:
             said.append("over")
 
     reader = threading.Thread(target=reads)
     reader.start()
-    live.note_pulled(1)
-    live.phase = Phase.UNDONE if ends else Phase.STEP  # a phase alone does not end the wait
+    travel.note_pulled(1)
     reader.join(0.05)
     assert said == []
     engine.is_over = ends
-    live.note_ended() if ends else live.note_pulled(2)
+    travel.end() if ends else travel.note_pulled(2)
     reader.join(300)
     assert said == ["over" if ends else True]

@@ -1,0 +1,111 @@
+"""What the steps of one optimizer use again: staging buffers, and the all-gather of updated parameters."""
+
+from __future__ import annotations
+
+from ..accelerator import is_on_accelerator
+from ..distributed.ranks import Ranks
+from ..engine.engine import Engine
+from ..params.state_map import StateMap
+from .accelerator_updates import AcceleratorUpdate, AcceleratorUpdates, parameters_of_new
+from .all_gather import ParamAllGather
+from .images import images_of
+from .spec import StepPlan, StepSpec
+from .staging import BUFFERS_PER_DEVICE, NoStaging, StagingRing
+from .supplied_states import SuppliedStates, supplied_states
+from .travel import Travel
+from .two_passes import OnePass, TwoPasses
+
+
+class StepResources:
+    """Gets the ways of a step ready, with memory that later steps use again."""
+
+    def __init__(self, state_map: StateMap, ranks: Ranks | None) -> None:
+        self._state_map, self._ranks = state_map, ranks
+        self.ring: StagingRing = NoStaging()
+        self.gather: ParamAllGather = ParamAllGather()  # of the plan's parameters that ranks share
+        self._plan: StepPlan | None = None  # for which `gather` was made
+        self.carriers: dict[Ranks, Ranks] = {}  # process groups that replace the ranks' own in that exchange
+
+    @property
+    def buffer_bytes(self) -> int:
+        return self.ring.bytes
+
+    def forget_gather(self) -> None:
+        """Have the next step make another all-gather, as the plan or the process groups are others."""
+        self._plan, self.gather = None, ParamAllGather()
+
+    def travel(self, engine: Engine, spec: StepSpec, *, foreseen: bool = False, one_by_one: bool = False) -> Travel:
+        """Do everything that may fail, such as allocations, before ranks exchange data. Raises what a step raises.
+
+        `foreseen`: the step may begin in backward, but step() prepares another one, which does what the tiles that
+        begin in backward do not need. `one_by_one`: gradients arrive one after another.
+        """
+        tiles = engine.in_step_order(engine.tiles.of_mask(spec.table["grad"] != 0))
+        supplied = supplied_states(engine, spec, tiles)
+        images = images_of(engine, self._state_map, spec, tiles, supplied)
+        ring = self._ring_for(engine, spec, supplied) if images else NoStaging()
+        passes = OnePass(engine, spec, tiles)
+        if spec.orthogonal:
+            passes = TwoPasses(engine, spec, tiles, self._ranks, foreseen=foreseen)
+        travel = Travel(engine, spec, tiles, supplied, images, ring, passes, self._gather(engine, spec.plan))
+        if not foreseen:
+            travel.accelerated = supplied.accelerated = _accelerator_updates(travel, one_by_one=one_by_one)
+        return travel
+
+    def _ring_for(self, engine: Engine, spec: StepSpec, supplied: SuppliedStates) -> StagingRing:
+        tile_elems = max(e.tile_elems for e in engine.tiles.extents)
+        pinned = any(is_on_accelerator(s.grad) for s in spec.sources.values())
+        if self.ring.tile_elems < tile_elems or pinned > self.ring.pinned:
+            self.ring = StagingRing(tile_elems, BUFFERS_PER_DEVICE * len(engine.devices.specs), pinned=pinned)
+        self.ring.make_room_for_states(supplied.tile_sections)
+        return self.ring
+
+    def _gather(self, engine: Engine, plan: StepPlan) -> ParamAllGather:
+        if self._ranks and plan is not self._plan:
+            shared = [state for state in plan.param_states if state.part.replicas]
+            self._plan, self.gather = plan, ParamAllGather(self._ranks, shared, engine.tiles.by_param)
+            self.gather.travel_by(self.carriers)
+        return self.gather
+
+    # ---- whether a step can be undone ----------------------------------------------------
+
+    def can_land_later(self, travel: Travel) -> bool:
+        """Return whether the step can go on without this thread.
+
+        With several ranks, LiveStep.take_back() must be able to undo it. Parameters that the accelerator updates for
+        all ranks are sent within step(), on the streams of their updates.
+        """
+        if travel.accelerated.has_updates and (travel.shares_updates or not len(travel.tiles)):
+            return False
+        if travel.passes.exchange:  # its collectives would mix with the program's
+            return False
+        return self.can_undo(travel) if self._ranks else bool(len(travel.tiles))
+
+    def can_undo(self, travel: Travel) -> bool:
+        """Return whether the step can be undone at any time, even after it is complete."""
+        engine = travel.engine
+        if engine.devices.resident or self._state_map.unfilled:
+            return False
+        has_residuals = travel.spec.with_residual or engine.states.residuals  # residuals have a single copy
+        written = travel.spec.written or engine.truth.is_written or engine.decoded.masters_written
+        return not (has_residuals or written)
+
+
+def _accelerator_updates(travel: Travel, *, one_by_one: bool) -> AcceleratorUpdates:
+    """Prepare the updates on the accelerator. `one_by_one`: as in StepResources.travel(). Raises CSDMemoryError."""
+    engine, spec, supplied, updates = travel.engine, travel.spec, travel.supplied, []
+    for state in spec.plan.param_states:
+        if state.numel and (state.on_accelerator or state.index in supplied.updated):
+            rule, constants = spec.hypers[spec.table["hyper"][state.index]].tolist()
+            updates.append(AcceleratorUpdate(state, spec.sources[state.index], rule, constants))
+    if not updates:
+        return AcceleratorUpdates()
+    assert engine.accelerator
+    if supplied.updated:
+        updates = supplied.in_order(updates)
+        spec.outside_values |= parameters_of_new(updates)
+    undoes = engine.copies > 1 or bool(supplied.updated)
+    accelerated = AcceleratorUpdates(updates, exact=engine.accelerator.spec.exact, undoes=undoes)
+    if not one_by_one:
+        accelerated.allocate()
+    return accelerated
