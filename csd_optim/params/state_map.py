@@ -219,7 +219,7 @@ class StateMap:
             for state in param_states
             if self.unfilled.get(state)
             and not self.state.get(state.param)
-            and state.pointer == state.pointer_now
+            and state.reach.pointer == state.pointer_now
             and not state.initial
         ]
         if len(new) < len(self.unfilled) or not engine.next_step_fills([state.index for state in new]):
