@@ -32,7 +32,7 @@ from ..serve.address import Owners, owners_named
 from ..signals import defer_signals
 from ..step.mode import InStep
 from ..step.steps import Steps
-from ..store.file import Mode
+from ..store.existing import Mode
 from .joinable import JoinableSteps
 from .kernels import check_kernels, kernels_for
 from .made_again import make_way, register
