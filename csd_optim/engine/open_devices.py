@@ -18,7 +18,8 @@ from ..bindings import DeviceConfig, card_close, card_has_p2p, mappings
 from ..devices.machine import MEMORY_FILE_SYSTEMS, storage
 from ..devices.spec import DeviceSpec, shares_of
 from ..errors import CSDError, CSDRuntimeError, CSDWarning, users_stacklevel
-from ..store.file import STATE, Mode, StoreFile
+from ..store.existing import Mode
+from ..store.file import STATE, StoreFile
 from ..store.format import Contents
 from ..store.layout import SLOTS, SUM_ELEMS, Extent, ExtentRequest, plan_extent
 from ..store.sections import FP32, elem_bytes

@@ -12,7 +12,7 @@ from ..accelerator import accelerator_type
 from ..devices.spec import DeviceSpec, parse_device
 from ..distributed.ranks import Ranks, RanksElsewhere, all_ranks_or_none
 from ..errors import CSDStoreError, CSDUnavailableError, CSDValueError
-from ..store.file import Mode
+from ..store.existing import Mode
 from ..store.recovery import RanksStore
 from .accelerator_copies import AcceleratorCopies
 from .commit.durable import DurableCommitter

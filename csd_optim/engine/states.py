@@ -12,7 +12,7 @@ import torch
 
 from ..bindings import HYPER, PARAM, TO_AND_FRO, TORN, ExtentConfig, Native
 from ..errors import CSDError, CSDLostError, CSDOSError, CSDTornError
-from ..store.file import Mode
+from ..store.existing import Mode
 from ..store.format import Record
 from ..store.layout import SLOTS, Extent
 from .decoded import Decoded

@@ -35,10 +35,11 @@ class OfParam(Protocol):
     """The attributes of a ParamState from which Truth decides where the master is."""
 
     index: int
-    in_place: bool  # the parameter is its own master, on the accelerator
     reachable: bool  # devices can read it
-    is_master: bool  # each step takes the master from the parameter
-    unless_set: bool  # fp32 states: torch does not count writes, so each step looks for changes
+
+    @property
+    def master_source(self) -> int:
+        """Where a step finds the master, as far as the parameter itself decides: a csd_master."""
 
     @property
     def is_coded(self) -> bool:
@@ -249,15 +250,18 @@ class Truth:
         """
         if is_new:
             return int(NEW)
-        decoded, is_coded = self._decoded, param.is_coded
-        if param.in_place or (is_coded and decoded.is_own_master(param.index)):
+        source, decoded = param.master_source, self._decoded
+        if not param.is_coded:
+            return int(source)
+        if decoded.is_own_master(param.index):
             return int(IN_PARAM)
-        if is_coded and param.reachable and param.index in decoded.masters_written and not param.is_dirty:
+        if source == IN_SECTION and param.reachable and param.is_dirty:
+            # A step compares a reachable parameter in any case. UNLESS_SET makes a written parameter win even over a
+            # loaded master, which need not round to the parameter.
+            return int(UNLESS_SET)
+        if param.reachable and param.index in decoded.masters_written and not param.is_dirty:
             return int(UNCOMPARED)
-        # With codes, a step compares a reachable parameter in any case. UNLESS_SET makes a written parameter win even
-        # over a loaded master, which need not round to the parameter.
-        unless_set = param.reachable and param.is_dirty if is_coded else param.unless_set
-        return int(FROM_PARAM if param.is_master else UNLESS_SET if unless_set else IN_SECTION)
+        return int(source)
 
     @staticmethod
     def give(table: np.ndarray[Any, Any], params: Sequence[int]) -> None:

@@ -26,7 +26,8 @@ from ..params.manifest import first_difference, manifest
 from ..params.state_map import StateMap
 from ..signals import defer_signals
 from ..step.mode import InStep
-from ..store.file import Mode, another_directory
+from ..store.existing import Mode
+from ..store.file import another_directory
 
 
 class Optimizer(Protocol):

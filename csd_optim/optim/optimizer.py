@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,17 +13,14 @@ import torch
 from torch.distributed.algorithms.join import Join, Joinable
 
 from ..accelerator import check_not_capturing
-from ..devices.energy import EnergyMeter
 from ..devices.spec import DeviceSpec, count_optimizer, parse_devices
 from ..distributed.ranks import Ranks, ranks_of
 from ..engine.engine import Engine
-from ..engine.open_engine import open_engine
 from ..errors import CSDRuntimeError
 from ..finalize import call_at_end, close_quietly
 from ..grad_modes import no_autograd
 from ..overlap.choice import choose, hold_bytes
 from ..params.groups import check_state_dtype, members
-from ..params.manifest import digest_of_groups
 from ..params.memory_warnings import COPIED, warn_if_large
 from ..params.state_map import StateMap
 from ..params.update_rule import UpdateRule
@@ -32,16 +28,18 @@ from ..serve.address import Owners, owners_named
 from ..signals import defer_signals
 from ..step.mode import InStep
 from ..step.steps import Steps
-from ..store.file import Mode
+from ..store.existing import Mode
 from .joinable import JoinableSteps
-from .kernels import check_kernels, kernels_for
+from .kernels import check_kernels
+from .loaded import Box
 from .made_again import make_way, register
-from .matrices import any_matrices, check_devices, check_matrices
+from .matrices import check_devices, check_matrices
+from .opening import engine_for
 from .options import Options, check_group, check_options, grad_dtype_of, takes_environment
 from .rules import fill_in_defaults, rule_of
 from .saving import warn_of_saving
-from .states import Box, StatesOnDevices
-from .stats import describe
+from .states import StatesOnDevices
+from .stats import LastStep, describe
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -150,11 +148,7 @@ class CSDOptimizer(StatesOnDevices, JoinableSteps):
         Joinable.__init__(self)
         self._mode = InStep()
         self._is_stepping = False  # within step(): no newer optimizer may replace this one
-        self._energy = EnergyMeter()
-        # These three describe the last step.
-        self._step_seconds = 0.0
-        self._skipped = False
-        self._last_start: float | None = None  # when it began
+        self._last_step = LastStep()
         self.user_state: dict[str, Any] = {}
         self.resumed_user_states = [self.user_state]
 
@@ -165,28 +159,17 @@ class CSDOptimizer(StatesOnDevices, JoinableSteps):
         mode: Mode = "new",
         make_way: Callable[[], None] = lambda: None,
     ) -> None:
-        tile_elems = self._options["tile_size"]
-        if self._owners:
-            from ..serve.remote_engine import open_remote  # loads TLS and encryption
-
-            model = digest_of_groups(self.param_groups, self._state_map.part_of)
-            engine = open_remote(self._owners, model, mode=mode, tile_elems=tile_elems, ranks=ranks)
-        else:
-            kernels = kernels_for(specs, self.param_groups, self._state_map)
-            if passes := any_matrices(self.param_groups, self._state_map):
-                check_devices(specs)
-            engine = open_engine(
-                specs,
-                mode=mode,
-                tile_elems=tile_elems,
-                ranks=ranks,
-                kernels=kernels,
-                two_passes=passes,
-                make_way=make_way,
-            )
-        self._engine = self._steps.engine = engine
+        self._engine = self._steps.engine = engine_for(
+            self._owners or specs,
+            self.param_groups,
+            self._state_map,
+            mode=mode,
+            tile_elems=self._options["tile_size"],
+            ranks=ranks,
+            make_way=make_way,
+        )
         # Closes the engine silently if the optimizer is garbage-collected or still open at exit.
-        self._finalizer = call_at_end(self, close_quietly, engine)
+        self._finalizer = call_at_end(self, close_quietly, self._engine)
 
     # ---- torch's contract ------------------------------------------------------
 
@@ -248,32 +231,28 @@ class CSDOptimizer(StatesOnDevices, JoinableSteps):
         if self._ranks:
             Join.notify_join_context(self)
         self._forget_consolidated()
-        start = time.perf_counter()
-        self._energy.begin()
-        self._steps.trained_seconds += 0.0 if self._last_start is None else start - self._last_start
-        self._last_start = start
+        self._steps.trained_seconds += self._last_step.begin()
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if found_inf is not None:
             check_not_capturing([found_inf])
         assert self._engine is not None
         engine = self._engine
         engine.check_open()
-        self._skipped = found_inf is not None and bool(found_inf.item())
+        self._last_step.skipped = skips = found_inf is not None and bool(found_inf.item())
         failure = self._mode.before_step(scaled=found_inf is not None or grad_scale is not None)
         if failure and not self._ranks:
             raise failure
         with defer_signals(), engine.devices.interruptible(), self._mode.around_step(), engine.lock:
-            self._skipped = self._steps.step(
+            self._last_step.skipped = self._steps.step(
                 self._mode,
                 None if grad_scale is None else float(grad_scale),
                 failure,
                 sharded=self.sharded,
-                skips=self._skipped,
+                skips=skips,
                 joined=self._joined,
                 unscaled=found_inf is not None and grad_scale is None,
             )
-            self._step_seconds = time.perf_counter() - start
-            self._energy.end()
+            self._last_step.end()
         if self._warns_of_saving and self._ranks:
             self._warns_of_saving = not warn_of_saving(self._ranks, self._steps)
 
@@ -421,14 +400,7 @@ class CSDOptimizer(StatesOnDevices, JoinableSteps):
         with self._settled() as engine:
             engine.native.wait_writes()
             counters = engine.committer.stats()
-        return describe(
-            self._steps,
-            counters,
-            seconds=self._step_seconds,
-            skipped=self._skipped,
-            overlap=self._mode.stats(),
-            energy=self._energy.describe(),
-        )
+        return describe(self._steps, counters, self._last_step, overlap=self._mode.stats())
 
     @no_autograd()
     def close(self) -> None:

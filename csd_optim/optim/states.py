@@ -37,7 +37,7 @@ from ..step.mode import InStep
 from ..step.steps import Steps
 from ..store.format import Record
 from .kernels import check_kernels
-from .rules import STATES
+from .loaded import as_ours, complete_groups
 
 
 class StatesOnDevices(Optimizer):
@@ -200,54 +200,18 @@ class StatesOnDevices(Optimizer):
         """Put a state dict into `state` and `param_groups`. Changes nothing if the state dict does not fit."""
         self._steps.record()  # raises if it cannot be committed
         self._forget_consolidated()
-        handle = self.register_load_state_dict_pre_hook(lambda _, d: self._as_ours(d))
+        rule_of = self._state_map.rule_of
+        handle = self.register_load_state_dict_pre_hook(lambda _, d: as_ours(d, self.param_groups, rule_of))
         kept = self._state_map.state, self.param_groups
         try:
             super().load_state_dict(state_dict)
-            for k, (before, group) in enumerate(zip(kept[1], self.param_groups, strict=True)):
-                rule = self._state_map.rule_of(before)
-                if missing := [name for name in rule.hyperparameters if name not in group]:
-                    by = f"its rule {rule.name}" if "rule" in before else type(self).__name__
-                    raise CSDValueError(
-                        f"the state dict is of another optimizer: its group {k} has no {missing[0]}, which {by} needs"
-                    )
-                if "topk" in before:  # missing in torch's checkpoints
-                    group.setdefault("topk", before["topk"])
-                group.pop("state_dtype", None)  # the optimizer decides how states are stored, not the checkpoint
-                if "state_dtype" in before:
-                    group["state_dtype"] = before["state_dtype"]
+            complete_groups(self.param_groups, kept[1], rule_of, type(self).__name__)
             self._state_map.check(self.param_groups)
         except BaseException:
             self._state_map.state, self.param_groups = kept  # refused: undo everything
             raise
         finally:
             handle.remove()
-
-    def _as_ours(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return a state dict with the entries missing in torch's. Raises CSDValueError if rules differ."""
-        state, groups = {**state_dict["state"]}, [*state_dict["param_groups"]]
-        for k, (own, group) in enumerate(zip(self.param_groups, groups, strict=False)):
-            rule = self._state_map.rule_of(own)
-            if group.get("rule", rule.name) != rule.name:
-                raise CSDValueError(
-                    f"the state dict is of another optimizer: the rule of its group {k} is {group['rule']}, and here "
-                    f"it is {rule.name}"
-                )
-            if "rule" in own:
-                groups[k] = {**group, "rule": own["rule"]}
-            names_none = "rule" in own and "rule" not in group
-            others = STATES.difference(rule.sections) if names_none else frozenset[str]()
-            for n in group["params"] if others else ():
-                if foreign := sorted(others.intersection(state.get(n, {}))):
-                    raise CSDValueError(
-                        f"the state dict is of another optimizer: parameters of its group {k} have {foreign[0]}, which "
-                        f"the rule {rule.name} has not"
-                    )
-            for n in () if rule.torch_counts else group["params"]:
-                if any(state.get(n, {}).get(name) is not None for name in rule.sections[1:]):
-                    state[n] = {"step": 1.0, **state[n]}
-        # The base class would cast every entry to the parameter's dtype and copy it; a Box prevents both.
-        return {**state_dict, "state": {n: Box(entry) for n, entry in state.items()}, "param_groups": groups}
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
@@ -426,10 +390,3 @@ class StatesOnDevices(Optimizer):
         Raises CSDStoreError if the store is missing, damaged or incomplete, CSDBusyError if it is in use, CSDOSError.
         """
         return stored.load(path)
-
-
-class Box:
-    """Hides a state entry from torch's load_state_dict, which would cast it."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value

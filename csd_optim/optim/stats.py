@@ -1,9 +1,11 @@
-"""The dict that CSDAdam.stats() returns."""
+"""The dict that CSDAdam.stats() returns, and what it says about the last step as a whole."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
+from ..devices.energy import EnergyMeter
 from ..devices.spec import days_left
 from ..step.steps import Steps
 
@@ -11,19 +13,32 @@ KINDS = ("read", "update", "write")
 NOTHING_DONE = ("params", "nonfinite_grads", "seconds", "commit_bytes")
 
 
-def describe(
-    steps: Steps,
-    counters: list[dict[str, Any]],
-    *,
-    seconds: float,
-    skipped: bool,
-    overlap: dict[str, Any] | None,
-    energy: dict[str, Any],
-) -> dict[str, Any]:
-    """Build the result of stats(). `counters`: the engine's counters, one dict per device.
+class LastStep:
+    """How long the last step() took, what energy, and whether it was skipped."""
 
-    `seconds`: duration of the step. `overlap`: counters of the mode. `energy`: of EnergyMeter.describe().
-    """
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.skipped = False
+        self.energy = EnergyMeter()
+        self._start: float | None = None  # when it began
+
+    def begin(self) -> float:
+        """Note that a step begins. Returns the seconds since the step before began; 0 if this is the first one."""
+        before, self._start = self._start, time.perf_counter()
+        self.energy.begin()
+        return 0.0 if before is None else self._start - before
+
+    def end(self) -> None:
+        """Note that the step is done."""
+        assert self._start is not None
+        self.seconds = time.perf_counter() - self._start
+        self.energy.end()
+
+
+def describe(
+    steps: Steps, counters: list[dict[str, Any]], last_step: LastStep, *, overlap: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Build the result of stats(). `counters`: the engine's, one dict per device; `overlap`: those of the mode."""
     engine, accelerated, trained = steps.engine, steps.accelerated, steps.trained_seconds
     n = int(steps.has_updated)  # 0 if the step was skipped or had no gradients
     devices = [
@@ -74,8 +89,8 @@ def describe(
     totals["buffer_bytes"] += steps.resources.buffer_bytes
     totals["residual_bytes"] = sum(residual.nbytes for residual in engine.states.residuals.values())
     totals["gathered_bytes"] = n * steps.resources.gather.received_bytes
-    totals["skipped"] = skipped
-    totals["energy"] = energy
+    totals["skipped"] = last_step.skipped
+    totals["energy"] = last_step.energy.describe()
     if steps.ns_dtypes:
         totals["ns_dtype"] = " and ".join(steps.ns_dtypes)
     if steps.grad_norm is not None:
@@ -86,4 +101,4 @@ def describe(
     if placement and (placement.extents or (placement.accelerator and placement.accelerator.params)):
         totals["placement"] = placement.describe()
     busiest = {kind: max((d["seconds"][kind] for d in devices), default=0.0) for kind in KINDS}
-    return {**totals, "seconds": {**busiest, "step": seconds}, "devices": devices}
+    return {**totals, "seconds": {**busiest, "step": last_step.seconds}, "devices": devices}

@@ -171,8 +171,8 @@ class Guess:
 
 def _is_plain(grad: torch.Tensor, param_state: ParamState) -> bool:
     """Return whether the gradient can be pushed in place: dtype, device and element order fit."""
-    if param_state.direct_dtype:
-        return grad.dtype is param_state.direct_dtype and grad.is_contiguous() and not grad.is_neg()
+    if direct_dtype := param_state.reach.direct_dtype:
+        return grad.dtype is direct_dtype and grad.is_contiguous() and not grad.is_neg()
     p = param_state.local
     right = grad.layout is torch.strided and grad.dtype is p.dtype and grad.device == p.device
     return right and same_order(grad.stride(), param_state.stride, p.shape) and not grad.is_neg()

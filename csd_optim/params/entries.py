@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -62,6 +62,17 @@ def drop_left_behind(
     if lost is not None:
         text = f"{lost} was resized without its residual: what Top-K has not sent of its gradients is lost"
         warnings.warn(f"{text}. Resize 'residual' in its state as well", CSDWarning, users_stacklevel())
+
+
+def replaced_tensors(state: Mapping[torch.Tensor, Any], places: Iterable[ParamState]) -> Iterator[torch.Tensor]:
+    """Yield the tensors in `state` that were set from outside, and are still to be copied to these places."""
+    for place in places:
+        entry = state.get(place.param) or {}
+        for key in {*place.sections, *place.shown}:
+            if isinstance(entry, DecodedEntry) and entry.decodes(key):
+                continue
+            if isinstance(value := entry.get(key), torch.Tensor) and value is not place.shown.get(key):
+                yield value.to_local() if hasattr(value, "to_local") else value
 
 
 class Held:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from ..accelerator import accelerator_type, is_accelerator, is_on_accelerator
-from ..bindings import DTYPE_CODES
+from ..bindings import DTYPE_CODES, IN_SECTION
 from ..distributed.sharding import UNSHARDED, Partition
 from ..engine.accelerator_copies import AcceleratorCopy
 from ..engine.decoded import Decoded
@@ -19,6 +19,7 @@ from ..errors import CSDRuntimeError, CSDTypeError, CSDValueError
 from ..grad_modes import no_autograd
 from .decoded_entry import DecodedEntry
 from .grad_source import GradSource
+from .reach import Reach
 from .strides import flat, numel, ordered, same_order
 
 DTYPES = (*DTYPE_CODES, torch.complex64)
@@ -33,8 +34,8 @@ class ParamState:
     """A parameter with a place (tiles' elements for its states) on the devices, or the part that this process updates.
 
     Here "elements" means the elements of that part. "With codes": the devices keep the states as 8-bit codes.
-    "Decoded": the states have no windows, and are read on demand, as with codes. Only `refresh()`, `mark_synced()` and
-    `move_to()` change the fields about `param`; the StateMap writes `is_new` and `alive`.
+    "Decoded": the states have no windows, and are read on demand, as with codes. `reach` is what a write to the
+    parameter from outside may change, and only refresh() replaces it; the StateMap writes `is_new` and `alive`.
     """
 
     param: torch.Tensor
@@ -48,25 +49,33 @@ class ParamState:
     shown: dict[str, torch.Tensor]  # the windows, as `state` shows them
     own_master: torch.Tensor  # storage of the master unless in_place; on meta if decoded, or not allocated yet
     numel: int  # number of fp32 values; a complex number counts as two
-    in_place: bool  # the parameter is its own only master, and windows["master"] is an alias of it
+    reach: Reach  # what the devices can access of `param` as it is now
     reachable: bool  # the devices can read the master from the parameter
     images_only: bool = False  # the devices access neither parameter nor gradient: both travel as images
     state_device: torch.device = CPU  # where the states are: the host (the devices' windows), or the accelerator
     accelerator_copy: AcceleratorCopy | None = None  # of its states, in addition to the devices'
     decoded: Decoded | None = None  # access to decoded states; None: states have windows
     kept_dtype: torch.dtype | None = None  # with codes: the parameter's dtype, on which codes depend
-    is_master: bool = False  # a step takes the master from the parameter: fp32 in host memory; with codes, anywhere
-    unless_set: bool = False  # 16 bits in host memory, writes not counted: the step compares values, see UNLESS_SET
     is_new: bool = False  # no states yet: the step in flight starts from the parameter
     alive: bool = True  # False: the parameter has moved to another place
     initial: Mapping[str, float] = field(default_factory=dict)  # initial values of states, where not zero
-    # Version and address of `param` after the last step, to notice that the parameter was written or moved.
-    version: int = -1
-    pointer: int = -1
+    version: int = -1  # of `param` when it last agreed with the master, to notice writes; -1: counts as written
     _entry: weakref.ref[DecodedEntry] | None = None  # of the last entry()
-    local: torch.Tensor = field(init=False)  # the part of the parameter at the last `refresh()`
-    # The dtype that lets the engine access contiguous gradients, and the parameter, in place; None: not possible.
-    direct_dtype: torch.dtype | None = None
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The part of the parameter at the last refresh()."""
+        return self.reach.local
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the parameter is its own only master; `windows["master"]` is then an alias of the parameter."""
+        return self.reach.in_place
+
+    @property
+    def master_source(self) -> int:
+        """Where a step finds the master unless Truth.master_of() knows better: a csd_master."""
+        return self.reach.master_source
 
     @property
     def residual(self) -> torch.Tensor | None:
@@ -151,7 +160,8 @@ class ParamState:
         """Drop everything that takes memory: the parameter has left. Only the manifest's facts about its place stay."""
         self.param = torch.empty(self.own_master.shape, dtype=self.param.dtype, device="meta")
         self.part, self.alive, self.windows, self.shown, self.decoded = UNSHARDED, False, {}, {}, None
-        self.own_master = self.local = self.own_master.to("meta")
+        self.own_master = self.own_master.to("meta")
+        self.reach = replace(self.reach, local=self.own_master)
 
     @property
     def nbytes(self) -> int:
@@ -166,13 +176,11 @@ class ParamState:
     @property
     def is_dirty(self) -> bool:
         """Whether the parameter was written, moved or converted from outside since mark_synced(), or may have been."""
-        return self.version != self.version_now or self.pointer != self.pointer_now or self._is_unnoticed
-
-    @property
-    def _is_unnoticed(self) -> bool:
-        """Whether writes are noticed neither by torch's count (see grad_modes.py) nor by a step."""
-        is_found = self.is_master or self.unless_set or self.in_place or self.is_compared
-        return self.param.is_inference() and not is_found
+        part, param, reach = self.part, self.param, self.reach  # each step asks this about each parameter
+        if self.version != part.version(param) or reach.pointer != part.pointer(param):
+            return True
+        # torch does not count writes (see grad_modes.py), and no step notices them.
+        return param.is_inference() and reach.master_source == IN_SECTION and not self.is_compared
 
     @property
     def is_section(self) -> bool:
@@ -207,9 +215,25 @@ class ParamState:
 
         Raises CSDTypeError, CSDValueError or CSDRuntimeError if the states no longer fit the parameter.
         """
+        self._check_fits()
+        before, now = self.reach, Reach.of(self, grad_dtype)
+        if now.pointer != before.pointer:
+            self.version = -1  # counts as written until a step is complete
+        if self.is_coded and self.decoded and self.decoded.resident:
+            own = flat(now.local) if now.direct_dtype else None
+            self.decoded.set_location(self.index, own, fresh=before.pointer == -1)
+        if now.in_place:
+            self.set_window("master", now.local)
+        elif before.in_place:  # move the master, which may have more bits, to its own storage
+            if self.own_master.is_meta:
+                self.own_master = torch.empty_like(self.own_master, device=self.state_device)
+            self.set_window("master", self.own_master.copy_(self.windows["master"]))
+        self.reach = now
+
+    def _check_fits(self) -> None:
+        """Raise what refresh() raises. See also fits()."""
         check_param(self.param, self.name)
-        p = self.part.of(self.param)
-        shape = self.own_master.shape
+        p, shape = self.part.of(self.param), self.own_master.shape
         if self.is_coded and p.dtype is not self.kept_dtype:
             raise CSDTypeError(
                 f"parameter {self.name} is {p.dtype} now; its 8-bit states were made with {self.kept_dtype}, and have "
@@ -222,31 +246,6 @@ class ParamState:
                 f"parameter {self.name} is on {p.device} now, and its states are on {self.state_device}, where gpu: "
                 "keeps them: move it back, or load its state dict into another optimizer"
             )
-        fresh = self.pointer == -1
-        if self.pointer != self.pointer_now:
-            self.version = -1  # counts as written until a step is complete
-        self.pointer, self.local = self.pointer_now, p
-        on_host, in_order = p.device.type == "cpu", same_order(p.stride(), self.stride, p.shape)
-        half = p.dtype in (torch.float16, torch.bfloat16)
-        # With codes, neither matters: source() copies a parameter into the right order, and parameters outside host
-        # memory travel in images.
-        fp32_on_host = on_host and in_order and p.dtype is torch.float32
-        self.is_master = self.reachable and (not half if self.is_coded else fp32_on_host)
-        uncounted = self.part.writes_uncounted or self.param.is_inference()
-        self.unless_set = uncounted and self.reachable and on_host and in_order and half
-        reachable = on_host and in_order and p.is_contiguous() and p.dtype in DTYPE_CODES and not self.images_only
-        self.direct_dtype = p.dtype if reachable and grad_dtype in (None, p.dtype) else None
-        if self.is_coded and self.decoded and self.decoded.resident:
-            self.decoded.set_location(self.index, flat(p) if self.direct_dtype else None, fresh=fresh)
-        if self.in_place:
-            is_fp32_there = p.dtype is torch.float32 and p.device == self.state_device
-            self.in_place = in_order and p.is_contiguous() and is_fp32_there
-            if self.in_place:
-                self.set_window("master", p)
-            else:  # no longer in place: move the master, which may have more bits, to its own storage
-                if self.own_master.is_meta:
-                    self.own_master = torch.empty_like(self.own_master, device=self.state_device)
-                self.set_window("master", self.own_master.copy_(self.windows["master"]))
 
     def fill(self, entry: Mapping[str, Any], *, seed: bool, fresh: bool = False) -> int:
         """Copy the states in `entry` (the parameter's in `state`) into the parameter's place.
@@ -384,8 +383,8 @@ class ParamState:
         source = GradSource(grad, flat(target), dtype, self.images_only, param_and_copy=param_and_copy)
         if self.is_coded:  # the engine reads the parameter in place if it can
             source.param_is_read = self.is_new or (self.reachable and source.is_far)
-        else:  # if all are False, Truth.master_of() returns IN_SECTION
-            source.param_is_read = self.is_new or self.in_place or self.is_master or self.unless_set
+        else:
+            source.param_is_read = self.is_new or self.master_source != IN_SECTION
         return source
 
 

@@ -11,6 +11,7 @@ from ..distributed.sharding import Partition
 from ..engine.engine import Engine
 from ..store.sections import FP32
 from .param_state import CPU, ParamState
+from .reach import Reach
 from .strides import numel
 
 
@@ -42,6 +43,8 @@ class Place:
             own_master = torch.empty_strided(self.shape, self.stride, dtype=dtype, device="meta")
         else:
             own_master = windows["master"]
+        # Devices in host memory update an fp32 parameter in place, so that the master is not stored twice.
+        in_place = own_master.is_meta if states else devices.resident and not coded and p.dtype is torch.float32
         return ParamState(
             p,
             part,
@@ -54,8 +57,7 @@ class Place:
             shown={key: window if key == "step" else part.show(window) for key, window in windows.items()},
             own_master=own_master,
             numel=numel(own_master),
-            # Devices in host memory update an fp32 parameter in place, so that the master is not stored twice.
-            in_place=own_master.is_meta if states else devices.resident and not coded and p.dtype is torch.float32,
+            reach=Reach.unexamined(own_master, in_place=in_place),
             reachable=devices.reaches_params and not states,
             images_only=devices.images_only and not states,
             state_device=part.of(p).device if states else CPU,

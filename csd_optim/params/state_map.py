@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import chain, product
 from operator import is_
 from typing import Any
@@ -14,14 +14,13 @@ import torch
 
 from ..bindings import trim_memory
 from ..distributed.ranks import Ranks
-from ..distributed.sharding import UNSHARDED, Partition, part_of
+from ..distributed.sharding import Partition, part_of
 from ..engine.engine import Engine
 from ..errors import CSDRuntimeError, CSDWarning, users_stacklevel
-from ..store.check import rule_named
 from ..store.sections import FP32
 from . import accelerated
 from .decoded_entry import DecodedEntry
-from .entries import Held, drop_left_behind, keep_apart
+from .entries import Held, drop_left_behind, keep_apart, replaced_tensors
 from .groups import Groups, check_state_dtype, members, name_of
 from .manifest import manifest
 from .memory_warnings import LOADED, REPLACED, bytes_in_memory, warn_if_large
@@ -111,7 +110,7 @@ class StateMap:
                     states = chosen.get(id(p))
                     on_accelerator = states if alone else None
                     place = Place(extent, local.shape, local.stride(), rule_name, initial[id(p)], on_accelerator)
-                    param_state = self._add(engine, p, part, name, place)
+                    param_state = self.add(engine, p, part, name, place)
                     if states and copies:
                         accelerated.set_copy(engine, param_state, states.values())
                     param_state.refresh(grad_dtype)
@@ -124,15 +123,6 @@ class StateMap:
     def count_on_accelerator(self, engine: Engine) -> None:
         """Tell the engine how many parameters and bytes are on the accelerator."""
         accelerated.count(engine, self.param_states.values())
-
-    def copy_resumed(self, engine: Engine) -> None:
-        """Choose which states of a resumed store get copies on the accelerator: see choose_copies()."""
-        if engine.truth.copies is not None:
-            try:
-                accelerated.choose_copies(engine, self.param_states.values())
-            finally:
-                self.count_on_accelerator(engine)
-                self.changes += 1
 
     def codec_of(self, group: dict[str, Any], p: torch.Tensor) -> tuple[str, torch.dtype | None]:
         """Return the codec for states of a parameter in this group, and with codes its dtype; see Engine.extend()."""
@@ -149,7 +139,8 @@ class StateMap:
             engine.committer.describe(manifest(self.rule_of, self.by_index, engine.tiles.extents, groups, self.part_of))
             self._described = described
 
-    def _add(self, engine: Engine, p: torch.Tensor, part: Partition, name: str, place: Place) -> ParamState:
+    def add(self, engine: Engine, p: torch.Tensor, part: Partition, name: str, place: Place) -> ParamState:
+        """Give a parameter this place. The caller shows or fills it."""
         param_state = place.take(engine, p, part, name, len(self.by_index))
         self.param_states[id(p)] = param_state
         self.by_index.append(param_state)
@@ -219,7 +210,7 @@ class StateMap:
             for state in param_states
             if self.unfilled.get(state)
             and not self.state.get(state.param)
-            and state.pointer == state.pointer_now
+            and state.reach.pointer == state.pointer_now
             and not state.initial
         ]
         if len(new) < len(self.unfilled) or not engine.next_step_fills([state.index for state in new]):
@@ -262,8 +253,7 @@ class StateMap:
                 needed = {*rule.sections}.intersection(entry) if entry else {*rule.sections_for(groups[k])}
                 shape = self.part_of(p).of(p).shape
                 if shape != param_state.own_master.shape or not needed.issubset(param_state.sections):
-                    self.param_states.pop(id(p)).alive = False
-                    self._abandoned.append(param_state)
+                    self.abandon(param_state)
                     param_state = None
             if param_state is None:
                 if entry:
@@ -273,11 +263,18 @@ class StateMap:
         self._abandoned += self._changed_outside(groups)
         if joining:
             self.join(engine, groups, joining, grad_dtype)
-        warn_if_large(bytes_in_memory(self._replaced_tensors()), LOADED if loaded else REPLACED)
+        warn_if_large(bytes_in_memory(replaced_tensors(self.state, self.unfilled)), LOADED if loaded else REPLACED)
         if loaded and self.unfilled:  # continue from the checkpoint's step
             engine.states.go_to(max(int(self.state[state.param].get("step", 0)) for state in self.unfilled))
         self.fill(engine)
         self.remember()
+        self.may_have_left = True
+
+    def abandon(self, param_state: ParamState) -> None:
+        """Take a place away from its parameter, which gets another one. free_left() gives the place back."""
+        del self.param_states[id(param_state.param)]
+        param_state.alive = False
+        self._abandoned.append(param_state)
         self.may_have_left = True
 
     def _changed_outside(self, groups: Groups) -> list[ParamState]:
@@ -364,16 +361,6 @@ class StateMap:
 
         return put_back
 
-    def _replaced_tensors(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors in `state` that were set from outside, and are still to be copied to their places."""
-        for param_state in self.unfilled:
-            entry = self.state.get(param_state.param) or {}
-            for key in {*param_state.sections, *param_state.shown}:
-                if isinstance(entry, DecodedEntry) and entry.decodes(key):
-                    continue
-                if isinstance(value := entry.get(key), torch.Tensor) and value is not param_state.shown.get(key):
-                    yield value.to_local() if hasattr(value, "to_local") else value
-
     # ---- `state` ---------------------------------------------------------------------
 
     def show(self, param_state: ParamState) -> None:
@@ -401,32 +388,3 @@ class StateMap:
                 if isinstance(entry, dict) and entry
             )
         ]
-
-    # ---- resuming a store ------------------------------------------------------------
-
-    def adopt_commit(self, engine: Engine, groups: Groups) -> None:
-        """Give parameters their places in a resumed store. The caller has checked that all fit."""
-        here = {(k, i): p for k, i, p in members(groups)}
-        stored = engine.recovered[0].manifest
-        for entry in stored["params"]:
-            gone = entry["group"] < 0  # the parameter moved to another place later
-            p = here.get((entry["group"], entry["position"]))
-            if p is None or gone:
-                p, part = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]), device="meta"), UNSHARDED
-                initial = {}
-            else:
-                group = groups[entry["group"]]
-                part, initial = self.part_of(p), self.rule_of(group).initial_for(group)
-            place = Place(entry["extent"], entry["shape"], tuple(entry["stride"]), rule_named(stored, entry), initial)
-            param_state = self._add(engine, p, part, entry["name"], place)
-            if gone:
-                param_state.alive = False
-                self._abandoned.append(self.param_states.pop(id(p)))
-                continue
-            if (residual := engine.states.residuals.get(param_state.index)) is not None:
-                param_state.set_window(
-                    "residual", residual.as_strided(param_state.own_master.shape, param_state.stride)
-                )
-            self.show(param_state)
-        self.may_have_left = bool(self._abandoned)
-        self.remember()

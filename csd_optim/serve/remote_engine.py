@@ -15,7 +15,7 @@ from ..engine.engine import Engine
 from ..engine.open_engine import agree_on_devices
 from ..engine.states import States
 from ..errors import CSDRankError, CSDStoreError
-from ..store.file import Mode
+from ..store.existing import Mode
 from ..store.recovery import RanksStore, last_round
 from ..threads import SharedCondition
 from .address import Address, Owners

@@ -155,10 +155,10 @@ def _plan_for(
     for state in state_map.coded:
         table["first"][state.index] = state.part.first_element() * (2 if state.param.is_complex() else 1) % (1 << 32)
     for state in param_states:
-        if state.direct_dtype:
+        if direct_dtype := state.reach.direct_dtype:
             row = table[state.index]
             row["param"] = state.local.data_ptr()
-            row["grad_dtype"], row["param_dtype"] = DTYPE_CODES[state.direct_dtype], DTYPE_CODES[state.param.dtype]
+            row["grad_dtype"], row["param_dtype"] = DTYPE_CODES[direct_dtype], DTYPE_CODES[state.param.dtype]
     pointers, times = np.unique([state.pointer_now for state in param_states], return_counts=True)
     if (twice := pointers[(times > 1) & (pointers > 0)]).size:
         names = " and ".join(state.name for state in param_states if state.pointer_now == twice[0])
@@ -284,7 +284,7 @@ def foresee(
     if not is_steady(state_map, plan):
         return None
     if not all(
-        state.direct_dtype
+        state.reach.direct_dtype
         or ((state.images_only or is_on_accelerator(state.local)) and state.local.dtype in DTYPE_CODES)
         for state in plan.param_states
     ):
@@ -350,7 +350,7 @@ def _locate_gradients(
     pointers = []
     for param_state, g in zip(plan.param_states, grads, strict=True):
         if (
-            g.dtype is param_state.direct_dtype
+            g.dtype is param_state.reach.direct_dtype
             and g.numel() == param_state.numel
             and g.is_contiguous()
             and not g.is_neg()
@@ -390,7 +390,7 @@ def _fill_codes(
         row = table[state.index]
         row["seed"] = int(steps[state.index]) % (1 << 32)
         row["master"] = engine.truth.master_of(state, is_new=state.is_new)
-        if state.is_compared and state.direct_dtype and not row["param"] and not state.is_dirty:
+        if state.is_compared and state.reach.direct_dtype and not row["param"] and not state.is_dirty:
             row["param"], row["param_dtype"] = state.local.data_ptr(), DTYPE_CODES[state.local.dtype]
 
 

@@ -1,4 +1,4 @@
-"""Resuming a store: parameters and hyperparameters are restored; StateMap gives the parameters their places."""
+"""Resuming a store: parameters get their places back, and, like hyperparameters, the values of the last commit."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from typing import Any
 import torch
 
 from ..distributed.ranks import Ranks
+from ..distributed.sharding import UNSHARDED
 from ..engine.engine import Engine
 from ..errors import CSDRuntimeError, CSDStoreError, CSDWarning, users_stacklevel
+from ..params.accelerated import choose_copies
 from ..params.groups import Groups, members, restore_hyperparameters
 from ..params.manifest import codec_difference, first_difference, ignored_by_resume, rule_difference
 from ..params.param_state import ParamState
+from ..params.place import Place
 from ..params.state_map import StateMap
+from ..store.check import rule_named
 from ..store.format import Record
 from ..store.user_state import stored_user_state
 from .all_gather import ParamAllGather
@@ -60,7 +64,7 @@ class Resume:
         with engine.committer.all_ranks_or_none():
             engine.committer.discard_newer()
         with engine.committer.all_ranks_or_none():
-            self._state_map.adopt_commit(engine, groups)
+            self._adopt_places(engine, groups)
         for changed in ignored_by_resume(rule_of, initial_groups, recovered.record):
             warnings.warn(changed, CSDWarning, users_stacklevel())
         self.pending, self._resumed = True, [p for _, _, p in members(groups)]
@@ -94,10 +98,19 @@ class Resume:
                 "call restore() when it has data"
             )
         self._follow_replaced_params(engine, groups, by_position=False)
-        self._state_map.copy_resumed(engine)
+        self._choose_copies(engine)
         if self.schedules:
             self.schedules.end(groups)
         self.pending, self.schedules, self._resumed = False, None, []
+
+    def _choose_copies(self, engine: Engine) -> None:
+        """Choose which states get copies on the accelerator: see choose_copies()."""
+        if engine.truth.copies is not None:
+            try:
+                choose_copies(engine, self._state_map.param_states.values())
+            finally:
+                self._state_map.count_on_accelerator(engine)
+                self._state_map.changes += 1
 
     def unwritten(self) -> list[ParamState]:
         """Return parameters not written since the resume; of replicated parameters, on no rank. A collective."""
@@ -130,6 +143,31 @@ class Resume:
                 for param_state in divided:
                     param_state.mark_synced()
         return without_data
+
+    def _adopt_places(self, engine: Engine, groups: Groups) -> None:
+        """Give parameters their places in the store. The caller has checked that all fit."""
+        state_map, here = self._state_map, {(k, i): p for k, i, p in members(groups)}
+        stored = engine.recovered[0].manifest
+        for entry in stored["params"]:
+            gone = entry["group"] < 0  # the parameter moved to another place later
+            p = here.get((entry["group"], entry["position"]))
+            if p is None or gone:
+                p, part = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]), device="meta"), UNSHARDED
+                initial = {}
+            else:
+                group = groups[entry["group"]]
+                part, initial = state_map.part_of(p), state_map.rule_of(group).initial_for(group)
+            place = Place(entry["extent"], entry["shape"], tuple(entry["stride"]), rule_named(stored, entry), initial)
+            param_state = state_map.add(engine, p, part, entry["name"], place)
+            if gone:
+                state_map.abandon(param_state)
+                continue
+            if (residual := engine.states.residuals.get(param_state.index)) is not None:
+                param_state.set_window(
+                    "residual", residual.as_strided(param_state.own_master.shape, param_state.stride)
+                )
+            state_map.show(param_state)
+        state_map.remember()
 
     def _restore_values(self, engine: Engine, groups: Groups, grad_dtype: torch.dtype | None) -> None:
         self._without_data = self.set_from_masters(engine, groups, self._state_map.param_states.values(), grad_dtype)

@@ -13,30 +13,20 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 from .. import commit_trace, settings
 from ..bindings import crc32c, punch_hole
-from ..errors import (
-    CSDBusyError,
-    CSDLostError,
-    CSDOSError,
-    CSDStoreError,
-    CSDStoreExistsError,
-    CSDWarning,
-    users_stacklevel,
-)
-from ..files import hidden_name, opened, read, sync, write
+from ..errors import CSDBusyError, CSDLostError, CSDOSError, CSDWarning, users_stacklevel
+from ..files import hidden_name, opened, sync, write
 from ..finalize import wait_for_dropped
 from .direct import open_direct
-from .format import FILE_NAME, MAGIC, PAGE, Contents, Region, Superblock, read_commits, read_region, superblocks
+from .existing import Mode, existing_commits, forget_cached
+from .format import FILE_NAME, PAGE, Contents, Region, Superblock, read_region
 from .layout import round_up
 from .unused import Unused
 
-SECTOR = 512  # bytes that a disk writes atomically
 STATE = "optimizer state (AdamW's is 24 bytes per parameter, 32 with amsgrad)"
-# What to do with an existing store: raise an error, erase it at the first write, continue from it, only read it.
-Mode = Literal["new", "overwrite", "resume", "read"]
 
 
 def ownership_advice(directory: Path | str) -> str:
@@ -163,6 +153,9 @@ class StoreFile:
                 self.io_fd = os.dup(self.fd)
             elif durable:
                 self.path = self._open_durable(directory.resolve(), mode)
+                self.was_missing = self._is_new and mode == "resume"
+                if not self._is_new:
+                    self.recovered = existing_commits(self.fd, self.path, mode)
             else:
                 self.path = self._open_scratch(directory.resolve())
         except BaseException as e:
@@ -209,48 +202,7 @@ class StoreFile:
             os.close(self.fd)  # removed by its owner meanwhile: open the file that has the name now
             self.fd = -1
         self._is_new = mode != "read" and os.fstat(self.fd).st_size == 0
-        if self._is_new:
-            self.was_missing = mode == "resume"
-            return path
-        if mode in ("resume", "read"):
-            # The last writer may have died before a flush, or a flush may have failed. Unflushed data are readable from
-            # the page cache, and lost once evicted. So flush, and read from the disk itself.
-            try:
-                os.fdatasync(self.fd)
-                self.forget_cached()
-            except OSError as e:
-                if mode != "read" or e.errno not in (errno.EINVAL, errno.EROFS, errno.ENOSYS):
-                    raise  # a read-only file system has nothing to flush
-        heads = [read(self.fd, PAGE, i * PAGE) for i in range(2)]
-        never_committed = self._was_never_committed(path, *heads)
-        if mode != "read" and MAGIC not in (head[:8] for head in heads) and not never_committed:
-            raise CSDStoreExistsError(errno.EEXIST, f"{path} exists and is no csd_optim store; move it away")
-        if mode in ("resume", "read") and not never_committed:
-            self.recovered = read_commits(self.fd, str(path))
-        elif mode == "new":
-            known = superblocks(self.fd, str(path))
-            step = f" of step {known[0][1].step}" if known else ""
-            raise CSDStoreExistsError(
-                errno.EEXIST,
-                f"{path} holds a store{step}; pass resume=True to continue from there, overwrite=True to erase it, or "
-                "name another directory",
-            )
         return path
-
-    def _was_never_committed(self, path: Path, first: bytes, second: bytes) -> bool:
-        """Return whether the process that created this store was stopped before its first commit.
-
-        In that case copy 1 is all zeros, and copy 0 is incomplete, and zero except for its first and last sector.
-        """
-        sectors = [first[i : i + SECTOR] for i in range(0, PAGE, SECTOR)]
-        if any(second) or any(map(any, sectors[1:-1])) or (any(sectors[0]) and first[: len(MAGIC)] != MAGIC):
-            return False
-        for copy, block in superblocks(self.fd, str(path)):  # raises for an unknown format
-            with contextlib.suppress(CSDStoreError):
-                read_region(self.fd, block.manifest, copy, "manifest", str(path))
-                read_region(self.fd, block.table, copy, "slot table", str(path))
-                return False  # a whole superblock: there was a commit, even if it may be unreadable
-        return True
 
     def _has_name(self, path: Path) -> bool:
         try:
@@ -449,7 +401,7 @@ class StoreFile:
 
     def forget_cached(self) -> None:
         """Evict clean pages from the page cache, so that the next read comes from the disk."""
-        os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        forget_cached(self.fd)
 
     def write(self, data: memoryview, offset: int) -> None:
         """Write whole pages from page-aligned memory, with direct I/O if the file system has it. Raises CSDOSError."""

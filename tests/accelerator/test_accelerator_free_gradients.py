@@ -136,7 +136,7 @@ def test_nobody_waits_for_ever_for_a_step_that_cannot_be_undone(tmp_path, monkey
     training.step()
 
     def breaks(_):
-        gone.append(mode_of(training.opt)._no_backward)
+        gone.append(mode_of(training.opt)._run.ended)
         raise ZeroDivisionError
 
     def fails(*_):

@@ -32,7 +32,7 @@ from torch.nn.utils import clip_grad_norm_
 from bench.tables import main
 from csd_optim import CSDAdam, CSDError, push
 from csd_optim.checkpoint.reshard import reshard
-from csd_optim.overlap.in_backward import TakenGradient
+from csd_optim.overlap.backward_run import TakenGradient
 
 pytestmark = [pytest.mark.fp32_states("some cells set them"), pytest.mark.here("some cells have owners of their own")]
 

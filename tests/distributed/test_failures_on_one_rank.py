@@ -17,7 +17,7 @@ from csd_optim.bindings import Native
 from csd_optim.engine.commit.durable import DurableCommitter
 from csd_optim.engine.engine import Engine
 from csd_optim.errors import CSDRankError
-from csd_optim.overlap.in_backward import TakenGradient
+from csd_optim.overlap.backward_run import TakenGradient
 from csd_optim.overlap.lent import LentGradients
 from csd_optim.step.all_gather import ParamAllGather
 from csd_optim.step.steps import Steps

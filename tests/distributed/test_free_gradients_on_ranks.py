@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from csd_optim import CSDAdam, CSDRuntimeError
 from csd_optim.bindings import Native
 from csd_optim.errors import CSDRankError
-from csd_optim.overlap.in_backward import TakenGradient
+from csd_optim.overlap.backward_run import TakenGradient
 from csd_optim.store.file import StoreFile
 
 STEPS = 5

@@ -256,16 +256,16 @@ def test_copies_on_the_accelerator():
     ("facts", "master"),
     [
         ({}, IN_SECTION),
-        ({"is_master": True}, FROM_PARAM),
-        ({"in_place": True, "is_master": True}, IN_PARAM),
-        ({"unless_set": True}, UNLESS_SET),
+        ({"master_source": FROM_PARAM}, FROM_PARAM),
+        ({"master_source": IN_PARAM}, IN_PARAM),
+        ({"master_source": UNLESS_SET}, UNLESS_SET),
         ({"is_dirty": True}, IN_SECTION),  # a write that is counted is copied to the master before the step
         ({"codes": True}, IN_SECTION),
         ({"codes": True, "is_dirty": True}, UNLESS_SET),
         ({"codes": True, "is_dirty": True, "reachable": False}, IN_SECTION),
-        ({"codes": True, "is_master": True}, FROM_PARAM),
-        ({"codes": True, "is_master": True, "master_written": True}, UNCOMPARED),
-        ({"codes": True, "is_master": True, "master_written": True, "is_dirty": True}, FROM_PARAM),
+        ({"codes": True, "master_source": FROM_PARAM}, FROM_PARAM),
+        ({"codes": True, "master_source": FROM_PARAM, "master_written": True}, UNCOMPARED),
+        ({"codes": True, "master_source": FROM_PARAM, "master_written": True, "is_dirty": True}, FROM_PARAM),
         ({"codes": True, "own": True, "master_written": True}, IN_PARAM),
     ],
 )
@@ -275,7 +275,7 @@ def test_where_a_step_finds_the_master(facts, master):
         model.decoded.masters_written.add(2)
     if facts.get("own"):
         model.decoded.set_location(2, torch.zeros(2 * 4096, dtype=torch.bfloat16), fresh=True)
-    place = {"index": 2, "reachable": True} | dict.fromkeys(("in_place", "is_master", "unless_set", "is_dirty"), False)
+    place = {"index": 2, "reachable": True, "master_source": IN_SECTION, "is_dirty": False}
     place = SimpleNamespace(**place | facts, is_coded=bool(facts.get("codes")))
     assert model.truth.master_of(place) == master
     assert model.truth.master_of(place, is_new=True) == NEW

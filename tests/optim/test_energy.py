@@ -7,7 +7,7 @@ import torch
 
 from csd_optim import CSDAdam
 from csd_optim.devices.energy import EnergyMeter
-from csd_optim.optim import optimizer
+from csd_optim.optim import stats
 from csd_optim.trainers import scalars
 
 WRAPS_AT = 262_143_328_850  # microjoules, as on most Intel machines
@@ -138,7 +138,7 @@ def two_steps(opt, p, tree=None):
 
 def test_stats_have_it(tmp_path, monkeypatch):
     tree = Tree(tmp_path, rapl_0="package-0")
-    monkeypatch.setattr(optimizer, "EnergyMeter", functools.partial(EnergyMeter, tmp_path))
+    monkeypatch.setattr(stats, "EnergyMeter", functools.partial(EnergyMeter, tmp_path))
     p = torch.nn.Parameter(torch.ones(10))
     with CSDAdam([p], devices=["ram:"]) as opt:
         assert opt.stats()["energy"]["machine_joules"] is None
@@ -150,7 +150,7 @@ def test_stats_have_it(tmp_path, monkeypatch):
 
 
 def test_stats_say_why_there_is_none(tmp_path, monkeypatch):
-    monkeypatch.setattr(optimizer, "EnergyMeter", functools.partial(EnergyMeter, tmp_path))
+    monkeypatch.setattr(stats, "EnergyMeter", functools.partial(EnergyMeter, tmp_path))
     p = torch.nn.Parameter(torch.ones(10))
     with CSDAdam([p], devices=["ram:"]) as opt:
         two_steps(opt, p)

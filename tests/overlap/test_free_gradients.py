@@ -17,7 +17,7 @@ from torch import nn
 
 from csd_optim import CSDAdam, CSDError, CSDRuntimeError, CSDTypeError, CSDValueError
 from csd_optim.engine.engine import Engine
-from csd_optim.overlap.in_backward import StepsInBackward
+from csd_optim.overlap.backward_run import BackwardRun
 from csd_optim.step.live import LiveStep
 
 FREE = {"free_gradients": True}
@@ -485,7 +485,7 @@ def test_a_late_hook_of_a_backward_that_failed(tmp_path, monkeypatch):
             mode, first = mode_of(training.opt), training.model[3].inner.bias
 
             def comes_late(_):
-                assert id(first) in mode._taken
+                assert id(first) in mode._run.taken
                 with monkeypatch.context() as patch:
                     patch.setattr(torch._C, "_current_graph_task_id", lambda: mode._aborted_task)
                     with pytest.raises(CSDRuntimeError, match="a second backward before step"):
@@ -808,14 +808,14 @@ def test_another_optimizer_after_one_that_was_dropped_in_backward(tmp_path):
 def test_few_gradients_at_a_time(tmp_path, monkeypatch):
     """Backward waits. Of gradients whose tiles lack others, only parts are kept: here biases follow all weights."""
     training = Twin(tmp_path, {"free_gradients": True, "hold": 30_000}, groups=True, depth=12, state_dtype="fp32")
-    most, take = [], StepsInBackward._take
+    most, take = [], BackwardRun.take
 
-    def measured(steps, p, grad):
-        take(steps, p, grad)
-        parts = [part.grad for parts in steps._lent._parts.values() for part in parts.values()]
-        most.append((steps._lent._bytes, sum(part.untyped_storage().nbytes() for part in parts)))
+    def measured(run, p, grad):
+        take(run, p, grad)
+        parts = [part.grad for parts in run.lent._parts.values() for part in parts.values()]
+        most.append((run.lent._bytes, sum(part.untyped_storage().nbytes() for part in parts)))
 
-    monkeypatch.setattr(StepsInBackward, "_take", measured)
+    monkeypatch.setattr(BackwardRun, "take", measured)
     for _ in range(3):
         training.step()
     gradient = training.model[0].inner.weight.nbytes

@@ -17,7 +17,9 @@ from csd_optim import CSDRuntimeError
 
 pytestmark = pytest.mark.signals
 
-HOOKS = tuple(f"{csd_optim.__path__[0]}/overlap/{name}.py" for name in ("early", "guess", "in_backward", "lent"))
+HOOKS = tuple(
+    f"{csd_optim.__path__[0]}/overlap/{name}.py" for name in ("early", "guess", "backward_run", "in_backward", "lent")
+)
 EVERY = (f"{csd_optim.__path__[0]}/overlap", f"{csd_optim.__path__[0]}/step", f"{csd_optim.__path__[0]}/signals.py")
 GOLDEN = 0.6180339887  # whose multiples, modulo 1, are spread evenly
 

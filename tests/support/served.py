@@ -13,7 +13,7 @@ from pathlib import Path
 from support.owner_here import OwnerHere
 
 from csd_optim.engine import open_engine as opening
-from csd_optim.optim import optimizer
+from csd_optim.optim import opening as of_optimizers
 from csd_optim.serve import ownership
 from csd_optim.serve.address import Owners, parse_address
 from csd_optim.serve.remote_engine import open_remote
@@ -54,7 +54,7 @@ def assume(n):
     """Serve named directories by so many owners, or not, in this process and in those that support/forked.py starts."""
     os.environ[VARIABLE] = str(n)
     if n:
-        optimizer.open_engine = open_served
+        of_optimizers.open_engine = open_served
         ownership.part_of = lambda spec, *_: spec
         ownership.check_others = lambda *_: None
 
