@@ -276,3 +276,6 @@ class AcceleratorUpdates:
         nonfinite = sum(int(n) for n in self._nonfinite.values())
         done = {"params": self.params, "nonfinite_grads": nonfinite, "seconds": seconds}
         return done | {"commit_bytes": self.commit_bytes}
+
+
+NO_UPDATES = AcceleratorUpdates()

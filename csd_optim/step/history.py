@@ -19,7 +19,7 @@ from ..grad_modes import no_autograd
 from ..params.state_map import StateMap
 from ..signals import defer_signals
 from ..store.format import Record
-from .accelerator_updates import AcceleratorUpdates
+from .accelerator_updates import NO_UPDATES, AcceleratorUpdates
 from .undo import Rollback, Undo
 
 
@@ -33,7 +33,7 @@ class StepHistory:
         self.ranks: Ranks | None = ranks
         self.steps_taken: int = 0  # number of steps taken, equal on all ranks
         self.has_updated: bool = False  # whether the last step has updated anything
-        self.accelerated: AcceleratorUpdates = AcceleratorUpdates()  # the last step's updates on the accelerator
+        self.accelerated: AcceleratorUpdates = NO_UPDATES  # the last step's updates on the accelerator
         self.in_flight: bool = False  # states of the last step may still be in transit
         self.undoing: Undo | Rollback | None = None  # an undo that has not restored all parameters yet
         self._forward_guard: RemovableHandle | None = None  # set together with `undoing`

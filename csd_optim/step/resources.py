@@ -6,11 +6,11 @@ from ..accelerator import is_on_accelerator
 from ..distributed.ranks import Ranks
 from ..engine.engine import Engine
 from ..params.state_map import StateMap
-from .accelerator_updates import AcceleratorUpdate, AcceleratorUpdates, parameters_of_new
+from .accelerator_updates import NO_UPDATES, AcceleratorUpdate, AcceleratorUpdates, parameters_of_new
 from .all_gather import ParamAllGather
 from .images import images_of
 from .spec import StepPlan, StepSpec
-from .staging import BUFFERS_PER_DEVICE, NoStaging, StagingRing
+from .staging import BUFFERS_PER_DEVICE, NO_STAGING, StagingRing
 from .supplied_states import SuppliedStates, supplied_states
 from .travel import Travel
 from .two_passes import OnePass, TwoPasses
@@ -21,7 +21,7 @@ class StepResources:
 
     def __init__(self, state_map: StateMap, ranks: Ranks | None) -> None:
         self._state_map, self._ranks = state_map, ranks
-        self.ring: StagingRing = NoStaging()
+        self.ring: StagingRing = NO_STAGING
         self.gather: ParamAllGather = ParamAllGather()  # of the plan's parameters that ranks share
         self._plan: StepPlan | None = None  # for which `gather` was made
         self.carriers: dict[Ranks, Ranks] = {}  # process groups that replace the ranks' own in that exchange
@@ -43,13 +43,15 @@ class StepResources:
         tiles = engine.in_step_order(engine.tiles.of_mask(spec.table["grad"] != 0))
         supplied = supplied_states(engine, spec, tiles)
         images = images_of(engine, self._state_map, spec, tiles, supplied)
-        ring = self._ring_for(engine, spec, supplied) if images else NoStaging()
+        ring = self._ring_for(engine, spec, supplied) if images else NO_STAGING
         passes = OnePass(engine, spec, tiles)
         if spec.orthogonal:
             passes = TwoPasses(engine, spec, tiles, self._ranks, foreseen=foreseen)
         travel = Travel(engine, spec, tiles, supplied, images, ring, passes, self._gather(engine, spec.plan))
         if not foreseen:
-            travel.accelerated = supplied.accelerated = _accelerator_updates(travel, one_by_one=one_by_one)
+            travel.accelerated = _accelerator_updates(travel, one_by_one=one_by_one)
+            if supplied.updated:
+                supplied.accelerated = travel.accelerated
         return travel
 
     def _ring_for(self, engine: Engine, spec: StepSpec, supplied: SuppliedStates) -> StagingRing:
@@ -99,7 +101,7 @@ def _accelerator_updates(travel: Travel, *, one_by_one: bool) -> AcceleratorUpda
             rule, constants = spec.hypers[spec.table["hyper"][state.index]].tolist()
             updates.append(AcceleratorUpdate(state, spec.sources[state.index], rule, constants))
     if not updates:
-        return AcceleratorUpdates()
+        return NO_UPDATES
     assert engine.accelerator
     if supplied.updated:
         updates = supplied.in_order(updates)

@@ -26,7 +26,7 @@ from ..bindings import Push
 from ..engine.engine import Engine
 from ..params.grad_source import GradSource
 from .sparse import SparseTiles
-from .supplied_states import SuppliedStates
+from .supplied_states import NO_SUPPLIED, SuppliedStates
 
 # Tiles in flight per device: one travelling each way, and two being updated or waiting for their states.
 BUFFERS_PER_DEVICE = 4
@@ -91,7 +91,7 @@ class StagingRing:
         self._separate_streams: dict[torch.device, Any] = {}  # streams for on_separate_streams(), created lazily
         self._accelerators: set[torch.device] = set()  # accelerators of the step under way
         self._sparse = SparseTiles()
-        self._supplied = SuppliedStates()  # of the step under way
+        self._supplied = NO_SUPPLIED  # of the step under way
 
     def make_room_for_states(self, sections: int) -> None:
         """Make the slots large enough for the states of tiles with that many sections: see SuppliedStates."""
@@ -243,7 +243,7 @@ class StagingRing:
     def forget(self) -> None:
         """Forget the selections of a step that is undone or over. The residuals do not change."""
         self._sparse.forget()
-        self._supplied = SuppliedStates()
+        self._supplied = NO_SUPPLIED
 
     def begin_fill(
         self,
@@ -345,6 +345,9 @@ class NoStaging(StagingRing):
 
     def begin(self, sources: Mapping[int, GradSource], supplied: SuppliedStates) -> None:
         pass
+
+
+NO_STAGING = NoStaging()
 
 
 def _places_of(engine: Engine, row: int, source: GradSource, first: int) -> tuple[int, int]:

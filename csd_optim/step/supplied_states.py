@@ -14,7 +14,7 @@ from ..engine.accelerator_copies import AcceleratorCopy
 from ..engine.engine import Engine
 from ..engine.truth import Truth
 from ..params.param_state import ParamState
-from .accelerator_updates import AcceleratorUpdate, AcceleratorUpdates
+from .accelerator_updates import NO_UPDATES, AcceleratorUpdate, AcceleratorUpdates
 from .spec import StepSpec
 
 
@@ -30,7 +30,7 @@ class SuppliedStates:
         self.updated: frozenset[int] = frozenset()  # rows with a gradient
         self.tiles: np.ndarray[Any, Any] = np.zeros(0, np.uint32)  # uint32: tiles with supplied states
         self.nbytes: int = 0  # copied to tiles so far
-        self.accelerated: AcceleratorUpdates = AcceleratorUpdates()  # the updates that produce the states
+        self.accelerated: AcceleratorUpdates = NO_UPDATES  # the updates that produce the states
 
     @property
     def devices(self) -> set[torch.device]:
@@ -79,6 +79,9 @@ class SuppliedStates:
             self.copies[row].is_known = True
 
 
+NO_SUPPLIED = SuppliedStates()
+
+
 def supplied_states(engine: Engine, spec: StepSpec, tiles: np.ndarray[Any, Any]) -> SuppliedStates:
     """Return the states that the accelerator supplies in a step with these tiles (uint32).
 
@@ -87,14 +90,14 @@ def supplied_states(engine: Engine, spec: StepSpec, tiles: np.ndarray[Any, Any])
     """
     copies = engine.truth.copies
     if copies is None:
-        return SuppliedStates()
+        return NO_SUPPLIED
     edited = engine.truth.note_written()  # tiles whose copies on the accelerator are out of date now
     with_grad = [state for state in spec.plan.param_states if state.accelerator_copy and state.numel]
     # The devices update a parameter that was moved off the accelerator, like any other.
     updated = {state.index: state for state in with_grad if _is_on_copy_device(state)}
     copies.forget([state.index for state in with_grad if state.index not in updated])
     if not updated:
-        return SuppliedStates()
+        return NO_SUPPLIED
     copies.load([row for row, state in updated.items() if not state.is_new])
     # Rows without a gradient in the same tiles are supplied, too, so that devices need not read the tile. But if the
     # program has written to their tiles, the devices have to read these.

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from ..engine.engine import Engine
-from .accelerator_updates import AcceleratorUpdates
+from .accelerator_updates import NO_UPDATES, AcceleratorUpdates
 from .all_gather import ParamAllGather
 from .spec import StepSpec
 from .staging import NO_BUFFERS, StagingBuffer, StagingRing
@@ -49,7 +49,7 @@ class Travel:
     ring: StagingRing  # the staging buffers
     passes: OnePass  # the order of the tiles; TwoPasses, if the step has matrices
     gather: ParamAllGather  # of the parameters whose updates the ranks share
-    accelerated: AcceleratorUpdates = field(default_factory=AcceleratorUpdates)  # the updates on the accelerator
+    accelerated: AcceleratorUpdates = NO_UPDATES  # the updates on the accelerator
     ended: threading.Event = field(default_factory=threading.Event)  # set when nothing more arrives: see end()
 
     def __post_init__(self) -> None:
