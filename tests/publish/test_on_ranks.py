@@ -293,6 +293,32 @@ def test_a_step_that_fails_at_one_owner(kind, mode, owners, tmp_path):
     on_living_ranks(2, fails, kind, mode, {**CODES, "devices": owners}, directory=tmp_path)
 
 
+class Uneven(nn.Module):
+    """Two parameters, of which the second rank has only rows of the first one."""
+
+    def __init__(self):
+        super().__init__()
+        self.both = nn.Parameter(torch.full((2, 3000), 0.02, dtype=bf16))
+        self.first = nn.Parameter(torch.full((1, 3000), 0.02, dtype=bf16))
+
+
+def fails_without_tiles(rank):
+    Path(f"store-{rank}").mkdir()
+    with Published("policy", "store-{rank}", model=Uneven(), publish={"every": 2}, lr=1e-3) as t:
+        t.step()
+        with failing(Engine, "finish", int(rank == 0), "unplugged"), pytest.raises(CSDError, match="unplugged"):
+            t.step(without=("both",))
+        t.done -= 1
+        t.step(without=("both",))
+        changed, sent = t.check()
+        assert 0 < changed["both"] <= sent["both"]
+
+
+def test_an_undone_step_without_tiles_on_one_rank(tmp_path):
+    """That rank's records of the step before it stay, as the next version needs them."""
+    on_living_ranks(2, fails_without_tiles, directory=tmp_path)
+
+
 @contextlib.contextmanager
 def full_disk(rank, victim, place):
     """On one rank, files of a version cannot be written, or those whose path contains `place`."""
