@@ -18,6 +18,7 @@ from support.owner_here import OwnersHere
 from support.published import Model, Published, bf16, chain, gradients, publishes_on, weights_by_step
 from support.ranks import KILLED, on_living_ranks, on_ranks
 from support.replacing import failing, replaced
+from support.wires import until
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -406,6 +407,35 @@ def test_a_version_that_cannot_be_named(mode, options, tmp_path):
 
 def test_a_version_of_trainers_that_cannot_be_named(owners, tmp_path):
     on_living_ranks(2, cannot_name, {}, {"devices": owners}, directory=tmp_path)
+
+
+def cannot_name_meanwhile(rank):
+    """All ranks learn in step() that the last version has no name, when the next step has begun in backward."""
+    o = Overlapping(rank, "DDP", {"backward": True}, **FP32)
+    with o.t as t:
+        for _ in range(3):
+            o.step()
+        o.checked()
+        version = t.pub.version
+        how = pytest.warns(csd_optim.CSDWarning, match="unplugged") if rank == 0 else contextlib.nullcontext()
+        with failing(Folder, "name", int(rank == 0), "unplugged"), how:
+            o.step()
+            until(lambda: t.opt.committed_step == t.done and (rank or t.pub.error))
+        o.backward()
+        t.opt.step()
+        t.done += 1
+        t.pub.wait()
+        assert (t.pub.version, t.pub.error) == (version, "rank 0: unplugged")
+        o.step()
+        o.checked()
+        assert (t.pub.version, is_full(t.pub)) == (version + 3, True)
+        o.step()
+        o.checked()
+        assert not is_full(t.pub)
+
+
+def test_a_version_that_cannot_be_named_while_a_step_is_under_way(tmp_path):
+    on_living_ranks(2, cannot_name_meanwhile, directory=tmp_path)
 
 
 # ---- ranks are killed --------------------------------------------------------------------------------
