@@ -71,7 +71,8 @@ class Committer:
         Nothing has been touched then, and the next call tries again.
         """
 
-    def _confirm(self, ranks: Ranks | RanksElsewhere | None) -> None:
+    def exchange_ballots(self, ranks: Ranks | RanksElsewhere | None) -> None:
+        """Do as confirm(), and do so even if nothing is durable. A collective of `ranks`."""
         with all_ranks_or_none(ranks) as votes:
             votes.mine = self.ballot(retry=True)
         if ranks and ranks.meet_here:
@@ -94,8 +95,9 @@ class Committer:
         if any(ballot.round == LACKING for ballot in ballots):
             return False
         check_rounds(ballot.round for ballot in ballots)
-        highest = max(ballot.highest for ballot in ballots)
-        self.note_confirmed(highest=highest, has_failed=any(ballot.watch_failed for ballot in ballots))
+        if any(ballot.watch_failed for ballot in ballots):
+            self.states.watcher.give_up()
+        self.note_confirmed(highest=max(ballot.highest for ballot in ballots))
         return True
 
     def own_round(self) -> int:
@@ -113,12 +115,9 @@ class Committer:
         """The highest known number of a round, even of an undone step's: the next round gets the following number."""
         return 0
 
-    def note_confirmed(self, *, highest: int = 0, has_failed: bool = False) -> None:
-        """Note that all ranks have made the last round.
-
-        `highest`: the largest highest_round of all ranks, if known. `has_failed`: see Watcher.after_commit().
-        """
-        self.states.watcher.after_commit(self.states.step, has_failed=has_failed)
+    def note_confirmed(self, *, highest: int = 0) -> None:
+        """Note that all ranks have made the last round. `highest`: the largest highest_round of all ranks, if known."""
+        self.states.watcher.after_commit(self.states.step)
 
     @property
     def is_confirmed(self) -> bool:

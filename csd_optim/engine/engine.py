@@ -193,7 +193,7 @@ class Engine:
 
     def end_without_tiles(self, keep: bool = True) -> None:
         """End a step of begin_without_tiles(). `keep`: the step is complete; else it was undone."""
-        self._note_end(is_undone=not keep)
+        self.states.timeline.end(is_undone=not keep)
         self.states.go_to(self.states.step + keep)
 
     def count_step_of_others(self) -> None:

@@ -16,6 +16,10 @@ class Watcher:
     raises.
     """
 
+    # Whether this rank lacks something that before_commit() or after_commit() should have done. The committer tells the
+    # other ranks, and calls give_up() on all of them. A single process gives up by itself.
+    has_failed: bool = False
+
     def enter(self, table: np.ndarray[Any, Any], params: Sequence[Any]) -> None:
         """Set `watch` in the table of a plan (dtype PARAM) for those of `params` (ParamState) that are watched."""
 
@@ -47,7 +51,7 @@ class Watcher:
         """
 
     def step_ends(self, *, is_undone: bool) -> None:
-        """Note that the step is complete here, or was undone."""
+        """Note that the step of step_begins() is complete here, or was undone."""
 
     def step_of_others(self) -> None:
         """Note, instead of step_completes() and step_ends(), a step in which only other ranks have updated anything."""
@@ -68,16 +72,11 @@ class Watcher:
     def before_commit(self, step: int) -> None:
         """Do what has to be durable before the states of this step are. On any thread; may be repeated."""
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether before_commit() has failed here since the last vote of the ranks that confirmed a step."""
-        return False
+    def give_up(self) -> None:
+        """Note that `has_failed` is True on some rank, and reset it. Called before after_commit(). On any thread."""
 
-    def after_commit(self, step: int, *, has_failed: bool = False) -> None:
-        """Note that the states of this step are durable on all devices, of all ranks. On any thread.
-
-        `has_failed`: on any rank.
-        """
+    def after_commit(self, step: int) -> None:
+        """Note that the states of this step are durable on all devices, of all ranks. On any thread."""
 
     def params_written(self, params: Sequence[int]) -> None:
         """Note that states of these parameters are written outside of a step."""

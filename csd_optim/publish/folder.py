@@ -172,11 +172,12 @@ class Folder:
         return read_version(path)
 
     def discard(self, last: int | None = None) -> None:
-        """Remove unnamed versions: all, or those up to number `last`."""
-        for path in [*self.path.iterdir()]:
-            match = PENDING.fullmatch(path.name)
-            if path.name.startswith(".v") and (last is None or (match and int(match[1]) <= last)):
-                shutil.rmtree(path, ignore_errors=True)
+        """Remove unnamed versions: all, or those up to number `last`. Leaves what cannot be removed now."""
+        with contextlib.suppress(OSError):
+            for path in [*self.path.iterdir()]:
+                match = PENDING.fullmatch(path.name)
+                if path.name.startswith(".v") and (last is None or (match and int(match[1]) <= last)):
+                    shutil.rmtree(path, ignore_errors=True)
 
     # ---- old versions --------------------------------------------------------------
 

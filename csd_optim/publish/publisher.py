@@ -1,6 +1,6 @@
-"""Publisher: writes versions of the weights.
+"""Publisher: listens to steps and commits, and has versions of the weights made of them.
 
-A version is written before its step is committed, and named afterwards.
+A version is written before its step is committed, and named afterwards: see pending.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from ..params.param_state import ParamState
 from ..params.state_map import StateMap
 from ..threads import running_pool
 from .chain import Chain
-from .folder import Folder, VersionShare
+from .folder import Folder
+from .pending import NextVersion, PendingVersion, VersionPhase
 from .recording import Recording
 from .tracked import own_share, tensors_of
 from .watching import Watching
@@ -74,44 +75,73 @@ class Publisher(Watcher):
         self.path: Path = path
         self.error: str = ""
         self._engine, self._state_map, self._ranks, self._options = engine, state_map, ranks, options
-        self._model = model.module if isinstance(model, DistributedDataParallel) else model
+        model = model.module if isinstance(model, DistributedDataParallel) else model
         self._settle = settle
         self._leads = ranks is None or ranks.rank == 0
         # Whether a thread of the publisher names versions. Else after_commit() runs in the background already.
         self._names_behind = ranks is not None or not engine.devices.records_changes
-        self._is_complete = False  # between step_completes() and step_ends()
         self._named: tuple[int, int] | None = None  # number and step of the newest version
-        # The same on all ranks:
-        self._run = ""
-        self._number = 1  # of the next version
-        self._base = 0  # number of the next version's base
-        self._last_full = 0  # the number of the last full version
-        self._needs_full = True
-        self._is_full = False  # the version under way is a full one
-        self._unconfirmed: int | None = None  # the last step, if it has a version and is not confirmed
-        # Of this rank:
-        self._due: int | None = None  # a step whose share is still to be written
-        self._has_written = False  # the share of the last step
-        self._has_failed = False  # see Watcher
+        self._version: PendingVersion | None = None  # of the step under way or the last step, until it is confirmed
         self._failure = ""  # why there is no version, if this rank is the cause
         self._working: Future[None] | None = None  # work begun by no_commit()
         self._naming: Future[None] | None = None  # of the last version, on rank 0 of several ranks
         self._closed = False
         with all_ranks_or_none(ranks):
-            tensors = tensors_of(self._model, state_map.part_of, as_bf16=options.dtype == "bf16")
+            tensors = tensors_of(model, state_map.part_of, as_bf16=options.dtype == "bf16")
             for tracked in tensors:
                 tracked.has_changed()  # takes the checksum
         self._tracked = own_share(tensors, ranks)
-        self._tensors = [t.tensor for t in tensors]
         with contextlib.ExitStack() as stack:
             try:
-                self._open(stack)
-                self._begin()
+                with all_ranks_or_none(ranks) as votes:
+                    self._pool = running_pool(1, "csd_optim publish")
+                    stack.callback(self._pool.shutdown)
+                    self._folder = Folder(path, *((ranks.rank, ranks.size) if ranks else ()))
+                    stack.callback(self._folder.close)
+                    votes.mine = self._folder.make_mark() if ranks and self._leads else None
+                with all_ranks_or_none(ranks):
+                    if ranks and not self._folder.has_mark(votes.all[0]):
+                        raise CSDValueError(
+                            f"rank {ranks.rank} does not see in {path} what rank 0 writes there: publish() needs a "
+                            "folder on a file system that all ranks share"
+                        )
+                    self._recording = Recording(path)
+                    stack.callback(self._recording.close)
+                self._watching = Watching(engine, self._recording, self._tracked, model)
+                self._chain = Chain(self._folder, [t.tensor for t in tensors])
+                self._writer = ShareWriter(self._folder, self._recording, self._tracked, self._chain.model)
+                self._next = self._begin()  # the same on all ranks
             except OSError as e:
                 if isinstance(e, CSDError):
                     raise
                 raise CSDOSError(e.errno, f"cannot publish in {path}: {e.strerror}") from e
             stack.pop_all()
+
+    def _begin(self) -> NextVersion:
+        """Continue the chain if the newest version has the model's bits; otherwise begin a new run. A collective."""
+        step = self._engine.states.step
+        with all_ranks_or_none(self._ranks) as votes:
+            votes.mine = [(t.index, t.checksum) for t in self._tracked]
+        sums = [part for of_rank in votes.all for part in of_rank]
+        with all_ranks_or_none(self._ranks) as votes:
+            if self._leads:
+                votes.mine = self._chain.find(step, sums, durable=self._engine.durable)
+        run, number, newest, last_full = votes.all[0]
+        following = NextVersion(run, number, newest if last_full else 0, last_full)
+        if newest:
+            self._named = newest, step
+            return following
+        version = following.begin(step, self._options.full_every)
+        version.enter(VersionPhase.DUE)
+        with all_ranks_or_none(self._ranks):
+            self._write(version)
+        version.enter(VersionPhase.CONFIRMED)
+        with all_ranks_or_none(self._ranks) as votes:
+            if self._leads:
+                self._name(version)
+            votes.mine = self._named
+        self._named = votes.all[0]
+        return following.after(version)
 
     # ---- what users ask ------------------------------------------------------------
 
@@ -137,10 +167,9 @@ class Publisher(Watcher):
         if settle := self._settle():
             settle()
         self.join()
-        with all_ranks_or_none(self._ranks) as votes:
-            votes.mine = self._has_failed
-        # If no states are durable, the step is not confirmed yet.
-        self.after_commit(self._engine.states.step, has_failed=any(votes.all))
+        if self._ranks:  # if no states are durable, the step is not confirmed yet
+            with self._engine.lock:
+                self._engine.committer.exchange_ballots(self._ranks)
         self._end_naming()
         with all_ranks_or_none(self._ranks) as votes:
             votes.mine = self._named, self._failure
@@ -172,52 +201,6 @@ class Publisher(Watcher):
             self._recording.close()
             self._folder.close()
 
-    # ---- the beginning -------------------------------------------------------------
-
-    def _open(self, stack: contextlib.ExitStack) -> None:
-        """Open the folder, check that all ranks see it, and open a file for records there. A collective."""
-        rank, size = (self._ranks.rank, self._ranks.size) if self._ranks else (0, 1)
-        with all_ranks_or_none(self._ranks) as votes:
-            self._pool = running_pool(1, "csd_optim publish")
-            stack.callback(self._pool.shutdown)
-            self._folder = Folder(self.path, rank, size)
-            stack.callback(self._folder.close)
-            votes.mine = self._folder.make_mark() if self._leads and self._ranks else None
-        with all_ranks_or_none(self._ranks):
-            if self._ranks and not self._folder.has_mark(votes.all[0]):
-                raise CSDValueError(
-                    f"rank {rank} does not see in {self.path} what rank 0 writes there: publish() needs a folder on a "
-                    "file system that all ranks share"
-                )
-            self._recording = Recording(self.path)
-            stack.callback(self._recording.close)
-        self._watching = Watching(self._engine, self._recording, self._tracked, self._model)
-        self._writer = ShareWriter(self._folder, self._recording, self._tracked)
-        self._chain = Chain(self._folder, self._tensors)
-
-    def _begin(self) -> None:
-        """Continue the chain if the newest version has the model's bits; otherwise begin a new run. A collective."""
-        with all_ranks_or_none(self._ranks) as votes:
-            votes.mine = [(t.index, t.checksum) for t in self._tracked]
-        sums = [part for of_rank in votes.all for part in of_rank]
-        with all_ranks_or_none(self._ranks) as votes:
-            if self._leads:
-                votes.mine = self._chain.find(self._engine.states.step, sums, durable=self._engine.durable)
-        self._run, self._number, self._base, self._last_full = votes.all[0]
-        self._needs_full = not self._last_full
-        if self._base:
-            self._named = self._base, self._engine.states.step
-            return
-        with all_ranks_or_none(self._ranks):
-            self._write(self._engine.states.step, is_full=True)
-        with all_ranks_or_none(self._ranks) as votes:
-            if self._leads:
-                self._name(self._number, self._number)
-            votes.mine = self._named
-        self._named = votes.all[0]
-        self._last_full, self._base, self._needs_full = self._number, self._number, False
-        self._number += 1
-
     # ---- steps: see Watcher --------------------------------------------------------
 
     def enter(self, table: Array, params: Sequence[ParamState]) -> None:
@@ -229,10 +212,13 @@ class Publisher(Watcher):
 
     def _begin_step(self) -> None:
         self.join()
-        is_due = (self._engine.states.step + 1) % self._options.every == 0
-        self._is_full = is_due and (self._needs_full or self._number - self._last_full >= self._options.full_every)
-        self._watching.begin(anew=self._needs_full or self._is_full, is_whole=self._is_full)
-        self._is_complete = False
+        if self.has_failed and not self._ranks:
+            self.give_up()
+        step = self._engine.states.step + 1
+        is_due = step % self._options.every == 0
+        self._version = self._next.begin(step, self._options.full_every) if is_due else None
+        is_full = self._version is not None and self._version.base is None
+        self._watching.begin(anew=is_full or not self._next.base, is_whole=is_full)
 
     def compares(self, row: int) -> bool:
         return self._watching.compares(row)
@@ -242,40 +228,35 @@ class Publisher(Watcher):
 
     def step_completes(self, step: int) -> None:
         self._keep()
-        self._is_complete = True
         self.before_commit(step)
 
     def step_ends(self, *, is_undone: bool) -> None:
-        is_complete, self._is_complete = self._is_complete, False
-        if is_undone and is_complete:
-            self.step_taken_back()
-        elif is_undone:
+        if is_undone and self._watching.is_recording:
+            self._version = None
             self._watching.undo()
-        elif not is_complete:
+        elif is_undone:  # after step_completes()
+            self.step_taken_back()
+        elif self._watching.is_recording:
             self._keep()
 
     def _keep(self) -> None:
-        self._note_kept()
+        if self._version and self._version.phase is VersionPhase.UNDER_WAY:
+            self._version.enter(VersionPhase.DUE)
         try:
             self._watching.keep()
         except CSDError as e:
-            self._fail(self._engine.states.step + 1, e)
+            self._fail(self._engine.states.step + 1, self._version, e)
 
     def step_of_others(self) -> None:
         self._begin_step()
-        self._note_kept()
-
-    def _note_kept(self) -> None:
-        step = self._engine.states.step + 1
-        self._watching.in_step.clear()
-        self._due = self._unconfirmed = step if step % self._options.every == 0 else None
+        self._keep()
 
     def step_taken_back(self) -> None:
         self.join()
         self._watching.take_back()
-        self._due, self._unconfirmed, self._has_written = None, None, False
+        self._version = None
         with contextlib.suppress(OSError):  # then _write() fails, too, which all ranks learn
-            self._folder.remove(self._number)
+            self._folder.remove(self._next.number)
 
     def params_written(self, params: Sequence[int]) -> None:
         self._watching.params_written(params)
@@ -286,20 +267,20 @@ class Publisher(Watcher):
     # ---- commits -------------------------------------------------------------------
 
     def no_commit(self, step: int) -> None:
-        if self._unconfirmed == step:
+        if self._version and self._version.step == step:
             self._working = self._submit(self.before_commit if self._ranks else self._publish, step)
 
     def _publish(self, step: int) -> None:
         self.before_commit(step)
         self.after_commit(step)
 
-    def _submit(self, work: Callable[..., None], *arguments: int) -> Future[None] | None:
+    def _submit(self, work: Callable[..., None], argument: Any) -> Future[None] | None:
         """Run work in the background, after all earlier work; at interpreter shutdown, run it here."""
         try:
-            return self._pool.submit(work, *arguments)
+            return self._pool.submit(work, argument)
         except RuntimeError:
             self._end_naming()
-            work(*arguments)
+            work(argument)
             return None
 
     def join(self) -> None:
@@ -310,53 +291,49 @@ class Publisher(Watcher):
         if self._naming:
             wait([self._naming])
 
-    @property
-    def has_failed(self) -> bool:
-        return self._has_failed
-
     def before_commit(self, step: int) -> None:
         self._end_naming()  # a finished share implies that its base is named
-        if self._due == step and not self._has_failed:
+        version = self._version
+        if version and version.step == step and version.phase is VersionPhase.DUE and not self.has_failed:
             try:
-                self._write(step, is_full=self._is_full)
+                self._write(version)
             except Exception as e:  # training continues after any error
-                self._fail(step, e)
+                self._fail(step, version, e)
 
-    def after_commit(self, step: int, *, has_failed: bool = False) -> None:
-        if has_failed:
-            self._give_up()
-        if self._unconfirmed != step:
+    def give_up(self) -> None:
+        if self._version:
+            self._version.enter(VersionPhase.GIVEN_UP)
+        self._next = self._next._replace(base=0)
+        self.has_failed = False
+        self.error = self.error or ELSEWHERE
+        self._watching.drop()
+
+    def after_commit(self, step: int) -> None:
+        version = self._version
+        if version is None or version.step != step:
             return
-        number, self._number, self._unconfirmed = self._number, self._number + 1, None
-        has_written, self._has_written = self._has_written, False
-        if not has_written:
+        is_written = version.phase is VersionPhase.WRITTEN
+        version.enter(VersionPhase.CONFIRMED if is_written else VersionPhase.GIVEN_UP)
+        self._version, self._next = None, self._next.after(version)
+        if not is_written:
             if self._leads:
-                self._naming = self._submit(self._discard, number)
+                self._naming = self._submit(self._folder.discard, version.number)
             return
-        self._base = number
-        if self._is_full:
-            self._last_full, self._needs_full = number, False
-        with contextlib.suppress(OSError):  # the space is given back after the next version
-            self._recording.clear()
+        self._watching.drop()
         if not self._names_behind:
-            self._name_or_fail(number, step, self._last_full)
+            self._name_or_fail(version)
         elif self._leads:
-            self._naming = self._submit(self._name_or_fail, number, step, self._last_full)
+            self._naming = self._submit(self._name_or_fail, version)
         else:
             self._failure = self.error = ""
 
-    def _fail(self, step: int, e: Exception) -> None:
-        """Note that this process has no share of a step's version, and free the share's space."""
-        self._due, self._has_written = None, False
-        with contextlib.suppress(OSError):
-            self._folder.remove(self._number)
-        self._note_failure(step, e)
-        if not self._ranks:
-            self._give_up()
-
-    def _note_failure(self, step: int, e: Exception) -> None:
-        """Record and warn why a version is not published. Other ranks learn of it before the next step."""
-        self._has_failed, is_first = True, not self._failure
+    def _fail(self, step: int, version: PendingVersion | None, e: Exception) -> None:
+        """Give up a step's version, if it has one, and warn why. Other ranks learn of it before the next step."""
+        if version:
+            version.enter(VersionPhase.GIVEN_UP)
+            with contextlib.suppress(OSError):  # the share's space
+                self._folder.remove(version.number)
+        self.has_failed, is_first = True, not self._failure
         self._failure = self.error = str((isinstance(e, OSError) and e.strerror) or e or type(e).__name__)
         if is_first:
             with contextlib.suppress(CSDWarning):  # where warnings are errors
@@ -367,48 +344,27 @@ class Publisher(Watcher):
                     stacklevel=1,
                 )
 
-    def _give_up(self) -> None:
-        """Make the next version a full one, as some rank has no share of this version. Called on all ranks alike."""
-        self._due, self._has_written, self._has_failed, self._needs_full = None, False, False, True
-        self.error = self.error or ELSEWHERE
-        with contextlib.suppress(OSError):
-            self._recording.clear()
-
     # ---- versions ------------------------------------------------------------------
 
-    def _write(self, step: int, *, is_full: bool) -> None:
-        """Write this process's share of the version of a step. Raises OSError, CSDTypeError."""
-        share = VersionShare(
-            self._run,
-            self._number,
-            step,
-            None if is_full else self._base,
-            self._folder.rank,
-            self._folder.ranks,
-            self._chain.model,
-        )
-        self._writer.write(share, self._watching.in_step)
-        self._due, self._has_written = None, True
+    def _write(self, version: PendingVersion) -> None:
+        """Write this process's share of a version. Raises OSError, CSDTypeError."""
+        self._writer.write(version, self._watching.in_step)
+        version.enter(VersionPhase.WRITTEN)
 
-    def _name_or_fail(self, number: int, step: int, last_full: int) -> None:
+    def _name_or_fail(self, version: PendingVersion) -> None:
         try:
-            self._name(number, last_full)
+            self._name(version)
         except Exception as e:
-            self._note_failure(step, e)
-            if not self._names_behind:
-                self._give_up()
-            self._discard(number)
+            self._fail(version.step, version, e)
+            self._folder.discard(version.number)
 
-    def _name(self, number: int, last_full: int) -> None:
+    def _name(self, version: PendingVersion) -> None:
         """Let readers see a version. All ranks have written their shares. Raises OSError, CSDStoreError."""
-        version = self._chain.name(self._run, number)
-        self._named, self._failure, self.error = (number, version.step), "", ""
+        self._chain.name(version.run, version.number)
+        version.enter(VersionPhase.NAMED)
+        self._named, self._failure, self.error = (version.number, version.step), "", ""
         with contextlib.suppress(OSError):  # leftovers are removed after the next version
-            self._folder.retire(self._options.keep, last_full)
-
-    def _discard(self, number: int) -> None:
-        with contextlib.suppress(OSError):
-            self._folder.discard(number)
+            self._folder.retire(self._options.keep, version.last_full)
 
 
 def check_engine(engine: Engine, ranks: Ranks | None, options: PublishOptions) -> None:

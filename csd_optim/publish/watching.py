@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,8 +33,10 @@ class Watching:
         self._compares = not engine.devices.records_changes
         self._watched: dict[int, Tracked] = {}  # by the engine's index of the parameter
         self._planned: list[Tracked] = []  # watched tensors that the next step may update
+        self._recorded: list[Tracked] = []  # those of the step under way, if it updates anything here
         self._arriving: dict[int, Watch] = {}  # by row of the step's table: tensors that are compared
         self.in_step: set[Tracked] = set()  # tensors updated by the last step
+        self.is_recording: bool = False  # from begin() to keep() or undo()
         self._sums: list[int] = []  # checksums of all tensors before the last step
         self._is_whole = False  # the step records all elements
 
@@ -66,12 +69,14 @@ class Watching:
 
     def begin(self, *, anew: bool, is_whole: bool) -> None:
         """Begin a step. `anew`: drop all earlier records. `is_whole`: the step records all elements."""
+        self.is_recording, self._recorded = True, []
         self._recording.begin(anew=anew)
         self._sums = [tracked.checksum for tracked in self._tracked]
         self._is_whole = is_whole
 
     def step_begins(self, table: Array, written: Array) -> None:
         self.tiles_written(written)
+        self._recorded = self._planned
         for tracked in self._planned:
             assert tracked.watch is not None
             tracked.see_master(tracked.master)
@@ -94,7 +99,9 @@ class Watching:
 
     def keep(self) -> None:
         """Keep the step's records. Raises CSDOSError, CSDRuntimeError if they are incomplete."""
-        for tracked in self._planned:
+        self.is_recording = False
+        self.in_step.clear()
+        for tracked in self._recorded:
             if tracked.watch and tracked.watch.updated:
                 tracked.update(is_whole=tracked.whole or self._is_whole)
                 self.in_step.add(tracked)
@@ -102,7 +109,14 @@ class Watching:
 
     def undo(self) -> None:
         """Drop what the step under way has recorded."""
+        self.is_recording = False
         self._recording.undo()
+
+    def drop(self) -> None:
+        """Drop all records, unless a step under way adds to them. Their space is given back now, or else later."""
+        if not self.is_recording:
+            with contextlib.suppress(OSError):
+                self._recording.clear()
 
     def take_back(self) -> None:
         """Drop the records of the last, kept step."""

@@ -16,6 +16,7 @@ from ..replica.blocks import DENSE
 from ..replica.versions import Tensor
 from .encode import DeltaWriter, write_tensors
 from .folder import CHANGED, WHOLE, Folder, VersionShare
+from .pending import PendingVersion
 from .recording import Recording
 from .tracked import Tracked
 
@@ -25,28 +26,30 @@ Array = np.ndarray[Any, Any]
 class ShareWriter:
     """Writes the shares of one process, from the tensors in `tracked` and the records of steps."""
 
-    def __init__(self, folder: Folder, recording: Recording, tracked: Sequence[Tracked]) -> None:
-        self._folder, self._recording, self._tracked = folder, recording, tracked
+    def __init__(self, folder: Folder, recording: Recording, tracked: Sequence[Tracked], model: str) -> None:
+        """`model`: see VersionShare."""
+        self._folder, self._recording, self._tracked, self._model = folder, recording, tracked, model
         self._runs = [(t.first, t.numel) for t in tracked]
         self._slices = [t.slice for t in tracked]
 
-    def write(self, share: VersionShare, in_step: Container[Tracked]) -> None:
-        """Write the files of a share, then its description, and flush everything.
+    def write(self, version: PendingVersion, in_step: Container[Tracked]) -> None:
+        """Write the files of this process's share, then its description, and flush everything.
 
         `in_step`: tensors that the step updated; their memory may already hold newer values, so their records are used.
         Other tensors are read, as the program may have set them. Raises OSError, CSDTypeError.
         """
         for tracked in self._tracked:
             tracked.check()
-        pending, files = self._folder.begin(share.number), []
+        pending, files = self._folder.begin(version.number), []
         if not self._tracked:
             pass
-        elif share.base is None:
+        elif version.base is None:
             files.append(self._write_whole(pending / self._folder.file_of(WHOLE), in_step))
         else:
-            files.append(self._write_delta(pending / self._folder.file_of(CHANGED), share.step, in_step))
+            files.append(self._write_delta(pending / self._folder.file_of(CHANGED), version.step, in_step))
         checksums = [(t.index, t.checksum) for t in self._tracked]
-        self._folder.add(replace(share, checksums=checksums, files=files))
+        place = version.run, version.number, version.step, version.base, self._folder.rank, self._folder.ranks
+        self._folder.add(VersionShare(*place, self._model, checksums, files))
 
     def _write_whole(self, path: Path, in_step: Container[Tracked]) -> dict[str, Any]:
         check_free_space(self._folder.path, 2 * sum(t.numel for t in self._tracked))

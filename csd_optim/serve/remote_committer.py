@@ -126,7 +126,7 @@ class RemoteCommitter(Committer):
         at_rest = all(share.link.commits_at_rest for share in self._shares)
         if not self._has_rounds and self._awaited == self.states.committed_step and at_rest:
             step, self._awaited = self._awaited, None
-            self.states.watcher.after_commit(step, has_failed=self.states.watcher.has_failed)
+            self.states.watcher.after_commit(step)
 
     def all_ranks_or_none(self) -> contextlib.AbstractContextManager[object]:
         return all_ranks_or_none(self._ranks)
@@ -136,7 +136,7 @@ class RemoteCommitter(Committer):
             share.link.request("discard_newer")
 
     def confirm(self) -> None:
-        self._confirm(self._ranks)
+        self.exchange_ballots(self._ranks)
 
     def own_round(self) -> int:
         if not self._has_rounds:
@@ -144,7 +144,7 @@ class RemoteCommitter(Committer):
         elif not any(share.native.is_stepping for share in self._shares):  # a guess: all have the last round
             self._round = self._round_of_owners()
             if self._ranks is None:  # no other rank has to confirm
-                self.note_confirmed(has_failed=self.states.watcher.has_failed)
+                self.note_confirmed()
         return self._round
 
     def _round_of_owners(self) -> int:
@@ -175,10 +175,10 @@ class RemoteCommitter(Committer):
     def highest_round(self) -> int:
         return self._highest
 
-    def note_confirmed(self, *, highest: int = 0, has_failed: bool = False) -> None:
+    def note_confirmed(self, *, highest: int = 0) -> None:
         self._highest = max(self._highest, highest)
         if self._unconfirmed:
-            self.states.watcher.after_commit(self.states.step, has_failed=has_failed)
+            self.states.watcher.after_commit(self.states.step)
         self._unconfirmed = False
         # If a link is lost now, the next request raises, in a context that tells the other ranks.
         self._all_told = True

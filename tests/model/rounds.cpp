@@ -354,10 +354,12 @@ static void end_process(const State &s, int r, Place place, const char *action) 
 
 // ---- the publisher --------------------------------------------------------------------------------------------------
 
+// publisher.py: Publisher.give_up
+static void version_given_up(Publisher &p) { p.due = p.has_share = p.has_failed = 0; }
+
 // publisher.py: Publisher.after_commit
-static void version_committed(Rank &own, bool is_first_rank, u8 version, bool has_failed) {
+static void version_committed(Rank &own, bool is_first_rank, u8 version) {
   Publisher &p = own.publisher;
-  if (has_failed) p.due = p.has_share = p.has_failed = 0;
   if (p.unnamed != version || !version) return;
   if (is_first_rank) p.naming = p.has_share ? 1 : 2;  // 2: discards it
   p.unnamed = p.has_share = 0, p.number++;
@@ -443,27 +445,28 @@ static void commit(const State &s, Rank &own, bool is_inline) {
   start(own, is_round ? PREPARE : ALONE, is_inline);
 }
 
-// durable.py: DurableCommitter._mark_recoverable
-static void mark_recoverable(State &t, int r, bool has_failed) {
+// commits.py: Commits._mark_recoverable
+static void mark_recoverable(State &t, int r) {
   Rank &own = t.ranks[r];
   const Copy &copy = own.commit.copy;
   const u8 version = version_of(copy.contents);
   if (continues(t, t.reported, version)) t.reported = version;
   if (copy.contents != GARBAGE && copy.contents & 1) t.edits[r] = copy.contents;
   if (bounds.residual) own.space = copy.space;
-  if (bounds.publish && R > 1) version_committed(own, r == 0, version, has_failed);
+  if (bounds.publish && R > 1) version_committed(own, r == 0, version);
   if (Publisher &p = own.publisher; bounds.publish && R == 1 && p.unnamed && p.unnamed == version) {
     if (p.has_share) t.published = version, t.published_number = p.number;
     p.number++, p.unnamed = p.has_share = 0;
   }
 }
 
-// durable.py: DurableCommitter.note_confirmed
-static void note_confirmed(State &t, int r, bool has_failed) {
+// committer.py: Committer.count; commits.py: Commits.note_confirmed
+static void count_ballots(State &t, int r, bool has_failed) {
   Rank &own = t.ranks[r];
+  if (has_failed) version_given_up(own.publisher);
   if (!own.unconfirmed) return;
   own.unconfirmed = 0;
-  mark_recoverable(t, r, has_failed);
+  mark_recoverable(t, r);
   if (mutant == copy_1_before_confirmation) drop_work(own);  // it is written already
   else start(own, COMPLETE, false);
 }
@@ -610,7 +613,7 @@ static void background(const State &s, int r) {
   }
   own.commit.is_prepared = 1;
   if (mutant == name_at_copy_0 && job.work == PREPARE && bounds.publish && r == 0) own.publisher.naming = 1;
-  if (job.work == ALONE && !is_first) mark_recoverable(t, r, false);
+  if (job.work == ALONE && !is_first) mark_recoverable(t, r);
   if (job.frees && (!is_first || mutant == gives_back_at_copy_0)) give_back(own);  // commits.py: Commits._complete
   const bool goes_on = is_first && (job.work == ALONE || mutant == copy_1_before_confirmation);
   if (!goes_on) drop_work(own);
@@ -708,7 +711,7 @@ static void votes(const State &s, int r) {  // together.py: Vote._vote
     }
     t.over[VOTE] = own.took[VOTE] = 1, own.vote = result & RAISES ? u8(MUST_MEET) : u8(KEPT);
     if (own.vote == KEPT) own.has_landed = 0;
-    if (!(result & (RAISES | DIFFER))) note_confirmed(t, r, result & WATCH_FAILED);
+    if (!(result & (RAISES | DIFFER))) count_ballots(t, r, result & WATCH_FAILED);
     add(t, r, result & RAISES ? "verdict: must meet" : result & DIFFER ? "verdict: kept" : "verdict: kept, confirmed");
   }
   t = s, own.vote = VOTE_LOST;
@@ -831,7 +834,7 @@ static void own_round(const State &s, int r) {
   };
   meet(s, r, waited == RAISED ? u8(LACKS) : own.notes.round, compare, [&](State &t, Rank &own, u8 result) {
     if (result & (RAISES | DIFFER)) return end_call(own), "raises: not all have the last round";
-    note_confirmed(t, r, result & WATCH_FAILED);
+    count_ballots(t, r, result & WATCH_FAILED);
     if (mutant != highest_not_exchanged) own.highest = t.highest;
     own.place = is_step ? BEGINS : loads ? LOADS : call == SAVE ? SAVES : WAITS, own.version = t.n_versions;
     if (call == STEP_JOINED) own.description++, own.notes.has_manifest = 0;  // manifests.py: Manifests.describe

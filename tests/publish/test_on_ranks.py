@@ -18,6 +18,7 @@ from support.owner_here import OwnersHere
 from support.published import Model, Published, bf16, chain, gradients, publishes_on, weights_by_step
 from support.ranks import KILLED, on_living_ranks, on_ranks
 from support.replacing import failing, replaced
+from support.wires import until
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -293,6 +294,32 @@ def test_a_step_that_fails_at_one_owner(kind, mode, owners, tmp_path):
     on_living_ranks(2, fails, kind, mode, {**CODES, "devices": owners}, directory=tmp_path)
 
 
+class Uneven(nn.Module):
+    """Two parameters, of which the second rank has only rows of the first one."""
+
+    def __init__(self):
+        super().__init__()
+        self.both = nn.Parameter(torch.full((2, 3000), 0.02, dtype=bf16))
+        self.first = nn.Parameter(torch.full((1, 3000), 0.02, dtype=bf16))
+
+
+def fails_without_tiles(rank):
+    Path(f"store-{rank}").mkdir()
+    with Published("policy", "store-{rank}", model=Uneven(), publish={"every": 2}, lr=1e-3) as t:
+        t.step()
+        with failing(Engine, "finish", int(rank == 0), "unplugged"), pytest.raises(CSDError, match="unplugged"):
+            t.step(without=("both",))
+        t.done -= 1
+        t.step(without=("both",))
+        changed, sent = t.check()
+        assert 0 < changed["both"] <= sent["both"]
+
+
+def test_an_undone_step_without_tiles_on_one_rank(tmp_path):
+    """That rank's records of the step before it stay, as the next version needs them."""
+    on_living_ranks(2, fails_without_tiles, directory=tmp_path)
+
+
 @contextlib.contextmanager
 def full_disk(rank, victim, place):
     """On one rank, files of a version cannot be written, or those whose path contains `place`."""
@@ -380,6 +407,35 @@ def test_a_version_that_cannot_be_named(mode, options, tmp_path):
 
 def test_a_version_of_trainers_that_cannot_be_named(owners, tmp_path):
     on_living_ranks(2, cannot_name, {}, {"devices": owners}, directory=tmp_path)
+
+
+def cannot_name_meanwhile(rank):
+    """All ranks learn in step() that the last version has no name, when the next step has begun in backward."""
+    o = Overlapping(rank, "DDP", {"backward": True}, **FP32)
+    with o.t as t:
+        for _ in range(3):
+            o.step()
+        o.checked()
+        version = t.pub.version
+        how = pytest.warns(csd_optim.CSDWarning, match="unplugged") if rank == 0 else contextlib.nullcontext()
+        with failing(Folder, "name", int(rank == 0), "unplugged"), how:
+            o.step()
+            until(lambda: t.opt.committed_step == t.done and (rank or t.pub.error))
+        o.backward()
+        t.opt.step()
+        t.done += 1
+        t.pub.wait()
+        assert (t.pub.version, t.pub.error) == (version, "rank 0: unplugged")
+        o.step()
+        o.checked()
+        assert (t.pub.version, is_full(t.pub)) == (version + 3, True)
+        o.step()
+        o.checked()
+        assert not is_full(t.pub)
+
+
+def test_a_version_that_cannot_be_named_while_a_step_is_under_way(tmp_path):
+    on_living_ranks(2, cannot_name_meanwhile, directory=tmp_path)
 
 
 # ---- ranks are killed --------------------------------------------------------------------------------

@@ -250,10 +250,10 @@ class Commits(Committer):
             self.devices.give_back(sorted(freed))
             self._freed.difference_update(freed)
 
-    def _mark_recoverable(self, commit: Commit, *, has_failed: bool = False) -> None:
+    def _mark_recoverable(self, commit: Commit) -> None:
         """Note that from now on a resume after a crash continues from this commit."""
         self.states.committed_step, self.residuals.committed = commit.job.step, commit.job.spaces
-        self.states.watcher.after_commit(commit.job.step, has_failed=has_failed)
+        self.states.watcher.after_commit(commit.job.step)
         self.background.on_progress()
 
     def _withdraw(self, commit: Commit) -> None:
@@ -277,7 +277,7 @@ class Commits(Committer):
         return all_ranks_or_none(self.ranks)
 
     def confirm(self) -> None:
-        self._confirm(self.ranks)
+        self.exchange_ballots(self.ranks)
 
     def own_round(self) -> int:
         self.states.check_whole()
@@ -299,10 +299,10 @@ class Commits(Committer):
     def is_confirmed(self) -> bool:
         return not (self.rounds.unconfirmed or self._makes_round)
 
-    def note_confirmed(self, *, highest: int = 0, has_failed: bool = False) -> None:
+    def note_confirmed(self, *, highest: int = 0) -> None:
         if commit := self.rounds.confirm():
             commit_trace.note("confirms", committer=self, commit=commit)
-            self._mark_recoverable(commit, has_failed=has_failed)
+            self._mark_recoverable(commit)
             complete = partial(self._complete, commit)
             self.background.start(f"step {self.states.committed_step}", complete, holds_steps=False)
         self.rounds.highest = max(self.rounds.highest, highest)
