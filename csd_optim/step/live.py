@@ -405,8 +405,7 @@ class LiveStep:
         if step.accelerated and engine.states.timeline.is_traced:
             engine.states.timeline.accelerator_spans += step.accelerated.spans
         if engine.stepping:
-            engine.committer.before_finish(self._record, step.spec.steps)
-            engine.finish()
+            engine.finish(ending=engine.committer.before_finish(self._record, step.spec.steps))
         elif step.accelerated:
             engine.end_without_tiles()
         elif self.history.ranks:
