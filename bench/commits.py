@@ -122,7 +122,7 @@ def fails_on_rank_1(training: Training, rank: int) -> None:
     """Take a step whose end fails on rank 1, and which is undone on both."""
     finish = Native.finish
 
-    def fails(native: Native, keep: bool) -> None:
+    def fails(native: Native, keep: bool, ending: object = None) -> None:
         finish(native, keep and rank == 0)
         if keep and rank == 1:
             raise CSDOSError(5, "unplugged")

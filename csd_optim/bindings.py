@@ -536,8 +536,8 @@ class Native:
         self._call(lib.csd_engine_params_ready, listed, len(tiles), wait, ready, outcome=_UNDONE)
         return bool(ready[0])
 
-    def finish(self, keep: bool) -> None:
-        """Complete the step, or undo it: also if this raises."""
+    def finish(self, keep: bool, ending: object = None) -> None:
+        """Complete the step, or undo it: also if this raises. `ending`: not needed by this engine."""
         self._call(lib.csd_engine_finish, keep, outcome=_UNDONE)
 
     def take_back(self) -> None:

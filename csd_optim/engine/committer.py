@@ -21,6 +21,7 @@ from ..store.format import Record
 from ..store.layout import Extent
 from .ahead import Ahead, Event, after
 from .load import Load
+from .parts import Ending, Outcome
 from .states import States
 
 NOT_AGREED = "the ranks have not agreed on that step yet. Call synchronize() on all of them first"
@@ -253,14 +254,16 @@ class Committer:
         `record`: to be committed, if not before_step()'s. Raises CSDOSError.
         """
 
-    def before_finish(self, record: Record | None, steps: np.ndarray[Any, Any]) -> None:
-        """Note what the commit of the step that is about to complete will contain: `record`, as in commit().
+    def before_finish(self, record: Record | None, steps: np.ndarray[Any, Any]) -> Ending:
+        """Prepare for the step under way to complete, and return what Engine.finish() passes on.
 
-        `steps`: the `step` counts of all parameters after the step, fp32.
+        `record`: as in commit(), which is called next. `steps`: the `step` counts of all parameters after the step,
+        fp32.
         """
+        return Ending(self.states.step + 1, record or self.states.record, steps, self.highest_round + 1)
 
-    def after_step(self) -> None:
-        """Note that a step has completed."""
+    def after_step(self, outcome: Outcome | None) -> None:
+        """Note that a step has completed. `outcome`: of NativeEngine.finish()."""
 
     def before_undo(self) -> None:
         """Prepare for a completed step to be undone: stop its commit."""

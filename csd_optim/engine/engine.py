@@ -23,7 +23,7 @@ from ..store.sections import FP32
 from .ahead import Ahead
 from .committer import Committer
 from .decoded import Decoded
-from .parts import Devices, NativeEngine
+from .parts import Devices, Ending, NativeEngine
 from .placing.on_accelerator import OnAccelerator
 from .states import States
 from .tiles import Tiles
@@ -210,13 +210,13 @@ class Engine:
         """Mark the states as torn: a step that cannot be undone changed states in place, and did not complete."""
         self.states.torn = True
 
-    def finish(self, keep: bool = True) -> None:
+    def finish(self, keep: bool = True, ending: Ending | None = None) -> None:
         """Complete the step; commit it next. With `keep` False, or if this raises CSDError, the step is undone.
 
-        To keep the step, call Committer.before_finish() first.
+        `ending`: from Committer.before_finish(), to keep a step on devices elsewhere.
         """
         try:
-            self.native.finish(keep)
+            outcome = self.native.finish(keep, ending)
         except CSDError as e:
             self.states.torn |= isinstance(e, CSDTornError)
             self._note_end(is_undone=True)
@@ -225,7 +225,7 @@ class Engine:
         if keep:
             self.states.go_to(self.states.step + 1)
             self.truth.kept()
-            self.committer.after_step()
+            self.committer.after_step(outcome)
         elif self.devices.resident:
             self.truth.undone_in_place()
 

@@ -15,9 +15,27 @@ import torch
 
 from ..bindings import DeviceConfig, ExtentConfig, Push
 from ..devices.spec import DeviceSpec
+from ..errors import CSDError
+from ..store.format import Record
 from ..store.layout import Extent, ExtentRequest
 from .placing.on_accelerator import OnAccelerator
 from .placing.placing import Placement
+
+
+class Ending(NamedTuple):
+    """What a step needs to be completed and committed: made by Committer.before_finish(), for NativeEngine.finish()."""
+
+    step: int  # number of the step
+    record: Record
+    counts: np.ndarray[Any, Any]  # the `step` counts of all parameters after the step, fp32
+    round: int  # number of the commit, if the ranks commit together
+
+
+class Outcome(NamedTuple):
+    """What has become of a step whose commit begins as it completes: it is complete, even if its commit has failed."""
+
+    record: Record  # of the commit
+    commit_failure: CSDError | None = None  # Committer.commit() raises it
 
 
 class Space(NamedTuple):
@@ -141,7 +159,10 @@ class Devices(Protocol):
 
 
 class NativeEngine(Protocol):
-    """The interface of bindings.Native, which drives the devices; see there for methods and errors."""
+    """The interface of bindings.Native, which drives the devices; see there for methods and errors.
+
+    finish() needs the Ending to keep a step on devices elsewhere. It returns None if the step's commit has not begun.
+    """
 
     takes_in_place: bool  # push() takes Push.in_place
 
@@ -169,7 +190,7 @@ class NativeEngine(Protocol):
     def drop_grads(self, params: Sequence[int]) -> None: ...
     def pull(self) -> int: ...
     def params_ready(self, tiles: np.ndarray[Any, Any], *, wait: bool) -> bool: ...
-    def finish(self, keep: bool) -> None: ...
+    def finish(self, keep: bool, ending: Ending | None = ...) -> Outcome | None: ...
     def take_back(self) -> None: ...
     def go_back(self, tiles: np.ndarray[Any, Any]) -> None: ...
     def free_tiles(self, tiles: np.ndarray[Any, Any]) -> None: ...

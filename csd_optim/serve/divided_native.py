@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ..bindings import EVENT, PASS_2, TO_AND_FRO, DeviceConfig, ExtentConfig, Push
+from ..engine.parts import Ending, Outcome
 from ..errors import CSDError, CSDRankError, CSDRuntimeError
 from .shares import Places, Share
 
@@ -101,9 +102,10 @@ class DividedNative:
             if s in self._in_step
         )
 
-    def finish(self, keep: bool) -> None:
+    def finish(self, keep: bool, ending: Ending | None = None) -> Outcome | None:
         failure: BaseException | None = None
         kept: list[Share] = []
+        outcome: Outcome | None = None
         if keep:  # no owner completes the step before all tiles have come back from all owners
             try:
                 for share in self._in_step:
@@ -112,9 +114,10 @@ class DividedNative:
                 failure, keep = e, False
         for share in self._in_step:
             try:
-                share.native.finish(keep)
-                if keep:
+                own = ending and ending._replace(counts=share.counts(ending.counts))
+                if ended := share.native.finish(keep, own):
                     kept.append(share)
+                    outcome = outcome if outcome and outcome.commit_failure else ended
             except BaseException as e:
                 failure, keep = failure or e, False
         if failure:
@@ -126,6 +129,7 @@ class DividedNative:
                 except CSDError as e:  # the next step finds that the owners' rounds differ
                     share.link.lose(CSDRankError(f"{failure}; and it could not be undone: {e}"))
             raise failure
+        return outcome
 
     def take_back(self) -> None:
         """A no-op: RemoteCommitter.before_undo() has asked the owners."""

@@ -15,18 +15,15 @@ from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..engine.ahead import Event
 from ..engine.committer import NOT_AGREED, Committer, check_rounds
 from ..engine.load import Load
+from ..engine.parts import Ending, Outcome
 from ..engine.states import States
 from ..errors import CSDError, CSDRankError, CSDTornError, CSDValueError
 from ..store.format import Record
 from .divided_manifest import part_manifest
 from .messages import pack_counts
+from .remote_native import parts_of
 from .shares import Share
 from .tile_image import view
-
-
-def parts_of(record: Record) -> tuple[dict[str, Any], bytes]:
-    """Return a record in wire format: JSON, and `user_state`."""
-    return {"groups": record.groups, "given": record.given, "seconds": record.seconds}, record.user_state
 
 
 class RemoteCommitter(Committer):
@@ -42,7 +39,7 @@ class RemoteCommitter(Committer):
         states.make_durable()
         self._shares, self._ranks = shares, ranks
         self._has_rounds = ranks is not None or len(shares) > 1
-        self._sent: Record | None = None  # the record that went with the last step
+        self._outcome: Outcome | None = None  # of the last step, until commit()
         # Of the last commit: its step; and the record, the committed steps and the round before it.
         self._replaced = 0, Record(), self.committed_steps, 0
         self._unconfirmed = False  # the ranks have not confirmed the last commit
@@ -79,12 +76,14 @@ class RemoteCommitter(Committer):
                 share.link.request("reserve", record_bytes=size)
                 share.native.record_bytes = size
 
-    def before_finish(self, record: Record | None, steps: np.ndarray[Any, Any]) -> None:
-        self._sent = record or self.states.record
-        self._highest += 1
-        for share in self._shares:
-            share.native.ending = *parts_of(self._sent), share.counts(steps), self._highest
-        self.states.watcher.step_completes(self.states.step + 1)
+    def before_finish(self, record: Record | None, steps: np.ndarray[Any, Any]) -> Ending:
+        ending = super().before_finish(record, steps)
+        self._highest = ending.round
+        self.states.watcher.step_completes(ending.step)
+        return ending
+
+    def after_step(self, outcome: Outcome | None) -> None:
+        self._outcome = outcome
 
     def commit(self, record: Record | None = None) -> None:
         record = record or self.states.record
@@ -94,9 +93,10 @@ class RemoteCommitter(Committer):
         self._unconfirmed = self._has_rounds
         self.committed_steps = steps = self.states.all_steps()
         self._check_not_pending()
-        to_send = [*self._shares]
-        if record is self._sent:
-            self._sent = None
+        to_send, failure = [*self._shares], None
+        outcome, self._outcome = self._outcome, None
+        if outcome and outcome.record is record:
+            failure = outcome.commit_failure
             to_send = [share for share in to_send if share.native.owner_step != self.states.step]  # without tiles in it
         else:
             self._highest += 1
@@ -108,8 +108,7 @@ class RemoteCommitter(Committer):
             answer = share.link.request("commit", counts, user_state, **fields)
             share.native.owner_step = self.states.step
             share.link.note_committed(answer.fields)
-        failures = [share.native.take_commit_failure() for share in self._shares]
-        if failure := next(filter(None, failures), None):
+        if failure:
             raise failure
         self._await_commit()
 
@@ -317,7 +316,6 @@ class RemoteCommitter(Committer):
                 share.native.take_back_last()
 
     def after_undo(self) -> None:
-        self._sent = None
         undone, record, committed_steps, round = self._replaced
         if undone == self.states.step + 1:  # the owners have withdrawn the commit
             self.states.go_to(record=record)

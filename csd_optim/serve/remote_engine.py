@@ -205,15 +205,12 @@ class Attaching:
         states, share, native = self._engine.states, self._share, self._share.native
         there, here = answer.fields.integer("step", 0, 1 << 53), native.owner_step
         counts = unpack_counts(number_of(answer.arrays, 3)[0], share.n_rows)
-        if there == here:
+        ending = native.settle(there)
+        if there == here or (ending and native.is_stepping):  # then LiveStep counts the step
             return
-        if there == here + 1 and native.unanswered == there:  # the step counts, and all its parameters have arrived
-            native.unanswered = None
-            if native.is_finishing:
-                return  # LiveStep counts it
-        elif there == here - 1 and self._is_alone:
+        if not ending and there == here - 1 and self._is_alone:
             states.rolled_back = True
-        else:
+        elif not ending:
             differ = CSDRankError(
                 f"the optimizer ranks are at step {there}, and this trainer is at step {here}: start again with "
                 "resume=True"
@@ -221,7 +218,7 @@ class Attaching:
             share.link.lose(differ)  # the next request raises this, too
             raise differ
         native.owner_step = there
-        states.go_to(there, counts=counts)
+        states.go_to(there, ending and ending.record, counts)
         if there < here:
             states.watcher.step_taken_back()
             raise CSDRankError(

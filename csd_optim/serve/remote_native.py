@@ -9,12 +9,19 @@ import numpy as np
 import torch
 
 from ..bindings import AS_PUSHED, EVENT, PARAM, PASS_2, TILE_STATE, TO_AND_FRO, DeviceConfig, ExtentConfig, Push
+from ..engine.parts import Ending, Outcome
 from ..engine.tiles import Tiles
 from ..errors import CSDError, CSDRankError, CSDRuntimeError
-from .link import Answer, Link, Travelling
+from ..store.format import Record
+from .link import Link, Travelling
 from .messages import CHUNK, WIRE_INDEX, number_of, pack_counts, pack_hypers, pack_rows, raise_error, refuse
 from .tile_image import FrameLayout, places, view
 from .tiles_in_flight import TilesInFlight
+
+
+def parts_of(record: Record) -> tuple[dict[str, Any], bytes]:
+    """Return a record in wire format: JSON, and `user_state`."""
+    return {"groups": record.groups, "given": record.given, "seconds": record.seconds}, record.user_state
 
 
 class RemoteNative:
@@ -32,12 +39,9 @@ class RemoteNative:
         self.tiles_of_engine: Tiles = Tiles()  # set once the engine exists
         self.step: Callable[[], int] = int  # returns the number of completed steps; set once the engine exists
         self.begins: int = 0  # number of the last BEGIN
-        self.ending: tuple[dict[str, Any], bytes, np.ndarray[Any, Any], int] | None = None  # see RemoteCommitter
-        self.commit_failure: CSDError | None = None  # of the last finished step
-        self.unanswered: int | None = None  # number of a step whose FINISH was not answered
+        self.unanswered: Ending | None = None  # of a step whose FINISH was not answered: see settle()
         self.owner_step: int = 0  # the last step that counts at the owner
         self.record_bytes: int = 0  # size of the record for the step's commit
-        self.is_finishing: bool = False  # waiting for the answer to FINISH, or asking for its outcome
         self._is_open = False
         self._stepping = False
         self._layout = FrameLayout(np.zeros(0, PARAM))  # of the step
@@ -87,7 +91,7 @@ class RemoteNative:
         rows = np.flatnonzero(has_grad | (params["edited"] != 0).any(1))
         self.begins += 1
         travelling = np.isin(tiles & ~np.uint32(PASS_2), self.tiles_of_engine.of_mask(has_grad))
-        self._layout, self._pushed, self._undone, self.commit_failure = FrameLayout(params), {}, [], None
+        self._layout, self._pushed, self._undone = FrameLayout(params), {}, []
         self._travelling = tiles[travelling].tolist()
         in_flight = TilesInFlight(
             self.begins,
@@ -181,9 +185,10 @@ class RemoteNative:
     def params_ready(self, tiles: np.ndarray[Any, Any], *, wait: bool) -> bool:
         return self._step_in_flight().are_back(tiles, wait=wait)
 
-    def finish(self, keep: bool) -> None:
+    def finish(self, keep: bool, ending: Ending | None = None) -> Outcome | None:
         in_flight = self._step_in_flight()
         failure: BaseException | None = None
+        outcome: Outcome | None = None
         try:
             if keep:
                 self.await_all()
@@ -191,77 +196,67 @@ class RemoteNative:
             failure, keep = e, False
         in_flight.stop()
         self._undone = in_flight.began_to_return
+        fields = {"begin": self.begins, "step": self.step(), "keep": keep, "frames": in_flight.frames}
         try:
             if keep:
-                self._keep(in_flight)
+                assert ending
+                outcome = self._keep(ending, fields)
             elif not self._link.is_lost:  # else the owner undoes the step by itself
-                self._link.request("finish", begin=self.begins, step=self.step(), keep=False, frames=in_flight.frames)
+                self._link.request("finish", **fields)
         except CSDError as e:
             failure = failure or e
         finally:
-            self._link.travel(None)
             self._stepping = False
+            self._link.travel(None)
             self._pushed = {}
         if failure:
             raise failure
+        return outcome
 
-    def _keep(self, in_flight: TilesInFlight) -> None:
+    def _keep(self, ending: Ending, fields: dict[str, Any]) -> Outcome:
         """Have the owner complete and commit the step. Raises CSDError if the step is undone."""
-        number = self.step() + 1
-        assert self.ending
-        record, user_state, counts, round = self.ending
-        self.unanswered, self.is_finishing = number, True
+        head, user_state = parts_of(ending.record)
+        arrays, fields = (pack_counts(ending.counts), user_state), fields | {"round": ending.round, "record": head}
+        self.unanswered, commit_failure = ending, None
         try:
-            answer = self._link.request(
-                "finish",
-                pack_counts(counts),
-                user_state,
-                begin=self.begins,
-                step=self.step(),
-                keep=True,
-                frames=in_flight.frames,
-                round=round,
-                record=record,
-            )
-        except CSDRankError as lost:
-            if not self._link.is_lost:  # an error of the owner
-                self.unanswered = None
-                raise
-            self._resolve(lost, number)
-        else:
-            self.unanswered = None
-            self._take_kept(answer)
-        finally:
-            self.is_finishing = False
-        self.owner_step = number
-
-    def _take_kept(self, answer: Answer) -> None:
-        fields = answer.fields
-        self._link.note_committed(fields)
-        if "failed" in fields:
+            answer = self._link.request("finish", *arrays, **fields).fields
+        except CSDError as e:
+            if isinstance(e, CSDRankError) and self._link.is_lost:
+                return self._resolve(ending, e)
+            self.unanswered = None  # an error of the owner
+            raise
+        self.unanswered = None
+        self._link.note_committed(answer)
+        if "failed" in answer:
             try:
-                raise_error(fields.object("failed"))
+                raise_error(answer.object("failed"))
             except CSDError as e:
-                if fields.flag("kept"):
-                    self.commit_failure = e
-                else:
+                if not answer.flag("kept"):
                     raise
+                commit_failure = e
+        self.owner_step = ending.step
+        return Outcome(ending.record, commit_failure)
 
-    def _resolve(self, lost: CSDRankError, number: int) -> None:
+    def _resolve(self, ending: Ending, lost: CSDRankError) -> Outcome:
         """Ask the owner, once, whether a step counts whose FINISH was not answered. Raises if it does not count."""
         try:
             self._link.attach()
         except CSDError:
-            raise CSDRankError(f"{lost}; it is not known yet whether step {number} counts") from lost
-        if self.unanswered is not None:  # attaching has found that it does not count
-            self.unanswered = None
+            raise CSDRankError(f"{lost}; it is not known yet whether step {ending.step} counts") from lost
+        if self.owner_step != ending.step:
             raise lost
-        # The step counts, and all its parameters have arrived.
+        return Outcome(ending.record)  # all parameters of the step have arrived
 
-    def take_commit_failure(self) -> CSDError | None:
-        """Return, once, why the commit of the last finished step has failed; None if it has not."""
-        failure, self.commit_failure = self.commit_failure, None
-        return failure
+    def settle(self, there: int) -> Ending | None:
+        """Take note of the owner's step as a lost link is taken up again: it decides whether an unanswered step counts.
+
+        Returns the ending of that step if it counts; all its parameters have arrived.
+        """
+        ending, self.unanswered = self.unanswered, None
+        if ending is None or ending.step != there:
+            return None
+        self.owner_step = there
+        return ending
 
     def take_back(self) -> None:
         """A no-op: RemoteCommitter.before_undo() has asked the owner."""

@@ -219,8 +219,7 @@ class LiveStep:
         if timeline.is_traced:
             timeline.accelerator_spans += self.travel.accelerated.spans
         if engine.stepping:
-            engine.committer.before_finish(self._record, spec.steps)
-            engine.finish()
+            engine.finish(ending=engine.committer.before_finish(self._record, spec.steps))
         elif self.travel.updates_anything:
             engine.end_without_tiles()
         elif self.history.ranks:

@@ -115,11 +115,11 @@ def test_a_step_that_fails(call, k, monkeypatch):
     real = Engine.finish
     calls = []
 
-    def fails_once(engine, keep=True):
+    def fails_once(engine, keep=True, **ending):
         calls.append(keep)
         if len(calls) == 1:
             raise Broken
-        return real(engine, keep)
+        return real(engine, keep, **ending)
 
     with monkeypatch.context() as patch:
         if call == "launch":

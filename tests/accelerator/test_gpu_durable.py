@@ -129,9 +129,9 @@ def test_a_step_that_fails(call, k, tmp_path, monkeypatch):
     def breaks(*arguments, **named):
         raise CSDOSError(28, "full")
 
-    def fails_once(engine, keep=True):
+    def fails_once(engine, keep=True, **ending):
         calls.append(keep)
-        return real(engine, keep) if len(calls) > 1 else breaks()
+        return real(engine, keep, **ending) if len(calls) > 1 else breaks()
 
     with monkeypatch.context() as patch:
         if call == "launch":

@@ -304,16 +304,16 @@ class Model:
         if there == here + 1 and w.trainer.unanswered[k] == there:
             if w.trainer.place != "finish":
                 w = w.trains(version=o.version)
-            w = w.at(k, unanswered=0, steps=there)
+            w = w.at(k, steps=there)
         elif there == here - 1 and not self.has_rounds:
-            w = w.trains(version=o.version, new=0).at(k, steps=there, links=True)
+            w = w.trains(version=o.version, new=0).at(k, steps=there, links=True, unanswered=0)
             yield w, "rolled back", f"owner {k} has lost the last step: rolled back"
             return
         elif there != here:
             w = w.trains(must_restart=True)
             yield w, "fatal", f"owner {k} is at step {there}, the trainer at {here}: start again"
             return
-        yield w.at(k, links=True), "ok", f"attached to owner {k}"
+        yield w.at(k, links=True, unanswered=0), "ok", f"attached to owner {k}"
 
     # ---- the trainer -----------------------------------------------------------------
 
@@ -402,9 +402,7 @@ class Model:
     def resolve(self, w: World, k: int, text: str) -> Iterator[Action]:
         """remote_native.py: RemoteNative._resolve"""
         for t, answer, more in self.attach(w, k):
-            counts = answer == "ok" and not t.trainer.unanswered[k]
-            if answer == "ok":
-                t = t.at(k, unanswered=0)
+            counts = answer == "ok" and t.trainer.steps[k] == t.step(t.trainer.new)
             yield (
                 self.finished(t, counts),
                 f"{text}; {more}: it {'counts' if counts else 'is unknown or lost'}",

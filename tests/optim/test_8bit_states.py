@@ -759,7 +759,7 @@ def fail_a_step(opt, params, number, monkeypatch):
     """Makes a step fail and be undone after its new parameters have been written."""
     finish = idle_engine_of(opt).finish
 
-    def fails(keep=True):
+    def fails(keep=True, **_):
         finish(keep=False)
         if keep:
             raise CSDOSError(5, "Input/output error")

@@ -261,7 +261,7 @@ def test_an_undone_step_leaves_those_alone_that_took_no_part(tmp_path, dtype, mo
     before = p.detach().clone()
     finish = engine_of(optimizer).finish
 
-    def fails(keep=True):
+    def fails(keep=True, **_):
         finish(keep=False)
         raise OSError(5, "Input/output error")
 

@@ -325,7 +325,7 @@ def test_committed_step(tmp_path, monkeypatch):
     [device] = named_devices(tmp_path, 1)
     opt = CSDAdam(parameters((30,)), devices=device)
     seen, finish = [], engine_of(opt).finish
-    monkeypatch.setattr(engine_of(opt), "finish", lambda keep=True: (seen.append(opt.committed_step), finish(keep)))
+    monkeypatch.setattr(engine_of(opt), "finish", lambda **how: (seen.append(opt.committed_step), finish(**how)))
     train(opt, 4)
     assert seen == [0, 1, 2, 3]
     opt.synchronize()

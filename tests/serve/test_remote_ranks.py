@@ -208,10 +208,11 @@ def records_of_an_undone_step(rank, address):
     net.opt.synchronize()
     finish = RemoteNative.finish
 
-    def fails(native, keep):
-        finish(native, keep and rank == 0)
+    def fails(native, keep, ending=None):
         if keep and rank == 1:
+            finish(native, False)
             raise CSDOSError(5, "unplugged")
+        return finish(native, keep, ending)
 
     def step():
         net.step()

@@ -233,11 +233,11 @@ def test_parameters_that_join_an_undone_step_after_loading(state_dtype, devices,
 def _first_raises(call):
     calls = []
 
-    def finish(native, keep):
+    def finish(native, keep, ending=None):
         calls.append(keep)
         if len(calls) == 1:
             call(native, False)
             raise MemoryError
-        call(native, keep)
+        call(native, keep, ending)
 
     return finish

@@ -396,7 +396,7 @@ def test_memory_alone_says_that_it_is_torn(overlap, monkeypatch):
     training.step(0)
     training.opt.wait()
     real = Engine.finish
-    monkeypatch.setattr(Engine, "finish", lambda engine, keep=True: 1 / 0 if keep else real(engine, keep))
+    monkeypatch.setattr(Engine, "finish", lambda engine, keep=True, **_: 1 / 0 if keep else real(engine, keep))
     with pytest.raises(CSDTornError, match="With ram: or gpu: without a drive"):
         training.whole_step(1)
     monkeypatch.undo()

@@ -103,10 +103,10 @@ def goes_on(directory, size=2, step=6, options=None):
 def dies_at(point, step):
     """Kills this process at `point` of a step or its commit."""
 
-    def before_tiles_are_finished(finish, engine, keep=True):
+    def before_tiles_are_finished(finish, engine, **how):
         if engine.states.step + 1 == step:
             die()
-        finish(engine, keep)
+        finish(engine, **how)
 
     def on_one_device(publish, store, staged, copy):
         if copy == 0 and staged.superblock.step == step and staged.superblock.device == 1:

@@ -50,7 +50,7 @@ class Rounds:
         self.committer.background.wait()
         self.engine.begin_without_tiles()
         self.engine.end_without_tiles()
-        self.committer.after_step()
+        self.committer.after_step(None)
         step = self.engine.states.step
         self.engine.states.steps[0][:] = step
         self.committer.commit(Record(user_state=b"%d" % step))

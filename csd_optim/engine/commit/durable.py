@@ -15,6 +15,7 @@ from ...store.layout import Extent
 from ..ahead import Ahead, Event
 from ..committer import NOT_AGREED
 from ..load import Load
+from ..parts import Outcome
 from .commit import Commit
 from .commits import Commits
 
@@ -58,7 +59,7 @@ class DurableCommitter(Commits):
         self.residuals.before_step = [*self.residuals.written_bytes]
         return written
 
-    def after_step(self) -> None:
+    def after_step(self, outcome: Outcome | None) -> None:
         self.note(Event.WRITTEN)
 
     def before_undo(self) -> None:
