@@ -24,6 +24,8 @@ def images_of(
     Prepares the sources of all gradients in these tiles.
     """
     table, sources = spec.table, spec.sources
+    if not sources:
+        return []
     travels = np.zeros(len(table), bool)
     for row, s in sources.items():
         travels[row] = s.is_far or (s.grad.dtype is not s.grad_dtype and not table["topk"][row])

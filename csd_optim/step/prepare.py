@@ -197,7 +197,9 @@ def specify(
     _fill_codes(engine, bound.coded, steps, table)
     sources = _locate_gradients(plan, grads, table, options.grad_dtype)
     may_have_residual = options.error_feedback and bool(engine.states.residuals)
-    residual_mask = np.array([may_have_residual and state.residual is not None for state in plan.param_states])
+    residual_mask = np.zeros(len(grads), bool)
+    if may_have_residual:
+        residual_mask[:] = [state.residual is not None for state in plan.param_states]
     topk = ratios(plan.params, residual_mask, groups_of, groups, steps[plan.rows], options.topk, options.topk_warmup)
     if engine.accelerator:  # also refuse what is dense only until the end of a warm-up
         final = ratios(plan.params, residual_mask, groups_of, groups, steps[plan.rows], options.topk, 0)
@@ -313,7 +315,11 @@ def _hypers(
     There is one set of constants per combination of group, layout of sections and step count.
     """
     kinds = np.array(groups_of) * len(plan.layouts) + plan.layout_of
-    pairs, hyper_of = np.unique(kinds * 2.0**32 + steps, return_inverse=True)
+    keys = kinds * 2.0**32 + steps
+    if (keys == keys[0]).all():  # nearly always; np.unique() takes longer than the rest
+        pairs, hyper_of = keys[:1], np.zeros(len(keys), np.intp)
+    else:
+        pairs, hyper_of = np.unique(keys, return_inverse=True)
     ks, ts = np.divmod(pairs, 2.0**32)
     layouts = [(groups[int(k) // len(plan.layouts)], *plan.layouts[int(k) % len(plan.layouts)]) for k in ks]
     rules = [rule_of(group) for group, *_ in layouts]

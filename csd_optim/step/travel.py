@@ -97,8 +97,10 @@ class Travel:
 
     def start(self, tiles: np.ndarray[Any, Any]) -> None:
         """Push `tiles` (uint32) but those that run() pushes, and begin to queue the updates on the accelerator."""
-        for tile in tiles[~np.isin(tiles, [*self.transferred])].tolist():
-            self.engine.native.push(tile)
+        transferred = self.transferred
+        for tile in tiles.tolist():
+            if tile not in transferred:
+                self.engine.native.push(tile)
         self.accelerated.launch(timed=self.engine.states.timeline.is_traced)
 
     def queue_accelerator(self) -> list[int]:
