@@ -17,9 +17,9 @@ class LastStep:
     """How long the last step() took, what energy, and whether it was skipped."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
-        self.skipped = False
-        self.energy = EnergyMeter()
+        self.seconds: float = 0.0
+        self.skipped: bool = False
+        self.energy: EnergyMeter = EnergyMeter()
         self._start: float | None = None  # when it began
 
     def begin(self) -> float:

@@ -343,7 +343,7 @@ class StepsInBackward(ConcurrentMode):
     def note_undo(self) -> None:
         if self.together and not self._is_taken:  # skipped, or not possible on some rank: so on all ranks
             self.undo()
-        self.active |= self._steps.undoing is not None
+        self.active: bool = self.active or self._steps.undoing is not None
 
     def stats(self) -> dict[str, Any]:
         return {"waited": self._waited, "early_params": self._early_elems, "redone": {}}

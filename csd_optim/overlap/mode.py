@@ -25,7 +25,7 @@ class ConcurrentMode(InStep):
 
     def __init__(self, steps: Steps, model: torch.nn.Module) -> None:
         """Subclasses register gradient hooks after this constructor, so that the spans see each gradient first."""
-        self.active = False
+        self.active: bool = False
         self._steps, self._engine, self._state_map = steps, steps.engine, steps.state_map
         self._hooks: list[RemovableHandle] = []
         self._lists: list[WaitingList] = []  # lists that were put into groups

@@ -82,6 +82,7 @@ class Publisher(Watcher):
         self._names_behind = ranks is not None or not engine.devices.records_changes
         self._named: tuple[int, int] | None = None  # number and step of the newest version
         self._version: PendingVersion | None = None  # of the step under way or the last step, until it is confirmed
+        self.has_failed: bool = False
         self._failure = ""  # why there is no version, if this rank is the cause
         self._working: Future[None] | None = None  # work begun by no_commit()
         self._naming: Future[None] | None = None  # of the last version, on rank 0 of several ranks

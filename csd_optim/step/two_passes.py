@@ -71,7 +71,8 @@ class OnePass:
 
     def __init__(self, engine: Engine, spec: StepSpec, tiles: np.ndarray[Any, Any]) -> None:
         """`tiles`: of the step, in flow order, uint32."""
-        self._engine, self.spec = engine, spec
+        self._engine = engine
+        self.spec: StepSpec = spec
         self._tiles = tiles
         self._images: Collection[int] = ()
 
@@ -135,7 +136,8 @@ class TwoPasses(OnePass):
 
         Raises CSDMemoryError if there is no room to orthogonalize.
         """
-        self._engine, self.spec, self._n = engine, spec, engine.tiles.n_params
+        super().__init__(engine, spec, tiles)
+        self._n = engine.tiles.n_params
         states = {state.index: state for state in spec.plan.param_states if state.index in spec.orthogonal}
         any_divided = not all(state.part.is_whole for state in states.values())
         # Ranks may go through their tiles in different directions, which are not agreed on yet.
@@ -153,17 +155,16 @@ class TwoPasses(OnePass):
         if any_divided:
             assert ranks
             divided = [group.matrices for group in self.groups if group.is_divided]
-            self.exchange = WholeMatrices(
+            self.exchange: WholeMatrices | None = WholeMatrices(
                 ranks, [(some, [states[m.row].part.blocks_by_rank(ranks) for m in some]) for some in divided]
             )
         if foreseen:
             self._params = {row: InTwoPasses(state, spec.orthogonal[row], NOWHERE) for row, state in states.items()}
         else:
             self._params = self._with_buffers(states, spec.orthogonal)
-        self.tiles = pieces.tiles_of([*self._params])
+        self.tiles: np.ndarray[Any, Any] = pieces.tiles_of([*self._params])
         self._one_pass: list[int] = tiles[~np.isin(tiles, self.tiles)].tolist()
         self._one_pass_first = False  # before the first group
-        self._images = frozenset()
         self._sources: dict[int, GradSource] = {}  # by row of the table: of matrices, in both passes
 
     # ---- memory ------------------------------------------------------------------------

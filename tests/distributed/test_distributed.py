@@ -49,7 +49,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 
 import csd_optim.bindings
-import csd_optim.step.steps
+import csd_optim.step.resources
 from csd_optim import CSDAdam
 from csd_optim.distributed.ranks import Ranks
 from csd_optim.distributed.sharding import ReplicaShard
@@ -684,7 +684,7 @@ def raises_before_the_step(rank):
         if rank == 1:
             setattr(of, name, broken)
 
-    for of, name in ((None, "extend"), (csd_optim.step.steps, "ParamAllGather")):
+    for of, name in ((None, "extend"), (csd_optim.step.resources, "ParamAllGather")):
         params = [plain(), plain()]
         with CSDAdam(params, **ARGS, devices="file:") as optimizer:
             once(of or engine_of(optimizer), name)
