@@ -38,6 +38,7 @@ FLOORS = {  # the floor of each folder, and of each file beside them; a folder o
     "store": 3,
     "devices": 3,
     "distributed": 2,
+    "serve.wire": 2,
     "compression": 2,
     "replica": 2,
     "bindings": 1,

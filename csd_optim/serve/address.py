@@ -11,7 +11,7 @@ from .. import settings
 from ..devices.spec import fill_in
 from ..distributed.ranks import Ranks
 from ..errors import CSDValueError
-from .handshake import MOST_STREAMS
+from .wire.limits import MOST_STREAMS
 
 SCHEME = "serve://"
 DEFAULT_TIMEOUT = 600.0  # seconds for which the other side may be silent within a step

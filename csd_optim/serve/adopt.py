@@ -9,44 +9,33 @@ from typing import Any
 
 import numpy as np
 
-from ..bindings import MIN_GRAIN
 from ..engine.engine import Engine
 from ..errors import CSDStoreError
 from ..store.check import check_param, check_record, check_rules, is_name, require
 from ..store.format import DIVIDED, Contents, Record, Region, Superblock
 from ..store.layout import Extent, ExtentRequest, plan_extent
 from .divided_manifest import tiles_of, whole_of
-from .link import Answer
-from .messages import (
-    WIRE_INDEX,
-    Fields,
-    array,
-    check_plain,
-    dtype_named,
-    extent_fields,
-    number_of,
-    refuse,
-    unpack_counts,
-)
+from .link import Reply
+from .messages import WIRE_INDEX, array, dtype_named, extent_fields, number_of, refuse, unpack_counts
 from .remote_devices import extent_of
+from .requests import MAX_VALUES, ExtentFields, Welcome, unpacked
 from .shares import Share, divide
 
 
 class OfOwner:
     """An owner's answer about the commit that it has resumed."""
 
-    def __init__(self, answer: Answer, n_devices: int) -> None:
+    def __init__(self, answer: Reply, n_devices: int) -> None:
         """Check everything that does not need other owners. `n_devices`: of this owner. Raises CSDRankError."""
-        self.fields: Fields = answer.fields
+        self.fields: Welcome = answer.fields
         counts, devices, user_state = number_of(answer.arrays, 3)
-        self.manifest: dict[str, Any] = self.fields.object("manifest")
-        record = self.fields.object("record")
-        check_plain(self.manifest, "the manifest")
-        check_plain(record, "the record")
+        # Twice as much as an owner accepts, as it repeats what it was told: what was accepted can be resumed.
+        self.manifest: dict[str, Any] = unpacked(self.fields.manifest, 2 * MAX_VALUES)
+        record = unpacked(self.fields.record)
         self._n_devices = n_devices
         self._devices = array(devices, WIRE_INDEX, "the devices of tiles")
-        self.extents: list[Any] = self.fields.listed("extents")
-        self.step: int = self.fields.integer("step", 0, 1 << 53)
+        self.extents: list[ExtentFields] = self.fields.extents
+        self.step: int = self.fields.step
         try:
             check_params(self.manifest, len(self.extents), n_devices)
             self.record: Record = Record(record["groups"], record["given"], bytes(user_state), record["seconds"])
@@ -83,20 +72,18 @@ def check_params(manifest: dict[str, Any], n_extents: int, n_devices: int) -> No
         check_param(p, n_devices, is_waiting=True)
 
 
-def request_of(about: Any, numels: list[int], first_param: int, first_tile: int) -> ExtentRequest:
+def request_of(about: ExtentFields, numels: list[int], first_param: int, first_tile: int) -> ExtentRequest:
     """Return the request from which an extent of a store was made. Raises CSDRankError."""
-    fields = Fields(about)
-    sections, dtype = fields.texts("sections"), dtype_named(fields.text("param_dtype"))
-    if not 0 < len(sections) <= 4 or not all(is_name(s) for s in sections):
+    if not all(is_name(s) for s in about.sections):
         refuse("the states of a store")
-    tile_elems, codec = fields.integer("tile_elems", MIN_GRAIN, 1 << 31), fields.text("codec")
-    return ExtentRequest(numels, sections, codec, dtype, first_param, first_tile, tile_elems)
+    dtype = dtype_named(about.param_dtype)
+    return ExtentRequest(numels, about.sections, about.codec, dtype, first_param, first_tile, about.tile_elems)
 
 
-def adopt(engine: Engine, shares: Sequence[Share], answers: Sequence[Answer]) -> None:
+def adopt(engine: Engine, shares: Sequence[Share], answers: Sequence[Reply]) -> None:
     """Continue from the commit that the owners have resumed. Raises CSDRankError, CSDStoreError."""
     owners = [OfOwner(answer, len(share.names)) for share, answer in zip(shares, answers, strict=True)]
-    path = ", ".join(owner.fields.text("path") for owner in owners)
+    path = ", ".join(owner.fields.path for owner in owners)
     if shares[0].is_whole and DIVIDED in owners[0].manifest:
         raise CSDStoreError(
             f"{path} of the optimizer ranks is one of several stores that had the states of one trainer: name as many "
@@ -145,13 +132,17 @@ def _of_manifest(extents: Sequence[Extent]) -> list[dict[str, Any]]:
 
 
 def _add_extents(
-    engine: Engine, shares: Sequence[Share], owners: Sequence[OfOwner], manifest: dict[str, Any], described: list[Any]
+    engine: Engine,
+    shares: Sequence[Share],
+    owners: Sequence[OfOwner],
+    manifest: dict[str, Any],
+    described: Sequence[ExtentFields],
 ) -> None:
     """Add the extents of a store. `manifest`: of the whole model. Raises CSDRankError, CSDStoreError."""
     n_devices = len(engine.devices.specs)
     nowhere = [0] * n_devices, (np.zeros(0), np.zeros(0))  # owners have the slots and checksums
     try:
-        check_rules(manifest, [Fields(about).texts("sections") for about in described])
+        check_rules(manifest, [about.sections for about in described])
     except CSDStoreError as e:
         refuse(f"the store of the optimizer ranks: {e}")
     of_tiles = tiles_of([owner.manifest for owner in owners]) if not shares[0].is_whole else None

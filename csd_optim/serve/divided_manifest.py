@@ -10,8 +10,10 @@ import numpy as np
 from ..engine.tiles import Tiles
 from ..errors import CSDStoreError
 from ..store.format import DIVIDED
-from .messages import Fields, extent_fields, refuse
+from .messages import extent_fields, refuse
+from .requests import DividedFields, ExtentFields
 from .shares import Share
+from .wire.schema import msgspec
 
 _KEPT = ("name", "group", "position", "dtype", "rule")  # of a parameter's entry
 
@@ -33,7 +35,7 @@ def part_manifest(manifest: dict[str, Any], share: Share, tiles: Tiles) -> dict[
     return {**manifest, "params": params, DIVIDED: divided}
 
 
-def whole_of(manifests: Sequence[dict[str, Any]], path: str) -> tuple[dict[str, Any], list[Any]]:
+def whole_of(manifests: Sequence[dict[str, Any]], path: str) -> tuple[dict[str, Any], list[ExtentFields]]:
     """Return the trainer's manifest and its entries about extents, from the manifests of all owners.
 
     Raises CSDRankError, and CSDStoreError if the stores were not divided in this way.
@@ -42,8 +44,7 @@ def whole_of(manifests: Sequence[dict[str, Any]], path: str) -> tuple[dict[str, 
         raise CSDStoreError(
             f"{path} of the optimizer ranks are stores of several trainers, and this is one: start as many as then"
         )
-    wholes = [Fields(manifest[DIVIDED]) for manifest in manifests]
-    said = [(whole.listed("params"), whole.listed("extents")) for whole in wholes]
+    said = [(manifest[DIVIDED]["params"], _divided(manifest).extents) for manifest in manifests]
     others = [(manifest.get("rule"), manifest["waiting"]) for manifest in manifests]
     if any(a != said[0] for a in said) or any(b != others[0] for b in others):
         raise CSDStoreError(f"{path} of the optimizer ranks are not stores of one trainer")
@@ -53,7 +54,7 @@ def whole_of(manifests: Sequence[dict[str, Any]], path: str) -> tuple[dict[str, 
 
 def tiles_of(manifests: Sequence[dict[str, Any]]) -> np.ndarray[Any, Any]:
     """Return, for each of the trainer's tiles, the index of its owner: intp. Raises CSDRankError."""
-    listed = [Fields(manifest[DIVIDED]).integers("tiles") for manifest in manifests]
+    listed = [_divided(manifest).tiles for manifest in manifests]
     n = sum(map(len, listed))
     if sorted(number for numbers in listed for number in numbers) != [*range(n)]:
         refuse("the tiles of the optimizer ranks")
@@ -63,3 +64,11 @@ def tiles_of(manifests: Sequence[dict[str, Any]]) -> np.ndarray[Any, Any]:
             refuse("the tiles of an optimizer rank")
         owners[numbers] = k
     return owners
+
+
+def _divided(manifest: dict[str, Any]) -> DividedFields:
+    """Return what an owner's manifest says about the whole model. Raises CSDRankError."""
+    try:
+        return msgspec.convert(manifest[DIVIDED], DividedFields)
+    except msgspec.ValidationError as e:
+        refuse(f"the store of the optimizer ranks: {e}")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..errors import CSDUnavailableError
 from ..files import appears, write_file
-from .keys import certificates_in, fingerprint
+from .wire.keys import certificates_in, fingerprint
 
 FROM, UNTIL = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 12, 31, 23, 59, 59)
 
@@ -64,5 +64,5 @@ def _by_openssl(name: str) -> bytes:
         return subprocess.run(command, capture_output=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as e:
         why = (getattr(e, "stderr", b"") or str(e).encode()).decode(errors="replace").strip()[-200:]
-        text = f"no key can be made: pip install csd_optim[serve] ({why})"
+        text = f"no key can be made: neither the command openssl nor the package cryptography can be used ({why})"
         raise CSDUnavailableError(errno.ENOENT, text) from None

@@ -13,16 +13,39 @@ from typing import Any, NamedTuple
 
 from ..errors import CSDError, CSDRankError, CSDRuntimeError
 from ..threads import SharedCondition
-from .frames import DataConnection, Header
-from .messages import MAX_NEWS, NEWS, PARAMS, PROTOCOL, PUSH, Fields, raise_error, refuse, said, unpack_news
-from .session import Session
+from .messages import raise_failure, refuse, said
+from .requests import (
+    ANSWER,
+    DOWN,
+    HEAD_BYTES,
+    CommitNews,
+    Down,
+    Failed,
+    Found,
+    Parameters,
+    Request,
+    StepFailed,
+    TileGradients,
+    Working,
+    request_of,
+)
 from .tiles_in_flight import TilesInFlight
+from .wire.connection import Connection
+from .wire.schema import msgspec
+from .wire.session import Session
 
 Views = list[memoryview]
+# Before these a worn link is replaced, unless the owner's session has something that would be lost: in brackets, from
+# the first of these on to the second.
+RENEWS = ("write", "begin", "read", "writing", "loading")
+HOLDS = {"write": True, "begin": True, "writing": True, "loading": True, "save": True}
+HOLDS |= {"finish": False, "written": False, "loaded": False, "saved": False}
 
 
-class Answer(NamedTuple):
-    fields: Fields
+class Reply(NamedTuple):
+    """An answer."""
+
+    fields: Any  # a struct of requests.py: the one that belongs to the request
     arrays: list[memoryview]
 
 
@@ -49,8 +72,8 @@ class Link:
 
         `changed`: shared with the trainer's other links; None if this is the only one.
         """
-        self._connect, self._streams, self._timeout = connect, streams, timeout
-        self._hello = {"op": "hello", "protocol": PROTOCOL, **hello}
+        self._connect, self._timeout = connect, timeout
+        self._hello = hello
         self.pid: int = os.getpid()
         self.changed: SharedCondition = changed or SharedCondition()
         self.may_leave: list[threading.Condition] = [self.changed.condition() for _ in range(streams)]
@@ -59,7 +82,7 @@ class Link:
         self.on_committed: Callable[[], None] = lambda: None  # called on any thread after news of commits
         # To take the link up again: a function that returns the fields of a HELLO, and one that takes the answer. Set
         # once the states are known.
-        self.reattach: tuple[Callable[[], dict[str, Any]], Callable[[Answer], None]] | None = None
+        self.reattach: tuple[Callable[[], dict[str, Any]], Callable[[Reply], None]] | None = None
         self._session: Session | None = None
         self._asking: Session | None = None  # a session that was asked for, and is not granted yet
         self._threads: list[threading.Thread] = []
@@ -69,34 +92,35 @@ class Link:
         self._why_lost: CSDError | None = None
         self._closed = False
         self._given_up = False  # after Ctrl-C: do not take the link up again
+        self._holds = False  # the owner's session has a part of a step, of writes, or of a snapshot
 
     # ---- open and close ------------------------------------------------------------
 
-    def open(self, **fields: Any) -> Answer:
+    def open(self, **fields: Any) -> Reply:
         """Connect, and ask for a session.
 
         Raises the error that the owner answers, or CSDUnavailableError if no owner does.
 
-        If the answer has `found` (this trainer's store at the owner), several trainers resume: call choose() next.
+        If the answer is Found, several trainers resume: call choose() next.
         """
         with self._lock:
             self._drop(None)
             self._asking = self._connect()
             with self._closing() as session:
-                answer = self._exchange(session, {**self._hello, **fields}, [])
-                if "found" not in answer.fields:
+                answer = self._exchange(session, request_of("hello", {**self._hello, **fields}), [])
+                if not isinstance(answer.fields, Found):
                     self._begin(session, answer)
                 return answer
 
     def choose(self, round: int | None) -> None:
         """Have the owner resume this round, which all ranks have; None: no round. Call granted() next."""
         with self._lock, self._closing() as session:
-            self._say(session, {"none": round is None, "round": round}, [], anew=False)
+            self._say(session, request_of("choose", {"round": round}), [], anew=False)
 
-    def granted(self) -> Answer:
+    def granted(self) -> Reply:
         """Return the answer to choose(). Raises the error that the owner answers."""
         with self._lock, self._closing() as session:
-            answer = self._hear(session)
+            answer = self._hear(session, request_of("choose", {"round": None}))
             self._begin(session, answer)
             return answer
 
@@ -116,13 +140,13 @@ class Link:
         if session is not None:
             session.close()
 
-    def _begin(self, session: Session, answer: Answer) -> None:
+    def _begin(self, session: Session, answer: Reply) -> None:
         """Begin a session that was granted."""
-        self._session, self._asking, self._why_lost = session, None, None
+        self._session, self._asking, self._why_lost, self._holds = session, None, None, False
         self.committed_step, self._commits = 0, (0, 0)
         self.note_committed(answer.fields)
-        for stream, connection in enumerate(session.data[: self._streams]):
-            for work in (self._receive, self._send):
+        for stream, (up, down) in enumerate(zip(session.up, session.down, strict=True)):
+            for work, connection in ((self._receive, down), (self._send, up)):
                 thread = threading.Thread(target=work, args=(session, connection, stream), daemon=True)
                 thread.name = f"csd_optim {work.__name__.strip('_')}s {stream}"
                 thread.start()
@@ -196,7 +220,7 @@ class Link:
                 raise self._why_lost or CSDRankError("there is no session")
             fields, take = self.reattach
             answer = self.open(mode="attach", **fields())
-            if "found" in answer.fields:
+            if isinstance(answer.fields, Found):
                 refuse("a choice between steps")
             try:
                 take(answer)
@@ -207,37 +231,50 @@ class Link:
 
     # ---- requests ------------------------------------------------------------------
 
-    def request(self, op: str, *arrays: Any, **fields: Any) -> Answer:
+    def request(self, op: str, *arrays: Any, **fields: Any) -> Reply:
         """Send a request and return its answer. Raises the owner's error; CSDRankError if the link is lost."""
         if self.pid != os.getpid():
             raise CSDRuntimeError("the link to the optimizer ranks belongs to another process")
         with self._lock:
             self.attach()
             assert self._session
-            return self._exchange(self._session, {"op": op, **fields}, [*arrays])
+            if op in RENEWS and not self._holds and self._session.is_worn and self.reattach:
+                self._renew()
+            self._holds = HOLDS.get(op, self._holds)
+            return self._exchange(self._session, request_of(op, fields), [*arrays])
 
-    def _exchange(self, session: Session, message: dict[str, Any], arrays: list[Any]) -> Answer:
-        self._say(session, message, arrays)
-        return self._hear(session)
+    def _renew(self) -> None:
+        """Replace a worn link. Nothing is under way: a step that begins has sent nothing yet."""
+        travelling = self._travelling
+        self.travel(None)  # the end of the old connections is no failure of its tiles
+        self._drop(None)
+        self.attach()
+        self.travel(travelling)
 
-    def _say(self, session: Session, message: dict[str, Any], arrays: list[Any], *, anew: bool = True) -> None:
-        """Send a message: a new request (`anew`), or more of the last one."""
+    def _exchange(self, session: Session, request: Request, arrays: list[Any]) -> Reply:
+        self._say(session, request, arrays)
+        return self._hear(session, request)
+
+    def _say(self, session: Session, request: Request, arrays: list[Any], *, anew: bool = True) -> None:
+        """Send a request: a new one, or (unless `anew`) more of the last one."""
         self._requests += anew
         with self._losing(session):
-            session.control.send({**message, "n": self._requests}, *arrays)
+            session.control.send_arrays(msgspec.structs.replace(request, n=self._requests), *arrays)
 
-    def _hear(self, session: Session) -> Answer:
-        """Return the answer to the last message. Raises the owner's error."""
+    def _hear(self, session: Session, request: Request) -> Reply:
+        """Return the answer to the last request. Raises the owner's error."""
         with self._losing(session):
             while True:
-                answer, received = session.control.receive(self._timeout)
-                fields = Fields(answer)
-                if fields.integer("n") != self._requests:
+                answer, arrays = session.control.receive_arrays(ANSWER, self._timeout)
+                if answer.n != self._requests:
                     refuse("the answer to another request")
-                if "working" not in fields:
+                if not isinstance(answer, Working):
                     break
-        raise_error(answer)
-        return Answer(fields, received)
+            if not isinstance(answer, (*request.answer, Failed)):
+                refuse(f"{type(answer).__name__} is no answer to this request")
+        if isinstance(answer, Failed):
+            raise_failure(answer)
+        return Reply(answer, arrays)
 
     @contextlib.contextmanager
     def _losing(self, session: Session) -> Iterator[None]:
@@ -251,9 +288,9 @@ class Link:
                 raise lost from e
             raise
 
-    def note_committed(self, fields: Fields) -> None:
+    def note_committed(self, fields: Any) -> None:
         """Take note of the committed step in an answer or news. News may come before an older answer is read."""
-        committed, begun, ended = map(fields.integer, ("committed", "begun_commits", "ended_commits"))
+        committed, begun, ended = fields.committed, fields.begun_commits, fields.ended_commits
         with self.changed:
             if ended > self._commits[1]:
                 self.committed_step = committed  # may be lower, after a load of an earlier step's state dict
@@ -269,7 +306,7 @@ class Link:
         begun, ended = self._commits
         return begun == ended
 
-    # ---- frames --------------------------------------------------------------------
+    # ---- tiles ---------------------------------------------------------------------
 
     def travel(self, travelling: Travelling | None) -> None:
         """Begin to send and receive the tiles of a step; None when the step is over."""
@@ -279,7 +316,7 @@ class Link:
         if travelling and lost:
             travelling.tiles.fail(lost)
 
-    def _send(self, session: Session, connection: DataConnection, stream: int) -> None:
+    def _send(self, session: Session, connection: Connection, stream: int) -> None:
         """Send tiles as long as the session lasts; on a thread."""
         found: tuple[Travelling, int] | None = None
 
@@ -298,56 +335,48 @@ class Link:
             travelling, tile = found
             try:
                 views, words = travelling.outgoing(tile)
-                nbytes = sum(map(len, views))
-                connection.send(Header(PUSH, tile, travelling.tiles.begin, nbytes, words), views)
+                connection.send(TileGradients(tile=tile, begin=travelling.tiles.begin, entries=words), *views)
             except Exception as e:  # any error: nobody would notice the end of this thread
                 travelling.tiles.abort_transfer()
                 return self._lost(session, _as_rank_error(e))
             travelling.tiles.note_sent(tile)
 
-    def _receive(self, session: Session, connection: DataConnection, stream: int) -> None:
+    def _receive(self, session: Session, connection: Connection, stream: int) -> None:
         """Receive parameters and news as long as the session lasts; on a thread."""
         try:
             while True:
-                header = connection.receive_header(self._timeout)
-                if header.kind == NEWS and header.nbytes <= MAX_NEWS:
-                    data = bytearray(header.nbytes)
-                    connection.receive(header, [memoryview(data)])
-                    self._take_news(unpack_news(data))
-                elif header.kind == PARAMS:
-                    self._take_params(connection, header)
+                message, nbytes = connection.receive(DOWN, self._timeout, HEAD_BYTES)
+                if isinstance(message, Parameters):
+                    self._take_params(connection, message, nbytes)
+                elif nbytes:
+                    refuse(f"{nbytes} bytes after news")
                 else:
-                    refuse(f"a frame of kind {header.kind} with {header.nbytes} bytes")
+                    self._take_news(message)
         except Exception as e:
             self._lost(session, _as_rank_error(e))
 
-    def _take_params(self, connection: DataConnection, header: Header) -> None:
-        travelling = self._travelling
-        if (
-            travelling is None
-            or header.begin != travelling.tiles.begin
-            or not travelling.tiles.begin_return(header.tile)
-        ):
-            return connection.discard(header)  # for a step that is over
+    def _take_params(self, connection: Connection, message: Parameters, nbytes: int) -> None:
+        travelling, tile = self._travelling, message.tile
+        if travelling is None or message.begin != travelling.tiles.begin or not travelling.tiles.begin_return(tile):
+            return connection.discard()  # for a step that is over
         try:
-            views = travelling.returning(header.tile)
-            if header.nbytes != sum(map(len, views)) or header.entries:
-                refuse(f"{header.nbytes} bytes of parameters in tile {header.tile}")
-            connection.receive(header, views)
+            views = travelling.returning(tile)
+            if nbytes != sum(map(len, views)):
+                refuse(f"{nbytes} bytes of parameters in tile {tile}")
+            connection.fill(views)
         except BaseException:
             travelling.tiles.abort_transfer()
             raise
-        travelling.tiles.note_back(header.tile)
+        travelling.tiles.note_back(tile)
 
-    def _take_news(self, news: dict[str, Any]) -> None:
-        fields = Fields(news)
-        if "committed" in fields:
-            self.note_committed(fields)
-        if "failed" in fields:
-            travelling, begin = self._travelling, fields.integer("begin")
-            if travelling and travelling.tiles.begin == begin:
+    def _take_news(self, news: Down) -> None:
+        if isinstance(news, CommitNews):
+            self.note_committed(news)
+        if isinstance(news, StepFailed):
+            travelling = self._travelling
+            if travelling and travelling.tiles.begin == news.begin:
                 try:
-                    raise_error(fields.object("failed"))
+                    raise_failure(news.failed)
                 except CSDError as e:
                     travelling.tiles.fail(e)
 

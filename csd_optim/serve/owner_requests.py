@@ -1,37 +1,31 @@
-"""The requests of a session, executed at the owner. messages.py checks their content; nothing here trusts them."""
+"""The requests of a session, executed at the owner. Schemas have checked each by itself; nothing here trusts them."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from ..bindings import AS_PUSHED, PASS_2, SAME_ORDER, TO_AND_FRO
+from ..bindings import PASS_2
 from ..checkpoint import snapshot
 from ..checkpoint.files import no_progress
 from ..errors import CSDError, CSDRankError
 from ..store.format import Record
-from ..store.layout import TILE_ELEMS, Extent
+from ..store.layout import TILE_ELEMS
 from ..store.recovery import RanksStore
-from ..store.sections import FP32, GROUP, SECTIONS
-from .control import MESSAGE_BYTES
+from ..store.sections import GROUP, SECTIONS
+from . import requests
 from .messages import (
-    CHUNK,
-    MODES,
-    PROTOCOL,
     ROW,
     WIRE_HYPER,
     WIRE_INDEX,
-    Fields,
     array,
     dtype_named,
-    error_of,
+    failure_of,
     number_of,
     refuse,
     unpack_counts,
@@ -40,17 +34,17 @@ from .messages import (
 )
 from .owner_step import Buffers, OwnerStep
 from .ownership import Ownership
+from .requests import Answer, Done, Hello, Request, StoreFound, described, op_of, unpacked
 from .save_place import SavePlace
-from .session import Role
+from .state_writes import StateWrites
+from .wire.keys import Role
+from .wire.schema import msgspec
 
-MAX_RECORD = MESSAGE_BYTES  # bytes of a record
 MAX_NUMELS = 1 << 47  # fp32 values that join at once
-MAX_TILE_ELEMS = 1 << 26  # the most that trainers may choose: the owner has memory for WINDOW tiles
-MAX_TILES, MAX_PARAMS = 1 << 22, 1 << 20  # of a model
-MAX_TRAINERS = 1 << 12
-ID_BYTES = 16  # of a store's identity
-Reply = tuple[dict[str, Any], list[Any]]
-DONE: Reply = ({}, [])
+Arrays = Sequence[memoryview]
+Reply = tuple[Answer, list[Any]]
+DONE: Reply = (Done(), [])
+FIELDS = (*requests.COUNTS, *requests.ABOUT)
 CHANGES_NOTHING = ("read", "stats", "close")  # requests
 
 
@@ -58,107 +52,66 @@ class Closed(Exception):
     """The trainer ends the session."""
 
 
-class Hello(NamedTuple):
-    """A request for a session."""
-
-    trainer: int
-    trainers: int
-    here: int  # the number of trainers with states at this owner
-    token: str  # the same for all trainers of a training
-    mode: str
-    model: str  # see digest_of_entries()
-    tile_elems: int | None
-    who: str
-    store: str  # the identity of the store to attach to; in other modes, for a new store
-    step: int  # the trainer's last step
-
-    def check_attach(self, ownership: Ownership) -> None:
-        """Raise CSDRankError if an attaching trainer finds another store."""
-        if self.mode == "attach" and ownership.is_open and self.store != ownership.store_id:
-            raise CSDRankError("the optimizer ranks have another store now: start again with resume=True")
+def check_hello(hello: Hello) -> None:
+    """Raise CSDRankError if a request for a session contradicts itself."""
+    if hello.trainer >= hello.trainers or hello.here > hello.trainers:
+        refuse("the number of a trainer")
 
 
-def check_hello(fields: Fields) -> Hello:
-    """Return a request for a session. Raises CSDRankError if it is malformed."""
-    if fields.text("op") != "hello":
-        refuse("it is no HELLO")
-    if (theirs := fields.integer("protocol")) != PROTOCOL:
-        raise CSDRankError(f"trainers speak protocol {theirs} and optimizer ranks {PROTOCOL}: install the same version")
-    trainers = fields.integer("trainers", 1, MAX_TRAINERS)
-    trainer = fields.integer("trainer", 0, trainers - 1)
-    try:
-        is_id = len(bytes.fromhex(fields.text("store"))) == ID_BYTES
-    except ValueError:
-        is_id = False
-    if not is_id:
-        refuse("the identity of a store")
-    tile_elems = fields.integer("tile_elems", 0, MAX_TILE_ELEMS) or None
-    attaches = fields.text("mode", MODES) == "attach"
-    return Hello(
-        trainer,
-        trainers,
-        fields.integer("here", 1, trainers),
-        fields.text("token"),
-        fields.text("mode"),
-        fields.text("model"),
-        tile_elems,
-        fields.text("who"),
-        fields.text("store"),
-        fields.integer("step") if attaches else 0,
-    )
+def check_attach(hello: Hello, ownership: Ownership) -> None:
+    """Raise CSDRankError if an attaching trainer finds another store."""
+    if hello.mode == "attach" and ownership.is_open and hello.store != ownership.store_id:
+        raise CSDRankError("the optimizer ranks have another store now: start again with resume=True")
 
 
-def summary_of(store: RanksStore) -> dict[str, Any]:
+def summary_of(store: RanksStore) -> StoreFound:
     """Return the facts about a trainer's store from which trainers choose the step that all resume."""
-    return {
-        "path": store.path,
-        "store": store.store_id.hex(),
-        "rank": store.rank,
-        "world_size": store.world_size,
-        "is_first": store.is_first,
-        "is_missing": store.is_missing,
-        "steps": [*store.steps.items()],
-    }
+    return StoreFound(
+        path=store.path,
+        store=store.store_id.hex(),
+        rank=store.rank,
+        world_size=store.world_size,
+        is_first=store.is_first,
+        is_missing=store.is_missing,
+        steps=[*store.steps.items()],
+    )
 
 
 class OwnerRequests:
     """The requests of one session. Not thread-safe, except for what OwnerStep does by itself."""
 
     def __init__(self, ownership: Ownership, role: Role, note_step: Callable[[OwnerStep | None], None]) -> None:
-        """`role`: the trainer's. `note_step` is called with the step to which later frames belong."""
+        """`role`: the trainer's. `note_step` is called with the step to which later tiles belong."""
         self.ownership: Ownership = ownership
         self._role, self._note_step = role, note_step
         self._buffers = Buffers(ownership.window)
         self._step: OwnerStep | None = None
-        self._brackets = contextlib.ExitStack()  # of writing() and loading()
-        self._bracketed = False  # `_brackets` is open
-        self.is_broken: bool = False  # the session must end, and the next session reopens the store
-        # By row and section: states written for the next step, and the number of elements that have arrived.
-        self._edits: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}
+        self._writes = StateWrites(ownership)
         self._saving: tuple[Future[Path], SavePlace] | None = None
         self.begins: int = 0  # number of the last BEGIN
-        self.most_bytes: int = 0  # the most bytes of a frame
+        self.most_bytes: int = 0  # the most bytes of a tile's gradients
 
-    def execute(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
+    @property
+    def is_broken(self) -> bool:
+        """Whether the session must end, and the next session reopens the store."""
+        return self._writes.is_broken
+
+    def execute(self, request: Request, arrays: Arrays) -> Reply:
         """Execute a request. Raises CSDError, Closed."""
-        op = fields.text("op")
-        work: Callable[[Fields, Sequence[memoryview]], Reply] | None = getattr(self, f"_on_{op}", None)
-        if work is None or not op.isidentifier():
-            refuse(f"the operation {op!r}")
+        op = op_of(request)
+        if request.n_arrays is not None:
+            number_of(arrays, request.n_arrays)
         if op not in CHANGES_NOTHING:
             self.ownership.discard_newer()
+        work: Callable[[Request, Arrays], Reply] = getattr(self, f"_on_{op}")
         with torch.no_grad():
-            return work(fields, arrays)
+            return work(request, arrays)
 
     def end(self) -> None:
         """Undo what the session has left unfinished, after its connections are shut down."""
-        ownership = self.ownership
         if self._step:
             self._undo_step()
-        try:
-            self._brackets.__exit__(CSDRankError, CSDRankError("the session has ended"), None)
-        except CSDError:
-            ownership.in_doubt = True
+        self._writes.end()
 
     def _undo_step(self) -> None:
         step, self._step = self._step, None
@@ -170,186 +123,116 @@ class OwnerRequests:
     def _engine(self) -> Any:
         return self.ownership.engine
 
-    def _extent(self, row: int) -> tuple[Extent, int]:
-        """Return the extent of a parameter, and the parameter's number in it. Raises CSDRankError."""
-        tiles = self._engine.tiles
-        if not 0 <= row < tiles.n_params:
-            refuse(f"parameter {row}")
-        extent = tiles.extent_with(row)
-        return extent, row - extent.first_param
-
     def _no_step(self) -> None:
         if self._step:
             refuse("a step is under way")
 
     # ---- parameters ----------------------------------------------------------------
 
-    def _on_extend(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
+    def _on_extend(self, request: requests.Extend, arrays: Arrays) -> Reply:
         self._no_step()
-        engine = self._engine
-        numels = array(number_of(arrays, 1)[0], np.dtype(">u8"), "the sizes of parameters")
-        sections, codec = fields.texts("sections"), fields.text("codec")
-        valid = 0 < len(sections) <= 4 and all(s.isidentifier() for s in sections) and sections[0] == SECTIONS[0]
-        if not valid or len({*sections}) != len(sections):
+        engine, sections = self._engine, request.sections
+        numels = array(arrays[0], np.dtype(">u8"), "the sizes of parameters")
+        if sections[0] != SECTIONS[0] or len({*sections}) != len(sections):
             refuse("the names of states")
         if not len(numels) or numels.max() > MAX_NUMELS or int(numels.sum(dtype=object)) > MAX_NUMELS:
             refuse("the sizes of parameters")
-        if not fields.is_null("tile_elems"):
-            engine.tile_elems = fields.integer("tile_elems", 1, MAX_TILE_ELEMS)
-        some = int(numels.sum(dtype=object)) // (engine.tile_elems or TILE_ELEMS)
-        if some > MAX_TILES - len(engine.tiles) or len(numels) > MAX_PARAMS - engine.tiles.n_params:
-            refuse(f"more than {MAX_TILES} tiles, for which a larger tile_size helps, or {MAX_PARAMS} parameters")
-        if fields.integer("first_param") != engine.tiles.n_params:
+        if request.tile_elems is not None:
+            engine.tile_elems = request.tile_elems
+        tiles = int(numels.sum(dtype=object)) // (engine.tile_elems or TILE_ELEMS)
+        most, most_params = requests.MAX_TILES, requests.MAX_PARAMS
+        if tiles > most - len(engine.tiles) or len(numels) > most_params - engine.tiles.n_params:
+            refuse(f"more than {most} tiles, for which a larger tile_size helps, or {most_params} parameters")
+        if request.first_param != engine.tiles.n_params:
             refuse("new parameters that do not follow those before")
-        param_dtype = dtype_named(fields.text("param_dtype"))
+        param_dtype = dtype_named(request.param_dtype)
         sizes = [int(n) for n in numels]
-        self.ownership.check_room(sizes, sections, codec, param_dtype)
-        extent = engine.extend(sizes, sections, codec=codec, param_dtype=param_dtype)
-        return {"tile_elems": extent.tile_elems}, [extent.devices.astype(WIRE_INDEX)]
+        self.ownership.check_room(sizes, sections, request.codec, param_dtype)
+        extent = engine.extend(sizes, sections, codec=request.codec, param_dtype=param_dtype)
+        return requests.Extended(tile_elems=extent.tile_elems), [extent.devices.astype(WIRE_INDEX)]
 
-    def _on_free(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
+    def _on_free(self, request: requests.Free, arrays: Arrays) -> Reply:
         self._no_step()
         self._engine.committer.before_joining_or_leaving()
-        self._engine.free(self._rows(fields))
+        self._engine.free(self._rows(request.rows))
         return DONE
 
-    def _on_discard_newer(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
+    def _on_discard_newer(self, request: requests.DiscardNewer, arrays: Arrays) -> Reply:
         return DONE  # execute() has done it
 
-    def _on_describe(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
-        self.ownership.describe(fields.object("manifest"))
+    def _on_describe(self, request: requests.Describe, arrays: Arrays) -> Reply:
+        self.ownership.describe(described(request.manifest))
         return DONE
 
     # ---- states between steps ------------------------------------------------------
 
-    def _on_write(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
+    def _on_write(self, request: requests.Write, arrays: Arrays) -> Reply:
         self._no_step()
-        row = fields.integer("row")
-        extent, i = self._extent(row)
-        section = fields.integer("section", 0, len(extent.sections) - 1)
-        (data,) = number_of(arrays, 1)
-        values = torch.from_numpy(array(data, np.dtype("<f4"), "a state").astype(np.float32))
-        first = fields.integer("first", 0, extent.numels[i])
-        if not 0 < len(values) <= min(CHUNK, extent.numels[i] - first):
-            refuse(f"{len(values)} values of a state")
-        state = self._state_within(row, section) if self._bracketed else self._edit(row, section, first, len(values))
-        state[first : first + len(values)] = values
+        self._writes.write(request, arrays[0])
         return DONE
 
-    def _state_within(self, row: int, section: int) -> torch.Tensor:
-        """Return the tensor of a state, for writes within writing() or loading()."""
-        engine, (extent, i) = self._engine, self._extent(row)
-        if extent.codec == FP32:
-            window: torch.Tensor = engine.windows.window(extent, i, section, torch.float32)
-            return window
-        state: torch.Tensor = engine.decoded.state(row, extent.sections[section])
-        return state
+    def _rows(self, rows: list[int]) -> list[int]:
+        if rows and max(rows) >= self._engine.tiles.n_params:
+            refuse(f"parameter {max(rows)}")
+        return rows
 
-    def _edit(self, row: int, section: int, first: int, n: int) -> torch.Tensor:
-        """Return the tensor of a state for the next step, for a write to elements [first, first + n)."""
-        extent, i = self._extent(row)
-        state, written = self._edits.get((row, section)) or (torch.empty(extent.numels[i], dtype=torch.float32), 0)
-        if first == 0:
-            written = 0
-        if first != written:
-            refuse("a state in pieces that do not follow one another")
-        self._edits[row, section] = state, first + n
-        return state
-
-    def _enter_edits(self, table: np.ndarray[Any, Any]) -> list[torch.Tensor]:
-        """Let a step begin with the states written since the last step. Returns their tensors, to be kept alive."""
-        edits, self._edits = self._edits, {}
-        for (row, section), (state, written) in edits.items():
-            if written != len(state):
-                refuse("a state that was not written to its end")
-            table["edited"][row, section] = state.data_ptr()
-        return [state for state, _ in edits.values()]
-
-    def _rows(self, fields: Fields) -> list[int]:
-        return fields.integers("rows", 0, self._engine.tiles.n_params - 1)
-
-    def _on_writing(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
+    def _on_writing(self, request: requests.Writing, arrays: Arrays) -> Reply:
         self._no_step()
-        self._open_bracket(self._engine.writing(self._rows(fields)))
+        self._writes.open_bracket(self._engine.writing(self._rows(request.rows)))
         return DONE
 
-    def _open_bracket(self, *contexts: AbstractContextManager[Any]) -> None:
-        """Enter contexts that the session may never leave: until then its writes are in memory only."""
-        if self._bracketed:
-            refuse("states are being written already")
-        self._bracketed = self.ownership.in_doubt = True
-        for context in contexts:
-            self._brackets.enter_context(context)
-
-    def _on_written(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
-        self._engine.states.set_counts(self._counts(number_of(arrays, 1)[0]))
-        self._close_brackets()
+    def _on_written(self, request: requests.Written, arrays: Arrays) -> Reply:
+        self._engine.states.set_counts(self._counts(arrays[0]))
+        self._writes.close_bracket()
         return DONE
 
-    def _on_loading(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
+    def _on_loading(self, request: requests.Loading, arrays: Arrays) -> Reply:
         self._no_step()
-        engine, rows = self._engine, self._rows(fields)
-        record = self._record(fields, number_of(arrays, 1)[0])
-        self._open_bracket(engine.committer.loading(record), *([engine.writing(rows)] if rows else []))
+        engine, rows = self._engine, self._rows(request.rows)
+        record = self._record(request.record, arrays[0])
+        self._writes.open_bracket(engine.committer.loading(record), *([engine.writing(rows)] if rows else []))
         return DONE
 
-    def _on_loaded(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
-        engine = self._engine
-        counts, step = self._counts(number_of(arrays, 1)[0]), fields.integer("step", 0, 1 << 53)
-        self.ownership.committer.rounds.highest = self._round(fields) - 1
-        engine.states.go_to(step, counts=counts)
-        self._close_brackets()
-        return {"step": engine.states.step}, []
-
-    def _close_brackets(self) -> None:
-        if not self._bracketed:
-            refuse("no states are being written")
-        brackets, self._brackets, self._bracketed = self._brackets, contextlib.ExitStack(), False
-        try:
-            brackets.close()
-        except BaseException:  # perhaps only some states are written
-            self.is_broken = True
-            raise
-        self.ownership.in_doubt = False
+    def _on_loaded(self, request: requests.Loaded, arrays: Arrays) -> Reply:
+        counts = self._counts(arrays[0])
+        self.ownership.committer.rounds.highest = self._round(request.round) - 1
+        self._engine.states.go_to(request.step, counts=counts)
+        self._writes.close_bracket()
+        return DONE
 
     def _counts(self, data: memoryview) -> np.ndarray[Any, Any]:
         return unpack_counts(data, self._engine.tiles.n_params)
 
-    def _on_read(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
+    def _on_read(self, request: requests.Read, arrays: Arrays) -> Reply:
         self._no_step()
-        engine = self._engine
-        tile = fields.integer("tile", 0, len(engine.tiles) - 1)
-        extent = engine.tiles.extent_of(tile)
-        sections = fields.integers("sections", 0, len(extent.sections) - 1)
-        first = fields.integer("first", 0, extent.tile_elems - 1)
-        n = fields.integer("count", 1, extent.tile_elems - first)
-        if not 0 < len(sections) <= len(extent.sections) or len({*sections}) != len(sections):
+        engine, sections, first = self._engine, request.sections, request.first
+        if request.tile >= len(engine.tiles):
+            refuse(f"tile {request.tile}")
+        extent = engine.tiles.extent_of(request.tile)
+        end = first + request.count
+        if end > extent.tile_elems or max(sections) >= len(extent.sections) or len({*sections}) != len(sections):
             refuse("the states to be read")
         begin = first // GROUP * GROUP
-        out = [torch.empty(first + n - begin) if s in sections else None for s in range(len(extent.sections))]
-        engine.native.decode(tile, begin, first + n - begin, out)
-        return {}, [state[first - begin :].numpy() for s in sections if (state := out[s]) is not None]
+        out = [torch.empty(end - begin) if s in sections else None for s in range(len(extent.sections))]
+        engine.native.decode(request.tile, begin, end - begin, out)
+        return requests.Values(), [state[first - begin :].numpy() for s in sections if (state := out[s]) is not None]
 
     # ---- a step --------------------------------------------------------------------
 
-    def _on_begin(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
+    def _on_begin(self, request: requests.Begin, arrays: Arrays) -> Reply:
         self._no_step()
         engine = self._engine
-        rows, hypers, tiles = number_of(arrays, 3)
-        begin = fields.integer("begin", 1)
+        (rows, hypers, tiles), begin = arrays, request.begin
         if begin <= self.begins:
             refuse(f"step {begin} begins after step {self.begins}")
-        if fields.integer("step") != engine.states.step:
-            refuse(f"a step after step {fields.integer('step')}, and the last one is {engine.states.step}")
-        order = fields.integer("order")
-        if order not in (TO_AND_FRO, SAME_ORDER, AS_PUSHED):
-            refuse(f"the order {order}")
+        if request.step != engine.states.step:
+            refuse(f"a step after step {request.step}, and the last one is {engine.states.step}")
         constants = unpack_hypers(array(hypers, WIRE_HYPER, "the constants of a step"))
         listed = array(tiles, WIRE_INDEX, "the tiles of a step").astype(np.uint32)
         n_params = engine.tiles.n_params
         n_rows = 2 * n_params if (listed >= PASS_2).any() else n_params
         table = unpack_rows(array(rows, ROW, "the parameters of a step"), n_rows, len(constants))
-        edits = self._enter_edits(table)
+        edits = self._writes.enter_edits(table)
         needed = engine.tiles.of_mask(((table["grad"] != 0) | (table["edited"] != 0).any(1))[:n_params])
         if not (listed & ~np.uint32(PASS_2) < len(engine.tiles)).all() or len(np.unique(listed)) != len(listed):
             refuse("the tiles of a step")
@@ -359,13 +242,15 @@ class OwnerRequests:
         elems = max((e.tile_elems for e in engine.tiles.extents), default=0)
         self._buffers.resize(elems)
         self.most_bytes = 32 * elems + (1 << 16)
-        record = Record(user_state=bytes(fields.integer("record_bytes", 0, MAX_RECORD)))
+        record = Record(user_state=bytes(request.record_bytes))
         if engine.committer.rounds.unconfirmed:
             refuse("a step before all trainers have the last one")
         self.ownership.kept = None
         with engine.lock:
             engine.committer.confirm()
-            every = engine.begin(table, constants, listed, record, order=order, is_speculative=True, kept_alive=edits)
+            every = engine.begin(
+                table, constants, listed, record, order=request.order, is_speculative=True, kept_alive=edits
+            )
             step = self._step = OwnerStep(engine, begin, table, listed, self._buffers)
         try:
             step.push_unsent(every.tolist())
@@ -375,60 +260,60 @@ class OwnerRequests:
         self._note_step(step)
         return DONE
 
-    def _on_reserve(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
-        self._engine.committer.reserve(Record(user_state=bytes(fields.integer("record_bytes", 0, MAX_RECORD))))
+    def _on_reserve(self, request: requests.Reserve, arrays: Arrays) -> Reply:
+        self._engine.committer.reserve(Record(user_state=bytes(request.record_bytes)))
         return DONE
 
-    def _step_of(self, fields: Fields) -> OwnerStep:
-        if self._step is None or fields.integer("begin") != self._step.begin:
+    def _step_of(self, begin: int) -> OwnerStep:
+        if self._step is None or begin != self._step.begin:
             raise CSDRankError("that step is not under way")
         return self._step
 
-    def _on_drop(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
-        step = self._step_of(fields)
-        rows = array(number_of(arrays, 1)[0], WIRE_INDEX, "parameters without gradients").astype(np.uint32)
+    def _on_drop(self, request: requests.Drop, arrays: Arrays) -> Reply:
+        step = self._step_of(request.begin)
+        rows = array(arrays[0], WIRE_INDEX, "parameters without gradients").astype(np.uint32)
         if not (rows < self._engine.tiles.n_params).all():
             refuse("parameters without gradients")
         step.drop(rows)
         return DONE
 
-    def _on_finish(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
-        engine, step = self._engine, self._step_of(fields)
-        frames = fields.integer("frames")
-        if not fields.flag("keep"):
+    def _on_finish(self, request: requests.Finish, arrays: Arrays) -> Reply:
+        engine, step = self._engine, self._step_of(request.begin)
+        if not request.keep:
+            number_of(arrays, 0)
             self._undo_step()
-            return {"kept": False, "step": engine.states.step}, []
+            return requests.Finished(kept=False, step=engine.states.step), []
         try:
             counts, user_state = number_of(arrays, 2)
-            record = self._record(fields, user_state)
+            record = self._record(request.record, user_state)
             steps = self._counts(counts)  # before the step is kept
-            round = self._round(fields)
+            round = self._round(request.round)
         except CSDError:
             self._undo_step()
             raise
         self._step = None
         engine.is_speculative = False
         try:
-            step.keep(frames)
+            step.keep(request.frames)
         except CSDError as e:
-            return {"kept": False, "step": engine.states.step, "failed": error_of(e)}, []
+            return requests.Finished(kept=False, step=engine.states.step, failed=failure_of(e)), []
         finally:
             self._note_step(None)
         engine.states.set_counts(steps)
         self.ownership.kept = step.rows, True
-        answer: dict[str, Any] = {"kept": True, "step": engine.states.step}
+        failed = None
         self.ownership.committer.rounds.highest = round - 1
         try:
             engine.committer.commit(record)
         except CSDError as e:
-            answer["failed"] = error_of(e)
-        return answer, []
+            failed = failure_of(e)
+        return requests.Finished(kept=True, step=engine.states.step, failed=failed), []
 
-    def _on_take_back(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
+    def _on_take_back(self, request: requests.TakeBack, arrays: Arrays) -> Reply:
         """Undo the last kept step, because the step has failed at another trainer."""
         self._no_step()
         engine, kept = self._engine, self.ownership.kept
-        if kept is None or fields.integer("step") != engine.states.step:
+        if kept is None or request.step != engine.states.step:
             refuse("to take back a step that is not the last one")
         self.ownership.kept = None
         with engine.lock:
@@ -437,15 +322,15 @@ class OwnerRequests:
 
     # ---- commits -------------------------------------------------------------------
 
-    def _record(self, fields: Fields, user_state: memoryview) -> Record:
-        return self.ownership.record(fields.object("record"), bytes(user_state))
+    def _record(self, record: msgspec.Raw, user_state: memoryview) -> Record:
+        return self.ownership.record(unpacked(record), bytes(user_state))
 
-    def _on_commit(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
+    def _on_commit(self, request: requests.CommitRecord, arrays: Arrays) -> Reply:
         self._no_step()
-        counts, user_state = number_of(arrays, 2)
-        record = self._record(fields, user_state)
+        counts, user_state = arrays
+        record = self._record(request.record, user_state)
         engine, own = self._engine, self._engine.states.step
-        step, round = fields.integer("step"), self._round(fields)
+        step, round = request.step, self._round(request.round)
         if step not in (own, own + 1) or (step > own and self.ownership.trainers == 1):
             refuse("the commit of another step")
         engine.states.go_to(step, counts=self._counts(counts))
@@ -455,38 +340,41 @@ class OwnerRequests:
         engine.committer.commit(record)
         return DONE
 
-    def _round(self, fields: Fields) -> int:
+    def _round(self, number: int) -> int:
         """Return the number of the next round, which the trainers have chosen together."""
-        return fields.integer("round", self.ownership.committer.rounds.number + 1)
+        if number <= (last := self.ownership.committer.rounds.number):
+            refuse(f"round {number} after round {last}")
+        return number
 
-    def _on_confirm(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
+    def _on_confirm(self, request: requests.Confirm, arrays: Arrays) -> Reply:
         """Make the last step's commit durable. The commit is valid once all trainers have confirmed the same round."""
         self._no_step()
         committer = self.ownership.committer
         committer.confirm()
-        return {"round": committer.rounds.number}, []
+        return requests.Round(round=committer.rounds.number), []
 
-    def _on_confirmed(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
+    def _on_confirmed(self, request: requests.Confirmed, arrays: Arrays) -> Reply:
         self._engine.committer.note_confirmed()
         return DONE
 
-    def _on_wait(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
+    def _on_wait(self, request: requests.Wait, arrays: Arrays) -> Reply:
         self._no_step()
         self._engine.committer.wait()
         return DONE
 
-    def _on_stats(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
+    def _on_stats(self, request: requests.Stats, arrays: Arrays) -> Reply:
         engine = self._engine
         engine.native.wait_writes()
-        return {"devices": [_plain(counts) for counts in engine.committer.stats()]}, []
+        counts = [requests.DeviceCounts(**{f: c.get(f) for f in FIELDS}) for c in engine.committer.stats()]
+        return requests.DeviceStats(devices=counts), []
 
-    def _on_save(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
+    def _on_save(self, request: requests.Save, arrays: Arrays) -> Reply:
         self._no_step()
         if not self._role.may(Role.ADMIN):
             raise CSDRankError(f"save() needs the key of an admin: your key is accepted as {self._role.value}")
         if self._saving:
             refuse("a snapshot is being made")
-        place = SavePlace(self.ownership.allow_save, Path(fields.text("path")))
+        place = SavePlace(self.ownership.allow_save, Path(request.path))
         try:
             with self._engine.lock:
                 saving = snapshot.save(self._engine, place.through, no_progress, wait=True).future
@@ -499,7 +387,7 @@ class OwnerRequests:
         self._saving = saving, place
         return DONE
 
-    def _on_saved(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
+    def _on_saved(self, request: requests.Saved, arrays: Arrays) -> Reply:
         if self._saving is None:
             refuse("no snapshot is being made")
         (saving, place), self._saving = self._saving, None
@@ -509,11 +397,7 @@ class OwnerRequests:
             raise place.as_named(e) from None
         return DONE
 
-    def _on_close(self, fields: Fields, arrays: Sequence[memoryview]) -> Reply:
+    def _on_close(self, request: requests.Close, arrays: Arrays) -> Reply:
         self._no_step()
         self._engine.committer.wait()
         raise Closed
-
-
-def _plain(counts: dict[str, Any]) -> dict[str, Any]:
-    return {name: v for name, v in counts.items() if v is None or isinstance(v, (str, int, float, bool))}

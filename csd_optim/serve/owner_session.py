@@ -14,19 +14,41 @@ from typing import Any
 from ..errors import CSDError, CSDRankError, CSDStoreError
 from ..store.recovery import RanksStore
 from ..threads import start_thread
-from .frames import Header
 from .log import printable
-from .messages import NEWS, PARAMS, PUSH, Fields, error_of, pack_news, refuse, said
-from .owner_requests import Closed, Hello, OwnerRequests, check_hello, summary_of
+from .messages import failure_of, refuse, said
+from .owner_requests import Closed, OwnerRequests, check_attach, check_hello, summary_of
 from .owner_step import OwnerStep
 from .ownership import Ownership
-from .session import Role, Session
-from .tcp import ConnectionClosed
+from .requests import (
+    CHOOSE,
+    GRADIENTS,
+    HEAD_BYTES,
+    HELLO,
+    REQUEST,
+    Alive,
+    Answer,
+    CommitNews,
+    Done,
+    Down,
+    Failed,
+    Found,
+    Hello,
+    Parameters,
+    StepFailed,
+    TileGradients,
+    Working,
+    op_of,
+)
+from .wire.connection import ConnectionClosed
+from .wire.keys import Role
+from .wire.schema import msgspec
+from .wire.session import Session
 
 CLOSE_SECONDS = 5.0  # how long the connections stay open after the answer to `close`
 HELLO_SECONDS = 60.0  # an admitted trainer has to ask for a session within this time
 HELLO_BYTES = 64 << 10  # maximum length of the request for a session
 LINE, TEXT = 500, 200  # characters of a line in the log, and of a trainer's name
+Granted = tuple[Answer, list[Any]]  # the answer to a HELLO
 
 
 class OwnerSession:
@@ -41,26 +63,26 @@ class OwnerSession:
         self._requests = OwnerRequests(ownership, session.peer.role, self._note_begun)
         self._step: OwnerStep | None = None
         self._changed = threading.Condition()
-        self._news: deque[dict[str, Any]] = deque()
+        self._news: deque[Down] = deque()
         self._answering: int | None = None  # number of the request that is being executed
         self._over = False
         self._control_lock = threading.Lock()  # one message at a time
-        self._data_locks = [threading.Lock() for _ in session.data]
         self.why: str = "its trainer has closed it"
         self.ended: threading.Event = threading.Event()
 
     # ---- its life --------------------------------------------------------------------
 
-    def run(self, answer: tuple[dict[str, Any], list[Any]], number: int) -> None:
+    def run(self, answer: Granted, number: int) -> None:
         """Answer a granted HELLO, and serve until the session is over. The engine is open."""
         engine = self._ownership.engine
-        work: list[Callable[[], None]] = [partial(self._receive, s) for s in range(len(self._session.data))]
+        work: list[Callable[[], None]] = [partial(self._receive, s) for s in range(len(self._session.up))]
         work += [partial(self._send, device) for device in range(len(engine.devices.specs))]
         threads = [threading.Thread(target=w, name="csd_optim session", daemon=True) for w in (*work, self._tell)]
         self._ownership.committer.background.on_progress = self._note_progress
         try:
             for thread in threads:
                 start_thread(thread)
+            self._note_progress()  # what has happened since the answer was made
             self._answer(number, *answer)
             while not self._over:
                 self._serve_request()
@@ -98,30 +120,28 @@ class OwnerSession:
                 step.changed.notify_all()
 
     def _serve_request(self) -> None:
-        message, arrays = self._session.control.receive()
-        fields = Fields(message)
-        number = fields.integer("n")
+        request, arrays = self._session.control.receive_arrays(REQUEST)
         with self._changed:
-            self._answering = number
+            self._answering = request.n
         self._check_key()
         try:
-            answer, results = self._requests.execute(fields, arrays)
+            answer, results = self._requests.execute(request, arrays)
         except Closed:
-            self._answer(number, self._ownership.commit_fields(), [])
+            self._answer(request.n, Done(), [])
             self._await_end()
             return self.end(self.why)
         except CSDError as e:
-            self._print_line(f"{fields.text('op')} failed: {e}")
-            self._answer(number, error_of(e), [])
+            self._print_line(f"{op_of(request)} failed: {e}")
+            self._answer(request.n, failed(e), [])
             if self._requests.is_broken:
                 self._await_end()
                 self.end("states were not written as a whole")
             return None
         except Exception as e:
             self._ownership.in_doubt = True
-            self._answer(number, error_of(CSDRankError(said(e))), [])
+            self._answer(request.n, failed(e), [])
             raise CSDRankError(said(e)) from e
-        self._answer(number, {**answer, **self._ownership.commit_fields()}, results)
+        self._answer(request.n, answer, results)
 
     def _await_end(self) -> None:
         """Wait until the trainer has the last answer and ends the connections.
@@ -129,18 +149,20 @@ class OwnerSession:
         Else it might see their end before the answer.
         """
         with contextlib.suppress(ConnectionClosed):
-            self._session.control.receive(CLOSE_SECONDS)
+            self._session.control.receive_arrays(REQUEST, CLOSE_SECONDS)
 
     def _check_key(self) -> None:
         """Raise CSDRankError between steps if the trainer's key has lost its role."""
         if self._session.revoked and self._step is None:
             raise CSDRankError("its key is no longer accepted")
 
-    def _answer(self, number: int, fields: dict[str, Any], arrays: list[Any]) -> None:
+    def _answer(self, number: int, answer: Answer, arrays: list[Any]) -> None:
         with self._control_lock:
             with self._changed:
                 self._answering = None
-            self._session.control.send({**fields, "n": number}, *arrays)
+            if not isinstance(answer, Failed):
+                answer = msgspec.structs.replace(answer, **self._ownership.commit_fields())
+            self._session.control.send_arrays(msgspec.structs.replace(answer, n=number), *arrays)
 
     # ---- threads -----------------------------------------------------------------------
 
@@ -150,37 +172,35 @@ class OwnerSession:
             self._changed.notify_all()
 
     def _receive(self, stream: int) -> None:
-        """Receive frames of gradients as long as the session lasts."""
-        connection = self._session.data[stream]
+        """Receive gradients as long as the session lasts."""
+        connection = self._session.up[stream]
         try:
             while True:
-                header = connection.receive_header()
-                if header.kind != PUSH or header.tile % len(self._session.data) != stream:
-                    refuse(f"a frame of kind {header.kind}, tile {header.tile}")
+                message, nbytes = connection.receive(GRADIENTS, None, HEAD_BYTES)
+                if message.tile % len(self._session.up) != stream:
+                    refuse(f"tile {message.tile} on stream {stream}")
                 step = self._step
-                if step is None or header.begin < step.begin:
-                    self._check_old(header)
-                    connection.discard(header)
-                elif header.begin > step.begin:
-                    refuse(f"a frame of step {header.begin}, which has not begun")
+                if step is None or message.begin < step.begin:
+                    self._check_old(message, nbytes)
+                    connection.discard()
+                elif message.begin > step.begin:
+                    refuse(f"gradients of step {message.begin}, which has not begun")
                 else:
-                    step.receive(connection, header)
+                    step.receive(connection, message, nbytes)
                     self._tell_failure(step)
         except Exception as e:  # any error: nobody would notice the end of this thread
             self.end(said(e))
 
-    def _check_old(self, header: Header) -> None:
-        if header.begin > self._requests.begins or header.nbytes > self._requests.most_bytes:
-            refuse("a frame of a step that has not begun")
+    def _check_old(self, message: TileGradients, nbytes: int) -> None:
+        if message.begin > self._requests.begins or nbytes > self._requests.most_bytes:
+            refuse("gradients of a step that has not begun")
 
     def _send(self, device: int) -> None:
         """Send the parameters of a device's tiles as long as the session lasts."""
+        down = self._session.down
 
         def send(begin: int, tile: int, views: list[memoryview]) -> None:
-            stream = tile % len(self._session.data)
-            with self._data_locks[stream]:
-                header = Header(PARAMS, tile, begin, sum(map(len, views)), 0)
-                self._session.data[stream].send(header, views)
+            down[tile % len(down)].send(Parameters(tile=tile, begin=begin), *views)
 
         step: OwnerStep | None = None
         try:
@@ -199,13 +219,13 @@ class OwnerSession:
 
     def _tell_failure(self, step: OwnerStep) -> None:
         if step.failure:
-            self._add_news({"failed": error_of(step.failure), "begin": step.begin})
+            self._add_news(StepFailed(begin=step.begin, failed=failure_of(step.failure)))
 
     def _note_progress(self) -> None:
         """Send news of commits. Called on a committing thread."""
-        self._add_news(self._ownership.commit_fields())
+        self._add_news(CommitNews(**self._ownership.commit_fields()))
 
-    def _add_news(self, news: dict[str, Any]) -> None:
+    def _add_news(self, news: Down) -> None:
         with self._changed:
             self._news.append(news)
             self._changed.notify_all()
@@ -222,32 +242,37 @@ class OwnerSession:
                     self._news.clear()
                 if working is None:
                     self._check_key()
-                for stream in range(len(self._session.data)) if not news else ():
-                    self._send_news(stream, {"alive": True})
+                for connection in self._session.down if not news else ():
+                    connection.send(Alive())
                 for item in news:
-                    self._send_news(0, item)
+                    self._session.down[0].send(item)
                 if not news and working is not None:
                     with self._control_lock:
                         if self._answering == working:
-                            self._session.control.send({"n": working, "working": True})
+                            self._session.control.send(Working(n=working))
         except Exception as e:  # any error: nobody would notice the end of this thread
             self.end(said(e))
 
-    def _send_news(self, stream: int, news: dict[str, Any]) -> None:
-        data = pack_news(news)
-        with self._data_locks[stream]:
-            self._session.data[stream].send(Header(NEWS, 0, 0, len(data), 0), [memoryview(data)])
+
+def failed(e: Exception) -> Failed:
+    """Return the answer to a request that has failed."""
+    about = failure_of(e if isinstance(e, CSDError) else CSDRankError(said(e)))
+    return Failed(**msgspec.structs.asdict(about))
 
 
 @contextlib.contextmanager
-def _working(session: Session, number: int, interval: float) -> Iterator[None]:
-    """Send signs of life while a request for a session is executed, which may read all states."""
+def _working(session: Session, number: int, interval: float, may_send: threading.Lock) -> Iterator[None]:
+    """Send signs of life while a request for a session is executed, which may read all states.
+
+    `may_send`: held elsewhere while nothing may be sent.
+    """
     done = threading.Event()
 
     def tell() -> None:
         with contextlib.suppress(CSDError, OSError):
             while not done.wait(interval):
-                session.control.send({"n": number, "working": True})
+                with may_send:
+                    session.control.send(Working(n=number))
 
     thread = threading.Thread(target=tell, name="csd_optim session", daemon=True)
     start_thread(thread)
@@ -281,29 +306,27 @@ class Owner:
         """Serve a session to its end: for Listener. Only one session at a time uses an engine."""
         number = 0
         try:
-            message, _ = session.control.receive(HELLO_SECONDS, HELLO_BYTES)
-            fields = Fields(message)
-            number = fields.integer("n")
-            with _working(session, number, self._timeout / 4):
-                own, answer, count = self._grant(session, fields, number)
+            hello, _ = session.control.receive_arrays(HELLO, HELLO_SECONDS, HELLO_BYTES)
+            number = hello.n
+            may_send = threading.Lock()
+            with _working(session, number, self._timeout / 4, may_send):
+                own, answer, count = self._grant(session, hello, may_send)
         except Exception as e:
             self._print_line(f"a request for a session is refused: {said(e)}")
             with contextlib.suppress(CSDError, OSError):
-                session.control.send({**error_of(e if isinstance(e, CSDError) else CSDRankError(said(e))), "n": number})
+                session.control.send(msgspec.structs.replace(failed(e), n=number))
             session.close()
             return
         begun = time.monotonic()
         own.run(answer, number)
         self._print_line(f"session {count} is over after {time.monotonic() - begun:.3g} s: {own.why}")
 
-    def _grant(
-        self, session: Session, fields: Fields, number: int
-    ) -> tuple[OwnerSession, tuple[dict[str, Any], list[Any]], int]:
+    def _grant(self, session: Session, hello: Hello, may_send: threading.Lock) -> tuple[OwnerSession, Granted, int]:
         if not session.peer.role.may(Role.TRAINER):
             raise CSDRankError(f"your key is accepted as {session.peer.role.value}, and may not train")
-        hello = check_hello(fields)
-        if not session.data:
-            refuse("it has no data connections")
+        check_hello(hello)
+        if not session.up:
+            refuse("it has no streams")
         if hello.mode == "overwrite" and not session.peer.role.may(Role.ADMIN):
             raise CSDRankError(
                 "overwrite=True erases states, which needs the key of an admin: your key is accepted as "
@@ -311,7 +334,7 @@ class Owner:
             )
         try:
             part = self._part_of(hello, session)
-            return self._open(part, session, hello, number)
+            return self._open(part, session, hello, may_send)
         finally:
             with self._lock:
                 self._asking.discard(session)
@@ -319,26 +342,23 @@ class Owner:
                     self._token = ""  # nothing was granted: the previous training may continue
 
     def _open(
-        self, part: Ownership, session: Session, hello: Hello, number: int
-    ) -> tuple[OwnerSession, tuple[dict[str, Any], list[Any]], int]:
+        self, part: Ownership, session: Session, hello: Hello, may_send: threading.Lock
+    ) -> tuple[OwnerSession, Granted, int]:
         with part.opening:
             with self._lock:
                 self._check_current(hello)
             self._end({hello.trainer}, "another session has taken over")
             if hello.mode == "new":
                 part.check_new(self._asked)
-            part.open(
-                hello.mode, hello.tile_elems, bytes.fromhex(hello.store), partial(self._choose, part, session, number)
-            )
-            hello.check_attach(part)
+            choose = partial(self._choose, part, session, hello.n, may_send)
+            part.open(hello.mode, hello.tile_elems or None, bytes.fromhex(hello.store), choose)
+            check_attach(hello, part)
             answer = part.welcome()
             with self._lock:
                 self._check_current(hello)
                 self._count += 1
                 of = f" (trainer {hello.trainer} of {hello.trainers})" if hello.trainers > 1 else ""
-                self._print_line(
-                    f"session {self._count}: {hello.who[:TEXT]}{of}, {hello.mode}, step {answer[0]['step']}"
-                )
+                self._print_line(f"session {self._count}: {hello.who[:TEXT]}{of}, {hello.mode}, step {answer[0].step}")
                 own = OwnerSession(part, session, self._timeout, self._print_line)
                 self.sessions[hello.trainer] = own
                 return own, answer, self._count
@@ -370,7 +390,7 @@ class Owner:
                         f"the optimizer ranks have states of {parts[0].trainers} trainers, and these are "
                         f"{hello.trainers}: start as many as before"
                     )
-                hello.check_attach(part)
+                check_attach(hello, part)
                 ending: set[int] = set()
                 if hello.token != self._token:
                     if hello.mode == "attach" and self._token:
@@ -387,13 +407,17 @@ class Owner:
                 _close(parts)
             return part
 
-    def _choose(self, part: Ownership, session: Session, number: int, store: RanksStore) -> int | None:
+    def _choose(
+        self, part: Ownership, session: Session, number: int, may_send: threading.Lock, store: RanksStore
+    ) -> int | None:
         """Ask the trainers, which compare their stores among themselves, for the round that all resume."""
         others = [] if store.steps else part.others_here()
-        session.control.send({"n": number, "found": summary_of(store), "others": others, "owner": self._name})
-        message, _ = session.control.receive(None, HELLO_BYTES)  # the slowest trainer decides
-        fields = Fields(message)
-        return None if fields.flag("none") else fields.integer("round", 1)
+        found = Found(n=number, found=summary_of(store), others=others, owner=self._name)
+        with may_send:  # nothing is sent while the choice is received: see Connection
+            session.control.send(found)
+            choice, _ = session.control.receive_arrays(CHOOSE, None, HELLO_BYTES)  # the slowest trainer decides
+        chosen: int | None = choice.round
+        return chosen
 
     def _end(self, trainers: set[int], why: str) -> None:
         """End the sessions of these trainers, and wait for their end."""

@@ -14,9 +14,10 @@ import torch
 from ..bindings import PASS_2, Push
 from ..engine.engine import Engine
 from ..errors import CSDError
-from .frames import DataConnection, Header
 from .messages import refuse
+from .requests import TileGradients
 from .tile_image import FrameLayout, places, view
+from .wire.connection import Connection
 
 SENDING_SECONDS = 10.0  # time in which a sending thread puts the buffer of sent parameters back
 
@@ -99,9 +100,9 @@ class OwnerStep:
 
     # ---- gradients arrive --------------------------------------------------------------
 
-    def receive(self, connection: DataConnection, header: Header) -> None:
-        """Receive a frame with a tile's gradients, and push the tile. Raises CSDRankError if the frame is wrong."""
-        tile = header.tile
+    def receive(self, connection: Connection, message: TileGradients, nbytes: int) -> None:
+        """Receive a tile's gradients, and push the tile. Raises CSDRankError if the message is wrong."""
+        tile, words = message.tile, message.entries
         with self.changed:
             # The trainer may receive another tile's parameters, and push this tile, before the buffer is put back.
             self.changed.wait_for(lambda: self._buffers.any_free or self.is_over, SENDING_SECONDS)
@@ -115,16 +116,16 @@ class OwnerStep:
                 self._in_transfer += 1
             self.received += 1
         if buffer is None:
-            return connection.discard(header)
+            return connection.discard()
         pushed = False
         try:
             pieces = self._engine.tiles.pieces_of(tile)
             views = self._layout.outgoing(pieces, *places(pieces, buffer.images))
             size, most = sum(map(len, views)), self._layout.most_words(pieces)
-            if header.entries > most or header.nbytes != size + 4 * header.entries:
-                refuse(f"{header.nbytes} bytes and {header.entries} words of gradients in tile {tile}")
-            entries = np.empty(header.entries, np.uint32)
-            connection.receive(header, [*views, view(entries.ctypes.data, entries.nbytes)])
+            if words > most or nbytes != size + 4 * words:
+                refuse(f"{nbytes} bytes and {words} words of gradients in tile {tile}")
+            entries = np.empty(words, np.uint32)
+            connection.fill([*views, view(entries.ctypes.data, entries.nbytes)])
             pushed = self._push(TileAtOwner(tile, buffer, entries))
         finally:
             with self.changed:

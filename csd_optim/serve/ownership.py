@@ -19,12 +19,13 @@ from ..engine.engine import Engine
 from ..engine.open_engine import open_engine
 from ..errors import CSDError, CSDOSError, CSDRankError, CSDStoreError, CSDStoreExistsError
 from ..params.manifest import digest_of_entries
-from ..store.check import UNNAMED_RULE, check_param, check_record, check_rules, require
+from ..store.check import check_param, check_record, check_rules, require
 from ..store.format import DIVIDED, FILE_NAME, Record
 from ..store.layout import plan_extent
 from ..store.recovery import RanksStore
 from ..store.sections import FP32
-from .messages import Fields, check_plain, extent_fields, name_of_dtype, refuse
+from .messages import extent_fields, name_of_dtype, refuse
+from .requests import ExtentFields, Welcome, packed
 
 WINDOW, LEAST_WINDOW = 16, 4  # tiles with gradients or parameters in an owner's memory: of all trainers, of each
 
@@ -235,28 +236,29 @@ class Ownership:
 
     # ---- what trainers learn ---------------------------------------------------------
 
-    def welcome(self) -> tuple[dict[str, Any], list[Any]]:
+    def welcome(self) -> tuple[Welcome, list[Any]]:
         """Return the answer to a HELLO."""
         engine = self.engine
         states, found = engine.states, [*engine.recovered]
-        fields: dict[str, Any] = {
-            "store": self.store_id,
-            "step": states.step,
-            "devices": [str(spec) for spec in engine.devices.specs],
-            "tbw": [spec.tbw_bytes or 0 for spec in engine.devices.specs],
-            "recovered": bool(found),
-            "window": self.window,
-            **self.commit_fields(),
-        }
         record = states.record
+        of_store: dict[str, Any] = {}
         if found:
             contents = found[0]
-            of_store = ("extents", "tiles", "features", "rank", "world_size")
-            manifest = {k: v for k, v in contents.manifest.items() if k not in of_store}
-            extents = [extent_fields(e) for e in engine.tiles.extents]
-            fields |= {"path": contents.path, "manifest": manifest, "extents": extents, "record": head_of(record)}
+            left_out = ("extents", "tiles", "features", "rank", "world_size")
+            manifest = {k: v for k, v in contents.manifest.items() if k not in left_out}
+            of_store = {"path": contents.path, "manifest": packed(manifest), "record": packed(head_of(record))}
+            of_store["extents"] = [ExtentFields(**extent_fields(e)) for e in engine.tiles.extents]
+        welcome = Welcome(
+            store=self.store_id,
+            step=states.step,
+            devices=[str(spec) for spec in engine.devices.specs],
+            tbw=[spec.tbw_bytes or 0 for spec in engine.devices.specs],
+            recovered=bool(found),
+            window=self.window,
+            **of_store,
+        )
         devices = np.concatenate([np.zeros(0, np.uint32), *(e.devices for e in engine.tiles.extents)])
-        return fields, [states.all_steps().astype(">u4"), devices.astype(">u4"), record.user_state]
+        return welcome, [states.all_steps().astype(">u4"), devices.astype(">u4"), record.user_state]
 
     def commit_fields(self) -> dict[str, int]:
         """Return the progress of commits, which is part of each answer and of news."""
@@ -270,21 +272,17 @@ class Ownership:
     def describe(self, manifest: dict[str, Any]) -> None:
         """Take over the description of the parameters. Raises CSDRankError if it does not fit the states."""
         engine = self.engine
-        check_plain(manifest, "the manifest")
-        params, waiting = Fields(manifest).listed("params"), Fields(manifest).listed("waiting")
-        rule = Fields(manifest).text("rule") if "rule" in manifest else UNNAMED_RULE
+        params, waiting = manifest["params"], manifest["waiting"]
         numels = [
             (e, n, start)
             for e, x in enumerate(engine.tiles.extents)
             for n, start in zip(x.numels, x.starts, strict=True)
         ]
         try:
-            known = {"rule", "params", "waiting", DIVIDED}
-            require({*manifest} <= known and rule.isidentifier(), "the fields of the manifest")
             require(len(params) == len(numels), f"{len(params)} parameters")
             for p, place in zip(params, numels, strict=True):
                 check_param(p, len(engine.devices.specs))
-                require((p["extent"], p["numel"], p["start"]) == place and "residual" not in p, "a parameter's place")
+                require((p["extent"], p["numel"], p["start"]) == place, "a parameter's place")
                 extent = engine.tiles.extents[p["extent"]]
                 dtype = "float32" if p["dtype"] == "complex64" else p["dtype"]
                 right = extent.codec == FP32 or p["group"] < 0 or dtype == name_of_dtype(extent.param_dtype)
@@ -301,7 +299,6 @@ class Ownership:
 
     def record(self, fields: dict[str, Any], user_state: bytes) -> Record:
         """Return a received record. Raises CSDRankError if the record cannot be stored."""
-        check_plain(fields, "the record")
         if {*fields} != {"groups", "given", "seconds"}:
             refuse("the fields of the record")
         record = Record(fields["groups"], fields["given"], user_state, fields["seconds"])
@@ -313,8 +310,9 @@ class Ownership:
 
 
 def _whole_params(manifest: dict[str, Any]) -> list[Any]:
-    """Return the parameters of the trainer, which may have several owners. Raises CSDRankError."""
-    return Fields(Fields(manifest).object(DIVIDED) if DIVIDED in manifest else manifest).listed("params")
+    """Return the parameters of the trainer, which may have several owners."""
+    params: list[Any] = manifest.get(DIVIDED, manifest)["params"]
+    return params
 
 
 def _digest_of(manifest: dict[str, Any]) -> str:

@@ -149,7 +149,7 @@ class RemoteCommitter(Committer):
 
     def _round_of_owners(self) -> int:
         """Wait until all owners have made the last round, and return its number. Raises CSDError."""
-        rounds = [share.link.request("confirm").fields.integer("round", 0) for share in self._shares]
+        rounds: list[int] = [share.link.request("confirm").fields.round for share in self._shares]
         check_rounds(rounds)
         self._highest = max(self._highest, rounds[0])
         return rounds[0]

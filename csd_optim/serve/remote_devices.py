@@ -19,11 +19,11 @@ from ..errors import CSDRuntimeError
 from ..signals import interruptible
 from ..store.layout import Extent, ExtentRequest, plan_extent
 from .address import Address
-from .link import Answer
-from .messages import WIRE_INDEX, Fields, array, name_of_dtype, number_of, refuse
+from .link import Reply
+from .messages import WIRE_INDEX, array, name_of_dtype, number_of, refuse
+from .requests import ABOUT, COUNTS, Welcome
 from .shares import Share, divide, owners_of
-
-MAX_DEVICES = 1 << 10
+from .wire.schema import msgspec
 
 
 class RemoteDevices:
@@ -42,11 +42,9 @@ class RemoteDevices:
         self.pid: int = os.getpid()
         self._is_open = True
 
-    def take(self, share: Share, address: Address, fields: Fields) -> None:
+    def take(self, share: Share, address: Address, welcome: Welcome) -> None:
         """Add the devices of the next owner, from its answer to a HELLO. Raises CSDRankError."""
-        names, ratings = fields.texts("devices"), fields.integers("tbw")
-        if not 0 < len(names) <= MAX_DEVICES:
-            refuse(f"{len(names)} devices")
+        names, ratings = welcome.devices, welcome.tbw
         if len(ratings) != len(names):
             refuse(f"{len(ratings)} ratings of devices")
         share.names, share.weight = names, address.share or float(len(names))
@@ -172,34 +170,16 @@ class RemoteDevices:
             if not len(share.parts):  # an owner without states has no counts
                 found += [dict.fromkeys(COUNTS, 0) | dict.fromkeys(ABOUT) | {"device": name} for name in share.names]
                 continue
-            counts = share.link.request("stats").fields.listed("devices")
-            if len(counts) != len(share.names) or not all(isinstance(c, dict) for c in counts):
+            counts = share.link.request("stats").fields.devices
+            if len(counts) != len(share.names):
                 refuse("the counts of devices")
-            found += [_checked_counts(c) for c in counts]
+            found += [msgspec.structs.asdict(c) for c in counts]
         return found
-
-
-COUNTS = (
-    *("push_bytes", "pull_bytes", "read_bytes", "write_bytes", "total_write_bytes", "updated", "nonfinite"),
-    *("buffer_bytes", "free_bytes", "read_seconds", "update_seconds", "write_seconds", "share"),
-)
-ABOUT = ("device", "backend", "direct_io", "p2p", "huge_pages", "numa_node", "block_bytes", "depth")
-
-
-def _checked_counts(counts: dict[str, Any]) -> dict[str, Any]:
-    """Return the counts of a device with the fields that stats() reads. Raises CSDRankError."""
-    for name in COUNTS:
-        if not isinstance(counts.get(name), (int, float)) or not 0 <= counts[name] < 1e300:
-            refuse(f"{name} of a device")
-    about = {name: counts.get(name) for name in ABOUT}
-    if not all(value is None or isinstance(value, (str, int, bool)) for value in about.values()):
-        refuse("what is said about a device")
-    return {name: counts[name] for name in COUNTS} | about
 
 
 def _extended(share: Share, wanted: ExtentRequest) -> Extent:
     """Have an owner allocate its part of an extent, and return that part in the owner's numbers."""
-    answer: Answer = share.link.request(
+    answer: Reply = share.link.request(
         "extend",
         np.array(wanted.numels, ">u8"),
         sections=[*wanted.sections],
@@ -209,7 +189,7 @@ def _extended(share: Share, wanted: ExtentRequest) -> Extent:
         tile_elems=wanted.tile_elems,
     )
     (devices,) = number_of(answer.arrays, 1)
-    chosen = wanted._replace(tile_elems=answer.fields.integer("tile_elems", 1, 1 << 31))
+    chosen = wanted._replace(tile_elems=answer.fields.tile_elems)
     return extent_of(chosen, len(share.names), array(devices, WIRE_INDEX, "the devices of tiles"))
 
 

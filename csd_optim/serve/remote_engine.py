@@ -20,16 +20,17 @@ from ..store.recovery import RanksStore, last_round
 from ..threads import SharedCondition
 from .address import Address, Owners
 from .adopt import adopt
-from .dial import CONNECT_SECONDS, connect
 from .divided_native import DividedNative
-from .keys import Key, resolve
-from .link import Answer, Link
-from .messages import Fields, check_byte_order, number_of, refuse, unpack_counts
+from .link import Link, Reply
+from .messages import check_byte_order, number_of, refuse, unpack_counts
 from .remote_committer import RemoteCommitter
 from .remote_devices import RemoteDevices
 from .remote_native import RemoteNative
-from .session import Session
+from .requests import Found, StoreFound
 from .shares import Share
+from .wire.dial import CONNECT_SECONDS, connect
+from .wire.keys import Key, resolve
+from .wire.session import Session
 
 
 def open_remote(owners: Owners, model: str, *, mode: Mode, tile_elems: int | None, ranks: Ranks | None) -> Engine:
@@ -80,7 +81,7 @@ def _dial(address: Address, key: Key | None, owner: str | None) -> Callable[[], 
 def _engine_of(
     shares: Sequence[Share],
     addresses: Sequence[Address],
-    answers: Sequence[Answer],
+    answers: Sequence[Reply],
     *,
     mode: Mode,
     tile_elems: int | None,
@@ -90,7 +91,7 @@ def _engine_of(
     devices = RemoteDevices(shares)
     for share, address, answer in zip(shares, addresses, answers, strict=True):
         devices.take(share, address, answer.fields)
-        share.native.window = answer.fields.integer("window", 1, 1 << 16)
+        share.native.window = answer.fields.window
     native = shares[0].native if shares[0].is_whole else DividedNative(shares, shares[0].link.changed)
     states = States(devices, native, mode=mode)
     committer = RemoteCommitter(states, shares, ranks)
@@ -99,7 +100,7 @@ def _engine_of(
         shares[0].tiles = engine.tiles
     for share in shares:
         share.native.tiles_of_engine, share.native.step = share.tiles, lambda: states.step
-    if len(has := {answer.fields.flag("recovered") for answer in answers}) > 1:
+    if len(has := {answer.fields.recovered for answer in answers}) > 1:
         raise CSDStoreError("some of the optimizer ranks have a store, and others have none")
     if has == {True}:
         adopt(engine, shares, answers)
@@ -107,13 +108,11 @@ def _engine_of(
         for share in shares:
             share.native.owner_step = states.step
     for share, answer in zip(shares, answers, strict=True):
-        Attaching(engine, share, committer, answer.fields.text("store"), is_alone=ranks is None and len(shares) == 1)
+        Attaching(engine, share, committer, answer.fields.store, is_alone=ranks is None and len(shares) == 1)
     return engine
 
 
-def _open_together(
-    shares: Sequence[Share], owners: Owners, mode: Mode, store: str, ranks: Ranks | None
-) -> list[Answer]:
+def _open_together(shares: Sequence[Share], owners: Owners, mode: Mode, store: str, ranks: Ranks | None) -> list[Reply]:
     """Ask for sessions on all ranks, and resume the last step that all ranks have. A collective."""
     n_shares, links = owners.n_shares, [share.link for share in shares]
     if n_shares == 1 or mode != "resume":
@@ -132,7 +131,7 @@ def _open_together(
         return _granted(links)
 
 
-def _granted(links: Sequence[Link]) -> list[Answer]:
+def _granted(links: Sequence[Link]) -> list[Reply]:
     """Return the answers of all owners. Receives them as they come: an owner gives up if nobody receives its answer."""
     with ThreadPoolExecutor(len(links)) as pool:
         answers = [pool.submit(link.granted) for link in links]
@@ -144,12 +143,14 @@ def _granted(links: Sequence[Link]) -> list[Answer]:
             raise
 
 
-def _said(fields: Fields, n_shares: int) -> tuple[RanksStore, list[int], str]:
+def _said(found: Any, n_shares: int) -> tuple[RanksStore, list[int], str]:
     """Return an owner's store of a share, the numbers of other shares with states there, and its name.
 
     Raises CSDRankError.
     """
-    return _store_found(fields), fields.integers("others", 0, n_shares - 1), fields.text("owner")
+    if not isinstance(found, Found) or any(other >= n_shares for other in found.others):
+        refuse("the stores of other trainers")
+    return _store_found(found.found), found.others, found.owner
 
 
 def _check_order(by_share: dict[int, tuple[RanksStore, list[int], str]]) -> None:
@@ -165,16 +166,10 @@ def _check_order(by_share: dict[int, tuple[RanksStore, list[int], str]]) -> None
             )
 
 
-def _store_found(fields: Fields) -> RanksStore:
-    """Return the owner's answer about this rank's store. Raises CSDRankError."""
-    found = Fields(fields.object("found"))
-    try:
-        store_id = bytes.fromhex(found.text("store"))
-        steps = {int(round): int(step) for round, step in found.listed("steps")}
-    except (TypeError, ValueError):
-        refuse("the steps of a store")
-    where = found.text("path"), store_id, found.integer("rank"), found.integer("world_size", 1)
-    return RanksStore(*where, found.flag("is_first"), steps, found.flag("is_missing"))
+def _store_found(found: StoreFound) -> RanksStore:
+    """Return the owner's answer about this rank's store."""
+    where = found.path, bytes.fromhex(found.store), found.rank, found.world_size
+    return RanksStore(*where, found.is_first, dict(found.steps), found.is_missing)
 
 
 class Attaching:
@@ -200,10 +195,10 @@ class Attaching:
     def _hello(self) -> dict[str, Any]:
         return {"store": self._store, "step": self._engine.states.step}
 
-    def _take(self, answer: Answer) -> None:
+    def _take(self, answer: Reply) -> None:
         """Compare the steps. Raises CSDRankError, once, if the owner has lost a step that was not durable."""
         states, share, native = self._engine.states, self._share, self._share.native
-        there, here = answer.fields.integer("step", 0, 1 << 53), native.owner_step
+        there, here = answer.fields.step, native.owner_step
         counts = unpack_counts(number_of(answer.arrays, 3)[0], share.n_rows)
         if there == here:
             return

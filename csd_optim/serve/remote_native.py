@@ -11,8 +11,8 @@ import torch
 from ..bindings import AS_PUSHED, EVENT, PARAM, PASS_2, TILE_STATE, TO_AND_FRO, DeviceConfig, ExtentConfig, Push
 from ..engine.tiles import Tiles
 from ..errors import CSDError, CSDRankError, CSDRuntimeError
-from .link import Answer, Link, Travelling
-from .messages import CHUNK, WIRE_INDEX, number_of, pack_counts, pack_hypers, pack_rows, raise_error, refuse
+from .link import Link, Reply, Travelling
+from .messages import CHUNK, WIRE_INDEX, number_of, pack_counts, pack_hypers, pack_rows, raise_failure, refuse
 from .tile_image import FrameLayout, places, view
 from .tiles_in_flight import TilesInFlight
 
@@ -235,14 +235,14 @@ class RemoteNative:
             self.is_finishing = False
         self.owner_step = number
 
-    def _take_kept(self, answer: Answer) -> None:
+    def _take_kept(self, answer: Reply) -> None:
         fields = answer.fields
         self._link.note_committed(fields)
-        if "failed" in fields:
+        if fields.failed:
             try:
-                raise_error(fields.object("failed"))
+                raise_failure(fields.failed)
             except CSDError as e:
-                if fields.flag("kept"):
+                if fields.kept:
                     self.commit_failure = e
                 else:
                     raise

@@ -8,6 +8,7 @@ import signal
 import time
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 from support.inside import engine_of
@@ -233,7 +234,8 @@ def test_an_owner_that_lies_about_its_tiles_is_refused(owners):
     def lies(self):
         fields, arrays = real(self)
         if self.trainer == 1:
-            fields["extents"] = [{**about, "tile_elems": 1 << 20} for about in fields["extents"]]
+            extents = [msgspec.structs.replace(about, tile_elems=1 << 20) for about in fields.extents]
+            fields = msgspec.structs.replace(fields, extents=extents)
         return fields, arrays
 
     with mock.patch.object(Ownership, "welcome", lies), pytest.raises(CSDRankError, match="is not that of the whole"):

@@ -6,6 +6,7 @@ A key file that is unreadable, or readable by others, is an error; nothing conti
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import os
 import re
@@ -14,16 +15,32 @@ import stat
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from .. import settings
-from ..errors import CSDOSError, CSDValueError
-from ..files import opened, read
-from .session import Role
+from ... import settings
+from ...errors import CSDOSError, CSDValueError
+from ...files import opened, read
 
+PROTOCOL = "csd-optim/7"  # TLS tells it to the other side (ALPN)
 CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
 PRIVATE = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----")
 FINGERPRINT = re.compile(r"sha256:[0-9a-f]{64}")
 FILE_BYTES = 1 << 20  # maximum size of a file of certificates
 NO_CHECK_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME, for which `ssl` has no name
+
+
+class Role(str, enum.Enum):
+    """What the holder of a key may do.
+
+    An admin may also do everything that a trainer may, and a trainer what a reader may.
+    """
+
+    READER = "reader"  # statistics
+    TRAINER = "trainer"  # train, read and set states
+    ADMIN = "admin"  # erase and save
+
+    def may(self, needed: Role) -> bool:
+        """Return whether this role includes what `needed` may do."""
+        order = (Role.READER, Role.TRAINER, Role.ADMIN)
+        return order.index(self) >= order.index(needed)
 
 
 class Key:
@@ -63,6 +80,7 @@ class Key:
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
+        context.set_alpn_protocols([PROTOCOL])
         try:
             # OpenSSL takes keys from files only, and the key file may have changed: use a file in memory.
             with open(os.memfd_create("key"), "w") as file:

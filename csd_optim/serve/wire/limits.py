@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 
 HANDSHAKES = 64  # at once
 PER_ADDRESS = 8  # from one address
+MOST_STREAMS = 8  # of a session
+SESSIONS, READERS = 4096, 64  # open at once: all, and readers'
 RESERVED = 256  # descriptors left to handshakes, and to the engine for its files
 LOG_SECONDS = 10.0  # seconds between lines about refusals
 
