@@ -425,7 +425,7 @@ HEAD_BYTES = 1 << 16  # of the JSON of these
 # ---- free JSON ----------------------------------------------------------------------------
 
 
-class Whole(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+class WholeTensor(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """The tensor of which a parameter is a part."""
 
     shape: list[int]
@@ -440,7 +440,7 @@ class ParamFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     position: int
     dtype: Text
     shape: list[int] | None
-    of: Whole | None = None
+    of: WholeTensor | None = None
     rule: Text | None = None
     stride: list[int] | None = None
     extent: int = 0
