@@ -99,8 +99,8 @@ def _session(place: Any, key: Key | None, pins: set[str], streams: int, until: f
                 while len(connections) == k:
                     try:
                         connections.append(_opened(place, key, pins, data)[0])
-                    except ConnectionClosed:  # the owner is busy with other handshakes
-                        if not _pause(0.3, until):
+                    except ConnectionClosed:  # the owner is busy with other handshakes, or has ended the session
+                        if control.has_news() or not _pause(0.3, until):
                             raise
         session.settimeout(timeout)
     except BaseException:

@@ -193,9 +193,9 @@ class Listener:
 
     def _connected(self, sock: socket.socket) -> tuple[Connection, Accepted | None]:
         """Return the connection after TLS's handshake, if there is a key. Raises Refusal, ConnectionClosed, OSError."""
-        if not arrives(sock, FIRST_SECONDS):
+        first, accepted = sock.recv(1, socket.MSG_PEEK) if arrives(sock, FIRST_SECONDS) else b"", self._accepted
+        if not first:
             raise Refusal("that were cut or late")
-        first, accepted = sock.recv(1, socket.MSG_PEEK), self._accepted
         if accepted is None or first == OURS:
             connection = Connection(sock, DEADLINE)
             if accepted is None and first == OURS:
@@ -229,8 +229,9 @@ class Listener:
             print_ = fingerprint(certificate)
             if not is_same:
                 raise Refusal("of another version")
-        connection.settimeout(max(until - time.monotonic(), 0.01))
-        opening, nbytes = connection.receive(ANY_OPENING, DEADLINE, OPENING_BYTES)
+        left = max(until - time.monotonic(), 0.01)
+        connection.settimeout(left)
+        opening, nbytes = connection.receive(ANY_OPENING, left, OPENING_BYTES)
         if decoded(VERSION, opening).protocol != PROTOCOL:
             self._refuse(connection, "version")
         said = decoded(OPENING, opening)
