@@ -56,7 +56,7 @@ from bench.ranks_model import parse_link
 from bench.step import machine_facts, say, span
 from csd_optim import CSDAdam, bindings
 from csd_optim.devices import machine
-from csd_optim.serve.init_key import init_key
+from csd_optim.serve.wire.init_key import init_key
 
 Row = dict[str, Any]
 Place = Callable[[], None]  # moves a process to a machine

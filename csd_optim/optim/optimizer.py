@@ -28,7 +28,7 @@ from ..params.manifest import digest_of_groups
 from ..params.memory_warnings import COPIED, warn_if_large
 from ..params.state_map import StateMap
 from ..params.update_rule import UpdateRule
-from ..serve.address import Owners, owners_named
+from ..serve.trainer.address import Owners, owners_named
 from ..signals import defer_signals
 from ..step.mode import InStep
 from ..step.steps import Steps
@@ -167,7 +167,7 @@ class CSDOptimizer(StatesOnDevices, JoinableSteps):
     ) -> None:
         tile_elems = self._options["tile_size"]
         if self._owners:
-            from ..serve.remote_engine import open_remote  # loads TLS and encryption
+            from ..serve.trainer.remote_engine import open_remote  # loads TLS and encryption
 
             model = digest_of_groups(self.param_groups, self._state_map.part_of)
             engine = open_remote(self._owners, model, mode=mode, tile_elems=tile_elems, ranks=ranks)

@@ -35,10 +35,10 @@ from support.replacing import replaced
 from csd_optim import CSDAdam, CSDError, CSDRankError
 from csd_optim.engine.commit.commit import Commit
 from csd_optim.publish.folder import Folder
-from csd_optim.serve.link import Link
-from csd_optim.serve.owner_session import OwnerSession
-from csd_optim.serve.remote_native import RemoteNative
+from csd_optim.serve.owner.owner_session import OwnerSession
 from csd_optim.serve.requests import op_of
+from csd_optim.serve.trainer.link import Link
+from csd_optim.serve.trainer.remote_native import RemoteNative
 
 pytestmark = pytest.mark.at_hand("owners of this process keep what they own in directories of their own")
 

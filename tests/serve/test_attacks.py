@@ -33,8 +33,7 @@ from support.wires import (
 )
 
 from csd_optim.errors import CSDUnavailableError, CSDValueError
-from csd_optim.serve import init_key
-from csd_optim.serve.wire import dial, keys, limits, listener
+from csd_optim.serve.wire import dial, init_key, keys, limits, listener
 from csd_optim.serve.wire.connection import Connection, ConnectionClosed
 from csd_optim.serve.wire.keys import PROTOCOL, Key, Role, fingerprint, read_certificates
 from csd_optim.serve.wire.session import OpenControl, OpenData

@@ -16,8 +16,7 @@ from support.wires import files, pair, write_certificate
 
 from csd_optim import CSDAdam
 from csd_optim.errors import CSDOSError, CSDUnavailableError, CSDValueError
-from csd_optim.serve import init_key
-from csd_optim.serve.wire import keys
+from csd_optim.serve.wire import init_key, keys
 from csd_optim.serve.wire.keys import Accepted, Key, Role, read_certificates, resolve
 
 __all__ = ["files"]

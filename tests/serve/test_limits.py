@@ -24,9 +24,9 @@ from support.wires import (
 
 from csd_optim.cli import serving
 from csd_optim.errors import CSDUnavailableError
-from csd_optim.serve.init_key import init_key
 from csd_optim.serve.wire import dial, limits, listener
 from csd_optim.serve.wire.connection import ConnectionClosed
+from csd_optim.serve.wire.init_key import init_key
 from csd_optim.serve.wire.keys import Key, Role
 from csd_optim.serve.wire.limits import (
     HANDSHAKES,

@@ -17,15 +17,15 @@ from support.wires import HELLO, files, until, write_certificate
 
 from csd_optim import CSDError, CSDOSError, CSDStoreExistsError, CSDUnavailableError
 from csd_optim.bindings import NEW
-from csd_optim.serve import owner_session
-from csd_optim.serve.init_key import init_key
-from csd_optim.serve.link import Link
 from csd_optim.serve.messages import ROW, WIRE_HYPER, WIRE_INDEX, raise_failure
-from csd_optim.serve.owner_requests import OwnerRequests
-from csd_optim.serve.owner_step import OwnerStep
+from csd_optim.serve.owner import owner_session
+from csd_optim.serve.owner.owner_requests import OwnerRequests
+from csd_optim.serve.owner.owner_step import OwnerStep
 from csd_optim.serve.requests import Failure
+from csd_optim.serve.trainer.link import Link
 from csd_optim.serve.wire import dial
 from csd_optim.serve.wire.connection import FRAME, ConnectionClosed
+from csd_optim.serve.wire.init_key import init_key
 from csd_optim.serve.wire.keys import Key, Role
 
 __all__ = ["files"]

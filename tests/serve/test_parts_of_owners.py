@@ -19,9 +19,9 @@ from support.replacing import replaced
 from csd_optim import CSDAdam, CSDError, CSDOSError, CSDRankError, CSDStoreError, CSDStoreExistsError
 from csd_optim.checkpoint.consolidate import consolidated_stores
 from csd_optim.checkpoint.old_params import old_params
-from csd_optim.serve.owner_requests import OwnerRequests
-from csd_optim.serve.ownership import Ownership
-from csd_optim.serve.remote_native import RemoteNative
+from csd_optim.serve.owner.owner_requests import OwnerRequests
+from csd_optim.serve.owner.ownership import Ownership
+from csd_optim.serve.trainer.remote_native import RemoteNative
 from csd_optim.store.joined import joined
 
 

@@ -15,10 +15,10 @@ from support.owner_here import OwnerHere
 from support.ranks import on_living_ranks, on_ranks
 
 from csd_optim import CSDError, CSDRankError
-from csd_optim.serve import owner_session
-from csd_optim.serve.link import Link
-from csd_optim.serve.owner_requests import OwnerRequests
+from csd_optim.serve.owner import owner_session
+from csd_optim.serve.owner.owner_requests import OwnerRequests
 from csd_optim.serve.requests import op_of
+from csd_optim.serve.trainer.link import Link
 
 pytestmark = pytest.mark.ci
 

@@ -11,7 +11,7 @@ from support.wire_ends import fields_of, hear, say
 from support.wires import HELLO, nothing_left, until
 
 from csd_optim import CSDError, CSDRankError, CSDStoreError
-from csd_optim.serve.link import Link
+from csd_optim.serve.trainer.link import Link
 from csd_optim.serve.wire.connection import ConnectionClosed
 from csd_optim.serve.wire.dial import connect
 

@@ -12,8 +12,8 @@ from support.wire_ends import fields_of, hear, say
 from support.wires import HELLO
 
 from csd_optim import CSDError
-from csd_optim.serve.link import Link
 from csd_optim.serve.requests import REQUESTS, TileGradients
+from csd_optim.serve.trainer.link import Link
 from csd_optim.serve.wire.connection import Connection
 from csd_optim.serve.wire.dial import connect
 

@@ -10,8 +10,8 @@ import torch
 from support.owner_here import OwnerHere
 
 from csd_optim import CSDAdam, CSDError, CSDRankError, CSDStoreError
-from csd_optim.serve.link import Link
 from csd_optim.serve.requests import Found
+from csd_optim.serve.trainer.link import Link
 from csd_optim.serve.wire.dial import connect
 
 ID = "00" * 16

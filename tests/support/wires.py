@@ -13,9 +13,9 @@ import pytest
 from support.wire_ends import SAID, Said
 
 from csd_optim.errors import CSDUnavailableError
-from csd_optim.serve.init_key import init_key
 from csd_optim.serve.wire import dial, listener
 from csd_optim.serve.wire.connection import Connection, ConnectionClosed
+from csd_optim.serve.wire.init_key import init_key
 from csd_optim.serve.wire.keys import PROTOCOL, Key, Role
 from csd_optim.serve.wire.session import OPENED, OpenControl, OpenData
 

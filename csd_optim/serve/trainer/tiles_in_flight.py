@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import CSDError, CSDRuntimeError
+from ...errors import CSDError, CSDRuntimeError
 
 
 class TilesInFlight:

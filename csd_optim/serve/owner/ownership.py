@@ -12,20 +12,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..devices.spec import DeviceSpec
-from ..distributed.ranks import RanksElsewhere
-from ..engine.commit.durable import DurableCommitter
-from ..engine.engine import Engine
-from ..engine.open_engine import open_engine
-from ..errors import CSDError, CSDOSError, CSDRankError, CSDStoreError, CSDStoreExistsError
-from ..params.manifest import digest_of_entries
-from ..store.check import check_param, check_record, check_rules, require
-from ..store.format import DIVIDED, FILE_NAME, Record
-from ..store.layout import plan_extent
-from ..store.recovery import RanksStore
-from ..store.sections import FP32
-from .messages import extent_fields, name_of_dtype, refuse
-from .requests import ExtentFields, Welcome, packed
+from ...devices.spec import DeviceSpec
+from ...distributed.ranks import RanksElsewhere
+from ...engine.commit.durable import DurableCommitter
+from ...engine.engine import Engine
+from ...engine.open_engine import open_engine
+from ...errors import CSDError, CSDOSError, CSDRankError, CSDStoreError, CSDStoreExistsError
+from ...params.manifest import digest_of_entries
+from ...store.check import check_param, check_record, check_rules, require
+from ...store.format import DIVIDED, FILE_NAME, Record
+from ...store.layout import plan_extent
+from ...store.recovery import RanksStore
+from ...store.sections import FP32
+from ..messages import extent_fields, name_of_dtype, refuse
+from ..requests import ExtentFields, Welcome, packed
 
 WINDOW, LEAST_WINDOW = 16, 4  # tiles with gradients or parameters in an owner's memory: of all trainers, of each
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.tiles import Tiles
-from ..errors import CSDStoreError
-from ..store.format import DIVIDED
-from .messages import extent_fields, refuse
-from .requests import DividedFields, ExtentFields
+from ...engine.tiles import Tiles
+from ...errors import CSDStoreError
+from ...store.format import DIVIDED
+from ..messages import extent_fields, refuse
+from ..requests import DividedFields, ExtentFields
+from ..wire.schema import msgspec
 from .shares import Share
-from .wire.schema import msgspec
 
 _KEPT = ("name", "group", "position", "dtype", "rule")  # of a parameter's entry
 

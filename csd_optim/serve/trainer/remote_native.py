@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..bindings import AS_PUSHED, EVENT, PARAM, PASS_2, TILE_STATE, TO_AND_FRO, DeviceConfig, ExtentConfig, Push
-from ..engine.tiles import Tiles
-from ..errors import CSDError, CSDRankError, CSDRuntimeError
+from ...bindings import AS_PUSHED, EVENT, PARAM, PASS_2, TILE_STATE, TO_AND_FRO, DeviceConfig, ExtentConfig, Push
+from ...engine.tiles import Tiles
+from ...errors import CSDError, CSDRankError, CSDRuntimeError
+from ..messages import CHUNK, WIRE_INDEX, number_of, pack_counts, pack_hypers, pack_rows, raise_failure, refuse
+from ..tile_image import FrameLayout, places, view
 from .link import Link, Reply, Travelling
-from .messages import CHUNK, WIRE_INDEX, number_of, pack_counts, pack_hypers, pack_rows, raise_failure, refuse
-from .tile_image import FrameLayout, places, view
 from .tiles_in_flight import TilesInFlight
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..bindings import EVENT, PASS_2, TO_AND_FRO, DeviceConfig, ExtentConfig, Push
-from ..errors import CSDError, CSDRankError, CSDRuntimeError
+from ...bindings import EVENT, PASS_2, TO_AND_FRO, DeviceConfig, ExtentConfig, Push
+from ...errors import CSDError, CSDRankError, CSDRuntimeError
 from .shares import Places, Share
 
 

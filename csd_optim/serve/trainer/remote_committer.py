@@ -11,17 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from ..distributed.ranks import Ranks, all_ranks_or_none
-from ..engine.ahead import Event
-from ..engine.committer import NOT_AGREED, Committer, check_rounds
-from ..engine.load import Load
-from ..engine.states import States
-from ..errors import CSDError, CSDRankError, CSDTornError, CSDValueError
-from ..store.format import Record
+from ...distributed.ranks import Ranks, all_ranks_or_none
+from ...engine.ahead import Event
+from ...engine.committer import NOT_AGREED, Committer, check_rounds
+from ...engine.load import Load
+from ...engine.states import States
+from ...errors import CSDError, CSDRankError, CSDTornError, CSDValueError
+from ...store.format import Record
+from ..messages import pack_counts
+from ..tile_image import view
 from .divided_manifest import part_manifest
-from .messages import pack_counts
 from .shares import Share
-from .tile_image import view
 
 
 def parts_of(record: Record) -> tuple[dict[str, Any], bytes]:

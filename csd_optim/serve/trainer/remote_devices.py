@@ -10,20 +10,20 @@ from typing import Any
 
 import numpy as np
 
-from ..bindings import DeviceConfig
-from ..devices.spec import DeviceSpec
-from ..engine.parts import NativeEngine, Space
-from ..engine.placing.on_accelerator import OnAccelerator
-from ..engine.placing.placing import Placement
-from ..errors import CSDRuntimeError
-from ..signals import interruptible
-from ..store.layout import Extent, ExtentRequest, plan_extent
+from ...bindings import DeviceConfig
+from ...devices.spec import DeviceSpec
+from ...engine.parts import NativeEngine, Space
+from ...engine.placing.on_accelerator import OnAccelerator
+from ...engine.placing.placing import Placement
+from ...errors import CSDRuntimeError
+from ...signals import interruptible
+from ...store.layout import Extent, ExtentRequest, plan_extent
+from ..messages import WIRE_INDEX, array, name_of_dtype, number_of, refuse
+from ..requests import ABOUT, COUNTS, Welcome
+from ..wire.schema import msgspec
 from .address import Address
 from .link import Reply
-from .messages import WIRE_INDEX, array, name_of_dtype, number_of, refuse
-from .requests import ABOUT, COUNTS, Welcome
 from .shares import Share, divide, owners_of
-from .wire.schema import msgspec
 
 
 class RemoteDevices:

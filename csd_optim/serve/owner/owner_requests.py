@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..bindings import PASS_2
-from ..checkpoint import snapshot
-from ..checkpoint.files import no_progress
-from ..errors import CSDError, CSDRankError
-from ..store.format import Record
-from ..store.layout import TILE_ELEMS
-from ..store.recovery import RanksStore
-from ..store.sections import GROUP, SECTIONS
-from . import requests
-from .messages import (
+from ...bindings import PASS_2
+from ...checkpoint import snapshot
+from ...checkpoint.files import no_progress
+from ...errors import CSDError, CSDRankError
+from ...store.format import Record
+from ...store.layout import TILE_ELEMS
+from ...store.recovery import RanksStore
+from ...store.sections import GROUP, SECTIONS
+from .. import requests
+from ..messages import (
     ROW,
     WIRE_HYPER,
     WIRE_INDEX,
@@ -32,13 +32,13 @@ from .messages import (
     unpack_hypers,
     unpack_rows,
 )
+from ..requests import Answer, Done, Hello, Request, StoreFound, described, op_of, unpacked
+from ..wire.keys import Role
+from ..wire.schema import msgspec
 from .owner_step import Buffers, OwnerStep
 from .ownership import Ownership
-from .requests import Answer, Done, Hello, Request, StoreFound, described, op_of, unpacked
 from .save_place import SavePlace
 from .state_writes import StateWrites
-from .wire.keys import Role
-from .wire.schema import msgspec
 
 MAX_NUMELS = 1 << 47  # fp32 values that join at once
 Arrays = Sequence[memoryview]

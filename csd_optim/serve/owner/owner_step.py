@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..bindings import PASS_2, Push
-from ..engine.engine import Engine
-from ..errors import CSDError
-from .messages import refuse
-from .requests import TileGradients
-from .tile_image import FrameLayout, places, view
-from .wire.connection import Connection
+from ...bindings import PASS_2, Push
+from ...engine.engine import Engine
+from ...errors import CSDError
+from ..messages import refuse
+from ..requests import TileGradients
+from ..tile_image import FrameLayout, places, view
+from ..wire.connection import Connection
 
 SENDING_SECONDS = 10.0  # time in which a sending thread puts the buffer of sent parameters back
 

@@ -10,27 +10,27 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ..distributed.ranks import Ranks, all_ranks_or_none
-from ..engine.engine import Engine
-from ..engine.open_engine import agree_on_devices
-from ..engine.states import States
-from ..errors import CSDRankError, CSDStoreError
-from ..store.file import Mode
-from ..store.recovery import RanksStore, last_round
-from ..threads import SharedCondition
+from ...distributed.ranks import Ranks, all_ranks_or_none
+from ...engine.engine import Engine
+from ...engine.open_engine import agree_on_devices
+from ...engine.states import States
+from ...errors import CSDRankError, CSDStoreError
+from ...store.file import Mode
+from ...store.recovery import RanksStore, last_round
+from ...threads import SharedCondition
+from ..messages import check_byte_order, number_of, refuse, unpack_counts
+from ..requests import Found, StoreFound
+from ..wire.dial import CONNECT_SECONDS, connect
+from ..wire.keys import Key, resolve
+from ..wire.session import Session
 from .address import Address, Owners
 from .adopt import adopt
 from .divided_native import DividedNative
 from .link import Link, Reply
-from .messages import check_byte_order, number_of, refuse, unpack_counts
 from .remote_committer import RemoteCommitter
 from .remote_devices import RemoteDevices
 from .remote_native import RemoteNative
-from .requests import Found, StoreFound
 from .shares import Share
-from .wire.dial import CONNECT_SECONDS, connect
-from .wire.keys import Key, resolve
-from .wire.session import Session
 
 
 def open_remote(owners: Owners, model: str, *, mode: Mode, tile_elems: int | None, ranks: Ranks | None) -> Engine:

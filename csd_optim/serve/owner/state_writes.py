@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import CSDError, CSDRankError
-from ..store.layout import Extent
-from ..store.sections import FP32
-from .messages import CHUNK, array, refuse
+from ...errors import CSDError, CSDRankError
+from ...store.layout import Extent
+from ...store.sections import FP32
+from ..messages import CHUNK, array, refuse
+from ..requests import Write
 from .ownership import Ownership
-from .requests import Write
 
 
 class StateWrites:

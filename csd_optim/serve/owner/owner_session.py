@@ -11,15 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from ..errors import CSDError, CSDRankError, CSDStoreError
-from ..store.recovery import RanksStore
-from ..threads import start_thread
-from .log import printable
-from .messages import failure_of, refuse, said
-from .owner_requests import Closed, OwnerRequests, check_attach, check_hello, summary_of
-from .owner_step import OwnerStep
-from .ownership import Ownership
-from .requests import (
+from ...errors import CSDError, CSDRankError, CSDStoreError
+from ...store.recovery import RanksStore
+from ...threads import start_thread
+from ..messages import failure_of, refuse, said
+from ..requests import (
     CHOOSE,
     GRADIENTS,
     HEAD_BYTES,
@@ -39,10 +35,14 @@ from .requests import (
     Working,
     op_of,
 )
-from .wire.connection import ConnectionClosed
-from .wire.keys import Role
-from .wire.schema import msgspec
-from .wire.session import Session
+from ..wire.connection import ConnectionClosed
+from ..wire.keys import Role
+from ..wire.schema import msgspec
+from ..wire.session import Session
+from .log import printable
+from .owner_requests import Closed, OwnerRequests, check_attach, check_hello, summary_of
+from .owner_step import OwnerStep
+from .ownership import Ownership
 
 CLOSE_SECONDS = 5.0  # how long the connections stay open after the answer to `close`
 HELLO_SECONDS = 60.0  # an admitted trainer has to ask for a session within this time

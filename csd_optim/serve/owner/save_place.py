@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import CSDError, CSDOSError, CSDRankError
+from ...errors import CSDError, CSDOSError, CSDRankError
 
 
 class SavePlace:

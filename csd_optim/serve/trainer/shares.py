@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from ..bindings import PASS_2
-from ..engine.tiles import Tiles
-from ..errors import CSDRankError
-from ..store.format import devices_of
-from ..store.layout import Extent, ExtentRequest
+from ...bindings import PASS_2
+from ...engine.tiles import Tiles
+from ...errors import CSDRankError
+from ...store.format import devices_of
+from ...store.layout import Extent, ExtentRequest
 from .link import Link
 from .remote_native import RemoteNative
 

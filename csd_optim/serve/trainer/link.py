@@ -11,10 +11,10 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from ..errors import CSDError, CSDRankError, CSDRuntimeError
-from ..threads import SharedCondition
-from .messages import raise_failure, refuse, said
-from .requests import (
+from ...errors import CSDError, CSDRankError, CSDRuntimeError
+from ...threads import SharedCondition
+from ..messages import raise_failure, refuse, said
+from ..requests import (
     ANSWER,
     DOWN,
     HEAD_BYTES,
@@ -29,10 +29,10 @@ from .requests import (
     Working,
     request_of,
 )
+from ..wire.connection import Connection
+from ..wire.schema import msgspec
+from ..wire.session import Session
 from .tiles_in_flight import TilesInFlight
-from .wire.connection import Connection
-from .wire.schema import msgspec
-from .wire.session import Session
 
 Views = list[memoryview]
 # Before these a worn link is replaced, unless the owner's session has something that would be lost: in brackets, from

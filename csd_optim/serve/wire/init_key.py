@@ -8,9 +8,9 @@ import secrets
 import subprocess
 from pathlib import Path
 
-from ..errors import CSDUnavailableError
-from ..files import appears, write_file
-from .wire.keys import certificates_in, fingerprint
+from ...errors import CSDUnavailableError
+from ...files import appears, write_file
+from .keys import certificates_in, fingerprint
 
 FROM, UNTIL = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 12, 31, 23, 59, 59)
 

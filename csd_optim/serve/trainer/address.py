@@ -7,11 +7,11 @@ from collections import Counter
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
-from .. import settings
-from ..devices.spec import fill_in
-from ..distributed.ranks import Ranks
-from ..errors import CSDValueError
-from .wire.limits import MOST_STREAMS
+from ... import settings
+from ...devices.spec import fill_in
+from ...distributed.ranks import Ranks
+from ...errors import CSDValueError
+from ..wire.limits import MOST_STREAMS
 
 SCHEME = "serve://"
 DEFAULT_TIMEOUT = 600.0  # seconds for which the other side may be silent within a step

@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.engine import Engine
-from ..errors import CSDStoreError
-from ..store.check import check_param, check_record, check_rules, is_name, require
-from ..store.format import DIVIDED, Contents, Record, Region, Superblock
-from ..store.layout import Extent, ExtentRequest, plan_extent
+from ...engine.engine import Engine
+from ...errors import CSDStoreError
+from ...store.check import check_param, check_record, check_rules, is_name, require
+from ...store.format import DIVIDED, Contents, Record, Region, Superblock
+from ...store.layout import Extent, ExtentRequest, plan_extent
+from ..messages import WIRE_INDEX, array, dtype_named, extent_fields, number_of, refuse, unpack_counts
+from ..requests import MAX_VALUES, ExtentFields, Welcome, unpacked
 from .divided_manifest import tiles_of, whole_of
 from .link import Reply
-from .messages import WIRE_INDEX, array, dtype_named, extent_fields, number_of, refuse, unpack_counts
 from .remote_devices import extent_of
-from .requests import MAX_VALUES, ExtentFields, Welcome, unpacked
 from .shares import Share, divide
 
 
