@@ -33,6 +33,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 import statistics
 import subprocess
 import sys
@@ -55,8 +56,7 @@ from bench.ranks_model import parse_link
 from bench.step import machine_facts, say, span
 from csd_optim import CSDAdam, bindings
 from csd_optim.devices import machine
-from csd_optim.serve import sealed
-from csd_optim.serve.init_key import init_key
+from csd_optim.serve.wire.init_key import init_key
 
 Row = dict[str, Any]
 Place = Callable[[], None]  # moves a process to a machine
@@ -80,7 +80,7 @@ def main() -> None:
         "back_end": "file, gloo between trainers",
         "network": f"loopback only: {why_not}" if why_not else NETWORK,
         "load": os.getloadavg()[0],  # load average before, which shows if the machine was busy
-        "cipher": f"AES-256-GCM alone takes {cipher_seconds():.2f} CPU seconds per GB at both ends",
+        "tls": ssl.OPENSSL_VERSION,
     }
     say("  ".join(f"{k}: {v}" for k, v in facts.items()))
     rows: list[Row] = []
@@ -393,23 +393,7 @@ def places(network: Network | None, machines: list[str]) -> list[Place]:
     return [place(name) for name in machines]
 
 
-# ------------------------------------------------------------------------------------------- cipher and TCP alone
-
-
-def cipher_seconds(nbytes: int = 1 << 28) -> float:
-    """Return the CPU seconds in which 1 GB is encrypted and decrypted, in pieces of a tile: median of 5."""
-    sources = [memoryview(bytearray(sealed.PIECE)) for _ in range(16)]  # more than caches hold, as gradients are
-    to, spent = memoryview(bytearray(sealed.PIECE)), []
-    for _ in range(5):
-        out, back = sealed.Direction(bytes(32)), sealed.Direction(bytes(32))
-        start = time.process_time()
-        for k in range(nbytes // sealed.PIECE):
-            out.next_frame()
-            back.next_frame()
-            out.cipher(sealed.PAYLOAD, sealed.PIECE).encryptor().update_into(sources[k % len(sources)], to)
-            back.cipher(sealed.PAYLOAD, sealed.PIECE).decryptor().update_into(to, sources[k % len(sources)])
-        spent.append((time.process_time() - start) / (nbytes / 1e9))
-    return statistics.median(spent)
+# ------------------------------------------------------------------------------------------------------ TCP alone
 
 
 def tcp_seconds(network: Network, nbytes: int) -> float:

@@ -693,7 +693,7 @@ def make_key(path: Path | None) -> None:
     if path is None:
         return
     with reported():
-        from ..serve.init_key import init_key
+        from ..serve.wire.init_key import init_key
 
         print(init_key(path))
     raise typer.Exit

@@ -13,12 +13,12 @@ from typing import Any
 
 from ..devices.spec import DeviceSpec, parse_devices
 from ..errors import CSDValueError
-from ..serve.address import DEFAULT_TIMEOUT
-from ..serve.listener import Listener
-from ..serve.log import printable
-from ..serve.owner_session import Owner
-from ..serve.ownership import Ownership
-from ..serve.session import Role
+from ..serve.owner.log import printable
+from ..serve.owner.owner_session import Owner
+from ..serve.owner.ownership import Ownership
+from ..serve.trainer.address import DEFAULT_TIMEOUT
+from ..serve.wire.keys import Role
+from ..serve.wire.listener import Listener
 from ..store.file import StoreFile
 
 MOST_FILES = 1 << 16  # that an optimizer rank opens at once; a limit beyond that only makes children slow to start

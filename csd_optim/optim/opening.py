@@ -11,7 +11,7 @@ from ..engine.open_engine import open_engine
 from ..params.groups import Groups
 from ..params.manifest import digest_of_groups
 from ..params.state_map import StateMap
-from ..serve.address import Owners
+from ..serve.trainer.address import Owners
 from ..store.existing import Mode
 from .kernels import kernels_for
 from .matrices import any_matrices, check_devices
@@ -32,7 +32,7 @@ def engine_for(
     Raises what open_engine() and open_remote() raise, and CSDValueError if devices have no program for the groups.
     """
     if isinstance(place, Owners):
-        from ..serve.remote_engine import open_remote  # loads TLS and encryption
+        from ..serve.trainer.remote_engine import open_remote  # loads msgspec and TLS
 
         model = digest_of_groups(groups, state_map.part_of)
         return open_remote(place, model, mode=mode, tile_elems=tile_elems, ranks=ranks)

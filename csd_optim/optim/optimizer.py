@@ -24,7 +24,7 @@ from ..params.groups import check_state_dtype, members
 from ..params.memory_warnings import COPIED, warn_if_large
 from ..params.state_map import StateMap
 from ..params.update_rule import UpdateRule
-from ..serve.address import Owners, owners_named
+from ..serve.trainer.address import Owners, owners_named
 from ..signals import defer_signals
 from ..step.mode import InStep
 from ..step.steps import Steps

@@ -31,7 +31,7 @@ from ..params.decoded_entry import DecodedEntry
 from ..params.memory_warnings import DECODED, FETCHED, warn_if_large
 from ..params.state_map import StateMap
 from ..publish.publisher import Publisher, PublishOptions, check_engine
-from ..serve.address import Owners
+from ..serve.trainer.address import Owners
 from ..signals import defer_signals
 from ..step.mode import InStep
 from ..step.steps import Steps

@@ -1,16 +1,13 @@
-"""The messages between trainers and owners, and the checks of everything in them.
+"""The arrays of messages between trainers and owners, their checks, and errors. requests.py has the messages.
 
-docs/development.md lists them. Requests and their answers are JSON with raw arrays; gradients and parameters travel in
-frames on data connections, see frames.py. Nothing is unpickled, and no number is an address. Integers in arrays are
-big-endian; tensors are little-endian, as they lie in memory.
+Nothing is unpickled, and no number is an address. Integers in arrays are big-endian; tensors are little-endian, as they
+lie in memory.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -19,13 +16,9 @@ import torch
 from .. import errors
 from ..bindings import DTYPE_CODES, HYPER, IN_SECTION, NEW, PARAM, PASS_RULES, RULES, UNCOMPARED
 from ..errors import CSDError, CSDOSError, CSDRankError
-from ..store.check import MAX_SIZE
 from ..store.layout import Extent
+from .requests import Failed, Failure
 
-PROTOCOL = 6
-PUSH, PARAMS, NEWS = 1, 2, 3  # kinds of frames
-MODES = ("new", "overwrite", "resume", "attach")
-MAX_NEWS = 1 << 16  # bytes of a NEWS frame
 MAX_TEXT = 1 << 12  # characters of an error's text
 CHUNK = 1 << 22  # elements of a state in one message: 16 MiB
 
@@ -46,61 +39,6 @@ MASTERS = (IN_SECTION, NEW, UNCOMPARED)  # other values need parameters within t
 def refuse(what: str) -> NoReturn:
     """Raise CSDRankError: the other side violates the protocol."""
     raise CSDRankError(f"a message cannot be understood: {what}")
-
-
-class Fields:
-    """The fields of a message. Each method returns a checked field, or raises CSDRankError."""
-
-    def __init__(self, message: Mapping[str, Any]) -> None:
-        if not isinstance(message, Mapping):
-            refuse("it is no object")
-        self._message = message
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._message
-
-    def is_null(self, name: str) -> bool:
-        return name in self._message and self._message[name] is None
-
-    def integer(self, name: str, low: int = 0, high: int = MAX_SIZE) -> int:
-        value = self._message.get(name)
-        if type(value) is not int or not low <= value <= high:
-            refuse(f"{name} is not an integer from {low} to {high}")
-        return value
-
-    def flag(self, name: str) -> bool:
-        value = self._message.get(name)
-        if type(value) is not bool:
-            refuse(f"{name} is neither true nor false")
-        return value
-
-    def text(self, name: str, choices: Sequence[str] | None = None) -> str:
-        value = self._message.get(name)
-        if type(value) is not str or len(value) > MAX_TEXT or (choices is not None and value not in choices):
-            refuse(f"{name} is not {'one of ' + ', '.join(choices) if choices else 'a short text'}")
-        return value
-
-    def texts(self, name: str) -> list[str]:
-        values = self.listed(name)
-        return [Fields({name: value}).text(name) for value in values]
-
-    def listed(self, name: str) -> list[Any]:
-        value = self._message.get(name)
-        if type(value) is not list:
-            refuse(f"{name} is no list")
-        return value
-
-    def integers(self, name: str, low: int = 0, high: int = MAX_SIZE) -> list[int]:
-        values = self.listed(name)
-        if not all(type(value) is int and low <= value <= high for value in values):
-            refuse(f"{name} are not integers from {low} to {high}")
-        return values
-
-    def object(self, name: str) -> dict[str, Any]:
-        value = self._message.get(name)
-        if type(value) is not dict:
-            refuse(f"{name} is no object")
-        return value
 
 
 def array(data: memoryview, dtype: np.dtype[Any], what: str, n: int | None = None) -> np.ndarray[Any, Any]:
@@ -186,7 +124,7 @@ def unpack_counts(data: memoryview, n_params: int) -> np.ndarray[Any, Any]:
     return counts.astype(np.float32)
 
 
-# ---- dtypes, errors, JSON ----------------------------------------------------------------
+# ---- dtypes and errors ---------------------------------------------------------------------
 
 
 def name_of_dtype(dtype: torch.dtype | None) -> str:
@@ -212,45 +150,21 @@ def said(e: BaseException) -> str:
     return str(e) if isinstance(e, (CSDError, OSError)) else f"{type(e).__name__}: {e}"
 
 
-def error_of(e: BaseException) -> dict[str, Any]:
-    """Return an error as fields of an answer."""
+def failure_of(e: BaseException) -> Failure:
+    """Return an error as fields of a message."""
     kind = next((c.__name__ for c in type(e).__mro__ if c.__module__ == errors.__name__), "CSDRankError")
     text = e.strerror if isinstance(e, OSError) and e.strerror else str(e)
-    return {"error": kind, "errno": getattr(e, "errno", None) or 5, "text": text[:MAX_TEXT]}
+    text = text.encode(errors="replace").decode()  # it may name a path that is no text
+    return Failure(error=kind, errno=getattr(e, "errno", None) or 5, text=text[:MAX_TEXT])
 
 
-def raise_error(answer: Mapping[str, Any]) -> None:
-    """Raise the error that an answer contains, if any."""
-    if "error" not in answer:
-        return
-    fields = Fields(answer)
-    kind, text = getattr(errors, fields.text("error"), None), fields.text("text")
+def raise_failure(said: Failure | Failed) -> NoReturn:
+    """Raise the error that a message contains."""
+    kind = getattr(errors, said.error, None)
     if not (isinstance(kind, type) and issubclass(kind, CSDError)):
         kind = CSDRankError
-    text = f"{text} (said by the optimizer ranks)"
-    raise kind(fields.integer("errno", 0, 1 << 16), text) if issubclass(kind, CSDOSError) else kind(text)
-
-
-def pack_news(news: Mapping[str, Any]) -> bytes:
-    return json.dumps(news).encode()
-
-
-def unpack_news(data: bytearray) -> dict[str, Any]:
-    """Return the news in a frame. Raises CSDRankError."""
-    try:
-        news = json.loads(data)
-    except (ValueError, RecursionError):
-        refuse("news are no JSON")
-    return news if isinstance(news, dict) else refuse("news are no object")
-
-
-def check_plain(value: Any, what: str, depth: int = 8) -> None:
-    """Raise CSDRankError unless `value` is JSON with at most `depth` levels and finite numbers."""
-    if isinstance(value, (dict, list)) and depth:
-        for item in value.values() if isinstance(value, dict) else value:
-            check_plain(item, what, depth - 1)
-    elif not (value is None or isinstance(value, (str, bool, int)) or (type(value) is float and math.isfinite(value))):
-        refuse(f"{what} has {type(value).__name__} {value!r:.40}")
+    text = f"{said.text} (said by the optimizer ranks)"
+    raise kind(said.errno, text) if issubclass(kind, CSDOSError) else kind(text)
 
 
 def check_byte_order() -> None:

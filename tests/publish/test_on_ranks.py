@@ -32,7 +32,7 @@ from csd_optim.engine.engine import Engine
 from csd_optim.errors import CSDRankError
 from csd_optim.publish.folder import Folder
 from csd_optim.replica.versions import directory_of, numbers, read_version
-from csd_optim.serve.remote_native import RemoteNative
+from csd_optim.serve.trainer.remote_native import RemoteNative
 
 
 def divided(model, kind):

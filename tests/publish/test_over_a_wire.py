@@ -35,9 +35,10 @@ from support.replacing import replaced
 from csd_optim import CSDAdam, CSDError, CSDRankError
 from csd_optim.engine.commit.commit import Commit
 from csd_optim.publish.folder import Folder
-from csd_optim.serve.link import Link
-from csd_optim.serve.owner_session import OwnerSession
-from csd_optim.serve.remote_native import RemoteNative
+from csd_optim.serve.owner.owner_session import OwnerSession
+from csd_optim.serve.requests import op_of
+from csd_optim.serve.trainer.link import Link
+from csd_optim.serve.trainer.remote_native import RemoteNative
 
 pytestmark = pytest.mark.at_hand("owners of this process keep what they own in directories of their own")
 
@@ -211,10 +212,10 @@ def test_a_finish_whose_answer_is_lost(tmp_path):
         t.steps(2)
         is_cut = is_away = False
 
-        def lost(exchange, link, session, message, arrays, **how):
+        def lost(exchange, link, session, request, arrays):
             nonlocal is_cut
-            answer = exchange(link, session, message, arrays, **how)
-            if message["op"] == "finish":
+            answer = exchange(link, session, request, arrays)
+            if op_of(request) == "finish":
                 is_cut = True
                 owner.owner.sessions[0].end("cut")
                 link._lost(session, CSDRankError("cut"))

@@ -1,6 +1,6 @@
 import pytest
 
-from csd_optim.serve import listener
+from csd_optim.serve.wire import listener
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 import contextlib
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,10 +15,11 @@ from csd_optim import CSDError, CSDOSError, CSDRankError, CSDTornError
 from csd_optim.bindings import Native
 from csd_optim.engine.commit.commits import Commits
 from csd_optim.engine.parts import Ending
-from csd_optim.serve.link import Link
 from csd_optim.serve.messages import unpack_counts
-from csd_optim.serve.owner_requests import OwnerRequests
-from csd_optim.serve.remote_native import RemoteNative
+from csd_optim.serve.owner.owner_requests import OwnerRequests
+from csd_optim.serve.requests import op_of
+from csd_optim.serve.trainer.link import Link
+from csd_optim.serve.trainer.remote_native import RemoteNative
 from csd_optim.store.format import Record
 from csd_optim.store.user_state import unpack_user_state
 
@@ -63,13 +65,13 @@ def test_each_step_is_completed_and_committed_by_one_message_with_its_own_values
     """Its number, record, counts and round: owners get none of them twice, nor those of another step."""
     served, seen = Noted(owner.address), []
 
-    def execute(execute, requests, fields, arrays):
-        if (op := fields.text("op")) in ("finish", "commit"):
-            lr = fields.object("record")["groups"][0]["lr"]
+    def execute(execute, requests, request, arrays):
+        if (op := op_of(request)) in ("finish", "commit"):
+            lr = msgspec.json.decode(request.record)["groups"][0]["lr"]
             done = unpack_user_state(bytes(arrays[1]))["done"]
             counts = {*unpack_counts(arrays[0], len(arrays[0]) // 4).tolist()}
-            seen.append((op, fields.integer("step"), fields.integer("round"), lr, done, counts))
-        return execute(requests, fields, arrays)
+            seen.append((op, request.step, request.round, lr, done, counts))
+        return execute(requests, request, arrays)
 
     n = len(owner.address) if isinstance(owner.address, list) else 1
     with replaced(OwnerRequests, "execute", execute):
@@ -137,13 +139,13 @@ def losing_the_answer(owner, *, stays_away, executed=True, index=0):
     """Cut the link to owner `index` as FINISH is executed, or instead. `stays_away`: until the end of the block."""
     finished = 0
 
-    def lost(exchange, link, session, message, arrays, **how):
+    def lost(exchange, link, session, request, arrays):
         nonlocal finished
-        finished += message["op"] == "finish"
-        if message["op"] != "finish" or finished != index + 1:
-            return exchange(link, session, message, arrays, **how)
+        finished += op_of(request) == "finish"
+        if op_of(request) != "finish" or finished != index + 1:
+            return exchange(link, session, request, arrays)
         if executed:
-            exchange(link, session, message, arrays, **how)
+            exchange(link, session, request, arrays)
         owner.owner.sessions[index].end("cut")
         link.lose(CSDRankError("cut"))
         raise CSDRankError("cut")

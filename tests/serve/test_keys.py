@@ -16,9 +16,8 @@ from support.wires import files, pair, write_certificate
 
 from csd_optim import CSDAdam
 from csd_optim.errors import CSDOSError, CSDUnavailableError, CSDValueError
-from csd_optim.serve import init_key, keys
-from csd_optim.serve.keys import Accepted, Key, read_certificates, resolve
-from csd_optim.serve.session import Role
+from csd_optim.serve.wire import init_key, keys
+from csd_optim.serve.wire.keys import Accepted, Key, Role, read_certificates, resolve
 
 __all__ = ["files"]
 
@@ -52,9 +51,9 @@ def test_what_is_made(made):
 def test_both_ways_to_make_one_work_together(made, files, tmp_path):
     write_certificate(tmp_path / "made.crt", made.read_text())
     key = Key(made)
-    with pair("frames", files, accept=[(Role.TRAINER, tmp_path / "made.crt")]) as to:
+    with pair("tls", files, accept=[(Role.TRAINER, tmp_path / "made.crt")]) as to:
         assert to.admitted(key=key)
-    with pair("frames", files, key=made) as to:
+    with pair("tls", files, key=made) as to:
         assert to.admitted(owner=key.fingerprint)
 
 
@@ -81,7 +80,7 @@ def test_a_full_disk_leaves_no_part_of_a_key(tmp_path, monkeypatch):
 def test_neither_way_to_make_one(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "cryptography", None)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(CSDUnavailableError, match=r"pip install csd_optim\[serve\]"):
+    with pytest.raises(CSDUnavailableError, match="neither the command openssl nor the package cryptography"):
         init_key.init_key(tmp_path / "key")
 
 
@@ -264,7 +263,7 @@ def test_the_file_is_read_once(files, tmp_path, monkeypatch):
     monkeypatch.setattr(keys, "_check", replaced)
     key = Key(path)
     assert key.fingerprint == Key(files.trainer).fingerprint
-    with pair("frames", files) as to:
+    with pair("tls", files) as to:
         assert to.admitted(key=key)
 
 

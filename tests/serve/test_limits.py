@@ -8,21 +8,39 @@ import threading
 import time
 
 import pytest
-from support.wires import Owner, files, half_open, nothing_left, pair, until, write_certificate
+from support.wire_ends import SAID, Said, frame
+from support.wires import (
+    Owner,
+    ask,
+    files,
+    half_open,
+    handshakes,
+    joining,
+    nothing_left,
+    pair,
+    until,
+    write_certificate,
+)
 
 from csd_optim.cli import serving
 from csd_optim.errors import CSDUnavailableError
-from csd_optim.serve import admission, dial, handshake, limits, listener
-from csd_optim.serve.frames import Header
-from csd_optim.serve.init_key import init_key
-from csd_optim.serve.keys import Key
-from csd_optim.serve.limits import HANDSHAKES, PER_ADDRESS, QuietLog, has_place, is_loopback, network
-from csd_optim.serve.session import Role
-from csd_optim.serve.tcp import ConnectionClosed, Tcp
+from csd_optim.serve.wire import dial, limits, listener
+from csd_optim.serve.wire.connection import ConnectionClosed
+from csd_optim.serve.wire.init_key import init_key
+from csd_optim.serve.wire.keys import Key, Role
+from csd_optim.serve.wire.limits import (
+    HANDSHAKES,
+    MOST_STREAMS,
+    PER_ADDRESS,
+    QuietLog,
+    has_place,
+    is_loopback,
+    network,
+)
 
 __all__ = ["files"]
 
-BUSY = handshake.answer(handshake.BUSY)
+HELLO = b"\x16\x03\x01\x40\x00" + bytes(100)  # as TLS begins
 
 
 @pytest.fixture(autouse=True)
@@ -48,10 +66,10 @@ def answered(sock):
 
 
 def test_the_ninth_of_an_address(files):
-    with nothing_left(), pair("frames", files) as to:
+    with nothing_left(), pair("tls", files) as to:
         with silent(to.owner, PER_ADDRESS + 1) as made:
-            assert answered(made[-1]) == BUSY
-            with pytest.raises(CSDUnavailableError, match="it is busy"):
+            assert not answered(made[-1])
+            with pytest.raises(CSDUnavailableError, match="is it busy"):
                 to.connect()
         until(lambda: to.owner.listener.address and not to.owner.sessions)
 
@@ -59,10 +77,9 @@ def test_the_ninth_of_an_address(files):
 def test_a_flood_from_one_address_does_not_lock_out_another(files, monkeypatch):
     """A hundred silent connections from one address do not delay clients from other addresses."""
     monkeypatch.setattr(listener, "FIRST_SECONDS", 20.0)
-    with nothing_left(), pair("frames", files) as to, silent(to.owner, 100, "127.0.0.2"):
+    with nothing_left(), pair("tls", files) as to, silent(to.owner, 100, "127.0.0.2"):
         session = to.connect()
-        session.control.send({"a": 1})
-        assert session.control.receive(30) == ({"a": 1}, [])
+        assert ask(session) == Said(a=1)
         session.close()
 
 
@@ -77,8 +94,8 @@ def test_a_flood_from_everywhere(files, monkeypatch):
                 stack.enter_context(silent(to.owner, PER_ADDRESS, f"127.0.0.{k + 2}"))
             yield
 
-    with nothing_left(), pair("frames", files, streams=2) as to:
-        with flood(300.0), pytest.raises(CSDUnavailableError, match="it is busy"):
+    with nothing_left(), pair("tls", files, streams=2) as to:
+        with flood(300.0), pytest.raises(CSDUnavailableError, match="is it busy"):
             to.connect()
         to.owner.settled()
         with flood(0.5):
@@ -95,7 +112,7 @@ def test_a_trainer_gets_in_during_a_flood_that_goes_on(files, monkeypatch):
             with silent(owner, PER_ADDRESS, host):
                 time.sleep(0.12)
 
-    with nothing_left(), pair("frames", files, streams=2) as to:
+    with nothing_left(), pair("tls", files, streams=2) as to:
         threads = [threading.Thread(target=flood, args=(to.owner, f"127.0.0.{k}")) for k in range(1, 10)]
         for thread in threads:
             thread.start()
@@ -109,45 +126,59 @@ def test_a_trainer_gets_in_during_a_flood_that_goes_on(files, monkeypatch):
         assert len(to.owner.lines) <= 5
 
 
-@pytest.mark.parametrize("said", [0, 27, 28, 40])
+@pytest.mark.parametrize("said", [0, 1, 6, 40])
 def test_the_handshake_has_a_deadline(said, files, monkeypatch):
-    """In all, however slowly and steadily bytes come: within message 1, in TLS, in a data connection."""
+    """In all, however slowly and steadily bytes come."""
     monkeypatch.setattr(listener, "FIRST_SECONDS", 0.2)
-    monkeypatch.setattr(handshake, "DEADLINE", 0.4)
-    bytes_ = handshake.preface(handshake.CONTROL, bytes(16)) + b"\x16\x03\x01\x40\x00" + bytes(100)
-    with nothing_left(), pair("frames", files) as to, silent(to.owner, 1, said=bytes_[:said]) as made:
+    monkeypatch.setattr(listener, "DEADLINE", 0.4)
+    with nothing_left(), pair("tls", files) as to, silent(to.owner, 1, said=HELLO[:said]) as made:
         sent = said
         with contextlib.suppress(ConnectionError):
             for k in range(said, 100):
-                made[0].sendall(bytes_[k : k + 1])
+                made[0].sendall(HELLO[k : k + 1])
                 time.sleep(0.05)
                 sent += 1
         assert sent < 100
 
 
-def test_data_connections_have_a_deadline(files, monkeypatch):
+def test_the_first_message_has_a_deadline(files, monkeypatch):
+    """Without TLS as well, byte by byte."""
+    monkeypatch.setattr(listener, "DEADLINE", 0.4)
+    said = frame(b'{"protocol":"csd-optim/7","kind":"control","streams":1}')
+    with nothing_left(), pair("plain", files) as to, silent(to.owner, 1, said=said[:1]) as made:
+        with contextlib.suppress(ConnectionError):
+            for k in range(1, len(said)):
+                made[0].sendall(said[k : k + 1])
+                time.sleep(0.05)
+        assert not answered(made[0])
+        until(lambda: not handshakes())
+
+
+@pytest.mark.parametrize("way", ["up", "down"])
+def test_the_other_connections_have_a_deadline(way, files, monkeypatch):
     """An admitted peer that does not open all of them does not stay, and neither do those that it has opened."""
-    monkeypatch.setattr(admission, "JOIN_SECONDS", 0.5)
-    with nothing_left(), pair("frames", files) as to:
-        stream, name, ticket = half_open(to, key=Key(files.trainer))
-        data = Tcp(socket.create_connection(to.owner.address), 5)
-        handshake.prove_to_owner(data, handshake.DATA, name, ticket)
-        for ending in (stream, data):
+    monkeypatch.setattr(listener, "JOIN_SECONDS", 0.5)
+    with nothing_left(), pair("tls", files) as to:
+        control, name = half_open(to)
+        data, opened = joining(to, name, way)
+        assert not opened.refused
+        for connection in (control, data):
             with pytest.raises(ConnectionClosed, match="has closed"):
-                handshake.read(ending, 1)
+                connection.receive(SAID, 30)
+            connection.end()
         assert not to.owner.settled()
 
 
 def test_sessions_and_readers_are_limited(files, monkeypatch):
-    monkeypatch.setattr(admission, "READERS", 1)
-    with nothing_left(), pair("frames", files, accept=[(Role.READER, files.certificate("trainer"))]) as to:
+    monkeypatch.setattr(listener, "READERS", 1)
+    with nothing_left(), pair("tls", files, accept=[(Role.READER, files.certificate("trainer"))]) as to:
         session = to.connect(streams=0)
         with pytest.raises(CSDUnavailableError, match="it has as many sessions as it may have"):
             to.connect(streams=0)
         session.close()
         to.owner.settled()
         assert to.admitted(streams=0)
-        monkeypatch.setattr(admission, "SESSIONS", 0)
+        monkeypatch.setattr(listener, "SESSIONS", 0)
         with pytest.raises(CSDUnavailableError, match="it has as many sessions as it may have"):
             to.connect(streams=0)
 
@@ -167,15 +198,14 @@ def test_more_than_64_trainers_with_the_usual_limit_of_open_files(files):
     with open_files(1024), nothing_left(), pair("plain", files, streams=2) as to:
         sessions = [to.connect(within=60) for _ in range(70)]
         for session in sessions:
-            session.control.send({"a": 1})
-            assert session.control.receive(30) == ({"a": 1}, [])
+            assert ask(session) == Said(a=1)
             session.close()
 
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_sessions_leave_descriptors_to_the_engine(whole, files, monkeypatch):
     """Also sessions that still wait for their data connections. A session that ends frees its place."""
-    monkeypatch.setattr(admission, "most_connections", lambda: 10)
+    monkeypatch.setattr(listener, "most_connections", lambda: 16)
     with nothing_left(), pair("plain", files, streams=2) as to:
         sessions = [to.connect() if whole else half_open(to)[0] for _ in range(3)]
         with pytest.raises(CSDUnavailableError, match="more need a higher limit of open files"):
@@ -183,7 +213,7 @@ def test_sessions_leave_descriptors_to_the_engine(whole, files, monkeypatch):
         until(lambda: any("more sessions than the limit of open files (ulimit -n)" in line for line in to.owner.lines))
         to.connect(streams=0).close()
         for session in sessions:
-            session.close() if whole else session.shutdown()
+            session.close() if whole else session.end()
         to.owner.settled()
         assert to.admitted(within=60)
 
@@ -200,17 +230,17 @@ def test_small_and_large_limits_of_open_files():
 
 def test_a_peer_that_leaves_before_its_data_connections(files, monkeypatch):
     """The owner notices, and somebody else may have its place."""
-    monkeypatch.setattr(admission, "READERS", 1)
-    with nothing_left(), pair("frames", files, accept=[(Role.READER, files.certificate("trainer"))]) as to:
-        stream, *_ = half_open(to, key=Key(files.trainer))
+    monkeypatch.setattr(listener, "READERS", 1)
+    with nothing_left(), pair("tls", files, accept=[(Role.READER, files.certificate("trainer"))]) as to:
+        control, _ = half_open(to)
         assert not to.admitted()
-        stream.shutdown()
+        control.end()
         assert to.admitted(within=60)
 
 
 def test_no_descriptors_left(files):
     """The owner goes on when there are some again."""
-    with nothing_left(), pair("frames", files) as to:
+    with nothing_left(), pair("tls", files) as to:
         session = to.connect()
         until(lambda: to.owner.sessions)
         filled = []
@@ -222,8 +252,7 @@ def test_no_descriptors_left(files):
                 os.close(filled.pop())
                 stack.enter_context(silent(to.owner, 1))
                 until(lambda: any("for lack of resources (EMFILE)" in line for line in to.owner.lines))
-                session.control.send({"a": 1})
-                assert session.control.receive(30) == ({"a": 1}, [])
+                assert ask(session) == Said(a=1)
             finally:
                 for fd in filled:
                     os.close(fd)
@@ -233,8 +262,8 @@ def test_no_descriptors_left(files):
 
 
 def test_hundreds_of_connections_leave_nothing(files):
-    with nothing_left(), pair("frames", files) as to:
-        said = [b"", b"x", handshake.preface(handshake.CONTROL, bytes(16)), handshake.preface(2, bytes(16)) + bytes(32)]
+    with nothing_left(), pair("tls", files) as to:
+        said = [b"", b"x", HELLO, frame(b"{}")]
         for k in range(100):
             with silent(to.owner, 3, said=said[k % 4]):
                 pass
@@ -245,22 +274,21 @@ def test_hundreds_of_connections_leave_nothing(files):
 
 def test_close_during_handshakes(files, monkeypatch):
     monkeypatch.setattr(listener, "FIRST_SECONDS", 300.0)
-    with nothing_left(), Owner(key=files.owner) as owner, silent(owner, 5), silent(owner, 3, said=b"csdserve"):
+    with nothing_left(), Owner(key=files.owner) as owner, silent(owner, 5), silent(owner, 3, said=HELLO):
         began = time.monotonic()
         owner.listener.close()
         owner.listener.close()
         assert time.monotonic() - began < 60
 
 
-def test_several_data_connections_have_the_same_order_on_both_sides(files):
-    with nothing_left(), pair("frames", files, streams=handshake.MOST_STREAMS) as to:
+def test_streams_have_the_same_order_on_both_sides(files):
+    with nothing_left(), pair("tls", files, streams=MOST_STREAMS) as to:
         session = to.connect()
-        until(lambda: to.owner.sessions)
-        other = to.owner.sessions[0]
-        assert len(other.data) == len(session.data) == 8
-        for k, data in enumerate(other.data):
-            data.send(Header(1, k, 0, 0, 0))
-        assert [data.receive_header(30).tile for data in session.data] == [*range(8)]
+        for k, (up, down) in enumerate(zip(session.up, session.down, strict=True)):
+            up.send(Said(a=k), b"x" * k)
+            assert down.receive(SAID, 30) == (Said(a=k), k)
+            down.discard()
+        assert len(session.down) == MOST_STREAMS
         session.close()
 
 
@@ -273,7 +301,7 @@ def test_reload(files, tmp_path):
         init_key(tmp_path / f"{name}.pem")
     accepted = tmp_path / "accepted.crt"
     write_certificate(accepted, (tmp_path / "old.pem").read_text())
-    with nothing_left(), pair("frames", files, accept=[(Role.TRAINER, accepted)]) as to:
+    with nothing_left(), pair("tls", files, accept=[(Role.TRAINER, accepted)]) as to:
         old, new = (Key(tmp_path / f"{name}.pem") for name in ("old", "new"))
         session = to.connect(key=old)
         until(lambda: to.owner.sessions)
@@ -299,18 +327,35 @@ def test_reload(files, tmp_path):
 def test_a_key_that_is_taken_away_during_the_handshake(files, tmp_path, monkeypatch):
     accepted = tmp_path / "accepted.crt"
     accepted.write_bytes(files.certificate("trainer").read_bytes())
-    with nothing_left(), pair("frames", files, accept=[(Role.TRAINER, accepted)]) as to:
-        token = handshake.secrets.token_bytes
+    with nothing_left(), pair("tls", files, accept=[(Role.TRAINER, accepted)]) as to:
+        receive = listener.Connection.receive
 
-        def reload(n):  # drawn after TLS has accepted the certificate, or for a data connection
-            accepted.write_bytes(files.certificate("stranger").read_bytes())
-            to.owner.listener.reload()
-            return token(n)
+        def reload(connection, *arguments):  # TLS has accepted the certificate
+            if threading.current_thread().name == "csd_optim handshake":
+                accepted.write_bytes(files.certificate("stranger").read_bytes())
+                to.owner.listener.reload()
+            return receive(connection, *arguments)
 
-        monkeypatch.setattr(admission.secrets, "token_bytes", reload)
-        with pytest.raises(CSDUnavailableError):
+        monkeypatch.setattr(listener.Connection, "receive", reload)
+        with pytest.raises(CSDUnavailableError, match="does not accept the key"):
             to.connect()
         assert not to.owner.settled()
+
+
+def test_a_key_that_is_taken_away_before_the_other_connections(files, tmp_path):
+    accepted = tmp_path / "accepted.crt"
+    accepted.write_bytes(files.certificate("trainer").read_bytes())
+    with nothing_left(), pair("tls", files, accept=[(Role.TRAINER, accepted)]) as to:
+        control, name = half_open(to)
+        accepted.write_bytes(b"".join(files.certificate(n).read_bytes() for n in ("trainer", "stranger")))
+        to.owner.listener.reload()
+        joining(to, name)[0].end()
+        accepted.write_bytes(files.certificate("stranger").read_bytes())
+        to.owner.listener.reload()
+        with pytest.raises(ConnectionClosed):
+            joining(to, name, "down")
+        with pytest.raises(ConnectionClosed):
+            control.receive(SAID, 30)
 
 
 # ---- the log ----------------------------------------------------------------------------------
@@ -359,21 +404,10 @@ def test_a_log_that_cannot_be_written(files):
     def full(line):
         raise OSError(28, "No space left on device")
 
-    with nothing_left(), pair("frames", files, log=full) as to:
-        with silent(to.owner, 1, said=bytes(28)) as made:
+    with nothing_left(), pair("tls", files, log=full) as to:
+        with silent(to.owner, 1, said=b"x" * 28) as made:
             assert not answered(made[0])
         assert to.admitted()
-
-
-def test_a_reader_says_little(files):
-    with nothing_left(), pair("frames", files, accept=[(Role.READER, files.certificate("trainer"))]) as to:
-        session = to.connect()
-        session.control.send({"a": "x" * 60_000})
-        session.control.receive(30)
-        session.control.send({"a": "x" * 66_000})
-        with pytest.raises(ConnectionClosed):
-            session.control.receive(30)
-        session.close()
 
 
 def test_an_exception_of_a_session_ends_it(files):
@@ -382,7 +416,7 @@ def test_an_exception_of_a_session_ends_it(files):
     def fails(session):
         raise ConnectionClosed("secret")
 
-    with nothing_left(), pair("frames", files, on_session=fails) as to:
+    with nothing_left(), pair("tls", files, on_session=fails) as to:
         assert not to.admitted()
         until(lambda: len(to.owner.lines) == 2)
         assert to.owner.lines[1].endswith("has ended by ConnectionClosed")

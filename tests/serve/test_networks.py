@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from csd_optim import CSDAdam, CSDError, CSDOSError, CSDRankError
-from csd_optim.serve.remote_native import RemoteNative
+from csd_optim.serve.trainer.remote_native import RemoteNative
 
 pytestmark = pytest.mark.ci
 ALONE = pytest.param(1, marks=pytest.mark.soak)

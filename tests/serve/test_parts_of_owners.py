@@ -8,6 +8,7 @@ import signal
 import time
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 from support.inside import engine_of
@@ -18,9 +19,9 @@ from support.replacing import replaced
 from csd_optim import CSDAdam, CSDError, CSDOSError, CSDRankError, CSDStoreError, CSDStoreExistsError
 from csd_optim.checkpoint.consolidate import consolidated_stores
 from csd_optim.checkpoint.old_params import old_params
-from csd_optim.serve.owner_requests import OwnerRequests
-from csd_optim.serve.ownership import Ownership
-from csd_optim.serve.remote_native import RemoteNative
+from csd_optim.serve.owner.owner_requests import OwnerRequests
+from csd_optim.serve.owner.ownership import Ownership
+from csd_optim.serve.trainer.remote_native import RemoteNative
 from csd_optim.store.joined import joined
 
 
@@ -233,7 +234,8 @@ def test_an_owner_that_lies_about_its_tiles_is_refused(owners):
     def lies(self):
         fields, arrays = real(self)
         if self.trainer == 1:
-            fields["extents"] = [{**about, "tile_elems": 1 << 20} for about in fields["extents"]]
+            extents = [msgspec.structs.replace(about, tile_elems=1 << 20) for about in fields.extents]
+            fields = msgspec.structs.replace(fields, extents=extents)
         return fields, arrays
 
     with mock.patch.object(Ownership, "welcome", lies), pytest.raises(CSDRankError, match="is not that of the whole"):

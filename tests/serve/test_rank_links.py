@@ -15,9 +15,10 @@ from support.owner_here import OwnerHere
 from support.ranks import on_living_ranks, on_ranks
 
 from csd_optim import CSDError, CSDRankError
-from csd_optim.serve import owner_session
-from csd_optim.serve.link import Link
-from csd_optim.serve.owner_requests import OwnerRequests
+from csd_optim.serve.owner import owner_session
+from csd_optim.serve.owner.owner_requests import OwnerRequests
+from csd_optim.serve.requests import op_of
+from csd_optim.serve.trainer.link import Link
 
 pytestmark = pytest.mark.ci
 
@@ -27,14 +28,14 @@ def cut_at(op, session, after=0):
     """End a session, at its owner, instead of executing a request of this kind, `after` some others."""
     real, left = OwnerRequests.execute, after
 
-    def execute(requests, fields, arrays):
+    def execute(requests, request, arrays):
         nonlocal left
-        left -= fields.text("op") == op
+        left -= op_of(request) == op
         if left == -1:
             left = math.inf
             session.end("cut")
             raise CSDRankError("cut")
-        return real(requests, fields, arrays)
+        return real(requests, request, arrays)
 
     with mock.patch.object(OwnerRequests, "execute", execute):
         yield

@@ -13,8 +13,8 @@ from support.wires import files
 
 from csd_optim import CSDAdam, CSDRankError, CSDStoreExistsError, CSDUnavailableError, CSDValueError
 from csd_optim.devices.spec import parse_devices
-from csd_optim.serve import ownership
-from csd_optim.serve.session import Role
+from csd_optim.serve.owner import ownership
+from csd_optim.serve.wire.keys import Role
 from csd_optim.step import staging
 
 __all__ = ["files"]  # a fixture

@@ -19,8 +19,7 @@ from support.owners import Owner
 
 from csd_optim import CSDError, CSDLostError, CSDOSError, CSDRankError, CSDRuntimeError, signals
 from csd_optim.engine.commit.durable import DurableCommitter
-from csd_optim.serve.frames import DataConnection
-from csd_optim.serve.messages import PARAMS
+from csd_optim.serve.wire.connection import Connection
 from csd_optim.store.file import StoreFile
 
 
@@ -90,17 +89,17 @@ def test_a_connection_that_is_cut_within_a_tile_leaves_no_part_of_it(tmp_path, o
             served.opt.overlap(served.model)
             assert_equal(ours.steps(2), served.steps(2))
         served.opt.synchronize()
-        torn, real = [], DataConnection.receive
+        torn, real = [], Connection.fill
 
-        def cut(self, header, views=()):
-            if header.kind == PARAMS and not torn:
+        def cut(self, views):
+            if threading.current_thread().name.startswith("csd_optim receives") and not torn:
                 for view in views:
                     view[: len(view) // 2] = b"\x7f" * (len(view) // 2)
                 torn.extend(views)
-                self.shutdown()
-            real(self, header, views)
+                self.end()
+            real(self, views)
 
-        monkeypatch.setattr(DataConnection, "receive", cut)
+        monkeypatch.setattr(Connection, "fill", cut)
         if overlaps:
             served.step()
         with pytest.raises(CSDRankError, match="is shut down"):

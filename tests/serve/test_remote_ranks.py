@@ -16,7 +16,7 @@ from support.ranks import on_living_ranks, on_ranks
 
 from csd_optim import CSDAdam, CSDError, CSDOSError, CSDRankError, CSDStoreError, CSDUnavailableError
 from csd_optim.bindings import Native
-from csd_optim.serve.remote_native import RemoteNative
+from csd_optim.serve.trainer.remote_native import RemoteNative
 
 pytestmark = pytest.mark.ci
 WRAPS = ("DDP", "FSDP2", "HSDP", "TP")

@@ -8,31 +8,34 @@ import pytest
 import torch
 from support.nets import Net
 from support.owners import Owner
+from support.wire_ends import fields_of, hear, say
 from support.wires import HELLO
 
 from csd_optim import CSDError
-from csd_optim.serve.dial import connect
-from csd_optim.serve.frames import DataConnection, Header
-from csd_optim.serve.link import Link
+from csd_optim.serve.requests import REQUESTS, TileGradients
+from csd_optim.serve.trainer.link import Link
+from csd_optim.serve.wire.connection import Connection
+from csd_optim.serve.wire.dial import connect
 
 OTHERS = ("confirm", "confirmed", "discard_newer", "wait", "stats", "reserve", "written", "take_back", "saved")
 
 
 def recorded(owner, monkeypatch):
     """Train, and return what was sent, in its order: requests with their arrays, and frames; and the image."""
-    sent, exchange, send = [], Link._exchange, DataConnection.send
+    sent, exchange, send = [], Link._exchange, Connection.send
 
-    def exchanges(self, session, message, arrays, **how):
-        sent.append((copy.deepcopy(message), [bytes(a) for a in arrays]))
-        return exchange(self, session, message, arrays, **how)
+    def exchanges(self, session, request, arrays):
+        sent.append((fields_of(request), [bytes(a) for a in arrays]))
+        return exchange(self, session, request, arrays)
 
-    def sends(self, header, views):
-        sent.append((header, [bytes(v) for v in views]))
-        return send(self, header, views)
+    def sends(self, message, *views):
+        if isinstance(message, TileGradients):
+            sent.append((message, [bytes(v) for v in views]))
+        return send(self, message, *views)
 
     with monkeypatch.context() as patch:
         patch.setattr(Link, "_exchange", exchanges)
-        patch.setattr(DataConnection, "send", sends)
+        patch.setattr(Connection, "send", sends)
         net = Net(owner.address, overwrite=True).steps(2)
         net.opt.state[next(net.model.parameters())]["exp_avg"].mul_(2)
         net.step()
@@ -40,7 +43,9 @@ def recorded(owner, monkeypatch):
         net.step()
         image = net.image()
         net.opt.close()
-    return [item for item in sent if isinstance(item[0], Header) or item[0]["op"] not in ("hello", "close")], image
+    return [
+        item for item in sent if isinstance(item[0], TileGradients) or item[0]["op"] not in ("hello", "close")
+    ], image
 
 
 def disordered(chance, sent):
@@ -57,7 +62,9 @@ def disordered(chance, sent):
             items[i], items[j] = items[j], items[i]
         elif kind == 3:
             op = chance.choice(OTHERS)
-            items.insert(i, ({"op": op, "begin": j, "step": chance.randrange(4), "record_bytes": 100, "n": 7}, []))
+            fields = {"begin": j, "step": chance.randrange(4), "record_bytes": 100}
+            known = {name: value for name, value in fields.items() if name in REQUESTS[op].__struct_fields__}
+            items.insert(i, ({"op": op, **known}, []))
         else:
             items[i:] = items[i + chance.randint(1, 4) :] or items[i:]
     return items
@@ -67,20 +74,20 @@ def play(owner, trainers, items):
     """Send this in a session of its own, until the owner ends it. Returns the number of requests that were executed."""
     session = connect(("127.0.0.1", owner.port), key=None, timeout=30, streams=2)
     token = os.urandom(16).hex()
-    session.control.send({**HELLO, "mode": "overwrite", "trainers": trainers, "here": trainers, "token": token})
+    say(session.control, {**HELLO, "mode": "overwrite", "trainers": trainers, "here": trainers, "token": token})
     executed = 0
     try:
-        if "error" in session.control.receive(30)[0]:
+        if hear(session.control)[0]["answer"] == "failed":
             return executed
         for item, data in items:
-            if isinstance(item, Header):
-                session.data[item.tile % 2].send(item, data)
+            if isinstance(item, TileGradients):
+                session.up[item.tile % 2].send(item, *data)
                 continue
-            session.control.send({"n": 7, **item}, *data)
-            while "working" in (answer := session.control.receive(30)[0]):
+            say(session.control, {**item, "n": 7}, *data)
+            while (answer := hear(session.control)[0])["answer"] == "working":
                 pass
-            executed += "error" not in answer
-    except CSDError:
+            executed += answer["answer"] != "failed"
+    except (CSDError, OSError):
         pass
     finally:
         session.close()

@@ -23,8 +23,8 @@ from csd_optim import CSDAdam, CSDError, CSDOSError, CSDRankError, CSDStoreError
 from csd_optim.bindings import Native
 from csd_optim.checkpoint.export import export_torch
 from csd_optim.checkpoint.reshard import reshard
-from csd_optim.serve import remote_engine
-from csd_optim.serve.owner_requests import OwnerRequests
+from csd_optim.serve.owner.owner_requests import OwnerRequests
+from csd_optim.serve.trainer import remote_engine
 from csd_optim.store.file import StoreFile
 from csd_optim.store.format import read_contents
 

@@ -9,7 +9,7 @@ from support.owners import Owner
 
 from csd_optim import CSDAdam, CSDBusyError, CSDLostError, CSDValueError
 from csd_optim.cli.serving import parse_listen, serve
-from csd_optim.serve.log import MAX_LINE, printable
+from csd_optim.serve.owner.log import MAX_LINE, printable
 from csd_optim.store.file import FILE_NAME
 
 

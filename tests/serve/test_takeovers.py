@@ -10,8 +10,9 @@ import torch
 from support.owner_here import OwnerHere
 
 from csd_optim import CSDAdam, CSDError, CSDRankError, CSDStoreError
-from csd_optim.serve.dial import connect
-from csd_optim.serve.link import Link
+from csd_optim.serve.requests import Found
+from csd_optim.serve.trainer.link import Link
+from csd_optim.serve.wire.dial import connect
 
 ID = "00" * 16
 OVER = "another session has taken over"
@@ -52,7 +53,7 @@ class Opening:
 
     def _open(self, link, mode):
         try:
-            if "found" in link.open(mode=mode, store=ID).fields:
+            if isinstance(link.open(mode=mode, store=ID).fields, Found):
                 self._asked.set()
                 self._go.wait(30)
                 link.choose(None)
@@ -81,7 +82,7 @@ def test_another_number_of_trainers_ends_no_training_that_has_states(owner, mode
         with pytest.raises(CSDStoreError, match="another number of trainers than 3"):
             other.open(mode=mode, store=ID)
         for link in both:
-            assert link.request("stats").fields.listed("devices")
+            assert link.request("stats").fields.devices
 
 
 def test_a_trainer_that_has_made_no_step_leaves_nothing(owner):

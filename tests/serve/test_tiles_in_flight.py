@@ -1,6 +1,6 @@
 """Which tiles leave and which have come back, whatever an owner sends."""
 
-from csd_optim.serve.tiles_in_flight import TilesInFlight
+from csd_optim.serve.trainer.tiles_in_flight import TilesInFlight
 from csd_optim.threads import SharedCondition
 
 

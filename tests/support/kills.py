@@ -11,10 +11,10 @@ import torch
 from support.nets import Net
 
 from csd_optim.engine.commit.commit import Commit
-from csd_optim.serve.link import Link
-from csd_optim.serve.owner_requests import OwnerRequests
-from csd_optim.serve.owner_step import OwnerStep
-from csd_optim.serve.remote_native import RemoteNative
+from csd_optim.serve.owner.owner_requests import OwnerRequests
+from csd_optim.serve.owner.owner_step import OwnerStep
+from csd_optim.serve.trainer.link import Link
+from csd_optim.serve.trainer.remote_native import RemoteNative
 
 STEPS = 30
 PATIENCE = 300  # seconds for which a program tries again

@@ -23,7 +23,7 @@ from support.forked import process, running
 
 from bench import paced_network
 from bench.paced_network import Network, libc
-from csd_optim.serve.init_key import init_key
+from csd_optim.serve.wire.init_key import init_key
 
 NEW_USER, NEW_NET, NEW_MOUNT = 0x10000000, 0x40000000, 0x00020000  # CLONE_...
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from csd_optim.devices.spec import parse_devices
-from csd_optim.serve.listener import Listener
-from csd_optim.serve.owner_session import Owner
-from csd_optim.serve.ownership import Ownership
+from csd_optim.serve.owner.owner_session import Owner
+from csd_optim.serve.owner.ownership import Ownership
+from csd_optim.serve.wire.listener import Listener
 
 
 class OwnerHere:

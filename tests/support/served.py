@@ -14,9 +14,9 @@ from support.owner_here import OwnerHere
 
 from csd_optim.engine import open_engine as opening
 from csd_optim.optim import opening as of_optimizers
-from csd_optim.serve import ownership
-from csd_optim.serve.address import Owners, parse_address
-from csd_optim.serve.remote_engine import open_remote
+from csd_optim.serve.owner import ownership
+from csd_optim.serve.trainer.address import Owners, parse_address
+from csd_optim.serve.trainer.remote_engine import open_remote
 
 VARIABLE = "CSD_OPTIM_TEST_SERVED"
 

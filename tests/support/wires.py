@@ -1,4 +1,4 @@
-"""Both ends of the connections of optimizer ranks, with somebody in between."""
+"""Both ends of the connections of optimizer ranks."""
 
 import contextlib
 import gc
@@ -10,21 +10,21 @@ import time
 from typing import NamedTuple
 
 import pytest
+from support.wire_ends import SAID, Said
 
 from csd_optim.errors import CSDUnavailableError
-from csd_optim.serve import dial, handshake, listener, sealed
-from csd_optim.serve.init_key import init_key
-from csd_optim.serve.keys import Key
-from csd_optim.serve.messages import PROTOCOL
-from csd_optim.serve.tcp import ConnectionClosed, Tcp
-from csd_optim.serve.tls import Tls
+from csd_optim.serve.wire import dial, listener
+from csd_optim.serve.wire.connection import Connection, ConnectionClosed
+from csd_optim.serve.wire.init_key import init_key
+from csd_optim.serve.wire.keys import PROTOCOL, Key, Role
+from csd_optim.serve.wire.session import OPENED, OpenControl, OpenData
 
-KINDS = ("frames", "ssl", "plain", "readers")  # of connections; without `cryptography`, `ssl` carries the data
+KINDS = ("tls", "plain", "readers")  # of sessions
+ENCRYPTED = ("tls", "readers")
 
 # A request for a session.
 HELLO = {
     "op": "hello",
-    "protocol": PROTOCOL,
     "token": "0" * 32,
     "store": "0" * 32,
     "trainer": 0,
@@ -65,7 +65,7 @@ def write_certificate(path, pem):
 
 
 class Owner:
-    """A listener whose sessions answer each message with itself, and each frame with itself."""
+    """A listener whose sessions answer each message with itself, on each stream, too."""
 
     def __init__(self, **options):
         self.lines, self.used, self.sessions = [], queue.Queue(), []
@@ -75,25 +75,26 @@ class Owner:
 
     def serve(self, session):
         self.sessions.append(session)
-        frames = [threading.Thread(target=self.return_frames, args=(data,)) for data in session.data]
-        for thread in frames:
+        ways = zip(session.up, session.down, strict=True)
+        threads = [threading.Thread(target=self.return_tiles, args=(session, *way)) for way in ways]
+        for thread in threads:
             thread.start()
         with contextlib.suppress(ConnectionClosed):
             while True:
-                message, arrays = session.control.receive()
+                message, arrays = session.control.receive_arrays(SAID)
                 self.used.put(session)
-                session.control.send(message, *arrays)
+                session.control.send_arrays(message, *arrays)
         session.close()
-        for thread in frames:
+        for thread in threads:
             thread.join()
 
-    def return_frames(self, data):
+    def return_tiles(self, session, up, down):
         with contextlib.suppress(ConnectionClosed):
             while True:
-                header = data.receive_header()
-                payload = bytearray(header.nbytes)
-                data.receive(header, [payload])
-                data.send(header, [payload])
+                message, nbytes = up.receive(SAID)
+                up.fill([payload := bytearray(nbytes)])
+                down.send(message, payload)
+        session.close()
 
     def settled(self):
         """Wait until each connection has been refused or used; return whether one was used."""
@@ -118,7 +119,7 @@ class Owner:
 
 
 class Pair(NamedTuple):
-    """How to reach an owner by one kind of connection: the arguments of dial.connect(), but for the address."""
+    """How to reach an owner by one kind of session: the arguments of dial.connect(), but for the address."""
 
     owner: Owner
     options: dict
@@ -131,121 +132,55 @@ class Pair(NamedTuple):
         session = None
         try:
             session = self.connect(**options)
-            session.control.send({})
-            session.control.receive(30)
+            answered = ask(session) == Said(a=1)
         except (CSDUnavailableError, ConnectionClosed):
             answered = False
-        else:
-            answered = True
         finally:
             if session is not None:
                 session.close()
         return self.owner.settled() or answered
 
+    def opened(self, opening, key=None):
+        """Open one connection as with this first message, and return it with the answer. `key`: another one."""
+        sock = socket.create_connection(self.owner.address, 30)
+        if key := key or self.options["key"]:
+            sock = key.client.wrap_socket(sock, do_handshake_on_connect=False)
+        connection = Connection(sock, 30)
+        if key:
+            connection.handshake(PROTOCOL)
+        connection.send(opening)
+        return connection, connection.receive(OPENED, 30)[0]
+
+
+def ask(session):
+    """Have the control connection's message returned."""
+    session.control.send_arrays(Said(a=1))
+    return session.control.receive_arrays(SAID, 30)[0]
+
 
 @contextlib.contextmanager
 def pair(kind, files, streams=1, **options):
-    """An owner, and what connects to it by this kind of connection."""
-    with pytest.MonkeyPatch.context() as patch:
-        how = {"key": None, "streams": streams}
-        if kind != "plain":
-            role = listener.Role.READER if kind == "readers" else listener.Role.TRAINER
-            options = {"key": files.owner, "accept": [(role, files.certificate("trainer"))]} | options
-            how |= {"key": Key(files.trainer), "owner": Key(files.owner).fingerprint}
-        if kind == "readers":
-            how |= {"streams": 0}
-        if kind == "ssl":
-            patch.setattr(sealed, "AVAILABLE", False)
-        with Owner(**options) as owner:
-            yield Pair(owner, how)
+    """An owner, and what connects to it by this kind of session."""
+    how = {"key": None, "streams": streams}
+    if kind != "plain":
+        role = Role.READER if kind == "readers" else Role.TRAINER
+        options = {"key": files.owner, "accept": [(role, files.certificate("trainer"))]} | options
+        how |= {"key": Key(files.trainer), "owner": Key(files.owner).fingerprint}
+    if kind == "readers":
+        how |= {"streams": 0}
+    with Owner(**options) as owner:
+        yield Pair(owner, how)
 
 
-class Meddled(Tcp):
-    """The end of whoever connects, of a wire on which a byte is changed or after which nothing is carried.
-
-    `plan` = (connection, direction, offset, bits): connections count from 0, bytes of a direction ("sends", "gets")
-    from 0. `bits`: what the byte is combined with by xor; 0: the connection ends before that byte.
-    """
-
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.meddler = Meddler(Meddler.tcp)
-        Meddler.tcp += 1
-
-    def send(self, views, begins=True):
-        data = self.meddler.meddle("sends", b"".join(views))
-        super().send([memoryview(data)], begins)
-        if self.meddler.cut:
-            self.shutdown()
-
-    def receive(self, views):
-        super().receive(views)
-        self.meddler.change(views, self)
-
-    def receive_some(self, most):
-        data = self.meddler.meddle("gets", super().receive_some(most))
-        if self.meddler.cut:
-            self.shutdown()
-            raise ConnectionClosed("cut")
-        return data
+def half_open(to, streams=2, key=None):
+    """Connect without the other connections. Returns the control connection, and the session's name."""
+    control, opened = to.opened(OpenControl(protocol=PROTOCOL, streams=streams), key)
+    return control, opened.session
 
 
-class MeddledTls(Tls):
-    """The same within TLS: what only somebody with an accepted key can do."""
-
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
-        self.meddler = Meddler(("tls", Meddler.tls))
-        Meddler.tls += 1
-
-    def send(self, views, begins=True):
-        super().send([memoryview(self.meddler.meddle("sends", b"".join(views)))], begins)
-        if self.meddler.cut:
-            self.shutdown()
-
-    def receive(self, views):
-        super().receive(views)
-        self.meddler.change(views, self)
-
-
-class Meddler:
-    plan, carried = None, {}  # carried: the bytes of each connection and direction
-    tcp = tls = 0  # number of connections
-
-    def __init__(self, connection):
-        self.connection, self.cut = connection, False
-        self.at = {"sends": 0, "gets": 0}
-
-    def meddle(self, direction, data):
-        self.carried[self.connection, direction] = self.carried.get((self.connection, direction), b"") + data
-        begin, self.at[direction] = self.at[direction], self.at[direction] + len(data)
-        *where, offset, bits = self.plan or (None, None, 0, 0)
-        if tuple(where) == (self.connection, direction) and begin <= offset < begin + len(data):
-            self.cut = not bits
-            here = offset - begin
-            return data[:here] if self.cut else data[:here] + bytes([data[here] ^ bits]) + data[here + 1 :]
-        return data
-
-    def change(self, views, stream):
-        for view in views:
-            data = self.meddle("gets", bytes(view))
-            if self.cut:
-                stream.shutdown()
-                raise ConnectionClosed("cut")
-            view[:] = data
-
-
-@contextlib.contextmanager
-def meddling(plan=None):
-    """Connections that are made in the block have this somebody in between. Returns what is carried."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dial, "Tcp", Meddled)
-        patch.setattr(dial, "Tls", MeddledTls)
-        Meddler.plan, Meddler.carried, Meddler.tcp, Meddler.tls = plan, {}, 0, 0
-        try:
-            yield Meddler.carried
-        finally:
-            Meddler.plan = None
+def joining(to, name, way="up", stream=0, key=None):
+    """Open a connection that joins a session. Returns it, and the owner's answer."""
+    return to.opened(OpenData(protocol=PROTOCOL, session=name, way=way, stream=stream), key)
 
 
 def handshakes():
@@ -277,27 +212,3 @@ def nothing_left():
         until(lambda: threading.active_count() <= before[1])
         assert descriptors() <= before[0]
     assert not failures
-
-
-def connected(timeout=20):
-    """Return both ends of a TCP connection."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        one = socket.create_connection(server.getsockname())
-        other = server.accept()[0]
-    return Tcp(one, timeout), Tcp(other, timeout)
-
-
-def half_open(to, streams=2, key=None):
-    """Connect without data connections. Returns the control stream, the session and its ticket."""
-    request = handshake.Request(streams, 0)
-    sock = socket.create_connection(to.owner.address, 5)
-    stream = tcp = Tcp(sock, 5)
-    hello = handshake.preface(handshake.CONTROL | (0 if key else handshake.PLAIN), request.pack())
-    handshake.say(tcp, hello)
-    assert handshake.read(tcp, 12) == handshake.answer(handshake.GO_ON)
-    if key:
-        stream = Tls(tcp, key.client, server=False)
-        stream.handshake()
-    handshake.say(stream, hello)
-    assert handshake.read(stream, 12) == handshake.answer(handshake.GO_ON)
-    return stream, handshake.read(stream, 16), handshake.read(stream, 32)
