@@ -123,7 +123,7 @@ class Committer:
     @property
     def is_confirmed(self) -> bool:
         """Whether all ranks have made the last round, so that a step may overwrite the round before it."""
-        return True
+        return not self.states.watcher.awaits_vote
 
     def wait(self) -> None:
         """Wait until the last step is durable. Raises CSDOSError, on all ranks. A collective."""

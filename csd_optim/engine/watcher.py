@@ -20,6 +20,11 @@ class Watcher:
     # other ranks, and calls give_up() on all of them. A single process gives up by itself.
     has_failed: bool = False
 
+    @property
+    def awaits_vote(self) -> bool:
+        """Whether after_commit() is still to be called for the last step, on all ranks: no step may begin before."""
+        return False
+
     def enter(self, table: np.ndarray[Any, Any], params: Sequence[Any]) -> None:
         """Set `watch` in the table of a plan (dtype PARAM) for those of `params` (ParamState) that are watched."""
 

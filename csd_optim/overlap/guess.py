@@ -140,7 +140,7 @@ class Guess:
         if not all(np.array_equal(table[name], self.live.spec.table[name]) for name in but_grad):
             return "constants"
         # All bytes are compared, as writes through `grad.data` or NumPy do not change torch's version counters.
-        tables = np.concatenate([table] * self.travel.passes.count)  # tiles that take two passes are never early
+        tables = np.concatenate([table] * self.travel.passes.n_passes)  # tiles that take two passes are never early
         unchanged = self._images.unchanged(spec) and self._engine.native.unchanged(tables)
         return "" if unchanged else "gradients"
 

@@ -221,6 +221,10 @@ class Publisher(Watcher):
         is_full = self._version is not None and self._version.base is None
         self._watching.begin(anew=is_full or not self._next.base, is_whole=is_full)
 
+    @property
+    def awaits_vote(self) -> bool:
+        return self._ranks is not None and self._version is not None and not self._watching.is_recording
+
     def compares(self, row: int) -> bool:
         return self._watching.compares(row)
 
@@ -362,10 +366,10 @@ class Publisher(Watcher):
     def _name(self, version: PendingVersion) -> None:
         """Let readers see a version. All ranks have written their shares. Raises OSError, CSDStoreError."""
         self._chain.name(version.run, version.number)
-        version.enter(VersionPhase.NAMED)
         self._named, self._failure, self.error = (version.number, version.step), "", ""
         with contextlib.suppress(OSError):  # leftovers are removed after the next version
             self._folder.retire(self._options.keep, version.last_full)
+        version.enter(VersionPhase.NAMED)
 
 
 def check_engine(engine: Engine, ranks: Ranks | None, options: PublishOptions) -> None:

@@ -104,7 +104,7 @@ class Queued:
 class AcceleratorUpdates:
     """The updates of one step on the accelerator. The constructor queues nothing, and may raise CSDMemoryError.
 
-    Then call allocate() and launch(), and queue_next() until all updates are queued, or queue_all(); or launch_one()
+    Then call allocate() and begin(), and queue_next() until all updates are queued, or queue_all(); or launch_one()
     with each gradient, if gradients arrive one by one. Without `updates` all methods do nothing.
 
     `exact`: see torch_rules.Scratch. `undoes`: keep the previous states for undo().
@@ -146,7 +146,7 @@ class AcceleratorUpdates:
         return self._updates.keys()
 
     def allocate(self) -> None:
-        """Allocate the rest of the memory that launch() needs. Raises CSDMemoryError."""
+        """Allocate the rest of the memory that begin() and queue_all() need. Raises CSDMemoryError."""
         for u in self._updates.values():
             self._allocate(u)
 
@@ -159,8 +159,8 @@ class AcceleratorUpdates:
             for grad in self._grads(u):
                 self._nonfinite[grad.device] += grad.isfinite().logical_not().sum()
 
-    def launch(self, *, timed: bool) -> None:
-        """Have the updates queued on the streams that are current at queue_next(). `timed`: see Queued."""
+    def begin(self, *, timed: bool) -> None:
+        """Get ready to queue the updates, on the streams that are current then. `timed`: see Queued."""
         if self.has_updates:
             self._to_queue = self._queue(timed=timed)
 
@@ -232,6 +232,7 @@ class AcceleratorUpdates:
     def release_scratch(self) -> list[int]:
         """Free scratch memory and references to gradients, once all is queued. Returns the rows that are updated."""
         rows = [*self._updates]
+        self._to_queue = iter(())
         self._updates.clear()
         self._scratch.clear()
         self._rounded.clear()
@@ -243,7 +244,7 @@ class AcceleratorUpdates:
         return [param_state for param_state, _ in self._before] if self.launched else []
 
     def undo(self) -> None:
-        """Restore the states from before launch(). The caller restores the parameters.
+        """Restore the states from before queue_next(). The caller restores the parameters.
 
         May run on any thread and stream: waits for everything that was queued. Call wait() afterwards.
         """

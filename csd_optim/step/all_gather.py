@@ -102,6 +102,9 @@ class ParamAllGather:
         self.received_bytes: int = sum(b.bytes * (b.ranks.size - 1) for b in self.buckets)
         self._to_send: deque[_Bucket] = deque()
         self._in_flight: deque[tuple[_Bucket, list[Any]]] = deque()
+        self._arrived: Arrived | None = None  # this and what follows: see begin()
+        self._sources: Mapping[int, GradSource] = MappingProxyType({})
+        self._received: Callable[[list[int]], None] | None = None
 
     def _bind(self, bucket: _Bucket, before: _Bucket | None) -> None:
         """Give a bucket a buffer, and views of the buffer. `before`: an earlier bucket whose buffer is reused."""
@@ -184,10 +187,15 @@ class ParamAllGather:
 
     def finish(self) -> None:
         """Send the remaining buckets with their present content, and return when all buckets have arrived."""
-        while self._to_send:
-            self._send_next()
-        while self._in_flight:
-            self._receive_next()
+        try:
+            while self._to_send:
+                self._send_next()
+            while self._in_flight:
+                self._receive_next()
+        finally:  # nothing of this step is sent in a later one, and its gradients can be freed
+            self._to_send.clear()
+            self._in_flight.clear()
+            self._arrived, self._sources, self._received = None, MappingProxyType({}), None
 
     def resend(self) -> None:
         """Send the restored shares once more, after all ranks have undone the step. A no-op if a rank is lost."""

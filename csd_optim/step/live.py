@@ -8,8 +8,7 @@ The driver of a step decides when each phase begins. How gradients and parameter
     undo():       READY, GUESS, OPEN, STEP ──> UNDONE; with ranks that meet later ──> FAILED
     take_back():  LANDED, FAILED ──> UNDONE
 
-For these steps, only this module and undo.py call begin(), push() by the table, release(), finish() and undo_last() of
-the engine.
+For these steps, only this module and undo.py call begin(), release(), finish() and undo_last() of the engine.
 """
 
 from __future__ import annotations

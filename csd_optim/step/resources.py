@@ -34,7 +34,7 @@ class StepResources:
         """Have the next step make another all-gather, as the plan or the process groups are others."""
         self._plan, self.gather = None, ParamAllGather()
 
-    def travel(self, engine: Engine, spec: StepSpec, *, foreseen: bool = False, one_by_one: bool = False) -> Travel:
+    def prepare(self, engine: Engine, spec: StepSpec, *, foreseen: bool = False, one_by_one: bool = False) -> Travel:
         """Do everything that may fail, such as allocations, before ranks exchange data. Raises what a step raises.
 
         `foreseen`: the step may begin in backward, but step() prepares another one, which does what the tiles that
@@ -94,7 +94,7 @@ class StepResources:
 
 
 def _accelerator_updates(travel: Travel, *, one_by_one: bool) -> AcceleratorUpdates:
-    """Prepare the updates on the accelerator. `one_by_one`: as in StepResources.travel(). Raises CSDMemoryError."""
+    """Prepare the updates on the accelerator. `one_by_one`: as in StepResources.prepare(). Raises CSDMemoryError."""
     engine, spec, supplied, updates = travel.engine, travel.spec, travel.supplied, []
     for state in spec.plan.param_states:
         if state.numel and (state.on_accelerator or state.index in supplied.updated):

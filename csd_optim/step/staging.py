@@ -404,8 +404,10 @@ class StagedTiles:
             self._pull_slot(tile)
 
     def forget(self) -> None:
-        """Drop the callbacks, as they may refer to this object: the step is over."""
+        """Drop everything that keeps gradients alive: the step is over."""
         self._on_used = self._on_pulled = None
+        for kept in (self._sources, self._todo, self._pushed, self._travelling):
+            kept.clear()
 
     def advance(self, *, wait: bool) -> bool:
         """Make one transfer, and return True. `wait`: block until a transfer is possible.

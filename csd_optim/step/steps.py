@@ -334,7 +334,7 @@ class Steps(StepHistory):
             spec = foresee(engine, rule_of, self.state_map, self.plan, self.groups, self.grad_scale, options)
             if spec is None:
                 return None
-            travel = self.resources.travel(engine, spec, foreseen=True)
+            travel = self.resources.prepare(engine, spec, foreseen=True)
             return self.live(travel, self.record()) if len(travel.may_begin) else None
 
     def _divided_matrices(self) -> set[int]:
@@ -375,7 +375,7 @@ class Steps(StepHistory):
             compare(spec)
         add_residuals(engine, self.state_map, spec)
         apply_outside_writes(engine, spec)
-        travel = self.resources.travel(engine, spec, one_by_one=one_by_one)
+        travel = self.resources.prepare(engine, spec, one_by_one=one_by_one)
         self.ns_dtypes = travel.passes.dtypes
         return travel
 

@@ -1,4 +1,4 @@
-"""Travel: how the gradients of one step reach the devices, and how its parameters come back.
+"""Travel: everything that moves the gradients of one step to the devices, and its parameters back.
 
 A tile travels in one of these ways:
 
@@ -36,9 +36,10 @@ from .two_passes import OnePass
 
 @dataclass(eq=False)
 class Travel:
-    """The ways of one step, with all memory and streams, so that little can fail once ranks exchange parameters.
+    """The ways by which gradients and parameters of one step move.
 
-    LiveStep decides when each method is called. Nothing here begins, keeps or undoes the step.
+    Has all memory and streams, so that little can fail once ranks exchange parameters. LiveStep decides when each
+    method is called: nothing here begins, keeps or undoes the step.
     """
 
     engine: Engine
@@ -53,14 +54,14 @@ class Travel:
     ended: threading.Event = field(default_factory=threading.Event)  # set when nothing more arrives: see end()
 
     def __post_init__(self) -> None:
-        self._not_pulled: set[int] = self.transferred  # tiles whose parameters are still in their images
+        self._not_pulled: set[int] = self.pushed_by_run  # tiles whose parameters are still in their images
         self._not_received: Counter[int] = Counter()  # by row: number of buckets awaited from other ranks
         self._changed = threading.Condition()  # notified when `ended`, `_not_pulled` or `_not_received` changes
 
     # ---- before the step begins ------------------------------------------------------
 
     @property
-    def transferred(self) -> set[int]:
+    def pushed_by_run(self) -> set[int]:
         """The tiles that run() pushes."""
         return {*self.images, *self.passes.tiles.tolist()}
 
@@ -96,12 +97,12 @@ class Travel:
     # ---- the step --------------------------------------------------------------------
 
     def start(self, tiles: np.ndarray[Any, Any]) -> None:
-        """Push `tiles` (uint32) but those that run() pushes, and begin to queue the updates on the accelerator."""
-        transferred = self.transferred
+        """Push `tiles` (uint32) but those that run() pushes, and get the accelerator's updates ready to be queued."""
+        pushed_by_run = self.pushed_by_run
         for tile in tiles.tolist():
-            if tile not in transferred:
+            if tile not in pushed_by_run:
                 self.engine.native.push(tile)
-        self.accelerated.launch(timed=self.engine.states.timeline.is_traced)
+        self.accelerated.begin(timed=self.engine.states.timeline.is_traced)
 
     def queue_accelerator(self) -> list[int]:
         """Queue all updates on the accelerator, after start(), and drop their gradients.

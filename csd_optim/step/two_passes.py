@@ -65,7 +65,7 @@ class InTwoPasses:
 class OnePass:
     """The tiles of a step without matrices."""
 
-    count = 1
+    n_passes = 1
     tiles: np.ndarray[Any, Any] = np.zeros(0, np.uint32)  # tiles that take two passes, ascending
     exchange: WholeMatrices | None = None  # of the matrices that ranks divide
 
@@ -121,7 +121,7 @@ class OnePass:
 class TwoPasses(OnePass):
     """The parameters of one step that take two passes. Holds X of a few groups at a time, in buffers."""
 
-    count = 2
+    n_passes = 2
 
     def __init__(
         self,

@@ -371,14 +371,14 @@ class Full(TorchDispatchMode):
 @one_schedule
 @pytest.mark.parametrize("grad_dtype", [None, torch.bfloat16])
 def test_all_memory_is_taken_before_the_step(grad_dtype, monkeypatch):
-    real = accelerator_updates.AcceleratorUpdates.launch
+    real = accelerator_updates.AcceleratorUpdates.begin
 
-    def launch(updates, **options):
+    def begin(updates, **options):
         real(updates, **options)
         with Full():
             updates.queue_all()
 
-    monkeypatch.setattr(accelerator_updates.AcceleratorUpdates, "launch", launch)
+    monkeypatch.setattr(accelerator_updates.AcceleratorUpdates, "begin", begin)
     params, reference = made(DEVICE), made("cpu")
     gpu = CSDAdam(params, devices="gpu:", grad_dtype=grad_dtype)
     step(gpu, 0)

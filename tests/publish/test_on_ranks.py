@@ -595,3 +595,28 @@ def refused(rank):
 
 def test_what_is_refused(tmp_path):
     on_living_ranks(2, refused, directory=tmp_path)
+
+
+def waits_while_a_guess_could_begin(rank):
+    """A step within step(), without durable states: its version waits for a vote, and no step begins before that."""
+    Path(f"scratch-{rank}").mkdir()
+    o = Overlapping(rank, "DDP", {"backward": True}, devices="file:scratch-{rank}?scratch=1", **FP32)
+    with o.t as t:
+        for _ in range(3):
+            o.step()
+        o.checked()
+        version = t.pub.version
+        o.backward()
+        with torch.no_grad():
+            for p in o.inner.parameters():
+                p.mul_(1)  # a write from outside: this step cannot go on after step()
+        t.opt.step()
+        t.done += 1
+        o.backward()
+        t.pub.wait()
+        assert (t.pub.version, t.pub.step, t.pub.error) == (version + 1, t.done, "")
+    return True
+
+
+def test_a_version_that_waits_for_a_vote_while_backward_runs(tmp_path):
+    on_ranks(2, waits_while_a_guess_could_begin, directory=tmp_path)

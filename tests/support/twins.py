@@ -138,7 +138,7 @@ class Twin:
         if self.patient and (guess := guess_of(self.opt)):
             guess._images.wait()
             table = guess.live.spec.table
-            engine_of(self.opt).native.unchanged(np.concatenate([table] * guess.travel.passes.count))  # waits
+            engine_of(self.opt).native.unchanged(np.concatenate([table] * guess.travel.passes.n_passes))  # waits
         self.losses.append(loss.detach())
         self.steps += 1
 

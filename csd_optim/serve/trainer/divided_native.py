@@ -117,7 +117,7 @@ class DividedNative:
                 own = ending and ending._replace(counts=share.counts(ending.counts))
                 if ended := share.native.finish(keep, own):
                     kept.append(share)
-                    outcome = outcome if outcome and outcome.commit_failure else ended
+                    outcome = outcome if outcome and outcome.commit_failure else ended  # the first failure is raised
             except BaseException as e:
                 failure, keep = failure or e, False
         if failure:

@@ -94,7 +94,7 @@ class RemoteCommitter(Committer):
         self.committed_steps = steps = self.states.all_steps()
         self._check_not_pending()
         to_send, failure = [*self._shares], None
-        outcome, self._outcome = self._outcome, None
+        outcome = self._outcome
         if outcome and outcome.record is record:
             failure = outcome.commit_failure
             to_send = [share for share in to_send if share.native.owner_step != self.states.step]  # without tiles in it
@@ -108,6 +108,7 @@ class RemoteCommitter(Committer):
             answer = share.link.request("commit", counts, user_state, **fields)
             share.native.owner_step = self.states.step
             share.link.note_committed(answer.fields)
+        self._outcome = None
         if failure:
             raise failure
         self._await_commit()
@@ -316,6 +317,7 @@ class RemoteCommitter(Committer):
                 share.native.take_back_last()
 
     def after_undo(self) -> None:
+        self._outcome = None
         undone, record, committed_steps, round = self._replaced
         if undone == self.states.step + 1:  # the owners have withdrawn the commit
             self.states.go_to(record=record)
