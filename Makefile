@@ -4,7 +4,8 @@
 # make quick      the tests of one back end, in one process: a minute
 # make test       every back end and every kind of test, sampled; lint and types: 8 to 10 minutes
 # make ci         what CI runs: make test, the other cases, sanitizers, docs: about 25 minutes
-# make tables     the tables in docs/performance.md, bytes per parameter, and docs/distributed.md, what works together
+# make tables     the tables in docs/performance.md, bytes per parameter, docs/sizing.md, predictions, and
+#                 docs/distributed.md, what works together
 # make docs       the pages as a site, build/site/index.html
 # make types      checks that every public name has a type, as users' type checkers see it
 # make numbers    how the code is laid out: circles among its files, its longest classes, its lines
@@ -93,6 +94,7 @@ MARKED = $$(grep -rl --include=*.py "pytest.mark.$(1)" tests)
 
 tables: $(VENV)/.installed
 	$(BIN)/python -m bench.tables docs/performance.md
+	$(BIN)/python -m bench.sizing docs/sizing.md
 	PYTHONPATH=.:tests $(BIN)/python tests/distributed/test_combinations.py docs/distributed.md
 
 # Tests that guard data; `make soak` also runs them with 8-bit states, on devices that are far, and with optimizer ranks.
