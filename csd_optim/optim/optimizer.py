@@ -42,9 +42,12 @@ from .rules import fill_in_defaults, rule_of
 from .saving import warn_of_saving
 from .states import Box, StatesOnDevices
 from .stats import describe
+from .torch_version import check_torch
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+check_torch(torch.__version__)
 
 # The attributes that a copy or pickle takes from the optimizer, besides torch's.
 _PUBLIC = (
