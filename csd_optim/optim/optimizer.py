@@ -40,9 +40,12 @@ from .rules import fill_in_defaults, rule_of
 from .saving import warn_of_saving
 from .states import StatesOnDevices
 from .stats import LastStep, describe
+from .torch_version import check_torch
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+check_torch(torch.__version__)
 
 # The attributes that a copy or pickle takes from the optimizer, besides torch's.
 _PUBLIC = (

@@ -51,6 +51,7 @@ NOT_RUN = {  # the beginning of a command, or of a Python snippet's first line: 
     "make check": "make ci runs it beside this",
     "make lint": "make ci runs it beside this",
     "make wheels": "minutes; test_wheel.py builds one",
+    "make release-check": "minutes, and downloads torch for each Python; test_wheel.py and test_release.py do a part",
     "make aarch64": "minutes, and needs a cross compiler",
     "make docs": "make ci runs it beside this",
     "make types": "make ci runs it beside this",

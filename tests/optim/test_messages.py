@@ -1,6 +1,9 @@
 """What csd_optim says where a script means something else than it does."""
 
 import os
+import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -9,8 +12,9 @@ import torch
 from support.forked import printed
 from torch.nn import Parameter
 
-from csd_optim import CSDAdam, CSDBusyError, CSDMuon, CSDOSError, CSDValueError, CSDWarning
+from csd_optim import CSDAdam, CSDBusyError, CSDMuon, CSDOSError, CSDUnavailableError, CSDValueError, CSDWarning
 from csd_optim.engine import open_devices
+from csd_optim.optim.torch_version import check_torch
 
 IN_MEMORY = Path("/dev/shm")
 
@@ -108,3 +112,29 @@ def test_a_group_that_names_its_rule_in_another_way(of, keys, named):
         warnings.simplefilter("always")
         of(groups, devices="ram:").close()
     assert [f'write "rule": "{named}"' in str(warning.message) for warning in told] == [True] * (named is not None)
+
+
+@pytest.mark.parametrize("version", ["2.6.0", "2.7.1+cu126", "2.8.0", "1.13.1"])
+def test_a_torch_that_is_too_old_is_named_with_the_reason(version):
+    with pytest.raises(CSDUnavailableError, match=rf"2\.9 or later, and this is {re.escape(version)}: .* a resume"):
+        check_torch(version)
+
+
+def test_other_versions_of_torch_are_taken():
+    for version in ("2.9.0", "2.10.0a0+git1234", "2.15.0", "3.0.0", "main"):
+        check_torch(version)
+
+
+@pytest.mark.ci
+def test_the_version_of_torch_is_checked_at_import():
+    """In an interpreter of its own, as forked ones have imported csd_optim."""
+    program = """if True:
+        import torch
+        torch.__version__ = "2.8.0"
+        try:
+            from csd_optim import CSDAdam
+        except RuntimeError as e:
+            print(type(e).__name__, e)
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("CSDUnavailableError csd_optim needs torch 2.9 or later, and this is 2.8.0")

@@ -68,7 +68,7 @@ class Times:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item, nextitem):
         self._before = self._before or self._now()
-        times = self._of_file.setdefault(str(item.path.relative_to(TESTS)), Counter())
+        times = self._of_file.setdefault(str(item.path.resolve().relative_to(TESTS)), Counter())
         times["tests"] += 1
         try:
             return (yield)
