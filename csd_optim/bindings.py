@@ -784,6 +784,15 @@ def threads_used() -> int:
     return int(lib.csd_threads_used())
 
 
+def small_step_use(elems: int) -> None:
+    """Let the thread that pushes update steps of up to so many elements itself, from the next step on."""
+    lib.csd_small_step_use(elems)
+
+
+def small_step_used() -> int:
+    return int(lib.csd_small_step_used())
+
+
 def trim_memory() -> None:
     """Return memory that is not in use to the system."""
     lib.csd_trim_memory()

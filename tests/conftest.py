@@ -208,11 +208,12 @@ def seeded():
 
 @pytest.fixture
 def restored():
-    """Restores the process-wide instruction set and number of threads after a test."""
-    isa, threads = bindings.isa_used(), bindings.threads_used()
+    """Restores the process-wide instruction set, number of threads and size of a small step after a test."""
+    isa, threads, elems = bindings.isa_used(), bindings.threads_used(), bindings.small_step_used()
     yield
     bindings.isa_use(isa)
     bindings.threads_use(threads)
+    bindings.small_step_use(elems)
 
 
 @pytest.fixture

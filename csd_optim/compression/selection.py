@@ -187,6 +187,8 @@ def _int32(bits: int) -> int:
 
 def inverse_of(scale: float) -> float:
     """Return 1 / scale in fp32; 0 if `scale` or its inverse is not a finite nonzero number."""
+    if scale == 1.0:  # the usual one, without NumPy's switch of the mode, which takes microseconds
+        return 1.0
     with np.errstate(divide="ignore", over="ignore"):
         inverse = np.float32(1) / np.float32(scale)
     return float(inverse) if np.isfinite(inverse) else 0.0

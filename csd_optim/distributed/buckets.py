@@ -10,12 +10,18 @@ import torch
 ALIGN = 16  # bytes: alignment in a bucket, enough for any dtype
 IN_FLIGHT = 3  # buckets: one being filled, one travelling, one being emptied
 BUCKET_BYTES = 16 << 20
-MIN_BUCKET_BYTES = 64 << 10  # lower bound of a bucket's size, unless all data is smaller
+MIN_BUCKET_BYTES = 64 << 10  # lower bound of a bucket's size, of data that takes several
+SINGLE_BUCKET_BYTES = 256 << 10  # so little data travels in one bucket: a second exchange would take longer
 TARGET_BUCKETS = 32  # number of buckets to aim for, so that the first are used while the last are in flight
 
 
 def bucket_bytes(total: int, target_buckets: int = TARGET_BUCKETS) -> int:
-    """Return the bucket size in bytes for `total` bytes: small enough for `target_buckets`, within the limits above."""
+    """Return the bucket size in bytes for `total` bytes: small enough for `target_buckets`, within the limits above.
+
+    Little data gets a single bucket, with room for alignment.
+    """
+    if total <= SINGLE_BUCKET_BYTES:
+        return SINGLE_BUCKET_BYTES
     return min(BUCKET_BYTES, max(MIN_BUCKET_BYTES, -(-total // target_buckets)))
 
 

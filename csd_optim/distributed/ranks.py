@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllToAllOptions
 
 from ..accelerator import on_device
 from ..errors import CSDRankError, CSDValueError
@@ -27,6 +28,8 @@ from ..errors import CSDRankError, CSDValueError
 LINGER_SECONDS = 0.1  # seconds to wait at exit
 MAX_LENT = 62  # groups that may be lent again, each a bit of an int64
 CREATED_WITHIN = timedelta(seconds=60)  # all ranks make a group at the same time; a rank that takes longer has died
+# Bytes of all rows in exchange(): up to this, one all_to_all. On two busy cores it took 0.16 ms, messages 4 ms.
+SMALL_EXCHANGE = 256 << 10
 EXCHANGE_TAG = 0x435344  # tag of exchange(): an arbitrary number, so that other messages do not match it
 
 
@@ -164,6 +167,8 @@ class Ranks:
         """Begin to all-gather in place. `rows`: contiguous, a row per rank; each rank has filled its own row."""
         if rows.device.type != "cpu":
             return [self.all_gather(rows.view(-1), rows[self.rank])]
+        if self._is_gloo and rows.nbytes <= SMALL_EXCHANGE:
+            return [self._exchange_at_once(rows)]
         # gloo's all_gather allocates memory each time, and has at most two broadcasts in flight at once. Direct sends
         # between all pairs are all in flight at once, which is faster where links are the limit.
         others = [(self.rank + k) % self.size for k in range(1, self.size)]  # ranks begin with different receivers
@@ -172,6 +177,20 @@ class Ranks:
                 *(self.group.recv([rows[rank]], rank, EXCHANGE_TAG) for rank in others),
                 *(self.group.send([rows[self.rank]], rank, EXCHANGE_TAG) for rank in others),
             ]
+
+    def _exchange_at_once(self, rows: torch.Tensor) -> Any:
+        """Begin exchange() by one all_to_all, for which gloo needs fewer wake-ups than for messages between pairs.
+
+        Its input has a copy of the own row for each rank; between two ranks it is the row itself.
+        """
+        n, out, own = rows.shape[1], rows.view(-1), rows[self.rank]
+        sizes = [n] * self.size
+        if self.size == 2:
+            out, sizes[self.rank] = rows[1 - self.rank], 0
+        else:
+            own = own.repeat(self.size)
+        with self._marking_lost():  # by the group object, as in exchange()
+            return self.group.alltoall_base(out, own, sizes, sizes, AllToAllOptions())
 
     def _global_rank(self, rank: int) -> int:
         return dist.get_global_rank(self.group, rank)

@@ -172,7 +172,7 @@ class Engine:
             raise CSDRuntimeError("a step is not possible within loading()")
         first = tiles[tiles < PASS_2]
         written = self.committer.before_step(first, record)
-        others = np.setdiff1d(written, first)
+        others = np.setdiff1d(written, first) if len(written) else written  # NumPy's sets take longer than small steps
         tiles = np.concatenate([tiles, others])  # in any order, as the caller will push them in this order
         self.truth.step_begins(np.concatenate([first, others]))
         self.states.begin(params, hypers, tiles, order)

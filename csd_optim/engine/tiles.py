@@ -90,7 +90,9 @@ class Tiles:
     def of_mask(self, params: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Return the tiles of the parameters in a mask (bool, one per parameter): uint32, ascending."""
         pieces = self.by_param.all
-        return np.unique(pieces["tile"][params[pieces["param"]]])
+        has_tile = np.zeros(len(self), bool)
+        has_tile[pieces["tile"][params[pieces["param"]]]] = True
+        return np.flatnonzero(has_tile).astype(np.uint32)
 
     def of(self, params: Sequence[int]) -> np.ndarray[Any, Any]:
         """Return the tiles of these parameters: uint32, ascending."""

@@ -150,7 +150,7 @@ class StoreFile:
             if directory is None:
                 self.path: Path = Path("memory")
                 self.fd = os.memfd_create("csd_optim")
-                self.io_fd = os.dup(self.fd)
+                self.io_fd = self.fd
             elif durable:
                 self.path = self._open_durable(directory.resolve(), mode)
                 self.was_missing = self._is_new and mode == "resume"
@@ -248,13 +248,16 @@ class StoreFile:
             raise CSDOSError(e.errno, f"{self.path}: cannot {action}: {e.strerror}") from e
 
     def _open_direct(self) -> None:
-        """Open the file a second time, with O_DIRECT if that works."""
+        """Open the file for tiles, with O_DIRECT if that works. A scratch file keeps no other descriptor."""
         mode = fcntl.fcntl(self.fd, fcntl.F_GETFL) & os.O_ACCMODE
         again = f"/proc/self/fd/{self.fd}"
         # The test of O_DIRECT must not write to a file with content.
         direct = open_direct(again, mode, overwrite=self.current is None)
         self.direct = direct is not None
         self.io_fd = os.open(again, mode | os.O_CLOEXEC) if direct is None else direct
+        if not self.durable:  # no lock and no superblock need the other descriptor, of which a process has few
+            fd, self.fd = self.fd, self.io_fd
+            os.close(fd)
         if not self.direct:
             warnings.warn(
                 f"{self.path}: this file system has no direct I/O; tiles go through the page cache, which is slower "
@@ -473,9 +476,8 @@ class StoreFile:
         # Forget the numbers first, which may be reused for other files once closed.
         fds = self.io_fd, self.fd, self._next_fd
         self.fd = self.io_fd = self._next_fd = -1
-        for fd in fds:
-            if fd >= 0:
-                os.close(fd)
+        for fd in {*fds} - {-1}:
+            os.close(fd)
 
 
 class Locked(Protocol):

@@ -704,6 +704,11 @@ int32_t csd_isa_used(void);
 int csd_threads_use(uint32_t n, csd_error *error);
 uint32_t csd_threads_used(void);
 
+/* Steps of up to so many elements are updated by the thread that pushes instead, from the next step on, where the back
+ * end allows it: waking another thread would take longer. 0: no steps are. The bits are the same. */
+void csd_small_step_use(uint64_t elems);
+uint64_t csd_small_step_used(void);
+
 /* Returns how many of the `n` gradients of a piece Top-K sends: max(1, round(n * ratio)), ties to even, at most n; 0 if
  * n is 0. */
 uint64_t csd_topk_count(double ratio, uint64_t n);

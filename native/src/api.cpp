@@ -302,6 +302,10 @@ uint32_t csd_threads_used(void) {
   return n;
 }
 
+void csd_small_step_use(uint64_t elems) { csd::small_step = elems; }
+
+uint64_t csd_small_step_used(void) { return csd::small_step; }
+
 int csd_changes_create(int32_t fd, csd_changes **out, csd_error *error) {
   return guarded(error, [&] { *out = new csd_changes{csd::Recorder(fd)}; });
 }

@@ -128,6 +128,9 @@ class Device {
   // A resident device updates the state in place, in the windows: no buffers, no load, no store.
   virtual bool resident() const = 0;
 
+  // Can updates run on the thread that pushes (TasksHere)? Only if all that they wait for is the CPU.
+  virtual bool can_run_here() const { return false; }
+
   // Can it access parameters in host memory (csd_master), or must every master be in the tile?
   virtual bool reaches_params() const { return true; }
 
@@ -169,8 +172,8 @@ class Device {
   virtual int map(const Tile &) { return 0; }
 
   // load() starts to read bytes [first, last) of the current slot into the same place in `buffer`; store() starts to
-  // write those of `buffer` to the next slot. Both return at once, and another thread calls `done` once. If they throw,
-  // nothing was started and `done` is never called. `buffer` holds the sections one after another, like the slot. Never
+  // write those of `buffer` to the next slot. Both return at once; another thread, or TasksHere, calls `done` once. If
+  // they throw, nothing was started and `done` is never called. `buffer` holds the sections one after another, like the slot. Never
   // called on a resident device.
   virtual void load(const Tile &, float *, uint64_t first, uint64_t last, Done) {
     static_cast<void>(first), static_cast<void>(last);
@@ -187,11 +190,11 @@ class Device {
   virtual void seed(const Tile &, float *, const Work &, Done) {}
 
   // Starts to apply the rule to the tile in `buffer` (null on a resident device: in the windows). Like load(), it
-  // returns at once and another thread calls `done` once, or it throws. `tile` and `work` live until `done` is called.
+  // returns at once, and `done` is called once later; or it throws. `tile` and `work` live until `done` is called.
   virtual void update(const Tile &tile, float *buffer, Work &work, Updated done) = 0;
 };
 
-// Runs `update` on one of `threads`, and calls `done` with the failure that it returns or throws.
+// Runs `update` on one of `threads`, or on this thread (submit_here()), and calls `done` with the failure that it returns or throws.
 void submit_update(std::function<Failure()> update, Updated done, Pool &threads = Pool::updates(),
                    bool low_priority = false);
 

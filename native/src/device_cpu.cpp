@@ -301,7 +301,7 @@ void submit_update(std::function<Failure()> update, Updated done, Pool &threads,
     }
     done(std::move(failure));
   };
-  threads.submit(std::move(task), low_priority);
+  submit_here(threads, std::move(task), low_priority);
 }
 
 void update_on_cpu(Device &device, const Tile &tile, float *buffer, Work &work, Updated done, Pool &threads,

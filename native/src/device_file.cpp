@@ -96,6 +96,7 @@ class EmulatedDevice : public FileDevice {
     threads_.start();
   }
 
+  bool can_run_here() const override { return true; }
   bool keeps_buffers() const override { return true; }
 
   std::vector<float *> allocate(uint32_t n, uint64_t bytes, uint64_t) override {

@@ -17,6 +17,7 @@ namespace {
 class RamDevice : public Device {
  public:
   bool resident() const override { return true; }
+  bool can_run_here() const override { return true; }
   // Between the passes of a step the caller computes something, and that can fail.
   std::string lacks_for_passes() const override { return "a second slot, as its states are updated in place"; }
   void update(const Tile &tile, float *buffer, Work &work, Updated done) override {
@@ -35,6 +36,8 @@ class SlotsInMemory : public FileDevice {
     for (const auto &[at, bytes] : mappings_) munmap(at, bytes);
   }
 
+  bool can_run_here() const override { return true; }
+
   // A tile with a single slot would be left half updated if the step failed, so it goes through a buffer.
   float *next_slot_in_memory(const Tile &tile) override {
     return tile.n_slots == 1 ? nullptr : reinterpret_cast<float *>(slot(tile, tile.next_slot()));
@@ -50,16 +53,17 @@ class SlotsInMemory : public FileDevice {
 
   void load(const Tile &tile, float *buffer, uint64_t first, uint64_t last, Done done) override {
     const char *const from = slot(tile, tile.slot) + first;
-    io_.submit([from, to = reinterpret_cast<char *>(buffer) + first, bytes = last - first, done = std::move(done)] {
-      memcpy(to, from, bytes);
-      done(0);
-    });
+    submit_here(io_,
+                [from, to = reinterpret_cast<char *>(buffer) + first, bytes = last - first, done = std::move(done)] {
+                  memcpy(to, from, bytes);
+                  done(0);
+                });
   }
 
   void store(const Tile &tile, const float *buffer, uint64_t first, uint64_t last, Done done) override {
     char *const to = slot(tile, tile.next_slot()) + first;
-    io_.submit(
-        [to, from = reinterpret_cast<const char *>(buffer) + first, bytes = last - first, done = std::move(done)] {
+    submit_here(
+        io_, [to, from = reinterpret_cast<const char *>(buffer) + first, bytes = last - first, done = std::move(done)] {
           if (to != from) memcpy(to, from, bytes);
           done(0);
         });

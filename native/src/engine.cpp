@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <numeric>
 #include <tuple>
 #include <utility>
 
@@ -11,6 +12,8 @@
 #include "updater.h"
 
 namespace csd {
+
+std::atomic<uint64_t> small_step{kSmallStep};
 
 void BusyTime::enter() {
   if (n_active_++ == 0) since_ = Clock::now();
@@ -101,6 +104,7 @@ std::vector<uint32_t> Engine::check_begin(const csd_param *params, uint64_t n_pa
 
 void Engine::begin(const csd_param *params, uint64_t n_params, const csd_hyper *hypers, uint32_t n_hypers,
                    const uint32_t *tiles, uint32_t n_tiles, int32_t order) {
+  TasksHere here;  // destroyed after the lock
   Lock lock(mutex_);
   if (phase_ != Phase::idle) throw Failure{CSD_ESTATE, "a step is already under way"};
   if (order < CSD_TO_AND_FRO || order > CSD_AS_PUSHED) throw Failure{CSD_EINVAL, "no order " + std::to_string(order)};
@@ -143,11 +147,13 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_hyper *
   }
   for (uint32_t i = 0; i < n_tiles; i++) add_job(tiles[i], passes[tiles[i] & ~CSD_PASS_2] == 2);
   reorder_buffers();
+  const auto add = [](uint64_t sum, const Job &job) { return sum + job.tile->elems; };
+  is_small_ = std::accumulate(jobs_.begin(), jobs_.end(), uint64_t{0}, add) <= small_step;
   phase_ = Phase::stepping;
   // Start one tile per device in turn, so that devices on the same disk get equal shares of it.
   for (bool more = true; more;) {
     more = false;
-    for (Lane &l : lanes_) more |= pump(l);
+    for (Lane &l : lanes_) more |= here.collect(runs_here(l), [&] { return pump(l); });
   }
 }
 
@@ -375,6 +381,7 @@ Engine::Job &Engine::job_to_push(uint32_t tile) {
 }
 
 void Engine::push(uint32_t tile, const csd_push &how) {
+  TasksHere here;  // destroyed after the lock
   Lock lock(mutex_);
   Job &job = job_to_push(tile);
   check_push(job, how);
@@ -389,8 +396,10 @@ void Engine::push(uint32_t tile, const csd_push &how) {
   job.work.states = static_cast<const char *>(how.states);
   if (how.grad) n_images_pending_++;
   job.gradients = Job::Grads::pushed;
-  if (order_ == CSD_AS_PUSHED) pump(lane(job));
-  else update_if_ready(job);
+  here.collect(runs_here(lane(job)), [&] {
+    if (order_ == CSD_AS_PUSHED) pump(lane(job));
+    else update_if_ready(job);
+  });
 }
 
 // Throws Failure if this tile cannot be pushed like this.

@@ -34,11 +34,20 @@ void Pool::submit(Task task, bool low_priority) {
 
 void Pool::submit(std::list<Task> tasks, bool low_priority) {
   if (tasks.empty()) return;
-  std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   add_threads();
-  for (size_t i = 0; i < tasks.size(); i++) wake_.notify_one();
   std::list<Task> &to = low_priority ? low_priority_ : tasks_;
   to.splice(to.end(), tasks);
+  wake_another(lock);
+}
+
+// Wakes a thread if one sleeps, and none is waking up: each wakes the next while there are tasks. To wake them all
+// would cost the caller ten microseconds and more for each. Unlocks first, so that the thread need not wait.
+void Pool::wake_another(std::unique_lock<std::mutex> &lock) {
+  const bool wakes = n_asleep_ > 0 && !is_waking_;
+  is_waking_ |= wakes;
+  lock.unlock();
+  if (wakes) wake_.notify_one();
 }
 
 void Pool::add_threads() {
@@ -82,7 +91,12 @@ void Pool::work() {
   const FloatMode mode(Subnormals::zero);
   std::unique_lock lock(mutex_);
   for (;;) {
-    wake_.wait(lock, [this] { return !tasks_.empty() || !low_priority_.empty() || running_ > wanted_; });
+    while (tasks_.empty() && low_priority_.empty() && running_ <= wanted_) {
+      n_asleep_++;
+      wake_.wait(lock);
+      n_asleep_--;
+      is_waking_ = false;  // whatever has woken this thread, it now looks for tasks
+    }
     if (running_ > wanted_) {
       running_--;
       wake_.notify_one();
@@ -92,11 +106,30 @@ void Pool::work() {
     std::list<Task> task;
     std::list<Task> &from = tasks_.empty() ? low_priority_ : tasks_;
     task.splice(task.end(), from, from.begin());
-    lock.unlock();
+    if (tasks_.empty() && low_priority_.empty()) lock.unlock();
+    else wake_another(lock);
     task.front()();
     task.clear();
     lock.lock();
   }
+}
+
+thread_local TasksHere *TasksHere::current_ = nullptr;
+
+TasksHere::~TasksHere() {
+  if (tasks_.empty()) return;
+  const FloatMode mode(Subnormals::zero);  // as on the pool's threads
+  const Opened opened(this);
+  while (!tasks_.empty()) {
+    std::list<Pool::Task> task;
+    task.splice(task.end(), tasks_, tasks_.begin());
+    task.front()();
+  }
+}
+
+void submit_here(Pool &pool, Pool::Task task, bool low_priority) {
+  if (TasksHere::current_) TasksHere::current_->tasks_.push_back(std::move(task));
+  else pool.submit(std::move(task), low_priority);
 }
 
 // The pools of the process. Never destroyed: their threads may still be waiting when the process exits.

@@ -11,6 +11,7 @@
 #include <mutex>
 #include <optional>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace csd {
@@ -45,11 +46,44 @@ class Pool {
   friend struct Pools;
   void add_threads();
   void work();
+  void wake_another(std::unique_lock<std::mutex> &);
   std::mutex mutex_;
   std::condition_variable wake_, stopped_;
   std::list<Task> tasks_, low_priority_;
   const std::optional<cpu_set_t> cpus_;
-  uint32_t wanted_, running_ = 0;
+  uint32_t wanted_, running_ = 0, n_asleep_ = 0;
+  bool is_waking_ = false;  // a thread was woken, and has not looked for tasks yet
 };
+
+// Tasks that a thread runs itself, because waking another one would take longer than they do.
+class TasksHere {
+ public:
+  TasksHere() = default;
+  ~TasksHere();  // runs the tasks, and those that they submit; hold no lock that a task takes
+  TasksHere(const TasksHere &) = delete;
+  TasksHere &operator=(const TasksHere &) = delete;
+
+  // Calls `call`; whatever it gives to submit_here() is left to this object, if `is_open`.
+  template <typename Call>
+  auto collect(bool is_open, Call call) {
+    const Opened opened(is_open ? this : nullptr);
+    return call();
+  }
+
+ private:
+  friend void submit_here(Pool &, Pool::Task, bool low_priority);
+  struct Opened {
+    explicit Opened(TasksHere *here) : before(std::exchange(current_, here)) {}
+    ~Opened() { current_ = before; }
+    Opened(const Opened &) = delete;
+    Opened &operator=(const Opened &) = delete;
+    TasksHere *const before;
+  };
+  static thread_local TasksHere *current_;  // what collects on this thread
+  std::list<Pool::Task> tasks_;
+};
+
+// Leaves the task to the TasksHere that collects on this thread; if there is none, submits it to the pool.
+void submit_here(Pool &, Pool::Task, bool low_priority = false);
 
 }  // namespace csd

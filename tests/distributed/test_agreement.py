@@ -10,7 +10,7 @@ from support.ranks import on_living_ranks, on_ranks
 
 from csd_optim import CSDAdam
 from csd_optim.distributed.buckets import TARGET_BUCKETS
-from csd_optim.distributed.ranks import Ranks, all_ranks_or_none
+from csd_optim.distributed.ranks import SMALL_EXCHANGE, Ranks, all_ranks_or_none
 from csd_optim.errors import CSDRankError
 
 ALIKE = ({3: 1}, [2], None, 0.5)
@@ -67,14 +67,37 @@ def test_alone():
     assert votes.all == [ALIKE]
 
 
-def share_a_small_model(rank):
-    p = torch.nn.Parameter(torch.ones(TARGET_BUCKETS * 128, 256))  # 4 MB
-    p.grad = torch.ones_like(p)
-    with CSDAdam([p]) as optimizer:
+def share(rank, rows):
+    """Return the number of buckets of parameters with so many rows of 1 KB, and all parameters after a step."""
+    params = [torch.nn.Parameter(torch.full((n, 256), float(n))) for n in rows]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    with CSDAdam(params) as optimizer:
         optimizer.step()
-        return len(optimizer._steps.resources.gather.buckets)
+        return len(optimizer._steps.resources.gather.buckets), [p.tolist() for p in params]
 
 
-def test_parameters_of_a_small_model_travel_in_several_buckets(tmp_path):
+@pytest.mark.parametrize(("rows", "n"), [([TARGET_BUCKETS * 128], TARGET_BUCKETS), ([120, 1, 131], 1)])
+def test_parameters_travel_in_several_buckets_unless_they_are_tiny(rows, n, tmp_path):
     """So the first buckets travel while the last tiles are still being updated."""
-    assert on_living_ranks(2, share_a_small_model, directory=tmp_path) == [TARGET_BUCKETS] * 2
+    one, other = on_living_ranks(2, share, rows, directory=tmp_path)
+    assert one == other
+    assert one[0] == n
+
+
+def exchange(rank, sizes):
+    ranks, found = Ranks(dist.group.WORLD), []
+    for n in sizes:
+        rows = torch.zeros(ranks.size, n, dtype=torch.uint8)
+        rows[rank] = rank + 1
+        ranks.wait(ranks.exchange(rows))
+        found.append([row.unique().tolist() for row in rows])
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_exchange_fills_all_rows(size, tmp_path):
+    """By one all_to_all, and, if the rows are larger, by messages between all pairs."""
+    sizes = [16, SMALL_EXCHANGE // size, SMALL_EXCHANGE // size + 16]
+    filled = [[rank + 1] for rank in range(size)]
+    assert on_living_ranks(size, exchange, sizes, directory=tmp_path) == [[filled] * len(sizes)] * size

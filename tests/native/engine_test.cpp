@@ -1708,9 +1708,13 @@ int main(int argc, char **argv) {
                {"failing passes", failing_passes},
                {"no memory for passes", no_memory_for_passes},
                {"many engines and threads", many_engines_and_threads}};
+  const uint64_t small_step = csd_small_step_used();
   for (const auto &test : tests) {
     if (argc > 1 && !strstr(test.name, argv[1])) continue;
-    test.run();
+    for (const uint64_t elems : {uint64_t{0}, small_step}) {  // updates by the update threads; where they are pushed
+      csd_small_step_use(elems);
+      test.run();
+    }
     printf("%s, ", test.name);
     fflush(stdout);
   }

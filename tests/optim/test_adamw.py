@@ -495,6 +495,20 @@ def test_bits_do_not_depend_on_threads(devices, expected, restored, threads):
     assert_same(final_bits(devices), expected)
 
 
+def test_bits_do_not_depend_on_who_updates_a_small_step(devices, restored):
+    """The update threads, or the thread that pushes, for which subnormal numbers are not zero."""
+
+    def grads(g):
+        return torch.complex(grads(g.real), grads(g.imag)) if g.is_complex() else small_grads(g.numel(), g.dtype)
+
+    images = []
+    for elems in (0, 1 << 30):
+        bindings.small_step_use(elems)
+        torch.manual_seed(0)
+        images.append(final_bits(devices, overwrite=True, grads=lambda g: grads(g).view(g.shape)))
+    assert_same(*images)
+
+
 @pytest.mark.parametrize("isa", bindings.isas())
 def test_bits_do_not_depend_on_the_instruction_set(devices, expected, restored, isa):
     bindings.isa_use(isa)

@@ -6,6 +6,7 @@ import fcntl
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -137,6 +138,23 @@ def test_a_child_leaves_its_parent_the_lock_and_its_own_files_alone(tmp_path):
     with open(file) as other, pytest.raises(BlockingIOError):
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     store.close()
+
+
+def descriptors():
+    # One of the list is that of the folder, which is closed by now.
+    return {number for number in map(int, os.listdir("/proc/self/fd")) if Path(f"/proc/self/fd/{number}").exists()}
+
+
+@pytest.mark.parametrize("where", ["directory", "memory"])
+def test_a_scratch_file_has_one_descriptor(where, tmp_path):
+    before = descriptors()
+    store = StoreFile(tmp_path if where == "directory" else None, durable=False)
+    for size in (8192, 4096):
+        store.allocate(size)
+        assert descriptors() - before == {store.fd} == {store.io_fd}
+        assert os.fstat(store.fd).st_size == store.end
+    store.close()
+    assert descriptors() == before
 
 
 def test_an_owner_that_nobody_has_waited_for_has_ended(tmp_path):
