@@ -229,7 +229,7 @@ def rows_of(model: str, answers: Sequence[Row]) -> list[Row]:
 
 def describe(row: Row) -> str:
     per_second = [1 / s for s in row["seconds"]]
-    parts = [f"{row['model']}, {row['what']}: {span(per_second, 0)} steps/s, {span(in_ms(row['seconds']), 3)} ms"]
+    parts = [f"{row['model']}, {row['what']}  {span(per_second, 0)} steps/s, {span(in_ms(row['seconds']), 3)} ms"]
     parts.append(f"{span(in_ms(row['cpu_seconds']), 3)} ms of CPU")
     parts += [f"{span(ratio, 2)} times {name}" for name, ratio in row["ratio_to"].items()]
     return "; ".join(parts)

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from support.forked import module
 
+from bench.small import BEGIN, END, table
+
 ROOT = Path(__file__).parents[2]
 TORCH = ["AdamW, foreach", "AdamW, fused"]
 
@@ -32,3 +34,10 @@ def test_quick(tmp_path, monkeypatch):
         assert {name: len(ratios) for name, ratios in row["ratio_to"].items()} == dict.fromkeys(beside, 5)
     assert done.stderr.count("the same bits everywhere") == 3
     assert not [*tmp_path.iterdir()]
+
+
+def test_the_page_has_the_table_of_the_last_figures():
+    figures = max((ROOT / "bench" / "results").glob("small-*.json"), key=lambda path: path.stem[-10:])  # the day
+    page = (ROOT / "docs" / "performance.md").read_text()
+    assert f"{BEGIN}{table(json.loads(figures.read_text())['rows'])}{END}" in page, "python -m bench.small --tell"
+    assert figures.name in page

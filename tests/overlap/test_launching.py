@@ -21,21 +21,8 @@ HERE = csd_optim.__path__[0]
 # Names of what runs between the begin of the devices and the thread that lands the step. It pushes tiles, which fails
 # if a device does, and reads attributes; nothing of it can fail in Python.
 MAY_RUN = {
-    *(
-        "begin",
-        "_array",
-        "_call",
-        "check",
-        "step_begins",
-        "push",
-        "start",
-        "spec",
-        "transferred",
-        "launch",
-        "is_traced",
-    ),
-    *("is_traced", "queue_accelerator", "queue_all", "release_scratch"),
-    *("mark_synced", "version_now", "version", "version_of"),
+    *("begin", "_array", "_call", "check", "step_begins", "push", "spec", "start", "pushed_by_run", "is_traced"),
+    *("queue_accelerator", "queue_all", "release_scratch", "mark_synced", "version_now", "version", "version_of"),
 }
 
 
