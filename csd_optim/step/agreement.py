@@ -76,45 +76,60 @@ class StepAgreement:
     squares: list[float] | None = None  # OwnNorm.square of each rank; None: not every rank knows its own
 
 
+Named = list[tuple[str, torch.Tensor]]  # parameters, with their names
+
+
+@dataclass
+class ParamsToCompare:
+    """The optimizer's parameters, and which of them have to be alike on all ranks."""
+
+    groups: Groups
+    placed: Container[int]  # the ids of parameters that have taken part before
+    sharded: bool  # plain parameters are replicas
+    reduced: Container[int]  # the ids of parameters whose gradients a hook of DDP has reduced, the same on all ranks
+    divided: Container[int]  # the ids of sharded parameters that need gradients on all ranks or none
+
+    def is_bound(self, p: torch.Tensor) -> bool:
+        return id(p) in self.placed
+
+    def with_gradients(self) -> tuple[Named, Named]:
+        """Return the replicated parameters with gradients, and all with gradients that need some on every rank."""
+        found = [
+            (name_of(self.groups, k, i) + " (reduced by csd_optim.push)" * (id(p) in self.reduced), p)
+            for k, i, p in members(self.groups)
+            if p.grad is not None
+        ]
+        replicated = [(name, p) for name, p in found if self._is_replica(p)]
+        return replicated, [(name, p) for name, p in found if id(p) in self.divided or self._is_replica(p)]
+
+    def _is_replica(self, p: torch.Tensor) -> bool:
+        return self.sharded and is_replicated(p)
+
+
 def agree_on_step(
     ranks: Ranks,
-    placed: Container[int],
-    groups: Groups,
+    params: ParamsToCompare,
     proposal: Proposal,
     ballot: Ballot,
     committer: Committer,
     *,
-    sharded: bool,
     scale: float | None,
     failure: BaseException | None,
     sample: Sample,
-    reduced: Container[int] = (),
-    divided: Container[int] = (),
 ) -> StepAgreement:
     """Agree on a step with all ranks, before anything is changed; a collective.
 
-    `placed`: the ids of parameters that have taken part before. `proposal`, `ballot`: what this rank says of this step,
-    and of the last round; `committer` counts the ballots, whatever else fails. `scale`: a GradScaler's; ranks that have
-    joined have none. `failure`: why this rank cannot take a step; raised here, while other ranks raise CSDRankError.
-    `sample`: see check_same_gradients(). `reduced`: the ids of parameters whose gradients a hook of DDP has reduced,
-    the same on all ranks. `divided`: the ids of sharded parameters that need gradients on all ranks or none.
+    `proposal`, `ballot`: what this rank says of this step, and of the last round; `committer` counts the ballots,
+    whatever else fails. `scale`: a GradScaler's; ranks that have joined have none. `failure`: why this rank cannot take
+    a step; raised here, while other ranks raise CSDRankError. `sample`: see check_same_gradients().
 
     Raises CSDRankError, on all ranks, if the ranks cannot take this step together. In particular, replicas of a
     parameter that takes part for the first time must be equal, and so must gradients, up to rounding.
     """
 
-    def is_bound(p: torch.Tensor) -> bool:
-        return id(p) in placed
-
-    def with_gradients() -> tuple[list[tuple[str, torch.Tensor]], list[tuple[str, torch.Tensor]]]:
-        """Return the replicated parameters with gradients, and all with gradients that need some on every rank."""
-        found = _with_gradients(groups, reduced)
-        replicated = [(name, p) for name, p in found if sharded and is_replicated(p)]
-        return replicated, [(name, p) for name, p in found if id(p) in divided or (sharded and is_replicated(p))]
-
     def exchange_votes() -> tuple[list[Proposal], list[Ballot], list[Sample]]:
         names = _checksum([name for name, _ in alike])
-        new = _checksum([name for name, p in replicated if not is_bound(p)])
+        new = _checksum([name for name, p in replicated if not params.is_bound(p)])
         vote = proposal._replace(failed=failure is not None, names=names, new=new)
         numbers, n, end = ranks.gather(*vote, *ballot, *sample.numbers()), len(vote), len(vote) + len(ballot)
         return (
@@ -124,7 +139,7 @@ def agree_on_step(
         )
 
     # Parameters do not join in backward, and by now the step has changed them.
-    replicated, alike = with_gradients() if failure is None and not proposal.under_way else ([], [])
+    replicated, alike = params.with_gradients() if failure is None and not proposal.under_way else ([], [])
     votes, ballots, samples = exchange_votes()
     committer.count(ballots)
     if any(vote.failed for vote in votes):
@@ -139,8 +154,8 @@ def agree_on_step(
         raise CSDRankError("backward has begun the step on some of the ranks only: they need gradients alike")
     if has_joined := any(vote.joined for vote in votes):
         leader = [vote.joined for vote in votes].index(0)
-        scale = copy_from_leader(ranks, leader, groups, scale, joined=bool(proposal.joined))
-        replicated, alike = with_gradients()
+        scale = copy_from_leader(ranks, leader, params.groups, scale, joined=bool(proposal.joined))
+        replicated, alike = params.with_gradients()
         votes, _, samples = exchange_votes()
     if len({vote.names for vote in votes}) > 1:
         difference = ranks.first_difference([(name,) for name, _ in alike])
@@ -153,7 +168,7 @@ def agree_on_step(
         # parameters.
         same = len({vote.new for vote in votes}) == 1
         if difference := ranks.first_difference(
-            [(name, *_digest(p)) for name, p in replicated if not (same and is_bound(p))]
+            [(name, *_digest(p)) for name, p in replicated if not (same and params.is_bound(p))]
         ):
             raise CSDRankError(
                 f"ranks do not hold the same parameters: {difference}. With sharded=True plain ones have to be "
@@ -184,12 +199,3 @@ def _digest(p: torch.Tensor) -> tuple[Any, ...]:
 
 def _checksum(names: list[str]) -> int:
     return zlib.crc32("\n".join(names).encode())
-
-
-def _with_gradients(groups: Groups, reduced: Container[int]) -> list[tuple[str, torch.Tensor]]:
-    """Return the parameters that have a gradient, with their names; see agree_on_step()."""
-    return [
-        (name_of(groups, k, i) + " (reduced by csd_optim.push)" * (id(p) in reduced), p)
-        for k, i, p in members(groups)
-        if p.grad is not None
-    ]

@@ -18,7 +18,7 @@ from ..params.groups import Groups, members, name_of
 from ..params.state_map import StateMap
 from ..store.format import Record
 from ..store.user_state import checked_user_state
-from .agreement import Capabilities, Proposal, StepAgreement, agree_on_step, bits_of
+from .agreement import Capabilities, ParamsToCompare, Proposal, StepAgreement, agree_on_step, bits_of
 from .first_states import asks_for_states, create_states
 from .history import StepHistory
 from .initial_groups import InitialGroups
@@ -197,17 +197,13 @@ class Steps(StepHistory):
             about = self.steps_taken, mode.kind, under_way, descending, skips, joined, creates
             agreed = agree_on_step(
                 self.ranks,
-                self.state_map.param_states,
-                self.groups,
+                ParamsToCompare(self.groups, self.state_map.param_states, sharded, self.reduced, divided),
                 Proposal(*about, *ready.numbers()),
                 ballot,
                 self.engine.committer,
-                sharded=sharded,
                 scale=scale,
                 failure=cause,
                 sample=ready.sample,
-                reduced=self.reduced,
-                divided=divided,
             )
         if agreed.skips:
             mode.skip()

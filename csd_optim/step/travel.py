@@ -2,10 +2,11 @@
 
 A tile travels in one of these ways:
 
-in place          the engine reads gradients and writes parameters where they lie
-as an image       through a staging buffer (staging.py), together with states that the accelerator supplies
-in two passes     the tiles of a matrix, which is orthogonalized in between (two_passes.py)
-on the accelerator  parameters with states there need no tile (accelerator_updates.py)
+in place        the engine reads gradients and writes parameters where they lie
+as an image     through a staging buffer (staging.py), together with states that the accelerator supplies
+in two passes   the tiles of a matrix, which is orthogonalized in between (two_passes.py)
+
+Parameters with states on the accelerator need no tile, and are updated there (accelerator_updates.py).
 
 Parameters whose updates ranks share then travel to the other ranks (all_gather.py). One sequence serves all steps,
 within step() and after it:

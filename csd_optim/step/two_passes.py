@@ -112,7 +112,8 @@ class OnePass:
         idle_work: Callable[[], None] = nothing,
     ) -> None:
         """Push and pull the tiles that travel as images. Arguments: see StagingRing.run()."""
-        ring.run(self._engine, self._images, self.sources, pulled, early_buffers, idle_work)
+        if self._images:
+            ring.run(self._engine, self._images, self.sources, pulled, early_buffers, idle_work)
 
     def finish(self) -> None:
         """Make the exchanges that other ranks still wait for after a failure."""

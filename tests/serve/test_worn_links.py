@@ -23,6 +23,14 @@ def worn_soon(monkeypatch):
     monkeypatch.setattr(connection, "MOST_BYTES", 20_000)
 
 
+def overlapping(address, mode):
+    """Return a net with overlap() of these options; None: without it."""
+    net = Net(address)
+    if mode is not None:
+        net.opt.overlap(net.model, **mode)
+    return net
+
+
 def sessions_of(owner):
     return sum("attach" in line for line in owner.lines)
 
@@ -32,10 +40,7 @@ def sessions_of(owner):
 def test_steps(mode, tmp_path):
     """In every mode, with states that are written and read, and a state dict that is loaded between them."""
     with OwnerHere(tmp_path / "owner") as owner:
-        ours, served = Net(own(tmp_path)), Net(owner.address)
-        for net in (ours, served):
-            if mode is not None:
-                net.opt.overlap(net.model, **mode)
+        ours, served = overlapping(own(tmp_path), mode), overlapping(owner.address, mode)
         for k in range(4):
             ours.step()
             served.step()
@@ -63,10 +68,7 @@ def test_steps(mode, tmp_path):
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_several_owners(mode, tmp_path):
     with OwnersHere(tmp_path / "owners", 2) as owners:
-        ours, served = Net(own(tmp_path)), Net(owners.address)
-        for net in (ours, served):
-            if mode is not None:
-                net.opt.overlap(net.model, **mode)
+        ours, served = overlapping(own(tmp_path), mode), overlapping(owners.address, mode)
         for _ in range(4):
             ours.step()
             served.step()
