@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from ..bindings import AS_PUSHED, MIN_GRAIN, SAME_ORDER, TO_AND_FRO
+from ..bindings import MIN_GRAIN
 from ..errors import CSDRankError, CSDValueError
 from ..store.check import MAX_SIZE
 from .wire.connection import MESSAGE_BYTES
@@ -26,7 +26,6 @@ MAX_DEVICES = 1 << 10
 # Free JSON, as a value of two bytes takes hundreds of bytes as a Python object: 0.5 GiB for the worst. Values are
 # counted by commas and opening brackets: cheap, and never too low.
 MAX_VALUES, DEPTH = 1 << 21, 8
-ORDERS = (TO_AND_FRO, SAME_ORDER, AS_PUSHED)
 
 Index = Annotated[int, Meta(ge=0, lt=1 << 32)]
 Size = Annotated[int, Meta(ge=0, le=MAX_SIZE)]
@@ -36,7 +35,7 @@ Identifier = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length
 Sections = Annotated[list[Identifier], Meta(min_length=1, max_length=4)]
 Rows = Annotated[list[Annotated[int, Meta(ge=0, lt=MAX_PARAMS)]], Meta(max_length=MAX_PARAMS)]
 RecordBytes = Annotated[int, Meta(ge=0, le=MESSAGE_BYTES)]
-Nothing = msgspec.Raw(b"null")
+Nothing: msgspec.Raw = msgspec.Raw(b"null")
 
 
 def snake(name: str) -> str:
@@ -148,34 +147,56 @@ class Values(Answer, frozen=True, kw_only=True):
     """The states that were asked for, an array each."""
 
 
-COUNTS = (
-    *("push_bytes", "pull_bytes", "read_bytes", "write_bytes", "total_write_bytes", "updated", "nonfinite"),
-    *("buffer_bytes", "free_bytes", "read_seconds", "update_seconds", "write_seconds", "share"),
-)
-ABOUT = ("device", "backend", "direct_io", "p2p", "huge_pages", "numa_node", "block_bytes", "depth")
-DeviceCounts: Any = msgspec.defstruct(
-    "DeviceCounts",
-    [(name, Size | Annotated[float, Meta(ge=0, lt=1e300)]) for name in COUNTS]
-    + [(name, Text | int | bool | None) for name in ABOUT],
-    frozen=True,
-    forbid_unknown_fields=True,
-)
+Count = Size | Annotated[float, Meta(ge=0, lt=1e300)]
+About = Text | int | bool | None
+
+
+class DeviceCounts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The counts of a device, and what they are of: see CSDAdam.stats()."""
+
+    push_bytes: Count
+    pull_bytes: Count
+    read_bytes: Count
+    write_bytes: Count
+    total_write_bytes: Count
+    updated: Count
+    nonfinite: Count
+    buffer_bytes: Count
+    free_bytes: Count
+    read_seconds: Count
+    update_seconds: Count
+    write_seconds: Count
+    share: Count
+    device: About
+    backend: About
+    direct_io: About
+    p2p: About
+    huge_pages: About
+    numa_node: About
+    block_bytes: About
+    depth: About
+
+
+COUNTS = DeviceCounts.__struct_fields__[: DeviceCounts.__struct_fields__.index("device")]
+ABOUT = DeviceCounts.__struct_fields__[len(COUNTS) :]
 
 
 class DeviceStats(Answer, frozen=True, kw_only=True):
-    """The counts of devices. Their fields: COUNTS and ABOUT."""
+    """The counts of devices."""
 
-    devices: Annotated[list[DeviceCounts], Meta(max_length=MAX_DEVICES)]  # type: ignore[valid-type]
+    devices: Annotated[list[DeviceCounts], Meta(max_length=MAX_DEVICES)]
 
 
 # ---- requests -----------------------------------------------------------------------------
+
+Answers = tuple[type[Answer], ...]
 
 
 class Request(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="op", tag=snake):
     """What a trainer asks. `answer`: what the owner may answer beside Failed."""
 
     n_arrays: ClassVar[int | None] = 0  # None: it depends
-    answer: ClassVar[tuple[type[Answer], ...]] = (Done,)
+    answer: ClassVar[Answers] = (Done,)
 
     n: Number = 0  # the request's number
 
@@ -183,7 +204,7 @@ class Request(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, ta
 class Hello(Request, frozen=True, kw_only=True):
     """The first request: a session for a trainer."""
 
-    answer = (Welcome, Found)
+    answer: ClassVar[Answers] = (Welcome, Found)
     trainer: Annotated[int, Meta(ge=0, lt=MAX_TRAINERS)]
     trainers: Annotated[int, Meta(ge=1, le=MAX_TRAINERS)]
     here: Annotated[int, Meta(ge=1, le=MAX_TRAINERS)]  # the number of trainers with states at this owner
@@ -199,15 +220,15 @@ class Hello(Request, frozen=True, kw_only=True):
 class Choose(Request, frozen=True, kw_only=True):
     """Resumes this round; None: none."""
 
-    answer = (Welcome,)
+    answer: ClassVar[Answers] = (Welcome,)
     round: Annotated[int, Meta(ge=1, le=1 << 53)] | None
 
 
 class Extend(Request, frozen=True, kw_only=True):
     """Adds parameters."""
 
-    answer = (Extended,)
-    n_arrays = 1
+    answer: ClassVar[Answers] = (Extended,)
+    n_arrays: ClassVar[int | None] = 1
     sections: Sections
     codec: Text
     param_dtype: Text
@@ -234,7 +255,7 @@ class Describe(Request, frozen=True, kw_only=True):
 class Write(Request, frozen=True, kw_only=True):
     """Sets elements of a state."""
 
-    n_arrays = 1
+    n_arrays: ClassVar[int | None] = 1
     row: Index
     section: Annotated[int, Meta(ge=0, le=3)]
     first: Size
@@ -249,13 +270,13 @@ class Writing(Request, frozen=True, kw_only=True):
 class Written(Request, frozen=True, kw_only=True):
     """Ends a bracket of writes."""
 
-    n_arrays = 1
+    n_arrays: ClassVar[int | None] = 1
 
 
 class Loading(Request, frozen=True, kw_only=True):
     """Begins the load of a state dict."""
 
-    n_arrays = 1
+    n_arrays: ClassVar[int | None] = 1
     rows: Rows
     record: msgspec.Raw
 
@@ -263,7 +284,7 @@ class Loading(Request, frozen=True, kw_only=True):
 class Loaded(Request, frozen=True, kw_only=True):
     """Ends the load of a state dict."""
 
-    n_arrays = 1
+    n_arrays: ClassVar[int | None] = 1
     step: Step
     round: Number
 
@@ -271,7 +292,7 @@ class Loaded(Request, frozen=True, kw_only=True):
 class Read(Request, frozen=True, kw_only=True):
     """Asks for elements of a tile's states."""
 
-    answer = (Values,)
+    answer: ClassVar[Answers] = (Values,)
     tile: Index
     sections: Annotated[list[Annotated[int, Meta(ge=0, le=3)]], Meta(min_length=1, max_length=4)]
     first: Size
@@ -281,10 +302,10 @@ class Read(Request, frozen=True, kw_only=True):
 class Begin(Request, frozen=True, kw_only=True):
     """Begins a step."""
 
-    n_arrays = 3
+    n_arrays: ClassVar[int | None] = 3
     begin: Annotated[int, Meta(ge=1, le=1 << 53)]  # its number: guesses and steps that are undone have one, too
     step: Step  # the number of completed steps
-    order: Literal[ORDERS]  # type: ignore[valid-type]
+    order: Literal[0, 1, 2]  # TO_AND_FRO, SAME_ORDER, AS_PUSHED of bindings.py
     record_bytes: RecordBytes
 
 
@@ -297,15 +318,15 @@ class Reserve(Request, frozen=True, kw_only=True):
 class Drop(Request, frozen=True, kw_only=True):
     """Leaves parameters out of a step."""
 
-    n_arrays = 1
+    n_arrays: ClassVar[int | None] = 1
     begin: Number
 
 
 class Finish(Request, frozen=True, kw_only=True):
     """Ends a step. If it is kept: `round` and `record` are of its commit, and two arrays follow."""
 
-    answer = (Finished,)
-    n_arrays = None
+    answer: ClassVar[Answers] = (Finished,)
+    n_arrays: ClassVar[int | None] = None
     begin: Number
     step: Step
     keep: bool
@@ -324,7 +345,7 @@ class TakeBack(Request, frozen=True, kw_only=True):
 class CommitRecord(Request, frozen=True, kw_only=True, tag="commit"):
     """Commits a record that was not part of Finish."""
 
-    n_arrays = 2
+    n_arrays: ClassVar[int | None] = 2
     step: Step
     round: Number
     record: msgspec.Raw
@@ -333,7 +354,7 @@ class CommitRecord(Request, frozen=True, kw_only=True, tag="commit"):
 class Confirm(Request, frozen=True, kw_only=True):
     """Makes the last step's commit durable."""
 
-    answer = (Round,)
+    answer: ClassVar[Answers] = (Round,)
 
 
 class Confirmed(Request, frozen=True, kw_only=True):
@@ -347,7 +368,7 @@ class Wait(Request, frozen=True, kw_only=True):
 class Stats(Request, frozen=True, kw_only=True):
     """Asks for the counts of devices."""
 
-    answer = (DeviceStats,)
+    answer: ClassVar[Answers] = (DeviceStats,)
 
 
 class Save(Request, frozen=True, kw_only=True):

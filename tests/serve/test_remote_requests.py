@@ -11,6 +11,7 @@ from support.wire_ends import fields_of, hear, say
 from support.wires import HELLO, nothing_left, until
 
 from csd_optim import CSDError, CSDRankError, CSDStoreError
+from csd_optim.bindings import AS_PUSHED, SAME_ORDER, TO_AND_FRO
 from csd_optim.serve.trainer.link import Link
 from csd_optim.serve.wire.connection import ConnectionClosed
 from csd_optim.serve.wire.dial import connect
@@ -197,3 +198,7 @@ def test_changed_requests_are_answered_or_end_the_session(owner, monkeypatch):
 @pytest.mark.soak
 def test_20000_changed_requests(owner, monkeypatch):
     survive(owner, monkeypatch, 20_000, 2)
+
+
+def test_the_numbers_of_orders_on_the_wire_are_those_of_the_engine():
+    assert (TO_AND_FRO, SAME_ORDER, AS_PUSHED) == (0, 1, 2)

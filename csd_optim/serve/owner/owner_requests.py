@@ -44,7 +44,7 @@ MAX_NUMELS = 1 << 47  # fp32 values that join at once
 Arrays = Sequence[memoryview]
 Reply = tuple[Answer, list[Any]]
 DONE: Reply = (Done(), [])
-FIELDS = (*requests.COUNTS, *requests.ABOUT)
+FIELDS = requests.DeviceCounts.__struct_fields__
 CHANGES_NOTHING = ("read", "stats", "close")  # requests
 
 

@@ -57,7 +57,8 @@ class Connection:
         self._over = ""  # why the connection is over
         self._process = os.getpid()
         self._due = 0  # bytes of the buffers that come next
-        self.sent = self.received = 0  # bytes
+        self.sent: int = 0  # bytes
+        self.received: int = 0  # bytes
         _open.add(self)
         host, port = sock.getpeername()[:2]
         self.address: str = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
