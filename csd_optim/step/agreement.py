@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ class Capabilities(NamedTuple):
 
     can_launch: bool  # let it go on after step()
     can_undo: bool  # undo it even when it is complete here
+    votes_with_params: bool  # tell the others that it is complete as they exchange parameters
 
 
 class Proposal(NamedTuple):
@@ -48,12 +49,18 @@ class Proposal(NamedTuple):
     is_prepared: int  # nothing can fail any more before the step begins; the fields below are valid only then
     can_launch: int
     can_undo: int
+    votes_with_params: int
     knows_norm: int  # gradients are clipped, by a norm that the ranks' votes suffice to compute
     square: int  # the bits of OwnNorm.square, fp64
     # Set by agree_on_step():
     failed: int = 0  # the rank cannot take a step
     names: int = 0  # checksum of the names of replicated parameters that have gradients
     new: int = 0  # checksum of the names of parameters among these that take part for the first time; 0: none
+
+
+def all_capable(by_rank: Iterable[Capabilities]) -> Capabilities:
+    """Return what all ranks can do."""
+    return Capabilities(*map(all, zip(*by_rank, strict=True)))
 
 
 def bits_of(norm: OwnNorm | None) -> tuple[bool, int]:
@@ -182,8 +189,8 @@ def agree_on_step(
     if not has_joined:
         agreed.is_examined = all(vote.is_examined for vote in votes)
         if all(vote.is_prepared for vote in votes):
-            agreed.capabilities = Capabilities(
-                all(vote.can_launch for vote in votes), all(vote.can_undo for vote in votes)
+            agreed.capabilities = all_capable(
+                Capabilities(bool(vote.can_launch), bool(vote.can_undo), bool(vote.votes_with_params)) for vote in votes
             )
         if all(vote.knows_norm for vote in votes):
             agreed.squares = [struct.unpack("<d", struct.pack("<q", vote.square))[0] for vote in votes]

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ..accelerator import is_on_accelerator
-from ..distributed.buckets import IN_FLIGHT, aligned, bucket_bytes, pack, view_in
+from ..distributed.buckets import ALIGN, IN_FLIGHT, aligned, bucket_bytes, pack, view_in
 from ..distributed.ranks import Ranks
 from ..distributed.sharding import Partition
 from ..params.grad_source import GradSource
@@ -63,6 +63,7 @@ class _Piece:
 class _Bucket:
     ranks: Ranks  # the ranks that exchange it
     pieces: list[_Piece]
+    has_vote: bool = False  # each row ends with its rank's vote: see ParamAllGather.vote()
     tiles: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, np.uint32))
     send_copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (buffer, parameter)
     receive_copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (parameter, buffer)
@@ -75,7 +76,12 @@ class _Bucket:
 
     @property
     def bytes(self) -> int:
-        return aligned(self.pieces[-1].offset + self.pieces[-1].bytes)
+        return aligned(self.pieces[-1].offset + self.pieces[-1].bytes) + ALIGN * self.has_vote
+
+    @property
+    def by_rank(self) -> torch.Tensor:
+        """The content: uint8, of shape (ranks, bytes)."""
+        return self.buffer[: self.ranks.size * self.bytes].view(self.ranks.size, -1)
 
 
 class ParamAllGather:
@@ -95,6 +101,8 @@ class ParamAllGather:
             assert replicas
             of_them = [state for state in param_states if state.part.replicas is replicas]
             self.buckets += _fill_buckets([state for state in of_them if state.local.device == device], replicas)
+        for bucket in self.buckets:
+            bucket.has_vote = len(self.buckets) == 1 and bucket.ranks is ranks
         for k, bucket in enumerate(self.buckets):
             if pieces:
                 bucket.tiles = np.unique(np.concatenate([_tiles_of(p, pieces) for p in bucket.pieces]))
@@ -105,6 +113,7 @@ class ParamAllGather:
         self._arrived: Arrived | None = None  # this and what follows: see begin()
         self._sources: Mapping[int, GradSource] = MappingProxyType({})
         self._received: Callable[[list[int]], None] | None = None
+        self._awaits_vote = False
 
     def _bind(self, bucket: _Bucket, before: _Bucket | None) -> None:
         """Give a bucket a buffer, and views of the buffer. `before`: an earlier bucket whose buffer is reused."""
@@ -136,6 +145,11 @@ class ParamAllGather:
         return bool(self.ranks and self.ranks.lost)
 
     @property
+    def can_vote(self) -> bool:
+        """Whether a vote of all ranks can travel with the parameters: in a single bucket, in host memory."""
+        return any(b.has_vote and b.ranks is self.ranks and b.buffer.is_cpu for b in self.buckets)
+
+    @property
     def groups(self) -> list[Ranks]:
         """The process groups of the exchange, each once, in the same order on all ranks."""
         return [*dict.fromkeys(bucket.ranks for bucket in self.buckets)]
@@ -157,21 +171,23 @@ class ParamAllGather:
         *,
         descending: bool = False,
         received: Callable[[list[int]], None] | None = None,
+        awaits_vote: bool = False,
     ) -> None:
         """Begin a step. `arrived`: given unless advance() will not be called.
 
         `sources`: by index, parameters whose new values lie in a copy, and are copied back before they are sent.
         `descending`: the last bucket leaves first, since the last tile flows first; the same on all ranks. `received`:
-        called for each bucket that has arrived, with the indices of its parameters.
+        called for each bucket that has arrived, with the indices of its parameters. `awaits_vote`: nothing is sent
+        before vote().
         """
-        self._received = received
+        self._received, self._awaits_vote = received, awaits_vote
         self._to_send = deque(reversed(self.buckets) if descending else self.buckets)
         self._arrived, self._sources = arrived, sources
         self._in_flight.clear()
 
     def advance(self, *, wait: bool) -> None:
         """Send the buckets that are ready; with `wait` all buckets, each as soon as it is ready."""
-        while self._to_send:
+        while self._to_send and not self._awaits_vote:
             assert self._arrived
             tiles = self._to_send[0].tiles
             receives = wait and bool(self._received and self._in_flight)
@@ -180,13 +196,30 @@ class ParamAllGather:
                     return
                 self._receive_next()  # before the wait for tiles, which may take longer
                 continue
-            for piece in self._to_send[0].pieces:
-                if source := self._sources.get(piece.param_state.index):
-                    source.copy_back()
+            self._copy_back()
             self._send_next()
 
+    def vote(self, failed: bool) -> bool:
+        """Send all parameters, with this rank's vote: it has `failed`. Returns whether any rank has; a collective.
+
+        Only if `can_vote`, and once the step is complete or has failed here.
+        """
+        (bucket,) = self._to_send
+        votes = bucket.by_rank[:, -1]
+        votes[bucket.ranks.rank] = failed
+        if not failed:
+            self._copy_back()
+        self._awaits_vote = False
+        self.finish()
+        return bool(votes.any())
+
     def finish(self) -> None:
-        """Send the remaining buckets with their present content, and return when all buckets have arrived."""
+        """Send the remaining buckets with their present content, and return when all buckets have arrived.
+
+        A no-op before a vote().
+        """
+        if self._awaits_vote:
+            return
         try:
             while self._to_send:
                 self._send_next()
@@ -203,14 +236,18 @@ class ParamAllGather:
             self.begin()
             self.finish()
 
+    def _copy_back(self) -> None:
+        """Set the parameters of the next bucket whose new values lie in a copy."""
+        for piece in self._to_send[0].pieces:
+            if source := self._sources.get(piece.param_state.index):
+                source.copy_back()
+
     def _send_next(self) -> None:
         if len(self._in_flight) == IN_FLIGHT:
             self._receive_next()
         bucket = self._to_send.popleft()
         _copy(bucket.send_copies)
-        size = bucket.ranks.size
-        rows = bucket.buffer[: size * bucket.bytes].view(size, -1)
-        self._in_flight.append((bucket, bucket.ranks.exchange(rows)))
+        self._in_flight.append((bucket, bucket.ranks.exchange(bucket.by_rank)))
 
     def _receive_next(self) -> None:
         bucket, collectives = self._in_flight.popleft()

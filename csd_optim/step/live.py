@@ -155,18 +155,28 @@ class LiveStep:
 
     # ---- within step() ---------------------------------------------------------------
 
-    def run(self, *, descending: bool, all_can_undo: bool, pushed: Callable[[], None] | None = None) -> None:
+    def run(
+        self,
+        *,
+        descending: bool,
+        all_can_undo: bool,
+        votes_with_params: bool = False,
+        pushed: Callable[[], None] | None = None,
+    ) -> None:
         """READY to KEPT, or UNDONE if the step fails on any rank: a collective.
 
         `descending`: ranks exchange the last bucket first. `all_can_undo`: all ranks can undo the step even when it is
         complete; else no rank completes it before all have updated their tiles, which takes one more collective.
+        `votes_with_params`: ranks tell each other that the step is complete as they exchange parameters, which takes
+        one collective less; only if all can undo the step.
         `pushed`: given if the step is OPEN. Calls request(), raises what a step raises, and returns when all tiles are
         pushed and the parameters of images have arrived.
         """
         travel, ranks = self.travel, self.history.ranks
-        travel.begin_exchange(descending=descending)
+        travel.begin_exchange(descending=descending, awaits_vote=votes_with_params)
+        any_failed = travel.gather.vote if votes_with_params else None
         try:
-            with all_ranks_or_none(ranks):
+            with all_ranks_or_none(ranks, any_failed):
                 try:
                     if pushed:
                         pushed()

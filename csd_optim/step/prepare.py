@@ -314,37 +314,33 @@ def _hypers(
 
     There is one set of constants per combination of group, layout of sections and step count.
     """
+
+    def name_of_first(n: int) -> str:
+        return plan.param_states[int(np.argmax(hyper_of == n))].name
+
     kinds = np.array(groups_of) * len(plan.layouts) + plan.layout_of
     keys = kinds * 2.0**32 + steps
     if (keys == keys[0]).all():  # nearly always; np.unique() takes longer than the rest
         pairs, hyper_of = keys[:1], np.zeros(len(keys), np.intp)
     else:
         pairs, hyper_of = np.unique(keys, return_inverse=True)
-    ks, ts = np.divmod(pairs, 2.0**32)
-    layouts = [(groups[int(k) // len(plan.layouts)], *plan.layouts[int(k) % len(plan.layouts)]) for k in ks]
-    rules = [rule_of(group) for group, *_ in layouts]
-    others = np.array([rule.name != name for rule, (_, name, _) in zip(rules, layouts, strict=True)])
-    if (other := others[hyper_of]).any():
-        first = int(other.argmax())
-        raise CSDRuntimeError(
-            f"the rule of parameter {plan.param_states[first].name} is {rules[hyper_of[first]].name} now, and its "
-            f"states are those of {plan.param_states[first].rule}: the rule of a group cannot be changed"
-        )
-    constants = [
-        rule.checked_constants(group, sections, t, grad_scale)
-        for rule, (group, _, sections), t in zip(rules, layouts, ts.tolist(), strict=True)
-    ]
-    lacks = np.array(
-        [not {*rule.sections_for(group)} <= {*has} for rule, (group, _, has) in zip(rules, layouts, strict=True)]
-    )
-    if (lacking := lacks[hyper_of]).any():
-        first = int(lacking.argmax())
-        param_state, (group, _, sections) = plan.param_states[first], layouts[hyper_of[first]]
-        turned_on, missing = rules[hyper_of[first]].lacking(group, sections)
-        raise CSDRuntimeError(
-            f"{turned_on} was turned on after the state of parameter {param_state.name} was made; "
-            f"load a state dict with {missing}, or turn it on before the first step"
-        )
+    constants = []
+    for n, (kind, t) in enumerate(divmod(pair, 2.0**32) for pair in pairs.tolist()):
+        k, layout = divmod(int(kind), len(plan.layouts))
+        group, (rule_name, sections) = groups[k], plan.layouts[layout]
+        rule = rule_of(group)
+        if rule.name != rule_name:
+            raise CSDRuntimeError(
+                f"the rule of parameter {name_of_first(n)} is {rule.name} now, and its states are those of "
+                f"{rule_name}: the rule of a group cannot be changed"
+            )
+        constants.append(rule.checked_constants(group, sections, t, grad_scale))
+        if not {*rule.sections_for(group)} <= {*sections}:
+            turned_on, missing = rule.lacking(group, sections)
+            raise CSDRuntimeError(
+                f"{turned_on} was turned on after the state of parameter {name_of_first(n)} was made; "
+                f"load a state dict with {missing}, or turn it on before the first step"
+            )
     return np.array(constants, HYPER), hyper_of
 
 

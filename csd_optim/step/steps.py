@@ -18,7 +18,7 @@ from ..params.groups import Groups, members, name_of
 from ..params.state_map import StateMap
 from ..store.format import Record
 from ..store.user_state import checked_user_state
-from .agreement import Capabilities, ParamsToCompare, Proposal, StepAgreement, agree_on_step, bits_of
+from .agreement import Capabilities, ParamsToCompare, Proposal, StepAgreement, agree_on_step, all_capable, bits_of
 from .first_states import asks_for_states, create_states
 from .history import StepHistory
 from .initial_groups import InitialGroups
@@ -41,7 +41,7 @@ from .same_gradients import NOTHING, Sample, Samples
 from .spec import Arguments, GradOptions, Participants, StepPlan, StepSpec
 from .travel import Travel
 
-NO_CAPABILITIES = Capabilities(can_launch=False, can_undo=False)
+NO_CAPABILITIES = Capabilities(can_launch=False, can_undo=False, votes_with_params=False)
 
 
 @dataclass
@@ -236,14 +236,18 @@ class Steps(StepHistory):
                 if not ready.is_prepared:
                     self._prepare_ready(mode, ready, scale)
                 votes.mine = ready.capabilities
-            capabilities = Capabilities(*map(all, zip(*votes.all, strict=True)))
+            capabilities = all_capable(votes.all)
         travel, record = ready.travel, ready.record
         if mode.under_way:
             mode.end_step(record, all_can_undo=capabilities.can_undo)
         elif mode.launch(travel, record, all_can=capabilities.can_launch):
             pass
         elif travel is not None:
-            self.live(travel, record).run(descending=self.descending, all_can_undo=capabilities.can_undo)
+            self.live(travel, record).run(
+                descending=self.descending,
+                all_can_undo=capabilities.can_undo,
+                votes_with_params=capabilities.votes_with_params,
+            )
         elif self.ranks is not None:
             self._take_without_gradients(record, all_can_undo=capabilities.can_undo)
 
@@ -279,7 +283,8 @@ class Steps(StepHistory):
 
     def _note_prepared(self, mode: InStep, ready: Ready, travel: Travel | None) -> None:
         can_undo = travel is None or (self.resources.can_undo(travel) and travel.accelerated.undoes)
-        capabilities = Capabilities(mode.can_launch(travel), can_undo)
+        votes_with_params = can_undo and travel is not None and travel.can_vote_with_params
+        capabilities = Capabilities(mode.can_launch(travel), can_undo, votes_with_params)
         ready.travel, ready.is_prepared, ready.capabilities = travel, True, capabilities
 
     def _take_without_gradients(self, record: Record | None, *, all_can_undo: bool) -> None:

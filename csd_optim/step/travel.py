@@ -81,6 +81,11 @@ class Travel:
         """Whether ranks share the updates of some parameters, and exchange these."""
         return bool(self.gather.buckets)
 
+    @property
+    def can_vote_with_params(self) -> bool:
+        """Whether ranks can vote on the step as they exchange its parameters, unless it was begun in backward."""
+        return self.gather.can_vote and not self.spec.orthogonal
+
     def reorder(self, order: np.ndarray[Any, Any]) -> None:
         """Set the order of the tiles with one pass, `order` (uint32); matrices keep theirs."""
         places = {tile: place for place, tile in enumerate(order.tolist())}
@@ -116,10 +121,16 @@ class Travel:
             self.spec.sources.pop(row).copy_back()
         return rows
 
-    def begin_exchange(self, *, descending: bool = False, received: Callable[[list[int]], None] | None = None) -> None:
+    def begin_exchange(
+        self,
+        *,
+        descending: bool = False,
+        received: Callable[[list[int]], None] | None = None,
+        awaits_vote: bool = False,
+    ) -> None:
         """Begin to exchange parameters with other ranks; finish() has to be called then. See ParamAllGather.begin()."""
         copies = {row: source for row, source in self.spec.sources.items() if source.param_and_copy}
-        self.gather.begin(self.arrived, copies, descending=descending, received=received)
+        self.gather.begin(self.arrived, copies, descending=descending, received=received, awaits_vote=awaits_vote)
 
     def run(
         self,

@@ -11,6 +11,7 @@ from support.ranks import on_living_ranks
 from support.replacing import replaced
 from support.twins import training_on
 
+from csd_optim.distributed.ranks import Ranks
 from csd_optim.replica.versions import numbers
 
 STEPS, WARM_UP = 6, 3  # steps in all; those in which parameters join, groups are made, and the first guess is tried
@@ -36,6 +37,7 @@ def counts(rank, kind, overlap, options):
         for name in COLLECTIVES:
             if hasattr(dist, name):
                 stack.enter_context(replaced(dist, name, counted))
+        stack.enter_context(replaced(Ranks, "exchange", counted))  # of updated parameters, one per bucket
         for _ in range(STEPS):
             training.backward()
             within = True
@@ -54,18 +56,19 @@ CLIP, EARLY, FREE = {"max_grad_norm": 0.5}, {"backward": True}, {"free_gradients
 PUBLISHES = {"named": True, "publishes": True}
 records = pytest.mark.at_hand("its updates are on the owner's machine, and record nothing here")
 NAMED, TOPK = {"named": True}, {"topk": 0.1, "width": 96}
-CASES = [  # collectives within step(), and behind the program
+CASES = [  # collectives within step(), and behind the program; of DDP and HSDP one exchanges the parameters
     ("DDP", None, {}, 2, 0),
+    ("DDP", None, {"width": 256}, 15, 0),  # 13 buckets
     ("DDP", None, NAMED, 2, 0),
     ("FSDP2", None, NAMED, 2, 0),
-    ("DDP", None, TOPK, 4, 0),  # its steps cannot be undone when they are complete
+    ("DDP", None, TOPK, 5, 0),  # its steps cannot be undone when they are complete
     ("DDP", None, {**NAMED, **CLIP}, 3, 0),
     ("FSDP2", None, {**NAMED, **CLIP}, 3, 0),
-    ("HSDP", None, {**NAMED, **CLIP}, 3, 0),
+    ("HSDP", None, {**NAMED, **CLIP}, 4, 0),
     pytest.param("DDP", None, PUBLISHES, 2, 0, marks=records),
     pytest.param("FSDP2", None, PUBLISHES, 2, 0, marks=records),
     pytest.param("FSDP2", EARLY, PUBLISHES, 1, 1, marks=records),
-    ("DDP", {}, NAMED, 1, 1),
+    ("DDP", {}, NAMED, 1, 2),
     ("FSDP2", {}, NAMED, 1, 1),
     ("FSDP2", {}, {**NAMED, **CLIP}, 2, 1),
     ("FSDP2", EARLY, NAMED, 1, 1),
