@@ -36,7 +36,7 @@ from support.rank_models import (
     whole,
 )
 from support.ranks import KILLED, on_living_ranks, on_ranks
-from support.replacing import raised_by
+from support.replacing import raised_by, replaced
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -48,7 +48,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 
-import csd_optim.bindings
 import csd_optim.step.resources
 from csd_optim import CSDAdam
 from csd_optim.distributed.ranks import Ranks
@@ -374,11 +373,9 @@ def hybrid_divides(rank, size):
     # A step that fails on one rank is undone on all.
     before = whole(params[0])
     loss_of(models[0], rank, size, STEPS).backward()
-    push = csd_optim.bindings.Native.push
-    if rank == 1:
-        csd_optim.bindings.Native.push = lambda *_, **__: 1 / 0
-    error = raised_by(one.step)
-    csd_optim.bindings.Native.push = push
+    native = type(engine_of(one).native)
+    with replaced(native, "push", lambda *_, **__: 1 / 0) if rank == 1 else contextlib.nullcontext():
+        error = raised_by(one.step)
     assert isinstance(error, ZeroDivisionError if rank == 1 else CSDRankError)
     assert all(map(torch.equal, whole(params[0]), before))
 
@@ -507,7 +504,10 @@ def shards_in_8_bits(rank, dims, options):
         assert_same_whole(resumed, others, optimizer, other)
 
 
-@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"topk": 0.1}], ids=lambda o: "".join(o) or "plain")
+topk = pytest.param({"topk": 0.1}, marks=pytest.mark.here("a resume begins without Top-K's residuals"))
+
+
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, topk], ids=lambda o: "".join(o) or "plain")
 @pytest.mark.parametrize("dims", [(2,), (2, 2)], ids=["FSDP2", "HSDP"])
 def test_8_bit_states_of_shards(dims, options, tmp_path):
     on_living_ranks(2 ** len(dims), shards_in_8_bits, dims, options, directory=tmp_path)
@@ -773,7 +773,10 @@ def joins(rank, size, state_dtype, devices):
         return [p.detach() for p in models[0].parameters()], optimizer.state[models[0].module.scale]["step"].item()
 
 
-@pytest.mark.parametrize(("state_dtype", "devices"), [("fp32", "file:"), ("8bit", "file:"), ("fp32", "serve:")])
+served = pytest.param("fp32", "serve:", marks=pytest.mark.here("it has an optimizer rank of its own"))
+
+
+@pytest.mark.parametrize(("state_dtype", "devices"), [("fp32", "file:"), ("8bit", "file:"), served])
 def test_uneven_inputs_with_join(state_dtype, devices, tmp_path):
     with contextlib.ExitStack() as stack:
         if devices == "serve:":

@@ -93,6 +93,7 @@ def runs(request):
     return 500 if request.config.getoption("--tier") == "soak" else 20
 
 
+@pytest.mark.at_hand("it waits for updates, which the owner does not record")
 @pytest.mark.parametrize("state_dtype", ["fp32", "8bit"])
 @pytest.mark.parametrize("signals", [1, 2])
 def test_while_a_skipped_step_is_undone(state_dtype, signals, tmp_path, runs):
@@ -116,6 +117,7 @@ def test_while_a_skipped_step_is_undone(state_dtype, signals, tmp_path, runs):
     training.opt.close()
 
 
+@pytest.mark.at_hand("it waits for updates, which the owner does not record")
 @pytest.mark.parametrize("state_dtype", ["fp32", "8bit"])
 @pytest.mark.parametrize("signals", [1, 2])
 def test_in_backward(state_dtype, signals, tmp_path, runs):
@@ -170,6 +172,7 @@ def test_anywhere(mode, state_dtype, tmp_path, runs):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.at_hand("it waits for updates, which the owner does not record")
 def test_a_signal_at_the_end_of_a_failed_backward(tmp_path, monkeypatch):
     """What tells that a backward has failed is interrupted before it can tell: nobody waits for it for ever."""
     training = LongUndo(tmp_path, "free", "fp32")
