@@ -186,8 +186,11 @@ class ParamAllGather:
         self._in_flight.clear()
 
     def advance(self, *, wait: bool) -> None:
-        """Send the buckets that are ready; with `wait` all buckets, each as soon as it is ready."""
-        while self._to_send and not self._awaits_vote:
+        """Send the buckets that are ready; with `wait` all buckets, each as soon as it is ready.
+
+        Before a vote(), only get ready what it sends, and only with `wait`.
+        """
+        while self._to_send and (wait or not self._awaits_vote):
             assert self._arrived
             tiles = self._to_send[0].tiles
             receives = wait and bool(self._received and self._in_flight)
@@ -196,7 +199,11 @@ class ParamAllGather:
                     return
                 self._receive_next()  # before the wait for tiles, which may take longer
                 continue
-            self._copy_back()
+            for piece in self._to_send[0].pieces:
+                if source := self._sources.get(piece.param_state.index):
+                    source.copy_back()
+            if self._awaits_vote:
+                return
             self._send_next()
 
     def vote(self, failed: bool) -> bool:
@@ -207,8 +214,6 @@ class ParamAllGather:
         (bucket,) = self._to_send
         votes = bucket.by_rank[:, -1]
         votes[bucket.ranks.rank] = failed
-        if not failed:
-            self._copy_back()
         self._awaits_vote = False
         self.finish()
         return bool(votes.any())
@@ -235,12 +240,6 @@ class ParamAllGather:
         if not (self.is_lost or any(bucket.ranks.lost for bucket in self.buckets)):
             self.begin()
             self.finish()
-
-    def _copy_back(self) -> None:
-        """Set the parameters of the next bucket whose new values lie in a copy."""
-        for piece in self._to_send[0].pieces:
-            if source := self._sources.get(piece.param_state.index):
-                source.copy_back()
 
     def _send_next(self) -> None:
         if len(self._in_flight) == IN_FLIGHT:
