@@ -29,7 +29,7 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 # The compiler's output depends on these; editing one of them rebuilds the extension.
-NATIVE := $(foreach d,native/* hls_kernels hls_kernels/*,$(wildcard $(d)/*.h $(d)/*.cpp)) \
+NATIVE := $(foreach d,native/include native/src hls_kernels hls_kernels/*,$(wildcard $(d)/*.h $(d)/*.cpp)) \
     native/build.py hls_kernels/build.py setup.py setup.cfg
 
 CXX_FILES := $(foreach d,native/* hls_kernels hls_kernels/* tests/native tests/native/* tests/model tests/faults \

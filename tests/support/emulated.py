@@ -13,7 +13,9 @@ from pathlib import Path
 import torch
 
 from csd_optim import accelerator
+from csd_optim.kernels.library import register
 
+from . import emulated_kernels
 from .backends import TESTS
 
 SOURCES = TESTS / "accelerator" / "emulated"
@@ -34,7 +36,7 @@ def missing():
 def build():
     """Return the path of the library, built again if a source is newer. Raises CalledProcessError."""
     library = TESTS.parent / "build" / f"emulated-{torch.__version__}.so"
-    sources = [*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]
+    sources = [*SOURCES.glob("*.h"), SOURCES / "emulated.cpp"]
     if library.exists() and library.stat().st_mtime > max(s.stat().st_mtime for s in sources):
         return library
     library.parent.mkdir(exist_ok=True)
@@ -71,6 +73,7 @@ def load():
     module.manual_seed_all = lambda seed: None  # random numbers come from the CPU's generators
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
     torch._register_device_module("emu", module)
+    register("emu", emulated_kernels.maker(_library))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     accelerator.POLL_SECONDS = 0  # each look runs a piece of the work: while the host sleeps, nothing happens
 
