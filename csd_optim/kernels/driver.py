@@ -37,7 +37,7 @@ def _library() -> str:
     """Return the path of torch's library that depends on the compiler and the driver's library."""
     path = Path(torch.__file__).parent / "lib" / "libcaffe2_nvrtc.so"
     if not path.exists():
-        raise CSDUnavailableError(errno.ENOENT, "this torch has no libcaffe2_nvrtc.so, which compiles kernels", path)
+        raise CSDUnavailableError(errno.ENOENT, f"this torch has no compiler of kernels: {path} is missing")
     return str(path)
 
 

@@ -60,8 +60,11 @@ _lock = threading.Lock()
 
 
 def register(device_type: str, make: Maker) -> None:
-    """Say how the kernels of a device of this type are made."""
-    _makers[device_type] = make
+    """Say how the kernels of a device of this type are made, from now on."""
+    with _lock:
+        _makers[device_type] = make
+        for device in [d for d in _libraries if d.type == device_type]:
+            del _libraries[device]
 
 
 def library_of(device: torch.device) -> KernelLibrary | None:

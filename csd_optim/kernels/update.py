@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,6 +12,7 @@ from .library import KernelLibrary
 from .sources import constant, layouts
 
 SOURCE = "update.h"
+LAUNCH_ELEMS = 1 << 26  # a launch ends with the parameter that reaches this: what waits for one need not wait for many
 # By the number of a rule: the macros by which its kernel is compiled.
 RULE_DEFINES = {
     RULES[row.name]: (f"CSD_NUMBER={RULES[row.name]}", f"CSD_RULE={row.type}", f"CSD_SECTIONS={row.updated}")
@@ -21,8 +21,7 @@ RULE_DEFINES = {
 }
 
 
-@dataclass
-class UpdateRow:
+class UpdateRow(NamedTuple):
     """One parameter, or a part of it: 1-D contiguous tensors of one length on the kernels' device."""
 
     grad: torch.Tensor
@@ -32,26 +31,35 @@ class UpdateRow:
     constants: Sequence[float]  # as in csd_hyper
 
 
-def update(
-    library: KernelLibrary, rule: int, rows: Sequence[UpdateRow], nonfinite: torch.Tensor, defines: Sequence[str] = ()
+def in_launches(rows: Sequence[UpdateRow]) -> Iterator[Sequence[UpdateRow]]:
+    """Split rows of one rule into launches of kRows each, or of fewer if these have LAUNCH_ELEMS elements."""
+    first, elems, most = 0, 0, constant("kRows")
+    for i, row in enumerate(rows):
+        elems += row.grad.numel()
+        if i + 1 - first == most or elems >= LAUNCH_ELEMS:
+            yield rows[first : i + 1]
+            first, elems = i + 1, 0
+    if first < len(rows):
+        yield rows[first:]
+
+
+def launch_update(
+    library: KernelLibrary, rule: int, rows: Sequence[UpdateRow], nonfinite: torch.Tensor, defines: Sequence[str]
 ) -> None:
-    """Queue one step of a rule for all `rows`, in as few launches as their number allows.
+    """Queue one step of a rule in one launch, for at most kRows parameters.
 
     `nonfinite`: an int64 on the device, to which the number of gradients is added that are inf or nan. `defines`: how
-    the device is made to treat subnormal numbers.
+    the kernels treat subnormal numbers as zero (device_check.py).
     """
-    most = constant("kRows")
-    rows = [row for row in rows if row.grad.numel()]
-    for first in range(0, len(rows), most):
-        args, blocks = _arguments(rule, rows[first : first + most], nonfinite)
-        library.launch(SOURCE, "update", (*RULE_DEFINES[rule], *defines), args, blocks)
+    args, blocks = _arguments(rule, rows, nonfinite)
+    library.launch(SOURCE, "update", (*RULE_DEFINES[rule], *defines), args, blocks)
 
 
 def _arguments(rule: int, rows: Sequence[UpdateRow], nonfinite: torch.Tensor) -> tuple[Any, int]:
     """Return the arguments of a launch and its number of blocks."""
-    ffi = layouts()
-    block_elems = constant("kBlockElems")
-    args = ffi.new("UpdateArgs *", {"rows": len(rows)})
+    ffi, block_elems = layouts(), constant("kBlockElems")
+    args = ffi.new("UpdateArgs *")
+    args.rows = len(rows)
     args.nonfinite = ffi.cast("uint64_t *", nonfinite.data_ptr())
     blocks = 0
     for row, to in zip(rows, args.row, strict=False):

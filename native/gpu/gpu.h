@@ -11,6 +11,7 @@ constexpr uint32_t kThreads = 256;  // of a block
 #if defined(__CUDACC__) || defined(__HIP__)
 #define KERNEL extern "C" __global__ void __launch_bounds__(kThreads)
 #define SHARED __shared__
+#define UNROLL _Pragma("unroll")  // before a loop by whose index arrays are accessed, so that they stay in registers
 #if defined(__HIP__)
 // The value of another thread among 16 neighbours: an AMD wave may have 64 lanes, so shuffles stay within 16.
 template <typename T>

@@ -1,9 +1,19 @@
 // One step of a rule on parameters whose fp32 states are on the GPU, several parameters in one launch. Compiled once per
 // rule: CSD_NUMBER is its number, CSD_RULE its type, CSD_SECTIONS how many sections it updates (rules.h).
 //
-// Subnormal numbers are zero, as in native/src/float_mode.h.
+// Subnormal numbers are zero, as in native/src/float_mode.h: by the processor itself, or with CSD_SOFT by soft.h.
 #pragma once
+#ifdef CSD_SOFT
+#include "soft_rules.h"
+#define CSD_SPACE soft
+using Number = Flushed;
+inline float value_of(Number x) { return x.v; }
+#else
 #include "rules.h"
+#define CSD_SPACE
+using Number = float;
+inline float value_of(Number x) { return x; }
+#endif
 #include "values.h"
 
 /* cdef */
@@ -37,9 +47,10 @@ KERNEL update(const UpdateArgs a) {
   for (uint32_t half = 32; half; half /= 2)
     if (r + half < a.rows && a.row[r + half].first <= blockIdx.x) r += half;
   const UpdateRow &row = a.row[r];
-  csd_hyper hyper = row.hyper;
+  CSD_SPACE::csd_hyper hyper;
   hyper.rule = CSD_NUMBER;  // a constant for the compiler
-  const CSD_RULE rule(hyper);
+  for (int c = 0; c < 9; c++) hyper.c[c] = row.hyper.c[c];
+  const CSD_SPACE::CSD_RULE rule(hyper);
   bool whole = is_multiple(row.grad, kFour * bytes_of(row.grad_dtype)) &&
                is_multiple(row.param, kFour * bytes_of(row.param_dtype));
   for (int s = 0; s < CSD_SECTIONS; s++) whole = whole && is_multiple(row.state[s], sizeof(float) * kFour);
@@ -52,11 +63,11 @@ KERNEL update(const UpdateArgs a) {
     for (int s = 0; s < CSD_SECTIONS; s++) load(row.state[s] + i, section[s], row.n - i, whole);
     if (row.link_dtype != row.grad_dtype) round_values(grad, row.link_dtype);
     bad += nonfinite(grad);
-    for (int j = 0; j < kFour; j++) {
-      float state[4];
+    UNROLL for (int j = 0; j < kFour; j++) {
+      Number state[4];
       for (int s = 0; s < CSD_SECTIONS; s++) state[s] = section[s][j];
       rule.update(state, grad[j]);
-      for (int s = 0; s < CSD_SECTIONS; s++) section[s][j] = state[s];
+      for (int s = 0; s < CSD_SECTIONS; s++) section[s][j] = value_of(state[s]);
     }
     for (int s = 0; s < CSD_SECTIONS; s++) store(section[s], row.state[s] + i, row.n - i, whole);
     if (row.param) store_values(section[0], row.param, row.param_dtype, i, row.n, whole);

@@ -9,7 +9,7 @@ from support.on_accelerator import DEVICE, DTYPES
 from csd_optim import bindings
 from csd_optim.bindings import GRAD_SCALE, HYPER, RULE_ROWS, RULES
 from csd_optim.kernels.library import library_of
-from csd_optim.kernels.update import UpdateRow, update
+from csd_optim.kernels.update import UpdateRow, launch_update
 
 pytestmark = pytest.mark.accelerator
 SIZES = [1, 3, 4, 5, 1023, 1025, 4095, 4099, 8193]
@@ -44,7 +44,7 @@ def test_bits(rule):
             bindings.update(np.array([(RULES[rule], c)], HYPER), "scalar", grad, states, param)
             nonfinite += int((~grad.isfinite()).sum())
             expected.append([*states, param])
-    update(library, RULES[rule], rows, count)
+    launch_update(library, RULES[rule], rows, count, ())
     for row, tensors in zip(rows, expected, strict=True):
         for ours, theirs in zip([*row.states, row.param], tensors, strict=True):
             assert same_bits(ours.cpu(), theirs)

@@ -14,6 +14,7 @@
 
 #define KERNEL static inline void
 #define SHARED static thread_local  // a thread runs one block at a time
+#define UNROLL
 
 struct Index {
   uint32_t x;
