@@ -376,17 +376,17 @@ def test_gradients_are_free_in_backward(tmp_path):
 
 @one_schedule
 @pytest.mark.parametrize("overlap", [PLAIN, FREE], ids=["plain", "free"])
-def test_no_memory_for_it(tmp_path, overlap, monkeypatch):
+def test_no_memory_for_it(tmp_path, overlap, monkeypatch, way):
     training = Twin(tmp_path, overlap, place=[DEVICE], gpu=["gpu:"], latency="100us")
     training.step()
     training.opt.wait()
     before = training.seen()[2:]
 
-    def full(*_):
+    def full(*_, **__):
         raise torch.OutOfMemoryError("out of it")
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "isfinite", full)
+        patch.setattr(*{"kernels": (torch, "zeros"), "torch": (torch.Tensor, "isfinite")}[way], full)
         with pytest.raises(CSDMemoryError, match="no memory for a step on the accelerator"):
             training.step()
     training.opt.zero_grad()
