@@ -1,51 +1,45 @@
 """The update kernels give the same bits as the native engine, on the emulated accelerator and on real ones."""
 
-import numpy as np
 import pytest
 import torch
-from support.floats import awkward, same_bits
-from support.on_accelerator import DEVICE, DTYPES
+from support.on_accelerator import DEVICE
+from support.rule_cases import ROWS, SIZES, differing, edge_rows, random_rows
 
-from csd_optim import bindings
-from csd_optim.bindings import GRAD_SCALE, HYPER, RULE_ROWS, RULES
-from csd_optim.kernels.library import library_of
-from csd_optim.kernels.update import UpdateRow, launch_update
+from csd_optim.kernels.device_check import EXACT, SOFT, WAYS, kernels_of
 
-pytestmark = pytest.mark.accelerator
-SIZES = [1, 3, 4, 5, 1023, 1025, 4095, 4099, 8193]
+pytestmark = [pytest.mark.accelerator, pytest.mark.one_schedule]
 
 
-def constants(generator, scale=1.0):
-    c = torch.rand(9, generator=generator).tolist()
-    c[GRAD_SCALE] = scale
-    return c
+def library_on(way):
+    """Return the kernels of the accelerator if they can treat subnormal numbers in this way."""
+    found = kernels_of(torch.device(DEVICE))
+    if found.library is None or (way == EXACT and found.report != EXACT):
+        pytest.skip(found.report)
+    return found.library
 
 
-def cut(t, shift):
-    """Return a copy of `t` on the device, in the midst of a larger tensor: misaligned unless `shift` is 0 or 4."""
-    return torch.full((len(t) + 8,), 7.0, dtype=t.dtype, device=DEVICE)[shift : shift + len(t)].copy_(t)
+def each(some):
+    """Return all rules with the processor's own flush, and with the soft one: all in the tier ci, else `some`."""
+    return [
+        pytest.param(row, way, id=f"{row.name}-{way}", marks=[pytest.mark.ci] if way == SOFT and k not in some else [])
+        for way in (EXACT, SOFT)
+        for k, row in enumerate(ROWS)
+    ]
 
 
-@pytest.mark.parametrize("rule", ["adamw"])
-def test_bits(rule):
-    library = library_of(torch.device(DEVICE))
-    generator = torch.Generator().manual_seed(1)
-    count = torch.zeros((), dtype=torch.int64, device=DEVICE)
-    rows, expected, nonfinite = [], [], 0
-    sections = next(row.updated for row in RULE_ROWS if row.name == rule)
-    for i, n in enumerate(SIZES):
-        for dtype in DTYPES:
-            c = constants(generator, [1.0, 1024.0][i % 2])
-            states = [awkward(n, generator, positive=k > 1) for k in range(sections)]
-            grad = awkward(n, generator).to(dtype)
-            param = torch.zeros(n, dtype=DTYPES[i % 3])
-            there = [cut(t, i % 5) for t in states]
-            rows.append(UpdateRow(cut(grad, i % 2), dtype, there, cut(param, i % 2), c))
-            bindings.update(np.array([(RULES[rule], c)], HYPER), "scalar", grad, states, param)
-            nonfinite += int((~grad.isfinite()).sum())
-            expected.append([*states, param])
-    launch_update(library, RULES[rule], rows, count, ())
-    for row, tensors in zip(rows, expected, strict=True):
-        for ours, theirs in zip([*row.states, row.param], tensors, strict=True):
-            assert same_bits(ours.cpu(), theirs)
-    assert count.item() == nonfinite
+@pytest.mark.parametrize(("row", "way"), each(some=(1, 4, 11)))
+def test_bits(row, way):
+    library, generator = library_on(way), torch.Generator().manual_seed(len(row.name))
+    wrong, compared = differing(library, WAYS[way], row, random_rows(row, generator, SIZES))
+    assert (wrong, compared > 50_000) == (0, True)
+    assert differing(library, WAYS[way], row, edge_rows(row, range(2)))[0] == 0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("row", "way"), each(some=()))
+def test_ten_million_values(row, way):
+    library, generator, compared = library_on(way), torch.Generator().manual_seed(len(row.name)), 0
+    while compared < 10_000_000:
+        wrong, more = differing(library, WAYS[way], row, random_rows(row, generator, [100_003, 65_536, 7]))
+        compared += more
+        assert wrong == 0

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from support.floats import awkward, same_bits
+from support.floats import at_the_edge, awkward, same_bits
 
 from csd_optim import bindings
-from csd_optim.bindings import GRAD_SCALE, HYPER, RULES
+from csd_optim.bindings import GRAD_SCALE, HYPER, RULE_ROWS, RULES
 from csd_optim.engine.placing.torch_rules import Scratch, differing_roundings, update
 
 N = 20_000
@@ -29,6 +29,17 @@ def test_bits(rule, seed):
         update(RULES[rule], hyper["c"][0].tolist(), ours, grad, Scratch.of(N, torch.device("cpu")))
         assert all(map(same_bits, ours, states))
         assert not same_bits(ours[0], awkward(N, generator))
+
+
+@pytest.mark.parametrize("row", [row for row in RULE_ROWS if row.name in RULES], ids=lambda row: row.name)
+def test_bits_at_the_edge_of_subnormal_numbers(row):
+    for seed in range(2):
+        for constants, states, grad in at_the_edge(row, seed):
+            hyper = np.array([(RULES[row.name], constants.tolist())], HYPER)
+            ours = [state.clone() for state in states]
+            bindings.update(hyper, "scalar", grad, states, None)
+            update(RULES[row.name], constants.tolist(), ours, grad, Scratch.of(len(grad), torch.device("cpu")))
+            assert all(map(same_bits, ours, states))
 
 
 def test_the_cpu_rounds_as_it_should():

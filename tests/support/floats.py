@@ -6,6 +6,9 @@ import platform
 
 import torch
 
+from csd_optim.bindings import GRAD_SCALE
+from csd_optim.kernels.edge import EDGE_DIVIDEND, EDGE_DIVISOR, edge_factors
+
 LIBM = ctypes.CDLL("libm.so.6")
 NEAREST, UPWARD = 0, 0x400000 if platform.machine() == "aarch64" else 0x800  # fenv.h
 
@@ -28,6 +31,34 @@ def awkward(n, generator, *, positive=False):
     x[n // 2 : 3 * n // 4] *= 1e-30
     x[::97], x[1::97] = 0.0, -0.0
     return x.abs() if positive else x
+
+
+EPS = {"adamw": 7, "adam": 7, "adagrad": 2, "rmsprop": 5}  # index of eps among the constants of rules that divide
+
+
+def at_the_edge(row, seed):
+    """Yield constants, states and a gradient whose products or quotients are just below 2^-126: see edge.py.
+
+    `row`: the rule's row of RULE_ROWS. First the scaled gradient is there, and nothing is between it and a state; then
+    the products of states with constants; then the quotient of a rule that has one.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    x, y = (torch.tensor(factors, dtype=torch.float64) for factors in edge_factors(16, seed))
+    signs = torch.tensor([1.0, -1.0])
+    zeros = torch.zeros(2)
+    for small, scale in zip(x, y, strict=True):
+        constants = torch.ones(9)
+        constants[GRAD_SCALE] = scale * 2.0**63
+        yield constants, [zeros.clone() for _ in range(row.updated)], (signs * small * 2.0**-63).float()
+    for _ in range(8):
+        pairs = torch.randint(len(y), (9,), generator=generator)
+        of = pairs[torch.randint(9, (row.updated + 1, 128), generator=generator)]
+        *states, grad = (x[of] * 2.0**-63 * torch.randint(-1, 2, of.shape, generator=generator)).float()
+        yield (y[pairs] * 2.0**63).float(), [state.clone() for state in states], grad.clone()
+    if row.rule in EPS:
+        constants = torch.ones(9)
+        constants[EPS[row.rule]] = EDGE_DIVISOR
+        yield constants, [zeros.clone() for _ in range(row.updated)], signs * EDGE_DIVIDEND
 
 
 def bits(t):
