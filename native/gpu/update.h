@@ -41,6 +41,7 @@ typedef struct UpdateArgs {
   UpdateRow row[kRows];
 } UpdateArgs;
 /* end of cdef */
+static_assert(sizeof(UpdateArgs) <= 4096, "too many rows");
 
 KERNEL update(const UpdateArgs a) {
   uint32_t r = 0;

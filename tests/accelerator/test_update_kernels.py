@@ -35,7 +35,7 @@ def test_bits(row, way):
     assert differing(library, WAYS[way], row, edge_rows(row, range(2)))[0] == 0
 
 
-@pytest.mark.soak
+@pytest.mark.ci
 @pytest.mark.parametrize(("row", "way"), each(some=()))
 def test_ten_million_values(row, way):
     library, generator, compared = library_on(way), torch.Generator().manual_seed(len(row.name)), 0

@@ -7,7 +7,6 @@ import os
 import subprocess
 
 from csd_optim.kernels import sources
-from csd_optim.kernels.library import KernelLibrary
 
 from .backends import TESTS
 
@@ -19,14 +18,14 @@ ROUNDING = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 FLAGS = ["-std=c++17", "-O1", *ROUNDING, "-shared", "-fPIC", "-Wall", "-Wextra"]
 
 
-def compiled(source, defines, changed=(), options=()):
+def compiled(source, defines, gpu=NATIVE / "gpu"):
     """Return the path of a header's kernels as a library, built again if its sources have changed.
 
-    `changed`: a folder with a changed copy of native/gpu/. `options`: more options of the compiler.
+    `gpu`: where the headers of native/gpu/ are.
     """
-    folders = [*changed, NATIVE / "gpu", NATIVE / "include", NATIVE / "src", EMULATED]
+    folders = [gpu, NATIVE / "include", NATIVE / "src", EMULATED]
     kernels = "".join(f"RUN({name})" for name in sources.kernels_in(source))
-    options = [*options, f'-DCSD_HEADER="{source}"', f"-DCSD_KERNELS={kernels}", *(f"-D{define}" for define in defines)]
+    options = [f'-DCSD_HEADER="{source}"', f"-DCSD_KERNELS={kernels}", *(f"-D{define}" for define in defines)]
     digest = hashlib.sha256(repr((FLAGS, options)).encode())
     for folder in folders:
         for header in sorted([*folder.glob("*.h"), *folder.glob("emulate.cpp")]):
@@ -42,22 +41,32 @@ def compiled(source, defines, changed=(), options=()):
     return path
 
 
-class EmulatedProcessor:
-    """Queues kernels on a device of the emulated accelerator. `library`: the accelerator's; `how`: see compiled()."""
+def changed_headers(folder, **changes):
+    """Return a copy of native/gpu/ in `folder` in which a header (without .h) has other text: header=(old, new)."""
+    for path in (NATIVE / "gpu").glob("*.h"):
+        text = path.read_text()
+        if path.stem in changes:
+            old, new = changes[path.stem]
+            assert text.count(old) == 1, old
+            text = text.replace(old, new)
+        (folder / path.name).write_text(text)
+    return folder
 
-    def __init__(self, library, device, **how):
-        self._library, self._device, self._how = library, device, how
+
+class EmulatedProcessor:
+    """Queues kernels on a device of the emulated accelerator. `library`: the accelerator's."""
+
+    def __init__(self, library, device):
+        self._library, self._device = library, device
         self._seeds = itertools.count()  # another order of threads for each launch
 
     def load(self, source, defines):
-        return ctypes.CDLL(str(compiled(source, defines, **self._how))).launch
+        return self.loaded(compiled(source, defines))
+
+    def loaded(self, path):
+        return ctypes.CDLL(str(path)).launch
 
     def launch(self, module, kernel, args, blocks):
         run, name = ctypes.cast(module, ctypes.c_void_p), kernel.encode()
         arguments, size = ctypes.c_void_p(sources.address(args)), ctypes.c_size_t(sources.size(args))
         self._library.emu_launch(self._device.index, run, name, arguments, size, blocks, next(self._seeds))
-
-
-def maker(library, **how):
-    """Return what csd_optim.kernels.library.register() takes."""
-    return lambda device: KernelLibrary(device, EmulatedProcessor(library, device, **how))
