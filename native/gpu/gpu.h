@@ -9,7 +9,11 @@
 constexpr uint32_t kThreads = 256;  // of a block
 
 #if defined(__CUDACC__) || defined(__HIP__)
+#ifdef CSD_SOFT  // without a second bound, compilers grant so few registers that some kernels spill a few
+#define KERNEL extern "C" __global__ void __launch_bounds__(kThreads, 2)
+#else
 #define KERNEL extern "C" __global__ void __launch_bounds__(kThreads)
+#endif
 #define SHARED __shared__
 #define UNROLL _Pragma("unroll")  // before a loop by whose index arrays are accessed, so that they stay in registers
 #if defined(__HIP__)
