@@ -15,7 +15,9 @@ NATIVE = TESTS.parent / "native"
 BUILD = TESTS.parent / "build" / "kernels"
 # As native/build.py compiles the native engine, with fewer optimisations: it is quicker to compile.
 ROUNDING = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-FLAGS = ["-std=c++17", "-O1", *ROUNDING, "-shared", "-fPIC", "-Wall", "-Wextra"]
+# Also ends the process where a GPU would fault, as at an address that is no multiple of the size of what is loaded.
+TRAPS = ["-fsanitize=alignment,bounds,shift,integer-divide-by-zero", "-fsanitize-undefined-trap-on-error"]
+FLAGS = ["-std=c++17", "-O1", *ROUNDING, *TRAPS, "-shared", "-fPIC", "-Wall", "-Wextra"]
 
 
 def compiled(source, defines, gpu=NATIVE / "gpu"):
