@@ -20,12 +20,16 @@ from .nvrtc import Compiler
 from .sources import address
 
 THREADS = 256  # kThreads of gpu.h
-# HIP has the same functions: with the prefix hip, and hipModuleLaunchKernel for cuLaunchKernel.
+# HIP has the same functions: with the prefix hip, and hipModuleLaunchKernel for cuLaunchKernel. It needs no ONLY_CUDA.
 FUNCTIONS = """
 int cuModuleLoadData(void **, const void *);
 int cuModuleGetFunction(void **, void *, const char *);
 int cuLaunchKernel(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **,
                    void **);
+"""
+ONLY_CUDA = """
+int cuCtxGetCurrent(void **);
+int cuCtxSetCurrent(void *);
 """
 
 
@@ -53,16 +57,19 @@ class Gpu:
         self._device = device
         self._ffi = FFI()
         self._is_amd = bool(torch.version.hip)
-        self._ffi.cdef(_amd_names(FUNCTIONS) if self._is_amd else FUNCTIONS)
+        self._ffi.cdef(_amd_names(FUNCTIONS) if self._is_amd else FUNCTIONS + ONLY_CUDA)
         self._lib: Any = self._ffi.dlopen(_library())  # finds functions of the libraries that it depends on, too
         self._functions: dict[tuple[Any, str], Any] = {}
+        self._context = self._ffi.new("void **")
 
     def load(self, source: str, defines: Sequence[str]) -> Any:
         """Return a module of kernels."""
         image = self._image(source, defines)
         module = self._ffi.new("void **")
         with on_device(self._device):
-            torch.cuda.current_stream(self._device).synchronize()  # now the device has a context
+            torch.cuda.current_stream(self._device).synchronize()  # now this thread has the device's context
+            if not self._is_amd:
+                self._call("cuCtxGetCurrent", self._context)
             self._call("cuModuleLoadData", module, self._ffi.from_buffer(image))
         return module[0]
 
@@ -86,6 +93,8 @@ class Gpu:
         parameters = self._ffi.new("void *[]", [self._ffi.cast("void *", address(args))])
         with on_device(self._device):
             stream = self._ffi.cast("void *", torch.cuda.current_stream(self._device).cuda_stream)
+            if not self._is_amd:  # a thread that has not used CUDA yet has no context
+                self._call("cuCtxSetCurrent", self._context[0])
             function, none = self._function(module, kernel), self._ffi.NULL
             self._call("cuLaunchKernel", function, blocks, 1, 1, THREADS, 1, 1, 0, stream, parameters, none)
 
