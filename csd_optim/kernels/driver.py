@@ -1,6 +1,6 @@
 """Loads and launches compiled kernels on a GPU: the driver's functions for modules, from torch's own libraries.
 
-Written for NVIDIA's GPUs and AMD's, but not yet run on AMD's.
+Written for GPUs of NVIDIA and AMD. Not yet run on AMD's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cffi import FFI
 
 from ..accelerator import on_device
 from ..errors import CSDUnavailableError
-from .nvrtc import Compiler
+from .nvrtc import Compiler, function_of
 from .sources import address
 
 THREADS = 256  # kThreads of gpu.h
@@ -58,7 +58,11 @@ class Gpu:
         self._ffi = FFI()
         self._is_amd = bool(torch.version.hip)
         self._ffi.cdef(_amd_names(FUNCTIONS) if self._is_amd else FUNCTIONS + ONLY_CUDA)
-        self._lib: Any = self._ffi.dlopen(_library())  # finds functions of the libraries that it depends on, too
+        path = _library()
+        try:
+            self._lib: Any = self._ffi.dlopen(path)  # finds functions of the libraries that it depends on, too
+        except OSError as e:
+            raise CSDUnavailableError(errno.ENOENT, f"no driver for kernels: {e}") from None
         self._functions: dict[tuple[Any, str], Any] = {}
         self._context = self._ffi.new("void **")
 
@@ -107,5 +111,5 @@ class Gpu:
         return self._functions[key]
 
     def _call(self, name: str, *args: Any) -> None:
-        if rc := getattr(self._lib, _amd_names(name) if self._is_amd else name)(*args):
+        if rc := function_of(self._lib, _amd_names(name) if self._is_amd else name)(*args):
             raise CSDUnavailableError(errno.EIO, f"{name} failed on {self._device}: error {rc}")

@@ -131,5 +131,14 @@ def test_a_torch_without_a_compiler(tmp_path, monkeypatch):
     assert found == (None, (), f"this torch has no compiler of kernels: {missing} is missing")
 
 
+def test_a_library_without_a_compiler(tmp_path, monkeypatch):
+    path = tmp_path / "empty.so"
+    subprocess.run([os.environ.get("CXX", "g++"), "-shared", "-x", "c++", "/dev/null", "-o", path], check=True)
+    monkeypatch.setattr(driver, "_library", lambda: str(path))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with pytest.raises(CSDUnavailableError, match="has no nvrtcGetNumSupportedArchs"):
+        Gpu(torch.device("cuda", 0)).load("update.h", RULE)
+
+
 def test_the_threads_of_a_block():
     assert f"constexpr uint32_t kThreads = {THREADS};" in headers()["gpu.h"]
