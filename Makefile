@@ -29,11 +29,11 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 # The compiler's output depends on these; editing one of them rebuilds the extension.
-NATIVE := $(foreach d,native/* hls_kernels hls_kernels/*,$(wildcard $(d)/*.h $(d)/*.cpp)) \
+NATIVE := $(foreach d,native/include native/src hls_kernels hls_kernels/*,$(wildcard $(d)/*.h $(d)/*.cpp)) \
     native/build.py hls_kernels/build.py setup.py setup.cfg
 
 CXX_FILES := $(foreach d,native/* hls_kernels hls_kernels/* tests/native tests/native/* tests/model tests/faults \
-    tests/accelerator/emulated,\
+    tests/accelerator/emulated tests/kernels,\
     $(wildcard $(d)/*.h $(d)/*.cpp $(d)/*.c))
 
 # The pattern targets below cannot be here: make looks for no rule of that kind for phony targets.
@@ -65,7 +65,7 @@ ci:
 	@$(call TIMED,$(MAKE) --no-print-directory test || status=$$?; $(MAKE) --no-print-directory rest || status=$$?)
 
 # What `make ci` runs beyond `make test`.
-rest: ready
+rest: ready $(VENV)/.nvrtc
 	@$(call TIMED,$(PARTS) rest-together rest-accelerated rest-signals sanitize docs || status=$$?; $(PARTS) rest-alone || status=$$?)
 
 ready:
@@ -192,6 +192,11 @@ $(VENV)/.native: $(BIN)/python pyproject.toml $(NATIVE)
 
 $(VENV)/.docs: $(VENV)/.packages
 	$(PIP) "sphinx>=8" "myst-parser>=4" furo
+	touch $@
+
+# NVIDIA's compiler, as a library, which needs no GPU: compiles the kernels in tests/kernels. 90 MB to download.
+$(VENV)/.nvrtc: $(VENV)/.types
+	$(PIP) nvidia-cuda-nvrtc
 	touch $@
 
 $(VENV)/.wheels: $(VENV)/.installed

@@ -96,6 +96,7 @@ class RuleRow(NamedTuple):
     updated: int  # number of sections that it updates
     most: int  # most sections that a tile may have; of a pass, in its half
     codec: str  # a key of CODECS
+    type: str  # the type in its header
 
 
 def _rule_rows() -> list[RuleRow]:
@@ -105,8 +106,9 @@ def _rule_rows() -> list[RuleRow]:
     found, row = [], lib.csd_rules()
     while row.type:
         name = names.get(row.number, str(row.number))
-        rule = name.partition("_")[0] if row.of_pass else ffi.string(row.type).decode().lower()
-        found.append(RuleRow(name, rule, row.of_pass, row.updated, row.most, codecs[row.codec]))
+        kind = ffi.string(row.type).decode()
+        rule = name.partition("_")[0] if row.of_pass else kind.lower()
+        found.append(RuleRow(name, rule, row.of_pass, row.updated, row.most, codecs[row.codec], kind))
         row += 1
     return found
 

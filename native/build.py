@@ -37,7 +37,7 @@ SOURCES = [
 # setuptools rebuilds the extension only if a source or one of these dependencies is newer.
 HEADERS = [
     str(header.relative_to(ROOT))
-    for where in ("native", "hls_kernels")
+    for where in ("native/include", "native/src", "hls_kernels")
     for header in sorted((ROOT / where).rglob("*.h"))
 ]
 

@@ -43,6 +43,7 @@ FLOORS = {  # the floor of each folder, and of each file beside them; a folder o
     "serve.wire": 2,
     "compression": 2,
     "replica": 2,
+    "kernels": 1.5,
     "bindings": 1,
     "finalize": 1,
     "signals": 1,

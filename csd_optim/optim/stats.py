@@ -78,6 +78,7 @@ def describe(
             "free_bytes": 0,
             "buffer_bytes": 0,
             "state_bytes": engine.accelerator.nbytes,
+            "kernels": engine.accelerator.kernels,
         }
         unknown = ("direct_io", "p2p", "huge_pages", "numa_node", "block_bytes", "depth", "days_left")
         # If the accelerator is the only device that the user named, the engine's other device is empty: leave it out.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,10 +18,10 @@ from typing import Any
 import torch
 
 from ..accelerator import on, record_event, wait_for
-from ..engine.placing.on_accelerator import CHUNK
-from ..engine.placing.torch_rules import Scratch, update
+from ..engine.placing.updaters import Updater, updater_of
 from ..engine.trace import Span
 from ..errors import CSDMemoryError
+from ..kernels.update import UpdateRow
 from ..params.grad_source import GradSource
 from ..params.param_state import ParamState
 from ..params.strides import flat
@@ -36,9 +37,14 @@ class AcceleratorUpdate:
     constants: Sequence[float]
 
     @property
-    def is_rounded(self) -> bool:
-        """Whether the gradient has to be rounded to the optimizer's grad_dtype, which differs from its own."""
-        return self.source.grad.dtype is not self.source.grad_dtype
+    def device(self) -> torch.device:
+        return self.source.param.device
+
+    def row(self) -> UpdateRow:
+        """Return the tensors of the update. The gradient may be on another device, if the parameter was moved."""
+        state, source = self.param_state, self.source
+        param = None if state.in_place else source.param.data
+        return UpdateRow(source.grad, source.grad_dtype, _states(state), param, self.constants)
 
 
 def _states(param_state: ParamState) -> list[torch.Tensor]:
@@ -107,7 +113,7 @@ class AcceleratorUpdates:
     Then call allocate() and begin(), and queue_next() until all updates are queued, or queue_all(); or launch_one()
     with each gradient, if gradients arrive one by one. Without `updates` all methods do nothing.
 
-    `exact`: see torch_rules.Scratch. `undoes`: keep the previous states for undo().
+    `exact`: see updater_of(). `undoes`: keep the previous states for undo().
     """
 
     def __init__(self, updates: Sequence[AcceleratorUpdate] = (), *, exact: bool = True, undoes: bool = True) -> None:
@@ -116,16 +122,17 @@ class AcceleratorUpdates:
         self.launched: bool = False
         self.params: int = 0  # elements of the parameters whose updates were queued
         self._updates = {u.param_state.index: u for u in updates}
+        self._rows: dict[int, UpdateRow] = {}  # by row: what allocate() has prepared
         self._before: list[tuple[ParamState, list[torch.Tensor]]] = []
         self._queued: list[Queued] = []
-        self._to_queue: Iterator[None] = iter(())  # queues one chunk per next()
+        self._to_queue: Iterator[None] = iter(())  # queues one part per next()
         self._events: dict[int, Any] = {}  # by row: the event after which a queued row is updated
         self.commit_bytes: int = 0  # bytes of states copied to the host, to be stored in directories
-        largest: dict[torch.device, int] = {}
+        by_device: dict[torch.device, list[AcceleratorUpdate]] = {}
         for u in updates:
-            largest[u.source.param.device] = max(largest.get(u.source.param.device, 0), u.param_state.numel)
-        self._devices = [*largest]
-        self._streams = {d: torch.accelerator.current_stream(d) for d in largest}  # scratch memory is theirs
+            by_device.setdefault(u.device, []).append(u)
+        self._devices = [*by_device]
+        self._streams = {d: torch.accelerator.current_stream(d) for d in by_device}  # scratch memory is theirs
         for u in updates:
             if u.param_state.is_new:  # initial states; other devices make theirs when they first update a parameter
                 master, *others = _states(u.param_state)
@@ -133,12 +140,12 @@ class AcceleratorUpdates:
                 for state in others:  # a copy may still have the values of an undone step
                     state.zero_()
         with _raising_memory_error():
-            self._scratch = {d: Scratch.of(min(n, CHUNK), d, exact=exact) for d, n in largest.items()}
-            self._nonfinite = {d: torch.zeros((), dtype=torch.int64, device=d) for d in largest}
-            self._rounded = {
-                d: torch.empty(min(largest[d], CHUNK), dtype=dtype, device=d)
-                for d, dtype in {u.source.param.device: u.source.grad_dtype for u in updates if u.is_rounded}.items()
-            }
+            self._updaters: dict[torch.device, Updater] = {}
+            for device, here in by_device.items():
+                rounded = [u.source.grad_dtype for u in here if u.source.grad.dtype is not u.source.grad_dtype]
+                largest, rounds_to = max(u.param_state.numel for u in here), rounded[0] if rounded else None
+                self._updaters[device] = updater_of(device, largest, rounds_to, exact=exact)
+        self._nonfinite = [updater.nonfinite for updater in self._updaters.values()]
 
     @property
     def rows(self) -> Collection[int]:
@@ -156,8 +163,7 @@ class AcceleratorUpdates:
                 # A copy needs no backup: the devices have the same states.
                 before = [] if u.param_state.accelerator_copy else [state.clone() for state in _states(u.param_state)]
                 self._before.append((u.param_state, before))
-            for grad in self._grads(u):
-                self._nonfinite[grad.device] += grad.isfinite().logical_not().sum()
+            self._rows[u.param_state.index] = self._updaters[u.device].prepare(u.row())
 
     def begin(self, *, timed: bool) -> None:
         """Get ready to queue the updates, on the streams that are current then. `timed`: see Queued."""
@@ -165,7 +171,7 @@ class AcceleratorUpdates:
             self._to_queue = self._queue(timed=timed)
 
     def queue_next(self) -> None:
-        """Queue one chunk of the updates, if some are left."""
+        """Queue one part of the updates, if some are left."""
         next(self._to_queue, None)
 
     def queue_all(self) -> None:
@@ -184,8 +190,7 @@ class AcceleratorUpdates:
     def _queue(self, *, timed: bool) -> Iterator[None]:
         self.launched = True
         queued = Queued(len(self._updates), self._devices, timed=timed)
-        for u in self._updates.values():
-            yield from self._update(u)
+        yield from self._update([*self._updates.values()])
         queued.end()
         self._queued.append(queued)
 
@@ -202,40 +207,34 @@ class AcceleratorUpdates:
             self._allocate(u)
             self.launched = True
             queued = Queued(1, [grad.device], timed=timed)
-            for _ in self._update(u):
+            for _ in self._update([u]):
                 pass
             queued.end()
         made_on.wait_stream(stream)  # the gradient's memory belongs to this stream
         self._queued.append(queued)
 
-    def _grads(self, u: AcceleratorUpdate) -> Iterator[torch.Tensor]:
-        """Yield the gradient in chunks, rounded to grad_dtype. Each is valid until the next one is requested.
-
-        Chunks are on the parameter's device, even if the parameter was moved and its gradient was not.
-        """
-        device = u.source.param.device
-        for grad in torch.split(u.source.grad, CHUNK):
-            yield self._rounded[device][: len(grad)].copy_(grad) if u.is_rounded else grad.to(device)
-
-    def _update(self, u: AcceleratorUpdate) -> Iterator[None]:
-        param = u.source.param.data
-        self.params += u.param_state.numel
-        in_chunks = (torch.split(t, CHUNK) for t in (param, *_states(u.param_state)))
-        chunks = zip(self._grads(u), *in_chunks, strict=True)
-        for grad, here, *states in chunks:
-            update(u.rule, u.constants, states, grad, self._scratch[param.device].first(len(here)))
-            if not u.param_state.in_place:
-                here.copy_(states[0])
-            yield
-        self._events[u.param_state.index] = record_event(torch.accelerator.current_stream(param.device))
+    def _update(self, updates: Sequence[AcceleratorUpdate]) -> Iterator[None]:
+        """Queue updates part by part: those of one device and rule together, in the order of `updates`."""
+        alike: dict[tuple[torch.device, int], list[int]] = {}
+        for u in updates:
+            alike.setdefault((u.device, u.rule), []).append(u.param_state.index)
+        for (device, rule), indices in alike.items():
+            rows = [self._rows.pop(index) for index in indices]
+            left = iter(zip(indices, rows, strict=True))
+            for complete in self._updaters[device].queue(rule, rows):
+                event = record_event(torch.accelerator.current_stream(device)) if complete else None
+                for index, row in itertools.islice(left, complete):
+                    self.params += row.grad.numel()
+                    self._events[index] = event
+                yield
 
     def release_scratch(self) -> list[int]:
         """Free scratch memory and references to gradients, once all is queued. Returns the rows that are updated."""
         rows = [*self._updates]
         self._to_queue = iter(())
         self._updates.clear()
-        self._scratch.clear()
-        self._rounded.clear()
+        self._rows.clear()
+        self._updaters.clear()
         return rows
 
     @property
@@ -274,7 +273,7 @@ class AcceleratorUpdates:
     def counters(self) -> dict[str, Any]:
         """Return counters for stats(), when all is done. `seconds`: of the busiest accelerator, 0 without timers."""
         seconds = max((sum(queued.seconds(d) for queued in self._queued) for d in self._devices), default=0.0)
-        nonfinite = sum(int(n) for n in self._nonfinite.values())
+        nonfinite = sum(int(n) for n in self._nonfinite)
         done = {"params": self.params, "nonfinite_grads": nonfinite, "seconds": seconds}
         return done | {"commit_bytes": self.commit_bytes}
 

@@ -4,7 +4,12 @@ import contextlib
 
 import pytest
 from support import emulated
+from support.backends import TILE
 from support.ranks import on_living_ranks
+
+from csd_optim.engine.placing import updaters
+from csd_optim.kernels import device_check
+from csd_optim.kernels.device_check import DeviceKernels
 
 REAL = "real device"
 
@@ -31,6 +36,32 @@ def everywhere(request, tmp_path):
 
     said = request.config.getoption("--accelerator").split(",") if emulated.loaded() else None
     return lambda *call: on_living_ranks(2, on_both, said, *call, directory=tmp_path)
+
+
+@pytest.fixture
+def small_pieces():
+    """Queue updates in so small pieces that a parameter of a few tiles takes several if there are no kernels."""
+    from support.on_accelerator import in_small_pieces
+
+    with in_small_pieces(TILE):
+        yield
+
+
+@pytest.fixture
+def no_kernels(monkeypatch):
+    """Let no device have kernels, so that torch operations update parameters."""
+    monkeypatch.setattr(device_check, "kernels_of", lambda device: DeviceKernels(None, (), "none in this test"))
+    updaters.differences.cache_clear()
+    yield
+    updaters.differences.cache_clear()
+
+
+@pytest.fixture(params=["kernels", "torch"])
+def way(request):
+    """How parameters are updated: by kernels, or without them by torch operations."""
+    if request.param == "torch":
+        request.getfixturevalue("no_kernels")
+    return request.param
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ They communicate by gloo, through host memory. Oracle: the same ranks with param
 import contextlib
 import tempfile
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from support import emulated, through_host
 from support.backends import TILE
 from support.exact import Linear
 from support.inside import mode_of
-from support.on_accelerator import DTYPES, GPU, on_both
+from support.on_accelerator import DTYPES, GPU, in_small_pieces, on_both
 from support.ranks import on_ranks
 from support.replacing import failing
 from torch import nn
@@ -25,7 +24,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from csd_optim import CSDAdam, CSDOSError, CSDRankError
 from csd_optim.bindings import Native
-from csd_optim.step import accelerator_updates
 
 pytestmark = pytest.mark.accelerator
 
@@ -46,7 +44,7 @@ def devices_for(device, gpu):
     return gpu if gpu and device != "cpu" else "file:"
 
 
-@mock.patch.object(accelerator_updates, "CHUNK", 128)  # so that more work is queued than the file has tiles
+@in_small_pieces(128)  # so that more work is queued than the file has tiles
 def shares(rank, device, dtype, strided, topk, gpu=None, overlap=False):
     """Train replicas: each rank updates its share, and after each step all ranks have all parameters.
 
@@ -114,7 +112,7 @@ def test_gradients_of_its_own_are_found(everywhere):
     everywhere(steps_alone)
 
 
-@mock.patch.object(accelerator_updates, "CHUNK", 128)
+@in_small_pieces(128)
 def beside_a_directory(rank, device):
     """Train replicas whose shares are in directories. With `gpu:`, a step fails on rank 1, and both repeat it."""
     params = made(device, DTYPES[2], False)

@@ -1,5 +1,6 @@
 """`gpu:`: states in the memory of the accelerator, updated there, with the bits of states in host memory."""
 
+import contextlib
 import copy
 import io
 import json
@@ -8,7 +9,7 @@ import pytest
 import torch
 from support import emulated
 from support.backends import TILE
-from support.on_accelerator import DEVICE, DTYPES, GPU, keep_busy
+from support.on_accelerator import DEVICE, DTYPES, GPU, keep_busy, launches_fail
 from support.optimizers import ADAMW, FULL, MIXED
 from support.replacing import class_with
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,20 +18,14 @@ from torch.utils._pytree import tree_leaves
 from csd_optim import CSDSGD, CSDAdam, CSDMemoryError, CSDOSError, CSDRuntimeError, CSDTornError, CSDValueError
 from csd_optim.devices.spec import parse_devices
 from csd_optim.engine.engine import Engine
-from csd_optim.engine.placing import on_accelerator
-from csd_optim.engine.placing.torch_rules import differing_roundings, update
+from csd_optim.engine.placing import on_accelerator, updaters
+from csd_optim.engine.placing.torch_rules import Scratch, differing_roundings
 from csd_optim.step import accelerator_updates
 
-pytestmark = pytest.mark.accelerator
+pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("small_pieces")]
 one_schedule = pytest.mark.one_schedule
 
 SHAPES = [(), (5, 7), (0,), (2, TILE), (3 * TILE + 5,), (40, 60)]
-
-
-@pytest.fixture(autouse=True)
-def small_pieces(monkeypatch):
-    """Make chunks so small that a parameter of a few tiles takes several."""
-    monkeypatch.setattr(accelerator_updates, "CHUNK", TILE)
 
 
 def randn(shape, seed):
@@ -85,7 +80,7 @@ def on_the_cpu(steps, pair=ADAMW, lr=1e-2):
     ],
     ids=str,
 )
-def test_bits_of_states_in_memory(pair, devices):
+def test_bits_of_states_in_memory(pair, devices, way):
     params = made(DEVICE)
     optimizer = pair.ours(params, devices=devices, tile_size=TILE, lr=1e-2, **pair.kwargs)
     for k in range(3):
@@ -123,12 +118,11 @@ def test_a_step_that_fails(call, k, monkeypatch):
 
     with monkeypatch.context() as patch:
         if call == "launch":
-            patch.setattr(
-                accelerator_updates, "update", lambda *a: breaks() if len(calls) > 2 else calls.append(update(*a))
-            )
+            failing = launches_fail(1, breaks)
         else:
             patch.setattr(class_with(call), call, fails_once if call == "finish" else breaks)
-        with pytest.raises(Broken):
+            failing = contextlib.nullcontext()
+        with failing, pytest.raises(Broken):
             step(optimizer, 7)
     assert same([p.detach().cpu() for p in params], before)
     if k:
@@ -138,14 +132,11 @@ def test_a_step_that_fails(call, k, monkeypatch):
 
 
 @one_schedule
-def test_a_step_in_place_that_fails_says_so(monkeypatch):
+def test_a_step_in_place_that_fails_says_so():
     optimizer = CSDAdam(made(DEVICE), devices="gpu:", lr=1e-2)
     step(optimizer, 0)
-    calls = []
-    with monkeypatch.context() as patch:
-        patch.setattr(accelerator_updates, "update", lambda *a: calls.append(update(*a)) if len(calls) < 3 else 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            step(optimizer, 1)
+    with launches_fail(3, lambda: 1 / 0), pytest.raises(ZeroDivisionError):
+        step(optimizer, 1)
     with pytest.raises(CSDTornError, match=r"an earlier step was cut short\. .* gpu: without a drive"):
         step(optimizer, 2)
 
@@ -334,7 +325,7 @@ def test_no_room(emulated_only):
 
 
 @one_schedule
-def test_memory_that_is_not_there(monkeypatch):
+def test_memory_that_is_not_there(monkeypatch, way):
     def full(*_, **__):
         raise torch.OutOfMemoryError("out of it")
 
@@ -347,7 +338,7 @@ def test_memory_that_is_not_there(monkeypatch):
             optimizer.step()
     step(optimizer, 0)
     before = bits(optimizer)
-    for where, name in ((accelerator_updates.Scratch, "of"), (torch.Tensor, "isfinite")):
+    for where, name in {"kernels": [(torch, "zeros")], "torch": [(Scratch, "of"), (torch.Tensor, "isfinite")]}[way]:
         with monkeypatch.context() as patch:
             patch.setattr(where, name, full)
             with pytest.raises(CSDMemoryError, match="no memory for a step on the accelerator"):
@@ -370,7 +361,7 @@ class Full(TorchDispatchMode):
 
 @one_schedule
 @pytest.mark.parametrize("grad_dtype", [None, torch.bfloat16])
-def test_all_memory_is_taken_before_the_step(grad_dtype, monkeypatch):
+def test_all_memory_is_taken_before_the_step(grad_dtype, monkeypatch, way):
     real = accelerator_updates.AcceleratorUpdates.begin
 
     def begin(updates, **options):
@@ -410,8 +401,9 @@ def test_other_roundings_are_found(monkeypatch):
 
 
 @one_schedule
+@pytest.mark.usefixtures("no_kernels")
 def test_another_rounding_has_to_be_allowed(monkeypatch):
-    monkeypatch.setattr(on_accelerator, "_differing_roundings", lambda _: ["square root", "division"])
+    monkeypatch.setattr(updaters, "differing_roundings", lambda _: ["square root", "division"])
     params = made(DEVICE)
     optimizer = CSDAdam(params, devices="gpu:")
     set_grads(params, 0)
@@ -473,7 +465,7 @@ def test_auto_with_8bit_states(caplog):
 
 @one_schedule
 def test_rates_are_measured_once(monkeypatch):
-    monkeypatch.setattr(on_accelerator, "CHUNK", TILE)
+    monkeypatch.setattr(on_accelerator, "TIMED_ELEMS", TILE)
     monkeypatch.setattr(on_accelerator, "LINK_BYTES", 1 << 16)
     measures = on_accelerator._update_rate, on_accelerator._link_rate
     for measure in measures:

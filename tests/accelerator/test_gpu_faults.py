@@ -12,7 +12,7 @@ from support.faulty import child, fault, in_child  # noqa: F401
 from support.stores import flip
 
 from csd_optim import CSDOSError, CSDStoreError, CSDTornError
-from csd_optim.step import accelerator_updates
+from csd_optim.kernels import update
 from csd_optim.store.format import read_contents
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.one_schedule]
@@ -22,7 +22,7 @@ ALL, SOME = "1GB", f"{12 * (3 * TILE + 5) + 12 * 40}"  # room for all, or for so
 
 def with_few_buffers(directory, room=ALL, **options):
     """Return a training with so few buffers that writes must end before the last tiles: errors are within the step."""
-    accelerator_updates.CHUNK = TILE  # set in the child: a parameter of a few tiles takes several chunks
+    update.LAUNCH_ELEMS = 1  # set in the child: each parameter takes a launch of its own
     return Trained([f"gpu:?room={room}", f"file:{directory}/csd1?cache=off&buffers=3"], **options)
 
 
@@ -150,7 +150,7 @@ def test_a_commit_that_fails_is_tried_again(calls, nth, times, tmp_path):
 @in_child
 def test_a_late_error_loses_nothing(tmp_path):
     """The step is complete although its last writes fail later: the host still has their data."""
-    accelerator_updates.CHUNK = TILE
+    update.LAUNCH_ELEMS = 1
     it = Trained(["gpu:?room=1GB", f"file:{tmp_path}/csd1?cache=off"], tile_size=8192)
     it.step(0).step(1).bits()
     with fault(TILE_WRITE, tmp_path, errno.EIO, hold=True) as release:

@@ -26,7 +26,7 @@ from support.between_steps import (
 )
 from support.exact import Linear
 from support.inside import engine_of, flight_of, images_back, state_map_of
-from support.on_accelerator import BACKWARD, DEVICE, DTYPES
+from support.on_accelerator import BACKWARD, DEVICE, DTYPES, in_small_pieces, launches_fail
 from support.replacing import class_with, failing
 from support.twins import Twin, assert_twins, checksum
 from support.use_check import check_uses
@@ -35,7 +35,6 @@ from torch import nn
 from csd_optim import CSDAdam, CSDMemoryError, CSDOSError, CSDTornError, CSDValueError
 from csd_optim.bindings import Native
 from csd_optim.engine.engine import Engine
-from csd_optim.step import accelerator_updates
 
 pytestmark = pytest.mark.accelerator
 one_schedule = pytest.mark.one_schedule
@@ -50,9 +49,10 @@ KEPT = pytest.mark.parametrize("options", [SCRATCH, pytest.param(NAMED, id="name
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch):
-    """Make chunks so small that a weight takes several."""
-    monkeypatch.setattr(accelerator_updates, "CHUNK", 512)
+def small_pieces():
+    """Queue updates in so small pieces that a weight takes several if there are no kernels."""
+    with in_small_pieces(512):
+        yield
 
 
 def twins(directory, script, overlap, **options):
@@ -311,22 +311,14 @@ def test_a_device_that_fails(tmp_path, overlap, call, number, options):
 
 @KEPT
 @pytest.mark.parametrize("overlap", [PLAIN, FREE], ids=["plain", "free"])
-def test_an_update_that_fails(tmp_path, overlap, monkeypatch, options):
+def test_an_update_that_fails(tmp_path, overlap, options):
     """An update on the accelerator fails half-way."""
     training = Twin(tmp_path, overlap, place=[DEVICE], latency="100us", **{"gpu": ["gpu:"], **options})
     training.step()
     training.opt.wait()
-    before, calls, real = training.seen()[2:], [], accelerator_updates.update
-
-    def fails(*arguments):
-        calls.append(real(*arguments))
-        if len(calls) == 3:
-            raise ZeroDivisionError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(accelerator_updates, "update", fails)
-        with pytest.raises(ZeroDivisionError):
-            training.step()
+    before = training.seen()[2:]
+    with launches_fail(2, lambda: 1 / 0), pytest.raises(ZeroDivisionError):
+        training.step()
     training.opt.zero_grad()
     assert training.seen()[2:] == before
     training.step()
@@ -384,17 +376,17 @@ def test_gradients_are_free_in_backward(tmp_path):
 
 @one_schedule
 @pytest.mark.parametrize("overlap", [PLAIN, FREE], ids=["plain", "free"])
-def test_no_memory_for_it(tmp_path, overlap, monkeypatch):
+def test_no_memory_for_it(tmp_path, overlap, monkeypatch, way):
     training = Twin(tmp_path, overlap, place=[DEVICE], gpu=["gpu:"], latency="100us")
     training.step()
     training.opt.wait()
     before = training.seen()[2:]
 
-    def full(*_):
+    def full(*_, **__):
         raise torch.OutOfMemoryError("out of it")
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "isfinite", full)
+        patch.setattr(*{"kernels": (torch, "zeros"), "torch": (torch.Tensor, "isfinite")}[way], full)
         with pytest.raises(CSDMemoryError, match="no memory for a step on the accelerator"):
             training.step()
     training.opt.zero_grad()

@@ -233,8 +233,8 @@ MUTANTS = {
         "if not self.votes_later:  # else keep", "if True:  # else it keeps", "fsdp2"
     ),
     "gpu: free: on a stream of its own": in_updates(
-        "for _ in self._update(u):\n                pass",
-        "with torch.Stream(grad.device):\n                [None for _ in self._update(u)]",
+        "for _ in self._update([u]):\n                pass",
+        "with torch.Stream(grad.device):\n                [None for _ in self._update([u])]",
         "gpu_overlap and free",
     ),
     "gpu: states leave before they are updated": in_supplied(

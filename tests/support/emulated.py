@@ -13,8 +13,10 @@ from pathlib import Path
 import torch
 
 from csd_optim import accelerator
+from csd_optim.kernels.library import KernelLibrary, register
 
 from .backends import TESTS
+from .emulated_kernels import EmulatedProcessor
 
 SOURCES = TESTS / "accelerator" / "emulated"
 WRITTEN_FOR = "2.13"  # the version of torch: it uses interfaces that torch may change
@@ -34,7 +36,7 @@ def missing():
 def build():
     """Return the path of the library, built again if a source is newer. Raises CalledProcessError."""
     library = TESTS.parent / "build" / f"emulated-{torch.__version__}.so"
-    sources = [*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]
+    sources = [*SOURCES.glob("*.h"), SOURCES / "emulated.cpp"]
     if library.exists() and library.stat().st_mtime > max(s.stat().st_mtime for s in sources):
         return library
     library.parent.mkdir(exist_ok=True)
@@ -71,6 +73,7 @@ def load():
     module.manual_seed_all = lambda seed: None  # random numbers come from the CPU's generators
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
     torch._register_device_module("emu", module)
+    register("emu", lambda device: KernelLibrary(device, EmulatedProcessor(_library, device)))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     accelerator.POLL_SECONDS = 0  # each look runs a piece of the work: while the host sleeps, nothing happens
 
@@ -93,6 +96,16 @@ def set_schedule(name):
     """Use this schedule from now on. Everything queued so far has run when this returns."""
     order, _, seed = name.partition("=")
     _library.emu_schedule(ORDERS.index(order), int(seed or 1))
+
+
+@contextlib.contextmanager
+def processor(make):
+    """Inside the context, `make(library, device)` is what compiles and launches kernels of a device."""
+    register("emu", lambda device: KernelLibrary(device, make(_library, device)))
+    try:
+        yield
+    finally:
+        register("emu", lambda device: KernelLibrary(device, EmulatedProcessor(_library, device)))
 
 
 @contextlib.contextmanager

@@ -1,12 +1,16 @@
 """Helpers of tests with parameters on the accelerator."""
 
+import contextlib
 import os
+from unittest import mock
 
 import torch
 from support import emulated
 
 from csd_optim import accelerator
 from csd_optim.accelerator import accelerator_type
+from csd_optim.engine.placing import updaters
+from csd_optim.kernels import update
 from csd_optim.step import staging
 
 DEVICE = accelerator_type()  # "" if there is none; tests that use it are then not run
@@ -49,6 +53,27 @@ def on_both(rank, schedules, function, *arguments):
                 found.append(function(rank, "emu", *arguments))
     for one in found:
         assert [k for k, (a, b) in enumerate(zip(one, expected, strict=True)) if not torch.equal(a, b)] == [], arguments
+
+
+@contextlib.contextmanager
+def in_small_pieces(elems):
+    """Queue updates in pieces: a launch for each parameter; without kernels, `elems` elements at a time."""
+    with mock.patch.object(update, "LAUNCH_ELEMS", 1), mock.patch.object(updaters, "CHUNK", elems):
+        yield
+
+
+@contextlib.contextmanager
+def launches_fail(after, fails):
+    """Call `fails()` in place of each piece of the updates but the first `after` ones."""
+    calls = []
+
+    def launching(real):
+        return lambda *arguments: fails() if len(calls) >= after else calls.append(real(*arguments))
+
+    with contextlib.ExitStack() as stack:
+        for name in ("launch_update", "update"):  # with kernels, and without
+            stack.enter_context(mock.patch.object(updaters, name, launching(getattr(updaters, name))))
+        yield
 
 
 def keep_busy():

@@ -14,13 +14,15 @@ import torch
 from ...accelerator import accelerator_type, on, record_event, wait_for
 from ...devices.spec import DeviceSpec
 from ...errors import CSDMemoryError, CSDRuntimeError, CSDUnavailableError, CSDValueError
+from ...kernels.update import UpdateRow
 from ...rates import Rates
 from .engine_rate import ADAMW_STEP
-from .torch_rules import Scratch, differing_roundings, update
+from .updaters import differences, report_on, updater_of
 
 log: logging.Logger = logging.getLogger("csd_optim")
 
-CHUNK = 1 << 22  # elements updated at a time: 100 MB of scratch, and large enough to hide the cost of kernel launches
+TIMED_ELEMS = 1 << 22  # elements of an update whose rate is measured: more than caches of accelerators hold
+TIMED_SECONDS = 5e-3  # so many seconds of updates are measured at a time
 LINK_BYTES = 64 << 20  # bytes that are copied each way to measure the link
 ROUNDS = 3
 
@@ -48,6 +50,7 @@ class OnAccelerator:
         self.alone: bool = not others
         shares = [1.0 if s.share is None else s.share for s in (spec, *others)]
         self._share = shares[0] / sum(shares)
+        self.kernels: dict[str, str] = {}  # by device: how it updates parameters, see report_on()
         self.params: int = 0  # elements of the parameters whose states are on the accelerator
         self.nbytes: int = 0  # bytes of these states, with the second copies that undoing a step needs
 
@@ -105,7 +108,8 @@ class OnAccelerator:
 
     def _check(self, device: torch.device) -> None:
         """Raise CSDRuntimeError if `device` rounds differently from the CPU, unless the user allows it (exact=0)."""
-        if self.spec.exact and (differing := _differing_roundings(device)):
+        self.kernels[str(device)] = report_on(device)
+        if self.spec.exact and (differing := differences(device)):
             raise CSDRuntimeError(
                 f"{device} rounds otherwise than the CPU: {', '.join(differing)}. So states there would not have the "
                 "bits of other devices; gpu:?exact=0 allows that"
@@ -114,11 +118,6 @@ class OnAccelerator:
     def rates(self) -> Rates:
         """Return the rates of rates_of(). Raises CSDUnavailableError, CSDMemoryError."""
         return rates_of(self.spec)
-
-
-@functools.cache
-def _differing_roundings(device: torch.device) -> list[str]:
-    return differing_roundings(device)
 
 
 def rates_of(spec: DeviceSpec) -> Rates:
@@ -137,20 +136,24 @@ def rates_of(spec: DeviceSpec) -> Rates:
 
 @functools.cache
 def _update_rate(exact: bool) -> float:
-    """Measure how many 16-bit parameters per second AdamW updates, by the operations of a step."""
+    """Measure how many 16-bit parameters per second AdamW updates, in the way of a step."""
     device = torch.device(accelerator_type(), torch.accelerator.current_device_index())
-    scratch = Scratch.of(CHUNK, device, exact=exact)
-    states = [torch.zeros(CHUNK, dtype=torch.float32, device=device) for _ in range(3)]
-    grad, param = (torch.full((CHUNK,), 1e-3, dtype=torch.bfloat16, device=device) for _ in range(2))
-    stream, seconds = torch.accelerator.current_stream(device), []
+    updater = updater_of(device, TIMED_ELEMS, None, exact=exact)
+    states = [torch.zeros(TIMED_ELEMS, dtype=torch.float32, device=device) for _ in range(3)]
+    grad, param = (torch.full((TIMED_ELEMS,), 1e-3, dtype=torch.bfloat16, device=device) for _ in range(2))
+    rule, constants = ADAMW_STEP
+    rows = [UpdateRow(grad, torch.bfloat16, states, param, constants)]
+    stream, seconds, times = torch.accelerator.current_stream(device), [], 1
     for _ in range(ROUNDS):
         wait_for(record_event(stream))
         start = time.perf_counter()
-        update(*ADAMW_STEP, states, grad, scratch)
-        param.copy_(states[0])
+        for _ in range(times):
+            for _ in updater.queue(rule, rows):
+                pass
         wait_for(record_event(stream))
-        seconds.append(time.perf_counter() - start)
-    return CHUNK / min(seconds)
+        seconds.append((time.perf_counter() - start) / times)
+        times = max(1, round(TIMED_SECONDS / seconds[-1]))
+    return TIMED_ELEMS / min(seconds)
 
 
 @functools.cache

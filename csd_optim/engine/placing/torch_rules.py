@@ -2,13 +2,16 @@
 
 Both round each operation to the nearest fp32 number, in the same order, and treat subnormal numbers as zero. A torch
 kernel does one operation, and so cannot fuse a product with a sum. Devices differ in how they treat subnormal numbers,
-so subnormal operands and results are set to zero explicitly. torch's fp32 square root need not be the nearest number
-(on CPUs it is MKL's), so the root is taken in fp64 and rounded to fp32. The result is the nearest number, as the root
-of a 24-bit number is at least 4 ulps of fp64 away from where fp32 rounds the other way.
+so subnormal operands and results are set to zero explicitly. A product or quotient is computed in fp64, where products
+are exact, to see whether it is subnormal when it is rounded to 24 bits; rounded to a subnormal fp32 number it might
+become 2^-126. torch's fp32 square root need not be the nearest number (on CPUs it is MKL's), so the root, too, is taken
+in fp64 and rounded to fp32. The result is the nearest number, as the root of a 24-bit number is at least 4 ulps of fp64
+away from where fp32 rounds the other way.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +19,12 @@ from typing import Any
 import torch
 
 from ...bindings import GRAD_SCALE, RULES
+from ...kernels.edge import edge_factors
 
 SMALLEST = 2.0**-126  # the smallest normal fp32 number
 LARGEST_SUBNORMAL = SMALLEST - 2.0**-149
+# The largest fp64 number that is subnormal after rounding to 24 bits without a least exponent, as x86 flushes it.
+LARGEST_FLUSHED = math.nextafter(SMALLEST - 2.0**-151, 0)
 TRIED = 1 << 14  # how many numbers differing_roundings() tries per operation
 
 Constants = Sequence[float]
@@ -27,13 +33,13 @@ StateTensors = Sequence[torch.Tensor]
 
 @dataclass
 class Scratch:
-    """Scratch memory for update(): tensors of `n` elements each. With `exact` False roots are taken in fp32."""
+    """Scratch memory for update(): tensors of `n` elements each. With `exact` False nothing is computed in fp64."""
 
     g: torch.Tensor  # fp32, as the next three
     a: torch.Tensor
     b: torch.Tensor
     spare: torch.Tensor
-    wide: torch.Tensor | None  # fp64, for exact roots
+    wide: torch.Tensor | None  # fp64
 
     @classmethod
     def of(cls, n: int, device: torch.device, *, exact: bool = True) -> Scratch:
@@ -57,7 +63,7 @@ class _Rounded:
         return torch.copysign(self._spare, x, out=x)
 
     def times(self, x: torch.Tensor, y: torch.Tensor | float, out: torch.Tensor) -> torch.Tensor:
-        return self.flush(torch.mul(x, y, out=out))
+        return self._rounded(torch.mul, x, y, out)
 
     def plus(self, x: torch.Tensor, y: torch.Tensor | float, out: torch.Tensor) -> torch.Tensor:
         return self.flush(torch.add(x, y, out=out))
@@ -66,7 +72,18 @@ class _Rounded:
         return self.flush(torch.sub(x, y, out=out))
 
     def over(self, x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        return self.flush(torch.div(x, y, out=out))
+        return self._rounded(torch.div, x, y, out)
+
+    def _rounded(
+        self, operation: Callable[..., torch.Tensor], x: torch.Tensor, y: torch.Tensor | float, out: torch.Tensor
+    ) -> torch.Tensor:
+        """Return a product or quotient. The quotient of two fp32 numbers is the same if it is rounded to fp64 first."""
+        if self._wide is None:
+            return self.flush(operation(x, y, out=out))
+        sign = operation(x, y, out=self._spare)
+        wide = operation(self._wide.copy_(x), y, out=self._wide)
+        torch.ops.aten.hardshrink.out(wide, LARGEST_FLUSHED, out=wide)
+        return torch.copysign(out.copy_(wide), sign, out=out)
 
     def root(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         if self._wide is None:
@@ -215,15 +232,17 @@ def update(rule: int, constants: Constants, states: StateTensors, grad: torch.Te
 
 
 def differing_roundings(device: torch.device) -> list[str]:
-    """Return the operations of update() that `device` rounds differently from the CPU, found by trying random numbers.
+    """Return the operations of update() that `device` rounds differently from the CPU.
 
-    The CPU rounds as IEEE 754 demands.
+    The CPU rounds as IEEE 754 demands. Found by trying random numbers, and products at the edge of subnormal numbers.
     """
     host = torch.device("cpu")
     generator = torch.Generator(host).manual_seed(0)
     host_fp32: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": host}
     size = torch.exp2(60 * torch.randn(TRIED, **host_fp32).clamp(-1, 1))
     x, y = (torch.randn(TRIED, **host_fp32) * size for _ in range(2))
+    for values, edge in zip((x, y), edge_factors(16), strict=True):
+        values[: len(edge)] = torch.tensor(edge)
     operations: dict[str, Callable[[_Rounded, torch.Tensor, torch.Tensor], torch.Tensor]] = {
         "multiplication": lambda o, x, y: o.times(x, y, x),
         "addition": lambda o, x, y: o.plus(x, y, x),

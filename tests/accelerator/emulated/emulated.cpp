@@ -75,6 +75,19 @@ void emu_capture(int on) {
   LOCKED;
   capturing = on;
 }
+// Queues a kernel on the current stream of a device: `run` runs it to its end (emulate.cpp).
+void emu_launch(int device, int (*run)(const char *, const void *, uint32_t, uint32_t, const void *), const char *name,
+                const void *args, size_t bytes, uint32_t blocks, uint32_t seed) {
+  struct Memory {
+    uint64_t begin, bytes, offset;
+  };
+  const Space &space = spaces()[static_cast<size_t>(device)];
+  const Memory memory{reinterpret_cast<uint64_t>(space.face), kSpace, static_cast<uint64_t>(space.shadow - space.face)};
+  std::string copy(static_cast<const char *>(args), bytes), kernel(name);
+  enqueue(here(device), [=, copy = std::move(copy), kernel = std::move(kernel)] {
+    if (run(kernel.c_str(), copy.data(), blocks, seed, &memory)) throw std::runtime_error("no kernel " + kernel);
+  });
+}
 uint64_t emu_launched() { return launched; }
 uint64_t emu_waited() { return waited; }
 uint64_t emu_pending() {

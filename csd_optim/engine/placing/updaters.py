@@ -1,0 +1,106 @@
+"""How an accelerator updates parameters: by kernels made from native/include/rules.h, or else by torch operations."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from ...bindings import DTYPE_CODES
+from ...kernels import device_check
+from ...kernels.device_check import DeviceKernels
+from ...kernels.update import UpdateRow, in_launches, launch_update
+from .torch_rules import Scratch, differing_roundings, update
+
+CHUNK = 1 << 22  # elements updated at a time by torch operations: 100 MB of scratch, and enough to hide launches
+
+
+class Updater(Protocol):
+    """Queues updates on the current stream of one device."""
+
+    nonfinite: torch.Tensor  # int64: how many gradients were inf or nan
+
+    def prepare(self, row: UpdateRow) -> UpdateRow:
+        """Allocate what this update needs besides, and return `row` as queue() takes it."""
+
+    def queue(self, rule: int, rows: Sequence[UpdateRow]) -> Iterator[int]:
+        """Queue one step for `rows`, part by part. Yields after each part how many more rows are complete."""
+
+
+class KernelUpdater:
+    """Updates parameters by kernels, as many as possible in one launch."""
+
+    def __init__(self, device: torch.device, kernels: DeviceKernels) -> None:
+        self.nonfinite = torch.zeros((), dtype=torch.int64, device=device)
+        self._kernels = kernels
+
+    def prepare(self, row: UpdateRow) -> UpdateRow:
+        grad, device = row.grad, self.nonfinite.device
+        if grad.device == device and grad.dtype in DTYPE_CODES:
+            return row
+        return row._replace(grad=grad.to(device, row.link_dtype))  # the parameter was moved, and its gradient was not
+
+    def queue(self, rule: int, rows: Sequence[UpdateRow]) -> Iterator[int]:
+        assert self._kernels.library
+        for some in in_launches(rows):
+            launch_update(self._kernels.library, rule, some, self.nonfinite, self._kernels.defines)
+            yield len(some)
+
+
+class TorchUpdater:
+    """Updates parameters by torch operations, in chunks. Arguments as those of updater_of()."""
+
+    def __init__(self, device: torch.device, numel: int, rounds_to: torch.dtype | None, *, exact: bool) -> None:
+        n = min(numel, CHUNK)
+        self.nonfinite = torch.zeros((), dtype=torch.int64, device=device)
+        self._scratch = Scratch.of(n, device, exact=exact)
+        self._rounded = torch.empty(n if rounds_to else 0, dtype=rounds_to, device=device)
+
+    def prepare(self, row: UpdateRow) -> UpdateRow:
+        for grad in self._chunks_of_grad(row):
+            self.nonfinite += grad.isfinite().logical_not().sum()
+        return row
+
+    def queue(self, rule: int, rows: Sequence[UpdateRow]) -> Iterator[int]:
+        for row in rows:
+            param = row.states[0] if row.param is None else row.param
+            in_chunks = (torch.split(t, CHUNK) for t in (param, *row.states))
+            left = len(param)
+            for grad, here, *states in zip(self._chunks_of_grad(row), *in_chunks, strict=True):
+                update(rule, row.constants, states, grad, self._scratch.first(len(here)))
+                if row.param is not None:
+                    here.copy_(states[0])
+                left -= len(here)
+                yield int(left == 0)
+
+    def _chunks_of_grad(self, row: UpdateRow) -> Iterator[torch.Tensor]:
+        """Yield the gradient in chunks, rounded and on this device. Each is valid until the next one is requested."""
+        for grad in torch.split(row.grad, CHUNK):
+            if grad.dtype is row.link_dtype:
+                yield grad.to(self.nonfinite.device)
+            else:
+                yield self._rounded[: len(grad)].copy_(grad)
+
+
+def updater_of(device: torch.device, numel: int, rounds_to: torch.dtype | None, *, exact: bool) -> Updater:
+    """Return what updates parameters of up to `numel` elements on a device.
+
+    `rounds_to`: the dtype to which gradients of other dtypes are rounded, if there are any. `exact`: without kernels,
+    compute roots in fp64.
+    """
+    kernels = device_check.kernels_of(device)
+    return KernelUpdater(device, kernels) if kernels.library else TorchUpdater(device, numel, rounds_to, exact=exact)
+
+
+def report_on(device: torch.device) -> str:
+    """Return how a device updates parameters, for stats(). See device_check.DeviceKernels.report."""
+    kernels = device_check.kernels_of(device)
+    return kernels.report if kernels.library else f"torch operations instead of kernels: {kernels.report}"
+
+
+@functools.cache
+def differences(device: torch.device) -> list[str]:
+    """Return the operations that a device rounds otherwise than the CPU; none if kernels are used there."""
+    return [] if device_check.kernels_of(device).library else differing_roundings(device)

@@ -1,0 +1,102 @@
+"""A device is checked at its first use: kernels run as they are, with the soft flush, or not at all."""
+
+import errno
+
+import pytest
+import torch
+from support import emulated
+from support.emulated_kernels import EmulatedProcessor, changed_headers, compiled
+from support.on_accelerator import DEVICE
+
+from csd_optim import CSDAdam, CSDUnavailableError
+from csd_optim.kernels.device_check import EXACT, SOFT, WAYS, kernels_of
+from csd_optim.kernels.library import library_of
+
+pytestmark = [pytest.mark.accelerator, pytest.mark.one_schedule]
+OTHERWISE = "the device rounds otherwise than the CPU"
+FLUSHED = "magnitude_of(result) <= kSmallest && magnitude_of(scaled) < 0x1p-62f"
+TIMES = "flushed(a * b, a * 0x1p64f * b)"
+# What a processor may do of its own: how soft.h has to be changed to do the same.
+HARDWARE = {
+    "as x86 flushes": ((FLUSHED, FLUSHED), EXACT),
+    "after rounding to a subnormal number": ((FLUSHED, "magnitude_of(result) < kSmallest"), SOFT),
+    "before rounding": (
+        (TIMES, f"(double)a * b < 0x1p-126 && (double)a * b > -0x1p-126 ? zero_like(a * b) : {TIMES}"),
+        SOFT,
+    ),
+    "not at all": ((FLUSHED, "false"), SOFT),
+}
+
+
+def adam(devices="gpu:"):
+    params = [torch.ones(1000, device=DEVICE, requires_grad=True)]
+    params[0].grad = torch.linspace(-1, 1, 1000).to(DEVICE)
+    optimizer = CSDAdam(params, devices=devices)
+    optimizer.step()
+    return params[0].detach().cpu(), optimizer.stats()["devices"][0]["kernels"]
+
+
+def on_the_cpu():
+    param = torch.ones(1000, requires_grad=True)
+    param.grad = torch.linspace(-1, 1, 1000)
+    CSDAdam([param], devices="ram:").step()
+    return param.detach()
+
+
+@pytest.mark.usefixtures("emulated_only")
+@pytest.mark.parametrize("flushes", HARDWARE)
+def test_processors_that_flush_in_their_own_way(flushes, tmp_path, caplog):
+    change, report = HARDWARE[flushes]
+    headers = changed_headers(tmp_path, soft=change)
+
+    class Processor(EmulatedProcessor):
+        def load(self, source, defines):
+            own = "CSD_SOFT" not in defines  # the processor's own way, for which the changed soft.h stands
+            return self.loaded(compiled(source, (*defines, *WAYS[SOFT]), headers) if own else compiled(source, defines))
+
+    with emulated.processor(Processor), caplog.at_level("INFO", "csd_optim"):
+        assert kernels_of(torch.device(DEVICE, 0)).defines == WAYS[report]
+        param, kernels = adam()
+    assert kernels == {f"{DEVICE}:0": report}
+    assert f"kernels on {DEVICE}:0: {report}" in caplog.messages
+    assert torch.equal(param, on_the_cpu())
+
+
+def truncates(self, source, defines):
+    return self.loaded(compiled(source, defines, self.headers))
+
+
+def cannot_compile(self, source, defines):
+    raise CSDUnavailableError(errno.ENOEXEC, f"{source} cannot be compiled: no such thing")
+
+
+@pytest.mark.usefixtures("emulated_only")
+@pytest.mark.parametrize(
+    ("load", "why"), [(truncates, OTHERWISE), (cannot_compile, "update.h cannot be compiled: no such thing")]
+)
+def test_where_kernels_cannot_be_used(load, why, tmp_path, caplog):
+    """Torch operations update parameters, with the same bits, and the log and stats() say why."""
+    change = ("f32_to_bf16(from[j])", "(uint16_t)(float_bits(from[j]) >> 16)")
+    attributes = {"load": load, "headers": changed_headers(tmp_path, values=change)}
+    with emulated.processor(type("Processor", (EmulatedProcessor,), attributes)), caplog.at_level("INFO", "csd_optim"):
+        assert kernels_of(torch.device(DEVICE, 0)).library is None
+        param, kernels = adam()
+    assert kernels == {f"{DEVICE}:0": f"torch operations instead of kernels: {why}"}
+    assert f"kernels on {DEVICE}:0: {why}" in caplog.messages
+    assert torch.equal(param, on_the_cpu())
+
+
+@pytest.mark.usefixtures("emulated_only")
+def test_a_device_is_checked_once():
+    with emulated.processor(EmulatedProcessor):
+        library = library_of(torch.device(DEVICE, 0))
+        assert library.launches == 0
+        assert kernels_of(torch.device(DEVICE, 0)).library is library
+        assert library.launches == 1
+        adam()
+        assert library.launches == 2
+
+
+def test_kinds_of_accelerators_without_kernels():
+    found = kernels_of(torch.device("xpu", 0))
+    assert found == (None, (), "there are none for accelerators of type xpu")

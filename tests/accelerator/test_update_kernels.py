@@ -1,0 +1,46 @@
+"""The update kernels give the same bits as the native engine, on the emulated accelerator and on real ones."""
+
+import pytest
+import torch
+from support.on_accelerator import DEVICE
+from support.rule_cases import ROWS, SIZES, differing, edge_rows, random_rows
+
+from csd_optim.kernels.device_check import EXACT, SOFT, WAYS, kernels_of
+
+pytestmark = [pytest.mark.accelerator, pytest.mark.one_schedule]
+
+
+def library_on(way):
+    """Return the kernels of the accelerator if they can treat subnormal numbers in this way."""
+    found = kernels_of(torch.device(DEVICE))
+    if found.library is None or (way == EXACT and found.report != EXACT):
+        pytest.skip(found.report)
+    return found.library
+
+
+def each(some):
+    """Return all rules with the processor's own flush, and with the soft one: all in the tier ci, else `some`."""
+    return [
+        pytest.param(row, way, id=f"{row.name}-{way}", marks=[pytest.mark.ci] if way == SOFT and k not in some else [])
+        for way in (EXACT, SOFT)
+        for k, row in enumerate(ROWS)
+    ]
+
+
+@pytest.mark.parametrize(("row", "way"), each(some=(1, 4, 11)))
+def test_bits(row, way):
+    library, generator = library_on(way), torch.Generator().manual_seed(len(row.name))
+    wrong, compared = differing(
+        library, WAYS[way], row, [*edge_rows(row, range(2)), *random_rows(row, generator, SIZES)]
+    )
+    assert (wrong, compared > 50_000) == (0, True)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("row", "way"), each(some=()))
+def test_ten_million_values(row, way):
+    library, generator, compared = library_on(way), torch.Generator().manual_seed(len(row.name)), 0
+    while compared < 10_000_000:
+        wrong, more = differing(library, WAYS[way], row, random_rows(row, generator, [100_003, 65_536, 7]))
+        compared += more
+        assert wrong == 0
