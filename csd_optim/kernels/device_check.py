@@ -41,7 +41,7 @@ class DeviceKernels(NamedTuple):
     report: str  # a key of WAYS, or why kernels cannot be used
 
 
-_found: dict[tuple[torch.device, KernelLibrary | str], DeviceKernels] = {}
+_found: dict[KernelLibrary | str, DeviceKernels] = {}
 _lock = threading.Lock()
 
 
@@ -49,10 +49,10 @@ def kernels_of(device: torch.device) -> DeviceKernels:
     """Return the kernels of a device, checked at its first use, when this waits for the device."""
     with _lock:
         library = _library_or_why(device)
-        if (device, library) not in _found:
-            found = _found[device, library] = _check(library)
-            log.info("kernels on %s: %s", device, found.report)
-        return _found[device, library]
+        if library not in _found:
+            _found[library] = _check(library)
+            log.info("kernels on %s: %s", device, _found[library].report)
+        return _found[library]
 
 
 def _library_or_why(device: torch.device) -> KernelLibrary | str:

@@ -391,7 +391,8 @@ class CSDOptimizer(StatesOnDevices, JoinableSteps):
         binding). ``seconds``: ``step``, wall time of step(); ``read``, ``update``, ``write``: time in which at least
         one operation of that kind was in flight, on the busiest device. ``devices``: the same for each device.
         ``state_bytes``, for ``gpu:``: states on the accelerator, including their copy during a step. ``commit_bytes``,
-        for ``gpu:``: states copied to the host in the step, for named directories. ``placement``, where ``auto`` has
+        for ``gpu:``: states copied to the host in the step, for named directories. ``kernels``, for ``gpu:``: by
+        accelerator, what updates there and whether it has the CPU's bits. ``placement``, where ``auto`` has
         made the store: the choice, see Placement.describe(). ``overlap``, with overlap(): ``waited``, seconds for which
         the program, or backward with free_gradients, waited for the step; ``early_params``, elements updated before
         step(); ``redone``, over all steps, the number of wrong guesses, by the cause. ``energy``: ``machine_joules``

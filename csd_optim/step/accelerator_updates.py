@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..accelerator import on, record_event, wait_for
-from ..engine.placing.updaters import Updater, updater_of
+from ..engine.placing.updaters import AcceleratorUpdater, updater_of
 from ..engine.trace import Span
 from ..errors import CSDMemoryError
 from ..kernels.update import UpdateRow
@@ -140,7 +140,7 @@ class AcceleratorUpdates:
                 for state in others:  # a copy may still have the values of an undone step
                     state.zero_()
         with _raising_memory_error():
-            self._updaters: dict[torch.device, Updater] = {}
+            self._updaters: dict[torch.device, AcceleratorUpdater] = {}
             for device, here in by_device.items():
                 rounded = [u.source.grad_dtype for u in here if u.source.grad.dtype is not u.source.grad_dtype]
                 largest, rounds_to = max(u.param_state.numel for u in here), rounded[0] if rounded else None

@@ -79,6 +79,7 @@ def shares(rank, device, dtype, strided, topk, gpu=None, overlap=False):
         (DTYPES[2], False, 0.1, None, False),
         (DTYPES[2], True, None, GPU[0], False),
         (DTYPES[2], True, None, GPU[1], False),
+        (DTYPES[2], False, None, ["gpu:?share=20", "file:"], False),  # more updates than tiles
         (DTYPES[0], False, None, None, True),
         (DTYPES[2], True, None, None, True),
         (DTYPES[2], True, None, GPU[1], True),

@@ -202,9 +202,9 @@ MUTANTS = {
         "overlap and layouts",
     ),
     "gpu: on a stream of its own": in_updates(
-        "for u in self._updates.values():\n            yield from self._update(u)",
+        "yield from self._update([*self._updates.values()])",
         "with torch.Stream(self._devices[0]):\n"
-        "            [None for u in self._updates.values() for _ in self._update(u)]",
+        "            [None for _ in self._update([*self._updates.values()])]\n        yield",
     ),
     "gpu: states are not put back": in_updates("state.copy_(kept)", "pass", "gpu and fails"),
     "gpu: states of before are those of after": in_updates("state.clone() for", "state for", "gpu and fails"),
@@ -276,7 +276,8 @@ def test_a_mutant_is_found(name, tmp_path):
     for part in (PACKAGE, TESTS):
         shutil.copytree(part, tmp_path / part.name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(TESTS.parent / "pyproject.toml", tmp_path)
-    (tmp_path / "build").symlink_to(TESTS.parent / "build")
+    for folder in ("build", "native"):
+        (tmp_path / folder).symlink_to(TESTS.parent / folder)
     path = tmp_path / "csd_optim" / mutant.file
     path.write_text(path.read_text().replace(mutant.old, mutant.new))
     command = [sys.executable, "-m", "pytest", "tests/accelerator", "-x", "-q", "-p", "no:cacheprovider"]

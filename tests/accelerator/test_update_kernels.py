@@ -2,10 +2,12 @@
 
 import pytest
 import torch
-from support.on_accelerator import DEVICE
+from support.on_accelerator import DEVICE, DTYPES
 from support.rule_cases import ROWS, SIZES, differing, edge_rows, random_rows
 
+from csd_optim import CSDAdam
 from csd_optim.kernels.device_check import EXACT, SOFT, WAYS, kernels_of
+from csd_optim.kernels.sources import constant
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.one_schedule]
 
@@ -44,3 +46,19 @@ def test_ten_million_values(row, way):
         wrong, more = differing(library, WAYS[way], row, random_rows(row, generator, [100_003, 65_536, 7]))
         compared += more
         assert wrong == 0
+
+
+def test_few_launches_for_many_parameters():
+    """A launch updates up to kRows parameters of one rule, whatever their dtypes."""
+    library = kernels_of(torch.device(DEVICE)).library
+    if library is None:
+        pytest.skip(kernels_of(torch.device(DEVICE)).report)
+    params = [torch.ones(i + 1, device=DEVICE, dtype=DTYPES[i % 3], requires_grad=True) for i in range(100)]
+    optimizer = CSDAdam([{"params": params[:90]}, {"params": params[90:], "amsgrad": True}], devices="gpu:")
+    for _ in range(2):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        before = library.launches
+        optimizer.step()
+        assert library.launches - before == -(-90 // constant("kRows")) + 1
+    assert optimizer.stats()["devices"][0]["kernels"] == {str(params[0].device): kernels_of(params[0].device).report}

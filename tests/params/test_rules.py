@@ -55,7 +55,7 @@ def with_row(name, **changed):
         (without("lion"), r"\['lion'\], \[\('lion', \(2, 2, 'fp32'\)\)\]"),
         (without("sgd_nesterov"), r"\['sgd_nesterov'\], \[\]"),  # a variant, without which the sections are the same
         (without("muon_apply"), r"\['muon_apply'\], .*'muon', \(1, 1, 'linear'\)"),
-        ([*RULE_ROWS, RuleRow("new", "new", 0, 2, 2, "fp32")], r"\['new'\], \[\('new', \(2, 2, 'fp32'\)\)\]"),
+        ([*RULE_ROWS, RuleRow("new", "new", 0, 2, 2, "fp32", "New")], r"\['new'\], \[\('new', \(2, 2, 'fp32'\)\)\]"),
         (with_row("lion", rule="tiger"), r"\[\], .*'lion'.*'tiger'"),
         (with_row("adamw", updated=2), r"\[\], .*'adamw', \(2, 4, '8bit'\)"),
         (with_row("lion", most=3), r"\[\], .*'lion', \(2, 3, 'fp32'\)"),

@@ -17,7 +17,7 @@ from .torch_rules import Scratch, differing_roundings, update
 CHUNK = 1 << 22  # elements updated at a time by torch operations: 100 MB of scratch, and enough to hide launches
 
 
-class Updater(Protocol):
+class AcceleratorUpdater(Protocol):
     """Queues updates on the current stream of one device."""
 
     nonfinite: torch.Tensor  # int64: how many gradients were inf or nan
@@ -84,7 +84,7 @@ class TorchUpdater:
                 yield self._rounded[: len(grad)].copy_(grad)
 
 
-def updater_of(device: torch.device, numel: int, rounds_to: torch.dtype | None, *, exact: bool) -> Updater:
+def updater_of(device: torch.device, numel: int, rounds_to: torch.dtype | None, *, exact: bool) -> AcceleratorUpdater:
     """Return what updates parameters of up to `numel` elements on a device.
 
     `rounds_to`: the dtype to which gradients of other dtypes are rounded, if there are any. `exact`: without kernels,
