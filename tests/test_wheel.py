@@ -116,6 +116,12 @@ def test_all_of_the_package_is_there(installed, tmp_path):
     assert found == {name for name in names if name != "csd_optim" and ".integrations." not in name}
 
 
+def test_the_headers_of_kernels_are_there(installed, tmp_path):
+    program = "from csd_optim.kernels.sources import headers; print(*headers())"
+    sources = [path for folder in ("gpu", "include") for path in (ROOT / "native" / folder).glob("*.h")]
+    assert {*run(installed, program, tmp_path).split()} == {path.name for path in sources}
+
+
 def test_the_command(installed, tmp_path):
     [script] = installed.parent.glob("csd-optim")
     done = subprocess.run([script, "--version"], cwd=tmp_path, check=True, capture_output=True, text=True)

@@ -59,7 +59,11 @@ def _library_or_why(device: torch.device) -> KernelLibrary | str:
     try:
         return library_of(device) or f"there are none for accelerators of type {device.type}"
     except CSDUnavailableError as e:
-        return str(e.strerror)
+        return _reason(e)
+
+
+def _reason(error: CSDUnavailableError) -> str:
+    return str(error.strerror)[:300]  # a compiler may have much to say
 
 
 def _check(library: KernelLibrary | str) -> DeviceKernels:
@@ -71,7 +75,7 @@ def _check(library: KernelLibrary | str) -> DeviceKernels:
             if _differing(library, defines, rows) == 0:
                 return DeviceKernels(library, defines, report)
     except CSDUnavailableError as e:
-        return DeviceKernels(None, (), str(e.strerror))
+        return DeviceKernels(None, (), _reason(e))
     return DeviceKernels(None, (), "the device rounds otherwise than the CPU")
 
 

@@ -1,6 +1,6 @@
 """Loads and launches compiled kernels on a GPU: the driver's functions for modules, from torch's own libraries.
 
-Written for NVIDIA's GPUs and AMD's, but not yet run on AMD's.
+Written for GPUs of NVIDIA and AMD. Not yet run on AMD's.
 """
 
 from __future__ import annotations
@@ -16,16 +16,20 @@ from cffi import FFI
 
 from ..accelerator import on_device
 from ..errors import CSDUnavailableError
-from .nvrtc import Compiler
+from .nvrtc import Compiler, function_of
 from .sources import address
 
 THREADS = 256  # kThreads of gpu.h
-# HIP has the same functions: with the prefix hip, and hipModuleLaunchKernel for cuLaunchKernel.
+# HIP has the same functions: with the prefix hip, and hipModuleLaunchKernel for cuLaunchKernel. It needs no ONLY_CUDA.
 FUNCTIONS = """
 int cuModuleLoadData(void **, const void *);
 int cuModuleGetFunction(void **, void *, const char *);
 int cuLaunchKernel(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **,
                    void **);
+"""
+ONLY_CUDA = """
+int cuCtxGetCurrent(void **);
+int cuCtxSetCurrent(void *);
 """
 
 
@@ -53,16 +57,23 @@ class Gpu:
         self._device = device
         self._ffi = FFI()
         self._is_amd = bool(torch.version.hip)
-        self._ffi.cdef(_amd_names(FUNCTIONS) if self._is_amd else FUNCTIONS)
-        self._lib: Any = self._ffi.dlopen(_library())  # finds functions of the libraries that it depends on, too
+        self._ffi.cdef(_amd_names(FUNCTIONS) if self._is_amd else FUNCTIONS + ONLY_CUDA)
+        path = _library()
+        try:
+            self._lib: Any = self._ffi.dlopen(path)  # finds functions of the libraries that it depends on, too
+        except OSError as e:
+            raise CSDUnavailableError(errno.ENOENT, f"no driver for kernels: {e}") from None
         self._functions: dict[tuple[Any, str], Any] = {}
+        self._context = self._ffi.new("void **")
 
     def load(self, source: str, defines: Sequence[str]) -> Any:
         """Return a module of kernels."""
         image = self._image(source, defines)
         module = self._ffi.new("void **")
         with on_device(self._device):
-            torch.cuda.current_stream(self._device).synchronize()  # now the device has a context
+            torch.cuda.current_stream(self._device).synchronize()  # now this thread has the device's context
+            if not self._is_amd:
+                self._call("cuCtxGetCurrent", self._context)
             self._call("cuModuleLoadData", module, self._ffi.from_buffer(image))
         return module[0]
 
@@ -86,6 +97,8 @@ class Gpu:
         parameters = self._ffi.new("void *[]", [self._ffi.cast("void *", address(args))])
         with on_device(self._device):
             stream = self._ffi.cast("void *", torch.cuda.current_stream(self._device).cuda_stream)
+            if not self._is_amd:  # a thread that has not used CUDA yet has no context
+                self._call("cuCtxSetCurrent", self._context[0])
             function, none = self._function(module, kernel), self._ffi.NULL
             self._call("cuLaunchKernel", function, blocks, 1, 1, THREADS, 1, 1, 0, stream, parameters, none)
 
@@ -98,5 +111,5 @@ class Gpu:
         return self._functions[key]
 
     def _call(self, name: str, *args: Any) -> None:
-        if rc := getattr(self._lib, _amd_names(name) if self._is_amd else name)(*args):
+        if rc := function_of(self._lib, _amd_names(name) if self._is_amd else name)(*args):
             raise CSDUnavailableError(errno.EIO, f"{name} failed on {self._device}: error {rc}")

@@ -116,11 +116,19 @@ class Compiler:
         return self._ffi.new("char[]", text.encode())
 
     def _function(self, name: str) -> Any:
-        return getattr(self._lib, _amd_names(name) if self._is_amd else name)
+        return function_of(self._lib, _amd_names(name) if self._is_amd else name)
 
     def _call(self, name: str, *args: Any) -> None:
         if rc := self._function(name)(*args):
             raise CSDUnavailableError(errno.EIO, f"{name} failed: error {rc}")
+
+
+def function_of(library: Any, name: str) -> Any:
+    """Return a function of a library that cffi has opened. Raises CSDUnavailableError if the library lacks it."""
+    try:
+        return getattr(library, name)
+    except AttributeError:
+        raise CSDUnavailableError(errno.ENOSYS, f"torch's compiler of kernels or driver has no {name}") from None
 
 
 def _amd_names(text: str) -> str:

@@ -13,11 +13,17 @@ HEADERS = Path(__file__).parent / "headers"
 FOLDERS = HEADERS / "gpu", HEADERS / "include"  # links to native/ in a checkout, copies in an installed package
 # A name among the defines: the kernels keep subnormal numbers, which otherwise are zero (native/src/float_mode.h).
 KEEPS_SUBNORMALS = "CSD_KEEPS_SUBNORMALS"
-# The compilers of GPUs have no system headers. The names that the kernels use are built in.
+# The compilers of GPUs have no system headers. The functions that the kernels use are built in.
 SYSTEM_HEADERS = {
-    "stdint.h": "typedef signed char int8_t; typedef unsigned char uint8_t; typedef short int16_t;"
-    "typedef unsigned short uint16_t; typedef int int32_t; typedef unsigned int uint32_t;"
-    "typedef long long int64_t; typedef unsigned long long uint64_t;",
+    "stdint.h": """
+        typedef signed char int8_t; typedef unsigned char uint8_t; typedef short int16_t;
+        typedef unsigned short uint16_t; typedef int int32_t; typedef unsigned int uint32_t;
+        #ifdef __INT64_TYPE__  // clang: hipRTC may have defined the same types
+        typedef __INT64_TYPE__ int64_t; typedef __UINT64_TYPE__ uint64_t;
+        #else
+        typedef long long int64_t; typedef unsigned long long uint64_t;
+        #endif
+    """,
     "stddef.h": "",
     "math.h": "",
 }

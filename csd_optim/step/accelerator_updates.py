@@ -144,7 +144,7 @@ class AcceleratorUpdates:
             for device, here in by_device.items():
                 rounded = [u.source.grad_dtype for u in here if u.source.grad.dtype is not u.source.grad_dtype]
                 largest, rounds_to = max(u.param_state.numel for u in here), rounded[0] if rounded else None
-                self._updaters[device] = updater_of(device, largest, rounds_to, exact=exact)
+                self._updaters[device] = updater_of(device, {u.rule for u in here}, largest, rounds_to, exact=exact)
         self._nonfinite = [updater.nonfinite for updater in self._updaters.values()]
 
     @property

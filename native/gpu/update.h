@@ -73,5 +73,5 @@ KERNEL update(const UpdateArgs a) {
     for (int s = 0; s < CSD_SECTIONS; s++) store(section[s], row.state[s] + i, row.n - i, whole);
     if (row.param) store_values(section[0], row.param, row.param_dtype, i, row.n, whole);
   }
-  if (bad) atomicAdd(a.nonfinite, (uint64_t)bad);
+  if (bad) atomicAdd((unsigned long long *)a.nonfinite, (unsigned long long)bad);
 }

@@ -7,7 +7,6 @@ from support import emulated
 from support.backends import TILE
 from support.ranks import on_living_ranks
 
-from csd_optim.engine.placing import updaters
 from csd_optim.kernels import device_check
 from csd_optim.kernels.device_check import DeviceKernels
 
@@ -51,9 +50,6 @@ def small_pieces():
 def no_kernels(monkeypatch):
     """Let no device have kernels, so that torch operations update parameters."""
     monkeypatch.setattr(device_check, "kernels_of", lambda device: DeviceKernels(None, (), "none in this test"))
-    updaters.differences.cache_clear()
-    yield
-    updaters.differences.cache_clear()
 
 
 @pytest.fixture(params=["kernels", "torch"])

@@ -8,7 +8,7 @@ from support import emulated
 from support.emulated_kernels import EmulatedProcessor, changed_headers, compiled
 from support.on_accelerator import DEVICE
 
-from csd_optim import CSDAdam, CSDUnavailableError
+from csd_optim import CSDAdam, CSDLion, CSDUnavailableError
 from csd_optim.kernels.device_check import EXACT, SOFT, WAYS, kernels_of
 from csd_optim.kernels.library import library_of
 
@@ -84,6 +84,28 @@ def test_where_kernels_cannot_be_used(load, why, tmp_path, caplog):
     assert kernels == {f"{DEVICE}:0": f"torch operations instead of kernels: {why}"}
     assert f"kernels on {DEVICE}:0: {why}" in caplog.messages
     assert torch.equal(param, on_the_cpu())
+
+
+@pytest.mark.usefixtures("emulated_only")
+def test_a_rule_that_cannot_be_compiled():
+    """A step raises before it changes anything."""
+    param = torch.ones(1000, device=DEVICE, requires_grad=True)
+    param.grad = torch.ones_like(param)
+
+    class Processor(EmulatedProcessor):
+        def load(self, source, defines):
+            return (
+                cannot_compile(self, source, defines) if "CSD_RULE=Lion" in defines else super().load(source, defines)
+            )
+
+    with emulated.processor(Processor):
+        optimizer = CSDLion([param], devices="gpu:")
+        for _ in range(2):
+            with pytest.raises(CSDUnavailableError, match="cannot be compiled: no such thing"):
+                optimizer.step()
+    assert torch.equal(param.detach().cpu(), torch.ones(1000))
+    optimizer.step()
+    assert not torch.equal(param.detach().cpu(), torch.ones(1000))
 
 
 @pytest.mark.usefixtures("emulated_only")

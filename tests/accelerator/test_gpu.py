@@ -403,7 +403,7 @@ def test_other_roundings_are_found(monkeypatch):
 @one_schedule
 @pytest.mark.usefixtures("no_kernels")
 def test_another_rounding_has_to_be_allowed(monkeypatch):
-    monkeypatch.setattr(updaters, "differing_roundings", lambda _: ["square root", "division"])
+    monkeypatch.setattr(updaters, "_differing_roundings", lambda _: ["square root", "division"])
     params = made(DEVICE)
     optimizer = CSDAdam(params, devices="gpu:")
     set_grads(params, 0)

@@ -138,10 +138,10 @@ def rates_of(spec: DeviceSpec) -> Rates:
 def _update_rate(exact: bool) -> float:
     """Measure how many 16-bit parameters per second AdamW updates, in the way of a step."""
     device = torch.device(accelerator_type(), torch.accelerator.current_device_index())
-    updater = updater_of(device, TIMED_ELEMS, None, exact=exact)
     states = [torch.zeros(TIMED_ELEMS, dtype=torch.float32, device=device) for _ in range(3)]
     grad, param = (torch.full((TIMED_ELEMS,), 1e-3, dtype=torch.bfloat16, device=device) for _ in range(2))
     rule, constants = ADAMW_STEP
+    updater = updater_of(device, [rule], TIMED_ELEMS, None, exact=exact)
     rows = [UpdateRow(grad, torch.bfloat16, states, param, constants)]
     stream, seconds, times = torch.accelerator.current_stream(device), [], 1
     for _ in range(ROUNDS):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from ...bindings import DTYPE_CODES
 from ...kernels import device_check
 from ...kernels.device_check import DeviceKernels
-from ...kernels.update import UpdateRow, in_launches, launch_update
+from ...kernels.update import RULE_DEFINES, SOURCE, UpdateRow, in_launches, launch_update
 from .torch_rules import Scratch, differing_roundings, update
 
 CHUNK = 1 << 22  # elements updated at a time by torch operations: 100 MB of scratch, and enough to hide launches
@@ -30,11 +30,14 @@ class AcceleratorUpdater(Protocol):
 
 
 class KernelUpdater:
-    """Updates parameters by kernels, as many as possible in one launch."""
+    """Updates parameters by kernels, as many as possible in one launch. Compiles the kernels of `rules`."""
 
-    def __init__(self, device: torch.device, kernels: DeviceKernels) -> None:
+    def __init__(self, device: torch.device, kernels: DeviceKernels, rules: Iterable[int]) -> None:
+        assert kernels.library
         self.nonfinite = torch.zeros((), dtype=torch.int64, device=device)
-        self._kernels = kernels
+        self._library, self._defines = kernels.library, kernels.defines
+        for rule in rules:
+            self._library.module(SOURCE, (*RULE_DEFINES[rule], *self._defines))
 
     def prepare(self, row: UpdateRow) -> UpdateRow:
         grad, device = row.grad, self.nonfinite.device
@@ -43,9 +46,8 @@ class KernelUpdater:
         return row._replace(grad=grad.to(device, row.link_dtype))  # the parameter was moved, and its gradient was not
 
     def queue(self, rule: int, rows: Sequence[UpdateRow]) -> Iterator[int]:
-        assert self._kernels.library
         for some in in_launches(rows):
-            launch_update(self._kernels.library, rule, some, self.nonfinite, self._kernels.defines)
+            launch_update(self._library, rule, some, self.nonfinite, self._defines)
             yield len(some)
 
 
@@ -84,14 +86,18 @@ class TorchUpdater:
                 yield self._rounded[: len(grad)].copy_(grad)
 
 
-def updater_of(device: torch.device, numel: int, rounds_to: torch.dtype | None, *, exact: bool) -> AcceleratorUpdater:
-    """Return what updates parameters of up to `numel` elements on a device.
+def updater_of(
+    device: torch.device, rules: Iterable[int], numel: int, rounds_to: torch.dtype | None, *, exact: bool
+) -> AcceleratorUpdater:
+    """Return what updates parameters of up to `numel` elements by these rules on a device.
 
     `rounds_to`: the dtype to which gradients of other dtypes are rounded, if there are any. `exact`: without kernels,
-    compute roots in fp64.
+    compute in fp64 what fp32 operations may round otherwise. Raises CSDUnavailableError if a rule cannot be compiled.
     """
     kernels = device_check.kernels_of(device)
-    return KernelUpdater(device, kernels) if kernels.library else TorchUpdater(device, numel, rounds_to, exact=exact)
+    if kernels.library:
+        return KernelUpdater(device, kernels, rules)
+    return TorchUpdater(device, numel, rounds_to, exact=exact)
 
 
 def report_on(device: torch.device) -> str:
@@ -100,7 +106,11 @@ def report_on(device: torch.device) -> str:
     return kernels.report if kernels.library else f"torch operations instead of kernels: {kernels.report}"
 
 
-@functools.cache
 def differences(device: torch.device) -> list[str]:
     """Return the operations that a device rounds otherwise than the CPU; none if kernels are used there."""
-    return [] if device_check.kernels_of(device).library else differing_roundings(device)
+    return [] if device_check.kernels_of(device).library else _differing_roundings(device)
+
+
+@functools.cache
+def _differing_roundings(device: torch.device) -> list[str]:
+    return differing_roundings(device)
