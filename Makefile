@@ -13,6 +13,8 @@
 # make release-check  what a release would publish: sdist and wheel, installed and used on each Python at hand
 # make aarch64    the native tests built for AArch64, run by QEMU (apt-get install g++-aarch64-linux-gnu qemu-user)
 # make gpu-check  on a machine with a GPU: tests, sanitizers and benches on it, in one archive (docs/gpu-check.md)
+#                 MINUTES=10: what is most wanted to know, with the Python and the torch that are there
+# make gpu-archive  packs what make gpu-check MINUTES=10 needs on a machine without pip and network
 # make soak       tests that take too long for every change: the model of commits in all its bounds, training killed more
 #                 than 200 times, 4000 power losses, the whole suite on cards, and tests that guard data with 8-bit
 #                 states, on devices that are far, and with optimizer ranks
@@ -38,7 +40,7 @@ CXX_FILES := $(foreach d,native/* hls_kernels hls_kernels/* tests/native tests/n
 
 # The pattern targets below cannot be here: make looks for no rule of that kind for phony targets.
 .PHONY: demo demo-big emu-demo quick test ci rest ready soak trainers matrix tables lint check docs types numbers \
-    wheels release-check aarch64 gpu-check sanitize clean
+    wheels release-check aarch64 gpu-check gpu-archive sanitize clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python bench/demo.py
@@ -157,8 +159,17 @@ release-check: wheels
 aarch64: $(VENV)/.installed
 	$(BIN)/python tests/sanitize.py aarch64
 
+ifdef MINUTES
+# Installs nothing. What is in site/, in an archive, is imported before all else.
+gpu-check:
+	PYTHONPATH=site $(or $(wildcard $(BIN)/python),$(PYTHON)) -m bench.gpu_questions --minutes $(MINUTES)
+else
 gpu-check: $(VENV)/.installed
 	$(BIN)/python tests/support/gpu_check.py
+endif
+
+gpu-archive: $(VENV)/.installed
+	$(BIN)/python tests/support/gpu_archive.py
 
 sanitize: $(VENV)/.installed
 	$(BIN)/python tests/sanitize.py

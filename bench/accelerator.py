@@ -3,6 +3,7 @@
     python -m bench.accelerator                         300 M parameters, some minutes
     python -m bench.accelerator --quick                 to see that it works
     python -m bench.accelerator --directory /mnt/nvme0  on this drive
+    python -m bench.accelerator --emulated              on the tests' emulated accelerator, whose rates mean nothing
 
     link       a tile's gradients copied from and to pinned memory: each way alone, and both at once on two streams
     selection  8 tiles with error feedback, as in a step, compared with a copy of their gradients and with torch.topk
@@ -16,6 +17,7 @@ csd_optim.bench.accelerator/1.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 from collections.abc import Callable
@@ -179,8 +181,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=7, help="timed runs, at least 5")
     parser.add_argument("--directory", type=Path, default=Path("build/bench"), help="on the drive to be timed")
     parser.add_argument("--quick", action="store_true", help="300 000 parameters, small tiles")
+    parser.add_argument("--emulated", action="store_true", help="on the tests' emulated accelerator")
     parser.add_argument("--json", action="store_true", help="print everything on stdout")
     arguments = parser.parse_args()
+    if arguments.emulated:
+        emulated = importlib.import_module("tests.support.emulated")
+        emulated.load()
+        emulated.set_schedule("at once")
     if not torch.accelerator.is_available():
         parser.error("torch has no accelerator here")
     arguments.tile, arguments.copies = (4096, 2) if arguments.quick else (TILE, 50)

@@ -50,7 +50,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from bench.demo import FULL, GPT, QUICK
 from bench.overlap_training import LAYERS, WARM_UP, Layer, Row, Turns
 from bench.step import machine_facts, say, span
 from csd_optim import CSDAdam
@@ -71,6 +70,8 @@ class Training(Turns):
         each = seconds / 3 / LAYERS / passes
         pace = f"cache=off&read={arguments.rate}&write={arguments.rate}"
         if size := case.get("gpt"):
+            from bench.demo import GPT  # not before: it needs matplotlib
+
             torch.manual_seed(0)
             self.model, pace = GPT(size), "cache=off"
             text = torch.randint(256, (size.batch, size.context + 1), generator=torch.Generator().manual_seed(0))
@@ -156,6 +157,8 @@ def cases(arguments: argparse.Namespace) -> Iterable[Row]:
         return
     others = ["none", "backward"]
     yield {"what": "clipped in each step", "share": 1.0, "modes": others, "norms": [ALWAYS]}
+    from bench.demo import FULL, QUICK
+
     yield {"what": "a small GPT", "share": 1.0, "modes": list(MODES), "gpt": QUICK if arguments.quick else FULL}
     if not arguments.quick:
         yield {"what": "clipped in every other step", "share": 1.0, "modes": others, "norms": [ALWAYS, NEVER]}

@@ -65,7 +65,12 @@ def has_completed(event: Any) -> bool:
 def wait_for(event: Any) -> None:
     """Wait until the event has completed. Polls, because event.synchronize() would spin on a core that updates need."""
     while not has_completed(event):
-        time.sleep(POLL_SECONDS)
+        pause()
+
+
+def pause() -> None:
+    """Sleep between two looks at what the accelerator has completed."""
+    time.sleep(POLL_SECONDS)
 
 
 def is_captured(device: torch.device) -> bool:

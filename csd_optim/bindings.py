@@ -531,6 +531,11 @@ class Native:
         self._call(lib.csd_engine_pull, tile, outcome=_UNDONE)
         return int(tile[0])
 
+    @property
+    def would_pull(self) -> bool:
+        """Whether pull() would not wait, also because it would raise."""
+        return bool(lib.csd_engine_would_pull(self._engine))
+
     def params_ready(self, tiles: np.ndarray[Any, Any], *, wait: bool) -> bool:
         """Return whether these pushed tiles (uint32) have their new parameters. `wait`: block until they have."""
         ready = ffi.new("int32_t *")

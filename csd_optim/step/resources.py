@@ -10,7 +10,7 @@ from .accelerator_updates import NO_UPDATES, AcceleratorUpdate, AcceleratorUpdat
 from .all_gather import ParamAllGather
 from .images import images_of
 from .spec import StepPlan, StepSpec
-from .staging import BUFFERS_PER_DEVICE, NO_STAGING, StagingRing
+from .staging import NO_STAGING, StagingRing, slots_for
 from .supplied_states import SuppliedStates, supplied_states
 from .travel import Travel
 from .two_passes import OnePass, TwoPasses
@@ -57,8 +57,9 @@ class StepResources:
     def _ring_for(self, engine: Engine, spec: StepSpec, supplied: SuppliedStates) -> StagingRing:
         tile_elems = max(e.tile_elems for e in engine.tiles.extents)
         pinned = any(is_on_accelerator(s.grad) for s in spec.sources.values())
-        if self.ring.tile_elems < tile_elems or pinned > self.ring.pinned:
-            self.ring = StagingRing(tile_elems, BUFFERS_PER_DEVICE * len(engine.devices.specs), pinned=pinned)
+        slots = slots_for(engine)
+        if self.ring.tile_elems < tile_elems or len(self.ring.slots) < slots or pinned > self.ring.pinned:
+            self.ring = StagingRing(tile_elems, slots, pinned=pinned)
         self.ring.make_room_for_states(supplied.tile_sections)
         return self.ring
 

@@ -18,18 +18,20 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 
-from ..accelerator import has_completed, is_on_accelerator, on, record_event, wait_for
-from ..bindings import Push
+from ..accelerator import has_completed, is_on_accelerator, on, pause, record_event, wait_for
+from ..bindings import Push, threads_used
 from ..engine.engine import Engine
 from ..params.grad_source import GradSource
 from .sparse import SparseTiles
 from .supplied_states import NO_SUPPLIED, SuppliedStates
 
-# Tiles in flight per device: one travelling each way, and two being updated or waiting for their states.
+# Tiles in flight per device: one travelling each way, and two being updated or waiting for their states. A drive has no
+# use for more: its own buffers hold few tiles, too. Tiles in memory are updated as fast as they arrive, so that further
+# ones must be on their way for each update thread. Threads share tiles, so 16 of these buffers suffice for any number.
 BUFFERS_PER_DEVICE = 4
+MOST_FOR_THREADS = 16
 
 Streams = dict[torch.device, Any]
 
@@ -337,6 +339,14 @@ class StagingRing:
         slot.under_way = [*events.values()]
 
 
+def slots_for(engine: Engine) -> int:
+    """Return how many slots the steps of an engine need: no more than it has tiles."""
+    specs = engine.devices.specs
+    in_memory = any(spec.backend == "ram" for spec in specs)
+    for_threads = min(threads_used(), MOST_FOR_THREADS) if in_memory else 0
+    return min(BUFFERS_PER_DEVICE * len(specs) + for_threads, len(engine.tiles))
+
+
 class NoStaging(StagingRing):
     """The ring of a step without images: has no buffers and no streams."""
 
@@ -398,9 +408,10 @@ class StagedTiles:
         """Add the tiles that were pushed before: see `early_buffers` of StagingRing.run()."""
         self.early_buffers, self._pushed = buffers, dict(buffers)
         self._sources.update(dict.fromkeys(buffers, sources))
-        # pull() returns any updated tile.
-        updated = {self._engine.native.pull() for tile in buffers if self._is_updated(tile)}
-        for tile in [tile for tile in buffers if tile in updated]:
+        native, updated = self._engine.native, set[int]()
+        while len(updated) < len(buffers) and native.would_pull:
+            updated.add(native.pull())
+        for tile in [tile for tile in buffers if tile in updated]:  # pull() returns them in any order
             self._pull_slot(tile)
 
     def forget(self) -> None:
@@ -426,23 +437,24 @@ class StagedTiles:
             self._travelling.append((tile, slot))
         if self._travelling or self._pushed:
             self._idle_work()
-        # While the next gradients are in flight, updated parameters are copied back.
-        has_arrived = bool(self._travelling) and self._travelling[0][1].arrived()
-        is_updated = not has_arrived and any(map(self._is_updated, self._pushed))
-        if has_arrived or (wait and self._travelling and not is_updated):
+        while not self._transfer(wait=wait and not self._travelling):
+            if not (wait and self._travelling):
+                return False
+            pause()
+        return True
+
+    def _transfer(self, *, wait: bool) -> bool:
+        """Push the tile whose gradients have arrived, or pull an updated one. Returns whether there was one."""
+        if self._travelling and self._travelling[0][1].arrived():
             self._push_slot(*self._travelling.popleft())
-        elif is_updated or (wait and self._pushed):
+        elif self._pushed and (wait or self._engine.native.would_pull):
             self._pull_slot(self._engine.native.pull())
         else:
             return False
         return True
 
-    def _is_updated(self, tile: int) -> bool:
-        return self._engine.native.params_ready(np.array([tile], np.uint32), wait=False)
-
     def _push_slot(self, tile: int, slot: StagingBuffer) -> None:
         states = slot.states.data_ptr() if slot.has_states and slot.states is not None else 0
-        slot.wait()
         images = slot.grad.data_ptr(), slot.param.data_ptr()
         how = Push(images=images, in_place=slot.in_place, entries=slot.words(), states=states)
         self._engine.native.push(tile, how)

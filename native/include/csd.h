@@ -406,6 +406,9 @@ int csd_engine_drop_grads(csd_engine *engine, const uint32_t *params, uint32_t n
 /* Waits until another tile that was pushed with an image has its new parameters, and returns its index in `*tile`. */
 int csd_engine_pull(csd_engine *engine, uint32_t *tile, csd_error *error);
 
+/* Returns whether csd_engine_pull would not wait: 1 or 0. One call asks for all tiles in flight. */
+int csd_engine_would_pull(csd_engine *engine);
+
 /* Sets `*given` to whether all these tiles have their new parameters (for tiles pushed with an image: in the image).
  * With `wait`, returns only when they have. If the step has failed, returns its error. May be called while another
  * thread finishes the step: a thread still waiting then returns with `*given` = 1, or with CSD_ESTATE if the step was

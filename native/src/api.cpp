@@ -75,7 +75,8 @@ static_assert(noexcept(std::declval<const csd::Card &>().has_p2p()) && noexcept(
                   noexcept(csd::topk_count(0, 0)) && noexcept(csd::crc32c(0, nullptr, 0)) &&
                   noexcept(std::declval<const csd::Engine &>().undone(nullptr, nullptr, 0)) &&
                   noexcept(std::declval<csd::Engine &>().events(nullptr, 0)) &&
-                  noexcept(std::declval<csd::Engine &>().hold_bytes(0)),
+                  noexcept(std::declval<csd::Engine &>().hold_bytes(0)) &&
+                  noexcept(std::declval<const csd::Engine &>().would_pull()),
               "called without guarded(), so these must not throw");
 
 }  // namespace
@@ -137,6 +138,8 @@ int csd_engine_drop_grads(csd_engine *engine, const uint32_t *params, uint32_t n
 int csd_engine_pull(csd_engine *engine, uint32_t *tile, csd_error *error) {
   return guarded(error, [&] { *tile = engine->engine.pull(); });
 }
+
+int csd_engine_would_pull(csd_engine *engine) { return engine->engine.would_pull(); }
 
 int csd_engine_params_ready(csd_engine *engine, const uint32_t *tiles, uint32_t n, int32_t wait, int32_t *given,
                             csd_error *error) {

@@ -62,8 +62,13 @@ struct Tile {
   uint32_t next_slot() const { return slot ^ (n_slots - 1); }  // the slot that a step writes
 };
 
+// What an update counts: bytes pushed and pulled, parameter elements updated, gradients that are inf or nan.
+struct Counts {
+  uint64_t pushed = 0, pulled = 0, updated = 0, nonfinite = 0;
+};
+
 // One tile's part of a step, or of one of its passes: its input and its results.
-struct Work {
+struct Work : Counts {
   Sections sections;  // what it updates: all, or those of its pass. Nothing else in the buffer is read or written
   const csd_param *params = nullptr;
   const csd_hyper *hypers = nullptr;
@@ -82,9 +87,7 @@ struct Work {
   bool all_supplied = false;       // all parameters are CSD_SUPPLIED, and nothing was loaded
   bool verify = false;             // check what was loaded against the checksums of the tile's slot
   bool param_at_host = false;      // codes: the first section was not loaded, because host memory should have it
-  // Results of Device::update: bytes pushed and pulled, parameter elements updated, gradients that are inf or nan, and
-  // (below) the checksums of the new state.
-  uint64_t pushed = 0, pulled = 0, updated = 0, nonfinite = 0;
+  // Results of Device::update: its counts, and (below) the checksums of the new state.
   uint64_t read_late = 0;  // bytes that the update still had to read itself
   // Number of leading elements whose parameters were written, even if the update then failed.
   uint64_t n_params_written = 0;
@@ -198,8 +201,8 @@ class Device {
 void submit_update(std::function<Failure()> update, Updated done, Pool &threads = Pool::updates(),
                    bool low_priority = false);
 
-// Device::update for all devices that update on the CPU. With `low_priority`, updates of other devices go first
-// (Pool::submit).
+// Device::update for all devices that update on the CPU. Threads that have nothing else to do share the update of a tile.
+// With `low_priority`, updates of other devices go first (Pool::submit).
 void update_on_cpu(Device &, const Tile &tile, float *buffer, Work &work, Updated done, Pool &threads = Pool::updates(),
                    bool low_priority = false);
 

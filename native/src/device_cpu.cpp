@@ -1,7 +1,10 @@
 #include <string.h>
 
 #include <algorithm>
+#include <atomic>
 #include <future>
+#include <list>
+#include <mutex>
 
 #include "crc32c.h"
 #include "device.h"
@@ -20,10 +23,10 @@ constexpr uint64_t kBlock = 16 * 1024;
 float *floats(char *section, uint64_t first) { return reinterpret_cast<float *>(section) + first; }
 
 // Makes the span for elements [first, first + n) of the tile, which are part of `piece`: its constants, gradients and
-// parameters. `scratch` receives gradients that are entries. Adds the span to the statistics in `work`.
+// parameters. `scratch` receives gradients that are entries. Adds the span to `counts`.
 template <typename Span>
-Span span_of(const csd_piece &piece, uint64_t first, uint64_t n, const Tile &tile, Work &work, Entries &entries,
-             float *scratch) {
+Span span_of(const csd_piece &piece, uint64_t first, uint64_t n, const Tile &tile, const Work &work, Entries &entries,
+             float *scratch, Counts &counts) {
   const csd_param &p = work.params[piece.param];
   const uint64_t in_piece = first - piece.tile_first;
   Span span{};
@@ -39,15 +42,15 @@ Span span_of(const csd_piece &piece, uint64_t first, uint64_t n, const Tile &til
   } else {
     span.grad = grad_at(piece, tile, work, in_piece);
     span.grad_dtype = p.grad_dtype;
-    work.pushed += dtype_bytes(p.grad_dtype) * n;
+    counts.pushed += dtype_bytes(p.grad_dtype) * n;
   }
-  work.pulled += dtype_bytes(p.param_dtype) * n;
-  work.updated += n;
+  counts.pulled += dtype_bytes(p.param_dtype) * n;
+  counts.updated += n;
   return span;
 }
 
 void update_piece(const csd_piece &piece, uint64_t first, uint64_t n, const Tile &tile, char *const *sections,
-                  Work &work, Entries &entries) {
+                  const Work &work, Entries &entries, Counts &counts) {
   const csd_param &p = work.params[piece.param];
   const Sections of = work.sections;
   if (is_supplied(piece, work)) {
@@ -58,7 +61,7 @@ void update_piece(const csd_piece &piece, uint64_t first, uint64_t n, const Tile
   copy_edited(p, piece.param_first + first - piece.tile_first, n, of, sections, first);
   if (!grad_of(piece, tile, work)) return;
   alignas(64) float scratch[kBlock];
-  auto span = span_of<Span>(piece, first, n, tile, work, entries, scratch);
+  auto span = span_of<Span>(piece, first, n, tile, work, entries, scratch, counts);
   span.unless_set = p.master == CSD_UNLESS_SET;
   for (uint32_t s = of.begin; s < of.end; s++) span.state[s - of.begin] = floats(sections[s], first);
   if (p.master == CSD_IN_PARAM) {
@@ -67,7 +70,7 @@ void update_piece(const csd_piece &piece, uint64_t first, uint64_t n, const Tile
   } else if (p.master == CSD_FROM_PARAM) {
     memcpy(span.state[0], span.param, dtype_bytes(p.param_dtype) * n);
   }
-  work.nonfinite += update(span, current_isa.load(std::memory_order_relaxed));
+  counts.nonfinite += update(span, current_isa.load(std::memory_order_relaxed));
 }
 
 // ---- Codes ----------------------------------------------------------------------------
@@ -133,7 +136,7 @@ void encode_in_place(const csd_param &p, uint64_t first, uint64_t n, const Tile 
 }
 
 void update_codes(const csd_piece &piece, uint64_t first, uint64_t n, const Tile &tile, char *const *sections,
-                  Work &work, Entries &entries) {
+                  const Work &work, Entries &entries, Counts &counts) {
   const csd_param &p = work.params[piece.param];
   const bool edited = is_edited(p), in_place = p.master == CSD_IN_PARAM, has_grad = grad_of(piece, tile, work);
   if (!has_grad && !edited) return;
@@ -158,12 +161,12 @@ void update_codes(const csd_piece &piece, uint64_t first, uint64_t n, const Tile
     return;
   }
   alignas(64) float scratch[kBlock];
-  auto span = span_of<CodedSpan>(piece, first, n, tile, work, entries, scratch);
+  auto span = span_of<CodedSpan>(piece, first, n, tile, work, entries, scratch, counts);
   span.codes = codes;
   span.key = key_of(p, in_param);
   if (own && !work.grad_image) span.param = nullptr;  // the update writes to the parameter itself
-  work.nonfinite += own ? update_in_place(span, own, tile, sections, first)
-                        : update(span, current_isa.load(std::memory_order_relaxed));
+  counts.nonfinite += own ? update_in_place(span, own, tile, sections, first)
+                          : update(span, current_isa.load(std::memory_order_relaxed));
   if (checks) compute_checks(static_cast<const uint16_t *>(own ? own : codes.param), n, checks);
 }
 
@@ -199,34 +202,84 @@ void copy_params(const Tile &tile, uint64_t first, uint64_t last, char *section,
 
 // ---- A tile -----------------------------------------------------------------------------
 
-// Updates a tile chunk by chunk. Each chunk is read from memory once, and is verified, updated and summed while it is
-// in the cache.
+// The update of a tile, chunk by chunk. Each chunk is read from memory once, and is verified, updated and summed while
+// it is in the cache. Threads that share the update each take the next chunk that none has taken.
 class Updater {
  public:
-  Updater(Device &device, const Tile &tile, char *buffer, Work &work)
-      : device_(device), tile_(tile), buffer_(buffer), work_(work), entries_(work.entries, work.n_entries) {
+  Updater(Device &device, const Tile &tile, char *buffer, Work &work, Updated done)
+      : device_(device),
+        tile_(tile),
+        buffer_(buffer),
+        work_(work),
+        done_(std::move(done)),
+        n_chunks_(tile.n_chunks()),
+        n_left_(n_chunks_) {
     tile.find_sections(buffer, sections_);
   }
 
-  Failure update() {
+  void prepare() {
+    provide_entries(tile_, work_);
     const Slot &current = tile_.slots[tile_.slot];
     const bool any_changed = std::any_of(tile_.pieces, tile_.pieces + tile_.n_pieces, [this](const csd_piece &p) {
       return grad_of(p, tile_, work_) || is_supplied(p, work_) || is_edited(work_.params[p.param]);
     });
-    const bool changes = any_changed || work_.from_windows || !current.summed;
-    if (!changes) work_.sum = current;  // the tile does not change
+    changes_ = any_changed || work_.from_windows || !current.summed;
+    if (!changes_) work_.sum = current;  // the tile does not change
     else if (buffer_) work_.sum = {true, std::vector<uint32_t>(tile_.n_sums())};
-    for (uint64_t chunk = 0; chunk < tile_.n_chunks(); chunk++) {
-      const uint64_t first = chunk * tile_.sum_elems, last = std::min(first + tile_.sum_elems, tile_.elems);
-      const uint32_t bad_section = begin_chunk(chunk, first, last);
-      if (bad_section < tile_.layout.n()) return damaged(tile_, bad_section);
-      if (changes) update_chunk(first, last, buffer_ ? &work_.sum.sums[chunk * tile_.layout.n()] : nullptr);
-      work_.n_params_written = last;
-    }
-    return {};
   }
 
+  // How many threads can help: for fewer than two chunks it takes longer to wake one. None if the update can fail,
+  // because then the chunks before the one that fails have been updated, and those behind it have not.
+  uint64_t most_helpers() const { return !changes_ || work_.verify || work_.from_windows ? 0 : (n_chunks_ - 1) / 2; }
+
+  // Updates chunks until all are taken or one has failed. The thread that is the last to end reports the update as done.
+  // Others may come later: when all chunks are taken, nothing outside of this object may exist any more.
+  void run() {
+    uint64_t chunk = next_++, n = 0;
+    if (chunk >= n_chunks_) return;
+    Failure failure;
+    Counts counts;
+    try {
+      begin_updates_of(tile_, work_);
+      Entries entries(work_.entries, work_.n_entries);
+      for (; chunk < n_chunks_; chunk = next_++, n++) run_chunk(chunk, entries, counts);
+    } catch (...) {
+      failure = caught();
+    }
+    end(n, counts, std::move(failure));
+  }
+
+  // Reports the update as failed if it has not begun.
+  void fail(Failure failure) { done_(std::move(failure)); }
+
  private:
+  // Notes that this thread has updated n chunks, and then perhaps failed.
+  void end(uint64_t n, const Counts &counts, Failure failure) {
+    {
+      std::lock_guard lock(mutex_);
+      work_.pushed += counts.pushed;
+      work_.pulled += counts.pulled;
+      work_.updated += counts.updated;
+      work_.nonfinite += counts.nonfinite;
+      work_.n_params_written = std::min(work_.n_params_written + n * tile_.sum_elems, tile_.elems);
+      n_left_ -= n;
+      if (failure.status != CSD_OK) {  // nobody takes the rest
+        n_left_ -= 1 + n_chunks_ - std::min(next_.exchange(n_chunks_), n_chunks_);
+        failure_ = std::move(failure);
+      }
+      if (n_left_ > 0) return;
+    }
+    done_(std::move(failure_));
+  }
+
+  void run_chunk(uint64_t chunk, Entries &entries, Counts &counts) {
+    const uint64_t first = chunk * tile_.sum_elems, last = std::min(first + tile_.sum_elems, tile_.elems);
+    const uint32_t bad_section = begin_chunk(chunk, first, last);
+    if (bad_section < tile_.layout.n()) throw damaged(tile_, bad_section);
+    if (changes_)
+      update_chunk(first, last, buffer_ ? &work_.sum.sums[chunk * tile_.layout.n()] : nullptr, entries, counts);
+  }
+
   // Prepares a chunk of the buffer: the state with which the step begins, verified. Returns the section that is
   // damaged, or the number of sections if none is.
   uint32_t begin_chunk(uint64_t chunk, uint64_t first, uint64_t last) {
@@ -270,12 +323,12 @@ class Updater {
     memcpy(sections_[0] + done, reinterpret_cast<const char *>(section.floats()) + done, tile_.layout.bytes(0) - done);
   }
 
-  void update_chunk(uint64_t first, uint64_t last, uint32_t *sums) {
+  void update_chunk(uint64_t first, uint64_t last, uint32_t *sums, Entries &entries, Counts &counts) {
     for (uint64_t next; first < last; first = next) {
       next = std::min(first + kBlock, last);
-      for_each_piece(tile_, first, next, [this](const csd_piece &p, uint64_t from, uint64_t n) {
-        if (tile_.layout.coded()) update_codes(p, from, n, tile_, sections_, work_, entries_);
-        else update_piece(p, from, n, tile_, sections_, work_, entries_);
+      for_each_piece(tile_, first, next, [&](const csd_piece &p, uint64_t from, uint64_t n) {
+        if (tile_.layout.coded()) update_codes(p, from, n, tile_, sections_, work_, entries, counts);
+        else update_piece(p, from, n, tile_, sections_, work_, entries, counts);
       });
       if (sums) crc32c_sections(sums, sections_, tile_.layout, work_.sections, first, next - first);
     }
@@ -286,7 +339,13 @@ class Updater {
   char *const buffer_;  // null on a resident device
   char *sections_[kMostSections] = {};
   Work &work_;
-  Entries entries_;
+  const Updated done_;
+  const uint64_t n_chunks_;
+  bool changes_ = false;
+  std::atomic<uint64_t> next_{0};  // the first chunk that no thread has taken
+  std::mutex mutex_;               // guards what follows, and the results in `work_`
+  uint64_t n_left_;                // chunks that are not updated yet
+  Failure failure_;
 };
 
 }  // namespace
@@ -306,11 +365,20 @@ void submit_update(std::function<Failure()> update, Updated done, Pool &threads,
 
 void update_on_cpu(Device &device, const Tile &tile, float *buffer, Work &work, Updated done, Pool &threads,
                    bool low_priority) {
-  const auto update = [&device, &tile, buffer, &work] {
-    provide_entries(tile, work);
-    return Updater(device, tile, reinterpret_cast<char *>(buffer), work).update();
+  const auto update = std::make_shared<Updater>(device, tile, reinterpret_cast<char *>(buffer), work, std::move(done));
+  auto task = [update, &threads, low_priority] {
+    try {
+      update->prepare();
+      std::list<Pool::Task> helpers;
+      for (uint64_t n = std::min<uint64_t>(update->most_helpers(), idle_here(threads)); n > 0; n--)
+        helpers.push_back([update] { update->run(); });
+      threads.submit(std::move(helpers), low_priority);
+    } catch (...) {
+      return update->fail(caught());
+    }
+    update->run();
   };
-  submit_update(update, std::move(done), threads, low_priority);
+  submit_here(threads, std::move(task), low_priority);
 }
 
 bool is_edited(const csd_param &p) {

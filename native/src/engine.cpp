@@ -560,10 +560,15 @@ void Engine::on_store_failed(Job &job, Failure failure) noexcept {
 uint32_t Engine::pull() {
   Lock lock(mutex_);
   if (phase_ != Phase::stepping) throw Failure{CSD_ESTATE, "no step is under way"};
-  progress_.wait(lock, [this] { return n_pulled_ < to_pull_.size() || failed_ || n_images_pending_ == 0; });
+  progress_.wait(lock, [this] { return is_pull_ready(); });
   if (failed_) throw failure_;
   if (n_pulled_ == to_pull_.size()) throw Failure{CSD_ESTATE, "no tile is left to be pulled"};
   return to_pull_[n_pulled_++];
+}
+
+bool Engine::would_pull() const noexcept {
+  Lock lock(mutex_);
+  return phase_ != Phase::stepping || is_pull_ready();
 }
 
 bool Engine::params_ready(const uint32_t *tiles, uint32_t n, bool wait) {

@@ -94,6 +94,7 @@ class Engine {
   void push(uint32_t tile, const csd_push &);
   void drop_grads(const uint32_t *params, uint32_t n);
   uint32_t pull();
+  bool would_pull() const noexcept;
   bool params_ready(const uint32_t *tiles, uint32_t n, bool wait);
   void finish(bool keep);
   void take_back();
@@ -205,6 +206,7 @@ class Engine {
   void wait_ops(Lock &lock) {
     ops_done_.wait(lock, [this] { return ops_in_flight_ == 0; });
   }
+  bool is_pull_ready() const { return n_pulled_ < to_pull_.size() || failed_ || n_images_pending_ == 0; }
   bool undo();
   Job &job_to_push(uint32_t tile);
   void check_push(const Job &, const csd_push &) const;

@@ -132,6 +132,12 @@ void submit_here(Pool &pool, Pool::Task task, bool low_priority) {
   else pool.submit(std::move(task), low_priority);
 }
 
+uint32_t idle_here(Pool &pool) {
+  if (TasksHere::current_) return 0;
+  std::lock_guard lock(pool.mutex_);
+  return pool.tasks_.empty() && pool.low_priority_.empty() ? pool.n_asleep_ : 0;
+}
+
 // The pools of the process. Never destroyed: their threads may still be waiting when the process exits.
 struct Pools {
   Pool updates;

@@ -44,6 +44,7 @@ class Pool {
 
  private:
   friend struct Pools;
+  friend uint32_t idle_here(Pool &);
   void add_threads();
   void work();
   void wake_another(std::unique_lock<std::mutex> &);
@@ -72,6 +73,7 @@ class TasksHere {
 
  private:
   friend void submit_here(Pool &, Pool::Task, bool low_priority);
+  friend uint32_t idle_here(Pool &);
   struct Opened {
     explicit Opened(TasksHere *here) : before(std::exchange(current_, here)) {}
     ~Opened() { current_ = before; }
@@ -85,5 +87,6 @@ class TasksHere {
 
 // Leaves the task to the TasksHere that collects on this thread; if there is none, submits it to the pool.
 void submit_here(Pool &, Pool::Task, bool low_priority = false);
+uint32_t idle_here(Pool &);  // how many threads have nothing to do and could take what is submitted so
 
 }  // namespace csd

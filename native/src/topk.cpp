@@ -169,7 +169,6 @@ uint64_t select(const Part &part, uint64_t n, uint64_t k, Scratch &scratch, cons
 }
 
 bool provide_entries(const Tile &tile, Work &work) {
-  begin_updates_of(tile, work);
   if (std::none_of(tile.pieces, tile.pieces + tile.n_pieces,
                    [&work](const csd_piece &p) { return is_sparse(work.params[p.param]); }))
     return false;

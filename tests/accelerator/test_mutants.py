@@ -90,7 +90,9 @@ READY = "ready_events={d: record_event(torch.accelerator.current_stream(d)) for 
 
 MUTANTS = {
     "gradients are not waited for": in_staging("stream.wait_stream(torch.accelerator.current_stream(device))"),
-    "tiles are pushed before they arrive": in_staging("slot.wait()\n        images", "images"),
+    "tiles are pushed before they arrive": in_staging(
+        "self._travelling and self._travelling[0][1].arrived()", "self._travelling"
+    ),
     "no event after copies to the host": in_staging(f"if used:\n            {EVENTS}"),
     "no event after copies back": in_staging("= [*events.values()]", "= []"),
     "a stream fills what is still emptied": in_staging("stream.wait_event(event)"),

@@ -1015,6 +1015,65 @@ void sparse_steps() {
   }
 }
 
+// Threads that have nothing else to do share the update of a tile with many chunks: the same numbers and counts.
+void shared_updates() {
+  constexpr uint64_t kElems = 16 * 1024, kChunk = 1024,
+                     kParts[] = {1, 5000, kElems - 5101};  // a gap behind the last one
+  const uint32_t threads = csd_threads_used();
+  const auto run = [&](uint32_t n_threads, bool in_slots_) {
+    OK(csd_threads_use(n_threads, nullptr));
+    const File a;
+    const csd_device device = in_slots_ ? in_slots(a, 3) : ram();
+    csd_error error{};
+    csd_engine *engine = nullptr;
+    OK(csd_engine_create(&device, 1, &engine, &error));
+    std::vector<csd_piece> pieces;
+    std::vector<std::vector<float>> params, grads;
+    std::vector<uint16_t> owed(kElems);
+    std::vector<csd_param> table;
+    csd_hyper hyper{CSD_ADAMW, {0.999f, 0.9f, 0.1f, 0.999f, 0.001f, 0.01f, 1.0f, 1e-8f, 1.0f}};
+    uint64_t at = 0;
+    for (const uint64_t n : kParts) {
+      pieces.push_back({static_cast<uint32_t>(pieces.size()), 0, 0, at, n});
+      at += n;
+      params.emplace_back(n, 1.0f);
+      grads.emplace_back(n);
+      for (uint64_t i = 0; i < n; i++) grads.back()[i] = i % 1000 ? static_cast<float>(i % 97) - 48 : INFINITY;
+    }
+    for (size_t i = 0; i < params.size(); i++)
+      table.push_back({grads[i].data(), params[i].data(), CSD_F32, CSD_F32, 0, 0, 0, nullptr, 0, 0});
+    table[1].topk = 0.05, table[1].topk_dtype = CSD_BF16, table[1].residual = owed.data();
+    const uint64_t offset = 0;
+    const csd_extent extent{kElems, 1, 3, 2, nullptr, kChunk, nullptr, &offset, pieces.data(), pieces.size()};
+    float *windows[4] = {};
+    OK(csd_engine_extend(engine, &extent, windows, &error));
+    std::vector<float> found;
+    for (int step = 0; step < 20; step++) {
+      const uint32_t tile = 0;
+      OK(csd_engine_begin(engine, table.data(), table.size(), &hyper, 1, &tile, 1, 0, &error));
+      OK(csd_engine_push(engine, tile, nullptr, &error));
+      OK(csd_engine_finish(engine, 1, &error));
+      csd_stats stats;
+      OK(csd_engine_stats(engine, 0, &stats, &error));
+      CHECK(stats.updated == kElems - 100 && stats.pull_bytes == 4 * stats.updated && stats.nonfinite > 0);
+      found.push_back(static_cast<float>(stats.nonfinite + stats.push_bytes));
+    }
+    OK(csd_engine_remap(engine, 1, &error));
+    for (uint32_t s = 0; s < 3; s++) found.insert(found.end(), windows[s], windows[s] + kElems);
+    for (const std::vector<float> &param : params) found.insert(found.end(), param.begin(), param.end());
+    found.insert(found.end(), owed.begin(), owed.end());
+    OK(csd_engine_close(engine, &error));
+    for (uint32_t s = 0; s < 3; s++) csd_window_release(windows[s], kElems);
+    return found;
+  };
+  const std::vector<float> alone = run(1, false);
+  for (const bool in_slots_ : {false, true}) {
+    const std::vector<float> together = run(4, in_slots_);
+    CHECK(together.size() == alone.size() && memcmp(together.data(), alone.data(), 4 * alone.size()) == 0);
+  }
+  OK(csd_threads_use(threads, nullptr));
+}
+
 // One slot gives the same numbers in half the space, but a step that is interrupted cannot be undone.
 void in_place() {
   const File a;
@@ -1695,6 +1754,7 @@ int main(int argc, char **argv) {
                {"edits", edits},
                {"in place", in_place},
                {"sparse steps", sparse_steps},
+               {"shared updates", shared_updates},
                {"wrong calls", wrong_calls},
                {"windows take no memory", windows_take_no_memory},
                {"failing I/O", failing_io},

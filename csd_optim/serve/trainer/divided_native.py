@@ -91,9 +91,13 @@ class DividedNative:
 
     def pull(self) -> int:
         with self._changed:
-            self._changed.wait_for(lambda: any(share.native.would_pull for share in self._in_step))
+            self._changed.wait_for(lambda: self.would_pull)
             share = next(share for share in self._in_step if share.native.would_pull)
             return share.number_of(share.native.pull())
+
+    @property
+    def would_pull(self) -> bool:
+        return any(share.native.would_pull for share in self._in_step)
 
     def params_ready(self, tiles: np.ndarray[Any, Any], *, wait: bool) -> bool:
         return all(

@@ -174,7 +174,7 @@ class RemoteNative:
 
     @property
     def would_pull(self) -> bool:
-        """Whether pull() would not wait. Called with the link's `changed` held."""
+        """Whether pull() would not wait."""
         return self._step_in_flight().would_pull
 
     def await_all(self) -> None:

@@ -81,7 +81,7 @@ class TilesInFlight:
 
     @property
     def would_pull(self) -> bool:
-        """Whether pull() would not wait. Called with `changed` held."""
+        """Whether pull() would not wait. Remains true until it is called."""
         return self._pulled < len(self._to_pull) or self._failure is not None or self._over
 
     def are_back(self, tiles: np.ndarray[Any, Any], *, wait: bool) -> bool:
